@@ -1,0 +1,202 @@
+"""Every error that crosses a boundary of Tandem, and the one table of what it is called on the wire.
+
+    TandemError
+    ├── InvalidRequest            the client must change something
+    │   ├── PromptTooLong
+    │   ├── UnknownModel
+    │   ├── UnsupportedField
+    │   └── NoTokenizer / NoChatTemplate
+    ├── Unauthenticated
+    ├── DuplicateRequest          the id belongs to a live request
+    ├── Overloaded                try again later
+    │   ├── QueueFull
+    │   └── SlowClient
+    ├── Unavailable               the cluster cannot do it now
+    │   ├── NoWorkers
+    │   ├── Draining
+    │   └── WorkerLost
+    ├── DeadlineExceeded
+    ├── Cancelled
+    ├── HandOffFailed             carries one of HandOffReason
+    ├── RegistryUnavailable
+    ├── Fenced                    a newer incarnation of this member exists
+    ├── ConfigError               wrong flag, environment variable or file; refused before anything starts
+    │   └── ModelRefused          the model would be silently wrong, or cannot be loaded
+    └── InternalError             our own fault
+
+An error's `reason` is its stable name: it goes into counters, ledgers and wire messages. Its text says what happened,
+with the numbers, and what to change.
+"""
+
+from enum import StrEnum
+from http import HTTPStatus
+
+
+class TandemError(Exception):
+    """Base of all. `reason` is the stable name of the kind."""
+
+    reason = "internal"
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(TandemError):
+    reason = "invalid_request"
+
+
+class PromptTooLong(InvalidRequest):
+    reason = "prompt_too_long"
+
+
+class UnknownModel(InvalidRequest):
+    reason = "unknown_model"
+
+
+class UnsupportedField(InvalidRequest):
+    reason = "unsupported_field"
+
+
+class NoTokenizer(InvalidRequest):
+    reason = "no_tokenizer"
+
+
+class NoChatTemplate(InvalidRequest):
+    reason = "no_chat_template"
+
+
+class Unauthenticated(TandemError):
+    reason = "unauthenticated"
+
+
+class DuplicateRequest(TandemError):
+    reason = "duplicate_request"
+
+
+class Overloaded(TandemError):
+    reason = "overloaded"
+
+
+class QueueFull(Overloaded):
+    reason = "queue_full"
+
+
+class SlowClient(Overloaded):
+    reason = "slow_client"
+
+
+class Unavailable(TandemError):
+    reason = "unavailable"
+
+
+class NoWorkers(Unavailable):
+    reason = "no_workers"
+
+
+class Draining(Unavailable):
+    reason = "draining"
+
+
+class WorkerLost(Unavailable):
+    reason = "worker_lost"
+
+
+class DeadlineExceeded(TandemError):
+    reason = "deadline_exceeded"
+
+
+class Cancelled(TandemError):
+    reason = "cancelled"
+
+
+class HandOffReason(StrEnum):
+    """Why a hand-off was refused or ended without its blocks."""
+
+    BAD_SIGNATURE = "bad_signature"
+    TICKET_EXPIRED = "ticket_expired"
+    FOREIGN_TICKET = "foreign_ticket"  # another importer's
+    UNKNOWN_TICKET = "unknown_ticket"  # not, or no longer, held here
+    REPLAYED_TICKET = "replayed_ticket"  # this attempt has attached or settled before
+    STALE_INCARNATION = "stale_incarnation"
+    LAYOUT_MISMATCH = "layout_mismatch"
+    NO_COMMON_TRANSPORT = "no_common_transport"
+    LEASE_LAPSED = "lease_lapsed"
+    DIGEST_MISMATCH = "digest_mismatch"
+    COUNT_MISMATCH = "count_mismatch"
+    PROMPT_MISMATCH = "prompt_mismatch"
+    READ_FAILED = "read_failed"
+    READ_TIMEOUT = "read_timeout"
+    EXPORTER_LOST = "exporter_lost"
+    IMPORTER_LOST = "importer_lost"
+    PREFILL_FAILED = "prefill_failed"
+    NOT_ENOUGH_BLOCKS = "not_enough_blocks"
+    CANCELLED = "cancelled"
+    PROTOCOL = "protocol"  # a message that the state machine does not allow
+
+
+class HandOffFailed(TandemError):
+    """A hand-off ended without usable blocks; `handoff_reason` says why."""
+
+    reason = "handoff_failed"
+
+    def __init__(self, handoff_reason: HandOffReason, message: str) -> None:
+        super().__init__(f"{handoff_reason}: {message}")
+        self.handoff_reason = handoff_reason
+
+
+class RegistryUnavailable(TandemError):
+    reason = "registry_unavailable"
+
+
+class Fenced(TandemError):
+    reason = "fenced"
+
+
+class ConfigError(TandemError):
+    reason = "config"
+
+
+class ModelRefused(ConfigError):
+    reason = "model_refused"
+
+
+class InternalError(TandemError):
+    reason = "internal"
+
+
+# (reason's class) -> (gRPC status name, HTTP status, OpenAI error type). The nearest base class counts.
+_STATUS: dict[type[TandemError], tuple[str, HTTPStatus, str]] = {
+    TandemError: ("INTERNAL", HTTPStatus.INTERNAL_SERVER_ERROR, "internal_error"),
+    InvalidRequest: ("INVALID_ARGUMENT", HTTPStatus.BAD_REQUEST, "invalid_request_error"),
+    UnknownModel: ("NOT_FOUND", HTTPStatus.NOT_FOUND, "invalid_request_error"),
+    Unauthenticated: ("UNAUTHENTICATED", HTTPStatus.UNAUTHORIZED, "authentication_error"),
+    DuplicateRequest: ("ALREADY_EXISTS", HTTPStatus.CONFLICT, "invalid_request_error"),
+    Overloaded: ("RESOURCE_EXHAUSTED", HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error"),
+    Unavailable: ("UNAVAILABLE", HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable"),
+    DeadlineExceeded: ("DEADLINE_EXCEEDED", HTTPStatus.REQUEST_TIMEOUT, "timeout_error"),
+    Cancelled: ("CANCELLED", HTTPStatus.REQUEST_TIMEOUT, "cancelled"),
+    HandOffFailed: ("UNAVAILABLE", HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable"),
+    RegistryUnavailable: ("UNAVAILABLE", HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable"),
+    Fenced: ("FAILED_PRECONDITION", HTTPStatus.CONFLICT, "internal_error"),
+    ConfigError: ("FAILED_PRECONDITION", HTTPStatus.INTERNAL_SERVER_ERROR, "internal_error"),
+}
+
+
+def _row(error: TandemError) -> tuple[str, HTTPStatus, str]:
+    return next(_STATUS[base] for base in type(error).__mro__ if base in _STATUS)
+
+
+def grpc_status(error: TandemError) -> str:
+    """The name of the `grpc.StatusCode` that this error travels as."""
+    return _row(error)[0]
+
+
+def http_status(error: TandemError) -> int:
+    return int(_row(error)[1])
+
+
+def openai_error_type(error: TandemError) -> str:
+    """The `error.type` of an OpenAI-style error body."""
+    return _row(error)[2]

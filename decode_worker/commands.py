@@ -1,0 +1,132 @@
+"""What the decode worker's event loop asks of its step thread, and what the step thread tells back. Pure values.
+
+These two directions are the only meeting place of asyncio and the thread that owns the device and the block pool.
+"""
+
+from dataclasses import dataclass
+
+from cluster.errors import TandemError
+from cluster.messages import DecodeJob, MemberId, SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Set blocks aside for one hand-off: all at once, oldest hand-off first, above the watermark. Answered by Reserved
+    when they are there, or by Unreservable when they can never be."""
+
+    handoff_id: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """The hand-off is over and its sequences will not join: forget the reservation. Blocks that a reader may still
+    write to go to quarantine instead of to the free ones."""
+
+    handoff_id: int
+    quarantined_block_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """Nobody can write to these quarantined blocks any more: free them."""
+
+    block_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitImported:
+    """The hand-off's blocks are verified and settled: its sequences join at the next step. The reservation becomes
+    theirs: `sealed_block_ids` shared by all choices, then one tail block per choice (empty when the prompt ends on a
+    block boundary). `first_tokens[i]` is what choice i goes on from; None where the choice ended with it."""
+
+    handoff_id: int
+    job: DecodeJob
+    sealed_block_ids: tuple[int, ...]
+    tail_block_ids: tuple[int, ...]
+    first_tokens: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitLocal:
+    """Prefill the job here. Its choices share the prompt's blocks. A sequence that has committed tokens goes on after
+    them. Refused by Failed when the queue is full or it can never fit."""
+
+    job: DecodeJob
+
+
+@dataclass(frozen=True, slots=True)
+class CancelSequences:
+    """Free these within the step that is running. Unknown handles are ignored: they ended already."""
+
+    router: MemberId
+    handles: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """Run check() and report. Answered by Inspected."""
+
+    inspection_id: int
+
+
+Command = Reserve | Discard | Quiet | AdmitImported | AdmitLocal | CancelSequences | Inspect
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    handoff_id: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unreservable:
+    """More blocks than the pool could ever set aside."""
+
+    handoff_id: int
+    error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """These joined the batch. `queue_s`: from AdmitImported or AdmitLocal to the first step that holds them."""
+
+    router: MemberId
+    handles: tuple[int, ...]
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceToken:
+    """`index` counts the tokens of this choice's output from 0, committed ones and the imported first one included."""
+
+    router: MemberId
+    handle: int
+    index: int
+    token: SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """Every token of one engine step, over all routers."""
+
+    step: int
+    tokens: tuple[SequenceToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    router: MemberId
+    handles: tuple[int, ...]
+    error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    inspection_id: int
+    blocks: dict[str, int]  # by state; they sum to the pool
+    figures: dict[str, float]  # running, waiting, steps, preemptions, ...
+    violation: str  # empty, or what check() found
+
+
+Event = Reserved | Unreservable | Started | StepTokens | Failed | Inspected

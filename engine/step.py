@@ -1,0 +1,88 @@
+"""One engine step as values: what a scheduler plans and what the runner answers. Pure.
+
+A step computes a packed batch of chunks. A chunk is a run of consecutive tokens of one sequence: a whole prompt, a part
+of one, or the single newest token of a decoding sequence. Prefill chunks and decodes may share a step.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from cluster.messages import Sampling, TokenLogprobs
+
+Command = TypeVar("Command", contravariant=True)
+Event = TypeVar("Event", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One token to draw from a chunk's last logits. The noise depends on (seed, position, token id) and nothing else."""
+
+    seed: int
+    position: int  # of the token that is drawn, counted over the whole sequence from 0
+    sampling: Sampling
+    banned_token_ids: frozenset[int] = frozenset()  # stop tokens while min_tokens is not reached
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one sequence to compute in this step."""
+
+    sequence_id: int  # the scheduler's own number; the runner only hands it back
+    token_ids: tuple[int, ...]
+    start: int  # position of the first of them; positions before it are in the blocks already
+    block_ids: tuple[int, ...]  # all blocks of the sequence, up to the last position written here
+    samples: tuple[Sample, ...] = ()  # empty unless the chunk ends the known tokens; n for the n choices of a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A block to copy inside the pool before anything else in the step."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    chunks: tuple[Chunk, ...]
+    copies: tuple[BlockCopy, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnToken:
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`tokens[i]` has one DrawnToken per `plan.chunks[i].samples`. When it is returned, everything the step wrote to the
+    pool is visible to any reader of it (on a GPU: an event behind the last write has completed)."""
+
+    tokens: tuple[tuple[DrawnToken, ...], ...]
+
+
+class Runner(Protocol):
+    """Computes steps on one device. Called by one thread."""
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+
+class Scheduler(Protocol[Command, Event]):
+    """A pure decision maker, driven by one StepLoop thread; it owns the BlockPool."""
+
+    def apply(self, command: Command, now_s: float) -> tuple[Event, ...]:
+        """Takes in what the outside asks; answers with events for the outside."""
+        ...
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute."""
+        ...
+
+    def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:
+        """Takes in what a planned step computed."""
+        ...
+
+    def fail(self, plan: StepPlan, error: Exception, now_s: float) -> tuple[Event, ...]:
+        """The step raised: its sequences end, their blocks are freed."""
+        ...

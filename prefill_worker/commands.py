@@ -1,0 +1,100 @@
+"""What the prefill worker's event loop asks of its step thread, and what the step thread tells back. Pure values.
+
+These two directions are the only meeting place of asyncio and the thread that owns the device and the block pool.
+"""
+
+from dataclasses import dataclass
+
+from cluster.errors import TandemError
+from cluster.messages import PrefillJob, SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Queue a job. Answered by Accepted or Refused. `ticket_id` names it from here on."""
+
+    ticket_id: bytes
+    job: PrefillJob
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Compute no more of it. What was sealed stays leased until Release; the rest is free at once. Answered by Failed
+    (reason cancelled) if it was still queued or running, by nothing if it had ended."""
+
+    ticket_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """No lease on the ticket's blocks is left, and none will come: free them."""
+
+    ticket_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """Run check() and report. Answered by Inspected."""
+
+    inspection_id: int
+
+
+Command = Submit | Cancel | Release | Inspect
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    ticket_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The queue is full, or the prompt can never fit."""
+
+    ticket_id: bytes
+    error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """Blocks that are written for ever, in the ticket's order. Only for jobs with an importer."""
+
+    ticket_id: bytes
+    first_index: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The last, partly filled block: frozen, unused positions zeroed."""
+
+    block_id: int
+    num_valid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The prompt is computed. Comes after its last Sealed. Durations by the step thread's clock."""
+
+    ticket_id: bytes
+    tokens: tuple[SampledToken, ...]  # one per choice
+    tail: Tail | None
+    queue_s: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    ticket_id: bytes
+    error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    inspection_id: int
+    blocks: dict[str, int]  # by state; they sum to the pool
+    figures: dict[str, float]
+    violation: str  # empty, or what check() found
+
+
+Event = Accepted | Refused | Sealed | Finished | Failed | Inspected

@@ -1,0 +1,264 @@
+from tandem.v1 import inference_pb2 as _inference_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ResolvedSampling(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "logprobs_plus_one")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_PLUS_ONE_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    logprobs_plus_one: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., logprobs_plus_one: _Optional[int] = ...) -> None: ...
+
+class TokenStops(_message.Message):
+    __slots__ = ("max_tokens", "min_tokens", "stop_token_ids")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: bytes
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[bytes] = ...) -> None: ...
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "token_ids", "sampling", "stops", "seeds", "num_committed", "importer", "timeout_s")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOPS_FIELD_NUMBER: _ClassVar[int]
+    SEEDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    IMPORTER_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    token_ids: bytes
+    sampling: ResolvedSampling
+    stops: TokenStops
+    seeds: _containers.RepeatedScalarFieldContainer[int]
+    num_committed: int
+    importer: str
+    timeout_s: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ..., num_committed: _Optional[int] = ..., importer: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class PrefillEvent(_message.Message):
+    __slots__ = ("accepted", "first_tokens")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    accepted: PrefillAccepted
+    first_tokens: FirstTokens
+    def __init__(self, accepted: _Optional[_Union[PrefillAccepted, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ...) -> None: ...
+
+class PrefillAccepted(_message.Message):
+    __slots__ = ("ticket",)
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    def __init__(self, ticket: _Optional[bytes] = ...) -> None: ...
+
+class SampledToken(_message.Message):
+    __slots__ = ("token_id", "logprobs", "finish_reason")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprobs: _inference_pb2.PositionLogprobs
+    finish_reason: str
+    def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+
+class FirstTokens(_message.Message):
+    __slots__ = ("tokens", "queue_s", "prefill_s")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[SampledToken]
+    queue_s: float
+    prefill_s: float
+    def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
+
+class SequenceStart(_message.Message):
+    __slots__ = ("handle", "seed", "committed_token_ids")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    seed: int
+    committed_token_ids: bytes
+    def __init__(self, handle: _Optional[int] = ..., seed: _Optional[int] = ..., committed_token_ids: _Optional[bytes] = ...) -> None: ...
+
+class StartRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "router", "prompt_token_ids", "sampling", "stops", "sequences", "ticket", "timeout_s")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOPS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    router: str
+    prompt_token_ids: bytes
+    sampling: ResolvedSampling
+    stops: TokenStops
+    sequences: _containers.RepeatedCompositeFieldContainer[SequenceStart]
+    ticket: bytes
+    timeout_s: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., router: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ticket: _Optional[bytes] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class StartResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RouterMessage(_message.Message):
+    __slots__ = ("hello", "cancel")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    hello: RouterHello
+    cancel: CancelSequences
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., cancel: _Optional[_Union[CancelSequences, _Mapping]] = ...) -> None: ...
+
+class RouterHello(_message.Message):
+    __slots__ = ("router",)
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    def __init__(self, router: _Optional[str] = ...) -> None: ...
+
+class CancelSequences(_message.Message):
+    __slots__ = ("handles",)
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    handles: bytes
+    def __init__(self, handles: _Optional[bytes] = ...) -> None: ...
+
+class WorkerMessage(_message.Message):
+    __slots__ = ("hello", "step", "started", "failed", "heartbeat")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    hello: WorkerHello
+    step: StepOutput
+    started: SequenceStarted
+    failed: SequenceFailed
+    heartbeat: Heartbeat
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., started: _Optional[_Union[SequenceStarted, _Mapping]] = ..., failed: _Optional[_Union[SequenceFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class WorkerHello(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    def __init__(self, worker: _Optional[str] = ...) -> None: ...
+
+class StepOutput(_message.Message):
+    __slots__ = ("step", "handles", "token_ids", "indices", "logprobs", "ends")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    handles: bytes
+    token_ids: bytes
+    indices: bytes
+    logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.PositionLogprobs]
+    ends: _containers.RepeatedCompositeFieldContainer[SequenceEnd]
+    def __init__(self, step: _Optional[int] = ..., handles: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.PositionLogprobs, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[SequenceEnd, _Mapping]]] = ...) -> None: ...
+
+class SequenceEnd(_message.Message):
+    __slots__ = ("handle", "finish_reason")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    finish_reason: str
+    def __init__(self, handle: _Optional[int] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+
+class SequenceStarted(_message.Message):
+    __slots__ = ("handles", "first_token_ids", "transfer_s", "queue_s", "kv_bytes", "transport")
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    handles: _containers.RepeatedScalarFieldContainer[int]
+    first_token_ids: bytes
+    transfer_s: float
+    queue_s: float
+    kv_bytes: int
+    transport: str
+    def __init__(self, handles: _Optional[_Iterable[int]] = ..., first_token_ids: _Optional[bytes] = ..., transfer_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
+
+class SequenceFailed(_message.Message):
+    __slots__ = ("handles", "reason", "detail")
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    handles: _containers.RepeatedScalarFieldContainer[int]
+    reason: str
+    detail: str
+    def __init__(self, handles: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("step", "running", "waiting", "free_blocks")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    running: int
+    waiting: int
+    free_blocks: int
+    def __init__(self, step: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ...) -> None: ...
+
+class InspectRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class InspectResponse(_message.Message):
+    __slots__ = ("member", "blocks", "figures", "violation")
+    class BlocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class FiguresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
+    VIOLATION_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    blocks: _containers.ScalarMap[str, int]
+    figures: _containers.ScalarMap[str, float]
+    violation: str
+    def __init__(self, member: _Optional[str] = ..., blocks: _Optional[_Mapping[str, int]] = ..., figures: _Optional[_Mapping[str, float]] = ..., violation: _Optional[str] = ...) -> None: ...
+
+class DrainWorkerRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainWorkerResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
