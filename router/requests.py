@@ -1,0 +1,120 @@
+"""What a client asks and what it gets, as values: the same for gRPC and HTTP. Mirrors tandem/v1/inference.proto.
+
+`None` in SamplingParams and StopConditions means "not said": the model's generation defaults decide, in validation.py.
+"""
+
+from dataclasses import dataclass, field
+
+from cluster.messages import FinishReason, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Taken as it is: no special token is added."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: tuple[ChatMessage, ...]
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StopConditions:
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """`request_id` empty: the pipeline makes one. `model` empty: the one served. `timeout_s` None: the router's own."""
+
+    prompt: Prompt
+    request_id: str = ""
+    model: str = ""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: StopConditions = field(default_factory=StopConditions)
+    n: int = 1
+    logprobs: int | None = None  # None: none; k: the chosen token's and those of the k most likely
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """What one choice grew by. `token_ids` may be empty when only held-back text is released."""
+
+    choice: int
+    first_index: int  # how many tokens of this choice came before
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token when asked for
+    finish_reason: FinishReason | None = None  # once, on the choice's last delta
+    stop_cause: str | None = None  # the stop string, or the request's stop token as decimal text
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    name: str
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """A request's account of its time: the phases are disjoint and sum to `wall_s`."""
+
+    phases: tuple[Phase, ...]
+    wall_s: float  # from arrival to the last token
+    ttft_s: float  # from arrival to the first token handed to the client
+    members: tuple[str, ...]
+    transport: str
+    kv_bytes: int
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    usage: Usage
+    ledger: Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One message of a request's stream. The last has the summary; every one carries the id."""
+
+    request_id: str
+    deltas: tuple[ChoiceDelta, ...] = ()
+    summary: Summary | None = None
