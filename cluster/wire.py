@@ -1,0 +1,292 @@
+"""Wire messages (tandem/v1) to the values of cluster/messages.py and back. The only place where both are known.
+
+What comes in is checked here for shape: ids that are whole, members that parse, at least one choice. What a value may
+be for a given model is checked by whoever knows the model. Never talks to anybody.
+
+Sampling travels as 32-bit floats: both legs of a request read the same rounded values.
+"""
+
+import struct
+from collections.abc import Iterable, Sequence
+
+from cluster.errors import InvalidRequest
+from cluster.messages import (
+    DecodeJob,
+    Epoch,
+    FinishReason,
+    LayoutFingerprint,
+    MemberId,
+    PrefillJob,
+    SampledToken,
+    Sampling,
+    SequenceStart,
+    Ticket,
+    TokenLogprobs,
+    TokenStops,
+)
+from tandem.v1 import inference_pb2, kv_pb2, worker_pb2
+
+_ID_BYTES = 4
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token, block or sequence ids -> little-endian uint32. Raises ValueError for one that does not fit."""
+    try:
+        return struct.pack(f"<{len(ids)}I", *ids)
+    except struct.error:
+        unfit = next(value for value in ids if not 0 <= value < 1 << 32)
+        raise ValueError(f"id {unfit} does not fit 32 bits without sign") from None
+
+
+def unpack_ids(packed: bytes) -> tuple[int, ...]:
+    """Inverse of pack_ids. Raises InvalidRequest for bytes that are no whole number of ids."""
+    if len(packed) % _ID_BYTES:
+        raise InvalidRequest(f"packed ids must be a multiple of {_ID_BYTES} bytes, not {len(packed)}")
+    return struct.unpack(f"<{len(packed) // _ID_BYTES}I", packed)
+
+
+def member_from_wire(text: str) -> MemberId:
+    """Raises InvalidRequest."""
+    try:
+        return MemberId.parse(text)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
+
+
+def sampling_to_wire(sampling: Sampling) -> worker_pb2.ResolvedSampling:
+    return worker_pb2.ResolvedSampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        logprobs_plus_one=0 if sampling.num_logprobs is None else sampling.num_logprobs + 1,
+    )
+
+
+def sampling_from_wire(message: worker_pb2.ResolvedSampling) -> Sampling:
+    return Sampling(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        num_logprobs=message.logprobs_plus_one - 1 if message.logprobs_plus_one else None,
+    )
+
+
+def stops_to_wire(stops: TokenStops) -> worker_pb2.TokenStops:
+    return worker_pb2.TokenStops(
+        max_tokens=stops.max_tokens,
+        min_tokens=stops.min_tokens,
+        stop_token_ids=pack_ids(sorted(stops.stop_token_ids)),
+    )
+
+
+def stops_from_wire(message: worker_pb2.TokenStops) -> TokenStops:
+    """Raises InvalidRequest."""
+    if message.max_tokens < 1:
+        raise InvalidRequest("max_tokens must be at least 1")
+    return TokenStops(message.max_tokens, message.min_tokens, frozenset(unpack_ids(message.stop_token_ids)))
+
+
+def prefill_job_to_wire(job: PrefillJob) -> worker_pb2.PrefillRequest:
+    return worker_pb2.PrefillRequest(
+        request_id=job.request_id,
+        attempt=job.attempt,
+        token_ids=pack_ids(job.token_ids),
+        sampling=sampling_to_wire(job.sampling),
+        stops=stops_to_wire(job.stops),
+        seeds=job.seeds,
+        num_committed=job.num_committed,
+        importer=str(job.importer) if job.importer is not None else "",
+        timeout_s=job.timeout_s,
+    )
+
+
+def prefill_job_from_wire(message: worker_pb2.PrefillRequest) -> PrefillJob:
+    """Raises InvalidRequest."""
+    token_ids = unpack_ids(message.token_ids)
+    _require(bool(message.request_id), "a prefill needs a request_id")
+    _require(bool(token_ids), "a prefill needs at least one token")
+    _require(bool(message.seeds), "a prefill needs one seed per choice, and at least one choice")
+    _require(message.num_committed < len(token_ids), "num_committed must leave at least one token of prompt")
+    _require(message.timeout_s > 0, f"timeout_s must be positive, not {message.timeout_s}")
+    return PrefillJob(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        token_ids=token_ids,
+        sampling=sampling_from_wire(message.sampling),
+        stops=stops_from_wire(message.stops),
+        seeds=tuple(message.seeds),
+        num_committed=message.num_committed,
+        importer=member_from_wire(message.importer) if message.importer else None,
+        timeout_s=message.timeout_s,
+    )
+
+
+def decode_job_to_wire(job: DecodeJob) -> worker_pb2.StartRequest:
+    return worker_pb2.StartRequest(
+        request_id=job.request_id,
+        attempt=job.attempt,
+        router=str(job.router),
+        prompt_token_ids=pack_ids(job.prompt_token_ids),
+        sampling=sampling_to_wire(job.sampling),
+        stops=stops_to_wire(job.stops),
+        sequences=[_sequence_to_wire(sequence) for sequence in job.sequences],
+        ticket=job.signed_ticket or b"",
+        timeout_s=job.timeout_s,
+    )
+
+
+def decode_job_from_wire(message: worker_pb2.StartRequest) -> DecodeJob:
+    """Raises InvalidRequest."""
+    prompt_token_ids = unpack_ids(message.prompt_token_ids)
+    handles = [sequence.handle for sequence in message.sequences]
+    _require(bool(message.request_id), "a decode needs a request_id")
+    _require(bool(prompt_token_ids), "a decode needs a prompt of at least one token")
+    _require(bool(handles), "a decode needs at least one sequence")
+    _require(len(set(handles)) == len(handles), f"handles must differ from each other: {handles}")
+    _require(message.timeout_s > 0, f"timeout_s must be positive, not {message.timeout_s}")
+    return DecodeJob(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        router=member_from_wire(message.router),
+        prompt_token_ids=prompt_token_ids,
+        sampling=sampling_from_wire(message.sampling),
+        stops=stops_from_wire(message.stops),
+        sequences=tuple(_sequence_from_wire(sequence) for sequence in message.sequences),
+        signed_ticket=message.ticket or None,
+        timeout_s=message.timeout_s,
+    )
+
+
+def logprobs_to_wire(logprobs: TokenLogprobs) -> inference_pb2.PositionLogprobs:
+    return inference_pb2.PositionLogprobs(
+        chosen=inference_pb2.TokenLogprob(token_id=logprobs.token_id, logprob=logprobs.logprob),
+        top=[inference_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in logprobs.top],
+    )
+
+
+def logprobs_from_wire(message: inference_pb2.PositionLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=message.chosen.token_id,
+        logprob=message.chosen.logprob,
+        top=tuple((item.token_id, item.logprob) for item in message.top),
+    )
+
+
+def sampled_token_to_wire(token: SampledToken) -> worker_pb2.SampledToken:
+    return worker_pb2.SampledToken(
+        token_id=token.token_id,
+        logprobs=logprobs_to_wire(token.logprobs) if token.logprobs is not None else None,
+        finish_reason=token.finish_reason or "",
+    )
+
+
+def sampled_token_from_wire(message: worker_pb2.SampledToken) -> SampledToken:
+    return SampledToken(
+        token_id=message.token_id,
+        logprobs=logprobs_from_wire(message.logprobs) if message.HasField("logprobs") else None,
+        finish_reason=finish_reason_from_wire(message.finish_reason),
+    )
+
+
+def finish_reason_from_wire(text: str) -> FinishReason | None:
+    """Empty is None. Raises InvalidRequest for a word that no reason has."""
+    try:
+        return FinishReason(text) if text else None
+    except ValueError:
+        raise InvalidRequest(f"unknown finish_reason {text!r}") from None
+
+
+def first_tokens_to_wire(tokens: Iterable[SampledToken], queue_s: float, prefill_s: float) -> worker_pb2.FirstTokens:
+    return worker_pb2.FirstTokens(
+        tokens=[sampled_token_to_wire(token) for token in tokens], queue_s=queue_s, prefill_s=prefill_s
+    )
+
+
+def epoch_to_wire(epoch: Epoch) -> kv_pb2.Epoch:
+    return kv_pb2.Epoch(
+        member_id=epoch.exporter.id,
+        incarnation=epoch.exporter.incarnation,
+        ticket_id=epoch.ticket_id,
+        attempt=epoch.attempt,
+    )
+
+
+def epoch_from_wire(message: kv_pb2.Epoch) -> Epoch:
+    return Epoch(MemberId(message.member_id, message.incarnation), message.ticket_id, message.attempt)
+
+
+def ticket_to_wire(ticket: Ticket) -> kv_pb2.Ticket:
+    return kv_pb2.Ticket(
+        ticket_id=ticket.ticket_id,
+        exporter_id=ticket.exporter.id,
+        exporter_incarnation=ticket.exporter.incarnation,
+        exporter_address=ticket.exporter_address,
+        importer=str(ticket.importer),
+        request_id=ticket.request_id,
+        attempt=ticket.attempt,
+        num_tokens=ticket.num_tokens,
+        prompt_hash=ticket.prompt_hash,
+        num_choices=ticket.num_choices,
+        expires_at_s=ticket.expires_at_s,
+    )
+
+
+def ticket_from_wire(message: kv_pb2.Ticket) -> Ticket:
+    """Raises InvalidRequest. Says nothing about the signature: that is the signer's."""
+    return Ticket(
+        ticket_id=message.ticket_id,
+        exporter=MemberId(message.exporter_id, message.exporter_incarnation),
+        exporter_address=message.exporter_address,
+        importer=member_from_wire(message.importer),
+        request_id=message.request_id,
+        attempt=message.attempt,
+        num_tokens=message.num_tokens,
+        prompt_hash=message.prompt_hash,
+        num_choices=message.num_choices,
+        expires_at_s=message.expires_at_s,
+    )
+
+
+def fingerprint_to_wire(fingerprint: LayoutFingerprint) -> kv_pb2.LayoutFingerprint:
+    return kv_pb2.LayoutFingerprint(
+        weights=fingerprint.weights,
+        model_config=fingerprint.model_config,
+        dtype=fingerprint.dtype,
+        block_table=fingerprint.block_table,
+        tp_size=fingerprint.tp_size,
+        tp_rank=fingerprint.tp_rank,
+        wire_dtype=fingerprint.wire_dtype,
+        kv_format=fingerprint.kv_format,
+    )
+
+
+def fingerprint_from_wire(message: kv_pb2.LayoutFingerprint) -> LayoutFingerprint:
+    return LayoutFingerprint(
+        weights=message.weights,
+        model_config=message.model_config,
+        dtype=message.dtype,
+        block_table=message.block_table,
+        tp_size=message.tp_size,
+        tp_rank=message.tp_rank,
+        wire_dtype=message.wire_dtype,
+        kv_format=message.kv_format,
+    )
+
+
+def _sequence_to_wire(sequence: SequenceStart) -> worker_pb2.SequenceStart:
+    return worker_pb2.SequenceStart(
+        handle=sequence.handle,
+        seed=sequence.seed,
+        committed_token_ids=pack_ids(sequence.committed_token_ids),
+    )
+
+
+def _sequence_from_wire(message: worker_pb2.SequenceStart) -> SequenceStart:
+    return SequenceStart(message.handle, message.seed, unpack_ids(message.committed_token_ids))
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidRequest(message)

@@ -1,0 +1,20 @@
+"""What every test runs under: one thread per process for arithmetic, and no setting from the caller's environment."""
+
+import os
+
+import pytest
+
+# Before anything imports torch, and inherited by every process that a test starts: two threads that fight for a busy
+# core cost more than they bring.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Every model of the tests is local or made up; a look at the hub would only wait for a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TANDEM_* of whoever runs the tests would change every process under test."""
+    for name in [name for name in os.environ if name.startswith("TANDEM_")]:
+        monkeypatch.delenv(name)

@@ -1,0 +1,152 @@
+"""Wire messages and the values inside Tandem say the same."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster import wire
+from cluster.errors import InvalidRequest
+from cluster.messages import (
+    DecodeJob,
+    FinishReason,
+    LayoutFingerprint,
+    MemberId,
+    PrefillJob,
+    SampledToken,
+    Sampling,
+    SequenceStart,
+    Ticket,
+    TokenLogprobs,
+    TokenStops,
+)
+from tandem.v1 import worker_pb2
+
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+F32 = st.floats(0, 2, width=32)
+IDS = st.lists(U32, max_size=40).map(tuple)
+TOKENS = st.lists(U32, min_size=1, max_size=40).map(tuple)
+NAME = st.text(st.characters(blacklist_characters="@", blacklist_categories=["Cs"]), min_size=1, max_size=8)
+MEMBERS = st.builds(MemberId, NAME, NAME)
+SAMPLING = st.builds(Sampling, F32, U32, F32, F32, st.none() | st.integers(0, 20))
+STOPS = st.builds(TokenStops, st.integers(1, 2**32 - 1), U32, st.frozensets(U32, max_size=5))
+TIMEOUT = st.floats(0.001, 1e6)
+LOGPROBS = st.builds(
+    TokenLogprobs,
+    U32,
+    st.floats(-100, 0, width=32),
+    st.lists(st.tuples(U32, st.floats(-100, 0, width=32)), max_size=3).map(tuple),
+)
+PREFILL_JOBS = st.builds(
+    PrefillJob,
+    request_id=NAME,
+    attempt=U32,
+    token_ids=TOKENS,
+    sampling=SAMPLING,
+    stops=STOPS,
+    seeds=st.lists(U64, min_size=1, max_size=3).map(tuple),
+    num_committed=st.just(0),
+    importer=st.none() | MEMBERS,
+    timeout_s=TIMEOUT,
+)
+SEQUENCES = st.lists(
+    st.builds(SequenceStart, U32, U64, IDS), min_size=1, max_size=3, unique_by=lambda start: start.handle
+).map(tuple)
+DECODE_JOBS = st.builds(
+    DecodeJob,
+    request_id=NAME,
+    attempt=U32,
+    router=MEMBERS,
+    prompt_token_ids=TOKENS,
+    sampling=SAMPLING,
+    stops=STOPS,
+    sequences=SEQUENCES,
+    signed_ticket=st.none() | st.binary(min_size=1, max_size=20),
+    timeout_s=TIMEOUT,
+)
+
+
+@given(IDS)
+def test_packed_ids_come_back_as_they_were(ids: tuple[int, ...]) -> None:
+    assert wire.unpack_ids(wire.pack_ids(ids)) == ids
+
+
+def test_packed_ids_are_little_endian_on_every_machine() -> None:
+    assert wire.pack_ids((1, 0x01020304)) == bytes([1, 0, 0, 0, 4, 3, 2, 1])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 7])
+def test_ragged_packed_ids_are_refused_with_their_length(length: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"not {length}"):
+        wire.unpack_ids(bytes(length))
+
+
+@pytest.mark.parametrize("value", [-1, 2**32])
+def test_an_id_that_does_not_fit_is_named(value: int) -> None:
+    with pytest.raises(ValueError, match=str(value)):
+        wire.pack_ids((0, value))
+
+
+@given(PREFILL_JOBS)
+def test_a_prefill_job_survives_the_wire(job: PrefillJob) -> None:
+    message = wire.prefill_job_to_wire(job)
+    assert wire.prefill_job_from_wire(type(message).FromString(message.SerializeToString())) == job
+
+
+@given(DECODE_JOBS)
+def test_a_decode_job_survives_the_wire(job: DecodeJob) -> None:
+    message = wire.decode_job_to_wire(job)
+    assert wire.decode_job_from_wire(type(message).FromString(message.SerializeToString())) == job
+
+
+@given(st.builds(SampledToken, U32, st.none() | LOGPROBS, st.none() | st.sampled_from(FinishReason)))
+def test_a_sampled_token_survives_the_wire(token: SampledToken) -> None:
+    assert wire.sampled_token_from_wire(wire.sampled_token_to_wire(token)) == token
+
+
+def test_ticket_epoch_and_fingerprint_survive_the_wire() -> None:
+    ticket = Ticket(b"t" * 16, MemberId("p0", "a"), "h:1", MemberId("d0", "b"), "r", 3, 17, b"h" * 16, 2, 1.5)
+    fingerprint = LayoutFingerprint("w", "c", "float32", "t", 2, 1, "native", 7)
+    assert wire.ticket_from_wire(wire.ticket_to_wire(ticket)) == ticket
+    assert wire.epoch_from_wire(wire.epoch_to_wire(ticket.epoch)) == ticket.epoch
+    assert wire.fingerprint_from_wire(wire.fingerprint_to_wire(fingerprint)) == fingerprint
+
+
+def _valid_prefill() -> worker_pb2.PrefillRequest:
+    job = PrefillJob("r", 1, (5, 6), Sampling(), TokenStops(4), (9,), 0, None, 10.0)
+    return wire.prefill_job_to_wire(job)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("request_id", "", "request_id"),
+        ("token_ids", b"", "at least one token"),
+        ("token_ids", b"abc", "multiple of 4"),
+        ("num_committed", 2, "num_committed"),
+        ("importer", "no-incarnation", "not a member id"),
+        ("timeout_s", 0.0, "timeout_s"),
+    ],
+)
+def test_a_malformed_prefill_is_refused_by_what_is_wrong(field: str, value: object, said: str) -> None:
+    message = _valid_prefill()
+    setattr(message, field, value)
+    with pytest.raises(InvalidRequest, match=said):
+        wire.prefill_job_from_wire(message)
+
+
+def test_a_prefill_without_choices_or_without_room_is_refused() -> None:
+    without_seeds, without_room = _valid_prefill(), _valid_prefill()
+    del without_seeds.seeds[:]
+    without_room.stops.max_tokens = 0
+    with pytest.raises(InvalidRequest, match="seed"):
+        wire.prefill_job_from_wire(without_seeds)
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        wire.prefill_job_from_wire(without_room)
+
+
+def test_two_sequences_of_one_handle_are_refused() -> None:
+    sequences = (SequenceStart(7, 1), SequenceStart(7, 2))
+    job = DecodeJob("r", 1, MemberId("a", "b"), (1,), Sampling(), TokenStops(4), sequences, None, 1.0)
+    with pytest.raises(InvalidRequest, match="handles"):
+        wire.decode_job_from_wire(wire.decode_job_to_wire(job))
