@@ -155,3 +155,18 @@ class DecodeJob:
     sequences: tuple[SequenceStart, ...]
     signed_ticket: bytes | None  # a serialized tandem.v1.SignedTicket
     timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """Asks a worker's step thread to run check() and report. Answered by Inspected."""
+
+    inspection_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    inspection_id: int
+    blocks: dict[str, int]  # by state; they sum to the pool
+    figures: dict[str, float]  # running, waiting, steps, ...
+    violation: str  # empty, or what check() found broken

@@ -6,7 +6,7 @@ These two directions are the only meeting place of asyncio and the thread that o
 from dataclasses import dataclass
 
 from cluster.errors import TandemError
-from cluster.messages import DecodeJob, MemberId, SampledToken
+from cluster.messages import DecodeJob, Inspect, Inspected, MemberId, SampledToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,6 @@ class CancelSequences:
     handles: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Inspect:
-    """Run check() and report. Answered by Inspected."""
-
-    inspection_id: int
-
-
 Command = Reserve | Discard | Quiet | AdmitImported | AdmitLocal | CancelSequences | Inspect
 
 
@@ -119,14 +112,6 @@ class Failed:
     router: MemberId
     handles: tuple[int, ...]
     error: TandemError
-
-
-@dataclass(frozen=True, slots=True)
-class Inspected:
-    inspection_id: int
-    blocks: dict[str, int]  # by state; they sum to the pool
-    figures: dict[str, float]  # running, waiting, steps, preemptions, ...
-    violation: str  # empty, or what check() found
 
 
 Event = Reserved | Unreservable | Started | StepTokens | Failed | Inspected

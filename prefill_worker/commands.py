@@ -6,7 +6,7 @@ These two directions are the only meeting place of asyncio and the thread that o
 from dataclasses import dataclass
 
 from cluster.errors import TandemError
-from cluster.messages import PrefillJob, SampledToken
+from cluster.messages import Inspect, Inspected, PrefillJob, SampledToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,6 @@ class Release:
     """No lease on the ticket's blocks is left, and none will come: free them."""
 
     ticket_id: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Inspect:
-    """Run check() and report. Answered by Inspected."""
-
-    inspection_id: int
 
 
 Command = Submit | Cancel | Release | Inspect
@@ -87,14 +80,6 @@ class Finished:
 class Failed:
     ticket_id: bytes
     error: TandemError
-
-
-@dataclass(frozen=True, slots=True)
-class Inspected:
-    inspection_id: int
-    blocks: dict[str, int]  # by state; they sum to the pool
-    figures: dict[str, float]
-    violation: str  # empty, or what check() found
 
 
 Event = Accepted | Refused | Sealed | Finished | Failed | Inspected

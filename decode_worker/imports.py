@@ -1,0 +1,114 @@
+"""Hand-offs on their way into this worker: one task each, from ticket to AdmitImported.
+
+Owns the tasks and the reservations they wait for. It is the importer's view of the block pool (kvtransfer's BlockSource):
+every call becomes a command to the step thread, which owns the pool.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cluster.errors import TandemError
+from cluster.messages import DecodeJob, MemberId
+from decode_worker import commands
+from kvtransfer.importer import Imported, Importer
+
+
+@dataclass(slots=True)
+class _Import:
+    job: DecodeJob
+    task: asyncio.Task[None] | None = None
+    cancelled_handles: set[int] = field(default_factory=set)
+
+
+class Imports:
+    """Runs on the worker's event loop. `post` reaches the step thread; `on_admitted` and `on_failed` the service."""
+
+    def __init__(
+        self,
+        *,
+        importer: Importer,
+        post: Callable[[commands.Command], None],
+        on_admitted: Callable[[DecodeJob, Imported, frozenset[int]], None],
+        on_failed: Callable[[DecodeJob, TandemError], None],
+    ) -> None:
+        self._importer = importer
+        self._post = post
+        self._on_admitted = on_admitted
+        self._on_failed = on_failed
+        self._imports: dict[int, _Import] = {}
+        self._reservations: dict[int, asyncio.Future[tuple[int, ...]]] = {}
+        self._next_id = 0
+
+    def __len__(self) -> int:
+        return len(self._imports)
+
+    def start(self, job: DecodeJob) -> None:
+        """Pulls the job's KV and admits it."""
+        handoff_id, self._next_id = self._next_id, self._next_id + 1
+        entry = self._imports[handoff_id] = _Import(job)
+        entry.task = asyncio.create_task(self._run(handoff_id, entry), name=f"import {job.request_id}")
+        entry.task.add_done_callback(lambda _: self._imports.pop(handoff_id))
+
+    def cancel(self, router: MemberId, handles: frozenset[int]) -> None:
+        """An import of which nobody waits for any choice ends; one that goes on remembers the cancelled ones."""
+        for entry in tuple(self._imports.values()):
+            if entry.job.router == router:
+                entry.cancelled_handles |= handles & {s.handle for s in entry.job.sequences}
+                if entry.task is not None and len(entry.cancelled_handles) == len(entry.job.sequences):
+                    entry.task.cancel()
+
+    async def close(self) -> None:
+        """Ends every import and waits until its blocks are accounted for."""
+        tasks = [entry.task for entry in self._imports.values() if entry.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def reserve(self, handoff_id: int, num_blocks: int) -> tuple[int, ...]:
+        """Waits until the step thread has set all of them aside. Raises HandOffFailed if it never can."""
+        reservation = self._reservations[handoff_id] = asyncio.get_running_loop().create_future()
+        self._post(commands.Reserve(handoff_id, num_blocks))
+        try:
+            return await reservation
+        finally:
+            del self._reservations[handoff_id]
+
+    def discard(self, handoff_id: int, quarantined_block_ids: frozenset[int]) -> None:
+        self._post(commands.Discard(handoff_id, quarantined_block_ids))
+
+    def quiet(self, block_ids: frozenset[int]) -> None:
+        self._post(commands.Quiet(block_ids))
+
+    def on_reserved(self, event: commands.Reserved) -> None:
+        reservation = self._reservations.get(event.handoff_id)
+        if reservation is not None and not reservation.done():
+            reservation.set_result(event.block_ids)
+
+    def on_unreservable(self, event: commands.Unreservable) -> None:
+        reservation = self._reservations.get(event.handoff_id)
+        if reservation is not None and not reservation.done():
+            reservation.set_exception(event.error)
+
+    async def _run(self, handoff_id: int, entry: _Import) -> None:
+        try:
+            assert entry.job.signed_ticket is not None
+            imported = await self._importer.import_blocks(
+                handoff_id=handoff_id, signed_ticket=entry.job.signed_ticket, blocks=self
+            )
+        except TandemError as error:
+            self._on_failed(entry.job, error)
+        else:
+            self._admit(handoff_id, entry, imported)
+
+    def _admit(self, handoff_id: int, entry: _Import, imported: Imported) -> None:
+        self._post(
+            commands.AdmitImported(
+                handoff_id=handoff_id,
+                job=entry.job,
+                sealed_block_ids=imported.sealed_block_ids,
+                tail_block_ids=imported.tail_block_ids,
+                first_tokens=tuple(None if first.ended else first.token_id for first in imported.first_tokens),
+            )
+        )
+        self._on_admitted(entry.job, imported, frozenset(entry.cancelled_handles))

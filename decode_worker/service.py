@@ -1,0 +1,227 @@
+"""The decode worker's face to routers: Start brings sequences in, Connect carries their tokens out.
+
+Owns, per router, which handles are live, and what an import told about them until their start is reported. Events of the
+step thread arrive in `on_events`, on the event loop. Never touches a block.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+
+from cluster import wire
+from cluster.errors import Draining, HandOffFailed, InvalidRequest, TandemError, Unavailable
+from cluster.messages import DecodeJob, MemberId
+from cluster.telemetry import Telemetry
+from decode_worker import commands
+from decode_worker.imports import Imports
+from decode_worker.streams import RouterStreams
+from engine.step_loop import StepLoop
+from kvtransfer.importer import Imported, Importer
+from tandem.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
+
+_LOCAL = "local"
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """How a sequence's KV came here; reported once, with its start."""
+
+    first_token_id: int
+    transfer_s: float
+    kv_bytes: int
+    transport: str
+
+
+class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
+    """Runs on the worker's event loop; every method and callback there."""
+
+    def __init__(
+        self,
+        *,
+        member: MemberId,
+        steps: StepLoop[commands.Command, commands.Event],
+        importer: Importer,
+        vocab_size: int,
+        stream_grace_s: float,
+        telemetry: Telemetry,
+    ) -> None:
+        self._member = member
+        self._steps = steps
+        self._vocab_size = vocab_size
+        self._telemetry = telemetry
+        self._streams = RouterStreams(grace_s=stream_grace_s, on_gone=self._on_router_gone)
+        self.imports = Imports(
+            importer=importer, post=steps.post, on_admitted=self._on_imported, on_failed=self._on_import_failed
+        )
+        self._live: dict[MemberId, set[int]] = {}
+        self._arrivals: dict[tuple[MemberId, int], _Arrival] = {}
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def Start(
+        self, request: worker_pb2.StartRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> worker_pb2.StartResponse:
+        job = self._checked(wire.decode_job_from_wire(request))
+        self._live.setdefault(job.router, set()).update(s.handle for s in job.sequences)
+        self._idle.clear()
+        if job.signed_ticket is None:
+            self._steps.post(commands.AdmitLocal(job))
+        else:
+            self.imports.start(job)
+        return worker_pb2.StartResponse()
+
+    async def Connect(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.RouterMessage],
+        context: grpc.aio.ServicerContext[object, object],
+    ) -> AsyncIterator[worker_pb2.WorkerMessage]:
+        first = await anext(aiter(request_iterator), None)
+        if first is None or first.WhichOneof("message") != "hello":
+            raise InvalidRequest("the first message of Connect must be RouterHello")
+        router = wire.member_from_wire(first.hello.router)
+        connection = object()
+        stream = self._streams.connect(router, connection)
+        reader = asyncio.create_task(self._read(router, request_iterator), name=f"read {router}")
+        try:
+            yield worker_pb2.WorkerMessage(hello=worker_pb2.WorkerHello(worker=str(self._member)))
+            async for message in stream.drain(connection):
+                yield message
+        finally:
+            reader.cancel()
+            self._streams.disconnect(router, connection)
+
+    def on_events(self, events: tuple[commands.Event, ...]) -> None:
+        """What the step thread tells, in its order."""
+        for event in events:
+            match event:
+                case commands.Reserved():
+                    self.imports.on_reserved(event)
+                case commands.Unreservable():
+                    self.imports.on_unreservable(event)
+                case commands.Started():
+                    self._on_started(event)
+                case commands.StepTokens():
+                    self._on_step(event)
+                case commands.Failed():
+                    self._fail(event.router, event.handles, event.error)
+                case commands.Inspected():
+                    raise AssertionError("inspections are answered before they reach the service")
+
+    def beat(self, heartbeat: worker_pb2.Heartbeat) -> None:
+        """Tells every router that this worker lives."""
+        self._streams.broadcast(worker_pb2.WorkerMessage(heartbeat=heartbeat))
+
+    async def drain(self) -> None:
+        """Takes no new work; returns when the present sequences have ended."""
+        self._draining = True
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        self._streams.close()
+        await self.imports.close()
+
+    def _checked(self, job: DecodeJob) -> DecodeJob:
+        if self._draining:
+            raise Draining("this decode worker is leaving; try another")
+        if self._streams.get(job.router) is None:
+            raise Unavailable(f"no stream from {job.router} here; call Connect first")
+        if not job.prompt_token_ids:
+            raise InvalidRequest("a sequence needs at least one prompt token")
+        highest = max(map(max, (job.prompt_token_ids, *(s.committed_token_ids or (0,) for s in job.sequences))))
+        if highest >= self._vocab_size:
+            raise InvalidRequest(f"token id {highest} is outside the vocabulary of {self._vocab_size}")
+        return job
+
+    async def _read(self, router: MemberId, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
+        async for message in messages:
+            if message.WhichOneof("message") == "cancel":
+                self._cancel(router, frozenset(wire.unpack_ids(message.cancel.handles)))
+
+    def _cancel(self, router: MemberId, handles: frozenset[int]) -> None:
+        self.imports.cancel(router, handles)
+        self._steps.post(commands.CancelSequences(router, handles))
+        self._forget(router, handles)
+
+    def _on_router_gone(self, router: MemberId) -> None:
+        handles = frozenset(self._live.get(router, ()))
+        self._telemetry.count("tandem_decode_router_gone_total")
+        if handles:
+            self._cancel(router, handles)
+
+    def _on_imported(self, job: DecodeJob, imported: Imported, cancelled: frozenset[int]) -> None:
+        """The import's AdmitImported is on its way to the step thread; Started will follow."""
+        live = [
+            (s.handle, first) for s, first in zip(job.sequences, imported.first_tokens, strict=True) if not first.ended
+        ]
+        for handle, first in live:
+            if handle not in cancelled:
+                self._arrivals[job.router, handle] = _Arrival(
+                    first.token_id, imported.exposed_s, imported.kv_bytes, imported.transport
+                )
+        if cancelled:
+            self._steps.post(commands.CancelSequences(job.router, cancelled))
+        self._forget(job.router, frozenset(s.handle for s in job.sequences) - {handle for handle, _ in live})
+
+    def _on_import_failed(self, job: DecodeJob, error: TandemError) -> None:
+        reason = error.handoff_reason if isinstance(error, HandOffFailed) else error.reason
+        self._telemetry.count("tandem_decode_import_failed_total", reason=reason)
+        self._fail(job.router, tuple(s.handle for s in job.sequences), error)
+
+    def _on_started(self, event: commands.Started) -> None:
+        arrivals = [self._arrivals.pop((event.router, handle), None) for handle in event.handles]
+        started = worker_pb2.SequenceStarted(handles=event.handles, queue_s=event.queue_s, transport=_LOCAL)
+        known = [arrival for arrival in arrivals if arrival is not None]
+        if known and len(known) == len(arrivals):
+            started.first_token_ids = wire.pack_ids([arrival.first_token_id for arrival in known])
+            started.transfer_s = known[0].transfer_s
+            started.kv_bytes = known[0].kv_bytes
+            started.transport = known[0].transport
+        self._telemetry.observe("tandem_decode_queue_seconds", event.queue_s)
+        self._streams.send(event.router, worker_pb2.WorkerMessage(started=started))
+
+    def _on_step(self, event: commands.StepTokens) -> None:
+        by_router: dict[MemberId, list[commands.SequenceToken]] = {}
+        for token in event.tokens:
+            by_router.setdefault(token.router, []).append(token)
+        for router, tokens in by_router.items():
+            self._streams.send(router, worker_pb2.WorkerMessage(step=_step_output(event.step, tokens)))
+            self._forget(router, frozenset(t.handle for t in tokens if t.token.finish_reason is not None))
+        self._telemetry.count("tandem_decode_tokens_total", len(event.tokens))
+
+    def _fail(self, router: MemberId, handles: tuple[int, ...], error: TandemError) -> None:
+        reason = str(error.handoff_reason) if isinstance(error, HandOffFailed) else error.reason
+        failed = worker_pb2.SequenceFailed(handles=handles, reason=reason, detail=str(error))
+        self._streams.send(router, worker_pb2.WorkerMessage(failed=failed))
+        self._forget(router, frozenset(handles))
+
+    def _forget(self, router: MemberId, handles: frozenset[int]) -> None:
+        live = self._live.get(router)
+        if live is None:
+            return
+        live -= handles
+        for handle in handles:
+            self._arrivals.pop((router, handle), None)
+        if not live:
+            del self._live[router]
+        if not self._live:
+            self._idle.set()
+
+
+def _step_output(step: int, tokens: list[commands.SequenceToken]) -> worker_pb2.StepOutput:
+    output = worker_pb2.StepOutput(
+        step=step,
+        handles=wire.pack_ids([t.handle for t in tokens]),
+        token_ids=wire.pack_ids([t.token.token_id for t in tokens]),
+        indices=wire.pack_ids([t.index for t in tokens]),
+    )
+    if any(t.token.logprobs is not None for t in tokens):
+        for t in tokens:
+            logprobs = t.token.logprobs
+            output.logprobs.append(wire.logprobs_to_wire(logprobs) if logprobs else inference_pb2.PositionLogprobs())
+    for t in tokens:
+        if t.token.finish_reason is not None:
+            output.ends.append(worker_pb2.SequenceEnd(handle=t.handle, finish_reason=str(t.token.finish_reason)))
+    return output

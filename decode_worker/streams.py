@@ -1,0 +1,113 @@
+"""The worker's end of the one multiplexed stream per router.
+
+Owns what waits to be sent. A stream outlives a broken connection for the grace time, so that a router that comes back finds
+its sequences running; what was lost in flight it sees by the tokens' indices. Bounded: a router that does not read loses its
+stream, not this worker its memory.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from cluster.messages import MemberId
+from tandem.v1 import worker_pb2
+
+_MAX_WAITING_MESSAGES = 65_536
+
+
+class RouterStream:
+    """Messages for one incarnation of one router, in order. At most one connection drains it."""
+
+    def __init__(self, router: MemberId) -> None:
+        self.router = router
+        self._waiting: deque[worker_pb2.WorkerMessage] = deque()
+        self._changed = asyncio.Event()
+        self._connection: object | None = None
+
+    @property
+    def is_overfull(self) -> bool:
+        """The router has not read for so long that it counts as gone."""
+        return len(self._waiting) > _MAX_WAITING_MESSAGES
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connection is not None
+
+    def send(self, message: worker_pb2.WorkerMessage) -> None:
+        self._waiting.append(message)
+        self._changed.set()
+
+    def attach(self, connection: object | None) -> None:
+        """From now on only `connection` drains; the one before returns."""
+        self._connection = connection
+        self._changed.set()
+
+    def is_drained_by(self, connection: object) -> bool:
+        return self._connection is connection
+
+    async def drain(self, connection: object) -> AsyncIterator[worker_pb2.WorkerMessage]:
+        """What `connection` has to send, until another one is attached."""
+        while self._connection is connection:
+            if self._waiting:
+                yield self._waiting.popleft()
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+
+
+class RouterStreams:
+    """All streams of this worker. `on_gone` hears of a router that did not come back in time, or does not read."""
+
+    def __init__(self, *, grace_s: float, on_gone: Callable[[MemberId], None]) -> None:
+        self._grace_s = grace_s
+        self._on_gone = on_gone
+        self._streams: dict[MemberId, RouterStream] = {}
+        self._graces: dict[MemberId, asyncio.TimerHandle] = {}
+
+    def get(self, router: MemberId) -> RouterStream | None:
+        return self._streams.get(router)
+
+    def connect(self, router: MemberId, connection: object) -> RouterStream:
+        """A router said hello; an older connection of the same incarnation ends."""
+        self._end_grace(router)
+        stream = self._streams.setdefault(router, RouterStream(router))
+        stream.attach(connection)
+        return stream
+
+    def disconnect(self, router: MemberId, connection: object) -> None:
+        """The connection broke; its stream waits for the grace time, unless a newer connection took its place."""
+        stream = self._streams.get(router)
+        if stream is not None and stream.is_drained_by(connection):
+            stream.attach(None)
+            self._graces[router] = asyncio.get_running_loop().call_later(self._grace_s, self._drop, router)
+
+    def send(self, router: MemberId, message: worker_pb2.WorkerMessage) -> None:
+        """To nobody, if the router is gone: its sequences are being cancelled."""
+        stream = self._streams.get(router)
+        if stream is None:
+            return
+        stream.send(message)
+        if stream.is_overfull:
+            self._drop(router)
+
+    def broadcast(self, message: worker_pb2.WorkerMessage) -> None:
+        """To every connected router."""
+        for stream in self._streams.values():
+            if stream.is_connected:
+                stream.send(message)
+
+    def close(self) -> None:
+        for router in tuple(self._streams):
+            self._drop(router)
+
+    def _drop(self, router: MemberId) -> None:
+        self._end_grace(router)
+        stream = self._streams.pop(router, None)
+        if stream is not None:
+            stream.attach(None)
+            self._on_gone(router)
+
+    def _end_grace(self, router: MemberId) -> None:
+        grace = self._graces.pop(router, None)
+        if grace is not None:
+            grace.cancel()

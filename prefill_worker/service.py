@@ -1,0 +1,168 @@
+"""The prefill worker's face to routers: one Prefill call is one attempt.
+
+Owns the calls in progress. Events of the step thread arrive in `on_events`, on the event loop; from there sealed blocks go
+to the exporter and first tokens to the call that waits for them. Never touches a block.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+
+from cluster import wire
+from cluster.errors import Draining, HandOffReason, InvalidRequest
+from cluster.hashing import hash_prompt
+from cluster.messages import PrefillJob
+from cluster.telemetry import Telemetry
+from engine.step_loop import StepLoop
+from kvtransfer.exporter import Exporter
+from prefill_worker import commands
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+
+_Outcome = commands.Finished | commands.Failed
+
+
+@dataclass(slots=True)
+class _Call:
+    """One attempt in progress; lives as long as its Prefill call."""
+
+    job: PrefillJob
+    accepted: asyncio.Future[bytes]  # the signed ticket; empty without an importer
+    outcome: asyncio.Future[_Outcome]
+
+
+class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
+    """Runs on the worker's event loop; every method and callback there."""
+
+    def __init__(
+        self,
+        *,
+        steps: StepLoop[commands.Command, commands.Event],
+        exporter: Exporter,
+        vocab_size: int,
+        cluster_key: bytes,
+        telemetry: Telemetry,
+    ) -> None:
+        self._steps = steps
+        self._exporter = exporter
+        self._vocab_size = vocab_size
+        self._cluster_key = cluster_key
+        self._telemetry = telemetry
+        self._calls: dict[bytes, _Call] = {}
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def Prefill(
+        self, request: worker_pb2.PrefillRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[worker_pb2.PrefillEvent]:
+        job = self._checked(wire.prefill_job_from_wire(request))
+        ticket_id = secrets.token_bytes(16)
+        call = self._open(ticket_id, job)
+        try:
+            self._steps.post(commands.Submit(ticket_id, job))
+            yield worker_pb2.PrefillEvent(accepted=worker_pb2.PrefillAccepted(ticket=await call.accepted))
+            outcome = await call.outcome
+            if isinstance(outcome, commands.Failed):
+                raise outcome.error
+            first_tokens = wire.first_tokens_to_wire(outcome.tokens, outcome.queue_s, outcome.prefill_s)
+            yield worker_pb2.PrefillEvent(first_tokens=first_tokens)
+        finally:
+            self._close(ticket_id, call)
+
+    def on_events(self, events: tuple[commands.Event, ...]) -> None:
+        """What the step thread tells, in its order."""
+        for event in events:
+            match event:
+                case commands.Accepted():
+                    self._on_accepted(event)
+                case commands.Refused():
+                    self._on_refused(event)
+                case commands.Sealed():
+                    self._exporter.seal(event.ticket_id, event.first_index, event.block_ids)
+                case commands.Finished():
+                    self._on_finished(event)
+                case commands.Failed():
+                    self._on_failed(event)
+                case commands.Inspected():
+                    raise AssertionError("inspections are answered before they reach the service")
+
+    def on_released(self, ticket_id: bytes) -> None:
+        """The exporter: nobody holds, or will hold, a lease on this ticket."""
+        self._steps.post(commands.Release(ticket_id))
+
+    async def drain(self) -> None:
+        """Takes no new work; returns when the present calls have ended."""
+        self._draining = True
+        await self._idle.wait()
+
+    def _checked(self, job: PrefillJob) -> PrefillJob:
+        if self._draining:
+            raise Draining("this prefill worker is leaving; try another")
+        if not job.token_ids:
+            raise InvalidRequest("a prefill needs at least one token")
+        if max(job.token_ids) >= self._vocab_size:
+            raise InvalidRequest(f"token id {max(job.token_ids)} is outside the vocabulary of {self._vocab_size}")
+        return job
+
+    def _open(self, ticket_id: bytes, job: PrefillJob) -> _Call:
+        loop = asyncio.get_running_loop()
+        call = self._calls[ticket_id] = _Call(job, loop.create_future(), loop.create_future())
+        self._idle.clear()
+        return call
+
+    def _close(self, ticket_id: bytes, call: _Call) -> None:
+        """However the call ends: nothing of an unfinished attempt goes on."""
+        del self._calls[ticket_id]
+        if not self._calls:
+            self._idle.set()
+        if not call.outcome.done():
+            self._steps.post(commands.Cancel(ticket_id))
+            self._exporter.fail(ticket_id, HandOffReason.CANCELLED, "the prefill was cancelled")
+
+    def _on_accepted(self, event: commands.Accepted) -> None:
+        call = self._calls.get(event.ticket_id)
+        if call is None:  # cancelled meanwhile: no ticket was given out, so nobody else will release its blocks
+            self._steps.post(commands.Release(event.ticket_id))
+            return
+        job = call.job
+        signed = b""
+        if job.importer is not None:
+            signed = self._exporter.issue(
+                ticket_id=event.ticket_id,
+                request_id=job.request_id,
+                attempt=job.attempt,
+                importer=job.importer,
+                num_tokens=len(job.token_ids),
+                prompt_hash=hash_prompt(self._cluster_key, job.token_ids),
+                num_choices=len(job.seeds),
+            )
+        call.accepted.set_result(signed)
+
+    def _on_refused(self, event: commands.Refused) -> None:
+        self._telemetry.count("tandem_prefill_refused_total", reason=event.error.reason)
+        call = self._calls.get(event.ticket_id)
+        if call is not None:
+            call.accepted.set_exception(event.error)
+            call.outcome.set_result(commands.Failed(event.ticket_id, event.error))
+
+    def _on_finished(self, event: commands.Finished) -> None:
+        self._telemetry.observe("tandem_prefill_queue_seconds", event.queue_s)
+        self._telemetry.observe("tandem_prefill_seconds", event.prefill_s)
+        self._exporter.finish(
+            event.ticket_id,
+            first_tokens=[(token.token_id, token.finish_reason is not None) for token in event.tokens],
+            tail=event.tail and (event.tail.block_id, event.tail.num_valid),
+        )
+        call = self._calls.get(event.ticket_id)
+        if call is not None:
+            call.outcome.set_result(event)
+
+    def _on_failed(self, event: commands.Failed) -> None:
+        self._telemetry.count("tandem_prefill_failed_total", reason=event.error.reason)
+        self._exporter.fail(event.ticket_id, HandOffReason.PREFILL_FAILED, str(event.error))
+        call = self._calls.get(event.ticket_id)
+        if call is not None:
+            call.outcome.set_result(event)
