@@ -1,0 +1,22 @@
+"""What this package counts. Telemetry implements it; nothing here knows how figures leave the process."""
+
+from typing import Protocol
+
+
+class TransferCounters(Protocol):
+    def handoff(self, *, side: str, transport: str, outcome: str, reason: str) -> None:
+        """A hand-off ended. `side`: exporter or importer; `transport` empty when none was agreed; `outcome`: ok,
+        unneeded, failed or refused; `reason`: empty, or a HandOffReason."""
+        ...
+
+    def moved(self, *, transport: str, num_bytes: int) -> None:
+        """Bytes that an importer read and verified."""
+        ...
+
+    def digest_failure(self, *, transport: str) -> None: ...
+
+    def quarantined(self, change: int) -> None:
+        """More (or fewer) blocks are in quarantine than before."""
+        ...
+
+    def lease_lapse(self) -> None: ...

@@ -1,0 +1,90 @@
+"""The seam between hand-offs and the ways bytes travel.
+
+An exporter-side transport opens its memory to one epoch at a time and needs no further help. An importer-side
+transport opens a channel, which belongs to one hand-off until it is released or destroyed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from cluster.messages import Epoch
+
+
+class TransportError(Exception):
+    """A read did not complete. Whether its destination is quiet is another question: see Channel."""
+
+
+class ExporterTransport(Protocol):
+    """Lets importers read the pool. Never writes to it."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def start(self) -> None: ...
+
+    def reachable(self, importer_endpoint: bytes) -> bool:
+        """Can an importer that said this about itself read here?"""
+        ...
+
+    def admit(self, epoch: Epoch) -> bytes:
+        """Opens the pool to this epoch; the answer is what its importer needs to come in (Accepted.endpoint)."""
+        ...
+
+    def revoke(self, epoch: Epoch) -> None:
+        """This epoch starts no further reads. Unknown ones are ignored."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Channel(Protocol):
+    """One hand-off's way to one exporter's memory. At most one read at a time.
+
+    A read that was cancelled or failed leaves the channel poisoned: only `destroy` may follow.
+    """
+
+    async def read(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
+        """Copies blocks into the local pool. When it returns they are visible to the device and nothing more will be
+        written. Raises TransportError."""
+        ...
+
+    async def destroy(self) -> None:
+        """When it returns, no read of this channel can write to the local pool any more: the proof of quiet. Safe to
+        call twice, and to call again when an earlier call was cancelled."""
+        ...
+
+    async def release(self) -> None:
+        """The hand-off is done with it, no read is in flight: it may serve the next one."""
+        ...
+
+
+class ImporterTransport(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def endpoint(self) -> bytes:
+        """What the exporter should know about this side (Attach.endpoints)."""
+        ...
+
+    async def open(self, epoch: Epoch, exporter_endpoint: bytes) -> Channel:
+        """Raises TransportError."""
+        ...
+
+    async def close(self) -> None:
+        """Destroys every channel."""
+        ...
+
+
+Offered = TypeVar("Offered", bound=ExporterTransport)
+
+
+def negotiate(
+    wanted: Sequence[str], importer_endpoints: Mapping[str, bytes], offered: Sequence[Offered]
+) -> Offered | None:
+    """The importer's best that this exporter offers and that reaches from there to here."""
+    by_name = {transport.name: transport for transport in offered}
+    for name in wanted:
+        transport = by_name.get(name)
+        if transport is not None and transport.reachable(importer_endpoints.get(name, b"")):
+            return transport
+    return None
