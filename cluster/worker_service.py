@@ -1,0 +1,76 @@
+"""What every worker answers about itself: its blocks and figures, and the request to leave.
+
+Owns the inspections under way. The step thread runs check() and answers; nothing here looks into a pool.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+import grpc
+
+from cluster.errors import Unavailable
+from cluster.messages import Inspect, Inspected, MemberId
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+
+_INSPECTION_TIMEOUT_S = 30.0
+
+
+class Inspections:
+    """Questions to the step thread, and their answers. `post` reaches it; `on_inspected` brings what it said."""
+
+    def __init__(self, post: Callable[[Inspect], None]) -> None:
+        self._post = post
+        self._ids = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Inspected]] = {}
+
+    async def inspect(self, timeout_s: float = _INSPECTION_TIMEOUT_S) -> Inspected:
+        """Raises Unavailable when the step thread does not answer: it is stuck in a step, or dead."""
+        inspection_id = next(self._ids)
+        answer = self._waiting[inspection_id] = asyncio.get_running_loop().create_future()
+        self._post(Inspect(inspection_id))
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError:
+            raise Unavailable(f"the step thread did not answer within {timeout_s} s") from None
+        finally:
+            del self._waiting[inspection_id]
+
+    def on_inspected(self, event: Inspected) -> None:
+        answer = self._waiting.get(event.inspection_id)
+        if answer is not None and not answer.done():
+            answer.set_result(event)
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """`more_figures` adds what the event loop knows: hand-offs, leases, streams."""
+
+    def __init__(
+        self,
+        *,
+        member: MemberId,
+        inspections: Inspections,
+        more_figures: Callable[[], dict[str, float]],
+        request_drain: Callable[[], None],
+    ) -> None:
+        self._member = member
+        self._inspections = inspections
+        self._more_figures = more_figures
+        self._request_drain = request_drain
+
+    async def Inspect(
+        self, request: worker_pb2.InspectRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> worker_pb2.InspectResponse:
+        inspected = await self._inspections.inspect()
+        return worker_pb2.InspectResponse(
+            member=str(self._member),
+            blocks=inspected.blocks,
+            figures=inspected.figures | self._more_figures(),
+            violation=inspected.violation,
+        )
+
+    async def DrainWorker(
+        self, request: worker_pb2.DrainWorkerRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> worker_pb2.DrainWorkerResponse:
+        self._request_drain()
+        return worker_pb2.DrainWorkerResponse()
