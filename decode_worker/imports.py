@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cluster.errors import TandemError
+from cluster.hashing import hash_prompt
 from cluster.messages import DecodeJob, MemberId
 from decode_worker import commands
-from kvtransfer.importer import Imported, Importer
+from kvtransfer.importer import Expected, Imported, Importer
 
 
 @dataclass(slots=True)
@@ -28,11 +29,13 @@ class Imports:
         self,
         *,
         importer: Importer,
+        cluster_key: bytes,
         post: Callable[[commands.Command], None],
         on_admitted: Callable[[DecodeJob, Imported, frozenset[int]], None],
         on_failed: Callable[[DecodeJob, TandemError], None],
     ) -> None:
         self._importer = importer
+        self._cluster_key = cluster_key
         self._post = post
         self._on_admitted = on_admitted
         self._on_failed = on_failed
@@ -74,8 +77,8 @@ class Imports:
         finally:
             del self._reservations[handoff_id]
 
-    def discard(self, handoff_id: int, quarantined_block_ids: frozenset[int]) -> None:
-        self._post(commands.Discard(handoff_id, quarantined_block_ids))
+    def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
+        self._post(commands.Discard(handoff_id, quarantined))
 
     def quiet(self, block_ids: frozenset[int]) -> None:
         self._post(commands.Quiet(block_ids))
@@ -94,12 +97,20 @@ class Imports:
         try:
             assert entry.job.signed_ticket is not None
             imported = await self._importer.import_blocks(
-                handoff_id=handoff_id, signed_ticket=entry.job.signed_ticket, blocks=self
+                handoff_id=handoff_id,
+                signed_ticket=entry.job.signed_ticket,
+                expected=self._expected(entry.job),
+                blocks=self,
             )
         except TandemError as error:
             self._on_failed(entry.job, error)
         else:
             self._admit(handoff_id, entry, imported)
+
+    def _expected(self, job: DecodeJob) -> Expected:
+        """A ticket covers the prompt and, for a resumed sequence, the tokens that its client has already."""
+        token_ids = job.prompt_token_ids + job.sequences[0].committed_token_ids
+        return Expected(len(token_ids), hash_prompt(self._cluster_key, token_ids), len(job.sequences))
 
     def _admit(self, handoff_id: int, entry: _Import, imported: Imported) -> None:
         self._post(

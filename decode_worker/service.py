@@ -44,6 +44,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         steps: StepLoop[commands.Command, commands.Event],
         importer: Importer,
         vocab_size: int,
+        cluster_key: bytes,
         stream_grace_s: float,
         telemetry: Telemetry,
     ) -> None:
@@ -53,7 +54,11 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._telemetry = telemetry
         self._streams = RouterStreams(grace_s=stream_grace_s, on_gone=self._on_router_gone)
         self.imports = Imports(
-            importer=importer, post=steps.post, on_admitted=self._on_imported, on_failed=self._on_import_failed
+            importer=importer,
+            cluster_key=cluster_key,
+            post=steps.post,
+            on_admitted=self._on_imported,
+            on_failed=self._on_import_failed,
         )
         self._live: dict[MemberId, set[int]] = {}
         self._arrivals: dict[tuple[MemberId, int], _Arrival] = {}
@@ -133,6 +138,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         highest = max(map(max, (job.prompt_token_ids, *(s.committed_token_ids or (0,) for s in job.sequences))))
         if highest >= self._vocab_size:
             raise InvalidRequest(f"token id {highest} is outside the vocabulary of {self._vocab_size}")
+        if job.signed_ticket is not None and len({s.committed_token_ids for s in job.sequences}) > 1:
+            raise InvalidRequest("the sequences of one ticket must have the same committed tokens")
         return job
 
     async def _read(self, router: MemberId, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
@@ -159,7 +166,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         for handle, first in live:
             if handle not in cancelled:
                 self._arrivals[job.router, handle] = _Arrival(
-                    first.token_id, imported.exposed_s, imported.kv_bytes, imported.transport
+                    first.token_id, imported.exposed_transfer_s, imported.kv_bytes, imported.transport
                 )
         if cancelled:
             self._steps.post(commands.CancelSequences(job.router, cancelled))

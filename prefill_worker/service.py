@@ -17,7 +17,7 @@ from cluster.hashing import hash_prompt
 from cluster.messages import PrefillJob
 from cluster.telemetry import Telemetry
 from engine.step_loop import StepLoop
-from kvtransfer.exporter import Exporter
+from kvtransfer.exporter import Exporter, FirstToken, TailBlock
 from prefill_worker import commands
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
@@ -81,7 +81,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 case commands.Refused():
                     self._on_refused(event)
                 case commands.Sealed():
-                    self._exporter.seal(event.ticket_id, event.first_index, event.block_ids)
+                    self._exporter.seal(event.ticket_id, first_index=event.first_index, block_ids=event.block_ids)
                 case commands.Finished():
                     self._on_finished(event)
                 case commands.Failed():
@@ -120,7 +120,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             self._idle.set()
         if not call.outcome.done():
             self._steps.post(commands.Cancel(ticket_id))
-            self._exporter.fail(ticket_id, HandOffReason.CANCELLED, "the prefill was cancelled")
+            self._exporter.fail(ticket_id, reason=HandOffReason.CANCELLED, detail="the prefill was cancelled")
 
     def _on_accepted(self, event: commands.Accepted) -> None:
         call = self._calls.get(event.ticket_id)
@@ -130,7 +130,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         job = call.job
         signed = b""
         if job.importer is not None:
-            signed = self._exporter.issue(
+            issued = self._exporter.issue(
                 ticket_id=event.ticket_id,
                 request_id=job.request_id,
                 attempt=job.attempt,
@@ -139,6 +139,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 prompt_hash=hash_prompt(self._cluster_key, job.token_ids),
                 num_choices=len(job.seeds),
             )
+            signed = issued.signed
         call.accepted.set_result(signed)
 
     def _on_refused(self, event: commands.Refused) -> None:
@@ -151,18 +152,18 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     def _on_finished(self, event: commands.Finished) -> None:
         self._telemetry.observe("tandem_prefill_queue_seconds", event.queue_s)
         self._telemetry.observe("tandem_prefill_seconds", event.prefill_s)
-        self._exporter.finish(
-            event.ticket_id,
-            first_tokens=[(token.token_id, token.finish_reason is not None) for token in event.tokens],
-            tail=event.tail and (event.tail.block_id, event.tail.num_valid),
-        )
         call = self._calls.get(event.ticket_id)
         if call is not None:
-            call.outcome.set_result(event)
+            call.outcome.set_result(event)  # the client's first token before anything that may take time
+        self._exporter.finish(
+            event.ticket_id,
+            first_tokens=[FirstToken(token.token_id, token.finish_reason is not None) for token in event.tokens],
+            tail=None if event.tail is None else TailBlock(event.tail.block_id, event.tail.num_valid),
+        )
 
     def _on_failed(self, event: commands.Failed) -> None:
         self._telemetry.count("tandem_prefill_failed_total", reason=event.error.reason)
-        self._exporter.fail(event.ticket_id, HandOffReason.PREFILL_FAILED, str(event.error))
+        self._exporter.fail(event.ticket_id, reason=HandOffReason.PREFILL_FAILED, detail=str(event.error))
         call = self._calls.get(event.ticket_id)
         if call is not None:
             call.outcome.set_result(event)
