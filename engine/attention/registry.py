@@ -1,0 +1,90 @@
+"""Which attention back ends there are, what each can do, and which one a model gets."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from cluster.errors import ConfigError
+from engine.attention.gather import GatherBackend
+from engine.attention.interface import AttentionOptions, LayerKv
+from engine.attention.sdpa import SdpaBackend
+from engine.batch import PackedBatch
+
+
+class AttentionBackend(Protocol):
+    """Computes attention of one layer over the pool."""
+
+    def attend(self, query: torch.Tensor, kv: LayerKv, batch: PackedBatch, options: AttentionOptions) -> torch.Tensor:
+        """query `[tokens, heads, dim]` -> `[tokens, heads, value_dim]`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What one model, on one device, asks of a back end."""
+
+    device: str  # cpu, cuda
+    dtype: str
+    head_dims: frozenset[int]  # of K and of V
+    block_size: int
+    window: bool
+    softcap: bool
+    sinks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """What a back end can do; `build` is called only when it is chosen."""
+
+    name: str
+    build: Callable[[], AttentionBackend]
+    devices: frozenset[str]
+    dtypes: frozenset[str] = frozenset({"float32", "bfloat16", "float16"})
+    max_head_dim: int | None = None
+    block_sizes: frozenset[int] | None = None  # None: any
+    window: bool = True
+    softcap: bool = True
+    sinks: bool = True
+
+    def lacks(self, needs: Needs) -> list[str]:
+        """What stands against it, in words; empty when it can."""
+        reasons = []
+        if needs.device not in self.devices:
+            reasons.append(f"runs on {'/'.join(sorted(self.devices))}, not {needs.device}")
+        if needs.dtype not in self.dtypes:
+            reasons.append(f"does not know {needs.dtype}")
+        if self.max_head_dim is not None and max(needs.head_dims) > self.max_head_dim:
+            reasons.append(f"takes heads up to {self.max_head_dim}, not {max(needs.head_dims)}")
+        if self.block_sizes is not None and needs.block_size not in self.block_sizes:
+            reasons.append(f"takes blocks of {sorted(self.block_sizes)} tokens, not {needs.block_size}")
+        for option in ("window", "softcap", "sinks"):
+            if getattr(needs, option) and not getattr(self, option):
+                reasons.append(f"knows no {option}")
+        return reasons
+
+
+def _triton() -> AttentionBackend:
+    from engine.attention.triton_paged import TritonBackend  # Triton comes with torch's CUDA wheels only
+
+    return TritonBackend()
+
+
+CAPABILITIES = (  # best first
+    Capability("triton", _triton, devices=frozenset({"cuda"}), max_head_dim=256),
+    Capability("sdpa", SdpaBackend, devices=frozenset({"cpu"})),
+    Capability("gather", GatherBackend, devices=frozenset({"cpu", "cuda"})),
+)
+
+
+def choose(wanted: str, needs: Needs, table: Sequence[Capability] = CAPABILITIES) -> Capability:
+    """The best back end that can, or the one `wanted` by name. Raises ConfigError with what stands against it."""
+    refusals = []
+    for capability in table:
+        if wanted in ("auto", capability.name):
+            reasons = capability.lacks(needs)
+            if not reasons:
+                return capability
+            refusals.append(f"{capability.name} {', '.join(reasons)}")
+    raise ConfigError(f"--attention-backend {wanted}: {'; '.join(refusals) or 'no such back end'}")

@@ -1,0 +1,110 @@
+"""Attention on CPU: `scaled_dot_product_attention` for chunks, one batched product over gathered blocks for decodes."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from engine.attention.dense import attend_dense, visibility
+from engine.attention.gather import Context, attend_sequence, gather_context
+from engine.attention.interface import AttentionOptions, LayerKv
+from engine.batch import PackedBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Decodes:
+    """The one-token chunks of a step: which rows they are, and what each of them reads under one window."""
+
+    rows: torch.Tensor  # [decodes]
+    block_ids: torch.Tensor  # [decodes, blocks], padded with the sequence's own
+    visible: torch.Tensor  # [decodes, 1, 1, blocks * block_size]
+
+
+class SdpaBackend:
+    """Works out indices and masks once per step and window, not once per layer: holds those of the newest step."""
+
+    def __init__(self) -> None:
+        self._batch: PackedBatch | None = None
+        self._decodes: dict[int | None, _Decodes] = {}
+        self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
+
+    def attend(self, query: torch.Tensor, kv: LayerKv, batch: PackedBatch, options: AttentionOptions) -> torch.Tensor:
+        if batch is not self._batch:
+            self._batch, self._decodes, self._masks = batch, {}, {}
+        output = query.new_empty(*query.shape[:2], kv.values.shape[-1])
+        for sequence, rows in enumerate(batch.rows):
+            if batch.query_lens[sequence] > 1:
+                context = _context(kv, batch, sequence, options)
+                output[rows] = self._attend_chunk(query[rows], context, sequence, options)
+        if 1 in batch.query_lens:
+            window = options.sliding_window
+            if window not in self._decodes:
+                self._decodes[window] = _decodes(batch, window, kv.keys.shape[1])
+            output[self._decodes[window].rows] = _attend_decodes(query, kv, self._decodes[window], options)
+        return output
+
+    def _attend_chunk(
+        self, query: torch.Tensor, context: Context, sequence: int, options: AttentionOptions
+    ) -> torch.Tensor:
+        if options.softcap is not None or options.sinks is not None:
+            return attend_sequence(query, context, options)
+        mask = self._mask(sequence, len(query), context, options.sliding_window)
+        output = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            context.keys.transpose(0, 1)[None],
+            context.values.transpose(0, 1)[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=options.scaling,
+            enable_gqa=query.shape[1] != context.keys.shape[1],
+        )
+        return output[0].transpose(0, 1)
+
+    def _mask(self, sequence: int, num_queries: int, context: Context, window: int | None) -> torch.Tensor | None:
+        """None where the plain causal square says it all."""
+        place = (sequence, window)
+        if place not in self._masks:
+            plain = context.start == 0 and (window is None or window >= num_queries)
+            self._masks[place] = (
+                None if plain else visibility(context.start, num_queries, context.first, len(context.keys), window)
+            )
+        return self._masks[place]
+
+
+def _context(kv: LayerKv, batch: PackedBatch, sequence: int, options: AttentionOptions) -> Context:
+    """A sequence's first chunk sees itself alone, and that need not be fetched from the pool."""
+    if batch.starts[sequence]:
+        return gather_context(kv, batch, sequence, options)
+    rows = batch.rows[sequence]
+    return Context(first=0, start=0, keys=kv.new_keys[rows], values=kv.new_values[rows])
+
+
+def _decodes(batch: PackedBatch, window: int | None, block_size: int) -> _Decodes:
+    sequences = torch.tensor([index for index, num_queries in enumerate(batch.query_lens) if num_queries == 1])
+    lens = batch.context_lens[sequences]
+    lowest = torch.zeros_like(lens) if window is None else (lens - window).clamp(min=0)  # first position seen
+    first_blocks = lowest // block_size
+    last_blocks = (lens - 1) // block_size
+    width = int((last_blocks - first_blocks).max()) + 1
+    columns = torch.minimum(first_blocks[:, None] + torch.arange(width), last_blocks[:, None])
+    positions = (first_blocks * block_size)[:, None] + torch.arange(width * block_size)
+    visible = (positions >= lowest[:, None]) & (positions < lens[:, None])
+    return _Decodes(
+        rows=batch.query_starts[sequences],
+        block_ids=batch.block_tables[sequences[:, None], columns],
+        visible=visible[:, None, None],
+    )
+
+
+def _attend_decodes(query: torch.Tensor, kv: LayerKv, decodes: _Decodes, options: AttentionOptions) -> torch.Tensor:
+    num_kv_heads = kv.keys.shape[2]
+    ours = query[decodes.rows]
+    output = attend_dense(
+        ours.view(len(ours), num_kv_heads, -1, ours.shape[-1]),  # [decodes, kv_heads, group, dim]
+        kv.keys[decodes.block_ids].flatten(1, 2).transpose(1, 2),  # [decodes, kv_heads, context, dim]
+        kv.values[decodes.block_ids].flatten(1, 2).transpose(1, 2),
+        decodes.visible,
+        None if options.sinks is None else options.sinks.view(num_kv_heads, -1, 1),
+        options,
+    )
+    return output.flatten(1, 2)

@@ -1,0 +1,84 @@
+"""A step plan as tensors. Owns the packing of sequences into one row; knows nothing of models or attention."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.step import Chunk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBatch:
+    """The chunks of one step, one after the other in a single row, without padding.
+
+    Positions count from 0 in every sequence. The K and V of token t go to block `slot_blocks[t]`, place
+    `slot_offsets[t]`. A table is padded with the sequence's own first block, so that whatever a padded read finds there
+    cannot come from another sequence.
+    """
+
+    input_ids: torch.Tensor  # [1, tokens]
+    position_ids: torch.Tensor  # [1, tokens]
+    slot_blocks: torch.Tensor  # [tokens]
+    slot_offsets: torch.Tensor  # [tokens]
+    block_tables: torch.Tensor  # [sequences, most blocks of any]
+    query_starts: torch.Tensor  # [sequences + 1], where each chunk begins in the row
+    context_lens: torch.Tensor  # [sequences], tokens that the chunk's last token sees, itself included
+    logit_rows: torch.Tensor  # [chunks with samples], the row of each one's last token
+    fresh_blocks: torch.Tensor | None  # begun by this step and not filled by it
+    rows: tuple[slice, ...]  # of each chunk
+    query_lens: tuple[int, ...]
+    starts: tuple[int, ...]  # position of each chunk's first token
+
+
+def pack(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> PackedBatch:
+    """Raises nothing: a plan whose blocks do not hold its tokens is our own fault."""
+    for chunk in chunks:
+        assert chunk.token_ids, chunk
+        assert len(chunk.block_ids) * block_size >= chunk.start + len(chunk.token_ids), chunk
+    query_lens = tuple(len(chunk.token_ids) for chunk in chunks)
+    starts = tuple(chunk.start for chunk in chunks)
+    ends = tuple(itertools.accumulate(query_lens, initial=0))
+    sampled = [end - 1 for chunk, end in zip(chunks, ends[1:], strict=True) if chunk.samples]
+    fresh = _fresh_blocks(chunks, block_size)
+
+    lens = torch.tensor(query_lens)
+    query_starts = torch.tensor(ends)
+    shifts = torch.tensor(starts) - query_starts[:-1]  # from place in the row to position in the sequence
+    positions = torch.arange(ends[-1]) + shifts.repeat_interleave(lens)
+    sequence_of = torch.arange(len(chunks)).repeat_interleave(lens)
+    tables = _block_tables(chunks)
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return PackedBatch(
+        input_ids=placed(torch.tensor([[token_id for chunk in chunks for token_id in chunk.token_ids]])),
+        position_ids=placed(positions[None]),
+        slot_blocks=placed(tables[sequence_of, positions // block_size]),
+        slot_offsets=placed(positions % block_size),
+        block_tables=placed(tables),
+        query_starts=placed(query_starts),
+        context_lens=placed(torch.tensor(starts) + lens),
+        logit_rows=placed(torch.tensor(sampled, dtype=torch.int64)),
+        fresh_blocks=placed(torch.tensor(fresh)) if fresh else None,
+        rows=tuple(slice(*bounds) for bounds in itertools.pairwise(ends)),
+        query_lens=query_lens,
+        starts=starts,
+    )
+
+
+def _block_tables(chunks: Sequence[Chunk]) -> torch.Tensor:
+    width = max(len(chunk.block_ids) for chunk in chunks)
+    return torch.tensor([chunk.block_ids + chunk.block_ids[:1] * (width - len(chunk.block_ids)) for chunk in chunks])
+
+
+def _fresh_blocks(chunks: Sequence[Chunk], block_size: int) -> list[int]:
+    fresh = []
+    for chunk in chunks:
+        end = chunk.start + len(chunk.token_ids)
+        begun = end // block_size * block_size
+        if end > begun >= chunk.start:
+            fresh.append(chunk.block_ids[begun // block_size])
+    return fresh

@@ -1,0 +1,81 @@
+"""The KV memory of one worker: one allocation. Owns the bytes; never decides who uses which block.
+
+On CPU the pool lies in a memfd that is mapped shared, so that another process on the host can be given the file
+descriptor and read blocks in place. On CUDA it is an ordinary tensor.
+"""
+
+import mmap
+import os
+from collections.abc import Sequence
+
+import torch
+
+from engine.layout import BlockLayout, LayerPlace
+from engine.step import BlockCopy
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class KvPool:
+    """`tensor` is `[num_blocks, block_elems]` in the KV dtype, `raw` the same bytes as `[num_blocks, block_bytes]`.
+    Zero at the start. Not thread-safe: written by the step thread and, into blocks set aside for it, by an importer."""
+
+    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
+        assert num_blocks >= 1
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_bytes = layout.block_bytes
+        self.device = torch.device(device)
+        self.memfd: int | None = None
+        num_bytes = num_blocks * layout.block_bytes
+        if self.device.type == "cpu":
+            self.memfd, flat = _shared_memory(num_bytes)
+        else:
+            flat = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        self.raw = flat.view(num_blocks, layout.block_bytes)
+        self.tensor = self.raw.view(TORCH_DTYPES[layout.dtype])
+        self.layers = tuple(self._views(place) for place in layout.layers)  # (K, V) of each layer
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.layout.block_size
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Every source is read before any target is written."""
+        sources = torch.tensor([copy.source for copy in copies], device=self.device)
+        targets = torch.tensor([copy.target for copy in copies], device=self.device)
+        self.tensor[targets] = self.tensor[sources]
+
+    def close(self) -> None:
+        """Ends this process's use of the memory. It is returned when the last tensor on it, here or elsewhere, is
+        gone."""
+        self.layers = ()
+        self.tensor = self.raw = torch.empty(0, 0, dtype=torch.uint8)
+        if self.memfd is not None:
+            os.close(self.memfd)
+            self.memfd = None
+
+    def _views(self, place: LayerPlace) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer over all blocks: strided `[num_blocks, block_size, num_kv_heads, head_dim]`."""
+        views = []
+        for offset, dim in ((place.key_offset, place.shape.key_dim), (place.value_offset, place.shape.value_dim)):
+            heads = place.shape.num_kv_heads
+            views.append(
+                self.tensor.as_strided(
+                    (self.num_blocks, self.layout.block_size, heads, dim),
+                    (self.layout.block_elems, heads * dim, dim, 1),
+                    offset,
+                )
+            )
+        return views[0], views[1]
+
+
+def _shared_memory(num_bytes: int) -> tuple[int, torch.Tensor]:
+    memfd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(memfd, num_bytes)
+        mapping = mmap.mmap(memfd, num_bytes, mmap.MAP_SHARED)
+    except BaseException:
+        os.close(memfd)
+        raise
+    return memfd, torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
