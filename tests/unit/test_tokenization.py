@@ -1,0 +1,255 @@
+"""What a router knows of a model from its small files alone: equal to what `transformers` makes of the same folder."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from cluster.errors import ConfigError, InvalidRequest, NoChatTemplate, NoTokenizer
+from cluster.messages import Sampling
+from router.requests import ChatMessage
+from router.tokenization import Tokenization
+from tests.unit.small_tokenizers import FAMILIES, byte_level, sentencepiece
+
+ROOT = Path(__file__).parents[2]
+DEMO_MODEL = ROOT / "examples" / "demo_model"
+CONFIG = {"vocab_size": 300, "max_position_embeddings": 128, "eos_token_id": 2}
+CONVERSATION = [
+    ChatMessage("system", "Be brief."),
+    ChatMessage("user", 'sum\nof "two"?'),
+    ChatMessage("assistant", "é"),
+]
+
+
+def model_folder(folder: Path, tokenizer: Tokenizer | None = None, **files: object) -> Path:
+    """A folder with config.json and what else is given by name: a dict as .json, text as .jinja."""
+    (folder / "config.json").write_text(json.dumps(files.pop("config", CONFIG)))
+    if tokenizer is not None:
+        tokenizer.save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        if isinstance(content, str):
+            (folder / f"{name}.jinja").write_text(content)
+        else:
+            (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def demo() -> Tokenization:
+    return Tokenization.load(str(DEMO_MODEL))
+
+
+@pytest.fixture(scope="module")
+def reference() -> object:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(DEMO_MODEL)
+
+
+def test_chat_prompts_equal_those_of_transformers(demo: Tokenization, reference: object) -> None:
+    messages = [{"role": message.role, "content": message.content} for message in CONVERSATION]
+    expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)  # type: ignore[attr-defined]
+    assert demo.encode_chat(CONVERSATION) == tuple(expected)
+
+
+def test_prompts_equal_those_of_transformers(demo: Tokenization, reference: object) -> None:
+    for text in ["", "def f(x):\n    return x\n", "<|endoftext|>x", "naïve 日本 😀\r\n\t"]:
+        assert demo.encode(text) == tuple(reference.encode(text))  # type: ignore[attr-defined]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_text_comes_back_from_its_tokens(text: str) -> None:
+    tokenization = Tokenization.load(str(DEMO_MODEL))
+    assert tokenization.decode(tokenization.encode(text)) == text
+
+
+def test_post_processor_adds_bos_to_text_and_the_template_alone_to_chats(tmp_path: Path) -> None:
+    config = {"bos_token": "<s>", "chat_template": "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"}
+    tokenization = Tokenization.load(str(model_folder(tmp_path, sentencepiece(), tokenizer_config=config)))
+    assert tokenization.encode("ab")[0] == 1
+    assert tokenization.encode_chat([ChatMessage("user", "ab")]).count(1) == 1
+
+
+def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=8)
+    tokenization = Tokenization.load(str(model_folder(tmp_path, tokenizer)))
+    assert len(tokenization.encode("abcdef")) == 6
+    assert len(tokenization.encode("a")) == 1
+
+
+def test_half_a_surrogate_pair_is_a_clear_error(demo: Tokenization) -> None:
+    with pytest.raises(InvalidRequest, match="surrogate pair at character 2"):
+        demo.encode("ab\ud800")
+
+
+def test_a_template_in_its_own_file_wins(tmp_path: Path) -> None:
+    config = {"chat_template": "old"}
+    folder = model_folder(tmp_path, byte_level(), tokenizer_config=config, chat_template="hello")
+    tokenization = Tokenization.load(str(folder))
+    assert tokenization.decode(tokenization.encode_chat([ChatMessage("user", "x")])) == "hello"
+
+
+def test_the_template_named_default_is_taken_from_a_list(tmp_path: Path) -> None:
+    templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "hello"}]
+    folder = model_folder(tmp_path, byte_level(), tokenizer_config={"chat_template": templates})
+    tokenization = Tokenization.load(str(folder))
+    assert tokenization.decode(tokenization.encode_chat([ChatMessage("user", "x")])) == "hello"
+
+
+TEMPLATE_OF_EVERY_EXTRA = """
+{%- set found = namespace(system=false) -%}
+{%- for m in messages -%}
+    {%- if loop.first and m.role == 'system' %}{% set found.system = true %}{% continue %}{% endif -%}
+    {%- generation -%}{{ {'text': m.content} | tojson }}{%- endgeneration -%}
+{%- endfor -%}
+{{- strftime_now('%Y')[:2] }}{{ found.system }}{{ tools is none }}
+{%- if add_generation_prompt %}<tool>{% endif %}"""
+
+
+def test_templates_have_what_transformers_gives_them(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, byte_level(), chat_template=TEMPLATE_OF_EVERY_EXTRA)
+    tokenization = Tokenization.load(str(folder))
+    text = tokenization.decode(tokenization.encode_chat(CONVERSATION[:2]))
+    assert text == '{"text": "sum\\nof \\"two\\"?"}20TrueTrue<tool>'
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ messages[0].content + 1 }}", "fails on these messages"),
+    ],
+)
+def test_a_template_that_refuses_says_why(tmp_path: Path, template: str, reason: str) -> None:
+    tokenization = Tokenization.load(str(model_folder(tmp_path, byte_level(), chat_template=template)))
+    with pytest.raises(InvalidRequest, match=reason):
+        tokenization.encode_chat([ChatMessage("user", "x")])
+
+
+def test_a_broken_template_is_refused_at_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not valid Jinja"):
+        Tokenization.load(str(model_folder(tmp_path, byte_level(), chat_template="{% for %}")))
+
+
+def test_without_a_template_chats_are_a_named_error(tmp_path: Path) -> None:
+    tokenization = Tokenization.load(str(model_folder(tmp_path, byte_level())))
+    assert not tokenization.model_info.has_chat_template
+    with pytest.raises(NoChatTemplate, match="no chat template"):
+        tokenization.encode_chat([ChatMessage("user", "x")])
+
+
+def test_without_a_tokenizer_token_ids_are_served_and_text_is_a_named_error(tmp_path: Path) -> None:
+    tokenization = Tokenization.load(str(model_folder(tmp_path)))
+    assert not tokenization.model_info.has_tokenizer
+    assert tokenization.text_stream((), 0).push([1, 2]).text == ""
+    for refused in (
+        lambda: tokenization.encode("x"),
+        lambda: tokenization.encode_chat([ChatMessage("user", "x")]),
+        lambda: tokenization.decode([1]),
+        lambda: tokenization.text_stream(("x",), 0),
+    ):
+        with pytest.raises(NoTokenizer, match="token ids"):
+            refused()
+
+
+def test_a_tokenizer_in_another_format_is_mentioned(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path)
+    (folder / "tokenizer.model").write_bytes(b"")
+    assert "tokenizer.model is not read" in Tokenization.load(str(folder)).model_info.notes[0]
+
+
+def test_limits_come_from_the_configuration(tmp_path: Path) -> None:
+    info = Tokenization.load(str(model_folder(tmp_path, config={"n_positions": 64, "vocab_size": 9}))).model_info
+    assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (64, 9, frozenset[int]())
+    nested = {"text_config": {"max_position_embeddings": 32, "vocab_size": 5, "eos_token_id": [3, 4]}, "vocab_size": 9}
+    info = Tokenization.load(str(model_folder(tmp_path, config=nested)), served_model_name="mine").model_info
+    assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (32, 5, frozenset({3, 4}))
+    assert info.name == "mine"
+    assert Tokenization.load(str(tmp_path), max_model_len=16).model_info.max_model_len == 16
+
+
+def test_generation_config_gives_defaults_and_more_ends(tmp_path: Path) -> None:
+    generation = {
+        "eos_token_id": [7, 8],
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 20,
+        "do_sample": True,
+        "repetition_penalty": 1.05,
+        "max_new_tokens": 99,
+    }
+    info = Tokenization.load(str(model_folder(tmp_path, generation_config=generation))).model_info
+    assert info.eos_token_ids == frozenset({2, 7, 8})
+    assert info.default_sampling == Sampling(temperature=0.6, top_k=20, top_p=0.9)
+    assert info.default_max_tokens == 99
+    assert info.notes == ("generation_config.json: repetition_penalty=1.05 is not applied",)
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"config": {"vocab_size": 9}}, "max-model-len"),
+        ({"config": {"n_positions": 9}}, "no vocab_size"),
+        ({"config": []}, "must hold a JSON object"),
+        ({"generation_config": {"temperature": "hot"}}, "temperature is 'hot'"),
+    ],
+)
+def test_a_folder_that_cannot_be_served_is_refused_by_reason(
+    tmp_path: Path, files: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        Tokenization.load(str(model_folder(tmp_path, **files)))  # type: ignore[arg-type]
+
+
+def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
+    (model_folder(tmp_path) / "tokenizer.json").write_text('{"model": 1}')
+    with pytest.raises(ConfigError, match="cannot read"):
+        Tokenization.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./nowhere", "nobody/nothing", "no such name!"])
+def test_a_missing_model_is_refused_by_name(model: str) -> None:
+    with pytest.raises(ConfigError, match=model):
+        Tokenization.load(model)
+
+
+def test_tokens_only_in_the_tokenizer_configuration_are_known(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    new_id = tokenizer.get_vocab_size()
+    token = {
+        "content": "<|late|>",
+        "special": True,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "single_word": False,
+    }
+    folder = model_folder(tmp_path, tokenizer, tokenizer_config={"added_tokens_decoder": {str(new_id): token}})
+    assert Tokenization.load(str(folder)).encode("a<|late|>b") == (ord("a"), new_id, ord("b"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_loads_and_decodes(tmp_path: Path, name: str) -> None:
+    tokenizer = FAMILIES[name]()
+    tokenization = Tokenization.load(str(model_folder(tmp_path, tokenizer)))
+    assert tokenization.decode([3, 4]) == tokenizer.decode([3, 4])
+    with pytest.raises(InvalidRequest, match="from 0 to 299"):
+        tokenization.decode([300])
+
+
+def test_tokenizing_needs_neither_torch_nor_transformers() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None;"
+        "from router.tokenization import Tokenization;"
+        f"print(Tokenization.load({str(DEMO_MODEL)!r}).encode('def'))"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60, capture_output=True)
