@@ -1,14 +1,14 @@
 """Every setting of every process: frozen, validated once, the same name as flag, environment variable and file key.
 
-A field `max_model_len` is the flag `--max-model-len`, the variable `TANDEM_MAX_MODEL_LEN` and the key `max_model_len` of
-the YAML file given by `--config`. Flags win over variables, variables over the file, the file over the default; an
+A field `max_model_len` is the flag `--max-model-len`, the variable `TANDEM_MAX_MODEL_LEN` and the key `max_model_len`
+of the YAML file given by `--config`. Flags win over variables, variables over the file, the file over the default; an
 unknown key is an error.
 """
 
 import argparse
 import dataclasses
+import difflib
 import os
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,10 +38,14 @@ class ClusterSettings:
     member_id: str = _setting("", "name of this member; default: role and a random suffix")
     member_lease_s: float = _setting(5.0, "a member that does not renew for so long gets no new work")
     drain_grace_s: float = _setting(30.0, "how long a drained process may take to finish its work")
-    log_level: str = _setting("info", "debug, info, warning or error", choices=("debug", "info", "warning", "error"))
+    log_level: str = _setting("info", "least severe that is logged", choices=("debug", "info", "warning", "error"))
+    log_format: str = _setting("text", "form of a line of the log", choices=("text", "json"))
 
     def __post_init__(self) -> None:
         _require(self.member_lease_s > 0, f"--member-lease-s must be positive, not {self.member_lease_s}")
+        _require(self.drain_grace_s >= 0, f"--drain-grace-s must not be negative, not {self.drain_grace_s}")
+        _require("@" not in self.member_id, f"--member-id must not contain '@': {self.member_id!r}")
+        _require(bool(self.cluster_name), "--cluster-name must not be empty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,9 @@ class EngineSettings:
 
     model: str = _setting("", "local folder or hub name of the model")
     served_model_name: str = _setting("", "name that clients use; default: last part of --model")
-    load_format: str = _setting("auto", "auto reads the weights; dummy makes random ones from the config alone", choices=("auto", "dummy"))
+    load_format: str = _setting(
+        "auto", "auto reads the weights; dummy makes random ones from the config alone", choices=("auto", "dummy")
+    )
     dtype: str = _setting("auto", "computation and KV dtype; auto: the checkpoint's", choices=_DTYPES)
     device: str = _setting("auto", "cpu, cuda, cuda:N; auto: cuda where there is one")
     block_size: int = _setting(16, "tokens per KV block")
@@ -60,15 +66,21 @@ class EngineSettings:
     max_num_seqs: int = _setting(64, "most sequences in one step")
     max_prefill_tokens: int = _setting(512, "most prompt tokens in one step: the size of a chunk")
     max_queue: int = _setting(256, "most requests waiting in a worker; one more is refused")
-    attention_backend: str = _setting("auto", "auto, or the name of one back end", choices=("auto", "sdpa", "triton", "gather"))
+    attention_backend: str = _setting(
+        "auto", "auto, or the name of one back end", choices=("auto", "sdpa", "triton", "gather")
+    )
     num_threads: int = _setting(0, "threads of the model's computation; 0: one on CPU")
 
     def __post_init__(self) -> None:
         _require(self.block_size >= 1, f"--block-size must be at least 1, not {self.block_size}")
         _require(self.num_blocks >= 0, f"--num-blocks must not be negative, not {self.num_blocks}")
         _require(self.max_num_seqs >= 1, f"--max-num-seqs must be at least 1, not {self.max_num_seqs}")
-        _require(self.max_prefill_tokens >= 1, f"--max-prefill-tokens must be at least 1, not {self.max_prefill_tokens}")
+        _require(
+            self.max_prefill_tokens >= 1, f"--max-prefill-tokens must be at least 1, not {self.max_prefill_tokens}"
+        )
         _require(self.max_queue >= 1, f"--max-queue must be at least 1, not {self.max_queue}")
+        _require(self.max_model_len >= 0, f"--max-model-len must not be negative, not {self.max_model_len}")
+        _require(self.num_threads >= 0, f"--num-threads must not be negative, not {self.num_threads}")
         parse_bytes(self.kv_cache_memory)
 
     @property
@@ -83,15 +95,22 @@ class TransferSettings:
     kv_transports: str = _setting("shm,tcp", "transports that may be used, best first, comma-separated")
     lease_s: float = _setting(5.0, "an exporter keeps a ticket's blocks so long after the importer's last renewal")
     max_lease_s: float = _setting(120.0, "no renewal extends a lease beyond this")
-    attach_timeout_s: float = _setting(60.0, "a ticket nobody attached to is dropped after this, counted from its first block")
+    attach_timeout_s: float = _setting(
+        60.0, "a ticket nobody attached to is dropped after this, counted from its first block"
+    )
     read_timeout_s: float = _setting(30.0, "an importer gives up a single read after this")
-    quarantine_s: float = _setting(10.0, "a dead read's channel is destroyed after this, if the read has not ended by itself")
+    quarantine_s: float = _setting(
+        10.0, "a dead read's channel is destroyed after this, if the read has not ended by itself"
+    )
     watermark: float = _setting(0.05, "share of a decode pool that imports leave free for running sequences")
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.transports) - set(TRANSPORTS))
-        _require(not unknown and bool(self.transports), f"--kv-transports: unknown {unknown}; known: {', '.join(TRANSPORTS)}")
+        _require(bool(self.transports), f"--kv-transports names none; known: {', '.join(TRANSPORTS)}")
+        _require(not unknown, f"--kv-transports: unknown {', '.join(unknown)}; known: {', '.join(TRANSPORTS)}")
         _require(0 < self.lease_s <= self.max_lease_s, "--lease-s must be positive and at most --max-lease-s")
+        for name in ("attach_timeout_s", "read_timeout_s", "quarantine_s"):
+            _require(getattr(self, name) > 0, f"{_flag(name)} must be positive, not {getattr(self, name)}")
         _require(0 <= self.watermark < 1, f"--watermark must be in [0, 1), not {self.watermark}")
 
     @property
@@ -110,6 +129,7 @@ class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
         EngineSettings.__post_init__(self)
         TransferSettings.__post_init__(self)
         _require(bool(self.model), "--model is needed: a local folder or a hub name")
+        _require_port("port", self.port)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,53 +153,70 @@ class RouterConfig(ClusterSettings):
     def __post_init__(self) -> None:
         ClusterSettings.__post_init__(self)
         _require(bool(self.model), "--model is needed: a local folder or a hub name")
-        _require(self.max_attempts >= 1, f"--max-attempts must be at least 1, not {self.max_attempts}")
+        _require_port("port", self.port)
+        _require_port("grpc_port", self.grpc_port)
+        for name in ("max_attempts", "max_live_requests", "max_buffered_tokens", "max_message_bytes"):
+            _require(getattr(self, name) >= 1, f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
+        _require(self.max_model_len >= 0, f"--max-model-len must not be negative, not {self.max_model_len}")
+        _require(self.request_timeout_s > 0, f"--request-timeout-s must be positive, not {self.request_timeout_s}")
+        _require(self.stream_grace_s >= 0, f"--stream-grace-s must not be negative, not {self.stream_grace_s}")
 
     @property
     def model_name(self) -> str:
         return self.served_model_name or Path(self.model.rstrip("/")).name
 
 
-Config = TypeVar("Config", WorkerConfig, RouterConfig)
+Config = TypeVar("Config", bound=WorkerConfig | RouterConfig)
+
+# Variables that are no setting of a process: `config` names the file, `address` is the clients'.
+_OTHER_VARIABLES = frozenset({"config", "address"})
 
 
 def add_flags(parser: argparse.ArgumentParser, config_type: type[Config]) -> None:
     """Adds `--config` and one flag per field; a flag that was not given leaves no attribute."""
     parser.add_argument("--config", metavar="FILE", help="YAML file with the same keys", default=argparse.SUPPRESS)
-    for item in dataclasses.fields(config_type):
-        parser.add_argument(
-            "--" + item.name.replace("_", "-"),
-            default=argparse.SUPPRESS,
-            choices=item.metadata["choices"] or None,
-            type=_field_type(config_type, item.name),
-            help=f"{item.metadata['help']} (default: {item.default!r})",
-        )
+    for owner, items in _fields_by_owner(config_type).items():
+        group = parser.add_argument_group(_GROUPS.get(owner, f"{config_type.__name__.removesuffix('Config').lower()}"))
+        for item in items:
+            kind = _field_type(config_type, item.name)
+            shown = f" (default: {item.default})" if item.default not in ("", 0) else ""
+            group.add_argument(
+                _flag(item.name),
+                default=argparse.SUPPRESS,
+                choices=item.metadata["choices"] or None,
+                metavar=None if item.metadata["choices"] else _METAVARS[kind],
+                type=kind,
+                help=(item.metadata["help"] + shown).replace("%", "%%"),
+            )
 
 
 def load_config(
-    config_type: type[Config], flags: Mapping[str, object], environment: Mapping[str, str] = os.environ
+    config_type: type[Config], flags: Mapping[str, object], environment: Mapping[str, str] | None = None
 ) -> Config:
-    """Merges file, environment and flags, each over the one before. Raises ConfigError."""
-    names = {item.name for item in dataclasses.fields(config_type)}
-    values: dict[str, Any] = {}
+    """Merges file, environment (the process's own where None) and flags, each over the one before. Raises ConfigError.
+
+    File and environment may be shared by all processes of a cluster: a key that another kind of process knows is left
+    to it; one that nobody knows is an error.
+    """
+    environment = os.environ if environment is None else environment
+    values: dict[str, object] = {}
     config_file = flags.get("config") or environment.get(_ENVIRONMENT_PREFIX + "CONFIG")
     if config_file:
-        values.update(_read_file(Path(str(config_file)), names))
-    for name in names:
-        text = environment.get(_ENVIRONMENT_PREFIX + name.upper())
-        if text is not None:
-            values[name] = _convert(config_type, name, text, f"variable {_ENVIRONMENT_PREFIX}{name.upper()}")
+        values.update(_read_file(Path(str(config_file))))
+    values.update(_read_environment(environment))
+    names = _names(config_type)
+    values = {name: _converted(config_type, name, value) for name, value in values.items() if name in names}
     values.update({name: value for name, value in flags.items() if name in names})
     for item in dataclasses.fields(config_type):
         choices = item.metadata["choices"]
-        if choices and values.get(item.name, item.default) not in choices:
+        if item.name in values and choices and values[item.name] not in choices:
             raise ConfigError(f"{item.name} must be one of {', '.join(choices)}, not {values[item.name]!r}")
-    return config_type(**values)
+    return config_type(**typing.cast("dict[str, Any]", values))
 
 
 def parse_arguments(config_type: type[Config], prog: str, arguments: Sequence[str]) -> Config:
     """The configuration of a process started as `python -m prog ...`."""
-    parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=config_type.__doc__, allow_abbrev=False)
     add_flags(parser, config_type)
     return load_config(config_type, vars(parser.parse_args(arguments)))
 
@@ -197,49 +234,100 @@ def echo(config: WorkerConfig | RouterConfig) -> str:
 def parse_bytes(text: str) -> int:
     """'1048576', '512KiB', '256MiB', '2GiB' -> bytes. Raises ConfigError."""
     units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1}
-    for unit, factor in units.items():
-        if text.endswith(unit):
-            number = text.removesuffix(unit)
-            break
-    else:
-        number, factor = text, 1
+    unit = next((unit for unit in units if text.endswith(unit)), "")
     try:
-        num_bytes = int(float(number) * factor)
-    except ValueError:
+        num_bytes = int(float(text.removesuffix(unit)) * units.get(unit, 1))
+    except (ValueError, OverflowError):
         raise ConfigError(f"not a size: {text!r}; write bytes, or a number with KiB, MiB or GiB") from None
     _require(num_bytes > 0, f"a size must be positive, not {text!r}")
     return num_bytes
 
 
-def _read_file(path: Path, names: set[str]) -> dict[str, Any]:
+_GROUPS: dict[type, str] = {
+    ClusterSettings: "cluster",
+    EngineSettings: "model and engine",
+    TransferSettings: "KV transfer",
+}
+_METAVARS: dict[type, str] = {int: "N", float: "X", str: "VALUE"}
+
+
+def _fields_by_owner(config_type: type[Config]) -> dict[type, list[dataclasses.Field[object]]]:
+    """Each field under the class that declares it; the configuration's own first."""
+    owners: dict[type, list[dataclasses.Field[object]]] = {config_type: []}
+    for item in dataclasses.fields(config_type):
+        owner = next(
+            base for base in reversed(config_type.__mro__) if item.name in vars(base).get("__annotations__", {})
+        )
+        owners.setdefault(owner, []).append(item)
+    return owners
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _names(config_type: type[WorkerConfig] | type[RouterConfig]) -> frozenset[str]:
+    return frozenset(item.name for item in dataclasses.fields(config_type))
+
+
+def _read_environment(environment: Mapping[str, str]) -> dict[str, object]:
+    known = _names(WorkerConfig) | _names(RouterConfig)
+    values: dict[str, object] = {}
+    for variable, text in environment.items():
+        name = variable.removeprefix(_ENVIRONMENT_PREFIX).lower()
+        if variable.startswith(_ENVIRONMENT_PREFIX) and name not in _OTHER_VARIABLES:
+            if name not in known:
+                raise ConfigError(f"unknown variable {variable}: no setting is called {name}{_nearest(name, known)}")
+            values[name] = text
+    return values
+
+
+def _read_file(path: Path) -> dict[str, object]:
     import yaml  # only here: everything else of this module is standard library
 
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read --config {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path} must hold keys and values")
-    unknown = sorted(set(content) - names)
-    if unknown:
-        raise ConfigError(f"--config {path}: unknown {', '.join(map(str, unknown))}; known: {', '.join(sorted(names))}")
+    known = _names(WorkerConfig) | _names(RouterConfig)
+    for name in content:
+        if name not in known:
+            raise ConfigError(f"--config {path}: unknown key {name!r}{_nearest(str(name), known)}")
     return content
+
+
+def _nearest(name: str, known: frozenset[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _field_type(config_type: type[Config], name: str) -> type[int] | type[float] | type[str]:
     hint = typing.get_type_hints(config_type)[name]
-    assert not isinstance(hint, types.UnionType) and hint in (int, float, str)
+    assert hint in (int, float, str), f"{name}: {hint}"
     return typing.cast("type[int] | type[float] | type[str]", hint)
 
 
-def _convert(config_type: type[Config], name: str, text: str, origin: str) -> object:
+def _converted(config_type: type[Config], name: str, value: object) -> object:
+    """A variable's text, or whatever YAML made of a key's value, as the field's type."""
     kind = _field_type(config_type, name)
+    fits = isinstance(value, str | int | float) and not isinstance(value, bool)
+    if fits and kind is int and isinstance(value, float):
+        fits = value.is_integer()
     try:
-        return kind(text)
+        if fits:
+            return kind(typing.cast("str | int | float", value))
     except ValueError:
-        raise ConfigError(f"{origin}: {text!r} is not {'a number' if kind is float else 'a whole number'}") from None
+        pass
+    wanted = {int: "a whole number", float: "a number", str: "a text"}[kind]
+    raise ConfigError(f"{name} must be {wanted}, not {value!r}")
+
+
+def _require_port(name: str, port: int) -> None:
+    _require(0 <= port < 1 << 16, f"{_flag(name)} must be from 0 to 65535, not {port}")
 
 
 def _require(condition: bool, message: str) -> None:

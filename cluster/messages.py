@@ -39,7 +39,7 @@ class MemberId:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Fully resolved. `temperature` 0 is greedy. `num_logprobs` None: none wanted; k: the chosen one's and the top k."""
+    """Fully resolved. `temperature` 0 is greedy. `num_logprobs` None: none wanted; k: the chosen one's and top k."""
 
     temperature: float = 0.0
     top_k: int = 0  # 0 keeps all

@@ -1,0 +1,113 @@
+"""Figures of one process: counted here, rendered for Prometheus.
+
+Owns one registry per Telemetry object, never the library's global one, so that two workers in one process do not mix.
+Every figure stands in cluster/metrics.py; a name or label that does not is our own mistake and raises. Engine and
+kvtransfer see this through small Protocols of their own. Safe to call from any thread.
+"""
+
+from threading import Lock
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from cluster.metrics import METRICS, Kind, Metric
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_MAX_LABEL_SETS = 200
+_OVERFLOW = "other"
+
+
+class Telemetry:
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._label_sets: dict[str, set[tuple[str, ...]]] = {name: set() for name in METRICS}
+        self._lock = Lock()
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for name, metric in METRICS.items():
+            self._make(name, metric)
+
+    def count(self, name: str, value: float = 1, **labels: str) -> None:
+        """Adds to a counter."""
+        counter = self._counters[name]
+        values = self._label_values(name, labels)
+        (counter.labels(*values) if values else counter).inc(value)
+
+    def gauge(self, name: str, value: float, **labels: str) -> None:
+        """Sets a gauge."""
+        gauge = self._gauges[name]
+        values = self._label_values(name, labels)
+        (gauge.labels(*values) if values else gauge).set(value)
+
+    def shift(self, name: str, change: float, **labels: str) -> None:
+        """Moves a gauge up or down."""
+        gauge = self._gauges[name]
+        values = self._label_values(name, labels)
+        (gauge.labels(*values) if values else gauge).inc(change)
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Adds one observation to a histogram."""
+        histogram = self._histograms[name]
+        values = self._label_values(name, labels)
+        (histogram.labels(*values) if values else histogram).observe(value)
+
+    def value(self, name: str, **labels: str) -> float:
+        """What a counter or gauge stands at; 0 where nothing was counted. For a histogram: how many observations."""
+        suffix = "_count" if METRICS[name].kind is Kind.HISTOGRAM else ""
+        self._check_labels(name, labels)
+        return self._registry.get_sample_value(name + suffix, labels) or 0.0
+
+    def render(self) -> bytes:
+        """The text that Prometheus reads; its type is CONTENT_TYPE."""
+        return generate_latest(self._registry)
+
+    def _make(self, name: str, metric: Metric) -> None:
+        match metric.kind:
+            case Kind.COUNTER:
+                self._counters[name] = Counter(name, metric.help, metric.labels, registry=self._registry)
+            case Kind.GAUGE:
+                self._gauges[name] = Gauge(name, metric.help, metric.labels, registry=self._registry)
+            case Kind.HISTOGRAM:
+                self._histograms[name] = Histogram(
+                    name, metric.help, metric.labels, registry=self._registry, buckets=metric.buckets
+                )
+
+    def _check_labels(self, name: str, labels: dict[str, str]) -> None:
+        if set(labels) != set(METRICS[name].labels):
+            raise ValueError(f"{name} has the labels {METRICS[name].labels}, not {tuple(labels)}")
+
+    def _label_values(self, name: str, labels: dict[str, str]) -> tuple[str, ...]:
+        """Past the bound everything new is counted as "other": a bug must not fill the memory of who reads it."""
+        self._check_labels(name, labels)
+        values = tuple(labels[label] for label in METRICS[name].labels)
+        known = self._label_sets[name]
+        with self._lock:
+            if values in known:
+                return values
+            if len(known) >= _MAX_LABEL_SETS:
+                return (_OVERFLOW,) * len(values)
+            known.add(values)
+        return values
+
+
+class TransferTelemetry:
+    """What kvtransfer counts, as figures of Telemetry."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+
+    def handoff(self, *, side: str, transport: str, outcome: str, reason: str) -> None:
+        self._telemetry.count("tandem_handoffs_total", side=side, transport=transport, outcome=outcome, reason=reason)
+
+    def moved(self, *, transport: str, num_bytes: int) -> None:
+        self._telemetry.count("tandem_kv_bytes_total", num_bytes, transport=transport)
+
+    def digest_failure(self, *, transport: str) -> None:
+        self._telemetry.count("tandem_digest_failures_total", transport=transport)
+
+    def quarantined(self, change: int) -> None:
+        self._telemetry.shift("tandem_quarantined_blocks", change)
+
+    def lease_lapse(self) -> None:
+        self._telemetry.count("tandem_lease_lapses_total")

@@ -1,0 +1,158 @@
+"""Settings: one name as flag, variable and file key; anything wrong is refused before anything starts."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from cluster.config import RouterConfig, WorkerConfig, echo, load_config, parse_arguments, parse_bytes
+from cluster.errors import ConfigError
+
+
+def _worker(arguments: Sequence[str], environment: dict[str, str] | None = None) -> WorkerConfig:
+    flags = dict(
+        zip([name.removeprefix("--").replace("-", "_") for name in arguments[::2]], arguments[1::2], strict=True)
+    )
+    return load_config(WorkerConfig, flags, environment or {})
+
+
+def test_flag_wins_over_variable_wins_over_file_wins_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "tandem.yaml"
+    file.write_text("model: m\nblock_size: 8\nmax_num_seqs: 3\nmax_queue: 5\n")
+    environment = {"TANDEM_CONFIG": str(file), "TANDEM_BLOCK_SIZE": "32", "TANDEM_MAX_NUM_SEQS": "4"}
+    config = load_config(WorkerConfig, {"block_size": 64}, environment)
+    assert (config.block_size, config.max_num_seqs, config.max_queue, config.port) == (64, 4, 5, 0)
+
+
+@pytest.mark.parametrize("config_type", [WorkerConfig, RouterConfig])
+def test_every_setting_is_a_flag_a_variable_and_a_key(
+    config_type: type[WorkerConfig] | type[RouterConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments, lines = [], []
+    for item in dataclasses.fields(config_type):
+        value = {"model": "m", "kv_transports": "tcp", "kv_cache_memory": "1MiB"}.get(item.name, item.default)
+        arguments += ["--" + item.name.replace("_", "-"), str(value)]
+        lines.append(f"{item.name}: {value!r}\n")
+        monkeypatch.setenv("TANDEM_" + item.name.upper(), str(value))
+    (tmp_path / "tandem.yaml").write_text("".join(lines))
+    by_variable = parse_arguments(config_type, "it", [])
+    for item in dataclasses.fields(config_type):
+        monkeypatch.delenv("TANDEM_" + item.name.upper())
+    by_flag = parse_arguments(config_type, "it", arguments)
+    by_file = parse_arguments(config_type, "it", ["--config", str(tmp_path / "tandem.yaml")])
+    assert by_flag == by_variable == by_file
+
+
+def test_one_file_serves_routers_and_workers(tmp_path: Path) -> None:
+    file = tmp_path / "tandem.yaml"
+    file.write_text("model: m\ngrpc_port: 7\nblock_size: 8\n")
+    assert load_config(WorkerConfig, {"config": file}, {}).block_size == 8
+    assert load_config(RouterConfig, {"config": file}, {}).grpc_port == 7
+
+
+def test_an_unknown_key_of_the_file_is_named_with_what_was_meant(tmp_path: Path) -> None:
+    file = tmp_path / "tandem.yaml"
+    file.write_text("model: m\nblok_size: 8\n")
+    with pytest.raises(ConfigError, match="unknown key 'blok_size'; did you mean block_size"):
+        load_config(WorkerConfig, {"config": file}, {})
+
+
+def test_an_unknown_variable_is_named_with_what_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"unknown variable TANDEM_BLOK_SIZE.*did you mean block_size"):
+        _worker(["--model", "m"], {"TANDEM_BLOK_SIZE": "8"})
+
+
+def test_an_unknown_flag_ends_the_process_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_arguments(WorkerConfig, "prefill_worker", ["--model", "m", "--blok-size", "8"])
+    assert end.value.code == 2
+    assert "--blok-size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("- a\n- b\n", "must hold keys and values"),
+        ("model: [", "is not YAML"),
+        ("model: m\nblock_size: sixteen\n", "block_size must be a whole number, not 'sixteen'"),
+        ("model: m\nblock_size: 1.5\n", "block_size must be a whole number, not 1.5"),
+        ("model: m\nblock_size: true\n", "block_size must be a whole number, not True"),
+        ("model: m\nlease_s: [1]\n", "lease_s must be a number"),
+        ("model: {a: b}\n", "model must be a text"),
+        ("model: m\ndtype: float31\n", "dtype must be one of auto, float32"),
+    ],
+)
+def test_a_file_that_says_nothing_sensible_is_refused(tmp_path: Path, content: str, said: str) -> None:
+    file = tmp_path / "tandem.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        load_config(WorkerConfig, {"config": file}, {})
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: No such file"):
+        load_config(WorkerConfig, {"config": tmp_path / "none.yaml"}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("block_size", 0),
+        ("num_blocks", -1),
+        ("max_num_seqs", 0),
+        ("max_prefill_tokens", 0),
+        ("max_queue", 0),
+        ("max_model_len", -1),
+        ("num_threads", -1),
+        ("kv_cache_memory", "much"),
+        ("kv_cache_memory", "-1MiB"),
+        ("kv_cache_memory", "infGiB"),
+        ("kv_transports", "shm,pigeon"),
+        ("kv_transports", " , "),
+        ("lease_s", 0.0),
+        ("lease_s", float("nan")),
+        ("max_lease_s", 1.0),
+        ("read_timeout_s", 0.0),
+        ("watermark", 1.0),
+        ("member_lease_s", 0.0),
+        ("member_id", "a@b"),
+        ("cluster_name", ""),
+        ("port", 65536),
+        ("dtype", "int3"),
+    ],
+)
+def test_a_setting_out_of_its_range_is_refused_and_named(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name}|{name.replace('_', '-')}|size"):
+        load_config(WorkerConfig, {"model": "m", name: value}, {})
+
+
+@pytest.mark.parametrize(
+    "name", ["grpc_port", "max_attempts", "max_message_bytes", "request_timeout_s", "stream_grace_s"]
+)
+def test_a_routers_setting_out_of_its_range_is_refused_and_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}"):
+        load_config(RouterConfig, {"model": "m", name: -1}, {})
+
+
+@pytest.mark.parametrize("config_type", [WorkerConfig, RouterConfig])
+def test_a_process_without_a_model_says_what_is_missing(config_type: type[WorkerConfig] | type[RouterConfig]) -> None:
+    with pytest.raises(ConfigError, match="--model is needed"):
+        load_config(config_type, {}, {})
+
+
+def test_the_model_is_called_by_its_folder_unless_told_otherwise() -> None:
+    assert _worker(["--model", "/models/tiny/"]).model_name == "tiny"
+    assert _worker(["--model", "/models/tiny", "--served-model-name", "mine"]).model_name == "mine"
+
+
+def test_the_echo_shows_what_was_changed_and_no_secret() -> None:
+    config = load_config(RouterConfig, {"model": "m", "api_key": "hunter2", "port": 9}, {})
+    assert echo(config) == "model=m port=9 api_key=***"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("7", 7), ("7B", 7), ("1.5KiB", 1536), ("2MiB", 2 << 20), ("3GiB", 3 << 30)]
+)
+def test_sizes_are_read_with_their_unit(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes

@@ -1,0 +1,64 @@
+"""Hashes of prompts and blocks."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.hashing import HASH_BYTES, hash_block, hash_blocks, hash_prompt
+
+KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def test_hashes_stay_what_they_are() -> None:
+    """Members of different versions compare them: a change is a new protocol version."""
+    assert hash_prompt(KEY, [1, 2, 3]).hex() == "bd3aba358d7ba575fbf84c5384ccee65"
+    assert [block.hex() for block in hash_blocks(KEY, [1, 2, 3, 4, 5], 2)] == [
+        "a3008a37d448f5dbc5599c440b9718f9",
+        "209bda39b4eadc4fe46d79fddc1f53e2",
+    ]
+
+
+@given(IDS, IDS)
+def test_equal_prompts_and_only_they_hash_equal(first: list[int], second: list[int]) -> None:
+    assert (hash_prompt(KEY, first) == hash_prompt(KEY, second)) == (first == second)
+    assert len(hash_prompt(KEY, first)) == HASH_BYTES
+
+
+@given(IDS, st.integers(1, 5))
+def test_only_full_blocks_have_a_hash(ids: list[int], block_size: int) -> None:
+    assert len(list(hash_blocks(KEY, ids, block_size))) == len(ids) // block_size
+
+
+@given(st.lists(st.integers(0, 9), min_size=8, max_size=24), st.data())
+def test_a_block_hash_covers_everything_up_to_it(ids: list[int], data: st.DataObject) -> None:
+    changed_at = data.draw(st.integers(0, len(ids) - 1))
+    changed = [*ids[:changed_at], ids[changed_at] + 1, *ids[changed_at + 1 :]]
+    before, after = list(hash_blocks(KEY, ids, 4)), list(hash_blocks(KEY, changed, 4))
+    assert [a == b for a, b in zip(before, after, strict=True)] == [i < changed_at // 4 for i in range(len(before))]
+
+
+def test_another_key_another_tenant_or_another_use_gives_another_hash() -> None:
+    ids = [1, 2, 3, 4]
+    hashes = {
+        hash_prompt(KEY, ids),
+        hash_prompt(OTHER_KEY, ids),
+        hash_prompt(KEY, ids, salt=b"tenant a"),
+        hash_prompt(KEY, ids, salt=b"a tenant with a long name a"),
+        hash_prompt(KEY, ids, salt=b"a tenant with a long name b"),
+        hash_block(KEY, b"", ids),
+        hash_block(KEY, b"", ids, salt=b"tenant a"),
+    }
+    assert len(hashes) == 7
+
+
+def test_a_chain_can_be_continued_block_by_block() -> None:
+    first, second = hash_blocks(KEY, [1, 2, 3, 4], 2)
+    assert hash_block(KEY, first, [3, 4]) == second
+
+
+def test_an_id_that_is_no_token_is_an_error() -> None:
+    with pytest.raises(ValueError, match="32 bits"):
+        hash_prompt(KEY, [-1])
+    with pytest.raises(ValueError, match="block_size"):
+        list(hash_blocks(KEY, [1], 0))

@@ -1,0 +1,113 @@
+"""What a process publishes about itself: figures and log lines."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.logs import configure_logs
+from cluster.metrics import METRICS, Kind
+from cluster.telemetry import Telemetry, TransferTelemetry
+
+
+def test_what_was_counted_is_what_prometheus_reads() -> None:
+    telemetry = Telemetry()
+    telemetry.count("tandem_decode_tokens_total", 5)
+    telemetry.count("tandem_decode_tokens_total")
+    telemetry.gauge("tandem_blocks", 3, state="free")
+    telemetry.observe("tandem_ttft_seconds", 0.2)
+    text = telemetry.render().decode()
+    assert "tandem_decode_tokens_total 6.0" in text
+    assert 'tandem_blocks{state="free"} 3.0' in text
+    assert 'tandem_ttft_seconds_bucket{le="0.25"} 1.0' in text
+    assert telemetry.value("tandem_decode_tokens_total") == 6
+    assert telemetry.value("tandem_ttft_seconds") == 1
+
+
+def test_two_workers_in_one_process_count_apart() -> None:
+    first, second = Telemetry(), Telemetry()
+    first.count("tandem_steps_total")
+    assert (first.value("tandem_steps_total"), second.value("tandem_steps_total")) == (1, 0)
+
+
+def test_an_undeclared_figure_or_label_is_an_error() -> None:
+    telemetry = Telemetry()
+    with pytest.raises(KeyError):
+        telemetry.count("tandem_made_up_total")
+    with pytest.raises(KeyError):
+        telemetry.count("tandem_blocks")  # a gauge is no counter
+    with pytest.raises(ValueError, match="state"):
+        telemetry.gauge("tandem_blocks", 1, colour="red")
+    with pytest.raises(ValueError, match="state"):
+        telemetry.gauge("tandem_blocks", 1)
+
+
+def test_labels_are_bounded_whatever_is_counted() -> None:
+    telemetry = Telemetry()
+    for index in range(1000):
+        telemetry.count("tandem_requests_total", outcome=f"outcome {index}")
+    assert telemetry.render().count(b"tandem_requests_total{") == 201
+    assert telemetry.value("tandem_requests_total", outcome="other") == 800
+
+
+def test_names_follow_the_conventions_of_prometheus() -> None:
+    for name, metric in METRICS.items():
+        assert name.startswith("tandem_")
+        assert name.endswith("_total") == (metric.kind is Kind.COUNTER), name
+        assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM), name
+        assert list(metric.buckets) == sorted(set(metric.buckets)), name
+
+
+def test_a_hand_offs_figures_have_their_places() -> None:
+    telemetry = Telemetry()
+    transfer = TransferTelemetry(telemetry)
+    transfer.handoff(side="importer", transport="shm", outcome="ok", reason="")
+    transfer.moved(transport="shm", num_bytes=4096)
+    transfer.digest_failure(transport="shm")
+    transfer.quarantined(3)
+    transfer.quarantined(-1)
+    transfer.lease_lapse()
+    assert telemetry.value("tandem_handoffs_total", side="importer", transport="shm", outcome="ok", reason="") == 1
+    assert telemetry.value("tandem_kv_bytes_total", transport="shm") == 4096
+    assert telemetry.value("tandem_quarantined_blocks") == 2
+
+
+@pytest.fixture
+def log_lines() -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    stream = io.StringIO()
+    yield stream
+    root.handlers, root.level = handlers, level
+
+
+def test_a_line_of_the_log_carries_the_request_and_the_numbers(log_lines: io.StringIO) -> None:
+    configure_logs("info", "text", log_lines)
+    logging.getLogger("tandem.router").info("admitted", extra={"request_id": "r1", "prompt_tokens": 12, "wait_s": 0.25})
+    logging.getLogger("tandem.router").debug("not shown")
+    assert (
+        log_lines.getvalue().split(" ", 1)[1]
+        == "INFO tandem.router request_id=r1 admitted prompt_tokens=12 wait_s=0.25\n"
+    )
+
+
+def test_a_client_cannot_write_a_log_line_of_its_own(log_lines: io.StringIO) -> None:
+    configure_logs("info", "text", log_lines)
+    logging.getLogger("tandem.router").info("prompt\nof", extra={"request_id": 'x\n2026 ERROR "all is lost'})
+    assert len(log_lines.getvalue().splitlines()) == 1
+    assert r'request_id="x\n2026 ERROR \"all is lost"' in log_lines.getvalue()
+
+
+def test_logs_can_be_json(log_lines: io.StringIO) -> None:
+    configure_logs("warning", "json", log_lines)
+    logging.getLogger("tandem.worker").warning("full", extra={"request_id": "r2", "free_blocks": 0})
+    line = json.loads(log_lines.getvalue())
+    assert {key: line[key] for key in ("level", "component", "message", "request_id", "free_blocks")} == {
+        "level": "WARNING",
+        "component": "tandem.worker",
+        "message": "full",
+        "request_id": "r2",
+        "free_blocks": 0,
+    }
