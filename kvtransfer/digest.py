@@ -37,6 +37,13 @@ def digest_blocks(memory: PoolMemory, block_ids: Sequence[int]) -> tuple[bytes, 
     return tuple(digest_bytes(rows[block_id]) for block_id in block_ids)
 
 
+def split_digests(packed: bytes) -> tuple[bytes, ...]:
+    """Packed digests one by one. Raises ValueError for bytes that are no whole number of them."""
+    if len(packed) % DIGEST_BYTES:
+        raise ValueError(f"packed digests must be a multiple of {DIGEST_BYTES} bytes, not {len(packed)}")
+    return tuple(packed[start : start + DIGEST_BYTES] for start in range(0, len(packed), DIGEST_BYTES))
+
+
 def digest_bytes(data: npt.NDArray[np.uint8] | bytes) -> bytes:
     """The digest of one block's bytes."""
     block = np.frombuffer(data, dtype=np.uint8) if isinstance(data, bytes) else data

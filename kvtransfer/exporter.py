@@ -1,4 +1,4 @@
-"""The exporter: gives out tickets for a prefill's KV, offers its blocks as they are sealed, and says when they are free.
+"""The exporter: gives out tickets for a prefill's KV, offers its blocks as they are sealed, says when they are free.
 
 Lives on the worker's event loop. Never touches the block pool: it reads bytes, and calls `release` once per ticket.
 """

@@ -9,9 +9,9 @@ import hmac
 
 from google.protobuf.message import DecodeError
 
-from cluster.errors import HandOffFailed, HandOffReason
+from cluster.errors import HandOffFailed, HandOffReason, InvalidRequest
 from cluster.messages import MemberId, Ticket
-from kvtransfer.wire import ticket_from_wire, ticket_to_wire
+from cluster.wire import ticket_from_wire, ticket_to_wire
 from tandem.v1 import kv_pb2
 
 TICKET_ID_BYTES = 16
@@ -45,7 +45,7 @@ def read(signed: bytes, key: bytes) -> Ticket:
         if not hmac.compare_digest(envelope.signature, _signature(envelope.ticket, key)):
             raise HandOffFailed(HandOffReason.BAD_SIGNATURE, "the ticket was not signed with this cluster's key")
         return ticket_from_wire(kv_pb2.Ticket.FromString(envelope.ticket))
-    except (DecodeError, ValueError) as error:
+    except (DecodeError, InvalidRequest) as error:
         raise HandOffFailed(HandOffReason.BAD_SIGNATURE, "not a ticket") from error
 
 

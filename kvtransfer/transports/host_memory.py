@@ -1,0 +1,96 @@
+"""A pool's blocks as rows of an array in this process's memory: the pool itself on a CPU, a pinned copy on a GPU.
+
+Called on transports' own threads, never on the event loop: a copy from or to a GPU waits for it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtransfer.memory import PoolMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Block i of what was asked for is `array[indices[i]]`."""
+
+    array: npt.NDArray[np.uint8]  # [rows, block_bytes]
+    indices: Sequence[int]
+
+    def views(self) -> list[memoryview]:
+        """The bytes in order, neighbouring rows as one piece."""
+        if not self.indices:
+            return []
+        flat = self.array.data.cast("B")
+        row_bytes = self.array.shape[1]
+        pieces = runs(self.indices, self.indices)
+        return [flat[start * row_bytes : (start + length) * row_bytes] for start, _, length in pieces]
+
+
+def runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(source, target, length) of the longest stretches that are consecutive on both sides."""
+    assert len(sources) == len(targets)
+    start = 0
+    for end in range(1, len(sources) + 1):
+        length = end - start
+        if end < len(sources) and sources[end] == sources[start] + length and targets[end] == targets[start] + length:
+            continue
+        yield sources[start], targets[start], length
+        start = end
+
+
+class HostMemory:
+    """One pool's way into host memory and back."""
+
+    def __init__(self, memory: PoolMemory) -> None:
+        self._raw = memory.raw
+        self._pool_array = None if memory.raw.is_cuda else memory.raw.numpy()
+
+    def outgoing(self, block_ids: Sequence[int]) -> Rows:
+        """The blocks' bytes as they are now."""
+        if self._pool_array is not None:
+            return Rows(self._pool_array, block_ids)
+        staged = self._staging(len(block_ids))
+        with _SideStream(self._raw.device) as stream:
+            staged.copy_(self._raw.index_select(0, self._on_device(block_ids)), non_blocking=True)
+            stream.synchronize()
+        return Rows(staged.numpy(), range(len(block_ids)))
+
+    def incoming(self, block_ids: Sequence[int]) -> Rows:
+        """Where to write the blocks' bytes; `arrived` must follow."""
+        if self._pool_array is not None:
+            return Rows(self._pool_array, block_ids)
+        return Rows(self._staging(len(block_ids)).numpy(), range(len(block_ids)))
+
+    def arrived(self, rows: Rows, block_ids: Sequence[int]) -> None:
+        """What was written to `rows` is in the pool, visible to the device, when this returns."""
+        if self._pool_array is not None:
+            return
+        with _SideStream(self._raw.device) as stream:
+            # Blocking copy into a temporary: the pinned rows may be reused as soon as this returns.
+            self._raw.index_copy_(0, self._on_device(block_ids), torch.from_numpy(rows.array).to(self._raw.device))
+            stream.synchronize()
+
+    def _staging(self, num_blocks: int) -> torch.Tensor:
+        return torch.empty((num_blocks, self._raw.shape[1]), dtype=torch.uint8, pin_memory=True)
+
+    def _on_device(self, block_ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(block_ids, device=self._raw.device)
+
+
+class _SideStream:
+    """A stream apart from the engine's, so that a transfer waits for no step that was launched before it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._context = torch.cuda.stream(self._stream)
+
+    def __enter__(self) -> torch.cuda.Stream:
+        self._context.__enter__()  # type: ignore[no-untyped-call]
+        return self._stream
+
+    def __exit__(self, *error: object) -> None:
+        self._context.__exit__(*error)
