@@ -1,7 +1,7 @@
 """Hand-offs on their way into this worker: one task each, from ticket to AdmitImported.
 
-Owns the tasks and the reservations they wait for. It is the importer's view of the block pool (kvtransfer's BlockSource):
-every call becomes a command to the step thread, which owns the pool.
+Owns the tasks and the reservations they wait for. It is the importer's view of the block pool (kvtransfer's
+BlockSource): every call becomes a command to the step thread, which owns the pool.
 """
 
 import asyncio
@@ -70,7 +70,8 @@ class Imports:
 
     async def reserve(self, handoff_id: int, num_blocks: int) -> tuple[int, ...]:
         """Waits until the step thread has set all of them aside. Raises HandOffFailed if it never can."""
-        reservation = self._reservations[handoff_id] = asyncio.get_running_loop().create_future()
+        reservation: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
+        self._reservations[handoff_id] = reservation
         self._post(commands.Reserve(handoff_id, num_blocks))
         try:
             return await reservation

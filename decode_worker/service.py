@@ -1,7 +1,7 @@
 """The decode worker's face to routers: Start brings sequences in, Connect carries their tokens out.
 
-Owns, per router, which handles are live, and what an import told about them until their start is reported. Events of the
-step thread arrive in `on_events`, on the event loop. Never touches a block.
+Owns, per router, which handles are live, and what an import told about them until their start is reported. Events of
+the step thread arrive in `on_events`, on the event loop. Never touches a block.
 """
 
 import asyncio
@@ -12,8 +12,9 @@ import grpc
 
 from cluster import wire
 from cluster.errors import Draining, HandOffFailed, InvalidRequest, TandemError, Unavailable
-from cluster.messages import DecodeJob, MemberId
+from cluster.messages import DecodeJob, Inspected, MemberId
 from cluster.telemetry import Telemetry
+from cluster.worker_service import Inspections
 from decode_worker import commands
 from decode_worker.imports import Imports
 from decode_worker.streams import RouterStreams
@@ -46,11 +47,13 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         vocab_size: int,
         cluster_key: bytes,
         stream_grace_s: float,
+        inspections: Inspections,
         telemetry: Telemetry,
     ) -> None:
         self._member = member
         self._steps = steps
         self._vocab_size = vocab_size
+        self._inspections = inspections
         self._telemetry = telemetry
         self._streams = RouterStreams(grace_s=stream_grace_s, on_gone=self._on_router_gone)
         self.imports = Imports(
@@ -112,8 +115,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                     self._on_step(event)
                 case commands.Failed():
                     self._fail(event.router, event.handles, event.error)
-                case commands.Inspected():
-                    raise AssertionError("inspections are answered before they reach the service")
+                case Inspected():
+                    self._inspections.on_inspected(event)
 
     def beat(self, heartbeat: worker_pb2.Heartbeat) -> None:
         """Tells every router that this worker lives."""

@@ -1,8 +1,8 @@
 """The worker's end of the one multiplexed stream per router.
 
-Owns what waits to be sent. A stream outlives a broken connection for the grace time, so that a router that comes back finds
-its sequences running; what was lost in flight it sees by the tokens' indices. Bounded: a router that does not read loses its
-stream, not this worker its memory.
+Owns what waits to be sent. A stream outlives a broken connection for the grace time, so that a router that comes back
+finds its sequences running; what was lost in flight it sees by the tokens' indices. Bounded: a router that does not
+read loses its stream, not this worker its memory.
 """
 
 import asyncio

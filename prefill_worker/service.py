@@ -1,7 +1,7 @@
 """The prefill worker's face to routers: one Prefill call is one attempt.
 
-Owns the calls in progress. Events of the step thread arrive in `on_events`, on the event loop; from there sealed blocks go
-to the exporter and first tokens to the call that waits for them. Never touches a block.
+Owns the calls in progress. Events of the step thread arrive in `on_events`, on the event loop; from there sealed
+blocks go to the exporter and first tokens to the call that waits for them. Never touches a block.
 """
 
 import asyncio
@@ -14,8 +14,9 @@ import grpc
 from cluster import wire
 from cluster.errors import Draining, HandOffReason, InvalidRequest
 from cluster.hashing import hash_prompt
-from cluster.messages import PrefillJob
+from cluster.messages import Inspected, PrefillJob
 from cluster.telemetry import Telemetry
+from cluster.worker_service import Inspections
 from engine.step_loop import StepLoop
 from kvtransfer.exporter import Exporter, FirstToken, TailBlock
 from prefill_worker import commands
@@ -43,12 +44,14 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         exporter: Exporter,
         vocab_size: int,
         cluster_key: bytes,
+        inspections: Inspections,
         telemetry: Telemetry,
     ) -> None:
         self._steps = steps
         self._exporter = exporter
         self._vocab_size = vocab_size
         self._cluster_key = cluster_key
+        self._inspections = inspections
         self._telemetry = telemetry
         self._calls: dict[bytes, _Call] = {}
         self._draining = False
@@ -86,8 +89,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                     self._on_finished(event)
                 case commands.Failed():
                     self._on_failed(event)
-                case commands.Inspected():
-                    raise AssertionError("inspections are answered before they reach the service")
+                case Inspected():
+                    self._inspections.on_inspected(event)
 
     def on_released(self, ticket_id: bytes) -> None:
         """The exporter: nobody holds, or will hold, a lease on this ticket."""
