@@ -266,7 +266,7 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _names(config_type: type[WorkerConfig] | type[RouterConfig]) -> frozenset[str]:
+def _names(config_type: type[Config]) -> frozenset[str]:
     return frozenset(item.name for item in dataclasses.fields(config_type))
 
 
