@@ -1,0 +1,93 @@
+"""What the cluster knows about one running router or worker. Values only; cluster/registry.py keeps them in Redis."""
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from enum import StrEnum
+from typing import Any
+
+from cluster.messages import LayoutFingerprint, MemberId, Role
+
+# The newest form of proto/tandem/v1 that this code speaks, and the oldest that it still understands.
+PROTOCOL_NEWEST = 1
+PROTOCOL_OLDEST = 1
+
+
+class MemberState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Of a worker: what its pool and its steps hold."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One member as it registered itself. A router has no fingerprint, transports or capacity."""
+
+    id: MemberId
+    role: Role
+    address: str  # gRPC, host:port
+    http_address: str = ""
+    model: str
+    state: MemberState = MemberState.STARTING
+    fingerprint: LayoutFingerprint | None = None
+    transports: tuple[str, ...] = ()  # best first
+    capacity: Capacity | None = None
+    protocol_oldest: int = PROTOCOL_OLDEST
+    protocol_newest: int = PROTOCOL_NEWEST
+
+    def with_state(self, state: MemberState) -> "Member":
+        return replace(self, state=state)
+
+    def speaks_with(self, other: "Member") -> bool:
+        """There is a version of the protocol that both understand."""
+        return self.protocol_oldest <= other.protocol_newest and other.protocol_oldest <= self.protocol_newest
+
+    def may_exchange_kv(self, other: "Member") -> bool:
+        """Only members of equal fingerprints form a pair."""
+        return self.fingerprint is not None and self.fingerprint == other.fingerprint and self.speaks_with(other)
+
+
+def fingerprint_difference(ours: LayoutFingerprint, theirs: LayoutFingerprint) -> str:
+    """Each field that differs with both values; empty when nothing does."""
+    pairs = [(field.name, getattr(ours, field.name), getattr(theirs, field.name)) for field in fields(ours)]
+    return "; ".join(f"{name}: {mine} here, {other} there" for name, mine, other in pairs if mine != other)
+
+
+def to_json(member: Member) -> str:
+    return json.dumps(asdict(member), sort_keys=True)
+
+
+def from_json(text: str) -> Member:
+    """Inverse of to_json; what a newer version added is left out. Raises ValueError for anything else."""
+    try:
+        values = json.loads(text)
+        fingerprint, capacity = values["fingerprint"], values["capacity"]
+        return Member(
+            id=MemberId(**_known(MemberId, values["id"])),
+            role=Role(values["role"]),
+            address=values["address"],
+            http_address=values["http_address"],
+            model=values["model"],
+            state=MemberState(values["state"]),
+            fingerprint=LayoutFingerprint(**_known(LayoutFingerprint, fingerprint)) if fingerprint else None,
+            transports=tuple(values["transports"]),
+            capacity=Capacity(**_known(Capacity, capacity)) if capacity else None,
+            protocol_oldest=values["protocol_oldest"],
+            protocol_newest=values["protocol_newest"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"not a member: {text[:200]!r}") from error
+
+
+def _known(kind: type[MemberId | LayoutFingerprint | Capacity], values: dict[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in values.items() if name in names}
