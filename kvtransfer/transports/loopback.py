@@ -145,6 +145,8 @@ class LoopbackChannel:
         assert len(remote_block_ids) == len(local_block_ids)
         if not self._open or self._read is not None:
             raise TransportError("the channel is closed or poisoned")
+        if any(block_id >= self._source.num_blocks for block_id in remote_block_ids):
+            raise TransportError(f"a block past the {self._source.num_blocks} of the exporter's pool")
         self._read = asyncio.create_task(self._copy(tuple(zip(remote_block_ids, local_block_ids, strict=True))))
         await asyncio.shield(self._read)
         self._read = None

@@ -156,6 +156,11 @@ class ShmImporter:
     def name(self) -> str:
         return NAME
 
+    @property
+    def num_mappings(self) -> int:
+        """Exporters whose memory this process holds at the moment."""
+        return len(self._mappings)
+
     def endpoint(self) -> bytes:
         return self._identity
 
