@@ -33,6 +33,10 @@ class Rig:
     def arrived(self, remote: list[int], local: list[int]) -> bool:
         return torch.equal(self.target.raw[local], self.source.raw[remote])
 
+    async def pull(self, endpoint: bytes) -> None:
+        channel = await self.importer.open(EPOCH, endpoint)
+        await channel.read([0], [0])
+
 
 def _loopback(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
     network = LoopbackNetwork()
@@ -99,8 +103,7 @@ async def test_a_stranger_cannot_read_the_pool(rig: Rig) -> None:
     endpoint[0] ^= 1
     before = rig.target.raw.clone()
     with pytest.raises(TransportError):
-        channel = await rig.importer.open(EPOCH, bytes(endpoint))
-        await channel.read([0], [0])
+        await rig.pull(bytes(endpoint))
     assert torch.equal(rig.target.raw, before)
 
 
@@ -108,8 +111,7 @@ async def test_a_revoked_epoch_cannot_come_in(rig: Rig) -> None:
     endpoint = rig.exporter.admit(EPOCH)
     rig.exporter.revoke(EPOCH)
     with pytest.raises(TransportError):
-        channel = await rig.importer.open(EPOCH, endpoint)
-        await channel.read([0], [0])
+        await rig.pull(endpoint)
 
 
 async def test_a_block_outside_the_pool_is_refused(rig: Rig) -> None:
@@ -192,10 +194,11 @@ async def test_the_end_of_the_exporter_ends_the_mapping_of_its_pool() -> None:
     channel = await importer.open(EPOCH, exporter.admit(EPOCH))
     await channel.release()
     assert importer.num_mappings == 1
+    endpoint = exporter.admit(EPOCH)
     await exporter.close()
-    async with asyncio.timeout(5):
-        while importer.num_mappings:
-            await asyncio.sleep(0)
+    with pytest.raises(TransportError):
+        await importer.open(EPOCH, endpoint)
+    assert importer.num_mappings == 0
     await importer.close()
 
 
