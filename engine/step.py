@@ -15,7 +15,7 @@ Event = TypeVar("Event", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One token to draw from a chunk's last logits. The noise depends on (seed, position, token id) and nothing else."""
+    """One token to draw from a chunk's last logits. The noise depends on (seed, position, token id) alone."""
 
     seed: int
     position: int  # of the token that is drawn, counted over the whole sequence from 0
@@ -56,8 +56,8 @@ class DrawnToken:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`tokens[i]` has one DrawnToken per `plan.chunks[i].samples`. When it is returned, everything the step wrote to the
-    pool is visible to any reader of it (on a GPU: an event behind the last write has completed)."""
+    """`tokens[i]` has one DrawnToken per `plan.chunks[i].samples`. When it is returned, everything the step wrote to
+    the pool is visible to any reader of it (on a GPU: an event behind the last write has completed)."""
 
     tokens: tuple[tuple[DrawnToken, ...], ...]
 
@@ -69,14 +69,24 @@ class Runner(Protocol):
 
 
 class Scheduler(Protocol[Command, Event]):
-    """A pure decision maker, driven by one StepLoop thread; it owns the BlockPool."""
+    """A pure decision maker, driven by one StepLoop thread; it owns the BlockPool.
+
+    One turn of the loop: `apply` every command that has come, `reap`, `plan`, and where there is a plan, `complete` or
+    `fail` of it. Nothing is called between `plan` and its `complete` or `fail`, so nothing that a running step reads or
+    writes is freed under it.
+    """
 
     def apply(self, command: Command, now_s: float) -> tuple[Event, ...]:
         """Takes in what the outside asks; answers with events for the outside."""
         ...
 
+    def reap(self, now_s: float) -> tuple[tuple[Event, ...], float | None]:
+        """Ends what is past its deadline. Answers with events, and with the time at which to be asked again at the
+        latest (None: no deadline is running)."""
+        ...
+
     def plan(self, now_s: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute."""
+        """The next step, or None when there is nothing to compute before the next command or deadline."""
         ...
 
     def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:

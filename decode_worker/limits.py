@@ -1,0 +1,82 @@
+"""What the decode worker can take, and how it says no. Pure values.
+
+What can never be served is refused here, before it costs anything: so nothing that was admitted waits for ever.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.errors import InternalError, InvalidRequest, Overloaded, PromptTooLong, TandemError
+from cluster.messages import DecodeJob
+from decode_worker.commands import AdmitImported
+from engine.schedule import blocks_for, sealed_blocks, tail_length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLimits:
+    """Sizes of pool, step and queue. `watermark` is a share of the pool."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_prefill_tokens: int
+    max_queue: int
+    watermark: float
+
+    @property
+    def num_watermark_blocks(self) -> int:
+        return int(self.watermark * self.num_blocks)
+
+    def num_needed(self, num_tokens: int, num_choices: int) -> int:
+        """Blocks of tokens that choices share, and a tail more for each further choice when the last is not full."""
+        num_copies = num_choices - 1 if tail_length(num_tokens, self.block_size) else 0
+        return blocks_for(num_tokens, self.block_size) + num_copies
+
+    def fit_together(self, num_tokens: int, num_choices: int) -> bool:
+        """Whether choices can ever share one prefill here."""
+        return num_choices <= self.max_num_seqs and self.num_needed(num_tokens, num_choices) <= self.num_blocks
+
+    def job_refusal(self, job: DecodeJob) -> TandemError | None:
+        if not job.prompt_token_ids or not job.sequences:
+            return InvalidRequest("a job needs at least one prompt token and one sequence")
+        if len({start.handle for start in job.sequences}) != len(job.sequences):
+            return InvalidRequest("the sequences of a job need different handles")
+        if any(len(start.committed_token_ids) >= job.stops.max_tokens for start in job.sequences):
+            return InvalidRequest(f"a sequence has its max_tokens {job.stops.max_tokens} already")
+        num_tokens = len(job.prompt_token_ids) + job.stops.max_tokens
+        # One more than the pool holds: the last token's KV is never needed.
+        most = min(self.max_model_len, self.num_blocks * self.block_size + 1)
+        if num_tokens > most:
+            return PromptTooLong(
+                f"prompt {len(job.prompt_token_ids)} + max_tokens {job.stops.max_tokens} = {num_tokens} tokens;"
+                f" this worker takes at most {most}"
+            )
+        return None
+
+    def reservation_refusal(self, num_blocks: int) -> TandemError | None:
+        most = self.num_blocks - self.num_watermark_blocks
+        if num_blocks > most:
+            return Overloaded(
+                f"the hand-off needs {num_blocks} blocks; this worker's pool has {self.num_blocks}"
+                f" and gives at most {most} to hand-offs"
+            )
+        return None
+
+    def import_refusal(self, command: AdmitImported, reserved_ids: Sequence[int]) -> TandemError | None:
+        """Whether what the importer brings is what the job needs. A mistake here would be wrong tokens."""
+        starts, sealed_ids, tail_ids = command.job.sequences, command.sealed_block_ids, command.tail_block_ids
+        if len({start.committed_token_ids for start in starts}) != 1 or len(command.first_tokens) != len(starts):
+            return InternalError("the choices of a hand-off go on from the same tokens, each with its first token")
+        num_tokens = len(command.job.prompt_token_ids) + len(starts[0].committed_token_ids)
+        num_sealed = sealed_blocks(num_tokens, self.block_size)
+        num_tails = len(starts) if tail_length(num_tokens, self.block_size) else 0
+        if (len(sealed_ids), len(tail_ids)) != (num_sealed, num_tails):
+            return InternalError(
+                f"{num_tokens} tokens and {len(starts)} choices need {num_sealed} blocks and {num_tails} tails;"
+                f" the hand-off brought {len(sealed_ids)} and {len(tail_ids)}"
+            )
+        brought = {*sealed_ids, *tail_ids}
+        if len(brought) != num_sealed + num_tails or not brought <= set(reserved_ids):
+            return InternalError("the hand-off brought blocks that it did not reserve, or one twice")
+        return None

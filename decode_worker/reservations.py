@@ -1,0 +1,75 @@
+"""Blocks that hand-offs wait for or have been given. Pure. Owned by the decode scheduler.
+
+A hand-off is given all its blocks at once or none, the oldest first; nobody holds half and waits for more.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.block_pool import BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    number: int  # arrival, comparable with `Group.number`
+    handoff_id: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    number: int
+    block_ids: tuple[int, ...]
+
+
+class Reservations:
+    """Claims wait in order of arrival; grants are held until their hand-off is admitted or discarded."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._claims: dict[int, Claim] = {}  # by hand-off, oldest first
+        self._grants: dict[int, Grant] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._claims)
+
+    @property
+    def granted_block_ids(self) -> list[int]:
+        return [block_id for grant in self._grants.values() for block_id in grant.block_ids]
+
+    @property
+    def oldest(self) -> Claim | None:
+        return next(iter(self._claims.values()), None)
+
+    def claim(self, claim: Claim) -> None:
+        assert claim.handoff_id not in self._claims and claim.handoff_id not in self._grants, f"{claim} reserves twice"
+        self._claims[claim.handoff_id] = claim
+
+    def grant(self, blocks_to_leave: Callable[[Claim], int]) -> list[tuple[int, tuple[int, ...]]]:
+        """Gives the oldest claims their blocks while enough others stay free. Answers (hand-off, blocks) for each."""
+        granted = []
+        while (claim := self.oldest) is not None:
+            if self._pool.num_free - claim.num_blocks < blocks_to_leave(claim):
+                break
+            block_ids = self._pool.reserve(claim.num_blocks)
+            assert block_ids is not None
+            del self._claims[claim.handoff_id]
+            self._grants[claim.handoff_id] = Grant(claim.number, block_ids)
+            granted.append((claim.handoff_id, block_ids))
+        return granted
+
+    def take(self, handoff_id: int) -> Grant | None:
+        """Hands the blocks, and the references to them, over to the caller. None: nothing was granted."""
+        return self._grants.pop(handoff_id, None)
+
+    def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
+        """Frees or quarantines what was granted, forgets what was not. Unknown: it was admitted or discarded before."""
+        self._claims.pop(handoff_id, None)
+        grant = self._grants.pop(handoff_id, None)
+        if grant is None:
+            return
+        foreign = quarantined - set(grant.block_ids)
+        assert not foreign, f"hand-off {handoff_id} quarantines {sorted(foreign)}, which it does not hold"
+        self._pool.quarantine(sorted(quarantined))
+        self._pool.release([block_id for block_id in grant.block_ids if block_id not in quarantined])

@@ -1,0 +1,86 @@
+"""What the decode scheduler knows about its sequences. Pure. Owned by the scheduler alone.
+
+A sequence carries several choices only while the prompt that they share is being prefilled here: with the prompt's last
+chunk every choice draws its own token and becomes a sequence of its own.
+"""
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from cluster.messages import DecodeJob, SequenceStart
+
+Rank = tuple[int, int]  # (arrival of the group, choice): less is older
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One job. `number` counts arrivals: a hand-off arrives with its Reserve."""
+
+    number: int
+    job: DecodeJob
+    admitted_s: float
+    num_live: int  # choices that have not ended
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`token_ids`: prompt, committed and drawn tokens. KV of the first `num_computed` of them is in `block_ids`."""
+
+    number: int  # the runner's name for it
+    group: Group
+    choices: tuple[tuple[int, SequenceStart], ...]  # (index in the job, start)
+    token_ids: list[int]
+    num_computed: int = 0
+    block_ids: tuple[int, ...] = ()
+    # Set aside for private copies of a shared tail: one per further choice before they part, then at most the own.
+    spare_ids: tuple[int, ...] = ()
+    joined: bool = False  # has been in the batch; if it waits, it was preempted
+
+    @property
+    def rank(self) -> Rank:
+        return (self.group.number, self.choices[0][0])
+
+    @property
+    def num_left(self) -> int:
+        """Known tokens that are not computed: 1 while it decodes."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - len(self.group.job.prompt_token_ids)
+
+
+def _rank(sequence: Sequence) -> Rank:
+    return sequence.rank
+
+
+@dataclass(slots=True, eq=False)
+class ByAge:
+    """Sequences, oldest first."""
+
+    _sequences: list[Sequence] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    @property
+    def oldest(self) -> Sequence | None:
+        return self._sequences[0] if self._sequences else None
+
+    @property
+    def youngest(self) -> Sequence | None:
+        return self._sequences[-1] if self._sequences else None
+
+    @property
+    def num_choices(self) -> int:
+        return sum(len(sequence.choices) for sequence in self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._sequences, sequence, key=_rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        self._sequences.remove(sequence)

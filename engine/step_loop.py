@@ -1,0 +1,131 @@
+"""The thread that owns the device, the scheduler and, through it, the block pool.
+
+Commands come in by `post`, events go out by `emit`; nothing else is shared. Scheduler and runner are called by this
+thread only, in the order that `engine.step.Scheduler` promises. With nothing to compute it sleeps on its inbox until a
+command comes or a deadline passes; it never polls. The inbox itself has no bound: every turn empties it, and the
+scheduler refuses what is too much.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
+
+from cluster.clock import Clock
+from engine.step import Runner, Scheduler, StepPlan
+
+CommandT = TypeVar("CommandT")
+EventT = TypeVar("EventT")
+
+
+class _Stop(Enum):
+    STOP = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the loop has come, for heartbeats. Times by the loop's clock."""
+
+    steps: int  # computed or failed
+    last_step_s: float  # when the last one ended; the loop's making before the first
+    busy_since_s: float | None  # start of the step that is running now
+
+
+class StepLoop(Generic[CommandT, EventT]):
+    """`emit`, `on_error` and `on_fatal` are called on the loop's thread and must only hand over.
+
+    `on_error`: a step raised. Its sequences have ended, the loop goes on.
+    `on_fatal`: the scheduler raised, so an invariant is broken, or events could not be handed over. The loop has ended.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler[CommandT, EventT],
+        runner: Runner,
+        clock: Clock,
+        emit: Callable[[tuple[EventT, ...]], None],
+        *,
+        on_error: Callable[[Exception], None],
+        on_fatal: Callable[[Exception], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._clock = clock
+        self._emit = emit
+        self._on_error = on_error
+        self._on_fatal = on_fatal
+        self._inbox: SimpleQueue[CommandT | _Stop] = SimpleQueue()
+        self._progress = Progress(0, clock.now_s(), None)
+        # A daemon: a step that hangs in the device must not keep a process alive that wants to end.
+        self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
+
+    @property
+    def progress(self) -> Progress:
+        """Any thread may read it."""
+        return self._progress
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, command: CommandT) -> None:
+        """Any thread may call it; never blocks. What is posted after the end is not looked at any more."""
+        self._inbox.put(command)
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """Ends the loop after the step that is running. False: it is still running after `timeout_s`."""
+        self._inbox.put(_Stop.STOP)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            wait_s: float | None = 0.0
+            while self._take_commands(wait_s):
+                wait_s = self._turn()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the thread is over and somebody must know
+            self._on_fatal(error)
+
+    def _take_commands(self, wait_s: float | None) -> bool:
+        """Applies everything in the inbox; waits so long for the first (None: for ever). False: it is time to stop."""
+        try:
+            command = self._inbox.get(timeout=wait_s) if wait_s != 0.0 else self._inbox.get_nowait()
+            while not isinstance(command, _Stop):
+                self._hand_over(self._scheduler.apply(command, self._clock.now_s()))
+                command = self._inbox.get_nowait()
+        except Empty:
+            return True
+        return False
+
+    def _turn(self) -> float | None:
+        """One step if there is one to compute. Answers how long the loop may sleep; 0: not at all."""
+        now_s = self._clock.now_s()
+        events, deadline_s = self._scheduler.reap(now_s)
+        self._hand_over(events)
+        plan = self._scheduler.plan(now_s)
+        if plan is not None:
+            self._step(plan, now_s)
+            return 0.0
+        return None if deadline_s is None else max(0.0, deadline_s - now_s)
+
+    def _step(self, plan: StepPlan, now_s: float) -> None:
+        self._progress = Progress(self._progress.steps, self._progress.last_step_s, now_s)
+        try:
+            result = self._runner.run(plan)
+        except Exception as error:  # noqa: BLE001 - a model may raise anything; it ends this step's sequences
+            self._on_error(error)
+            events = self._scheduler.fail(plan, error, self._clock.now_s())
+        else:
+            events = self._scheduler.complete(plan, result, self._clock.now_s())
+        self._hand_over(events)
+        self._progress = Progress(self._progress.steps + 1, self._clock.now_s(), None)
+
+    def _hand_over(self, events: tuple[EventT, ...]) -> None:
+        if events:
+            self._emit(events)

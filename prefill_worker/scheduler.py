@@ -1,0 +1,289 @@
+"""Which prompts the prefill worker computes next, and whose blocks are whose. Pure: no clock, no model, no waiting.
+
+Owns the block pool and the queue. A prompt waits in the bounded queue holding nothing; it starts when its whole
+prompt's blocks can be reserved at once, oldest first, nobody overtaking; it advances by chunks; its blocks are leased
+as they are sealed when an importer will come for them, and stay leased, whatever becomes of the job, until Release.
+"""
+
+from dataclasses import dataclass
+
+from cluster.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    PromptTooLong,
+    QueueFull,
+    TandemError,
+)
+from cluster.messages import Inspect, Inspected, PrefillJob, SampledToken
+from engine.block_pool import BlockPool
+from engine.deadlines import Deadlines
+from engine.schedule import ChunkBudget, blocks_for, sealed_blocks, tail_length
+from engine.step import Chunk, DrawnToken, Sample, StepPlan, StepResult
+from engine.stops import banned_token_ids, finish_reason
+from prefill_worker.commands import (
+    Accepted,
+    Cancel,
+    Command,
+    Event,
+    Failed,
+    Finished,
+    Refused,
+    Release,
+    Sealed,
+    Submit,
+    Tail,
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    ticket_id: bytes
+    job: PrefillJob
+    submitted_s: float
+    has_importer: bool  # turns False when Release says that nobody will come
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    number: int
+    ticket_id: bytes
+    job: PrefillJob
+    has_importer: bool
+    block_ids: tuple[int, ...]
+    queue_s: float
+    started_s: float
+    num_computed: int = 0
+    num_leased: int = 0  # leading blocks that are sealed and leased
+
+    @property
+    def num_left(self) -> int:
+        return len(self.job.token_ids) - self.num_computed
+
+
+class PrefillScheduler:
+    """Implements `engine.step.Scheduler` for prompts."""
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, max_prefill_tokens: int, max_num_seqs: int, max_queue: int
+    ) -> None:
+        self._pool = BlockPool(num_blocks)
+        self._block_size = block_size
+        self._max_prefill_tokens = max_prefill_tokens
+        self._max_num_seqs = max_num_seqs
+        self._max_queue = max_queue
+        self._queue: dict[bytes, _Waiting] = {}  # oldest first
+        self._running: dict[int, _Running] = {}  # oldest first, by number
+        self._leased: dict[bytes, tuple[int, ...]] = {}  # what ended tickets still have pinned
+        self._deadlines: Deadlines[bytes] = Deadlines()
+        self._next_number = 0
+        self._steps = 0
+        self._tokens_computed = 0
+        self._prompts_done = 0
+        self._prompts_failed = 0
+
+    def apply(self, command: Command, now_s: float) -> tuple[Event, ...]:
+        match command:
+            case Submit(ticket_id, job):
+                return (self._submit(ticket_id, job, now_s),)
+            case Cancel(ticket_id):
+                return self._abort(ticket_id, Cancelled("the prefill was cancelled"))
+            case Release(ticket_id):
+                self._release(ticket_id)
+                return ()
+            case Inspect(inspection_id):
+                return (self._inspect(inspection_id),)
+
+    def reap(self, now_s: float) -> tuple[tuple[Event, ...], float | None]:
+        events: list[Event] = []
+        for ticket_id in self._deadlines.due(now_s):
+            events += self._abort(ticket_id, self._expiry(ticket_id))
+        return tuple(events), self._deadlines.next_s()
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        budget = ChunkBudget(self._max_prefill_tokens)
+        chunks = []
+        for running in self._running.values():
+            if budget.left:
+                chunks.append(self._chunk(running, budget.take(running.num_left)))
+        while budget.left and self._queue and len(chunks) < self._max_num_seqs:
+            started = self._start_oldest(now_s)
+            if started is None:
+                break
+            chunks.append(self._chunk(started, budget.take(started.num_left)))
+        return StepPlan(tuple(chunks)) if chunks else None
+
+    def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:
+        self._steps += 1
+        events: list[Event] = []
+        for chunk, drawn in zip(plan.chunks, result.tokens, strict=True):
+            running = self._running[chunk.sequence_id]
+            running.num_computed += len(chunk.token_ids)
+            self._tokens_computed += len(chunk.token_ids)
+            events += self._seal(running)
+            if running.num_left == 0:
+                events.append(self._finish(running, drawn, now_s))
+        return tuple(events)
+
+    def fail(self, plan: StepPlan, error: Exception, now_s: float) -> tuple[Event, ...]:
+        self._steps += 1
+        reason = InternalError(f"the prefill's step failed: {type(error).__name__}: {error}")
+        events: list[Event] = []
+        for chunk in plan.chunks:
+            events += self._abort(self._running[chunk.sequence_id].ticket_id, reason)
+        return tuple(events)
+
+    def check(self) -> None:
+        """Raises AssertionError when the pool and the jobs disagree."""
+        self._pool.check()
+        references = [0] * self._pool.num_blocks
+        for running in self._running.values():
+            for block_id in running.block_ids:
+                references[block_id] += 1
+        for block_id, expected in enumerate(references):
+            found = self._pool.references(block_id)
+            assert found == expected, f"block {block_id} has {found} references, jobs account for {expected}"
+        leased = sum(running.num_leased for running in self._running.values()) + sum(map(len, self._leased.values()))
+        assert self._pool.counts()["leased"] == leased, f"{self._pool.counts()}, tickets account for {leased} leased"
+
+    def _submit(self, ticket_id: bytes, job: PrefillJob, now_s: float) -> Event:
+        assert ticket_id not in self._queue and ticket_id not in self._leased, f"ticket {ticket_id.hex()} used twice"
+        refusal = self._refusal(job)
+        if refusal is not None:
+            return Refused(ticket_id, refusal)
+        self._queue[ticket_id] = _Waiting(ticket_id, job, now_s, has_importer=job.importer is not None)
+        self._deadlines.add(ticket_id, now_s + job.timeout_s)
+        return Accepted(ticket_id)
+
+    def _refusal(self, job: PrefillJob) -> TandemError | None:
+        if not job.token_ids or not job.seeds:
+            return InvalidRequest("a prefill needs at least one token and one choice")
+        num_needed = blocks_for(len(job.token_ids), self._block_size)
+        if num_needed > self._pool.num_blocks:
+            return PromptTooLong(
+                f"the prompt has {len(job.token_ids)} tokens; this worker's KV pool holds"
+                f" {self._pool.num_blocks * self._block_size}: shorten it, or give the worker more --kv-cache-memory"
+            )
+        if len(self._queue) >= self._max_queue:
+            return QueueFull(f"{len(self._queue)} prefills are waiting and --max-queue is {self._max_queue}: try later")
+        return None
+
+    def _start_oldest(self, now_s: float) -> _Running | None:
+        waiting = next(iter(self._queue.values()))
+        block_ids = self._pool.reserve(blocks_for(len(waiting.job.token_ids), self._block_size))
+        if block_ids is None:
+            return None
+        del self._queue[waiting.ticket_id]
+        running = _Running(
+            number=self._next_number,
+            ticket_id=waiting.ticket_id,
+            job=waiting.job,
+            has_importer=waiting.has_importer,
+            block_ids=block_ids,
+            queue_s=now_s - waiting.submitted_s,
+            started_s=now_s,
+        )
+        self._next_number += 1
+        self._running[running.number] = running
+        return running
+
+    def _chunk(self, running: _Running, num_tokens: int) -> Chunk:
+        start, end = running.num_computed, running.num_computed + num_tokens
+        job = running.job
+        samples: tuple[Sample, ...] = ()
+        if end == len(job.token_ids):
+            banned = banned_token_ids(job.stops, job.num_committed)
+            samples = tuple(Sample(seed, end, job.sampling, banned) for seed in job.seeds)
+        return Chunk(
+            sequence_id=running.number,
+            token_ids=job.token_ids[start:end],
+            start=start,
+            block_ids=running.block_ids[: blocks_for(end, self._block_size)],
+            samples=samples,
+        )
+
+    def _seal(self, running: _Running) -> tuple[Event, ...]:
+        num_sealed = sealed_blocks(running.num_computed, self._block_size)
+        newly_sealed = running.block_ids[running.num_leased : num_sealed]
+        if not running.has_importer or not newly_sealed:
+            return ()
+        self._pool.lease(newly_sealed)
+        first_index, running.num_leased = running.num_leased, num_sealed
+        return (Sealed(running.ticket_id, first_index, newly_sealed),)
+
+    def _finish(self, running: _Running, drawn: tuple[DrawnToken, ...], now_s: float) -> Event:
+        num_valid = tail_length(len(running.job.token_ids), self._block_size)
+        tail = None
+        if running.has_importer and num_valid:
+            tail = Tail(running.block_ids[-1], num_valid)
+            self._pool.lease((tail.block_id,))
+            running.num_leased += 1
+        self._end(running)
+        self._prompts_done += 1
+        num_output = running.job.num_committed + 1
+        tokens = tuple(
+            SampledToken(token.token_id, token.logprobs, finish_reason(running.job.stops, token.token_id, num_output))
+            for token in drawn
+        )
+        return Finished(running.ticket_id, tokens, tail, running.queue_s, now_s - running.started_s)
+
+    def _end(self, running: _Running) -> None:
+        """The computation is over: drops its references. What is leased stays so until Release."""
+        del self._running[running.number]
+        self._deadlines.discard(running.ticket_id)
+        self._pool.release(running.block_ids)
+        if running.num_leased:
+            self._leased[running.ticket_id] = running.block_ids[: running.num_leased]
+
+    def _abort(self, ticket_id: bytes, error: TandemError) -> tuple[Event, ...]:
+        """Ends it before its time; nothing when it had ended."""
+        running = self._find_running(ticket_id)
+        if running is not None:
+            self._end(running)
+        elif self._queue.pop(ticket_id, None) is not None:
+            self._deadlines.discard(ticket_id)
+        else:
+            return ()
+        self._prompts_failed += 1
+        return (Failed(ticket_id, error),)
+
+    def _release(self, ticket_id: bytes) -> None:
+        """Ends the leases of a ticket. One that still waits or runs goes on without an importer."""
+        self._pool.end_lease(self._leased.pop(ticket_id, ()))
+        running = self._find_running(ticket_id)
+        if running is not None:
+            self._pool.end_lease(running.block_ids[: running.num_leased])
+            running.num_leased = 0
+            running.has_importer = False
+        elif ticket_id in self._queue:
+            self._queue[ticket_id].has_importer = False
+
+    def _find_running(self, ticket_id: bytes) -> _Running | None:
+        return next((running for running in self._running.values() if running.ticket_id == ticket_id), None)
+
+    def _expiry(self, ticket_id: bytes) -> DeadlineExceeded:
+        running = self._find_running(ticket_id)
+        if running is None:
+            return DeadlineExceeded(f"{self._queue[ticket_id].job.timeout_s:.3g} s passed in the prefill queue")
+        job = running.job
+        return DeadlineExceeded(
+            f"{job.timeout_s:.3g} s passed in prefill, after {running.num_computed} of {len(job.token_ids)} tokens"
+        )
+
+    def _inspect(self, inspection_id: int) -> Event:
+        violation = ""
+        try:
+            self.check()
+        except AssertionError as error:
+            violation = str(error)
+        figures = {
+            "waiting": len(self._queue),
+            "running": len(self._running),
+            "leased_tickets": len(self._leased),
+            "steps": self._steps,
+            "tokens_computed": self._tokens_computed,
+            "prompts_done": self._prompts_done,
+            "prompts_failed": self._prompts_failed,
+        }
+        return Inspected(inspection_id, self._pool.counts(), {name: float(n) for name, n in figures.items()}, violation)
