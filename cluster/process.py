@@ -1,0 +1,85 @@
+"""How a process of Tandem runs: until a signal asks it to stop, with an exit status that says why it ended.
+
+    async def main() -> None:
+        config = parse_arguments(WorkerConfig, "prefill_worker", sys.argv[1:])
+        ...
+
+    sys.exit(run_process("prefill_worker", main))
+
+Owns exit statuses and signals. Whoever started the process reads the status and the last line of stderr.
+"""
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from enum import IntEnum
+
+from cluster.errors import ConfigError, Fenced, RegistryUnavailable, TandemError
+
+_LOG = logging.getLogger("tandem.process")
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+
+
+class ExitStatus(IntEnum):
+    OK = 0
+    CRASHED = 1
+    CONFIG = 2  # a restart would not help: argparse uses it too
+    FENCED = 3  # a newer incarnation has this member's name
+    REGISTRY = 4
+
+
+def run_process(name: str, main: Callable[[], Coroutine[None, None, None]]) -> int:
+    """Runs `main` to its end; the status to exit with. A known error becomes one line on stderr, not a stack trace."""
+    try:
+        asyncio.run(main())
+    except KeyboardInterrupt:
+        return ExitStatus.OK
+    except TandemError as error:
+        sys.stderr.write(f"{name}: {error.reason}: {error.message}\n")
+        return _status(error)
+    except Exception:  # noqa: BLE001 -- the process ends here; it is logged and told by the status
+        _LOG.exception("%s crashed", name)
+        return ExitStatus.CRASHED
+    return ExitStatus.OK
+
+
+def stop_requested() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT from here on; a second one ends the process at once. On the running loop."""
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        if asked.is_set():
+            os._exit(128 + number)
+        asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return asked
+
+
+def announce_ready(**fields: object) -> None:
+    """The one line on stdout that whoever started this process waits for: `ready name=value ...`."""
+    sys.stdout.write(" ".join(["ready", *(f"{name}={value}" for name, value in fields.items())]) + "\n")
+    sys.stdout.flush()
+
+
+def die_with_parent() -> None:
+    """Run in a child before it becomes its program: the kernel kills it when the thread that made it ends."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _status(error: TandemError) -> ExitStatus:
+    match error:
+        case ConfigError():
+            return ExitStatus.CONFIG
+        case Fenced():
+            return ExitStatus.FENCED
+        case RegistryUnavailable():
+            return ExitStatus.REGISTRY
+    return ExitStatus.CRASHED

@@ -1,0 +1,85 @@
+"""One process's own place in the registry, from its start to its end.
+
+Owns the member's present state and the loop that renews its lease. The process that runs it must end when Fenced comes
+out of `keep`: somebody newer has its name.
+"""
+
+import asyncio
+import logging
+
+from cluster.errors import ConfigError, Fenced, RegistryUnavailable
+from cluster.member import Member, MemberState, fingerprint_difference
+from cluster.registry import Registry, jittered
+
+_LOG = logging.getLogger("tandem.registration")
+
+
+class Registration:
+    def __init__(self, registry: Registry, member: Member) -> None:
+        self._registry = registry
+        self.member = member
+
+    async def join(self) -> None:
+        """Registers, then compares fingerprints with the workers that are there.
+
+        Raises ConfigError when one of them has another model, layout or fine-tune, and leaves again;
+        RegistryUnavailable.
+        """
+        await self._registry.register(self.member)
+        others = await self._registry.members()
+        try:
+            refuse_unequal(self.member, others)
+        except ConfigError:
+            await self._registry.leave(self.member)
+            raise
+
+    async def set_state(self, state: MemberState) -> None:
+        """Tells the registry now, or, while it is gone, with the next renewal that reaches it. Raises Fenced."""
+        self.member = self.member.with_state(state)
+        try:
+            await self._registry.renew(self.member)
+        except RegistryUnavailable as error:
+            _LOG.warning("registry does not know the new state yet", extra={"state": state, "error": str(error)})
+
+    async def keep(self) -> None:
+        """Renews until cancelled, three times within a lease. While the registry is gone it goes on trying: the member
+        works on. Raises Fenced."""
+        reachable = True
+        while True:
+            await asyncio.sleep(jittered(self._registry.lease_s / 3))
+            try:
+                await self._registry.renew(self.member)
+            except RegistryUnavailable as error:
+                if reachable:
+                    _LOG.warning("registry is gone; going on without", extra={"error": str(error)})
+                reachable = False
+            else:
+                if not reachable:
+                    _LOG.info("registry is back; registered again")
+                reachable = True
+
+    async def leave(self) -> None:
+        """Best effort: the lease would lapse by itself."""
+        try:
+            await self._registry.leave(self.member)
+        except (RegistryUnavailable, Fenced) as error:
+            _LOG.info("left without telling the registry", extra={"error": str(error)})
+
+
+def refuse_unequal(member: Member, others: tuple[Member, ...]) -> None:
+    """A worker of another model, layout or fine-tune has no business here: raises ConfigError with both values."""
+    for other in others:
+        if other.id.id == member.id.id or member.fingerprint is None or other.fingerprint is None:
+            continue
+        difference = fingerprint_difference(member.fingerprint, other.fingerprint)
+        if difference:
+            raise ConfigError(
+                f"this worker ({member.model}) cannot join: {other.role} worker {other.id} ({other.model}) runs with "
+                f"another fingerprint. {difference}. Start both with the same model, dtype and block size, or use "
+                "another --cluster-name"
+            )
+        if not member.speaks_with(other):
+            raise ConfigError(
+                f"this worker speaks protocol {member.protocol_oldest} to {member.protocol_newest}; {other.role} "
+                f"worker {other.id} speaks {other.protocol_oldest} to {other.protocol_newest}"
+            )

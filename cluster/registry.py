@@ -1,0 +1,217 @@
+"""Who is in the cluster, kept in Redis as leases that their holders renew.
+
+A member is one key that lapses unless it is renewed. Beside it stands, for a day, which incarnation registered last:
+renewal compares with that inside a script, so a process that was stopped and wakes up can never take its successor's
+place, whether or not either lease has lapsed meanwhile. Every change is published, so watchers wait for news instead of
+polling; they still look now and then, because a lapse publishes nothing.
+
+Owns the keys and scripts. Decides nothing about members: a lapsed lease only means that no sign of life came here.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Awaitable
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from cluster.clock import Clock, MonotonicClock
+from cluster.errors import ConfigError, Fenced, RegistryUnavailable
+from cluster.member import Member, from_json, to_json
+from cluster.messages import MemberId
+
+Answer = TypeVar("Answer")
+
+_INCARNATION_KEPT_MS = 24 * 3600 * 1000
+_JITTER = 0.2
+
+# KEYS: lease, incarnation, members, channel. ARGV: id, incarnation, member, lease in ms, incarnation kept in ms.
+_WRITE = """
+local before = redis.call('GET', KEYS[1])
+redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[5])
+redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[4])
+redis.call('SADD', KEYS[3], ARGV[1])
+if before ~= ARGV[3] then redis.call('PUBLISH', KEYS[4], ARGV[1]) end
+return ''
+"""
+_COMPARE = """
+local current = redis.call('GET', KEYS[2])
+if current and current ~= ARGV[2] then return current end
+"""
+_REGISTER = _WRITE
+_RENEW = _COMPARE + _WRITE
+_LEAVE = (
+    _COMPARE
+    + """
+redis.call('DEL', KEYS[1], KEYS[2])
+redis.call('SREM', KEYS[3], ARGV[1])
+redis.call('PUBLISH', KEYS[4], ARGV[1])
+return ''
+"""
+)
+# KEYS: members. ARGV: prefix of the leases. Forgets the ids whose lease has lapsed; their renewal brings them back.
+_MEMBERS = """
+local found = {}
+for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+    local member = redis.call('GET', ARGV[1] .. id)
+    if member then found[#found + 1] = member else redis.call('SREM', KEYS[1], id) end
+end
+return found
+"""
+
+
+class Registry:
+    """One process's view of the registry. Every call ends within `timeout_s`, or raises RegistryUnavailable."""
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        cluster_name: str,
+        lease_s: float,
+        timeout_s: float = 1.0,
+        clock: Clock | None = None,
+    ) -> None:
+        self.lease_s = lease_s
+        self._timeout_s = timeout_s
+        self._clock = clock or MonotonicClock()
+        self._read_at_s = self._clock.now_s()
+        self._place = _place(url)
+        self._prefix = f"{{{cluster_name}}}:"  # braces: all keys on one node of a Redis cluster
+        self._client = _client(url, timeout_s)
+        self._register = self._client.register_script(_REGISTER)
+        self._renew = self._client.register_script(_RENEW)
+        self._leave = self._client.register_script(_LEAVE)
+        self._members = self._client.register_script(_MEMBERS)
+
+    @property
+    def age_s(self) -> float:
+        """How old the newest snapshot is."""
+        return self._clock.now_s() - self._read_at_s
+
+    async def ping(self) -> None:
+        await self._call(self._client.ping())
+
+    async def register(self, member: Member) -> None:
+        """Takes the place of whichever incarnation of this member was there: the newest start wins."""
+        await self._call(self._register(self._keys(member.id), self._arguments(member)))
+
+    async def renew(self, member: Member) -> None:
+        """Extends the lease and replaces what it says; brings it back where it had lapsed. Raises Fenced when another
+        incarnation registered since."""
+        self._not_fenced(member, await self._call(self._renew(self._keys(member.id), self._arguments(member))))
+
+    async def leave(self, member: Member) -> None:
+        """Ends the lease at once. Raises Fenced."""
+        self._not_fenced(member, await self._call(self._leave(self._keys(member.id), self._arguments(member))))
+
+    async def members(self) -> tuple[Member, ...]:
+        """All whose leases are valid, in the order of their ids. What cannot be read (a version of the far future) is
+        left out: nobody here could talk to it."""
+        texts = await self._call(self._members([self._prefix + "members"], [self._prefix + "lease:"]))
+        self._read_at_s = self._clock.now_s()
+        return tuple(sorted(_readable(texts), key=lambda member: member.id))
+
+    async def watch(self) -> AsyncGenerator[tuple[Member, ...], None]:
+        """A snapshot at once, and another whenever one differs. While the registry is gone nothing new comes, so what
+        was seen last stays; and when it is back, those missing from it are kept for one lease longer: a Redis that
+        stopped has lost every lease, and its members need that long to come back."""
+        believed: tuple[Member, ...] | None = None
+        back_at_s = -float("inf")
+        gone = False
+        while True:
+            try:
+                async with self._client.pubsub(ignore_subscribe_messages=True) as news:
+                    await self._call(news.subscribe(self._prefix + "changes"))
+                    while True:
+                        found = await self.members()
+                        if gone:
+                            gone, back_at_s = False, self._clock.now_s()
+                        if believed is not None and self._clock.now_s() - back_at_s < self.lease_s:
+                            found = with_missing(found, believed)
+                        if found != believed:
+                            believed = found
+                            yield found
+                        await news.get_message(timeout=jittered(self.lease_s / 5))
+            except (RegistryUnavailable, RedisError, OSError):
+                gone = True
+                await asyncio.sleep(jittered(self.lease_s / 5))
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _call(self, answer: Awaitable[Answer]) -> Answer:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await answer
+        except (RedisError, OSError, TimeoutError) as error:
+            raise RegistryUnavailable(
+                f"cannot reach Redis at {self._place}: {error or type(error).__name__}"
+            ) from error
+
+    def _keys(self, member_id: MemberId) -> list[str]:
+        return [
+            f"{self._prefix}lease:{member_id.id}",
+            f"{self._prefix}incarnation:{member_id.id}",
+            f"{self._prefix}members",
+            f"{self._prefix}changes",
+        ]
+
+    def _arguments(self, member: Member) -> list[str | int]:
+        lease_ms = max(1, round(self.lease_s * 1000))
+        return [member.id.id, member.id.incarnation, to_json(member), lease_ms, _INCARNATION_KEPT_MS]
+
+    def _not_fenced(self, member: Member, current: str) -> None:
+        if current:
+            raise Fenced(f"{member.id} is no longer {member.id.id}: incarnation {current} registered since")
+
+
+def with_missing(found: tuple[Member, ...], before: tuple[Member, ...]) -> tuple[Member, ...]:
+    """What was found, and of what was there before the ids that nobody holds now."""
+    ids = {member.id.id for member in found}
+    kept = [member for member in before if member.id.id not in ids]
+    return tuple(sorted([*found, *kept], key=lambda member: member.id))
+
+
+def jittered(duration_s: float) -> float:
+    """Members that lost the registry together must not come back together."""
+    return duration_s * random.uniform(1 - _JITTER, 1 + _JITTER)
+
+
+def _readable(texts: list[str]) -> list[Member]:
+    members = []
+    for text in texts:
+        try:
+            members.append(from_json(text))
+        except ValueError:
+            continue
+    return members
+
+
+def _client(url: str, timeout_s: float) -> Redis:
+    try:
+        return Redis.from_url(
+            url,
+            decode_responses=True,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+        )
+    except ValueError as error:
+        raise ConfigError(f"--redis: {error}") from error
+
+
+def _place(url: str) -> str:
+    """Host and port, without the password that a URL may hold. Raises ConfigError."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port or 6379
+    except ValueError as error:
+        raise ConfigError(f"--redis: {error}") from None
+    if not (parts.scheme in ("redis", "rediss") and parts.hostname) and not (parts.scheme == "unix" and parts.path):
+        raise ConfigError("--redis must be a URL: redis://host:port/db")
+    return f"{parts.hostname}:{port}" if parts.hostname else parts.path

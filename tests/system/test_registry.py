@@ -1,0 +1,260 @@
+"""The registry on a real redis-server: leases, incarnations, and what happens while it is gone."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from cluster.errors import ConfigError, Fenced, RegistryUnavailable
+from cluster.member import Capacity, Member, MemberState
+from cluster.messages import LayoutFingerprint, MemberId, Role
+from cluster.redis_server import RedisServer
+from cluster.registration import Registration
+from cluster.registry import Registry
+
+DEADLINE_S = 20.0
+FINGERPRINT = LayoutFingerprint("weights-a", "config-a", "float32", "table-a")
+
+
+def member(name: str = "p0", incarnation: str = "first", role: Role = Role.PREFILL, **values: object) -> Member:
+    defaults: dict[str, object] = {
+        "id": MemberId(name, incarnation),
+        "role": role,
+        "address": "127.0.0.1:1",
+        "model": "demo",
+        "fingerprint": FINGERPRINT,
+        "transports": ("shm", "tcp"),
+        "capacity": Capacity(64, 16, 8, 1024),
+    }
+    return Member(**{**defaults, **values})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def registry(redis_url: str, cluster_name: str) -> AsyncIterator[Registry]:
+    opened = Registry(url=redis_url, cluster_name=cluster_name, lease_s=5.0)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def brief_registry(redis_url: str, cluster_name: str) -> AsyncIterator[Registry]:
+    """With leases short enough to see them lapse."""
+    opened = Registry(url=redis_url, cluster_name=cluster_name, lease_s=0.4)
+    yield opened
+    await opened.close()
+
+
+async def until(
+    watch: AsyncIterator[tuple[Member, ...]], holds: Callable[[tuple[Member, ...]], bool]
+) -> tuple[Member, ...]:
+    """The first snapshot of which it holds."""
+    async with asyncio.timeout(DEADLINE_S):
+        async for members in watch:
+            if holds(members):
+                return members
+    raise AssertionError("the watch ended")
+
+
+async def test_a_registered_member_is_seen_whole(registry: Registry) -> None:
+    router = member("r0", role=Role.ROUTER, fingerprint=None, transports=(), capacity=None, http_address="127.0.0.1:2")
+    await registry.register(router)
+    await registry.register(member())
+    assert await registry.members() == (member(), router)
+
+
+async def test_clusters_of_other_names_are_not_seen(registry: Registry, redis_url: str) -> None:
+    other = Registry(url=redis_url, cluster_name="test-another", lease_s=5.0)
+    await registry.register(member())
+    assert await other.members() == ()
+    await other.close()
+
+
+async def test_a_watcher_hears_of_joins_states_and_leaves_at_once(registry: Registry) -> None:
+    """With leases of five seconds the next look by itself would come a second later each time."""
+    async with aclosing(registry.watch()) as watch:
+        assert await until(watch, lambda _: True) == ()
+        async with asyncio.timeout(2.0):
+            await registry.register(member())
+            await until(watch, lambda members: len(members) == 1)
+            await registry.renew(member(state=MemberState.READY))
+            await until(watch, lambda members: members[0].state is MemberState.READY)
+            await registry.leave(member())
+            await until(watch, lambda members: members == ())
+
+
+async def test_a_member_that_stops_renewing_lapses_for_the_watcher(brief_registry: Registry) -> None:
+    await brief_registry.register(member())
+    async with aclosing(brief_registry.watch()) as watch:
+        await until(watch, lambda members: members == (member(),))
+        await until(watch, lambda members: members == ())
+
+
+async def test_a_member_that_renews_stays_far_beyond_its_lease(brief_registry: Registry) -> None:
+    registration = Registration(brief_registry, member())
+    other = member("d0", role=Role.DECODE)
+    await registration.join()
+    keeper = asyncio.create_task(registration.keep())
+    try:
+        async with aclosing(brief_registry.watch()) as watch:
+            for _ in range(3):  # three whole lives of another lease
+                await brief_registry.register(other)
+                await until(watch, lambda members: other in members)
+                assert member() in await until(watch, lambda members: other not in members)
+    finally:
+        keeper.cancel()
+
+
+async def test_the_newer_incarnation_wins_and_the_older_is_fenced(registry: Registry) -> None:
+    await registry.register(member(incarnation="old"))
+    await registry.register(member(incarnation="new"))
+    for attempt in (registry.renew, registry.leave):
+        with pytest.raises(Fenced, match="incarnation new"):
+            await attempt(member(incarnation="old"))
+    assert await registry.members() == (member(incarnation="new"),)
+
+
+async def test_a_woken_process_cannot_take_its_successors_lapsed_place(brief_registry: Registry) -> None:
+    await brief_registry.register(member(incarnation="old"))
+    await brief_registry.register(member(incarnation="new"))
+    async with aclosing(brief_registry.watch()) as watch:
+        await until(watch, lambda members: members == ())
+    with pytest.raises(Fenced):
+        await brief_registry.renew(member(incarnation="old"))
+    await brief_registry.renew(member(incarnation="new"))
+    assert await brief_registry.members() == (member(incarnation="new"),)
+
+
+async def test_a_fenced_member_is_told_by_its_renewal(brief_registry: Registry) -> None:
+    registration = Registration(brief_registry, member(incarnation="old"))
+    await registration.join()
+    await brief_registry.register(member(incarnation="new"))
+    with pytest.raises(Fenced):
+        await asyncio.wait_for(registration.keep(), DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    ("other", "ours", "theirs"),
+    [
+        (replace(FINGERPRINT, model_config="config-b", weights="weights-b"), "config-a", "config-b"),
+        (replace(FINGERPRINT, block_table="table-b"), "table-a", "table-b"),
+        (replace(FINGERPRINT, weights="weights-b"), "weights-a", "weights-b"),
+    ],
+    ids=["another model", "another layout", "another fine-tune of the same shape"],
+)
+async def test_a_worker_that_does_not_fit_is_refused_with_both_values(
+    registry: Registry, other: LayoutFingerprint, ours: str, theirs: str
+) -> None:
+    await Registration(registry, member("d0", role=Role.DECODE, fingerprint=other)).join()
+    with pytest.raises(ConfigError) as refusal:
+        await Registration(registry, member("p0")).join()
+    assert ours in refusal.value.message
+    assert theirs in refusal.value.message
+    assert [found.id.id for found in await registry.members()] == ["d0"]
+
+
+async def test_a_restarted_worker_may_bring_another_model_when_it_was_alone(registry: Registry) -> None:
+    await Registration(registry, member(incarnation="old")).join()
+    await Registration(registry, member(incarnation="new", fingerprint=replace(FINGERPRINT, weights="b"))).join()
+
+
+async def test_members_of_other_fingerprints_are_visible_and_never_pair(registry: Registry) -> None:
+    stranger = member("d0", role=Role.DECODE, fingerprint=replace(FINGERPRINT, weights="weights-b"))
+    await registry.register(stranger)
+    await registry.register(member())
+    assert set(await registry.members()) == {member(), stranger}
+    assert not member().may_exchange_kv(stranger)
+    assert member().may_exchange_kv(member("d1"))
+
+
+async def test_members_without_a_common_protocol_never_pair(registry: Registry) -> None:
+    newer = member("d0", protocol_oldest=2, protocol_newest=3)
+    assert not member().may_exchange_kv(newer)
+    await Registration(registry, newer).join()
+    with pytest.raises(ConfigError, match=r"protocol 1 to 1.*2 to 3"):
+        await Registration(registry, member()).join()
+
+
+async def on_own_server(act: Callable[[RedisServer, Registry], Awaitable[None]]) -> None:
+    server = await RedisServer.start()
+    registry = Registry(url=server.url, cluster_name="own", lease_s=0.5, timeout_s=0.2)
+    try:
+        await act(server, registry)
+    finally:
+        await registry.close()
+        await server.stop()
+
+
+async def test_while_redis_is_stopped_nothing_new_is_said_and_afterwards_everyone_is_back() -> None:
+    """A Redis that stands still for longer than its leases has lost them all when it goes on."""
+
+    async def act(server: RedisServer, registry: Registry) -> None:
+        registration = Registration(registry, member())
+        await registration.join()
+        async with aclosing(registry.watch()) as watch, asyncio.timeout(DEADLINE_S):
+            assert await anext(watch) == (member(),)
+            os.kill(server.pid, signal.SIGSTOP)
+            with pytest.raises(RegistryUnavailable):
+                await registry.members()
+            news = asyncio.ensure_future(anext(watch))
+            keeper = asyncio.create_task(registration.keep())
+            await asyncio.wait([news], timeout=2 * registry.lease_s)
+            assert not news.done()
+            assert registry.age_s > registry.lease_s
+            os.kill(server.pid, signal.SIGCONT)
+            await registration_seen(registry)
+            await registry.register(member("d0"))
+            assert await news == (member("d0"), member())
+            keeper.cancel()
+
+    await on_own_server(act)
+
+
+async def test_a_redis_that_lost_everything_is_told_again() -> None:
+    async def act(server: RedisServer, registry: Registry) -> None:
+        registration = Registration(registry, member())
+        await registration.join()
+        async with aclosing(registry.watch()) as watch, asyncio.timeout(DEADLINE_S):
+            assert await anext(watch) == (member(),)
+            news = asyncio.ensure_future(anext(watch))
+            await server.stop()
+            with pytest.raises(RegistryUnavailable):
+                await registry.ping()
+            keeper = asyncio.create_task(registration.keep())
+            successor = await RedisServer.start(server.port)
+            await registration_seen(registry)
+            assert not news.done()
+            await registry.register(member("d0"))
+            assert await news == (member("d0"), member())
+            keeper.cancel()
+            await successor.stop()
+
+    await on_own_server(act)
+
+
+async def registration_seen(registry: Registry) -> None:
+    """Until the member that renews is in the registry again."""
+    async with aclosing(registry.watch()) as watch:
+        await until(watch, lambda members: member() in members)
+
+
+async def test_an_unreachable_redis_is_named_without_its_password() -> None:
+    registry = Registry(url="redis://:secret@127.0.0.1:1/0", cluster_name="c", lease_s=1.0)
+    with pytest.raises(RegistryUnavailable, match=r"127\.0\.0\.1:1") as refusal:
+        await registry.ping()
+    assert "secret" not in refusal.value.message
+
+
+@pytest.mark.parametrize("url", ["", "http://x", "redis://h:nine/0"])
+def test_a_url_that_names_no_redis_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="--redis"):
+        Registry(url=url, cluster_name="c", lease_s=1.0)
+
+
+async def test_a_port_in_use_is_named_when_redis_cannot_have_it(redis_url: str) -> None:
+    port = int(redis_url.split(":")[2].split("/")[0])
+    with pytest.raises(ConfigError, match=f"port {port}"):
+        await RedisServer.start(port)
