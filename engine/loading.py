@@ -19,16 +19,17 @@ from engine.dummy import dummy_model
 from engine.layout import lay_out
 from engine.loaded import LoadedModel, ModelInfo
 from engine.pool import TORCH_DTYPES
-from engine.probe import trace
+from engine.probe import check_equal
+from engine.trace import trace
 
 
 def load(settings: EngineSettings) -> LoadedModel:
     """The model of the settings, probed. Raises ConfigError, or ModelRefused when the model cannot be served."""
     register()
-    transformers.utils.logging.disable_progress_bar()  # a worker's log is no terminal
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a worker's log is no terminal
     device = _device(settings.device)
     config = _read_config(settings.model)
-    max_model_len = _max_model_len(settings.max_model_len, config)
+    limit = _length_limit(settings.max_model_len, config)
     model = _build(settings, config, device)
     generation = model.generation_config or GenerationConfig.from_model_config(config)
     traces = trace(model)
@@ -46,13 +47,15 @@ def load(settings: EngineSettings) -> LoadedModel:
         name=settings.model_name,
         architecture=type(model).__name__,
         vocab_size=config.get_text_config().vocab_size,
-        max_model_len=max_model_len,
+        max_model_len=_max_model_len(settings.max_model_len, limit),
         eos_token_ids=_eos_token_ids(generation, config),
         dtype=layout.dtype,
         default_sampling=_default_sampling(generation),
     )
     attention = registry.choose(settings.attention_backend, needs)
-    return LoadedModel(model=model, info=info, layout=layout, attention=attention, device=device)
+    loaded = LoadedModel(model=model, info=info, layout=layout, attention=attention, device=device)
+    check_equal(loaded, chunk_tokens=settings.max_prefill_tokens)
+    return loaded
 
 
 def _device(wanted: str) -> str:
@@ -93,6 +96,12 @@ def _build(settings: EngineSettings, config: PreTrainedConfig, device: str) -> P
             )
         if model.device != torch.device(device) and not getattr(model, "is_quantized", False):
             model.to(torch.device(device))  # type: ignore[arg-type]  # its decorator hides the signature
+    except KeyError as error:
+        if error.args == (ATTENTION_NAME,):  # it keeps a table of attention classes of its own
+            raise ModelRefused(
+                f"{'/'.join(config.architectures or [config.model_type])} bypasses the attention interface"
+            ) from error
+        raise ModelRefused(f"--model {settings.model} cannot be loaded: {_first_line(error)}") from error
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise ModelRefused(f"--model {settings.model} cannot be loaded: {_first_line(error)}") from error
     model.eval()  # type: ignore[no-untyped-call]
@@ -107,17 +116,20 @@ def _dtype(wanted: str, config: PreTrainedConfig) -> torch.dtype:
     return TORCH_DTYPES.get(str(declared).removeprefix("torch."), torch.float32)
 
 
-def _max_model_len(wanted: int, config: PreTrainedConfig) -> int:
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+def _length_limit(wanted: int, config: PreTrainedConfig) -> int | None:
+    """The model's own longest sequence, if its configuration names one. Raises ConfigError when more is wanted."""
+    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if wanted < 0:
         raise ConfigError(f"--max-model-len must not be negative, not {wanted}")
-    if limit is None:
-        if not wanted:
-            raise ConfigError("the model's configuration names no longest length: give --max-model-len")
-        return wanted
-    if wanted > limit:
+    if limit is not None and wanted > limit:
         raise ConfigError(f"--max-model-len {wanted} is more than the model's {limit} positions: give at most {limit}")
-    return wanted or int(limit)
+    return limit
+
+
+def _max_model_len(wanted: int, limit: int | None) -> int:
+    if not wanted and limit is None:
+        raise ConfigError("the model's configuration names no longest length: give --max-model-len")
+    return wanted or limit or 0
 
 
 def _eos_token_ids(generation: GenerationConfig, config: PreTrainedConfig) -> frozenset[int]:
