@@ -1,0 +1,296 @@
+"""The one multiplexed stream between this router and one incarnation of one decode worker.
+
+Owns the connection and which handle belongs to which attempt. Reads without pause; an attempt's messages wait in its
+own queue. Messages for a handle that nobody holds any more are dropped: that attempt is not current. A connection that
+broke may come back within the grace time; what was lost meanwhile shows as a gap in the tokens' indices, or as silence.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from cluster import wire
+from cluster.errors import InvalidRequest
+from cluster.member import Member
+from cluster.messages import MemberId, SampledToken, TokenLogprobs
+from cluster.telemetry import Telemetry
+from router.probe import nobody_listens
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+
+_LOG = logging.getLogger("tandem.router.decode_stream")
+_RECONNECT_PAUSE_S = 0.05
+_RETELL_S = 0.2
+_MAX_TOLD = 4096
+_REPLACED = "another incarnation answers at its address"
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Sequences joined the worker's batch. `first_tokens` is empty when their prompt is prefilled there."""
+
+    handles: tuple[int, ...]
+    first_tokens: tuple[int, ...]
+    queue_s: float
+    kv_bytes: int
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    handle: int
+    index: int
+    token: SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The worker will not go on with these."""
+
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The worker is gone, or what it said was lost."""
+
+    detail: str
+
+
+DecodeEvent = Started | Token | Failed | Lost
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTiming:
+    """`silence_s`: a worker that says nothing for so long, no heartbeat either, counts as disconnected. `grace_s`: from
+    there it may come back for so long."""
+
+    silence_s: float
+    grace_s: float
+
+
+class Sequences:
+    """One attempt's handles on the stream, and what the worker says about them."""
+
+    def __init__(self, handles: tuple[int, ...]) -> None:
+        self.handles = handles
+        self.live = set(handles)
+        self.events: asyncio.Queue[DecodeEvent] = asyncio.Queue()  # bounded by the request's own max_tokens
+
+    async def next(self) -> DecodeEvent:
+        return await self.events.get()
+
+
+class DecodeStream:
+    """`run` connects and reads until the worker is lost; it is then of no more use."""
+
+    def __init__(
+        self,
+        *,
+        router: MemberId,
+        member: Member,
+        stub: worker_pb2_grpc.DecodeWorkerStub,
+        timing: StreamTiming,
+        handles: Iterator[int],
+        on_change: Callable[[], None],
+        telemetry: Telemetry,
+    ) -> None:
+        """`handles`: numbers that this router never gave this worker before. `on_change`: it connected or broke."""
+        self._router = router
+        self._worker = member.id
+        self._address = member.address
+        self._stub = stub
+        self._timing = timing
+        self._handles = handles
+        self._on_change = on_change
+        self._telemetry = telemetry
+        self._owners: dict[int, Sequences] = {}
+        self._doubtful: set[int] = set()  # silent since the last connection broke
+        self._told_at_s: dict[int, float] = {}  # when the worker was last told to cancel, on this connection
+        self._cancels: asyncio.Queue[tuple[int, ...] | None] = asyncio.Queue()
+        self.connected = asyncio.Event()
+        self.heartbeat = worker_pb2.Heartbeat()
+        self.last_seen_s: float | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._owners)
+
+    @contextmanager
+    def open(self, num_sequences: int) -> Iterator[Sequences]:
+        """Handles for one attempt. On leaving, those that have not ended are cancelled at the worker."""
+        sequences = Sequences(tuple(next(self._handles) for _ in range(num_sequences)))
+        self._owners.update(dict.fromkeys(sequences.handles, sequences))
+        try:
+            yield sequences
+        finally:
+            self.cancel(sequences, tuple(sequences.live))
+
+    def cancel(self, sequences: Sequences, handles: tuple[int, ...]) -> None:
+        """The worker need not go on with these; what it still says about them is dropped."""
+        for handle in handles:
+            self.release(sequences, handle)
+        if handles:
+            self._tell(handles)
+
+    def release(self, sequences: Sequences, handle: int) -> None:
+        """The worker has ended this one."""
+        sequences.live.discard(handle)
+        self._owners.pop(handle, None)
+        self._doubtful.discard(handle)
+
+    async def run(self) -> str:
+        """Returns why the worker is lost; every attempt on it has heard of it then."""
+        try:
+            detail = await self._converse_until_lost()
+        finally:
+            self.connected.clear()
+        for sequences in set(self._owners.values()):
+            sequences.events.put_nowait(Lost(detail))
+        return detail
+
+    async def _converse_until_lost(self) -> str:
+        loop = asyncio.get_running_loop()
+        disconnected_at_s = loop.time()
+        while True:
+            try:
+                problem = await self._converse(disconnected_at_s + self._timing.grace_s)
+            except grpc.aio.AioRpcError as error:
+                problem = f"{error.code().name}: {error.details()}"
+            except TimeoutError:
+                problem = f"no sign of life for {self._timing.silence_s} s"
+            except (InvalidRequest, ValueError) as error:
+                return f"it said what cannot be read: {error}"
+            if self.connected.is_set():
+                self.connected.clear()
+                self._on_change()
+                disconnected_at_s = loop.time()
+                _LOG.warning("decode stream broke", extra={"worker": str(self._worker), "problem": problem})
+            if problem is _REPLACED:
+                return problem
+            if await nobody_listens(self._address):
+                return f"nobody listens at its address any more ({problem})"
+            if loop.time() >= disconnected_at_s + self._timing.grace_s:
+                return f"its stream broke and did not come back within {self._timing.grace_s} s ({problem})"
+            await asyncio.sleep(_RECONNECT_PAUSE_S)
+
+    async def _converse(self, hello_deadline_s: float) -> str:
+        """One connection, from hello to its end. Raises AioRpcError, TimeoutError."""
+        cancels = self._fresh_cancels()
+        call = self._stub.Connect(self._outgoing(cancels))
+        try:
+            async with asyncio.timeout_at(hello_deadline_s) as patience:
+                async for message in call:
+                    patience.reschedule(asyncio.get_running_loop().time() + self._timing.silence_s)
+                    if message.WhichOneof("message") == "hello":
+                        if message.hello.worker != str(self._worker):
+                            return _REPLACED
+                        self._on_connected()
+                    else:
+                        self._on_message(message)
+        finally:
+            call.cancel()
+            cancels.put_nowait(None)  # a call that ended by itself would read on for ever
+        return "the worker ended the stream"
+
+    def _fresh_cancels(self) -> asyncio.Queue[tuple[int, ...] | None]:
+        """A queue for the next connection, with what the last one did not send."""
+        unsent, self._cancels = self._cancels, asyncio.Queue()
+        while not unsent.empty():
+            handles = unsent.get_nowait()
+            if handles is not None:
+                self._cancels.put_nowait(handles)
+        return self._cancels
+
+    def _tell(self, handles: tuple[int, ...]) -> None:
+        if len(self._told_at_s) > _MAX_TOLD:
+            self._told_at_s.clear()
+        self._told_at_s.update(dict.fromkeys(handles, asyncio.get_running_loop().time()))
+        self._cancels.put_nowait(handles)
+
+    async def _outgoing(
+        self, cancels: asyncio.Queue[tuple[int, ...] | None]
+    ) -> AsyncIterator[worker_pb2.RouterMessage]:
+        yield worker_pb2.RouterMessage(hello=worker_pb2.RouterHello(router=str(self._router)))
+        while (handles := await cancels.get()) is not None:
+            yield worker_pb2.RouterMessage(cancel=worker_pb2.CancelSequences(handles=wire.pack_ids(handles)))
+
+    def _on_connected(self) -> None:
+        """What was said while nobody listened may be lost: who stays silent from here on is tried again."""
+        self._told_at_s.clear()
+        self._doubtful = set(self._owners)
+        if self._doubtful:
+            asyncio.get_running_loop().call_later(self._timing.grace_s, self._give_up_doubtful)
+        self.connected.set()
+        self._on_change()
+
+    def _give_up_doubtful(self) -> None:
+        for sequences in {self._owners[handle] for handle in self._doubtful}:  # `release` keeps it within the owners
+            sequences.events.put_nowait(Lost("its stream broke, and what it said since did not arrive"))
+        self._doubtful.clear()
+
+    def _on_message(self, message: worker_pb2.WorkerMessage) -> None:
+        self.last_seen_s = asyncio.get_running_loop().time()
+        match message.WhichOneof("message"):
+            case "step":
+                self._on_step(message.step)
+            case "started":
+                self._on_started(message.started)
+            case "failed":
+                self._on_failed(message.failed)
+            case "heartbeat":
+                self.heartbeat = message.heartbeat
+
+    def _on_step(self, step: worker_pb2.StepOutput) -> None:
+        handles = wire.unpack_ids(step.handles)
+        ends = {end.handle: end.finish_reason for end in step.ends}
+        tokens = zip(handles, wire.unpack_ids(step.token_ids), wire.unpack_ids(step.indices), strict=True)
+        for position, (handle, token_id, index) in enumerate(tokens):
+            owner = self._owner(handle)
+            if owner is None:
+                continue
+            finish_reason = wire.finish_reason_from_wire(ends.get(handle, ""))
+            token = SampledToken(token_id, _logprobs(step, position), finish_reason)
+            owner.events.put_nowait(Token(handle, index, token))
+
+    def _on_started(self, started: worker_pb2.SequenceStarted) -> None:
+        event = Started(
+            handles=tuple(started.handles),
+            first_tokens=wire.unpack_ids(started.first_token_ids),
+            queue_s=started.queue_s,
+            kv_bytes=started.kv_bytes,
+            transport=started.transport,
+        )
+        for owner in self._owners_of(started.handles):
+            owner.events.put_nowait(event)
+
+    def _on_failed(self, failed: worker_pb2.SequenceFailed) -> None:
+        for owner in self._owners_of(failed.handles):
+            owner.events.put_nowait(Failed(failed.reason, failed.detail))
+
+    def _owners_of(self, handles: Iterable[int]) -> set[Sequences]:
+        return {owner for owner in map(self._owner, handles) if owner is not None}
+
+    def _owner(self, handle: int) -> Sequences | None:
+        """None: the attempt is no longer current. The worker is told, and again if it goes on (its Start may have come
+        after the cancel)."""
+        owner = self._owners.get(handle)
+        if owner is None:
+            self._telemetry.count("tandem_stale_messages_total")
+            if asyncio.get_running_loop().time() > self._told_at_s.get(handle, -math.inf) + _RETELL_S:
+                self._tell((handle,))
+        else:
+            self._doubtful.discard(handle)
+        return owner
+
+
+def _logprobs(step: worker_pb2.StepOutput, position: int) -> TokenLogprobs | None:
+    """Sequences that asked for none share the message with those that did."""
+    if not step.logprobs or not step.logprobs[position].HasField("chosen"):
+        return None
+    return wire.logprobs_from_wire(step.logprobs[position])

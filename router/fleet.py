@@ -1,0 +1,235 @@
+"""The workers as this router sees them now: who is registered, who answers, and how much each has to do.
+
+Owns one supervising task per member: it connects, watches, and when the worker is lost tells every call in progress.
+What the registry says decides about new work only; a worker counts as lost when it fails a direct check or a newer
+incarnation of it registers. While the registry is gone the last known membership holds.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from typing import Protocol, TypeVar
+
+import grpc
+
+from cluster.errors import NoWorkers
+from cluster.member import Member, MemberState, fingerprint_difference
+from cluster.messages import MemberId, Role
+from cluster.telemetry import Telemetry
+from router.decode_stream import DecodeStream, StreamTiming
+from router.peer import DecodePeer, Peer, PrefillPeer
+from router.placement import WorkerLoad
+from router.probe import answers
+from tandem.v1 import worker_pb2_grpc
+
+_LOG = logging.getLogger("tandem.router.fleet")
+_RETRY_PAUSE_S = 0.2
+
+_AnyPeer = TypeVar("_AnyPeer", bound=Peer)
+_Serve = Callable[[Member, grpc.aio.Channel], Awaitable[str]]
+
+
+class Membership(Protocol):
+    """The registry, as far as the fleet needs it."""
+
+    def watch(self) -> AsyncIterator[tuple[Member, ...]]:
+        """A snapshot at once, and another whenever one differs."""
+        ...
+
+
+class Fleet:
+    def __init__(
+        self,
+        *,
+        router: Member,
+        membership: Membership,
+        connect: Callable[[str], grpc.aio.Channel],
+        timing: StreamTiming,
+        telemetry: Telemetry,
+    ) -> None:
+        self._router = router
+        self._membership = membership
+        self._connect = connect
+        self._timing = timing
+        self._telemetry = telemetry
+        self._registered: dict[MemberId, Member] = {}
+        self._refused: set[MemberId] = set()
+        self._supervisors: dict[MemberId, asyncio.Task[None]] = {}
+        self._prefills: dict[MemberId, PrefillPeer] = {}
+        self._decodes: dict[MemberId, DecodePeer] = {}
+        self._handles = itertools.count(1)
+        self._changed = asyncio.Event()
+        self.has_prefill_pool = False  # there was a prefill worker once: without one, prefill on decode is a fallback
+
+    async def run(self) -> None:
+        """Follows the membership until cancelled."""
+        try:
+            async for members in self._membership.watch():
+                self._on_members(members)
+        finally:
+            for supervisor in self._supervisors.values():
+                supervisor.cancel()
+            await asyncio.gather(*self._supervisors.values(), return_exceptions=True)
+
+    @property
+    def is_ready(self) -> bool:
+        """A request that came now would find a worker."""
+        return bool(self.decode_loads())
+
+    async def changed(self) -> None:
+        """Waits until somebody came, went, or is trusted again."""
+        await self._changed.wait()
+
+    def prefill_loads(self) -> list[WorkerLoad]:
+        return [
+            WorkerLoad(member=peer.member.id, pairing=peer.pairing, assigned=peer.assigned)
+            for peer in self._prefills.values()
+            if self._may_get_work(peer)
+        ]
+
+    def decode_loads(self) -> list[WorkerLoad]:
+        return [
+            WorkerLoad(
+                member=peer.member.id,
+                pairing=peer.pairing,
+                assigned=peer.stream.num_sequences,
+                waiting=peer.stream.heartbeat.waiting,
+                running=peer.stream.heartbeat.running,
+                free_blocks=peer.stream.heartbeat.free_blocks,
+            )
+            for peer in self._decodes.values()
+            if self._may_get_work(peer) and peer.stream.connected.is_set()
+        ]
+
+    def prefill(self, member: MemberId) -> PrefillPeer:
+        """Raises NoWorkers."""
+        return _present(self._prefills, member)
+
+    def decode(self, member: MemberId) -> DecodePeer:
+        """Raises NoWorkers."""
+        return _present(self._decodes, member)
+
+    def doubt(self, member: MemberId) -> None:
+        """Somebody else could not reach it."""
+        peer = self._peer(member)
+        if peer is not None:
+            peer.doubt()
+
+    def members(self) -> tuple[Member, ...]:
+        return tuple(self._registered.values())
+
+    def peer_by_name(self, name: str) -> Peer:
+        """By id, or "id@incarnation". Raises NoWorkers."""
+        for peer in (*self._prefills.values(), *self._decodes.values()):
+            if name in (peer.member.id.id, str(peer.member.id)):
+                return peer
+        raise NoWorkers(f"no worker {name!r} is connected to this router")
+
+    def _peer(self, member: MemberId) -> Peer | None:
+        return self._prefills.get(member) or self._decodes.get(member)
+
+    def _may_get_work(self, peer: Peer) -> bool:
+        registered = self._registered.get(peer.member.id)
+        return peer.trusted and registered is not None and registered.state is MemberState.READY
+
+    def _on_members(self, members: Iterable[Member]) -> None:
+        workers = [member for member in members if member.role is not Role.ROUTER]
+        self._registered = {member.id: member for member in workers}
+        incarnations = {member.id.id: member.id for member in workers}
+        for member_id, supervisor in self._supervisors.items():
+            if incarnations.get(member_id.id, member_id) != member_id:
+                supervisor.cancel()
+        for peer in (*self._prefills.values(), *self._decodes.values()):
+            peer.set_registered(peer.member.id in self._registered)
+        for member in workers:
+            if member.id not in self._supervisors and member.state is MemberState.READY and self._accepts(member):
+                self._supervise(member)
+        self._refused &= set(self._registered)
+        self._count_members()
+        self._notify()
+
+    def _accepts(self, member: Member) -> bool:
+        """A worker of another model, layout or fine-tune would break streams that move to it."""
+        reason = self._objection(member)
+        if reason and member.id not in self._refused:
+            self._refused.add(member.id)
+            _LOG.warning("worker refused", extra={"worker": str(member.id), "reason": reason})
+        return not reason
+
+    def _objection(self, member: Member) -> str:
+        if member.model != self._router.model:
+            return f"it serves {member.model}, this router {self._router.model}"
+        if not member.speaks_with(self._router):
+            return f"it speaks protocol {member.protocol_oldest} to {member.protocol_newest}"
+        if member.fingerprint is None:
+            return "it has no fingerprint"
+        peers: list[Peer] = [*self._decodes.values(), *self._prefills.values()]
+        ours = next((peer.member.fingerprint for peer in peers if peer.member.fingerprint is not None), None)
+        return fingerprint_difference(ours, member.fingerprint) if ours is not None else ""
+
+    def _supervise(self, member: Member) -> None:
+        self.has_prefill_pool |= member.role is Role.PREFILL
+        serve = self._serve_prefill if member.role is Role.PREFILL else self._serve_decode
+        task = self._supervisors[member.id] = asyncio.create_task(
+            self._serve_while_registered(member, serve), name=f"supervise {member.id}"
+        )
+        task.add_done_callback(lambda _: self._supervisors.pop(member.id, None))
+
+    async def _serve_while_registered(self, member: Member, serve: _Serve) -> None:
+        while member.id in self._registered:
+            channel = self._connect(member.address)
+            try:
+                if await answers(channel):
+                    detail = await serve(member, channel)
+                    _LOG.warning("worker lost", extra={"worker": str(member.id), "detail": detail})
+            finally:
+                await channel.close()
+            await asyncio.sleep(_RETRY_PAUSE_S)
+
+    async def _serve_prefill(self, member: Member, channel: grpc.aio.Channel) -> str:
+        peer = PrefillPeer(member, channel, grace_s=self._timing.grace_s, on_change=self._notify)
+        return await self._serve(peer, self._prefills)
+
+    async def _serve_decode(self, member: Member, channel: grpc.aio.Channel) -> str:
+        stream = DecodeStream(
+            router=self._router.id,
+            member=member,
+            stub=worker_pb2_grpc.DecodeWorkerStub(channel),
+            timing=self._timing,
+            handles=self._handles,
+            on_change=self._notify,
+            telemetry=self._telemetry,
+        )
+        peer = DecodePeer(member, channel, stream, grace_s=self._timing.grace_s, on_change=self._notify)
+        return await self._serve(peer, self._decodes)
+
+    async def _serve(self, peer: _AnyPeer, peers: dict[MemberId, _AnyPeer]) -> str:
+        """Until it is lost; why."""
+        detail = "a newer incarnation of it registered, or this router stops"
+        peers[peer.member.id] = peer
+        self._notify()
+        try:
+            detail = await peer.run()
+        finally:
+            del peers[peer.member.id]
+            peer.lose(detail)
+            self._notify()
+        return detail
+
+    def _count_members(self) -> None:
+        for role in (Role.PREFILL, Role.DECODE):
+            for state in MemberState:
+                number = sum(m.role is role and m.state is state for m in self._registered.values())
+                self._telemetry.gauge("tandem_members", number, role=role, state=state)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _present(peers: Mapping[MemberId, _AnyPeer], member: MemberId) -> _AnyPeer:
+    peer = peers.get(member)
+    if peer is None:
+        raise NoWorkers(f"worker {member} is not connected to this router")
+    return peer

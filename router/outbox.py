@@ -1,0 +1,114 @@
+"""What waits for clients to read it. Workers' streams are always drained, so what a client does not read piles up here:
+at most its own request's tokens, and over all requests a cap, past which the slowest client is given up.
+
+Owns the waiting deltas and their number. Never looks into a request.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from cluster.errors import SlowClient
+from cluster.telemetry import Telemetry
+from router.requests import ChoiceDelta
+
+
+class Outbox:
+    """One request's. Filled by its story, emptied by its client."""
+
+    def __init__(self, on_put: Callable[[int], None], on_slow: Callable[[], None]) -> None:
+        self._on_put = on_put
+        self._on_slow = on_slow
+        self._waiting: dict[int, list[ChoiceDelta]] = {}
+        self._changed = asyncio.Event()
+        self._ended = False
+        self._given_up: SlowClient | None = None
+        self.num_tokens = 0
+
+    def put(self, delta: ChoiceDelta) -> None:
+        if self._given_up is None:
+            self._waiting.setdefault(delta.choice, []).append(delta)
+            self._changed.set()
+            self._count(len(delta.token_ids))
+
+    def end(self) -> None:
+        """Nothing more will be put."""
+        self._ended = True
+        self._changed.set()
+
+    def give_up(self, error: SlowClient) -> None:
+        """The client reads too slowly: what waits is dropped, and its story is told to stop."""
+        self._given_up = error
+        self.clear()
+        self._changed.set()
+        self._on_slow()
+
+    def clear(self) -> None:
+        self._waiting.clear()
+        self._count(-self.num_tokens)
+
+    async def take(self) -> tuple[ChoiceDelta, ...]:
+        """Waits for something; one delta per choice with all that it grew by. Empty: the end. Raises SlowClient."""
+        while not self._waiting and not self._ended and self._given_up is None:
+            self._changed.clear()
+            await self._changed.wait()
+        if self._given_up is not None:
+            raise self._given_up
+        deltas = tuple(_merged(waiting) for waiting in self._waiting.values())
+        self.clear()
+        return deltas
+
+    def _count(self, change: int) -> None:
+        self.num_tokens += change
+        self._on_put(change)
+
+
+class Outboxes:
+    """All of a router's."""
+
+    def __init__(self, *, max_tokens: int, telemetry: Telemetry) -> None:
+        self._max_tokens = max_tokens
+        self._telemetry = telemetry
+        self._open: set[Outbox] = set()
+        self._num_tokens = 0
+
+    @contextmanager
+    def open(self, on_slow: Callable[[], None]) -> Iterator[Outbox]:
+        """`on_slow` is called once if the client is given up."""
+        outbox = Outbox(self._on_put, on_slow)
+        self._open.add(outbox)
+        try:
+            yield outbox
+        finally:
+            outbox.clear()
+            self._open.remove(outbox)
+
+    def check(self) -> None:
+        assert self._num_tokens == sum(outbox.num_tokens for outbox in self._open), "waiting tokens do not add up"
+
+    def _on_put(self, change: int) -> None:
+        self._num_tokens += change
+        self._telemetry.gauge("tandem_buffered_tokens", self._num_tokens)
+        if self._num_tokens > self._max_tokens:
+            slowest = max(self._open, key=lambda outbox: outbox.num_tokens)
+            slowest.give_up(
+                SlowClient(
+                    f"{slowest.num_tokens} tokens were waiting for this client, the most of all, and"
+                    f" {self._num_tokens} for all clients, more than {self._max_tokens}; read faster"
+                )
+            )
+
+
+def _merged(deltas: list[ChoiceDelta]) -> ChoiceDelta:
+    """Consecutive deltas of one choice as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return ChoiceDelta(
+        choice=deltas[0].choice,
+        first_index=deltas[0].first_index,
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        text="".join(delta.text for delta in deltas),
+        logprobs=tuple(logprobs for delta in deltas for logprobs in delta.logprobs),
+        finish_reason=deltas[-1].finish_reason,
+        stop_cause=deltas[-1].stop_cause,
+    )

@@ -1,0 +1,35 @@
+"""Direct looks at a worker that do not trust any open connection."""
+
+import asyncio
+import contextlib
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+_TIMEOUT_S = 1.0
+
+
+async def answers(channel: grpc.aio.Channel) -> bool:
+    """Its gRPC server answers. Whether it takes new work is the registry's word, not this."""
+    check = health_pb2_grpc.HealthStub(channel).Check
+    try:
+        await check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
+    except grpc.aio.AioRpcError:
+        return False
+    return True
+
+
+async def nobody_listens(address: str) -> bool:
+    """The host refuses connections to that port: the process that had it has ended. No answer at all proves nothing."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return False
