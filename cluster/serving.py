@@ -1,0 +1,112 @@
+"""A gRPC server as every process of Tandem runs it, and the channel that reaches one.
+
+Health and reflection services stand in each server; every error leaves through cluster/rpc_errors.py. Owns the port and
+the health status, never what is served.
+"""
+
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from cluster.errors import ConfigError
+from cluster.rpc_errors import ErrorInterceptor
+from cluster.telemetry import Telemetry
+
+# Packed prompts of a million tokens and 64 steps of log-probabilities fit; nothing that is meant for Tandem is larger.
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+
+_KEEPALIVE_MS = 10_000
+_KEEPALIVE_TIMEOUT_MS = 5_000
+_SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # else two processes share a port and each gets half of the calls
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+)
+_CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.enable_http_proxy", 0),  # members reach each other directly, whatever the environment says
+)
+
+
+class GrpcServer:
+    """Made, given its services (`add_..._to_server(servicer, server.grpc)`), bound, started, stopped; in that order.
+
+    Not ready until told: health says NOT_SERVING from the start and again from `set_ready(False)`.
+    """
+
+    def __init__(
+        self,
+        *,
+        service_names: Sequence[str],
+        telemetry: Telemetry,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        """`service_names`: full names, as in `tandem.v1.Inference`. `interceptors` stand inside of the one that turns
+        errors into statuses, so they may raise a TandemError too."""
+        self.grpc = grpc.aio.server(
+            interceptors=[ErrorInterceptor(telemetry), *interceptors],
+            options=[*_SERVER_OPTIONS, *_message_options(max_message_bytes)],
+        )
+        self._service_names = ["", *service_names]
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.grpc)
+
+    def bind(self, host: str, port: int) -> int:
+        """The port it listens on: `port`, or a free one for 0. Raises ConfigError when it cannot be had."""
+        address = join_address(host, port)
+        try:
+            bound = self.grpc.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {address}: the port is in use, or the address is not ours") from error
+        if not bound:
+            raise ConfigError(f"cannot listen on {address}: the port is in use, or the address is not ours")
+        return bound
+
+    async def start(self) -> None:
+        await self.set_ready(False)
+        await self.grpc.start()
+
+    async def set_ready(self, ready: bool) -> None:
+        """What the health service says, for the server and each of its services."""
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._service_names:
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new call; those in progress may go on for so long, then they are cancelled."""
+        await self.set_ready(False)
+        await self.grpc.stop(grace_s)
+
+
+def open_channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+    """To host:port. Connects by itself, and again after a loss, within two seconds of the other side's return."""
+    return grpc.aio.insecure_channel(address, options=[*_CHANNEL_OPTIONS, *_message_options(max_message_bytes)])
+
+
+async def is_serving(channel: grpc.aio.Channel, *, timeout_s: float, service: str = "") -> bool:
+    """Asks the health service. Raises grpc.aio.AioRpcError when nobody answers."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, with the brackets that an IPv6 address needs."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _message_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ]

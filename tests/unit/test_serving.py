@@ -1,0 +1,252 @@
+"""What every gRPC server of Tandem does, shown on a real server and channel."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from cluster import errors
+from cluster.rpc_errors import error_from_rpc
+from cluster.serving import GrpcServer, is_serving, join_address, open_channel
+from cluster.telemetry import Telemetry
+from tandem.v1 import inference_pb2, inference_pb2_grpc
+
+DEADLINE_S = 10.0
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Service(inference_pb2_grpc.InferenceServicer):
+    """Does what a test tells it to."""
+
+    def __init__(self) -> None:
+        self.act: Callable[[], Awaitable[None]] = self.nothing
+        self.released = asyncio.Event()
+        self.started = asyncio.Event()
+
+    @staticmethod
+    async def nothing() -> None:
+        pass
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        await self.act()
+        return inference_pb2.TokenizeResponse(token_ids=request.text.encode())
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        try:
+            yield inference_pb2.GenerateResponse(request_id="first")
+            self.started.set()
+            await self.act()
+        finally:
+            self.released.set()
+
+
+class Served:
+    def __init__(self, *, max_message_bytes: int = 1 << 20) -> None:
+        self.telemetry = Telemetry()
+        self.service = Service()
+        self.server = GrpcServer(
+            service_names=["tandem.v1.Inference"], telemetry=self.telemetry, max_message_bytes=max_message_bytes
+        )
+        inference_pb2_grpc.add_InferenceServicer_to_server(self.service, self.server.grpc)
+        self.port = self.server.bind("127.0.0.1", 0)
+        self.channel = open_channel(f"127.0.0.1:{self.port}")
+        self.stub = inference_pb2_grpc.InferenceStub(self.channel)
+
+    def raises(self, error: BaseException) -> None:
+        async def act() -> None:
+            raise error
+
+        self.service.act = act
+
+    async def tokenize(self, text: str = "x") -> inference_pb2.TokenizeResponse:
+        answer: inference_pb2.TokenizeResponse = await self.stub.Tokenize(
+            inference_pb2.TokenizeRequest(text=text), timeout=DEADLINE_S
+        )
+        return answer
+
+    async def failure(self) -> grpc.aio.AioRpcError:
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await self.tokenize()
+        return failure.value
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    served = Served()
+    await served.server.start()
+    yield served
+    await served.channel.close()
+    await served.server.stop(0)
+
+
+def every_error() -> list[errors.TandemError]:
+    def kinds(base: type[errors.TandemError]) -> list[type[errors.TandemError]]:
+        return [base, *(kind for child in base.__subclasses__() for kind in kinds(child))]
+
+    plain = [kind("what to change", retry_after_s=1.5) for kind in kinds(errors.InvalidRequest)]
+    plain += [kind("what to change") for kind in kinds(errors.TandemError)[1:] if kind is not errors.HandOffFailed]
+    return [*plain, errors.HandOffFailed(errors.HandOffReason.LEASE_LAPSED, "too late")]
+
+
+async def test_every_error_arrives_as_it_was_raised(served: Served) -> None:
+    for error in every_error():
+        served.raises(error)
+        failure = await served.failure()
+        arrived = error_from_rpc(failure)
+        assert type(arrived) is type(error)
+        assert (arrived.message, arrived.retry_after_s) == (error.message, error.retry_after_s)
+        assert failure.code().name == errors.grpc_status(error)
+        if isinstance(error, errors.HandOffFailed):
+            assert isinstance(arrived, errors.HandOffFailed)
+            assert arrived.handoff_reason is error.handoff_reason
+
+
+async def test_an_error_in_mid_stream_arrives_after_what_was_sent(served: Served) -> None:
+    served.raises(errors.WorkerLost("gone"))
+    call = served.stub.Generate(inference_pb2.GenerateRequest(), timeout=DEADLINE_S)
+    assert (await call.read()).request_id == "first"
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await call.read()
+    assert type(error_from_rpc(failure.value)) is errors.WorkerLost
+
+
+async def test_no_stack_trace_reaches_a_client_and_one_reaches_the_log(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    served.raises(RuntimeError("a secret of the house"))
+    with caplog.at_level(logging.INFO):
+        failure = await served.failure()
+    assert type(error_from_rpc(failure)) is errors.InternalError
+    assert "secret" not in str(failure.details())
+    assert "secret" not in str(failure.trailing_metadata())
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [RuntimeError]
+    assert served.telemetry.value("tandem_rpc_errors_total", reason="internal") == 1
+
+
+async def test_a_malformed_message_is_the_clients_fault(served: Served) -> None:
+    call: Any = served.channel.unary_unary("/tandem.v1.Inference/Tokenize")
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await call(b"\xff\xff\xff", timeout=DEADLINE_S)
+    assert type(error_from_rpc(failure.value)) is errors.InvalidRequest
+    assert "malformed" in str(failure.value.details())
+
+
+async def test_an_oversized_message_is_refused_with_both_sizes() -> None:
+    served = Served(max_message_bytes=1000)
+    await served.server.start()
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await served.tokenize("x" * 2000)
+    error = error_from_rpc(failure.value)
+    assert type(error) is errors.InvalidRequest
+    assert "1000" in error.message
+    await served.tokenize("x" * 900)
+    await served.channel.close()
+    await served.server.stop(0)
+
+
+async def test_a_client_that_goes_away_releases_what_its_call_held(served: Served) -> None:
+    async def hold() -> None:
+        await asyncio.Event().wait()
+
+    served.service.act = hold
+    call = served.stub.Generate(inference_pb2.GenerateRequest())
+    await call.read()
+    await asyncio.wait_for(served.service.started.wait(), DEADLINE_S)
+    call.cancel()
+    await asyncio.wait_for(served.service.released.wait(), DEADLINE_S)
+
+
+async def test_an_interceptor_may_refuse_like_a_service() -> None:
+    class Doorman(grpc.aio.ServerInterceptor):
+        async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+            raise errors.Unauthenticated("send the key")
+
+    server = GrpcServer(service_names=[], telemetry=Telemetry(), interceptors=[Doorman()])
+    inference_pb2_grpc.add_InferenceServicer_to_server(Service(), server.grpc)
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as unary:
+            await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=DEADLINE_S)
+        with pytest.raises(grpc.aio.AioRpcError) as stream:
+            await stub.Generate(inference_pb2.GenerateRequest(), timeout=DEADLINE_S).read()
+    await server.stop(0)
+    assert type(error_from_rpc(unary.value)) is errors.Unauthenticated
+    assert type(error_from_rpc(stream.value)) is errors.Unauthenticated
+
+
+async def test_nobody_there_is_unavailable_and_a_deadline_is_a_deadline(served: Served) -> None:
+    async def hold() -> None:
+        await asyncio.Event().wait()
+
+    served.service.act = hold
+    with pytest.raises(grpc.aio.AioRpcError) as late:
+        await served.stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=0.05)
+    async with open_channel("127.0.0.1:1") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as nobody:
+            await inference_pb2_grpc.InferenceStub(channel).Tokenize(
+                inference_pb2.TokenizeRequest(), timeout=DEADLINE_S
+            )
+    assert type(error_from_rpc(late.value)) is errors.DeadlineExceeded
+    assert type(error_from_rpc(nobody.value)) is errors.Unavailable
+
+
+async def test_a_port_in_use_is_refused_by_name(served: Served) -> None:
+    second = GrpcServer(service_names=[], telemetry=Telemetry())
+    with pytest.raises(errors.ConfigError, match=f"127.0.0.1:{served.port}"):
+        second.bind("127.0.0.1", served.port)
+
+
+async def test_health_follows_readiness(served: Served) -> None:
+    async def states() -> list[bool]:
+        names = ("", "tandem.v1.Inference")
+        return [await is_serving(served.channel, timeout_s=DEADLINE_S, service=name) for name in names]
+
+    watch = health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest())
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert await states() == [False, False]
+    await served.server.set_ready(True)
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    assert await states() == [True, True]
+    await served.server.set_ready(False)
+    assert await states() == [False, False]
+    watch.cancel()
+
+
+async def test_reflection_lists_what_is_served(served: Served) -> None:
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    stub = reflection_pb2_grpc.ServerReflectionStub(served.channel)
+    async for answer in stub.ServerReflectionInfo(iter([request]), timeout=DEADLINE_S):
+        names = {service.name for service in answer.list_services_response.service}
+    assert {"tandem.v1.Inference", "grpc.health.v1.Health"} <= names
+
+
+async def test_a_graceful_stop_lets_a_call_finish(served: Served) -> None:
+    finish, began = asyncio.Event(), asyncio.Event()
+
+    async def hold() -> None:
+        began.set()
+        await finish.wait()
+
+    served.service.act = hold
+    call = asyncio.ensure_future(served.tokenize("kept"))
+    await asyncio.wait_for(began.wait(), DEADLINE_S)
+    stopping = asyncio.create_task(served.server.stop(DEADLINE_S))
+    finish.set()
+    assert (await call).token_ids == b"kept"
+    await stopping
+
+
+def test_addresses_of_both_families_are_written_as_grpc_reads_them() -> None:
+    assert join_address("127.0.0.1", 5) == "127.0.0.1:5"
+    assert join_address("::1", 5) == "[::1]:5"
