@@ -1,0 +1,103 @@
+"""Every promised family says through Tandem's engine what plain `transformers` says: paged, and handed over.
+
+Float32, teacher forcing, reference: the model's own eager attention on each sequence alone, without a cache. Seventeen
+sequences join one by one, so that steps hold 1 to 17 of them, prompts in chunks and decodes together.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from cluster.config import EngineSettings
+from engine.loaded import LoadedModel
+from engine.loading import load
+from engine.pool import KvPool
+from engine.runner import ModelRunner
+from tests.golden.families import BLOCK_SIZE, CHUNK_TOKENS, FAMILIES, Family
+from tests.golden.forced import NUM_SEQUENCES, Forced, Verdict, judge, make_sequences, num_blocks, run_step, staggered
+
+ALL_BATCH_SIZES = set(range(1, NUM_SEQUENCES + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    loaded: LoadedModel
+    reference: PreTrainedModel
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    family: Family = FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp(family.name)
+    family.save(folder)
+    settings = EngineSettings(
+        model=str(folder), dtype="float32", device="cpu", block_size=BLOCK_SIZE, max_prefill_tokens=CHUNK_TOKENS
+    )
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return Golden(load(settings), reference.eval())  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture
+def sequences(golden: Golden) -> list[Forced]:
+    return make_sequences(seed=1, vocab_size=golden.loaded.info.vocab_size)
+
+
+@pytest.fixture
+def runner(golden: Golden) -> Iterator[ModelRunner]:
+    pool = KvPool(golden.loaded.layout, num_blocks())
+    yield ModelRunner(golden.loaded, pool)
+    pool.close()
+
+
+def test_paged_logits_and_greedy_tokens_are_the_models_own(
+    golden: Golden, runner: ModelRunner, sequences: list[Forced]
+) -> None:
+    batch_sizes = set()
+    for members in staggered(sequences):
+        run_step(runner, members)
+        batch_sizes.add(len(members))
+
+    assert batch_sizes == ALL_BATCH_SIZES
+    hold(judge(golden.reference, sequences), sequences)
+
+
+def test_handed_over_logits_and_greedy_tokens_are_the_models_own(golden: Golden, sequences: list[Forced]) -> None:
+    prefill_pool, decode_pool = (KvPool(golden.loaded.layout, num_blocks()) for _ in range(2))
+    decode_pool.tensor.fill_(7.0)  # what earlier sequences left behind
+    prefill, decode = ModelRunner(golden.loaded, prefill_pool), ModelRunner(golden.loaded, decode_pool)
+    batch_sizes = set()
+    running: list[Forced] = []
+
+    for sequence in sequences:
+        while not sequence.decoding:
+            run_step(prefill, [sequence])
+        running.append(hand_over(sequence, prefill_pool, decode_pool))
+        run_step(decode, running)
+        batch_sizes.add(len(running))
+    while running := [sequence for sequence in running if not sequence.finished]:
+        run_step(decode, running)
+    prefill_pool.close()
+    decode_pool.close()
+
+    assert batch_sizes == ALL_BATCH_SIZES
+    hold(judge(golden.reference, sequences), sequences)
+
+
+def hand_over(sequence: Forced, source: KvPool, target: KvPool) -> Forced:
+    """The bytes of its computed blocks, raw, into other blocks of another pool."""
+    block_ids = tuple(target.num_blocks - 1 - block_id for block_id in sequence.block_ids)
+    num_computed = -(-sequence.computed // BLOCK_SIZE)
+    for from_id, to_id in zip(sequence.block_ids[:num_computed], block_ids, strict=False):
+        target.raw[to_id] = source.raw[from_id]
+    sequence.block_ids = block_ids
+    return sequence
+
+
+def hold(verdict: Verdict, sequences: Sequence[Forced]) -> None:
+    assert verdict.positions == sum(len(item.token_ids) - item.prompt_len + 1 for item in sequences)
+    assert verdict.worst < 1e-4
+    assert verdict.wrong == 0
+    assert verdict.decisive >= 0.95 * verdict.positions
