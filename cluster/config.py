@@ -123,6 +123,8 @@ class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
     """A prefill or decode worker."""
 
     port: int = _setting(0, "gRPC port; 0: a free one")
+    heartbeat_s: float = _setting(1.0, "time between two heartbeats to each router")
+    stream_grace_s: float = _setting(2.0, "a router whose stream broke may come back for so long")
 
     def __post_init__(self) -> None:
         ClusterSettings.__post_init__(self)

@@ -1,0 +1,17 @@
+"""`python -m decode_worker --model M --redis URL ...`: one decode worker."""
+
+import sys
+
+from cluster.config import WorkerConfig, parse_arguments
+from cluster.process import announce_ready, run_process, stop_requested
+
+
+async def _main() -> None:
+    config = parse_arguments(WorkerConfig, "decode_worker", sys.argv[1:])
+    from decode_worker import app  # torch: seconds that a wrong flag need not wait for
+
+    await app.run(config, stop=stop_requested(), announce=announce_ready)
+
+
+if __name__ == "__main__":
+    sys.exit(run_process("decode_worker", _main))

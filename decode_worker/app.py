@@ -1,0 +1,146 @@
+"""Where the decode worker's objects meet: engine, scheduler, step thread, importer and services."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from cluster.clock import MonotonicClock
+from cluster.config import WorkerConfig
+from cluster.errors import Unavailable
+from cluster.member import Capacity
+from cluster.messages import Role
+from cluster.worker_life import WorkerLife
+from cluster.worker_service import Inspections, WorkerService
+from decode_worker import commands
+from decode_worker.limits import DecodeLimits
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.service import DecodeService
+from engine.build import Engine, build_engine
+from engine.step_loop import StepLoop
+from kvtransfer.importer import Importer
+from kvtransfer.telemetry import TelemetryCounters
+from kvtransfer.transports.available import importer_transports
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+
+_SERVICES = ("tandem.v1.DecodeWorker", "tandem.v1.Worker")
+_LOG = logging.getLogger("tandem.decode")
+
+
+async def run(config: WorkerConfig, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:
+    """Serves until `stop` is set, then drains. Raises ConfigError, ModelRefused, RegistryUnavailable, Fenced."""
+    life = WorkerLife(config, role=Role.DECODE, service_names=_SERVICES, stop=stop)
+    await life.check_registry()
+    engine = await asyncio.to_thread(build_engine, config)
+    for line in engine.report:
+        _LOG.info(line)
+    worker = _Worker(life, engine)
+    worker.steps.start()
+    beats = asyncio.create_task(worker.beat(), name="heartbeats")
+    try:
+        await life.live(
+            fingerprint=engine.fingerprint,
+            capacity=Capacity(
+                num_blocks=engine.pool.num_blocks,
+                block_size=config.block_size,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=engine.model_info.max_model_len,
+            ),
+            announce=announce,
+            drain=worker.service.drain,
+        )
+    finally:
+        beats.cancel()
+        await worker.service.close()
+        await life.end()
+        await worker.importer.close()
+        await asyncio.to_thread(worker.steps.stop)
+
+
+class _Worker:
+    """The parts that know each other; built whole, before anything starts."""
+
+    def __init__(self, life: WorkerLife, engine: Engine) -> None:
+        config = life.config
+        self._loop = asyncio.get_running_loop()
+        clock = MonotonicClock()
+        self._heartbeat_s = config.heartbeat_s
+        self._counters = TelemetryCounters(life.telemetry)
+        self._block_bytes = engine.pool.block_bytes
+        self.steps = StepLoop[commands.Command, commands.Event](
+            DecodeScheduler(_limits(config, engine)),
+            engine.runner,
+            clock,
+            self._emit,
+            on_error=lambda error: _LOG.error("a step failed", exc_info=error),
+            on_fatal=life.fatal,
+        )
+        inspections = Inspections(self.steps.post)
+        self._inspections = inspections
+        self.importer = Importer(
+            member=life.member,
+            memory=engine.pool,
+            layout=engine.fingerprint,
+            block_size=config.block_size,
+            key=life.key,
+            settings=config,
+            transports=importer_transports(config, engine.pool),
+            clock=clock,
+            counters=self._counters,
+        )
+        self.service = DecodeService(
+            member=life.member,
+            steps=self.steps,
+            importer=self.importer,
+            vocab_size=engine.model_info.vocab_size,
+            cluster_key=life.key,
+            stream_grace_s=config.stream_grace_s,
+            inspections=inspections,
+            telemetry=life.telemetry,
+        )
+        workers = WorkerService(
+            member=life.member,
+            inspections=inspections,
+            more_figures=self._figures,
+            request_drain=life.request_drain,
+        )
+        worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self.service, life.server.grpc)
+        worker_pb2_grpc.add_WorkerServicer_to_server(workers, life.server.grpc)
+
+    async def beat(self) -> None:
+        """One heartbeat after the other, off the step thread: a stuck step shows as a counter that stands still."""
+        running = waiting = free_blocks = 0
+        while True:
+            try:
+                inspected = await self._inspections.inspect(timeout_s=self._heartbeat_s)
+            except Unavailable:
+                _LOG.debug("the step thread is in a long step; the figures before it stand")
+            else:
+                running, waiting = int(inspected.figures["running"]), int(inspected.figures["waiting"])
+                free_blocks = inspected.blocks["free"]
+            steps = self.steps.progress.steps
+            self.service.beat(
+                worker_pb2.Heartbeat(step=steps, running=running, waiting=waiting, free_blocks=free_blocks)
+            )
+            await asyncio.sleep(self._heartbeat_s)
+
+    def _emit(self, events: tuple[commands.Event, ...]) -> None:
+        """From the step thread to the event loop."""
+        self._loop.call_soon_threadsafe(self.service.on_events, events)
+
+    def _figures(self) -> dict[str, float]:
+        return self._counters.totals | {
+            "imports": float(len(self.service.imports)),
+            "block_bytes": float(self._block_bytes),
+        }
+
+
+def _limits(config: WorkerConfig, engine: Engine) -> DecodeLimits:
+    return DecodeLimits(
+        num_blocks=engine.pool.num_blocks,
+        block_size=config.block_size,
+        max_model_len=engine.model_info.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_prefill_tokens=config.max_prefill_tokens,
+        max_queue=config.max_queue,
+        watermark=config.watermark,
+    )

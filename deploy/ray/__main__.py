@@ -1,0 +1,75 @@
+"""`python -m deploy.ray up|scale|status|down`: the pools on a Ray cluster.
+
+python -m deploy.ray up --address auto --redis redis://10.0.0.5:6379/0 --prefill 2 --decode 2 --set model=/models/x
+python -m deploy.ray scale --address auto prefill=4
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import ray
+
+from cluster.errors import ConfigError, TandemError
+from cluster.messages import Role
+from deploy.ray.pools import RayPools, Resources
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        ray.init(address=options.address, namespace=options.namespace, log_to_driver=False)
+        pools = RayPools(
+            namespace=options.namespace,
+            settings=_pairs(options.set) | ({"redis": options.redis} if options.redis else {}),
+            resources={role: Resources(options.cpus, options.gpus) for role in (Role.PREFILL, Role.DECODE)},
+        )
+        _perform(pools, options)
+    except (TandemError, ConnectionError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _perform(pools: RayPools, options: argparse.Namespace) -> None:
+    match options.verb:
+        case "up":
+            pools.scale(Role.PREFILL, options.prefill)
+            pools.scale(Role.DECODE, options.decode)
+            for line in pools.scale(Role.ROUTER, 1):
+                print(line)
+        case "scale":
+            for name, size in _pairs(options.pool).items():
+                pools.scale(Role(name), int(size))
+        case "status":
+            for role in Role:
+                print(f"{role}: {', '.join(pools.members(role)) or '-'}")
+        case "down":
+            pools.stop()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m deploy.ray", description=__doc__.splitlines()[0])
+    parser.add_argument("verb", choices=("up", "scale", "status", "down"))
+    parser.add_argument("pool", nargs="*", help="scale: prefill=N decode=M")
+    parser.add_argument("--address", default="auto", help="of the Ray cluster; 'local' starts one here")
+    parser.add_argument("--namespace", default="tandem", help="Ray namespace of the members")
+    parser.add_argument("--redis", default="", help="URL of the registry, reachable from every node")
+    parser.add_argument("--prefill", type=int, default=1)
+    parser.add_argument("--decode", type=int, default=1)
+    parser.add_argument("--cpus", type=float, default=1.0, help="CPUs per worker")
+    parser.add_argument("--gpus", type=float, default=0.0, help="GPUs per worker")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="any setting of cluster/config.py")
+    return parser
+
+
+def _pairs(items: Sequence[str]) -> dict[str, str]:
+    pairs = [item.partition("=") for item in items]
+    wrong = [item for item, (_, separator, _) in zip(items, pairs, strict=True) if not separator]
+    if wrong:
+        raise ConfigError(f"write name=value, not {wrong[0]!r}")
+    return {name: value for name, _, value in pairs}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,119 @@
+"""Tandem's pools as sets of named, detached Ray actors, each in a placement group of its own.
+
+Owns nothing in this process: what runs is read from Ray's own table of names, so any driver may scale what another
+started. Ray calls stand in this file and in actors.py only.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.errors import ConfigError
+from cluster.messages import Role
+from deploy.ray.actors import MemberProcess
+
+_DRAIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one member of a pool takes on its node."""
+
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+
+    def bundle(self) -> dict[str, float]:
+        bundle = {"CPU": self.num_cpus, "GPU": self.num_gpus}
+        return {name: amount for name, amount in bundle.items() if amount > 0}
+
+
+class RayPools:
+    """`settings` are those of cluster/config.py and go to every member; a pool's own go over them."""
+
+    def __init__(
+        self,
+        *,
+        namespace: str,
+        settings: Mapping[str, object],
+        resources: Mapping[Role, Resources],
+        start_timeout_s: float = 300.0,
+    ) -> None:
+        self._namespace = namespace
+        self._settings = dict(settings)
+        self._resources = dict(resources)
+        self._start_timeout_s = start_timeout_s
+
+    def members(self, role: Role) -> list[str]:
+        """Names of the pool's actors, by number."""
+        prefix = f"{role}-"
+        names = [
+            item["name"]
+            for item in ray.util.list_named_actors(all_namespaces=True)
+            if item["namespace"] == self._namespace and item["name"].startswith(prefix)
+        ]
+        return sorted(names, key=_number)
+
+    def scale(self, role: Role, size: int, own_settings: Mapping[str, object] | None = None) -> list[str]:
+        """Starts members, or drains the newest ones, until the pool has `size`. Answers the ready lines of new ones."""
+        if size < 0:
+            raise ConfigError(f"a pool cannot have {size} members")
+        present = self.members(role)
+        for name in reversed(present[size:]):
+            self._end(name)
+        first = _number(present[-1]) + 1 if present else 0
+        new = [f"{role}-{first + i}" for i in range(size - len(present))]
+        actors = [self._start(role, name, self._settings | dict(own_settings or {})) for name in new]
+        return ray.get([actor.ready.remote(self._start_timeout_s) for actor in actors])
+
+    def actor(self, name: str) -> "ActorHandle[MemberProcess]":
+        return ray.get_actor(name, namespace=self._namespace)
+
+    def stop(self) -> None:
+        """Ends every member: routers first, so that no request meets a closing pool."""
+        for role in (Role.ROUTER, Role.PREFILL, Role.DECODE):
+            for name in self.members(role):
+                self._end(name)
+
+    def _start(self, role: Role, name: str, settings: Mapping[str, object]) -> "ActorHandle[MemberProcess]":
+        resources = self._resources.get(role, Resources())
+        group = placement_group([resources.bundle()], strategy="PACK", name=self._group(name), lifetime="detached")
+        options = {
+            "name": name,
+            "namespace": self._namespace,
+            "lifetime": "detached",
+            "max_restarts": -1,  # Ray brings it back as often as it dies
+            "max_concurrency": 4,  # drain must be heard while ready waits
+            "num_cpus": resources.num_cpus,
+            "num_gpus": resources.num_gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group),
+        }
+        # No member id: a restarted actor must not fight with the lease of the one before it.
+        return ray.remote(MemberProcess).options(**options).remote(str(role), dict(settings))
+
+    def _end(self, name: str) -> None:
+        actor = self.actor(name)
+        ray.get(actor.drain.remote(_DRAIN_S), timeout=_DRAIN_S + 10)
+        ray.kill(actor, no_restart=True)
+        for group_id, row in placement_group_table().items():
+            if row["name"] == self._group(name) and row["state"] != "REMOVED":
+                remove_placement_group(_group_handle(group_id))
+
+    def _group(self, name: str) -> str:
+        return f"{self._namespace}/{name}"
+
+
+def _group_handle(group_id: str) -> PlacementGroup:
+    return PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id)))
+
+
+def _number(name: str) -> int:
+    return int(name.rsplit("-", 1)[1])

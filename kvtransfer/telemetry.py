@@ -1,0 +1,39 @@
+"""TransferCounters over the process's Telemetry."""
+
+from cluster.telemetry import Telemetry
+
+
+class TelemetryCounters:
+    """Also keeps plain totals, which Inspect shows."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._totals: dict[str, float] = {}
+
+    @property
+    def totals(self) -> dict[str, float]:
+        return dict(self._totals)
+
+    def handoff(self, *, side: str, transport: str, outcome: str, reason: str) -> None:
+        self._telemetry.count("tandem_handoffs_total", side=side, transport=transport, outcome=outcome, reason=reason)
+        self._add(f"handoffs_{outcome}")
+        if transport:
+            self._add(f"handoffs_{outcome}_{transport}")
+
+    def moved(self, *, transport: str, num_bytes: int) -> None:
+        self._telemetry.count("tandem_kv_bytes_total", num_bytes, transport=transport)
+        self._add("kv_bytes", num_bytes)
+
+    def digest_failure(self, *, transport: str) -> None:
+        self._telemetry.count("tandem_digest_failures_total", transport=transport)
+        self._add("digest_failures")
+
+    def quarantined(self, change: int) -> None:
+        self._telemetry.shift("tandem_quarantined_blocks", change)
+
+    def lease_lapse(self) -> None:
+        self._telemetry.count("tandem_lease_lapses_total")
+        self._add("lease_lapses")
+
+    def _add(self, name: str, amount: float = 1) -> None:
+        self._totals[name] = self._totals.get(name, 0.0) + amount

@@ -1,0 +1,17 @@
+"""`python -m prefill_worker --model M --redis URL ...`: one prefill worker."""
+
+import sys
+
+from cluster.config import WorkerConfig, parse_arguments
+from cluster.process import announce_ready, run_process, stop_requested
+
+
+async def _main() -> None:
+    config = parse_arguments(WorkerConfig, "prefill_worker", sys.argv[1:])
+    from prefill_worker import app  # torch: seconds that a wrong flag need not wait for
+
+    await app.run(config, stop=stop_requested(), announce=announce_ready)
+
+
+if __name__ == "__main__":
+    sys.exit(run_process("prefill_worker", _main))

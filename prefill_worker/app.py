@@ -1,0 +1,134 @@
+"""Where the prefill worker's objects meet: engine, scheduler, step thread, exporter and services."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from cluster.clock import MonotonicClock
+from cluster.config import WorkerConfig
+from cluster.member import Capacity
+from cluster.messages import Role
+from cluster.worker_life import WorkerLife
+from cluster.worker_service import Inspections, WorkerService
+from engine.build import Engine, build_engine
+from engine.step_loop import StepLoop
+from kvtransfer.exporter import Exporter
+from kvtransfer.service import KvTransferServicer
+from kvtransfer.telemetry import TelemetryCounters
+from kvtransfer.transports.available import exporter_transports
+from prefill_worker import commands
+from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.service import PrefillService
+from tandem.v1 import kv_pb2_grpc, worker_pb2_grpc
+
+_SERVICES = ("tandem.v1.PrefillWorker", "tandem.v1.Worker", "tandem.v1.KvTransfer")
+_LOG = logging.getLogger("tandem.prefill")
+
+
+async def run(config: WorkerConfig, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:
+    """Serves until `stop` is set, then drains. Raises ConfigError, ModelRefused, RegistryUnavailable, Fenced."""
+    life = WorkerLife(config, role=Role.PREFILL, service_names=_SERVICES, stop=stop)
+    await life.check_registry()
+    engine = await asyncio.to_thread(build_engine, config)
+    for line in engine.report:
+        _LOG.info(line)
+    worker = _Worker(life, engine)
+    await worker.exporter.start()
+    worker.steps.start()
+    try:
+        await life.live(
+            fingerprint=engine.fingerprint,
+            capacity=Capacity(
+                num_blocks=engine.pool.num_blocks,
+                block_size=config.block_size,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=engine.model_info.max_model_len,
+            ),
+            announce=announce,
+            drain=worker.drain,
+        )
+    finally:
+        await life.end()
+        await worker.exporter.close()
+        await asyncio.to_thread(worker.steps.stop)
+
+
+class _Worker:
+    """The parts that know each other; built whole, before anything starts."""
+
+    def __init__(self, life: WorkerLife, engine: Engine) -> None:
+        config = life.config
+        self._loop = asyncio.get_running_loop()
+        self._released = asyncio.Event()
+        clock = MonotonicClock()
+        self._counters = TelemetryCounters(life.telemetry)
+        self._block_bytes = engine.pool.block_bytes
+        self.steps = StepLoop[commands.Command, commands.Event](
+            _scheduler(config, engine),
+            engine.runner,
+            clock,
+            self._emit,
+            on_error=lambda error: _LOG.error("a step failed", exc_info=error),
+            on_fatal=life.fatal,
+        )
+        inspections = Inspections(self.steps.post)
+        self.exporter = Exporter(
+            member=life.member,
+            address=life.address,
+            memory=engine.pool,
+            layout=engine.fingerprint,
+            key=life.key,
+            settings=config,
+            transports=exporter_transports(config, engine.pool, host=config.host, advertise_host=life.host),
+            release=self._release,
+            clock=clock,
+            counters=self._counters,
+        )
+        self.service = PrefillService(
+            steps=self.steps,
+            exporter=self.exporter,
+            vocab_size=engine.model_info.vocab_size,
+            cluster_key=life.key,
+            inspections=inspections,
+            telemetry=life.telemetry,
+        )
+        workers = WorkerService(
+            member=life.member,
+            inspections=inspections,
+            more_figures=self._figures,
+            request_drain=life.request_drain,
+        )
+        worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self.service, life.server.grpc)
+        worker_pb2_grpc.add_WorkerServicer_to_server(workers, life.server.grpc)
+        kv_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(exporter=self.exporter), life.server.grpc)
+
+    async def drain(self) -> None:
+        """Finishes the present calls, and waits until what they left behind has been fetched or has lapsed."""
+        await self.service.drain()
+        while self.exporter.num_live_tickets:
+            self._released.clear()
+            await self._released.wait()
+
+    def _emit(self, events: tuple[commands.Event, ...]) -> None:
+        """From the step thread to the event loop."""
+        self._loop.call_soon_threadsafe(self.service.on_events, events)
+
+    def _release(self, ticket_id: bytes) -> None:
+        self.steps.post(commands.Release(ticket_id))
+        self._released.set()
+
+    def _figures(self) -> dict[str, float]:
+        return self._counters.totals | {
+            "live_tickets": float(self.exporter.num_live_tickets),
+            "block_bytes": float(self._block_bytes),
+        }
+
+
+def _scheduler(config: WorkerConfig, engine: Engine) -> PrefillScheduler:
+    return PrefillScheduler(
+        num_blocks=engine.pool.num_blocks,
+        block_size=config.block_size,
+        max_prefill_tokens=config.max_prefill_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_queue=config.max_queue,
+    )

@@ -1,0 +1,139 @@
+"""A real cluster of real processes on loopback, for tests: redis-server, routers, prefill and decode workers.
+
+Every process prints one line `ready ...` when it is; its whole output is kept for the story of a failing test. Only
+processes started here are ended, by their id.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
+_START_TIMEOUT_S = 120.0
+_STOP_TIMEOUT_S = 30.0
+
+
+@dataclass(slots=True)
+class Member:
+    """One process. `ready` holds the words of its ready line as key=value."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    output: list[str] = field(default_factory=list)
+    ready: dict[str, str] = field(default_factory=dict)
+    reader: asyncio.Task[None] | None = None
+
+    @property
+    def grpc_address(self) -> str:
+        return self.ready["grpc"]
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    async def exit_code(self) -> int:
+        return await asyncio.wait_for(self.process.wait(), _STOP_TIMEOUT_S)
+
+
+class LocalCluster:
+    """Members by name: router0, prefill0, prefill1, decode0, ..."""
+
+    def __init__(self, redis_url: str, directory: Path, *, model: Path = DEMO_MODEL, flags: Sequence[str] = ()) -> None:
+        self.redis_url = redis_url
+        self.members: dict[str, Member] = {}
+        self._directory = directory
+        self._model = model
+        self._flags = tuple(flags)
+        self._name = f"test-{os.urandom(4).hex()}"
+
+    async def start(
+        self, *, prefill: int = 1, decode: int = 1, routers: int = 1, router_flags: Sequence[str] = ()
+    ) -> "LocalCluster":
+        """Returns when the first request would succeed."""
+        workers = [(f"prefill{i}", "prefill_worker") for i in range(prefill)]
+        workers += [(f"decode{i}", "decode_worker") for i in range(decode)]
+        await asyncio.gather(*(self.start_member(name, module, self._flags) for name, module in workers))
+        ports = ("--port", "0", "--grpc-port", "0", *router_flags)
+        await asyncio.gather(*(self.start_member(f"router{i}", "router", ports) for i in range(routers)))
+        return self
+
+    async def start_member(self, name: str, module: str, flags: Sequence[str] = ()) -> Member:
+        member = await self.spawn(name, module, flags)
+        try:
+            await asyncio.wait_for(self._until_ready(member), _START_TIMEOUT_S)
+        except (TimeoutError, RuntimeError) as error:
+            raise RuntimeError(f"{name} did not become ready ({error}); it said:\n" + "".join(member.output)) from None
+        return member
+
+    async def spawn(self, name: str, module: str, flags: Sequence[str] = ()) -> Member:
+        """Without waiting for it."""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")}
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module, "--redis", self.redis_url, "--cluster-name", self._name),
+            *("--cluster-key-file", str(self._directory / "cluster.key"), "--member-id", name),
+            *("--model", str(self._model), *flags),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=environment | {"PYTHONUNBUFFERED": "1"},
+        )
+        member = self.members[name] = Member(name, process)
+        return member
+
+    async def stop(self) -> dict[str, int]:
+        """SIGTERM to all, SIGKILL to those that do not go. Answers the exit codes."""
+        codes = {}
+        for member in self.members.values():
+            if member.process.returncode is None:
+                member.send_signal(signal.SIGTERM)
+        for name, member in self.members.items():
+            try:
+                codes[name] = await member.exit_code()
+            except TimeoutError:
+                member.process.kill()
+                codes[name] = await member.process.wait()
+            if member.reader is not None:
+                await member.reader
+        return codes
+
+    def output(self) -> str:
+        return "".join(f"--- {m.name}\n{''.join(m.output)}" for m in self.members.values())
+
+    def channel(self, name: str = "router0") -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self.members[name].grpc_address)
+
+    def inference(self, channel: grpc.aio.Channel) -> inference_pb2_grpc.InferenceStub:
+        return inference_pb2_grpc.InferenceStub(channel)
+
+    async def status(self) -> admin_pb2.StatusResponse:
+        async with self.channel() as channel:
+            return await admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=10)
+
+    async def inspect(self, name: str) -> worker_pb2.InspectResponse:
+        """The worker's own account, after its check()."""
+        async with self.channel(name) as channel:
+            return await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest(), timeout=10)
+
+    def workers(self) -> list[str]:
+        return [name for name in self.members if not name.startswith("router")]
+
+    async def _until_ready(self, member: Member) -> None:
+        stdout = member.process.stdout
+        assert stdout is not None
+        while line := (await stdout.readline()).decode(errors="replace"):
+            member.output.append(line)
+            if line.startswith("ready"):
+                member.ready = dict(word.split("=", 1) for word in line.split()[1:] if "=" in word)
+                member.reader = asyncio.create_task(self._keep_reading(member, stdout))
+                return
+        raise RuntimeError(f"exit code {await member.process.wait()}")
+
+    async def _keep_reading(self, member: Member, stdout: asyncio.StreamReader) -> None:
+        async for line in stdout:
+            member.output.append(line.decode(errors="replace"))
