@@ -1,0 +1,60 @@
+# The two commands of a fresh clone are `make demo` and `make test`; everything they need goes into .venv.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := tandem cluster engine kvtransfer prefill_worker decode_worker router simulator cli deploy
+PROTOS := $(wildcard proto/tandem/v1/*.proto)
+
+# More for pip, such as an index of CPU-only torch wheels: make demo PIP_ARGS="--extra-index-url URL"
+PIP_ARGS ?=
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt $(PIP_ARGS)
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-all check proto clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+demo: $(VENV)/.base ## one prompt through a router, a prefill and a decode worker on the demo model
+	@$(BIN)/python -m cli.demo
+
+test: $(VENV)/.test ## the tests, in under ten minutes on two cores; PYTEST_ARGS="-k registry" for some of them
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: $(VENV)/.test ## the tests and the long ones
+	@$(BIN)/python -m pytest -m "" $(PYTEST_ARGS)
+
+check: $(VENV)/.test ## ruff and strict mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(PACKAGES)
+
+proto: $(VENV)/.test ## the Python stubs in tandem/v1 anew from proto/
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. --pyi_out=. $(PROTOS)
+
+clean: ## removes the environment and every cache
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+
+# One stamp per set of dependencies: nothing is looked at again until a pin or a range changes.
+$(VENV)/.base: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "==> installing Tandem and its dependencies into $(VENV) (once; one to five minutes)"
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "==> installing Tandem, its dependencies and those of its tests into $(VENV) (once; one to five minutes)"
+	@$(PIP) -e ".[test,ray]"
+	@touch $(VENV)/.base $@
+
+$(VENV)/.made:
+	@platform="$$(uname -s) $$(uname -m)"; if [ "$$platform" != "Linux x86_64" ]; then \
+		echo "Tandem needs Linux on x86-64; this is $$platform" >&2; exit 1; fi
+	@found=; for python in python3.11 python3.12 python3; do \
+		version="$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" || continue; \
+		case "$$version" in \
+			3.11|3.12) echo "==> making $(VENV) with $$python ($$version)"; exec $$python -m venv $(VENV) ;; \
+		esac; \
+		found="$$found $$version"; \
+	done; echo "Tandem needs Python 3.11 or 3.12 on the PATH; found:$${found:- none}" >&2; exit 1
+	@touch $@

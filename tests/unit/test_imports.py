@@ -1,0 +1,176 @@
+"""Who may import whom, and which modules need nothing but Python."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Package -> what it may import of ours. deploy, benchmarks and cli may import anything above them.
+ALLOWED: dict[str, set[str]] = {
+    "tandem": set(),
+    "cluster": {"tandem"},
+    "engine": {"cluster.messages", "cluster.errors", "cluster.config", "cluster.clock"},
+    "kvtransfer": {"cluster", "tandem"},
+    "prefill_worker": {"engine", "kvtransfer", "cluster", "tandem"},
+    "decode_worker": {"engine", "kvtransfer", "cluster", "tandem"},
+    "router": {"cluster", "tandem"},
+}
+OURS = {*ALLOWED, "simulator", "cli", "deploy", "benchmarks"}
+
+# They decide; loops perform. Standard library and each other only: no clock of their own, no await.
+PURE = [
+    "cluster.config",
+    "cluster.clock",
+    "cluster.errors",
+    "cluster.hashing",
+    "cluster.member",
+    "cluster.messages",
+    "decode_worker.commands",
+    "decode_worker.scheduler",
+    "engine.block_pool",
+    "engine.schedule",
+    "engine.step",
+    "kvtransfer.handoff",
+    "kvtransfer.leases",
+    "prefill_worker.commands",
+    "prefill_worker.scheduler",
+    "router.admission",
+    "router.placement",
+]
+# Deciding modules among them: neither read a clock nor wait.
+CLOCKLESS = [name for name in PURE if name not in ("cluster.clock", "cluster.config")]
+BLOCKED = ["torch", "grpc", "redis", "numpy", "transformers", "google", "prometheus_client", "fastapi", "yaml"]
+
+
+def modules(package: str) -> list[Path]:
+    return sorted(path for path in (ROOT / package).rglob("*.py") if "_pb2" not in path.name)
+
+
+def path_of(module: str) -> Path:
+    return ROOT / Path(*module.split(".")).with_suffix(".py")
+
+
+def imported(path: Path) -> set[str]:
+    """Full names, `from a.b import c` as both a.b and a.b.c: whether c is a module cannot be seen here."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def is_within(name: str, allowed: set[str]) -> bool:
+    return any(name == place or name.startswith(place + ".") for place in allowed)
+
+
+@pytest.mark.parametrize("package", sorted(ALLOWED))
+def test_a_package_imports_only_what_it_may(package: str) -> None:
+    allowed = ALLOWED[package] | {package}
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in modules(package)
+        for name in sorted(imported(path))
+        if name.split(".")[0] in OURS and not is_within(name, allowed)
+    ]
+    assert wrong == []
+
+
+def test_ray_is_imported_in_its_own_place_only() -> None:
+    places = {
+        path.relative_to(ROOT).parts[:2]
+        for package in OURS
+        for path in modules(package)
+        if is_within("ray", roots(path))
+    }
+    assert places <= {("deploy", "ray")}
+
+
+def test_the_router_never_imports_torch() -> None:
+    """It is the process that there are many of: half a gigabyte and seconds of start each."""
+    assert {path.name for path in modules("router") if roots(path) & {"torch", "transformers", "numpy"}} == set()
+    modules_found = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in modules("router")]
+    names = [name.removesuffix(".__init__") for name in modules_found if not name.endswith("__main__")]
+    assert_imports(names, blocked=["torch", "transformers", "engine", "kvtransfer"])
+
+
+def roots(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imported(path)}
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_a_pure_module_imports_the_standard_library_only(module: str) -> None:
+    outside = {
+        name
+        for name in imported(path_of(module))
+        if name.split(".")[0] not in sys.stdlib_module_names and name.split(".")[0] not in OURS
+    }
+    assert outside <= ({"yaml"} if module == "cluster.config" else set())  # read where a file is given, not at import
+
+
+def test_pure_modules_load_where_nothing_is_installed() -> None:
+    assert_imports([*PURE, "engine.estimate"], blocked=BLOCKED)
+
+
+@pytest.mark.parametrize("module", CLOCKLESS)
+def test_a_pure_module_neither_reads_a_clock_nor_waits(module: str) -> None:
+    path = path_of(module)
+    waits = [
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Await | ast.AsyncFunctionDef)
+    ]
+    assert waits == []
+    assert roots(path) & {"time", "datetime", "asyncio", "threading", "random", "socket"} == set()
+
+
+def test_every_scheduler_and_policy_is_on_the_list() -> None:
+    names = [
+        "scheduler",
+        "placement",
+        "admission",
+        "schedule",
+        "block_pool",
+        "prefix_cache",
+        "leases",
+        "handoff",
+        "autoscale",
+    ]
+    found = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for package in ALLOWED
+        for path in modules(package)
+        if path.stem in names
+    }
+    assert found - set(PURE) == set()
+
+
+def test_packages_say_nothing_in_their_init() -> None:
+    written = [path for package in OURS for path in modules(package) if path.name == "__init__.py" and path.read_text()]
+    assert written == []
+
+
+def test_every_package_is_installed_by_name() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for package in OURS
+        for path in (ROOT / package).rglob("__init__.py")
+    }
+    assert sorted(listed) == sorted(found)
+
+
+def assert_imports(names: list[str], *, blocked: list[str]) -> None:
+    """In a process of its own, in which every blocked name is missing."""
+    program = (
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        f"for name in {blocked!r}: sys.modules[name] = None\n"
+        f"for name in {names!r}: __import__(name)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
