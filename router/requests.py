@@ -46,6 +46,7 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True)
 class StopConditions:
     max_tokens: int | None = None
+    default_max_tokens: int | None = None  # where max_tokens is None: as many, or as the context leaves if fewer
     min_tokens: int = 0
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()

@@ -70,7 +70,7 @@ def resolve(request: GenerateRequest, prompt_token_ids: tuple[int, ...], model: 
     """`request` has passed `check`. Raises InvalidRequest, PromptTooLong."""
     _require(bool(prompt_token_ids), "the prompt is empty: it must have at least one token")
     check_token_ids(prompt_token_ids, model)
-    max_tokens = _max_tokens(len(prompt_token_ids), request.stop.max_tokens, model)
+    max_tokens = _max_tokens(len(prompt_token_ids), request.stop, model)
     _require(
         request.stop.min_tokens <= max_tokens,
         f"min_tokens is {request.stop.min_tokens}, more than the {max_tokens} tokens that may be generated",
@@ -110,15 +110,16 @@ def _check_stop(stop: StopConditions, model: ModelInfo) -> None:
     check_token_ids(stop.stop_token_ids, model)
 
 
-def _max_tokens(num_prompt_tokens: int, wanted: int | None, model: ModelInfo) -> int:
+def _max_tokens(num_prompt_tokens: int, stop: StopConditions, model: ModelInfo) -> int:
     room = model.max_model_len - num_prompt_tokens
     if room < 1:
         raise PromptTooLong(
             f"the prompt has {num_prompt_tokens} tokens; at most {model.max_model_len - 1} leave room for one more in a"
             f" context of {model.max_model_len}"
         )
+    wanted = stop.max_tokens
     if wanted is None:
-        return min(room, model.default_max_tokens or room)
+        return min(room, stop.default_max_tokens or model.default_max_tokens or room)
     if wanted > room:
         raise PromptTooLong(
             f"the prompt has {num_prompt_tokens} tokens and max_tokens is {wanted}: together more than the context of"

@@ -1,0 +1,113 @@
+"""Every refusal as an OpenAI client expects it: `{"error": {"message", "type", "param", "code"}}` and the right status.
+
+Names and statuses come from the one table in cluster/errors.py. Never shows a stack trace; what is our own fault is
+logged with the request's id and told as such.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from starlette.responses import Response
+
+from cluster.errors import (
+    InternalError,
+    InvalidRequest,
+    TandemError,
+    Unauthenticated,
+    UnsupportedField,
+    http_status,
+    openai_error_type,
+)
+
+_NOT_AN_OBJECT = ("missing", "model_type", "model_attributes_type", "dict_type")
+_MAX_TOLD = 5  # validation errors in one message
+_LOG = logging.getLogger("tandem.router.http")
+
+
+class BadField(InvalidRequest):
+    """An InvalidRequest about one field of the body."""
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class BadFieldName(UnsupportedField):
+    """A field that Tandem does not have."""
+
+    def __init__(self, param: str) -> None:
+        super().__init__(f"unsupported field {param!r}: leave it out")
+        self.param = param
+
+
+def json_bytes(value: object) -> bytes:
+    """Compact. Half a surrogate pair, which a client can send as an escape, goes back as one."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+
+
+def error_body(error: TandemError) -> dict[str, Any]:
+    return {
+        "error": {
+            "message": error.message,
+            "type": openai_error_type(error),
+            "param": getattr(error, "param", None),
+            "code": error.reason,
+        }
+    }
+
+
+def error_response(error: TandemError) -> Response:
+    headers: dict[str, str] = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
+    return Response(json_bytes(error_body(error)), http_status(error), headers, media_type="application/json")
+
+
+def status_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    """For what the HTTP layer itself refuses: no such path, wrong method, body too large."""
+    code = HTTPStatus(status).phrase.lower().replace(" ", "_")
+    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+    return Response(json_bytes(body), status, headers, media_type="application/json")
+
+
+def internal_error(error: Exception, request_id: str) -> InternalError:
+    """Logs what went wrong here; the client learns the id to ask with, and no more."""
+    _LOG.error("unhandled error", exc_info=error, extra={"request_id": request_id})
+    return InternalError(f"internal error; the router's log has it under request id {request_id}")
+
+
+def invalid_body(errors: Sequence[Mapping[str, Any]]) -> TandemError:
+    """From what pydantic found. A field that does not exist is told before anything else."""
+    for error in errors:
+        if error["type"] == "extra_forbidden":
+            return BadFieldName(_path(error["loc"]))
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
+    if _path(first["loc"]) == "" and first["type"] in _NOT_AN_OBJECT:
+        return InvalidRequest("the body must be a JSON object, sent with content-type: application/json")
+    told = "; ".join(_told(error) for error in errors[:_MAX_TOLD])
+    more = f" (and {len(errors) - _MAX_TOLD} more)" if len(errors) > _MAX_TOLD else ""
+    return BadField(told + more, _path(first["loc"]) or None)
+
+
+def _told(error: Mapping[str, Any]) -> str:
+    path, message = _path(error["loc"]), str(error["msg"]).removeprefix("Value error, ")
+    return f"{path}: {message}" if path else message
+
+
+def _path(location: Sequence[str | int]) -> str:
+    """('body', 'messages', 0, 'role') -> messages[0].role"""
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step != "body":
+            path += f".{step}" if path else step
+    return path

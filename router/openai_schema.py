@@ -1,0 +1,237 @@
+"""What an OpenAI client may send, field by field, and what it means here.
+
+Owns the rule that nothing is ignored: a field that Tandem does not have is refused by name, unless it is null or asks
+for what happens anyway. Ranges are checked by the pipeline, which gRPC shares.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+
+from cluster.errors import InvalidRequest
+from router.requests import (
+    ChatMessage,
+    ChatPrompt,
+    GenerateRequest,
+    Prompt,
+    SamplingParams,
+    StopConditions,
+    TextPrompt,
+    TokenPrompt,
+)
+
+MAX_PROMPTS = 128
+
+# Fields of other servers that Tandem does not have, with the values (besides null) that ask for nothing.
+_ASKS_FOR_NOTHING: Mapping[str, tuple[object, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "metadata": ({},),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+}
+_MESSAGE_ASKS_FOR_NOTHING: Mapping[str, tuple[object, ...]] = {
+    "name": (),
+    "refusal": (),
+    "audio": (),
+    "annotations": ([],),
+    "function_call": (),
+    "tool_calls": ([],),
+    "tool_call_id": (),
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    asks_for_nothing: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if not cls._is_nothing(name, value)}
+
+    @classmethod
+    def _is_nothing(cls, name: object, value: object) -> bool:
+        if name in cls.model_fields:
+            return value is None
+        neutral = cls.asks_for_nothing.get(name) if isinstance(name, str) else None
+        # `True == 1` in Python: a boolean is nothing only where a boolean is named.
+        return neutral is not None and (value is None or any(value == n and type(value) in _alike(n) for n in neutral))
+
+
+def _alike(neutral: object) -> tuple[type, ...]:
+    return (int, float) if type(neutral) is int else (type(neutral),)
+
+
+def _one_or_more(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _prompts(value: object) -> list[Prompt]:
+    """A string, strings, token ids, or lists of token ids. By hand: a union would report every token of a wrong one."""
+    if isinstance(value, str):
+        return [TextPrompt(value)]
+    if isinstance(value, list) and value:
+        if all(type(item) is int for item in value):
+            return [TokenPrompt(tuple(value))]
+        if all(isinstance(item, str) for item in value):
+            return _bounded([TextPrompt(item) for item in value])
+        if all(isinstance(item, list) and all(type(token) is int for token in item) for item in value):
+            return _bounded([TokenPrompt(tuple(item)) for item in value])
+    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+
+
+def _bounded(prompts: list[Prompt]) -> list[Prompt]:
+    if len(prompts) > MAX_PROMPTS:
+        raise ValueError(f"holds {len(prompts)} prompts; at most {MAX_PROMPTS} fit one request")
+    return prompts
+
+
+_PROMPT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": {"type": "integer"}},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+    ]
+}
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """`content` may be a list of text parts; they are joined by line ends."""
+
+    asks_for_nothing = _MESSAGE_ASKS_FOR_NOTHING
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[
+        list[TextPart], BeforeValidator(lambda v: [TextPart(type="text", text=v)] if isinstance(v, str) else v)
+    ]
+
+    def value(self) -> ChatMessage:
+        role = "system" if self.role == "developer" else self.role
+        return ChatMessage(role, "\n".join(part.text for part in self.content))
+
+
+class _Request(_Strict):
+    """What both endpoints have. Unset sampling fields take the model's generation_config.json."""
+
+    asks_for_nothing = _ASKS_FOR_NOTHING
+    default_max_tokens: ClassVar[int | None] = None
+
+    model: str = Field("", description="the name that /v1/models lists; empty: that one")
+    n: int = Field(1, description="continuations of each prompt")
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: int | None = None
+    temperature: float | None = Field(None, description="0 is greedy; up to 2")
+    top_p: float | None = Field(None, description="above 0, at most 1")
+    seed: int | None = Field(None, description="same seed, same prompt, same tokens")
+    stop: Annotated[list[str], BeforeValidator(_one_or_more)] = Field([], description="a string, or up to 16")
+    user: str | None = Field(None, description="accepted; changes nothing")
+    # What vLLM's clients know beyond OpenAI's fields.
+    top_k: int | None = Field(None, description="0 or -1 keeps all tokens")
+    min_p: float | None = Field(None, description="drops tokens less likely than this share of the likeliest")
+    min_tokens: int = Field(0, description="no end before this many tokens")
+    ignore_eos: bool = Field(False, description="go on past the model's own end")
+    stop_token_ids: list[int] = Field([], description="token ids that end the text like EOS")
+    return_token_ids: bool = Field(False, description="adds token_ids to every choice")
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Self:
+        if self.stream_options.include_usage and not self.stream:
+            raise ValueError("stream_options needs stream")
+        return self
+
+    def request(
+        self, prompt: Prompt, request_id: str, *, max_tokens: int | None, logprobs: int | None
+    ) -> GenerateRequest:
+        return GenerateRequest(
+            prompt=prompt,
+            request_id=request_id,
+            model=self.model,
+            sampling=SamplingParams(
+                temperature=self.temperature,
+                top_k=0 if self.top_k == -1 else self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                seed=self.seed,
+            ),
+            stop=StopConditions(
+                max_tokens=max_tokens,
+                default_max_tokens=self.default_max_tokens,
+                min_tokens=self.min_tokens,
+                ignore_eos=self.ignore_eos,
+                stop=tuple(self.stop),
+                stop_token_ids=tuple(self.stop_token_ids),
+            ),
+            n=self.n,
+            logprobs=logprobs,
+        )
+
+
+class CompletionRequest(_Request):
+    """Of /v1/completions. Choices are numbered over prompts first: prompt i's are i * n to i * n + n - 1."""
+
+    default_max_tokens = 16  # OpenAI's own
+
+    prompt: Annotated[list[Prompt], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+    logprobs: int | None = Field(None, description="log-probabilities of each token and of this many likeliest ones")
+
+    def requests(self, request_id: str) -> list[GenerateRequest]:
+        """One per prompt. The id goes to the only one as it is, to several with a number behind it."""
+        ids = [request_id] if len(self.prompt) == 1 else [f"{request_id}-{i}" for i in range(len(self.prompt))]
+        return [
+            self.request(prompt, one_id, max_tokens=self.max_tokens, logprobs=self.logprobs)
+            for prompt, one_id in zip(self.prompt, ids, strict=True)
+        ]
+
+
+class ChatCompletionRequest(_Request):
+    """Of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, description="the newer name of max_tokens")
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, description="needs logprobs; up to 20")
+
+    def requests(self, request_id: str) -> list[GenerateRequest]:
+        """The one request. Raises InvalidRequest for fields that contradict each other."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise InvalidRequest("max_tokens and max_completion_tokens mean the same; give one of them")
+        prompt = ChatPrompt(tuple(message.value() for message in self.messages))
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return [self.request(prompt, request_id, max_tokens=max_tokens, logprobs=logprobs)]
