@@ -129,6 +129,7 @@ class _Worker:
 
     def _figures(self) -> dict[str, float]:
         return self._counters.totals | {
+            "local_prefills": float(self.service.num_local_prefills),
             "imports": float(len(self.service.imports)),
             "block_bytes": float(self._block_bytes),
         }

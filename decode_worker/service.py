@@ -66,6 +66,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._live: dict[MemberId, set[int]] = {}
         self._arrivals: dict[tuple[MemberId, int], _Arrival] = {}
         self._draining = False
+        self.num_local_prefills = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -75,7 +76,9 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         job = self._checked(wire.decode_job_from_wire(request))
         self._live.setdefault(job.router, set()).update(s.handle for s in job.sequences)
         self._idle.clear()
+        self._telemetry.count("tandem_decode_starts_total", source="local" if job.signed_ticket is None else "handoff")
         if job.signed_ticket is None:
+            self.num_local_prefills += 1
             self._steps.post(commands.AdmitLocal(job))
         else:
             self.imports.start(job)

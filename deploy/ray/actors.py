@@ -24,7 +24,8 @@ class MemberProcess:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._draining = False
-        values = dict(settings, advertise_host=settings.get("advertise_host") or ray.util.get_node_ip_address())
+        node = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        values = {"advertise_host": node, **settings}
         self._thread = threading.Thread(target=self._run, args=(Role(role), values), name=role, daemon=True)
         self._thread.start()
 
@@ -38,7 +39,7 @@ class MemberProcess:
         return os.getpid()
 
     def drain(self, timeout_s: float) -> bool:
-        """Finishes the present work and ends the member; the actor stays until it is killed. False: it took too long."""
+        """Finishes the present work and ends the member; the actor stays until it is killed. False: too slow."""
         self._draining = True
         if self._loop is not None and self._stop is not None:
             self._loop.call_soon_threadsafe(self._stop.set)

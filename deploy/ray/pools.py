@@ -97,7 +97,10 @@ class RayPools:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group),
         }
         # No member id: a restarted actor must not fight with the lease of the one before it.
-        return ray.remote(MemberProcess).options(**options).remote(str(role), dict(settings))
+        actor: ActorHandle[MemberProcess] = (
+            ray.remote(MemberProcess).options(**options).remote(str(role), dict(settings))
+        )
+        return actor
 
     def _end(self, name: str) -> None:
         actor = self.actor(name)
