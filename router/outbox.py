@@ -16,9 +16,9 @@ from router.requests import ChoiceDelta
 class Outbox:
     """One request's. Filled by its story, emptied by its client."""
 
-    def __init__(self, on_put: Callable[[int], None], on_slow: Callable[[], None]) -> None:
+    def __init__(self, on_put: Callable[[int], None]) -> None:
         self._on_put = on_put
-        self._on_slow = on_slow
+        self._on_slow: list[Callable[[], object]] = []
         self._waiting: dict[int, list[ChoiceDelta]] = {}
         self._changed = asyncio.Event()
         self._ended = False
@@ -31,6 +31,10 @@ class Outbox:
             self._changed.set()
             self._count(len(delta.token_ids))
 
+    def on_slow(self, stop: Callable[[], object]) -> None:
+        """Called when the client is given up."""
+        self._on_slow.append(stop)
+
     def end(self) -> None:
         """Nothing more will be put."""
         self._ended = True
@@ -41,7 +45,8 @@ class Outbox:
         self._given_up = error
         self.clear()
         self._changed.set()
-        self._on_slow()
+        for stop in self._on_slow:
+            stop()
 
     def clear(self) -> None:
         self._waiting.clear()
@@ -73,9 +78,8 @@ class Outboxes:
         self._num_tokens = 0
 
     @contextmanager
-    def open(self, on_slow: Callable[[], None]) -> Iterator[Outbox]:
-        """`on_slow` is called once if the client is given up."""
-        outbox = Outbox(self._on_put, on_slow)
+    def open(self) -> Iterator[Outbox]:
+        outbox = Outbox(self._on_put)
         self._open.add(outbox)
         try:
             yield outbox

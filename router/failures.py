@@ -1,0 +1,85 @@
+"""How an attempt fails: on which leg, through whom, by which named reason, and what the client hears if it was last.
+
+Only failures that another attempt may cure become AttemptFailed; a request that is wrong stays wrong.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cluster.errors import (
+    DeadlineExceeded,
+    HandOffFailed,
+    HandOffReason,
+    InternalError,
+    InvalidRequest,
+    QueueFull,
+    TandemError,
+)
+from cluster.messages import MemberId
+from router.choice import OutOfOrder
+
+PREFILL, HANDOFF, DECODE = "prefill", "handoff", "decode"
+FIRST_TOKEN_MISMATCH = "first_token_mismatch"
+TOKEN_OUT_OF_ORDER = "token_out_of_order"
+_DECODE_SIDE = frozenset({HandOffReason.NOT_ENOUGH_BLOCKS, HandOffReason.IMPORTER_LOST})
+
+
+class AttemptFailed(Exception):
+    """`member` failed on `leg`; `error` is for the client if this was the last attempt."""
+
+    def __init__(self, leg: str, member: MemberId, reason: str, error: TandemError) -> None:
+        super().__init__(f"{leg} on {member}: {error.message}")
+        self.leg = leg
+        self.member = member
+        self.reason = reason
+        self.error = error
+
+    @property
+    def name(self) -> str:
+        """As ledgers know it."""
+        return f"{self.leg}_{self.reason}"
+
+    @property
+    def is_full_queue(self) -> bool:
+        return isinstance(self.error, QueueFull)
+
+    @property
+    def is_lost_exporter(self) -> bool:
+        """The decode worker could not reach `member`, or not any more."""
+        return self.leg == HANDOFF and self.reason == HandOffReason.EXPORTER_LOST
+
+
+@contextmanager
+def leg(name: str, member: MemberId) -> Iterator[None]:
+    """What goes wrong inside is the failure of this leg of the attempt."""
+    try:
+        yield
+    except (InvalidRequest, DeadlineExceeded):
+        raise
+    except TandemError as error:
+        raise AttemptFailed(name, member, error.reason, error) from error
+    except OutOfOrder as error:
+        raise AttemptFailed(name, member, TOKEN_OUT_OF_ORDER, InternalError(str(error))) from error
+
+
+def failed_sequences(
+    reason: str, detail: str, *, prefill: MemberId | None, decode: MemberId
+) -> AttemptFailed | TandemError:
+    """What a decode worker's SequenceFailed means. A hand-off has two sides: the reason says who is avoided next."""
+    if reason in HandOffReason.__members__.values():
+        handoff_reason = HandOffReason(reason)
+        by_decode = prefill is None or handoff_reason in _DECODE_SIDE
+        member = decode if by_decode or prefill is None else prefill
+        return AttemptFailed(HANDOFF, member, reason, HandOffFailed(handoff_reason, detail))
+    error = _kinds(TandemError).get(reason, InternalError)(detail)
+    if isinstance(error, InvalidRequest | DeadlineExceeded):
+        return error
+    return AttemptFailed(DECODE, decode, error.reason, error)
+
+
+def _kinds(base: type[TandemError]) -> dict[str, type[TandemError]]:
+    """Every kind by its reason; HandOffFailed has reasons of its own."""
+    kinds = {} if base is HandOffFailed else {base.reason: base}
+    for kind in base.__subclasses__():
+        kinds.update(_kinds(kind))
+    return kinds

@@ -1,0 +1,133 @@
+"""One admitted request while it is served: its choices, its account, its attempts, and the jobs that workers get.
+
+Owned by one story of the pipeline. Every token goes through `deliver`, so that what the client has and what a resumed
+attempt starts from are the same.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+from cluster.clock import Clock
+from cluster.errors import DeadlineExceeded
+from cluster.messages import DecodeJob, MemberId, PrefillJob, SampledToken, SequenceStart
+from router.choice import Choice
+from router.decode_stream import Started
+from router.ledger import LedgerRecorder, PhaseName
+from router.outbox import Outbox
+from router.requests import Usage
+from router.validation import ResolvedRequest
+
+
+class LiveRequest:
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        request: ResolvedRequest,
+        choices: Sequence[Choice],
+        deadline_s: float,
+        ledger: LedgerRecorder,
+        outbox: Outbox,
+        clock: Clock,
+    ) -> None:
+        self.request_id = request_id
+        self.request = request
+        self.choices = tuple(choices)
+        self.ledger = ledger
+        self.failed_members: set[MemberId] = set()
+        self._deadline_s = deadline_s
+        self._outbox = outbox
+        self._clock = clock
+        self._attempts = itertools.count(1)
+
+    @property
+    def usage(self) -> Usage:
+        completion_tokens = sum(choice.num_committed for choice in self.choices)
+        return Usage(len(self.request.prompt_token_ids), completion_tokens)
+
+    def next_attempt(self) -> int:
+        return next(self._attempts)
+
+    def time_left_s(self) -> float:
+        """For a remote call. Raises DeadlineExceeded."""
+        left_s = self._deadline_s - self._clock.now_s()
+        if left_s <= 0:
+            raise DeadlineExceeded("no time is left")
+        return left_s
+
+    def deliver(self, choice: Choice, index: int, token: SampledToken) -> None:
+        """To the client, exactly once. Raises OutOfOrder."""
+        self._outbox.put(choice.append(index, token))
+
+    def prefill_job(self, choices: Sequence[Choice], attempt: int, importer: MemberId | None) -> PrefillJob:
+        """`choices` share what they have committed."""
+        committed = choices[0].committed
+        assert all(choice.committed == committed for choice in choices)
+        return PrefillJob(
+            request_id=self.request_id,
+            attempt=attempt,
+            token_ids=self.request.prompt_token_ids + committed,
+            sampling=self.request.sampling,
+            stops=self.request.stops,
+            seeds=tuple(choice.seed for choice in choices),
+            num_committed=len(committed),
+            importer=importer,
+            timeout_s=self.time_left_s(),
+        )
+
+    def decode_job(
+        self, sequences: dict[int, Choice], attempt: int, router: MemberId, ticket: bytes | None
+    ) -> DecodeJob:
+        """`sequences`: handle -> choice. Without a ticket the prompt is prefilled on the decode worker."""
+        return DecodeJob(
+            request_id=self.request_id,
+            attempt=attempt,
+            router=router,
+            prompt_token_ids=self.request.prompt_token_ids,
+            sampling=self.request.sampling,
+            stops=self.request.stops,
+            sequences=tuple(
+                SequenceStart(handle, choice.seed, choice.committed) for handle, choice in sequences.items()
+            ),
+            signed_ticket=ticket,
+            timeout_s=self.time_left_s(),
+        )
+
+    def dispatched(self) -> None:
+        """Workers are being asked. A stream that was interrupted stays in `retry` until tokens flow again."""
+        if not self._has_tokens:
+            self._enter(PhaseName.PREFILL_QUEUE)
+
+    def prefilled(self, prefill_s: float, prefill: MemberId) -> None:
+        """First tokens are here; what the client waits for from now on is the transfer, unless other choices go on."""
+        self.ledger.member(str(prefill))
+        if not self._has_tokens:
+            self._enter(PhaseName.PREFILL, began_ago_s=prefill_s)
+        if self.ledger.phase is not PhaseName.DECODE:
+            self._enter(PhaseName.TRANSFER)
+
+    def started(self, started: Started, decode: MemberId) -> None:
+        """Sequences join the decode worker's batch; without first tokens their prefill begins there."""
+        self.ledger.member(str(decode))
+        self.ledger.moved(started.transport, started.kv_bytes)
+        if self.ledger.phase is PhaseName.TRANSFER:
+            self._enter(PhaseName.DECODE_QUEUE, began_ago_s=started.queue_s)
+            self._enter(PhaseName.DECODE)
+        elif not self._has_tokens:
+            self._enter(PhaseName.PREFILL)
+
+    def decoding(self) -> None:
+        """A token came from a decode worker."""
+        self._enter(PhaseName.DECODE)
+
+    def failed(self, reason: str, member: MemberId) -> None:
+        self.failed_members.add(member)
+        self.ledger.reason(reason)
+        self._enter(PhaseName.RETRY)
+
+    @property
+    def _has_tokens(self) -> bool:
+        return any(choice.num_committed for choice in self.choices)
+
+    def _enter(self, phase: PhaseName, *, began_ago_s: float = 0.0) -> None:
+        self.ledger.enter(phase, self._clock.now_s() - began_ago_s)

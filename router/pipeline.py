@@ -1,0 +1,275 @@
+"""The story of a request: tokenize, admit, choose workers, dispatch both legs, first token, decode's tokens, end.
+
+Retry, failover and cancellation live here and nowhere else. A token that a client was given stays: whatever fails after
+that, the next attempt starts from the prompt and the tokens committed. Never computes anything about a model.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from cluster.clock import Clock
+from cluster.errors import DeadlineExceeded, Draining, TandemError
+from cluster.messages import MemberId
+from cluster.telemetry import Telemetry
+from router.accounting import RequestAccount
+from router.admission import Admission
+from router.attempt import Attempt
+from router.choice import Choice
+from router.failures import AttemptFailed
+from router.fleet import Fleet
+from router.ledger import LedgerRecorder, PhaseName
+from router.live_request import LiveRequest
+from router.outbox import Outbox, Outboxes
+from router.placement import Placement, Policy, RequestFacts
+from router.requests import ChatPrompt, GenerateRequest, Output, Prompt, Summary, TextPrompt, TokenPrompt
+from router.running import all_of, running
+from router.tokenization import Tokenization
+from router.validation import ResolvedRequest, check, resolve
+
+_LOG = logging.getLogger("tandem.router.pipeline")
+_INLINE_CHARACTERS = 2048  # a longer text is tokenized off the event loop
+_COLOCATED = "colocated"
+_NO_PREFILL_WORKER = "no_prefill_worker"
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSettings:
+    request_timeout_s: float  # of a request that brings none
+    max_attempts: int  # in a row without a token from decode
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that came in, and where what happens to it is written down."""
+
+    request: GenerateRequest
+    request_id: str
+    ledger: LedgerRecorder
+    account: RequestAccount
+    outbox: Outbox
+
+
+class Pipeline:
+    def __init__(
+        self,
+        *,
+        router: MemberId,
+        tokenization: Tokenization,
+        admission: Admission,
+        policy: Policy,
+        fleet: Fleet,
+        outboxes: Outboxes,
+        settings: PipelineSettings,
+        clock: Clock,
+        telemetry: Telemetry,
+    ) -> None:
+        self._router = router
+        self._tokenization = tokenization
+        self._model = tokenization.model_info
+        self._admission = admission
+        self._policy = policy
+        self._fleet = fleet
+        self._outboxes = outboxes
+        self._settings = settings
+        self._clock = clock
+        self._telemetry = telemetry
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self.num_live = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """A request that came now would be served."""
+        return self._fleet.is_ready and not self._draining
+
+    async def drain(self) -> None:
+        """Takes no new request; returns when the present ones have ended."""
+        self._draining = True
+        await self._idle.wait()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
+        """The request's stream; its last output has the summary. Closing it early cancels the request on every worker.
+        Raises TandemError, at any point."""
+        with self._arrival(request) as arrival:
+            async with running(self._serve(arrival)) as story:
+                arrival.outbox.on_slow(story.cancel)
+                while deltas := await arrival.outbox.take():
+                    arrival.ledger.token_handed_over(self._clock.now_s())
+                    arrival.account.handed_over(deltas, self._clock.now_s())
+                    yield Output(arrival.request_id, deltas)
+                live = await story
+            yield Output(arrival.request_id, summary=Summary(live.usage, arrival.ledger.ledger(self._clock.now_s())))
+
+    async def _serve(self, arrival: Arrival) -> LiveRequest:
+        """The story itself, from arrival to the last token in the outbox."""
+        ledger = arrival.ledger
+        try:
+            timeout_s = self._checked(arrival.request)
+            deadline_s = self._clock.now_s() + timeout_s
+            async with asyncio.timeout(timeout_s):
+                prompt_token_ids = await self._tokenize(arrival.request.prompt)
+                ledger.enter(PhaseName.ADMIT, self._clock.now_s())
+                resolved = resolve(arrival.request, prompt_token_ids, self._model)
+                with self._admitted(arrival.request_id):
+                    arrival.account.admitted(len(prompt_token_ids))
+                    live = self._live_request(arrival, resolved, deadline_s)
+                    await self._complete(live, live.choices)
+                    return live
+        except (TimeoutError, DeadlineExceeded) as error:
+            raise DeadlineExceeded(
+                f"the request's {timeout_s:g} s passed in phase {ledger.phase}; allow more, or ask for less"
+            ) from error
+        finally:
+            ledger.end(self._clock.now_s())
+            arrival.outbox.end()
+
+    async def _tokenize(self, prompt: Prompt) -> tuple[int, ...]:
+        match prompt:
+            case TokenPrompt(token_ids):
+                return token_ids
+            case TextPrompt(text):
+                if len(text) <= _INLINE_CHARACTERS:
+                    return self._tokenization.encode(text)
+                return await asyncio.to_thread(self._tokenization.encode, text)
+            case ChatPrompt(messages):
+                return await asyncio.to_thread(self._tokenization.encode_chat, messages)
+
+    async def _complete(self, live: LiveRequest, choices: Sequence[Choice]) -> None:
+        """Attempt after attempt, until every one of `choices` has ended. Raises TandemError when none is left."""
+        tries, local_reason = 0, ""
+        while choices := [choice for choice in choices if not choice.ended]:
+            if len(groups := _by_committed(choices)) > 1:  # a prefill takes one prompt: each group goes its own way
+                await all_of(self._complete(live, group) for group in groups)
+                return
+            num_committed = sum(choice.num_committed for choice in choices)
+            placement = await self._choose(live, choices)
+            try:
+                await self._attempt(live, choices, placement, local_reason)
+            except AttemptFailed as failure:
+                self._note(live, failure)
+                num_gained = sum(choice.num_committed for choice in choices) - num_committed
+                tries = 1 if num_gained > len(choices) else tries + 1  # more than prefill's own: decode worked
+                if tries >= self._settings.max_attempts:
+                    raise failure.error from failure
+                local_reason = failure.name if self._is_last_resort(tries, failure, choices) else ""
+
+    async def _choose(self, live: LiveRequest, choices: Sequence[Choice]) -> Placement:
+        """Waits for a worker while there is none."""
+        facts = RequestFacts(
+            num_prompt_tokens=len(live.request.prompt_token_ids) + choices[0].num_committed,
+            max_tokens=choices[0].num_missing,
+            num_choices=len(choices),
+            avoid=frozenset(live.failed_members),
+        )
+        while True:
+            placement = self._policy.choose(self._fleet.prefill_loads(), self._fleet.decode_loads(), facts)
+            if placement is not None:
+                return placement
+            await self._fleet.changed()
+
+    async def _attempt(
+        self, live: LiveRequest, choices: Sequence[Choice], placement: Placement, local_reason: str
+    ) -> None:
+        """One try at both legs. Raises AttemptFailed; what the client has by then is committed."""
+        attempt = Attempt(live, choices, fleet=self._fleet, router=self._router)
+        if placement.prefill is None or local_reason:
+            self._note_local(live, local_reason)
+            await attempt.on_decode(placement.decode)
+        elif choices[0].num_missing == 1:
+            await attempt.first_token_only(placement.prefill)
+        else:
+            await attempt.hand_over(placement.prefill, placement.decode)
+
+    def _note(self, live: LiveRequest, failure: AttemptFailed) -> None:
+        live.failed(failure.name, failure.member)
+        self._telemetry.count("tandem_retries_total", leg=failure.leg, reason=failure.reason)
+        if failure.is_lost_exporter:
+            self._fleet.doubt(failure.member)
+        _LOG.warning("attempt failed: %s", failure, extra={"request_id": live.request_id, "reason": failure.name})
+
+    def _note_local(self, live: LiveRequest, reason: str) -> None:
+        """Where there was never a prefill worker, prefill on decode is the way it works; else it is a fallback."""
+        if not reason:
+            reason = _NO_PREFILL_WORKER if self._fleet.has_prefill_pool else _COLOCATED
+        self._telemetry.count("tandem_local_prefills_total", reason=reason)
+        if reason != _COLOCATED:
+            live.ledger.reason(reason)
+
+    def _is_last_resort(self, tries: int, failure: AttemptFailed, choices: Sequence[Choice]) -> bool:
+        """The last try does without a hand-off, so that a broken prefill pool costs time, not the request. A client
+        that has nothing yet and meets full queues is better told to come back."""
+        has_tokens = any(choice.num_committed for choice in choices)
+        return tries == self._settings.max_attempts - 1 and (has_tokens or not failure.is_full_queue)
+
+    def _checked(self, request: GenerateRequest) -> float:
+        """The request's timeout. Raises TandemError before anything is spent on it."""
+        if self._draining:
+            raise Draining("this router is leaving; try another")
+        check(request, self._model)
+        return request.timeout_s if request.timeout_s is not None else self._settings.request_timeout_s
+
+    def _live_request(self, arrival: Arrival, request: ResolvedRequest, deadline_s: float) -> LiveRequest:
+        stop, min_tokens = request.stop_strings, request.stops.min_tokens
+        return LiveRequest(
+            request_id=arrival.request_id,
+            request=request,
+            choices=[
+                Choice(number, request, self._tokenization.text_stream(stop, min_tokens))
+                for number in range(len(request.seeds))
+            ],
+            deadline_s=deadline_s,
+            ledger=arrival.ledger,
+            outbox=arrival.outbox,
+            clock=self._clock,
+        )
+
+    @contextmanager
+    def _admitted(self, request_id: str) -> Iterator[None]:
+        self._admission.admit(request_id)
+        try:
+            yield
+        finally:
+            self._admission.release(request_id, self._clock.now_s())
+
+    @contextmanager
+    def _arrival(self, request: GenerateRequest) -> Iterator[Arrival]:
+        """Whatever its end, a request is counted once."""
+        request_id = request.request_id or f"req-{secrets.token_hex(12)}"
+        ledger = LedgerRecorder(self._clock.now_s())
+        account = RequestAccount(self._telemetry)
+        outcome = "cancelled"
+        self._change_live(+1)
+        try:
+            with self._outboxes.open() as outbox:
+                yield Arrival(request, request_id, ledger, account, outbox)
+            outcome = "ok"
+        except TandemError as error:
+            outcome = error.reason
+            raise
+        except Exception:
+            outcome = "internal"
+            raise
+        finally:
+            account.ended(outcome, ledger.ledger(self._clock.now_s()))
+            self._change_live(-1)
+            _LOG.info("request ended", extra={"request_id": request_id, "outcome": outcome})
+
+    def _change_live(self, change: int) -> None:
+        self.num_live += change
+        self._telemetry.gauge("tandem_requests_live", self.num_live)
+        if self.num_live:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+
+def _by_committed(choices: Sequence[Choice]) -> list[list[Choice]]:
+    groups: dict[tuple[int, ...], list[Choice]] = {}
+    for choice in choices:
+        groups.setdefault(choice.committed, []).append(choice)
+    return list(groups.values())
