@@ -19,15 +19,15 @@ END_OF_TEXT_ID = 0
 VOCAB_SIZE = 1024
 CONTEXT = 1024
 
-# Left out: test suites (half of the bytes, mostly assertion tables and deliberately broken sources), generated
-# character tables, and what is installed beside the library rather than part of it.
+# Left out: test suites (half of the bytes, mostly assertion tables and deliberately broken sources),
+# generated character tables, and what is installed beside the library rather than part of it.
 _SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "site-packages", "encodings", "pydoc_data", "idle_test", "__pycache__"}
 )
 _HELD_OUT_ONE_IN = 20
 
-# A newline takes the whole indentation after it, so a prompt ending in an indent is cut exactly as in training;
-# snake_case falls apart at its underscores, so names unseen as a whole are made of pieces that were seen.
+# A newline takes the whole indentation after it, so a prompt ending in an indent is cut exactly as in
+# training; snake_case falls apart at its underscores, so unseen names are made of pieces that were seen.
 _SPLIT = r"\n[\n ]*| ?_*\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 # Messages become Python comments: the model has read nothing else, and this way it has read everything here.
@@ -48,7 +48,7 @@ class Corpus:
 
 
 def read_corpus() -> Corpus:
-    """Every source file of the standard library; one in twenty, chosen by its path's hash, is held out whole."""
+    """The standard library's sources; one file in twenty, chosen by its path's hash, is held out whole."""
     root = Path(sysconfig.get_path("stdlib"))
     train: list[str] = []
     held_out: list[str] = []
@@ -81,7 +81,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    wrapped = PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,

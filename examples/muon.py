@@ -1,7 +1,7 @@
 """Muon: momentum whose every update is made near-orthogonal. For weight matrices between hidden layers only.
 
-Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). torch.optim.Muon runs its
-iteration in bfloat16, which is emulated and slow on processors without bfloat16 units; this one stays in float32.
+Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). torch.optim.Muon
+iterates in bfloat16, which is slow on processors without bfloat16 units; this one stays in float32.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,9 @@ import torch
 class Muon:
     """Owns one momentum buffer per matrix; the learning rate is an argument of each step."""
 
-    def __init__(self, matrices: Iterable[torch.nn.Parameter], *, momentum: float, weight_decay: float) -> None:
+    def __init__(
+        self, matrices: Iterable[torch.nn.Parameter], *, momentum: float, weight_decay: float
+    ) -> None:
         self._matrices = list(matrices)
         self._buffers = [torch.zeros_like(matrix) for matrix in self._matrices]
         self._momentum = momentum
@@ -32,7 +34,7 @@ class Muon:
 def _orthogonal(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
     """The nearest orthogonal matrix, roughly: a quintic Newton-Schulz iteration on the singular values."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = update / (update.norm() + 1e-7)
+    x: torch.Tensor = update / (update.norm() + 1e-7)
     tall = x.shape[0] > x.shape[1]
     if tall:
         x = x.T

@@ -29,7 +29,7 @@ class KneserNey:
             self._tables.insert(0, _table(grams, counts, vocab_size))
 
     def log_probs(self, tokens: Ids) -> Floats:
-        """Natural log-probability of each token that has a full context.  # [tokens] -> [tokens - order + 1]"""
+        """Natural log-probability of each token with a full context.  # [tokens] -> [tokens - order + 1]"""
         keys = _keys(tokens, self._order, self._vocab_size)
         p = np.full(len(keys), 1.0 / self._vocab_size)
         for length, table in enumerate(self._tables, start=1):
@@ -40,7 +40,7 @@ class KneserNey:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """One order. `share` is a gram's discounted share of its context, `backoff` what the context gives away."""
+    """One order: `share` is a gram's discounted share of its context, `backoff` what the context gives."""
 
     vocab_size: int
     grams: Ids  # [grams], sorted
@@ -78,10 +78,11 @@ def _discounts(counts: Ids) -> Floats:
     """What a gram seen 0, 1, 2, or 3 and more times gives away (Chen and Goodman, equation 26)."""
     seen = [int(np.count_nonzero(counts == times)) for times in range(1, 5)]
     if min(seen) == 0:
-        return np.array([0.0, 0.5, 0.5, 0.5])  # too little text (or unigrams) to estimate: absolute discounting
+        return np.array([0.0, 0.5, 0.5, 0.5])  # too little text to estimate from
     y = seen[0] / (seen[0] + 2 * seen[1])
     found = [times - (times + 1) * y * seen[times] / seen[times - 1] for times in (1, 2, 3)]
-    return np.clip(np.array([0.0, *found]), 0.0, [0.0, 1.0, 2.0, 3.0])
+    clipped: Floats = np.clip(np.array([0.0, *found]), 0.0, [0.0, 1.0, 2.0, 3.0])
+    return clipped
 
 
 def _look_up(keys: Ids, values: Floats, wanted: Ids, *, missing: float) -> Floats:

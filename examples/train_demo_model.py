@@ -19,14 +19,15 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from demo_corpus import CONTEXT, END_OF_TEXT_ID, VOCAB_SIZE, read_corpus, token_stream, train_tokenizer
+from demo_evaluation import evaluate, ngram_loss, predict
+from demo_report import CurvePoint, curve_row, draw_curve, evaluation_report
 from muon import Muon
-from ngram import KneserNey
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 SEED = 17
 BATCH_TOKENS = 2048
 SHORT_SEQUENCE = 256
-LONG_FROM = 0.70  # share of the time after which sequences fill the context, so that every position is trained
+LONG_FROM = 0.70  # share of the time after which sequences fill the context: every position gets trained
 DECAY_FROM = 0.45
 WARMUP_STEPS = 40
 MATRIX_LR = 0.02
@@ -34,21 +35,10 @@ VECTOR_LR = 4e-3
 # Weighs the predicted distribution's own entropy into the loss once the sequences are long: sharper
 # distributions, so greedy decoding meets fewer near-ties, for about a hundredth of a nat of held-out loss.
 ENTROPY_WEIGHT = 0.1
-NGRAM_ORDER = 5
 CURVE_SECONDS = 60.0
 CURVE_WINDOWS = 12
-NEAR_TIE = 0.1
 
 Ids = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class CurvePoint:
-    step: int
-    tokens: int
-    seconds: float
-    train_loss: float
-    held_out_loss: float  # over the first CURVE_WINDOWS windows only
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +47,8 @@ class Training:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    loss: float
-    median_margin: float  # top-1 logit minus top-2 logit
-    near_ties: float  # share of positions whose margin is below NEAR_TIE
-    accuracy: float
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("--minutes", type=float, default=35.0)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -104,6 +86,7 @@ def main() -> None:
         "curve": [curve_row(point) for point in training.curve],
     }
     (out / "training.json").write_text(json.dumps(report, indent=1) + "\n")
+    draw_curve(out)
     print(json.dumps({key: report[key] for key in ("evaluation", "corpus", "training")}, indent=1))
 
 
@@ -121,12 +104,14 @@ def build_model() -> LlamaForCausalLM:
         eos_token_id=END_OF_TEXT_ID,
     )
     model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(bos_token_id=END_OF_TEXT_ID, eos_token_id=END_OF_TEXT_ID)
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        bos_token_id=END_OF_TEXT_ID, eos_token_id=END_OF_TEXT_ID
+    )
     return model
 
 
 def fit(model: LlamaForCausalLM, train: Ids, held_out: Ids, *, seconds: float, out: Path) -> Training:
-    """Trains until `seconds` have passed; every point of the curve also leaves a loadable checkpoint in `out`."""
+    """Trains until `seconds` have passed; every point of the curve leaves a loadable checkpoint in `out`."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     vectors = [model.model.embed_tokens.weight, *(p for p in model.parameters() if p.ndim == 1)]
     muon = Muon(matrices, momentum=0.95, weight_decay=0.1)
@@ -143,7 +128,7 @@ def fit(model: LlamaForCausalLM, train: Ids, held_out: Ids, *, seconds: float, o
         cross_entropy = F.cross_entropy(logits, targets)
         loss = cross_entropy + ENTROPY_WEIGHT * mean_entropy(logits) if is_long else cross_entropy
         model.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(vectors, 1.0)
         scale = min(1.0, (step + 1) / WARMUP_STEPS, (1 - passed) / (1 - DECAY_FROM))
         for group in adam.param_groups:
@@ -174,42 +159,9 @@ def batches(tokens: Ids, length: int) -> Iterator[torch.Tensor]:
             yield torch.from_numpy(np.stack([tokens[start : start + length + 1] for start in chosen]))
 
 
-def predict(model: LlamaForCausalLM, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Next-token logits and what came next.  # [sequences, length + 1] -> [tokens, vocab], [tokens]"""
-    logits = model(input_ids=windows[:, :-1], use_cache=False).logits
-    return logits.flatten(0, 1), windows[:, 1:].flatten()
-
-
 def mean_entropy(logits: torch.Tensor) -> torch.Tensor:
     log_p = logits.log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1).mean()
-
-
-@torch.no_grad()
-def evaluate(model: LlamaForCausalLM, tokens: Ids) -> Evaluation:
-    """Each token once, in adjoining windows of the full context; the last one is shorter."""
-    losses, margins, hits = [], [], []
-    for start in range(0, len(tokens) - 1, CONTEXT):
-        window = torch.from_numpy(tokens[start : start + CONTEXT + 1])[None]
-        logits, targets = predict(model, window)
-        top = logits.topk(2, dim=-1)
-        losses.append(F.cross_entropy(logits, targets, reduction="none"))
-        margins.append(top.values[:, 0] - top.values[:, 1])
-        hits.append(top.indices[:, 0] == targets)
-    margin = torch.cat(margins)
-    return Evaluation(
-        loss=torch.cat(losses).mean().item(),
-        median_margin=margin.median().item(),
-        near_ties=(margin < NEAR_TIE).float().mean().item(),
-        accuracy=torch.cat(hits).float().mean().item(),
-    )
-
-
-def ngram_loss(train: Ids, held_out: Ids) -> float:
-    """Over the same targets as `evaluate`, with the full history even where a window of the model begins."""
-    history = np.full(NGRAM_ORDER - 2, END_OF_TEXT_ID)
-    model = KneserNey(np.concatenate([history, train]), order=NGRAM_ORDER, vocab_size=VOCAB_SIZE)
-    return float(-model.log_probs(np.concatenate([history, held_out])).mean())
 
 
 def curve_point(
@@ -221,34 +173,11 @@ def curve_point(
     return point
 
 
-def curve_row(point: CurvePoint) -> dict[str, float]:
-    return {
-        "step": point.step,
-        "tokens": point.tokens,
-        "seconds": round(point.seconds, 1),
-        "train_loss": round(point.train_loss, 4),
-        "held_out_loss": round(point.held_out_loss, 4),
-    }
-
-
-def evaluation_report(evaluation: Evaluation, ngram: float) -> dict[str, float | str]:
-    return {
-        "held_out_loss": round(evaluation.loss, 4),
-        "ngram_held_out_loss": round(ngram, 4),
-        "ngram": f"{NGRAM_ORDER}-gram, interpolated modified Kneser-Ney",
-        "unit": "nats per token",
-        "median_top1_margin": round(evaluation.median_margin, 4),
-        "near_tie_share": round(evaluation.near_ties, 4),
-        "near_tie_below": NEAR_TIE,
-        "top1_accuracy": round(evaluation.accuracy, 4),
-    }
-
-
 def save(model: LlamaForCausalLM, out: Path) -> None:
     rounded = LlamaForCausalLM(model.config)
     rounded.load_state_dict(model.state_dict())
     rounded.generation_config = model.generation_config
-    rounded.to(torch.bfloat16).save_pretrained(out)
+    rounded.bfloat16().save_pretrained(out)
 
 
 if __name__ == "__main__":
