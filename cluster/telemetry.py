@@ -89,25 +89,3 @@ class Telemetry:
                 return (_OVERFLOW,) * len(values)
             known.add(values)
         return values
-
-
-class TransferTelemetry:
-    """What kvtransfer counts, as figures of Telemetry."""
-
-    def __init__(self, telemetry: Telemetry) -> None:
-        self._telemetry = telemetry
-
-    def handoff(self, *, side: str, transport: str, outcome: str, reason: str) -> None:
-        self._telemetry.count("tandem_handoffs_total", side=side, transport=transport, outcome=outcome, reason=reason)
-
-    def moved(self, *, transport: str, num_bytes: int) -> None:
-        self._telemetry.count("tandem_kv_bytes_total", num_bytes, transport=transport)
-
-    def digest_failure(self, *, transport: str) -> None:
-        self._telemetry.count("tandem_digest_failures_total", transport=transport)
-
-    def quarantined(self, change: int) -> None:
-        self._telemetry.shift("tandem_quarantined_blocks", change)
-
-    def lease_lapse(self) -> None:
-        self._telemetry.count("tandem_lease_lapses_total")

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.logs import configure_logs
 from cluster.metrics import METRICS, Kind
-from cluster.telemetry import Telemetry, TransferTelemetry
+from cluster.telemetry import Telemetry
 
 
 def test_what_was_counted_is_what_prometheus_reads() -> None:
@@ -60,17 +60,10 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
         assert list(metric.buckets) == sorted(set(metric.buckets)), name
 
 
-def test_a_hand_offs_figures_have_their_places() -> None:
+def test_a_gauge_can_be_set_and_moved() -> None:
     telemetry = Telemetry()
-    transfer = TransferTelemetry(telemetry)
-    transfer.handoff(side="importer", transport="shm", outcome="ok", reason="")
-    transfer.moved(transport="shm", num_bytes=4096)
-    transfer.digest_failure(transport="shm")
-    transfer.quarantined(3)
-    transfer.quarantined(-1)
-    transfer.lease_lapse()
-    assert telemetry.value("tandem_handoffs_total", side="importer", transport="shm", outcome="ok", reason="") == 1
-    assert telemetry.value("tandem_kv_bytes_total", transport="shm") == 4096
+    telemetry.gauge("tandem_quarantined_blocks", 3)
+    telemetry.shift("tandem_quarantined_blocks", -1)
     assert telemetry.value("tandem_quarantined_blocks") == 2
 
 
