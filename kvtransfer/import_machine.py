@@ -1,0 +1,567 @@
+"""The importer's side of one hand-off: one attempt, from Attach to blocks that may be decoded, or to none. Pure.
+
+Owns which blocks were offered, read and verified, and what may happen to the local ones. Never touches blocks, sockets
+or the pool; the driver does.
+
+    ATTACHING --accepted--> RESERVING --reserved--> PULLING --all verified--> SETTLING --settled, valid--> ADMITTED
+        |                       |                      |                         |
+        +-----------------------+----- any failure ----+----- or cancel ---------+-----> DRAINING --quiet--> ENDED
+
+What is offered before the reservation is remembered. Blocks are numbered by place: the prompt's full blocks in order,
+then one tail per choice. One read is in flight at a time.
+
+A failure shows at once: `GiveUp` tells the request, `Discard` gives the blocks back, except those that the read in
+flight may still write to, which go to quarantine. DRAINING lasts until that read is proven quiet, by its completion or
+by the destruction of the channel; then `Quiet`, and `Settle` if the exporter still waits for one: settling means that
+nobody reads any more.
+
+Events                                             what it means
+    FromExporter(message)                          Accepted, Refused, Sealed, Finished, Failed or Settled
+    Reserved(block_ids, num_cached)                the pool gave them; the first num_cached hold their content already
+    Unreservable()                                 the pool never can
+    ReadCompleted(read_id, digests)                written and visible; digests of the local copies, in order
+    ReadFailed(read_id, detail)                    an error: it may still write
+    ChannelDestroyed()                             nothing can write any more
+    Cancel()                                       the request does not need it
+    CallEnded()                                    the stream to the exporter is gone
+    Tick()                                         give one at `next_deadline_s`
+Actions                                            what the driver does
+    Send(message)                                  Attach, Renew or Settle
+    Reserve(num_blocks)                            commands.Reserve; the answer is an event
+    StartRead(read_id, remote, local)              opens the channel first; an error there is a ReadFailed
+    DestroyChannel()                               ends in ChannelDestroyed
+    Discard(quarantined)                           commands.Discard, once, if Reserve was asked; Reserved may still come
+    Quiet(block_ids)                               commands.Quiet
+    GiveUp(reason, detail)                         once: the request hears it now, the machine goes on until ENDED
+    Admit(sealed, tails, first_tokens)             once: the blocks are good, and the request's
+    ReportUnhealthy()                              destroying the channel did not end within quarantine_s
+    Close()                                        the last: half-close the call after what was sent; the channel is
+                                                   quiet: release it, unless destroyed
+"""
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from cluster.errors import HandOffReason
+from cluster.messages import Epoch
+from kvtransfer.handoff import (
+    GUARDS,
+    Accepted,
+    Attach,
+    ExporterMessage,
+    Failed,
+    Finished,
+    FirstToken,
+    Guards,
+    ImporterMessage,
+    Outcome,
+    Refused,
+    RemoteBlock,
+    Renew,
+    Sealed,
+    Settle,
+    Settled,
+    illegal,
+    remembered,
+)
+
+
+class ImportPhase(StrEnum):
+    ATTACHING = "attaching"
+    RESERVING = "reserving"
+    PULLING = "pulling"
+    SETTLING = "settling"
+    DRAINING = "draining"
+    ADMITTED = "admitted"
+    ENDED = "ended"
+
+
+_MOVES = {
+    ImportPhase.ATTACHING: {ImportPhase.RESERVING, ImportPhase.DRAINING},
+    ImportPhase.RESERVING: {ImportPhase.PULLING, ImportPhase.DRAINING},
+    ImportPhase.PULLING: {ImportPhase.SETTLING, ImportPhase.DRAINING},
+    ImportPhase.SETTLING: {ImportPhase.ADMITTED, ImportPhase.DRAINING},
+    ImportPhase.DRAINING: {ImportPhase.ENDED},
+    ImportPhase.ADMITTED: set[ImportPhase](),
+    ImportPhase.ENDED: set[ImportPhase](),
+}
+_NEVER_S = float("inf")
+_OVER = (ImportPhase.DRAINING, ImportPhase.ADMITTED, ImportPhase.ENDED)  # the request has its answer
+
+
+@dataclass(frozen=True, slots=True)
+class FromExporter:
+    message: ExporterMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    block_ids: tuple[int, ...]
+    num_cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Unreservable:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCompleted:
+    read_id: int
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFailed:
+    read_id: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelDestroyed:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    pass
+
+
+Event = (
+    FromExporter | Reserved | Unreservable | ReadCompleted | ReadFailed | ChannelDestroyed | Cancel | CallEnded | Tick
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    message: ImporterMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartRead:
+    read_id: int
+    remote_block_ids: tuple[int, ...]
+    local_block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DestroyChannel:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    quarantined: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    block_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    reason: HandOffReason
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    sealed_block_ids: tuple[int, ...]
+    tail_block_ids: tuple[int, ...]
+    first_tokens: tuple[FirstToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportUnhealthy:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    pass
+
+
+Action = Send | Reserve | StartRead | DestroyChannel | Discard | Quiet | GiveUp | Admit | ReportUnhealthy | Close
+Step = tuple["Import", tuple[Action, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class ImportPlan:
+    """What the request itself says about the KV it is to receive, and how long each wait may take."""
+
+    epoch: Epoch
+    num_sealed: int  # full blocks of the prompt
+    num_choices: int
+    num_tail_valid: int  # tokens in the partly filled last block; 0: there is none
+    num_tokens: int
+    prompt_hash: bytes
+    attach_timeout_s: float  # for Accepted
+    read_timeout_s: float  # for one read
+    quarantine_s: float  # for a dead read to end by itself, then for the destruction of its channel
+    timeout_s: float  # for the hand-off as a whole
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_sealed + (self.num_choices if self.num_tail_valid else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The read in flight."""
+
+    read_id: int
+    places: tuple[int, ...]
+    deadline_s: float | None  # None: it is dead already
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One attempt. Sets of places are frozensets; `offered` has a hole for what was not announced yet."""
+
+    plan: ImportPlan
+    deadline_s: float  # of the hand-off as a whole; in DRAINING: of the wait for quiet
+    phase: ImportPhase = ImportPhase.ATTACHING
+    wait_until_s: float | None = None  # ATTACHING: for Accepted; SETTLING: for Settled
+    lease_s: float = 0.0  # as the exporter told
+    renew_at_s: float | None = None
+    offered: tuple[RemoteBlock | None, ...] = ()  # by place
+    finished: Finished | None = None
+    num_asked: int = 0  # blocks asked of the pool
+    local_block_ids: tuple[int, ...] = ()  # by place
+    verified: frozenset[int] = frozenset()
+    pulled_again: frozenset[int] = frozenset()
+    reading: Reading | None = None
+    num_reads: int = 0
+    is_connected: bool = True  # the call stands, and Settle has not been sent on it
+    is_destroying: bool = False
+    failure: HandOffReason | None = None
+    history: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more will happen: forget it."""
+        return self.phase in (ImportPhase.ADMITTED, ImportPhase.ENDED)
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When to Tick, at the latest. None: nothing is waited for, or (in DRAINING) the worker must restart."""
+        if self.is_over:
+            return None
+        deadlines = [self.deadline_s, self.wait_until_s, self.renew_at_s]
+        deadlines.append(self.reading.deadline_s if self.reading else None)
+        return min(
+            (deadline_s for deadline_s in deadlines if deadline_s is not None and deadline_s != _NEVER_S), default=None
+        )
+
+
+def begin(plan: ImportPlan, now_s: float) -> Step:
+    """The first state of an attempt."""
+    state = Import(
+        plan,
+        deadline_s=now_s + plan.timeout_s,
+        wait_until_s=now_s + plan.attach_timeout_s,
+        offered=(None,) * plan.num_blocks,
+    )
+    return state, (Send(Attach(plan.epoch)),)
+
+
+def advance(state: Import, event: Event, now_s: float, guards: Guards = GUARDS) -> Step:
+    """One event. Raises IllegalMove when the driver broke the order that the docstring tells."""
+    state = _remember(state, event)
+    match event:
+        case FromExporter(message):
+            if state.phase in _OVER or not guards.same_epoch(state.plan.epoch, message.epoch):
+                return state, ()
+            return _hear(state, message, now_s, guards)
+        case Reserved(block_ids, num_cached):
+            return _reserved(state, block_ids, num_cached, now_s, guards)
+        case Unreservable():
+            return _give_up(state, now_s, guards, HandOffReason.NOT_ENOUGH_BLOCKS)
+        case ReadCompleted(read_id, digests):
+            return _completed(state, read_id, digests, now_s, guards)
+        case ReadFailed(read_id, detail):
+            return _read_failed(state, read_id, detail, now_s, guards)
+        case ChannelDestroyed():
+            return _destroyed(state, now_s, guards)
+        case Cancel():
+            return _give_up(state, now_s, guards, HandOffReason.CANCELLED)
+        case CallEnded():
+            return _give_up(replace(state, is_connected=False), now_s, guards, HandOffReason.EXPORTER_LOST)
+        case Tick():
+            return _tick(state, now_s, guards)
+
+
+def _hear(state: Import, message: ExporterMessage, now_s: float, guards: Guards) -> Step:
+    match message:
+        case Accepted():
+            return _accepted(state, message, now_s, guards)
+        case Refused(_, reason, detail):
+            return _give_up(replace(state, is_connected=False), now_s, guards, reason, detail)
+        case Sealed():
+            return _offered(state, message, now_s, guards)
+        case Finished():
+            return _finished(state, message, now_s, guards)
+        case Failed(_, reason, detail):
+            return _give_up(state, now_s, guards, reason, detail)
+        case Settled(_, valid):
+            return _settled(state, valid, now_s, guards)
+
+
+def _accepted(state: Import, message: Accepted, now_s: float, guards: Guards) -> Step:
+    if state.phase is not ImportPhase.ATTACHING:
+        return state, ()  # the same one, twice
+    state = replace(
+        _to(state, ImportPhase.RESERVING),
+        wait_until_s=None,
+        lease_s=message.lease_s,
+        renew_at_s=now_s + message.lease_s / 3,
+    )
+    return _go_on(state, now_s, guards)
+
+
+def _offered(state: Import, message: Sealed, now_s: float, guards: Guards) -> Step:
+    places = range(message.first_index, message.first_index + len(message.blocks))
+    if places.start < 0 or places.stop > state.plan.num_sealed:
+        return _give_up(
+            state, now_s, guards, HandOffReason.COUNT_MISMATCH, f"blocks {places} of {state.plan.num_sealed}"
+        )
+    offered = list(state.offered)
+    for place, block in zip(places, message.blocks, strict=True):
+        if offered[place] not in (None, block):
+            return _give_up(state, now_s, guards, HandOffReason.PROTOCOL, f"block {place} was offered as another")
+        offered[place] = block
+    return _go_on(replace(state, offered=tuple(offered)), now_s, guards)
+
+
+def _finished(state: Import, message: Finished, now_s: float, guards: Guards) -> Step:
+    if state.finished is not None:
+        if message == state.finished:
+            return state, ()
+        return _give_up(state, now_s, guards, HandOffReason.PROTOCOL, "finished twice, differently")
+    plan = state.plan
+    counts = (
+        (plan.num_tokens, message.num_tokens),
+        (plan.num_choices, len(message.first_tokens)),
+        (plan.num_tail_valid, message.tail.num_valid if message.tail else 0),
+    )
+    for expected, found in counts:
+        if not guards.same_count(expected, found):
+            return _give_up(state, now_s, guards, HandOffReason.COUNT_MISMATCH, f"expected {expected}, got {found}")
+    if not guards.same_prompt(plan.prompt_hash, message.prompt_hash):
+        return _give_up(state, now_s, guards, HandOffReason.PROMPT_MISMATCH)
+    tails = (message.tail.block if message.tail else None,) * (plan.num_blocks - plan.num_sealed)
+    state = replace(state, finished=message, offered=state.offered[: plan.num_sealed] + tails)
+    return _go_on(state, now_s, guards)
+
+
+def _settled(state: Import, valid: bool, now_s: float, guards: Guards) -> Step:
+    if state.phase is not ImportPhase.SETTLING:
+        return _give_up(state, now_s, guards, HandOffReason.PROTOCOL, "settled unasked")
+    if not guards.admitted_when_valid(valid):
+        return _give_up(state, now_s, guards, HandOffReason.LEASE_LAPSED)
+    return _admit(state)
+
+
+def _admit(state: Import) -> Step:
+    finished = state.finished
+    if finished is None:
+        raise illegal(state.history, "admitted unfinished")
+    num_sealed = state.plan.num_sealed
+    sealed, tails = state.local_block_ids[:num_sealed], state.local_block_ids[num_sealed:]
+    return _to(state, ImportPhase.ADMITTED), (Admit(sealed, tails, finished.first_tokens), Close())
+
+
+def _reserved(state: Import, block_ids: tuple[int, ...], num_cached: int, now_s: float, guards: Guards) -> Step:
+    if state.phase is ImportPhase.ENDED or state.phase is ImportPhase.DRAINING:
+        return state, ()  # crossed with the Discard
+    local = state.local_block_ids + block_ids
+    if (
+        state.phase in (ImportPhase.ATTACHING, ImportPhase.SETTLING, ImportPhase.ADMITTED)
+        or len(local) != state.num_asked
+    ):
+        raise illegal(state.history, f"{len(block_ids)} blocks reserved in {state.phase}, {state.num_asked} asked for")
+    if state.phase is ImportPhase.RESERVING:
+        state = replace(_to(state, ImportPhase.PULLING), verified=frozenset(range(num_cached)))
+    return _go_on(replace(state, local_block_ids=local), now_s, guards)
+
+
+def _completed(state: Import, read_id: int, digests: tuple[bytes, ...], now_s: float, guards: Guards) -> Step:
+    reading = state.reading
+    if reading is None or reading.read_id != read_id or len(digests) != len(reading.places):
+        if state.is_destroying:
+            return state, ()  # crossed with the destruction
+        raise illegal(state.history, f"read {read_id} completed, {reading} was in flight")
+    state = replace(state, reading=None)
+    if state.phase is ImportPhase.DRAINING:
+        return _quiet(state, reading, guards)
+    verified, wrong = set(state.verified), set[int]()
+    for place, digest in zip(reading.places, digests, strict=True):
+        block = state.offered[place]
+        good = block is not None and guards.same_digest(block.digest, digest)
+        (verified if good else wrong).add(place)
+    state = replace(state, verified=frozenset(verified))
+    if not all(guards.pulled_again_once(int(place in state.pulled_again)) for place in wrong):
+        return _give_up(state, now_s, guards, HandOffReason.DIGEST_MISMATCH, f"blocks {sorted(wrong)}, pulled twice")
+    return _go_on(replace(state, pulled_again=state.pulled_again | wrong), now_s, guards)
+
+
+def _read_failed(state: Import, read_id: int, detail: str, now_s: float, guards: Guards) -> Step:
+    """An error says nothing about what may still be written: the channel is destroyed at once."""
+    reading = state.reading
+    if reading is None or reading.read_id != read_id:
+        if state.is_destroying:
+            return state, ()
+        raise illegal(state.history, f"read {read_id} failed, {reading} was in flight")
+    if state.is_destroying:
+        return state, ()
+    if guards.proof_of_quiet(False):
+        state = replace(state, reading=None)
+        if state.phase is ImportPhase.DRAINING:
+            return _quiet(state, reading, guards)
+        return _give_up(state, now_s, guards, HandOffReason.READ_FAILED, detail)
+    state, given_up = _give_up(state, now_s, guards, HandOffReason.READ_FAILED, detail)
+    state, destroying = _destroy(state, now_s)
+    return state, given_up + destroying
+
+
+def _destroyed(state: Import, now_s: float, guards: Guards) -> Step:
+    if not state.is_destroying:
+        raise illegal(state.history, "channel destroyed unasked")
+    if state.phase is not ImportPhase.DRAINING or state.reading is None:
+        return state, ()
+    return _quiet(replace(state, reading=None), state.reading, guards)
+
+
+def _tick(state: Import, now_s: float, guards: Guards) -> Step:
+    def is_past(deadline_s: float | None) -> bool:
+        return deadline_s is not None and guards.waits_have_deadlines(deadline_s, now_s)
+
+    if state.is_over:
+        return state, ()
+    if state.phase is ImportPhase.DRAINING:
+        return _destroy(state, now_s) if is_past(state.deadline_s) else (state, ())
+    if is_past(state.wait_until_s):
+        # No answer to Settle counts as invalid.
+        return _give_up(state, now_s, guards, HandOffReason.EXPORTER_LOST, f"no answer while {state.phase}")
+    if is_past(state.deadline_s) or (state.reading is not None and is_past(state.reading.deadline_s)):
+        return _give_up(state, now_s, guards, HandOffReason.READ_TIMEOUT, f"while {state.phase}")
+    if is_past(state.renew_at_s):
+        return replace(state, renew_at_s=now_s + state.lease_s / 3), (Send(Renew(state.plan.epoch)),)
+    return state, ()
+
+
+def _go_on(state: Import, now_s: float, guards: Guards) -> Step:
+    """Everything that what is known now allows: reserve, read, settle."""
+    if state.phase not in (ImportPhase.RESERVING, ImportPhase.PULLING):
+        return state, ()
+    plan = state.plan
+    num_offered = sum(block is not None for block in state.offered)
+    num_wanted = guards.whole_reservation(plan.num_blocks, num_offered)
+    if num_wanted > state.num_asked and state.num_asked == len(state.local_block_ids):
+        num_lacking = num_wanted - state.num_asked
+        state, actions = _go_on(replace(state, num_asked=num_wanted), now_s, guards)
+        return state, (Reserve(num_lacking), *actions)
+    if state.phase is not ImportPhase.PULLING or state.reading is not None:
+        return state, ()
+    if state.finished is not None and guards.all_verified(len(state.verified), plan.num_blocks):
+        return _settle_ok(state, now_s)
+    return _read(state, now_s)
+
+
+def _read(state: Import, now_s: float) -> Step:
+    missing = tuple(
+        (place, block, local)
+        for place, (block, local) in enumerate(zip(state.offered, state.local_block_ids, strict=False))
+        if block is not None and place not in state.verified
+    )
+    if not missing:
+        return state, ()
+    places, blocks, locals_ = zip(*missing, strict=True)
+    reading = Reading(state.num_reads, places, now_s + state.plan.read_timeout_s)
+    start = StartRead(reading.read_id, tuple(block.block_id for block in blocks), locals_)
+    return replace(state, reading=reading, num_reads=state.num_reads + 1), (start,)
+
+
+def _settle_ok(state: Import, now_s: float) -> Step:
+    settling = replace(
+        _to(state, ImportPhase.SETTLING), wait_until_s=now_s + state.lease_s, renew_at_s=None, is_connected=False
+    )
+    return settling, (Send(Settle(state.plan.epoch, Outcome.OK)),)
+
+
+def _give_up(state: Import, now_s: float, guards: Guards, reason: HandOffReason, detail: str = "") -> Step:
+    """The request has its answer. Ends at once unless a read is in flight."""
+    if state.phase in _OVER:
+        return state, ()
+    actions: list[Action] = [GiveUp(reason, detail)]
+    reading = state.reading
+    destinations = frozenset(state.local_block_ids[place] for place in reading.places) if reading else frozenset()
+    if state.num_asked:
+        actions.append(Discard(guards.quarantined_in_flight(destinations)))
+    state = replace(
+        _to(state, ImportPhase.DRAINING),
+        deadline_s=now_s + state.plan.quarantine_s,
+        wait_until_s=None,
+        renew_at_s=None,
+        reading=replace(reading, deadline_s=None) if reading else None,
+        failure=reason,
+    )
+    state, farewell = _end(state, guards)
+    return state, (*actions, *farewell)
+
+
+def _quiet(state: Import, reading: Reading, guards: Guards) -> Step:
+    state, farewell = _end(state, guards)
+    block_ids = frozenset(state.local_block_ids[place] for place in reading.places)
+    return state, (Quiet(guards.quarantined_in_flight(block_ids)), *farewell)
+
+
+def _end(state: Import, guards: Guards) -> Step:
+    """Settles and ends, as far as what is in flight allows."""
+    actions: list[Action] = []
+    if state.is_connected and guards.settled_when_quiet(state.reading is not None):
+        outcome = Outcome.UNNEEDED if state.failure is HandOffReason.CANCELLED else Outcome.FAILED
+        actions.append(Send(Settle(state.plan.epoch, outcome, state.failure)))
+        state = replace(state, is_connected=False)
+    if state.reading is None:
+        state = _to(state, ImportPhase.ENDED)
+        actions.append(Close())
+    return state, tuple(actions)
+
+
+def _destroy(state: Import, now_s: float) -> Step:
+    """Proof by force; asked for once. When that does not end either, only a restart frees the blocks."""
+    if state.phase is not ImportPhase.DRAINING:
+        return state, ()
+    if state.is_destroying:
+        return replace(state, deadline_s=_NEVER_S), (ReportUnhealthy(),)
+    return replace(state, is_destroying=True, deadline_s=now_s + state.plan.quarantine_s), (DestroyChannel(),)
+
+
+def _to(state: Import, phase: ImportPhase) -> Import:
+    if phase not in _MOVES[state.phase]:
+        raise illegal(state.history, f"{state.phase} to {phase}")
+    return replace(state, phase=phase)
+
+
+def _remember(state: Import, event: Event) -> Import:
+    if isinstance(event, Tick):
+        return state
+    name = type(event.message).__name__ if isinstance(event, FromExporter) else type(event).__name__
+    return replace(state, history=remembered(state.history, f"{name}:{state.phase}"))
