@@ -115,7 +115,6 @@ class DecodeStream:
         self._cancels: asyncio.Queue[tuple[int, ...] | None] = asyncio.Queue()
         self.connected = asyncio.Event()
         self.heartbeat = worker_pb2.Heartbeat()
-        self.last_seen_s: float | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -235,7 +234,6 @@ class DecodeStream:
         self._doubtful.clear()
 
     def _on_message(self, message: worker_pb2.WorkerMessage) -> None:
-        self.last_seen_s = asyncio.get_running_loop().time()
         match message.WhichOneof("message"):
             case "step":
                 self._on_step(message.step)

@@ -8,7 +8,7 @@ incarnation of it registers. While the registry is gone the last known membershi
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Protocol, TypeVar
 
 import grpc
@@ -53,7 +53,8 @@ class Fleet:
         self._connect = connect
         self._timing = timing
         self._telemetry = telemetry
-        self._registered: dict[MemberId, Member] = {}
+        self._members: tuple[Member, ...] = ()
+        self._registered: dict[MemberId, Member] = {}  # the workers among them
         self._refused: set[MemberId] = set()
         self._supervisors: dict[MemberId, asyncio.Task[None]] = {}
         self._prefills: dict[MemberId, PrefillPeer] = {}
@@ -112,28 +113,28 @@ class Fleet:
 
     def doubt(self, member: MemberId) -> None:
         """Somebody else could not reach it."""
-        peer = self._peer(member)
+        peer = self.peer(member)
         if peer is not None:
             peer.doubt()
 
     def members(self) -> tuple[Member, ...]:
-        return tuple(self._registered.values())
+        """Routers too."""
+        return self._members
 
-    def peer_by_name(self, name: str) -> Peer:
-        """By id, or "id@incarnation". Raises NoWorkers."""
-        for peer in (*self._prefills.values(), *self._decodes.values()):
-            if name in (peer.member.id.id, str(peer.member.id)):
-                return peer
-        raise NoWorkers(f"no worker {name!r} is connected to this router")
-
-    def _peer(self, member: MemberId) -> Peer | None:
+    def peer(self, member: MemberId) -> Peer | None:
         return self._prefills.get(member) or self._decodes.get(member)
+
+    def peer_by_name(self, name: str) -> Peer | None:
+        """By id, or "id@incarnation"."""
+        peers: list[Peer] = [*self._prefills.values(), *self._decodes.values()]
+        return next((peer for peer in peers if name in (peer.member.id.id, str(peer.member.id))), None)
 
     def _may_get_work(self, peer: Peer) -> bool:
         registered = self._registered.get(peer.member.id)
         return peer.trusted and registered is not None and registered.state is MemberState.READY
 
-    def _on_members(self, members: Iterable[Member]) -> None:
+    def _on_members(self, members: tuple[Member, ...]) -> None:
+        self._members = members
         workers = [member for member in members if member.role is not Role.ROUTER]
         self._registered = {member.id: member for member in workers}
         incarnations = {member.id.id: member.id for member in workers}

@@ -47,6 +47,12 @@ class Peer:
         self._doubt = asyncio.Event()
         self._lost = asyncio.Event()
         self._lost_detail = ""
+        self._last_seen_s = asyncio.get_running_loop().time()
+
+    @property
+    def silent_s(self) -> float:
+        """Since its last answer to a call."""
+        return asyncio.get_running_loop().time() - self._last_seen_s
 
     def doubt(self) -> None:
         """Something failed directly: no new work until a check has passed."""
@@ -116,7 +122,9 @@ class Peer:
             await asyncio.wait((work, lost), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise WorkerLost(f"{self.member.role} worker {self.member.id} is lost: {self._lost_detail}")
-            return work.result()
+            result = work.result()
+            self._last_seen_s = asyncio.get_running_loop().time()
+            return result
         except grpc.aio.AioRpcError as rpc_error:
             raise self._judged(error_from_rpc(rpc_error)) from rpc_error
         finally:

@@ -87,9 +87,13 @@ class Pipeline:
         """A request that came now would be served."""
         return self._fleet.is_ready and not self._draining
 
+    def refuse_new(self) -> None:
+        """From now on; those that are live go on."""
+        self._draining = True
+
     async def drain(self) -> None:
         """Takes no new request; returns when the present ones have ended."""
-        self._draining = True
+        self.refuse_new()
         await self._idle.wait()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:

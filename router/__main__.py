@@ -1,0 +1,16 @@
+"""`python -m router --model M --redis URL ...`: one router."""
+
+import sys
+
+from cluster.config import RouterConfig, parse_arguments
+from cluster.process import announce_ready, run_process, stop_requested
+from router import app
+
+
+async def _main() -> None:
+    config = parse_arguments(RouterConfig, "router", sys.argv[1:])
+    await app.run(config, stop=stop_requested(), announce=announce_ready)
+
+
+if __name__ == "__main__":
+    sys.exit(run_process("router", _main))

@@ -1,0 +1,146 @@
+"""Where the router's objects meet: registry, tokenization, fleet, pipeline, and the two servers."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from cluster.clock import MonotonicClock
+from cluster.config import RouterConfig, echo
+from cluster.identity import advertised_host, new_member_id
+from cluster.logs import configure_logs
+from cluster.member import Member, MemberState
+from cluster.messages import Role
+from cluster.registration import Registration
+from cluster.registry import Registry
+from cluster.serving import GrpcServer, join_address, open_channel
+from cluster.telemetry import Telemetry
+from router.admission import Admission
+from router.decode_stream import StreamTiming
+from router.fleet import Fleet
+from router.http_server import HttpServer
+from router.openai_api import build_app
+from router.outbox import Outboxes
+from router.pipeline import Pipeline, PipelineSettings
+from router.placement import policy
+from router.service import AdminService, ApiKeyInterceptor, InferenceService
+from router.tokenization import Tokenization
+from tandem.v1 import admin_pb2_grpc, inference_pb2_grpc
+
+_LOG = logging.getLogger("tandem.router")
+_SERVICES = ("tandem.v1.Inference", "tandem.v1.Admin")
+_STOP_GRACE_S = 1.0
+
+
+async def run(config: RouterConfig, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:
+    """Serves until `stop` is set, then drains. Raises ConfigError, RegistryUnavailable, Fenced."""
+    configure_logs(config.log_level, config.log_format)
+    router = _Router(config)
+    _LOG.info("starting", extra={"member": str(router.member.id), "settings": echo(config)})
+    await router.registry.ping()
+    await router.serve(stop, announce)
+
+
+class _Router:
+    """The parts that know each other; built whole, before anything starts."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        telemetry, clock, host = Telemetry(), MonotonicClock(), advertised_host(config)
+        self.registry = Registry(url=config.redis, cluster_name=config.cluster_name, lease_s=config.member_lease_s)
+        tokenization = Tokenization.load(
+            config.model, served_model_name=config.served_model_name, max_model_len=config.max_model_len
+        )
+        for note in tokenization.model_info.notes:
+            _LOG.warning(note)
+        self._http = HttpServer(host=config.host, port=config.port)
+        self._grpc = GrpcServer(
+            service_names=_SERVICES,
+            telemetry=telemetry,
+            max_message_bytes=config.max_message_bytes,
+            interceptors=[ApiKeyInterceptor(config.api_key)] if config.api_key else [],
+        )
+        self.member = Member(
+            id=new_member_id(config, Role.ROUTER),
+            role=Role.ROUTER,
+            address=join_address(host, self._grpc.bind(config.host, config.grpc_port)),
+            http_address=join_address(host, self._http.port),
+            model=config.model_name,
+        )
+        self._fleet = Fleet(
+            router=self.member,
+            membership=self.registry,
+            connect=open_channel,
+            timing=StreamTiming(silence_s=config.member_lease_s, grace_s=config.stream_grace_s),
+            telemetry=telemetry,
+        )
+        self._pipeline = Pipeline(
+            router=self.member.id,
+            tokenization=tokenization,
+            admission=Admission(config.max_live_requests),
+            policy=policy(config.placement),
+            fleet=self._fleet,
+            outboxes=Outboxes(max_tokens=config.max_buffered_tokens, telemetry=telemetry),
+            settings=PipelineSettings(
+                request_timeout_s=config.request_timeout_s, max_attempts=config.max_attempts
+            ),
+            clock=clock,
+            telemetry=telemetry,
+        )
+        self._app = build_app(
+            pipeline=self._pipeline,
+            tokenization=tokenization,
+            telemetry=telemetry,
+            ready=lambda: self._pipeline.is_ready,
+            api_key=config.api_key,
+            max_message_bytes=config.max_message_bytes,
+        )
+        inference = InferenceService(pipeline=self._pipeline, tokenization=tokenization)
+        admin = AdminService(pipeline=self._pipeline, fleet=self._fleet)
+        inference_pb2_grpc.add_InferenceServicer_to_server(inference, self._grpc.grpc)
+        admin_pb2_grpc.add_AdminServicer_to_server(admin, self._grpc.grpc)
+
+    async def serve(self, stop: asyncio.Event, announce: Callable[..., None]) -> None:
+        """Returns after a drain; raises Fenced when somebody newer has this name."""
+        registration = Registration(self.registry, self.member)
+        http_stop = asyncio.Event()
+        await self._grpc.start()
+        await registration.join()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(self._fleet.run(), name="fleet"),
+                    tasks.create_task(registration.keep(), name="keep registration"),
+                    tasks.create_task(self._follow_readiness(), name="readiness"),
+                ]
+                tasks.create_task(self._http.serve(self._app, stop=http_stop, grace_s=_STOP_GRACE_S), name="HTTP")
+                await registration.set_state(MemberState.READY)
+                announce(http=self.member.http_address, grpc=self.member.address, member=self.member.id)
+                await stop.wait()
+                await self._drain(registration)
+                http_stop.set()
+                await self._grpc.stop(_STOP_GRACE_S)
+                for task in background:
+                    task.cancel()
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        finally:
+            await registration.leave()
+            await self.registry.close()
+
+    async def _drain(self, registration: Registration) -> None:
+        """No new request; those that are live may end."""
+        self._pipeline.refuse_new()
+        await self._grpc.set_ready(False)
+        await registration.set_state(MemberState.DRAINING)
+        _LOG.info("draining", extra={"live_requests": self._pipeline.num_live})
+        try:
+            async with asyncio.timeout(self._config.drain_grace_s):
+                await self._pipeline.drain()
+        except TimeoutError:
+            _LOG.warning("drain ended with requests left", extra={"live_requests": self._pipeline.num_live})
+
+    async def _follow_readiness(self) -> None:
+        """The health service says what /ready says."""
+        while True:
+            await self._grpc.set_ready(self._pipeline.is_ready)
+            await self._fleet.changed()

@@ -1,0 +1,58 @@
+"""The HTTP server beside the gRPC server, in the same event loop. Owns the socket; signals belong to the process."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from cluster.errors import ConfigError
+
+
+class HttpServer:
+    """Made and bound at once, so that a taken port is refused before anything else starts."""
+
+    def __init__(self, *, host: str, port: int) -> None:
+        """Raises ConfigError. `port` 0: a free one."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+        except OSError as error:
+            self._socket.close()
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+        self.port: int = self._socket.getsockname()[1]
+
+    async def serve(self, app: ASGIApp, *, stop: asyncio.Event, grace_s: float) -> None:
+        """Until `stop`; then answers in progress have `grace_s` to end."""
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=max(1, round(grace_s)),
+        )
+        server = _Server(config)
+        stopping = asyncio.create_task(self._stop(server, stop), name="stop HTTP")
+        try:
+            await server.serve(sockets=[self._socket])
+        finally:
+            stopping.cancel()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    async def _stop(self, server: uvicorn.Server, stop: asyncio.Event) -> None:
+        await stop.wait()
+        server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The process has its own handlers."""
+        yield

@@ -1,0 +1,125 @@
+"""tandem/v1's inference messages to the router's own values and back. Shape only: validation.py judges values."""
+
+from collections.abc import Sequence
+
+from cluster import wire
+from cluster.errors import InvalidRequest
+from router.model_files import ModelInfo
+from router.requests import (
+    ChatMessage,
+    ChatPrompt,
+    ChoiceDelta,
+    GenerateRequest,
+    Ledger,
+    Output,
+    Prompt,
+    SamplingParams,
+    StopConditions,
+    TextPrompt,
+    TokenPrompt,
+)
+from tandem.v1 import inference_pb2
+
+
+def generate_request_from_wire(message: inference_pb2.GenerateRequest, timeout_s: float | None) -> GenerateRequest:
+    """Raises InvalidRequest."""
+    return GenerateRequest(
+        prompt=_prompt(message),
+        request_id=message.request_id,
+        model=message.model,
+        sampling=_sampling(message.sampling),
+        stop=_stop(message.stop),
+        n=message.n or 1,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        timeout_s=timeout_s,
+    )
+
+
+def chat_from_wire(chat: inference_pb2.ChatPrompt) -> tuple[ChatMessage, ...]:
+    return tuple(ChatMessage(message.role, message.content) for message in chat.messages)
+
+
+def output_to_wire(output: Output) -> inference_pb2.GenerateResponse:
+    summary = None
+    if output.summary is not None:
+        usage = output.summary.usage
+        summary = inference_pb2.Summary(
+            usage=inference_pb2.Usage(
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+            ),
+            ledger=_ledger(output.summary.ledger),
+        )
+    return inference_pb2.GenerateResponse(
+        request_id=output.request_id, deltas=_deltas(output.deltas), summary=summary
+    )
+
+
+def model_to_wire(model: ModelInfo) -> inference_pb2.Model:
+    return inference_pb2.Model(
+        id=model.name,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        has_tokenizer=model.has_tokenizer,
+        has_chat_template=model.has_chat_template,
+    )
+
+
+def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:
+    match message.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(message.text)
+        case "token_ids":
+            return TokenPrompt(wire.unpack_ids(message.token_ids))
+        case "chat":
+            return ChatPrompt(chat_from_wire(message.chat))
+        case _:
+            raise InvalidRequest("there is no prompt: set text, token_ids or chat")
+
+
+def _sampling(message: inference_pb2.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        temperature=message.temperature if message.HasField("temperature") else None,
+        top_k=message.top_k if message.HasField("top_k") else None,
+        top_p=message.top_p if message.HasField("top_p") else None,
+        min_p=message.min_p if message.HasField("min_p") else None,
+        seed=message.seed if message.HasField("seed") else None,
+    )
+
+
+def _stop(message: inference_pb2.StopConditions) -> StopConditions:
+    return StopConditions(
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        min_tokens=message.min_tokens,
+        ignore_eos=message.ignore_eos,
+        stop=tuple(message.stop),
+        stop_token_ids=wire.unpack_ids(message.stop_token_ids),
+    )
+
+
+def _deltas(deltas: Sequence[ChoiceDelta]) -> list[inference_pb2.ChoiceDelta]:
+    return [
+        inference_pb2.ChoiceDelta(
+            choice=delta.choice,
+            first_index=delta.first_index,
+            token_ids=wire.pack_ids(delta.token_ids),
+            text=delta.text,
+            logprobs=[wire.logprobs_to_wire(logprobs) for logprobs in delta.logprobs],
+            finish_reason=delta.finish_reason or "",
+            stop_cause=delta.stop_cause or "",
+        )
+        for delta in deltas
+    ]
+
+
+def _ledger(ledger: Ledger) -> inference_pb2.Ledger:
+    return inference_pb2.Ledger(
+        phases=[inference_pb2.Phase(name=phase.name, duration_s=phase.duration_s) for phase in ledger.phases],
+        wall_s=ledger.wall_s,
+        ttft_s=ledger.ttft_s,
+        members=ledger.members,
+        transport=ledger.transport,
+        kv_bytes=ledger.kv_bytes,
+        reasons=ledger.reasons,
+    )

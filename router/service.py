@@ -1,0 +1,124 @@
+"""The router's gRPC face: Inference for clients, Admin for operators. Turns messages into values and back."""
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from cluster import wire
+from cluster.errors import InvalidRequest, TandemError, Unauthenticated
+from cluster.member import Member
+from router.fleet import Fleet
+from router.inference_wire import chat_from_wire, generate_request_from_wire, model_to_wire, output_to_wire
+from router.pipeline import Pipeline
+from router.tokenization import Tokenization
+from router.validation import check_model
+from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+# What gRPC ends at the client's deadline carries no message: the router's own end comes a little before, and names the
+# phase.
+_EARLY_SHARE, _EARLY_MAX_S = 0.05, 0.1
+_GUARDED_PREFIX = "/tandem.v1."
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    def __init__(self, *, pipeline: Pipeline, tokenization: Tokenization) -> None:
+        self._pipeline = pipeline
+        self._tokenization = tokenization
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: _Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        left_s = context.time_remaining()
+        timeout_s = None if left_s is None else left_s - min(_EARLY_MAX_S, left_s * _EARLY_SHARE)
+        async with aclosing(self._pipeline.generate(generate_request_from_wire(request, timeout_s))) as outputs:
+            async for output in outputs:
+                yield output_to_wire(output)
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: _Context
+    ) -> inference_pb2.TokenizeResponse:
+        check_model(request.model, self._tokenization.model_info)
+        match request.WhichOneof("input"):
+            case "text":
+                token_ids = await asyncio.to_thread(self._tokenization.encode, request.text)
+            case "chat":
+                token_ids = await asyncio.to_thread(self._tokenization.encode_chat, chat_from_wire(request.chat))
+            case _:
+                raise InvalidRequest("there is no input: set text or chat")
+        return inference_pb2.TokenizeResponse(token_ids=wire.pack_ids(token_ids))
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: _Context
+    ) -> inference_pb2.DetokenizeResponse:
+        check_model(request.model, self._tokenization.model_info)
+        text = await asyncio.to_thread(self._tokenization.decode, wire.unpack_ids(request.token_ids))
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: _Context
+    ) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse(models=[model_to_wire(self._tokenization.model_info)])
+
+
+class AdminService(admin_pb2_grpc.AdminServicer):
+    def __init__(self, *, pipeline: Pipeline, fleet: Fleet) -> None:
+        self._pipeline = pipeline
+        self._fleet = fleet
+
+    async def Status(self, request: admin_pb2.StatusRequest, context: _Context) -> admin_pb2.StatusResponse:
+        members = await asyncio.gather(*(self._status(member) for member in self._fleet.members()))
+        return admin_pb2.StatusResponse(members=members, live_requests=self._pipeline.num_live)
+
+    async def Drain(self, request: admin_pb2.DrainRequest, context: _Context) -> admin_pb2.DrainResponse:
+        peer = self._fleet.peer_by_name(request.member_id)
+        if peer is None:
+            raise InvalidRequest(f"no worker {request.member_id!r} is connected to this router; `status` lists them")
+        await peer.drain()
+        return admin_pb2.DrainResponse()
+
+    async def _status(self, member: Member) -> admin_pb2.MemberStatus:
+        """A worker that does not answer is listed without figures, and with how long it has been silent."""
+        figures: dict[str, float] = {}
+        last_seen_s = 0.0
+        peer = self._fleet.peer(member.id)
+        if peer is not None:
+            try:
+                inspected = await peer.inspect()
+                figures = dict(inspected.figures) | {f"blocks_{k}": float(v) for k, v in inspected.blocks.items()}
+            except TandemError:
+                last_seen_s = peer.silent_s
+        return admin_pb2.MemberStatus(
+            member_id=member.id.id,
+            incarnation=member.id.incarnation,
+            role=member.role,
+            state=member.state,
+            address=member.address,
+            last_seen_s=last_seen_s,
+            figures=figures,
+            model=member.model,
+            kv_transports=member.transports,
+        )
+
+
+class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
+    """Asks for the key on Tandem's own methods; health and reflection stay open to probes."""
+
+    def __init__(self, api_key: str) -> None:
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        if handler_call_details.method.startswith(_GUARDED_PREFIX):
+            given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
+            if not hmac.compare_digest(str(given).encode(), self._expected):
+                raise Unauthenticated("send this router's API key as metadata `authorization: Bearer KEY`")
+        return await continuation(handler_call_details)
