@@ -29,6 +29,7 @@ from tandem.v1 import admin_pb2_grpc, inference_pb2_grpc
 _LOG = logging.getLogger("tandem.router")
 _SERVICES = ("tandem.v1.Inference", "tandem.v1.Admin")
 _STOP_GRACE_S = 1.0
+_SETTLE_S = 3.0
 
 
 async def run(config: RouterConfig, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:
@@ -113,6 +114,7 @@ class _Router:
                     tasks.create_task(self._follow_readiness(), name="readiness"),
                 ]
                 tasks.create_task(self._http.serve(self._app, stop=http_stop, grace_s=_STOP_GRACE_S), name="HTTP")
+                await self._fleet.settle(_SETTLE_S)
                 await registration.set_state(MemberState.READY)
                 announce(http=self.member.http_address, grpc=self.member.address, member=self.member.id)
                 await stop.wait()

@@ -53,6 +53,7 @@ class Fleet:
         self._connect = connect
         self._timing = timing
         self._telemetry = telemetry
+        self._has_snapshot = False
         self._members: tuple[Member, ...] = ()
         self._registered: dict[MemberId, Member] = {}  # the workers among them
         self._refused: set[MemberId] = set()
@@ -77,6 +78,16 @@ class Fleet:
     def is_ready(self) -> bool:
         """A request that came now would find a worker."""
         return bool(self.decode_loads())
+
+    async def settle(self, timeout_s: float) -> None:
+        """Waits until every worker that was there at the start is connected; one that does not answer is not waited
+        for longer than this."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._is_settled():
+                    await self.changed()
+        except TimeoutError:
+            _LOG.warning("not every registered worker answers yet")
 
     async def changed(self) -> None:
         """Waits until somebody came, went, or is trusted again."""
@@ -133,8 +144,13 @@ class Fleet:
         registered = self._registered.get(peer.member.id)
         return peer.trusted and registered is not None and registered.state is MemberState.READY
 
+    def _is_settled(self) -> bool:
+        connected = [load.member for load in (*self.prefill_loads(), *self.decode_loads())]
+        return self._has_snapshot and all(member in connected for member in self._supervisors)
+
     def _on_members(self, members: tuple[Member, ...]) -> None:
         self._members = members
+        self._has_snapshot = True
         workers = [member for member in members if member.role is not Role.ROUTER]
         self._registered = {member.id: member for member in workers}
         incarnations = {member.id.id: member.id for member in workers}
