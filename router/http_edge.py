@@ -70,7 +70,7 @@ class Edge:
         if len(request_id) > MAX_REQUEST_ID_CHARACTERS or not (request_id.isascii() and request_id.isprintable()):
             raise InvalidRequest(f"x-request-id must be at most {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters")
         if self._expected is not None and scope["path"].startswith(_GUARDED_PREFIX):
-            given = headers.get("authorization", "").encode()
+            given = headers.get("authorization", "").encode("latin-1")  # as it came
             if not hmac.compare_digest(given, self._expected):
                 raise Unauthenticated("send the API key of this router as: Authorization: Bearer KEY")
 

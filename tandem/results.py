@@ -1,0 +1,190 @@
+"""What a generation gives: deltas while it runs, a result at its end. Frozen values, made here from wire messages."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tandem.errors import InternalError
+from tandem.v1 import inference_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]  # best first
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one choice grew by. `token_ids` may be empty when only text that was held back comes."""
+
+    choice: int
+    first_index: int  # how many tokens of this choice came before
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[PositionLogprobs, ...]  # one per token when asked for
+    finish_reason: str  # "stop" or "length" on the choice's last delta, else empty
+    stop_cause: str  # the stop string or stop token of the request that ended it, else empty
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[PositionLogprobs, ...]
+    finish_reason: str
+    stop_cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    name: str
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Where the request's time went: disjoint phases that sum to `wall_s`."""
+
+    phases: tuple[Phase, ...]
+    wall_s: float
+    ttft_s: float
+    members: tuple[str, ...]  # "id@incarnation" of those that served it, in the order they joined
+    transport: str  # how the KV travelled; "local" when prefill ran on the decode worker
+    kv_bytes: int
+    reasons: tuple[str, ...]  # every retry, fallback and refusal that it met
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    request_id: str
+    choices: tuple[Choice, ...]
+    usage: Usage
+    ledger: Ledger
+
+    @property
+    def text(self) -> str:
+        """Of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Of the first choice."""
+        return self.choices[0].token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    id: str
+    max_model_len: int
+    vocab_size: int
+    has_tokenizer: bool
+    has_chat_template: bool
+
+
+@dataclass(slots=True)
+class Assembly:
+    """A result in the making. Holds the promise that every token comes exactly once and in order."""
+
+    request_id: str
+    _deltas: dict[int, list[Delta]] = field(default_factory=dict)
+    _num_tokens: dict[int, int] = field(default_factory=dict)
+    _summary: inference_pb2.Summary | None = None
+
+    def add(self, response: inference_pb2.GenerateResponse) -> list[Delta]:
+        """The response's deltas. Raises InternalError when a token came twice or one is missing."""
+        deltas = [_delta(message) for message in response.deltas]
+        for delta in deltas:
+            expected = self._num_tokens.get(delta.choice, 0)
+            if delta.first_index != expected:
+                raise InternalError(
+                    f"choice {delta.choice} continues at token {delta.first_index}, {expected} came before",
+                    reason="out_of_order",
+                )
+            self._num_tokens[delta.choice] = expected + len(delta.token_ids)
+            self._deltas.setdefault(delta.choice, []).append(delta)
+        if response.HasField("summary"):
+            self._summary = response.summary
+        return deltas
+
+    def result(self) -> Result:
+        """After the last response. Raises InternalError when the stream ended early."""
+        if self._summary is None:
+            raise InternalError("the stream ended without its summary", reason="no_summary")
+        usage = self._summary.usage
+        return Result(
+            request_id=self.request_id,
+            choices=tuple(_choice(self._deltas[number]) for number in sorted(self._deltas)),
+            usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+            ledger=_ledger(self._summary.ledger),
+        )
+
+
+def pack_ids(token_ids: Sequence[int]) -> bytes:
+    """Little-endian uint32. Raises ValueError for an id that does not fit."""
+    try:
+        return struct.pack(f"<{len(token_ids)}I", *token_ids)
+    except struct.error as error:
+        raise ValueError("token ids must be whole numbers from 0 to 2**32 - 1") from error
+
+
+def unpack_ids(packed: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(packed) // 4}I", packed)
+
+
+def model_from_wire(message: inference_pb2.Model) -> Model:
+    return Model(
+        message.id, message.max_model_len, message.vocab_size, message.has_tokenizer, message.has_chat_template
+    )
+
+
+def _delta(message: inference_pb2.ChoiceDelta) -> Delta:
+    return Delta(
+        choice=message.choice,
+        first_index=message.first_index,
+        token_ids=unpack_ids(message.token_ids),
+        text=message.text,
+        logprobs=tuple(_position(position) for position in message.logprobs),
+        finish_reason=message.finish_reason,
+        stop_cause=message.stop_cause,
+    )
+
+
+def _position(message: inference_pb2.PositionLogprobs) -> PositionLogprobs:
+    chosen = TokenLogprob(message.chosen.token_id, message.chosen.logprob)
+    return PositionLogprobs(chosen, tuple(TokenLogprob(token.token_id, token.logprob) for token in message.top))
+
+
+def _choice(deltas: Sequence[Delta]) -> Choice:
+    return Choice(
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        text="".join(delta.text for delta in deltas),
+        logprobs=tuple(position for delta in deltas for position in delta.logprobs),
+        finish_reason=deltas[-1].finish_reason,
+        stop_cause=deltas[-1].stop_cause,
+    )
+
+
+def _ledger(message: inference_pb2.Ledger) -> Ledger:
+    return Ledger(
+        phases=tuple(Phase(phase.name, phase.duration_s) for phase in message.phases),
+        wall_s=message.wall_s,
+        ttft_s=message.ttft_s,
+        members=tuple(message.members),
+        transport=message.transport,
+        kv_bytes=message.kv_bytes,
+        reasons=tuple(message.reasons),
+    )

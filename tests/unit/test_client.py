@@ -1,0 +1,383 @@
+"""The client library against a real gRPC server whose answers are scripted."""
+
+import asyncio
+import gc
+import math
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+
+from tandem.client import AsyncClient, Client
+from tandem.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    TandemError,
+    Unauthenticated,
+    Unavailable,
+    UnknownModel,
+)
+from tandem.results import Choice, Ledger, Model, Phase, PositionLogprobs, TokenLogprob, Usage, pack_ids, unpack_ids
+from tandem.v1 import inference_pb2, inference_pb2_grpc
+
+Response = inference_pb2.GenerateResponse
+Delta = inference_pb2.ChoiceDelta
+
+SUMMARY = inference_pb2.Summary(
+    usage=inference_pb2.Usage(prompt_tokens=3, completion_tokens=5, cached_tokens=1),
+    ledger=inference_pb2.Ledger(
+        phases=[inference_pb2.Phase(name="prefill", duration_s=0.25)],
+        wall_s=0.5,
+        ttft_s=0.25,
+        members=["p@1", "d@2"],
+        transport="shm",
+        kv_bytes=4096,
+        reasons=["worker_lost"],
+    ),
+)
+TWO_CHOICES = [
+    Response(request_id="r", deltas=[Delta(choice=0, token_ids=pack_ids([7]), text="a"), Delta(choice=1)]),
+    Response(deltas=[Delta(choice=1, token_ids=pack_ids([8, 9]), text="bc", finish_reason="stop", stop_cause="!")]),
+    Response(deltas=[Delta(choice=0, first_index=1, token_ids=pack_ids([10, 11]), text="")]),
+    Response(deltas=[Delta(choice=0, first_index=3, text="de", finish_reason="length")]),
+    Response(summary=SUMMARY),
+]
+
+
+@dataclass
+class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
+    """Says `responses`, then fails with `failure`, or holds until the client leaves."""
+
+    responses: list[Response] = field(default_factory=lambda: list(TWO_CHOICES))
+    failure: Callable[[grpc.ServicerContext], None] | None = None
+    hold: bool = False
+    seen: list[object] = field(default_factory=list)
+    metadata: dict[str, str | bytes] = field(default_factory=dict)
+    remaining_s: float = 0.0
+    left: threading.Event = field(default_factory=threading.Event)
+
+    def Generate(self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> Iterator[Response]:
+        self._note(request, context)
+        context.add_callback(self.left.set)
+        yield from self.responses
+        if self.failure is not None:
+            self.failure(context)
+        if self.hold:
+            assert self.left.wait(20), "nobody left"
+
+    def Tokenize(self, request: inference_pb2.TokenizeRequest, context: grpc.ServicerContext) -> object:
+        self._note(request, context)
+        return inference_pb2.TokenizeResponse(token_ids=pack_ids([1, 2, 2**32 - 1]))
+
+    def Detokenize(self, request: inference_pb2.DetokenizeRequest, context: grpc.ServicerContext) -> object:
+        self._note(request, context)
+        return inference_pb2.DetokenizeResponse(text="é")
+
+    def ListModels(self, request: inference_pb2.ListModelsRequest, context: grpc.ServicerContext) -> object:
+        self._note(request, context)
+        return inference_pb2.ListModelsResponse(
+            models=[inference_pb2.Model(id="m", max_model_len=10, vocab_size=20, has_tokenizer=True)]
+        )
+
+    def _note(self, request: object, context: grpc.ServicerContext) -> None:
+        self.seen.append(request)
+        self.metadata = dict(context.invocation_metadata())
+        self.remaining_s = context.time_remaining() or math.inf
+
+
+@contextmanager
+def router(**script: object) -> Iterator[tuple[ScriptedRouter, str]]:
+    servicer = ScriptedRouter(**script)  # type: ignore[arg-type]
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield servicer, f"127.0.0.1:{port}"
+    finally:
+        assert server.stop(None).wait(10)
+
+
+def aborting(code: grpc.StatusCode, message: str, **trailing: str) -> Callable[[grpc.ServicerContext], None]:
+    def abort(context: grpc.ServicerContext) -> None:
+        context.set_trailing_metadata(
+            tuple((f"tandem-{key}".replace("_", "-"), text) for key, text in trailing.items())
+        )
+        context.abort(code, message)
+
+    return abort
+
+
+def generation_request(servicer: ScriptedRouter) -> inference_pb2.GenerateRequest:
+    request = servicer.seen[-1]
+    assert isinstance(request, inference_pb2.GenerateRequest)
+    return request
+
+
+# The blocking client
+
+
+def test_deltas_come_in_order_and_make_the_result() -> None:
+    with router() as (_, address), Client(address) as client:
+        generation = client.generate("hi", n=2)
+        first = next(generation)
+        rest = list(generation)
+        result = generation.result()
+    assert (first.choice, first.first_index, first.token_ids, first.text) == (0, 0, (7,), "a")
+    assert [delta.choice for delta in rest] == [1, 1, 0, 0]
+    assert result.request_id == generation.request_id
+    assert result.choices == (
+        Choice((7, 10, 11), "ade", (), "length", ""),
+        Choice((8, 9), "bc", (), "stop", "!"),
+    )
+    assert (result.text, result.token_ids) == ("ade", (7, 10, 11))
+    assert result.usage == Usage(3, 5, 1)
+    assert result.ledger == Ledger((Phase("prefill", 0.25),), 0.5, 0.25, ("p@1", "d@2"), "shm", 4096, ("worker_lost",))
+
+
+def test_every_option_reaches_the_router() -> None:
+    with router() as (servicer, address), Client(address) as client:
+        client.generate(
+            token_ids=[1, 2**32 - 1],
+            model="m",
+            request_id="mine",
+            n=3,
+            max_tokens=5,
+            min_tokens=2,
+            temperature=0.5,
+            top_k=4,
+            top_p=0.25,
+            min_p=0.125,
+            seed=2**64 - 1,
+            stop="\n",
+            stop_token_ids=[9],
+            ignore_eos=True,
+            logprobs=0,
+        ).result()
+    request = generation_request(servicer)
+    assert (request.request_id, request.model, request.n, request.logprobs) == ("mine", "m", 3, 0)
+    assert request.HasField("logprobs")
+    assert unpack_ids(request.token_ids) == (1, 2**32 - 1)
+    sampling, stop = request.sampling, request.stop
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 4, 0.25, 0.125)
+    assert sampling.seed == 2**64 - 1
+    assert (stop.max_tokens, stop.min_tokens, stop.ignore_eos, list(stop.stop)) == (5, 2, True, ["\n"])
+    assert unpack_ids(stop.stop_token_ids) == (9,)
+
+
+def test_what_is_left_out_stays_unset() -> None:
+    with router() as (servicer, address), Client(address) as client:
+        generation = client.generate("")
+        generation.result()
+    request = generation_request(servicer)
+    assert request.WhichOneof("prompt") == "text"
+    assert request.request_id == generation.request_id != ""
+    assert not any(request.sampling.HasField(name) for name in ("temperature", "top_k", "top_p", "min_p", "seed"))
+    assert not request.stop.HasField("max_tokens")
+    assert not request.HasField("logprobs")
+
+
+def test_messages_make_a_conversation() -> None:
+    with router() as (servicer, address), Client(address) as client:
+        client.generate(messages=[{"role": "user", "content": "hi"}]).result()
+        assert client.tokenize(messages=[{"role": "user", "content": "hi"}]) == (1, 2, 2**32 - 1)
+    expected = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
+    assert [request.chat for request in servicer.seen] == [expected, expected]  # type: ignore[attr-defined]
+
+
+def test_what_cannot_be_sent_is_refused_here() -> None:
+    with Client("127.0.0.1:1") as client:
+        for wrong in (
+            lambda: client.generate(),
+            lambda: client.generate("a", token_ids=[1]),
+            lambda: client.generate(token_ids=[-1]),
+            lambda: client.generate(token_ids=[2**32]),
+            lambda: client.generate(messages=[{"role": "user", "content": "x", "name": "bob"}]),
+            lambda: client.generate("a", seed=-1),
+            lambda: client.tokenize(),
+        ):
+            with pytest.raises(ValueError, match=r"exactly one|token ids|name|range"):
+                wrong()
+        with pytest.raises(TypeError, match="unknown options: temprature"):
+            client.generate("a", temprature=1)  # type: ignore[call-arg]
+
+
+def test_logprobs_arrive_with_their_rivals() -> None:
+    token = inference_pb2.TokenLogprob
+    position = inference_pb2.PositionLogprobs(
+        chosen=token(token_id=7, logprob=-0.5), top=[token(token_id=6, logprob=-0.25), token(token_id=7, logprob=-0.5)]
+    )
+    delta = Delta(token_ids=pack_ids([7]), logprobs=[position], finish_reason="stop")
+    with (
+        router(responses=[Response(deltas=[delta]), Response(summary=SUMMARY)]) as (_, address),
+        Client(address) as client,
+    ):
+        result = client.generate("x", logprobs=2).result()
+    rivals = (TokenLogprob(6, -0.25), TokenLogprob(7, -0.5))
+    assert result.choices[0].logprobs == (PositionLogprobs(TokenLogprob(7, -0.5), rivals),)
+
+
+def test_text_tokens_and_models_can_be_asked_for() -> None:
+    with router() as (_, address), Client(address) as client:
+        assert client.tokenize("x") == (1, 2, 2**32 - 1)
+        assert client.detokenize([1]) == "é"
+        assert client.models() == (Model("m", 10, 20, True, False),)
+
+
+def test_the_key_and_the_deadline_travel_with_each_call() -> None:
+    with router() as (servicer, address), Client(address, api_key="secret", timeout_s=50) as client:
+        client.generate("x").result()
+        assert servicer.metadata["authorization"] == "Bearer secret"
+        assert 40 < servicer.remaining_s < 51
+        client.generate("x", timeout_s=20).result()
+        assert 10 < servicer.remaining_s < 21
+        client.models()
+        assert servicer.metadata["authorization"] == "Bearer secret"
+        assert servicer.remaining_s < 31
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
+        (grpc.StatusCode.ALREADY_EXISTS, InvalidRequest),
+        (grpc.StatusCode.NOT_FOUND, UnknownModel),
+        (grpc.StatusCode.UNAUTHENTICATED, Unauthenticated),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded),
+        (grpc.StatusCode.UNAVAILABLE, Unavailable),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, DeadlineExceeded),
+        (grpc.StatusCode.CANCELLED, Cancelled),
+        (grpc.StatusCode.INTERNAL, InternalError),
+    ],
+)
+def test_errors_carry_message_reason_and_when_to_come_back(code: grpc.StatusCode, kind: type[TandemError]) -> None:
+    failure = aborting(code, "what to change", reason="the_reason", retry_after_s="1.500")
+    with router(failure=failure, responses=[]) as (_, address), Client(address) as client:
+        with pytest.raises(kind, match="what to change") as raised:
+            client.generate("x").result()
+    assert type(raised.value) is kind
+    assert (raised.value.reason, raised.value.retry_after_s) == ("the_reason", 1.5)
+
+
+def test_a_failure_in_mid_stream_comes_after_the_deltas() -> None:
+    failure = aborting(grpc.StatusCode.UNAVAILABLE, "both pools are gone", reason="worker_lost")
+    with router(failure=failure, responses=TWO_CHOICES[:2]) as (_, address), Client(address) as client:
+        generation = client.generate("x")
+        assert [next(generation).text for _ in range(3)] == ["a", "", "bc"]
+        with pytest.raises(Unavailable, match="both pools"):
+            next(generation)
+
+
+def test_nobody_there_is_unavailable() -> None:
+    with Client("127.0.0.1:1") as client:
+        with pytest.raises(Unavailable) as raised:
+            client.generate("x").result()
+        assert raised.value.reason == "unavailable"
+        with pytest.raises(Unavailable):
+            client.models()
+
+
+def test_a_deadline_that_passes_is_told() -> None:
+    with router(hold=True) as (_, address), Client(address) as client, pytest.raises(DeadlineExceeded):
+        client.generate("x", timeout_s=0.2).result()
+
+
+def test_a_repeated_or_missing_token_is_never_handed_over() -> None:
+    for index in (0, 2):
+        broken = [TWO_CHOICES[0], Response(deltas=[Delta(choice=0, first_index=index, token_ids=pack_ids([1]))])]
+        with router(responses=broken) as (_, address), Client(address) as client:
+            generation = client.generate("x")
+            assert (next(generation).text, next(generation).text) == ("a", "")
+            with pytest.raises(InternalError, match="1 came before"):
+                next(generation)
+
+
+def test_a_stream_without_a_summary_is_no_result() -> None:
+    with router(responses=TWO_CHOICES[:-1]) as (_, address), Client(address) as client:
+        with pytest.raises(InternalError, match="without its summary"):
+            client.generate("x").result()
+
+
+def test_leaving_a_generation_cancels_it() -> None:
+    with router(hold=True) as (servicer, address), Client(address) as client:
+        with client.generate("x") as generation:
+            next(generation)
+        assert servicer.left.wait(10)
+        with pytest.raises(Cancelled):
+            list(generation)
+
+
+def test_dropping_a_generation_cancels_it() -> None:
+    with router(hold=True) as (servicer, address), Client(address) as client:
+        for _ in client.generate("x"):
+            break
+        gc.collect()
+        assert servicer.left.wait(10)
+
+
+# The asyncio client
+
+
+async def test_the_async_client_gives_the_same_result() -> None:
+    with router() as (servicer, address):
+        async with AsyncClient(address, api_key="secret") as client:
+            generation = client.generate("hi", n=2)
+            texts = [delta.text async for delta in generation]
+            result = await generation.result()
+            assert await client.tokenize("x") == (1, 2, 2**32 - 1)
+            assert await client.detokenize([1]) == "é"
+            assert await client.models() == (Model("m", 10, 20, True, False),)
+    assert texts == ["a", "", "bc", "", "de"]
+    assert [choice.text for choice in result.choices] == ["ade", "bc"]
+    assert servicer.metadata["authorization"] == "Bearer secret"
+
+
+async def test_many_async_generations_run_at_once() -> None:
+    with router() as (_, address):
+        async with AsyncClient(address) as client:
+            results = await asyncio.gather(*(client.generate("x").result() for _ in range(20)))
+    assert len({result.request_id for result in results}) == 20
+    assert {result.text for result in results} == {"ade"}
+
+
+async def test_the_async_client_tells_errors_alike() -> None:
+    failure = aborting(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", reason="queue_full", retry_after_s="2.000")
+    with router(failure=failure, responses=[]) as (_, address):
+        async with AsyncClient(address) as client:
+            with pytest.raises(Overloaded) as raised:
+                await client.generate("x").result()
+    assert (raised.value.reason, raised.value.retry_after_s) == ("queue_full", 2.0)
+
+
+async def test_leaving_an_async_generation_cancels_it() -> None:
+    with router(hold=True) as (servicer, address):
+        async with AsyncClient(address) as client:
+            async with client.generate("x") as generation:
+                await anext(generation)
+            assert await asyncio.to_thread(servicer.left.wait, 10)
+            with pytest.raises(Cancelled):
+                await generation.result()
+
+
+async def test_cancelling_the_reader_cancels_the_generation() -> None:
+    with router(hold=True) as (servicer, address):
+        async with AsyncClient(address) as client:
+            begun = asyncio.Event()
+
+            async def read() -> None:
+                async for _ in client.generate("x"):
+                    begun.set()
+
+            reader = asyncio.create_task(read())
+            await asyncio.wait_for(begun.wait(), 10)
+            reader.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reader
+            assert await asyncio.to_thread(servicer.left.wait, 10)
