@@ -1,0 +1,253 @@
+"""Every attention back end computes the same attention, over blocks in any order, as one written out position by
+position; and what a back end cannot do, or the interface does not know, is refused by name."""
+
+import importlib.util
+import os
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from cluster.errors import ConfigError, ModelRefused
+from engine.attention.interface import AttentionOptions, LayerKv, attend
+from engine.attention.registry import CAPABILITIES, AttentionBackend, Needs, choose
+from engine.batch import PackedBatch, pack
+from engine.layout import LayerShape, lay_out
+from engine.pool import TORCH_DTYPES, KvPool
+from engine.step import Chunk
+
+HEADS = 6
+PLAIN: dict[str, object] = {"sliding_window": None, "softcap": None, "sinks": False}
+OPTIONS: dict[str, dict[str, object]] = {
+    "plain": PLAIN,
+    "window": PLAIN | {"sliding_window": 9},
+    "window_of_one": PLAIN | {"sliding_window": 1},
+    "softcap": PLAIN | {"softcap": 2.0},
+    "sinks": PLAIN | {"sinks": True},
+    "all": {"sliding_window": 20, "softcap": 3.0, "sinks": True},
+}
+SHAPES = {
+    "grouped": LayerShape(2, 16, 16),
+    "one_kv_head": LayerShape(1, 32, 32),
+    "no_groups": LayerShape(6, 16, 16),
+    "odd_head": LayerShape(2, 24, 24),
+    "k_and_v_differ": LayerShape(3, 24, 16),
+}
+# (tokens in the chunk, position of the first): decodes of several lengths, whole prompts and later chunks in one step.
+CHUNKS = ((1, 0), (1, 7), (5, 0), (1, 40), (8, 0), (23, 13), (1, 16), (2, 31), (70, 0))
+# float32 differs by the order of sums; in 16 bits weights and results are rounded once each.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    query: torch.Tensor
+    kv: LayerKv
+    batch: PackedBatch
+    options: AttentionOptions
+    contexts: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # contiguous K and V of each sequence
+
+
+def make_case(shape: LayerShape, options: dict[str, object], dtype: str, device: str, block_size: int = 8) -> Case:
+    """A pool whose unused places hold large values, with each sequence's context scattered over it."""
+    generator, dice = torch.Generator().manual_seed(3), random.Random(3)
+    layout = lay_out([shape] * 3, block_size, dtype)
+    needed = [layout.num_blocks_for(start + length) for length, start in CHUNKS]
+    pool = KvPool(layout, sum(needed) + 4, device)
+    pool.tensor.fill_(100.0)
+    free = list(range(pool.num_blocks))
+    dice.shuffle(free)
+    chunks, contexts = [], []
+    torch_dtype = TORCH_DTYPES[dtype]
+    keys, values = pool.layers[1]
+    for (length, start), num_blocks in zip(CHUNKS, needed, strict=True):
+        block_ids = tuple(free.pop() for _ in range(num_blocks))
+        context = [
+            torch.randn(start + length, shape.num_kv_heads, dim, generator=generator).to(device, torch_dtype)
+            for dim in (shape.key_dim, shape.value_dim)
+        ]
+        for view, states in zip((keys, values), context, strict=True):
+            for position, state in enumerate(states):
+                view[block_ids[position // block_size], position % block_size] = state
+        chunks.append(Chunk(0, (1,) * length, start, block_ids))
+        contexts.append((context[0], context[1]))
+    new = [
+        torch.cat([context[which][-length:] for context, (length, _) in zip(contexts, CHUNKS, strict=True)])
+        for which in (0, 1)
+    ]
+    query = torch.randn(len(new[0]), HEADS, shape.key_dim, generator=generator).to(device, torch_dtype)
+    sinks = torch.randn(HEADS, generator=generator).to(device, torch_dtype) if options["sinks"] else None
+    return Case(
+        query=query,
+        kv=LayerKv(new[0], new[1], keys, values),
+        batch=pack(chunks, block_size, torch.device(device)),
+        options=AttentionOptions(
+            scaling=shape.key_dim**-0.5,
+            sliding_window=options["sliding_window"],  # type: ignore[arg-type]
+            softcap=options["softcap"],  # type: ignore[arg-type]
+            sinks=sinks,
+        ),
+        contexts=tuple(contexts),
+    )
+
+
+def by_hand(case: Case) -> torch.Tensor:
+    """One position and one head at a time, in float64."""
+    rows = []
+    options = case.options
+    row = 0
+    for (keys, values), (length, start) in zip(case.contexts, CHUNKS, strict=True):
+        group = HEADS // keys.shape[1]
+        for position in range(start, start + length):
+            lowest = 0 if options.sliding_window is None else max(0, position - options.sliding_window + 1)
+            heads = []
+            for head in range(HEADS):
+                seen_keys = keys[lowest : position + 1, head // group].double()
+                scores = seen_keys @ case.query[row, head].double() * options.scaling
+                if options.softcap is not None:
+                    scores = options.softcap * torch.tanh(scores / options.softcap)
+                weights = scores.exp()
+                total = weights.sum() + (0 if options.sinks is None else options.sinks[head].double().exp())
+                heads.append(weights @ values[lowest : position + 1, head // group].double() / total)
+            rows.append(torch.stack(heads))
+            row += 1
+    return torch.stack(rows)
+
+
+def hold_equal(backend: AttentionBackend, case: Case, dtype: str) -> None:
+    output = backend.attend(case.query, case.kv, case.batch, case.options)
+    expected = by_hand(case)
+    assert output.shape == expected.shape
+    assert float((output.double() - expected).abs().max()) < TOLERANCE[dtype]
+
+
+def backend(name: str) -> AttentionBackend:
+    return next(capability for capability in CAPABILITIES if capability.name == name).build()
+
+
+@pytest.mark.parametrize("name", ["sdpa", "gather"])
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_every_option_on_cpu(name: str, options: str) -> None:
+    hold_equal(backend(name), make_case(SHAPES["grouped"], OPTIONS[options], "float32", "cpu"), "float32")
+
+
+@pytest.mark.parametrize("name", ["sdpa", "gather"])
+@pytest.mark.parametrize("shape", list(SHAPES))
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_every_shape_and_dtype_on_cpu(name: str, shape: str, dtype: str) -> None:
+    hold_equal(backend(name), make_case(SHAPES[shape], OPTIONS["window"], dtype, "cpu"), dtype)
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16, 128])
+def test_any_block_size_on_cpu(block_size: int) -> None:
+    case = make_case(SHAPES["grouped"], OPTIONS["window"], "float32", "cpu", block_size)
+    hold_equal(backend("sdpa"), case, "float32")
+    hold_equal(backend("gather"), case, "float32")
+
+
+def kernel_device() -> str:
+    """Where the Triton kernel can run: a GPU, or Triton's own interpreter where somebody asked for it."""
+    if torch.cuda.is_available():
+        return "cuda"
+    if importlib.util.find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1":
+        return "cpu"
+    pytest.skip("needs a GPU (or Triton and TRITON_INTERPRET=1): Triton's kernel is compiled for CUDA")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", list(OPTIONS))
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_triton_does_every_option(options: str, dtype: str) -> None:
+    device = kernel_device()
+    if device == "cpu" and dtype == "bfloat16":
+        pytest.skip("needs a GPU: Triton's interpreter multiplies bfloat16 as if it were integers")
+    hold_equal(backend("triton"), make_case(SHAPES["grouped"], OPTIONS[options], dtype, device), dtype)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_triton_does_every_shape(shape: str) -> None:
+    case = make_case(SHAPES[shape], OPTIONS["all"], "float32", kernel_device())
+    hold_equal(backend("triton"), case, "float32")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("block_size", [1, 7, 16, 128])
+def test_triton_takes_any_block_size(block_size: int) -> None:
+    case = make_case(SHAPES["grouped"], OPTIONS["window"], "float32", kernel_device(), block_size)
+    hold_equal(backend("triton"), case, "float32")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_gather_on_a_gpu(options: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    hold_equal(backend("gather"), make_case(SHAPES["grouped"], OPTIONS[options], "float32", "cuda"), "float32")
+
+
+CPU_NEEDS = Needs("cpu", "float32", frozenset({64}), 16, window=True, softcap=True, sinks=True)
+CUDA_NEEDS = Needs("cuda", "bfloat16", frozenset({128}), 16, window=True, softcap=True, sinks=True)
+
+
+def test_the_best_back_end_that_can_is_chosen() -> None:
+    assert choose("auto", CPU_NEEDS).name == "sdpa"
+    assert choose("auto", CUDA_NEEDS).name == "triton"
+    assert choose("gather", CUDA_NEEDS).name == "gather"
+
+
+def test_heads_too_wide_for_the_kernel_fall_back_to_gathering() -> None:
+    wide = Needs("cuda", "bfloat16", frozenset({512}), 16, window=False, softcap=False, sinks=False)
+    assert choose("auto", wide).name == "gather"
+
+
+def test_a_forced_back_end_that_cannot_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="--attention-backend triton: triton runs on cuda, not cpu"):
+        choose("triton", CPU_NEEDS)
+
+
+class Layer(torch.nn.Module):
+    layer_idx = 0
+    is_causal = True
+
+
+class Echo:
+    """KvAccess that answers with its queries."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        return query
+
+
+def call(module: torch.nn.Module | None = None, **keywords: object) -> torch.Tensor:
+    states = torch.arange(24.0).view(1, 2, 3, 4)  # [1, heads, tokens, dim]
+    arguments: dict[str, object] = {"attention_mask": None, "tandem_kv": Echo()} | keywords
+    output, _ = attend(module or Layer(), states, states, states, **arguments)  # type: ignore[arg-type]
+    return output
+
+
+def test_heads_and_tokens_change_places() -> None:
+    assert torch.equal(call(), torch.arange(24.0).view(1, 2, 3, 4).transpose(1, 2))
+
+
+def test_keywords_that_change_nothing_are_taken() -> None:
+    call(position_ids=torch.zeros(1, 3), use_cache=False, output_attentions=False, position_bias=None)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "named"),
+    [
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"attention_mask": torch.zeros(1)}, "mask of its own"),
+        ({"is_causal": False}, "not causal"),
+        ({"dropout": 0.1}, "dropout 0.1"),
+        ({"sliding_window": 0}, "sliding window of 0"),
+        ({"tandem_kv": None}, "tandem_kv"),
+        ({"module": torch.nn.Linear(1, 1)}, "which layer"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(keywords: dict[str, object], named: str) -> None:
+    with pytest.raises(ModelRefused, match=named):
+        call(**keywords)  # type: ignore[arg-type]
