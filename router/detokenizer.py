@@ -1,34 +1,33 @@
 """Token ids to text, a token at a time, exactly as decoding all of them at once would give it.
 
-Owns the incremental form of each decoder that a `tokenizer.json` can name: a chain of steps, each of which holds back
-what a later token could still change, and nothing else. Every token costs the same however long the text has become.
-Never looks at stop strings; never shows a special token.
+Owns the chain of a model's decoders as steps (decoder_steps.py), each of which holds back what a later token could
+still change, and nothing else. Every token costs the same however long the text has become. Never looks at stop
+strings; never shows a special token.
 """
 
 import codecs
 import json
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
 from cluster.errors import ConfigError
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SETTLED_TOKEN = "x"  # stands before a token to make it any but the first
+from router.decoder_steps import (
+    BYTE_TOKEN,
+    SETTLED_TOKEN,
+    ByteRuns,
+    Joined,
+    PerToken,
+    Step,
+    StripFront,
+    WordEnds,
+    byte_level_alphabet,
+)
 
 # Decoders that treat each token by itself, but for a different rule for the first one.
 _PER_TOKEN = frozenset({"Replace", "Strip", "Metaspace", "WordPiece"})
-
-
-class _Step(Protocol):
-    """One decoder of the chain. Pieces are tokens, or, behind Fuse, consecutive parts of the text."""
-
-    def push(self, piece: str) -> Sequence[str]: ...
-
-    def end(self) -> Sequence[str]: ...
 
 
 class Vocabulary:
@@ -59,15 +58,10 @@ class Vocabulary:
             return self._specials.get(token_id, "").encode()
         if self.is_byte_level:
             return self.byte_level_bytes(token_id, token)
-        byte = _BYTE_TOKEN.fullmatch(token)
+        byte = BYTE_TOKEN.fullmatch(token)
         if byte and self._has("ByteFallback"):
             return bytes([int(byte[1], 16)])
-        pieces: list[str] = []
-        steps = self.new_steps()
-        _run(steps, _SETTLED_TOKEN)
-        pieces += _run(steps, token)
-        pieces += _end(steps)
-        return "".join(pieces).encode()
+        return self._text([SETTLED_TOKEN, token]).removeprefix(self._text([SETTLED_TOKEN])).encode()
 
     def byte_level_bytes(self, token_id: int, token: str) -> bytes:
         """A byte-level token's bytes: its letters stand for bytes, unless one of them is not in that alphabet."""
@@ -78,24 +72,28 @@ class Vocabulary:
             self._bytes[token_id] = known
         return known
 
-    def new_steps(self) -> list[_Step]:
+    def new_steps(self) -> list[Step]:
         """A fresh chain for one text."""
         if not self._specs:
-            return [_Joined()]
-        steps: list[_Step] = []
+            return [Joined()]
+        steps: list[Step] = []
         fused = False
         for index, spec in enumerate(self._specs):
             if spec["type"] == "Fuse":
                 fused = True
             elif fused:
-                steps.append(_StripFront(spec["content"], spec["start"]))
+                steps.append(StripFront(spec["content"], spec["start"]))
             elif spec["type"] == "ByteFallback":
-                steps.append(_ByteRuns())
+                steps.append(ByteRuns())
             elif spec["type"] == "BPEDecoder":
-                steps.append(_WordEnds(spec["suffix"]))
+                steps.append(WordEnds(spec["suffix"]))
             else:
-                steps.append(_PerToken(self._components[index], index, self._settled))
+                steps.append(PerToken(self._components[index], index, self._settled))
         return steps
+
+    def _text(self, tokens: Sequence[str]) -> str:
+        steps = self.new_steps()
+        return "".join([piece for token in tokens for piece in _run(steps, token)] + _end(steps))
 
     def _has(self, kind: str) -> bool:
         return any(spec["type"] == kind for spec in self._specs)
@@ -119,7 +117,7 @@ class Vocabulary:
 
     @cached_property
     def _byte_of_letter(self) -> Mapping[str, int]:
-        return _byte_level_alphabet()
+        return byte_level_alphabet()
 
 
 class Detokenizer:
@@ -145,115 +143,18 @@ class Detokenizer:
         return "".join(_end(self._steps))
 
 
-def _run(steps: Sequence[_Step], piece: str) -> list[str]:
+def _run(steps: Sequence[Step], piece: str) -> list[str]:
     pieces: list[str] = [piece]
     for step in steps:
         pieces = [out for item in pieces for out in step.push(item)]
     return pieces
 
 
-def _end(steps: Sequence[_Step]) -> list[str]:
+def _end(steps: Sequence[Step]) -> list[str]:
     pieces: list[str] = []
     for step in steps:
         pieces = [out for item in pieces for out in step.push(item)] + list(step.end())
     return pieces
-
-
-class _PerToken:
-    """A decoder that maps every token by itself; the library's own, asked once per distinct token."""
-
-    def __init__(self, component: decoders.Decoder, index: int, settled: dict[tuple[int, str], str]) -> None:
-        self._component = component
-        self._index = index
-        self._settled = settled
-        self._first = True
-
-    def push(self, piece: str) -> Sequence[str]:
-        if self._first:
-            self._first = False
-            return (self._component.decode([piece]),)
-        key = (self._index, piece)
-        text = self._settled.get(key)
-        if text is None:
-            before = len(self._component.decode([_SETTLED_TOKEN]))
-            text = self._settled[key] = self._component.decode([_SETTLED_TOKEN, piece])[before:]
-        return (text,)
-
-    def end(self) -> Sequence[str]:
-        return ()
-
-
-class _Joined:
-    """No decoder: tokens with a space between them."""
-
-    def __init__(self) -> None:
-        self._first = True
-
-    def push(self, piece: str) -> Sequence[str]:
-        text = piece if self._first else " " + piece
-        self._first = False
-        return (text,)
-
-    def end(self) -> Sequence[str]:
-        return ()
-
-
-class _ByteRuns:
-    """ByteFallback. A run of byte tokens is text only if all of it is valid UTF-8, so it is held until it ends."""
-
-    def __init__(self) -> None:
-        self._run = bytearray()
-
-    def push(self, piece: str) -> Sequence[str]:
-        byte = _BYTE_TOKEN.fullmatch(piece)
-        if byte:
-            self._run.append(int(byte[1], 16))
-            return ()
-        return (*self.end(), piece)
-
-    def end(self) -> Sequence[str]:
-        run, self._run = bytes(self._run), bytearray()
-        if not run:
-            return ()
-        try:
-            return (run.decode(),)
-        except UnicodeDecodeError:
-            return ("\ufffd",) * len(run)
-
-
-class _WordEnds:
-    """BPEDecoder. A word's end is a space, except behind the last token: each is held until another comes."""
-
-    def __init__(self, suffix: str) -> None:
-        self._suffix = suffix
-        self._held: str | None = None
-
-    def push(self, piece: str) -> Sequence[str]:
-        held, self._held = self._held, piece
-        return () if held is None else (held.replace(self._suffix, " "),)
-
-    def end(self) -> Sequence[str]:
-        held, self._held = self._held, None
-        return () if held is None else (held.replace(self._suffix, ""),)
-
-
-class _StripFront:
-    """Strip behind Fuse: up to `start` characters off the whole text's front."""
-
-    def __init__(self, content: str, start: int) -> None:
-        self._content = content
-        self._left = start
-
-    def push(self, piece: str) -> Sequence[str]:
-        while self._left and piece.startswith(self._content):
-            piece = piece[1:]
-            self._left -= 1
-        if piece:
-            self._left = 0
-        return (piece,)
-
-    def end(self) -> Sequence[str]:
-        return ()
 
 
 def _flatten(spec: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -269,10 +170,3 @@ def _component(spec: dict[str, Any]) -> decoders.Decoder:
     decoder = decoders.Fuse()
     decoder.__setstate__(json.dumps(spec).encode())
     return decoder
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet (Radford et al. 2019): printable bytes are their own letter, the rest follow from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from router.detokenizer import _byte_level_alphabet
+from router.decoder_steps import byte_level_alphabet
 
 
 def byte_level() -> Tokenizer:
     """GPT-2's kind: every byte a token, some merges that cut characters in two, an added token, two special ones."""
-    letters = {byte: letter for letter, byte in _byte_level_alphabet().items()}
+    letters = {byte: letter for letter, byte in byte_level_alphabet().items()}
     words = ["hello", " world", "é", "日", "本", "\n\n"]
     vocab = {letters[byte]: byte for byte in range(256)}
     merges: list[tuple[str, str]] = []

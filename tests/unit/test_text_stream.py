@@ -188,3 +188,5 @@ def test_token_bytes_are_what_a_token_adds() -> None:
     assert pieces.token_bytes(token_id("sentencepiece", "▁ab")) == b" ab"
     assert pieces.token_bytes(token_id("sentencepiece", "<0xE2>")) == b"\xe2"
     assert pieces.token_bytes(100_000) == b""
+    assert family("word_ends")[1].token_bytes(token_id("word_ends", "low</w>")) == b"low"
+    assert family("word_piece")[1].token_bytes(token_id("word_piece", "play")) == b" play"
