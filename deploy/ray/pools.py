@@ -97,9 +97,9 @@ class RayPools:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group),
         }
         # No member id: a restarted actor must not fight with the lease of the one before it.
-        actor: ActorHandle[MemberProcess] = (
-            ray.remote(MemberProcess).options(**options).remote(str(role), dict(settings))
-        )
+        # Ray's stubs say that `remote` of a class with options may answer with the class itself; it never does.
+        actor = ray.remote(MemberProcess).options(**options).remote(str(role), dict(settings))
+        assert isinstance(actor, ActorHandle)
         return actor
 
     def _end(self, name: str) -> None:
