@@ -174,12 +174,16 @@ Config = TypeVar("Config", bound=WorkerConfig | RouterConfig)
 _OTHER_VARIABLES = frozenset({"config", "address"})
 
 
-def add_flags(parser: argparse.ArgumentParser, config_type: type[Config]) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser, config_type: type[Config], *, without: frozenset[str] = frozenset()
+) -> None:
     """Adds `--config` and one flag per field; a flag that was not given leaves no attribute."""
     parser.add_argument("--config", metavar="FILE", help="YAML file with the same keys", default=argparse.SUPPRESS)
     for owner, items in _fields_by_owner(config_type).items():
-        group = parser.add_argument_group(_GROUPS.get(owner, f"{config_type.__name__.removesuffix('Config').lower()}"))
+        group = parser.add_argument_group(_GROUPS.get(owner, owner.__name__.removesuffix("Config").lower()))
         for item in items:
+            if item.name in without:
+                continue
             kind = _field_type(config_type, item.name)
             shown = f" (default: {item.default})" if item.default not in ("", 0) else ""
             group.add_argument(

@@ -1,0 +1,45 @@
+"""The `tandem` command: one file per verb."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+
+from cluster.errors import ConfigError, TandemError
+from cluster.process import ExitStatus
+from tandem.errors import TandemError as ClientError
+
+# Each has HELP, add_arguments(parser) and run(arguments) -> exit status.
+_VERBS = ("up", "status", "generate", "estimate", "bench")
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="tandem", description="LLM serving with prefill and decode on separate pools.", allow_abbrev=False
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    modules: dict[str, ModuleType] = {}
+    for name in _VERBS:
+        module = modules[name] = import_module(f"cli.{name}")
+        module.add_arguments(verbs.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False))
+    parsed = parser.parse_args(arguments)
+    try:
+        return int(modules[parsed.verb].run(parsed))
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:  # whoever read us has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitStatus.OK
+    except ConfigError as error:
+        sys.stderr.write(f"tandem: {error.message}\n")
+        return ExitStatus.CONFIG
+    except (TandemError, ClientError) as error:
+        sys.stderr.write(f"tandem: {error.reason}: {error.message}\n")
+        return ExitStatus.CRASHED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

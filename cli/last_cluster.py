@@ -1,0 +1,64 @@
+"""Where a client command finds the cluster: told, from TANDEM_ADDRESS, or the one last started here."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cluster.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class LastCluster:
+    """What `tandem up` leaves for other commands while it runs."""
+
+    grpc: str
+    http: str
+    pid: int
+
+
+def state_file(environment: Mapping[str, str]) -> Path:
+    """In the user's run-time folder, which ends with the session; else in the cache."""
+    runtime = environment.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime) if runtime else Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return folder / "tandem" / "last-cluster.json"
+
+
+def remember(cluster: LastCluster, environment: Mapping[str, str] | None = None) -> None:
+    path = state_file(os.environ if environment is None else environment)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{cluster.pid}")
+    draft.write_text(json.dumps(asdict(cluster)))
+    draft.replace(path)
+
+
+def forget(pid: int, environment: Mapping[str, str] | None = None) -> None:
+    """Unless another cluster was started since."""
+    environment = os.environ if environment is None else environment
+    found = recall(environment)
+    if found is not None and found.pid == pid:
+        state_file(environment).unlink(missing_ok=True)
+
+
+def recall(environment: Mapping[str, str]) -> LastCluster | None:
+    try:
+        values = json.loads(state_file(environment).read_text())
+        return LastCluster(values["grpc"], values["http"], values["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def find_address(told: str | None, environment: Mapping[str, str] | None = None) -> str:
+    """gRPC host:port of a router. Raises ConfigError."""
+    environment = os.environ if environment is None else environment
+    address = told or environment.get("TANDEM_ADDRESS")
+    if address:
+        host, separator, port = address.rpartition(":")
+        if not (host and separator and port.isdigit()):
+            raise ConfigError(f"an address is host:port, not {address!r}")
+        return address
+    found = recall(environment)
+    if found is None or not Path(f"/proc/{found.pid}").exists():
+        raise ConfigError("no cluster runs here; start one with `tandem up`, or give --address host:port")
+    return found.grpc

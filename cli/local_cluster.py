@@ -1,0 +1,139 @@
+"""A cluster on this machine: Redis, one router and its workers, from nothing to the first answer and back.
+
+Owns their order: Redis first and last, the router after its workers at the start and before them at the end.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cli.layout import Pools, router_spec, worker_specs
+from cli.supervisor import Supervisor
+from cluster.errors import Unavailable
+from cluster.redis_server import RedisServer
+from cluster.serving import open_channel
+
+_ROUTER = "router"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """`flags` by field name; `redis` empty: one of our own."""
+
+    pools: Pools
+    flags: Mapping[str, object]
+    redis: str
+    num_threads: int
+    start_timeout_s: float
+    drain_grace_s: float
+
+
+class LocalCluster:
+    """`start`, then `drain` to let it finish what it has in hand, then always `close`.
+
+    `grpc` and `http` are the router's addresses (host:port), once started. `say` gets what a person should know,
+    `echo(name, line)` the processes' logs.
+    """
+
+    def __init__(self, plan: Plan, *, say: Callable[[str], None], echo: Callable[[str, str], None]) -> None:
+        self._plan = plan
+        self._say = say
+        self._supervisor = Supervisor(say=say, echo=echo)
+        self._redis: RedisServer | None = None
+        self._began_s = asyncio.get_running_loop().time()
+        self.grpc = ""
+        self.http = ""
+
+    async def start(self) -> None:
+        """Returns when the first request would succeed.
+
+        Raises ConfigError when a setting is refused, Unavailable when a process does not come up.
+        """
+        redis_url = self._plan.redis
+        if not redis_url:
+            self._redis = await RedisServer.start()
+            self._say(f"redis-server at 127.0.0.1:{self._redis.port}")
+            redis_url = self._redis.url
+        try:
+            async with asyncio.timeout(self._plan.start_timeout_s):
+                await self._start_processes({**self._plan.flags, "redis": redis_url})
+        except TimeoutError:
+            raise Unavailable(
+                f"not ready after {self._plan.start_timeout_s:g} s; a large model may need more --start-timeout-s"
+            ) from None
+
+    async def failed(self) -> None:
+        """Waits for, and raises, what ends the whole."""
+        await self._supervisor.failed()
+
+    async def drain(self) -> None:
+        """The router first: its workers are still there to finish what it has in hand."""
+        grace_s = self._plan.drain_grace_s + 5.0  # their own, and a little for leaving
+        names = list(self._supervisor.pids())
+        await self._supervisor.stop([name for name in names if name == _ROUTER], grace_s)
+        await self._supervisor.stop([name for name in names if name != _ROUTER], grace_s)
+
+    async def close(self) -> None:
+        """Nothing is left when this returns."""
+        await self._supervisor.close()
+        if self._redis is not None:
+            await self._redis.stop()
+
+    def pids(self) -> dict[str, int]:
+        """Of routers and workers that run now."""
+        return self._supervisor.pids()
+
+    async def _start_processes(self, flags: Mapping[str, object]) -> None:
+        plan = self._plan
+        workers = worker_specs(plan.pools, flags, num_threads=plan.num_threads, is_shared=bool(plan.redis))
+        self._say(f"starting {plan.pools} on {flags['model']}, {plan.num_threads} thread(s) per worker")
+        self._supervisor.start(workers)
+        await asyncio.gather(*(self._until_ready(spec.name) for spec in workers))
+        # Only now: a router connects to the workers that it finds before it says that it is ready, so its first request
+        # already goes the whole way.
+        self._supervisor.start([router_spec(flags)])
+        fields = await self._until_ready(_ROUTER)
+        self.grpc, self.http = fields["grpc"], fields["http"]
+        self._supervisor.restart_with(_ROUTER, _same_ports(fields))
+        await _until_serving(self.grpc)
+
+    async def _until_ready(self, name: str) -> dict[str, str]:
+        fields = await self._supervisor.ready(name)
+        self._say(f"{name} is ready after {asyncio.get_running_loop().time() - self._began_s:.1f} s")
+        return fields
+
+
+async def first_of(*awaited: Coroutine[object, object, object]) -> None:
+    """Runs them together until one has ended; the others are cancelled. Raises what that one raised."""
+    tasks = [asyncio.ensure_future(each) for each in awaited]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+async def _until_serving(address: str) -> None:
+    """Until the router's health service says that it can serve a request."""
+    async with open_channel(address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        try:
+            async for answer in watch:
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+        except grpc.aio.AioRpcError as error:
+            raise Unavailable(f"the router at {address} went away: {error.details()}") from error
+        finally:
+            watch.cancel()
+    raise Unavailable(f"the router at {address} never said that it serves")
+
+
+def _same_ports(fields: Mapping[str, str]) -> list[str]:
+    """A router that starts again listens where its clients know it."""
+    return [f"--port={fields['http'].rpartition(':')[2]}", f"--grpc-port={fields['grpc'].rpartition(':')[2]}"]

@@ -1,0 +1,167 @@
+"""`tandem up`: a cluster on this machine, until Ctrl-C."""
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+
+from cli.last_cluster import LastCluster, forget, remember
+from cli.layout import Pools, threads_per_worker
+from cli.local_cluster import LocalCluster, Plan, first_of
+from cluster.config import EngineSettings, RouterConfig, TransferSettings, add_flags, load_config
+from cluster.errors import ConfigError
+from cluster.process import announce_ready
+
+HELP = "start a cluster on this machine and keep it until Ctrl-C"
+DEMO_MODEL = Path(__file__).parents[1] / "examples" / "demo_model"
+_START_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig(EngineSettings, TransferSettings, RouterConfig):
+    """Every setting of every process that `tandem up` starts, checked before it starts any."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", self.model or str(DEMO_MODEL))
+        EngineSettings.__post_init__(self)
+        TransferSettings.__post_init__(self)
+        RouterConfig.__post_init__(self)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    pools = parser.add_argument_group("pools")
+    pools.add_argument("--prefill", type=int, metavar="N", help="prefill workers (default: 1)")
+    pools.add_argument("--decode", type=int, metavar="N", help="decode workers (default: 1)")
+    pools.add_argument("--colocated", type=int, metavar="N", help="instead: N workers that prefill and decode")
+    pools.add_argument(
+        "--start-timeout-s",
+        type=float,
+        metavar="X",
+        default=_START_TIMEOUT_S,
+        help=f"give up when not ready after so long (default: {_START_TIMEOUT_S:g})",
+    )
+    add_flags(parser, UpConfig, without=frozenset({"member_id"}))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    plan, config = plan_from(arguments)
+    _check_port_is_free(config.host, config.port, "--port")
+    _check_port_is_free(config.host, config.grpc_port, "--grpc-port")
+    asyncio.run(_up(plan))
+    return 0
+
+
+def plan_from(arguments: argparse.Namespace) -> tuple[Plan, UpConfig]:
+    """Raises ConfigError."""
+    given = {name: value for name, value in vars(arguments).items() if name in _names() | {"config"}}
+    config = load_config(UpConfig, given)
+    pools = pools_from(arguments.prefill, arguments.decode, arguments.colocated)
+    _check_model(config.model)
+    num_cores = len(os.sched_getaffinity(0))
+    plan = Plan(
+        pools=pools,
+        flags={**given, "model": config.model},
+        redis=config.redis,
+        num_threads=config.num_threads or threads_per_worker(num_cores, pools.num_workers),
+        start_timeout_s=arguments.start_timeout_s,
+        drain_grace_s=config.drain_grace_s,
+    )
+    return plan, config
+
+
+def pools_from(prefill: int | None, decode: int | None, colocated: int | None) -> Pools:
+    """Raises ConfigError."""
+    if colocated is not None:
+        if prefill is not None or decode is not None:
+            raise ConfigError("--colocated stands instead of --prefill and --decode")
+        pools = Pools(num_prefill=0, num_decode=colocated)
+    else:
+        pools = Pools(num_prefill=1 if prefill is None else prefill, num_decode=1 if decode is None else decode)
+    if pools.num_decode < 1 or pools.num_prefill < 0:
+        raise ConfigError(f"a cluster needs at least one decode worker, not {pools}")
+    return pools
+
+
+def tell(text: str) -> None:
+    """What a person watches; stdout is for the ready line."""
+    sys.stderr.write(f"tandem: {text}\n")
+    sys.stderr.flush()
+
+
+def tell_log(name: str, line: str) -> None:
+    sys.stderr.write(f"[{name}] {line}\n")
+    sys.stderr.flush()
+
+
+async def run_until_stopped(
+    plan: Plan,
+    act: Callable[[LocalCluster], Coroutine[object, object, None]],
+    *,
+    say: Callable[[str], None] = tell,
+    echo: Callable[[str, str], None] = tell_log,
+) -> None:
+    """Starts a cluster, awaits `act`, stops it. The first Ctrl-C or SIGTERM ends `act`, the second the wait for work in
+    hand. Raises what `act` raised, or what made the cluster fail."""
+    stop, hurry = _signals()
+    cluster = LocalCluster(plan, say=say, echo=echo)
+    try:
+        await first_of(cluster.start(), stop.wait())
+        if not stop.is_set():
+            await first_of(act(cluster), cluster.failed(), stop.wait())
+            say("stopping: finishing what is in hand" + (" (Ctrl-C again to stop at once)" if stop.is_set() else ""))
+            await first_of(cluster.drain(), hurry.wait())
+    finally:
+        await cluster.close()
+
+
+def _signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Set by the first and by the second SIGINT or SIGTERM from here on."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+    return stop, hurry
+
+
+async def _up(plan: Plan) -> None:
+    try:
+        await run_until_stopped(plan, _announce_and_stay)
+    finally:
+        forget(os.getpid())
+    tell("stopped")
+
+
+async def _announce_and_stay(cluster: LocalCluster) -> None:
+    remember(LastCluster(grpc=cluster.grpc, http=cluster.http, pid=os.getpid()))
+    announce_ready(http=f"http://{cluster.http}", grpc=cluster.grpc)
+    await asyncio.Event().wait()
+
+
+def _names() -> frozenset[str]:
+    return frozenset(item.name for item in dataclasses.fields(UpConfig))
+
+
+def _check_model(model: str) -> None:
+    """A folder that is not there is told now, not after the workers have loaded torch."""
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
+    if looks_local and not Path(model).expanduser().is_dir():
+        raise ConfigError(f"--model {model}: there is no such folder")
+
+
+def _check_port_is_free(host: str, port: int, flag: str) -> None:
+    """A port in use is told now, not after the workers have loaded the model."""
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); give another {flag}") from error
