@@ -1,0 +1,102 @@
+"""The block layout and the pool: one block is one run of bytes, every byte of it has one owner, and on CPU another
+process can map the whole."""
+
+import mmap
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engine.layout import BlockLayout, LayerShape, lay_out
+from engine.pool import KvPool
+from engine.step import BlockCopy
+
+UNEVEN = (LayerShape(2, 16, 16), LayerShape(1, 32, 24), LayerShape(4, 8, 8))
+
+
+@pytest.fixture
+def layout() -> BlockLayout:
+    return lay_out(UNEVEN, block_size=4, dtype="float32")
+
+
+@pytest.fixture
+def pool(layout: BlockLayout) -> Iterator[KvPool]:
+    pool = KvPool(layout, num_blocks=5)
+    yield pool
+    pool.close()
+
+
+def test_a_uniform_block_has_the_axes_layer_kv_token_head_dim() -> None:
+    layout = lay_out([LayerShape(2, 8, 8)] * 3, block_size=4, dtype="bfloat16")
+    pool = KvPool(layout, num_blocks=2)
+    pool.tensor.copy_(torch.arange(pool.tensor.numel()).view_as(pool.tensor) % 251)
+    whole = pool.tensor.view(2, 3, 2, 4, 2, 8)
+
+    for layer, (keys, values) in enumerate(pool.layers):
+        assert torch.equal(keys, whole[:, layer, 0])
+        assert torch.equal(values, whole[:, layer, 1])
+    pool.close()
+
+
+def test_layers_that_differ_share_no_byte_and_leave_none_unused(pool: KvPool) -> None:
+    views = [view for layer in pool.layers for view in layer]
+    for number, view in enumerate(views, start=1):
+        view.add_(number)
+
+    expected = {number: view.numel() for number, view in enumerate(views, start=1)}
+    assert {number: int((pool.tensor == number).sum()) for number in expected} == expected
+    assert sum(expected.values()) == pool.tensor.numel()
+
+
+def test_sizes_follow_from_the_table(layout: BlockLayout) -> None:
+    assert layout.kv_bytes_per_token == 4 * (2 * 32 + 56 + 4 * 16)
+    assert layout.block_bytes == 4 * layout.kv_bytes_per_token
+    assert [layout.num_blocks_for(tokens) for tokens in (0, 1, 4, 5)] == [0, 1, 1, 2]
+
+
+def test_whatever_changes_a_bytes_meaning_changes_the_digest(layout: BlockLayout) -> None:
+    others = [
+        lay_out(UNEVEN, block_size=8, dtype="float32"),
+        lay_out(UNEVEN, block_size=4, dtype="bfloat16"),
+        lay_out(UNEVEN[::-1], block_size=4, dtype="float32"),
+        lay_out(UNEVEN[:2], block_size=4, dtype="float32"),
+    ]
+    assert len({layout.digest(), *(other.digest() for other in others)}) == 5
+    assert lay_out(UNEVEN, block_size=4, dtype="float32").digest() == layout.digest()
+
+
+def test_raw_is_the_same_memory(pool: KvPool) -> None:
+    assert int(pool.raw.count_nonzero()) == 0
+    pool.tensor[3] = 1.5
+    assert pool.raw[3].view(torch.float32).eq(1.5).all()
+    assert int(pool.raw[2].count_nonzero()) == 0
+
+
+def test_another_mapping_of_the_memfd_sees_what_the_pool_writes(pool: KvPool) -> None:
+    assert pool.memfd is not None
+    num_bytes = pool.num_blocks * pool.block_bytes
+    assert os.fstat(pool.memfd).st_size == num_bytes
+    with mmap.mmap(pool.memfd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
+        pool.raw[2] = 7
+        block = mapping[2 * pool.block_bytes : 3 * pool.block_bytes]
+    assert block == bytes([7]) * pool.block_bytes
+
+
+def test_closing_gives_the_descriptor_back(layout: BlockLayout) -> None:
+    pool = KvPool(layout, num_blocks=1)
+    memfd = pool.memfd
+    assert memfd is not None
+    pool.close()
+    pool.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(memfd)
+
+
+def test_copies_read_every_source_before_any_target_is_written(pool: KvPool) -> None:
+    for block_id in range(pool.num_blocks):
+        pool.tensor[block_id] = block_id
+
+    pool.copy_blocks([BlockCopy(0, 1), BlockCopy(1, 2), BlockCopy(1, 4)])
+
+    assert [int(block[0]) for block in pool.tensor] == [0, 0, 1, 3, 1]
