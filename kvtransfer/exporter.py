@@ -1,31 +1,42 @@
 """The exporter: gives out tickets for a prefill's KV, offers its blocks as they are sealed, says when they are free.
 
-Lives on the worker's event loop. Never touches the block pool: it reads bytes, and calls `release` once per ticket.
+Lives on the worker's event loop and drives one `export_machine` per ticket. Owns the tickets that are not released and
+the calls of importers. Never touches the block pool: it reads bytes, and calls `release` once per ticket.
 """
 
+import asyncio
+import logging
+import secrets
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from cluster.clock import Clock
 from cluster.config import TransferSettings
-from cluster.errors import HandOffReason
-from cluster.messages import LayoutFingerprint, MemberId
+from cluster.errors import HandOffFailed, HandOffReason
+from cluster.messages import LayoutFingerprint, MemberId, Ticket
+from kvtransfer import export_machine as machine
+from kvtransfer import tickets
+from kvtransfer.attach_rules import AttachRules
 from kvtransfer.counters import TransferCounters
+from kvtransfer.digest import digest_blocks
+from kvtransfer.export_call import ExportCall
+from kvtransfer.handoff import FirstToken as FirstToken
+from kvtransfer.handoff import RemoteBlock, Tail
+from kvtransfer.leases import LeasePolicy
 from kvtransfer.memory import PoolMemory
+from kvtransfer.ticket_export import TicketExport
 from kvtransfer.transports.base import ExporterTransport
+from tandem.v1 import kv_pb2
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class IssuedTicket:
     ticket_id: bytes
     signed: bytes  # a serialized tandem.v1.SignedTicket
-
-
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    token_id: int
-    ended: bool  # nothing of this choice needs to be decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +65,43 @@ class Exporter:
         counters: TransferCounters,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        raise NotImplementedError
+        self._member, self._address = member, address
+        self._memory = memory
+        self._key = key
+        self._settings = settings
+        self._policy = LeasePolicy(settings.lease_s, settings.max_lease_s, settings.attach_timeout_s)
+        self._transports = tuple(transports)
+        self._release = release
+        self._clock, self._wall_clock = clock, wall_clock
+        self._counters = counters
+        self._rules = AttachRules(member=member, layout=layout, key=key, transports=self._transports)
+        self._tickets: dict[bytes, TicketExport] = {}
+        self._calls: set[ExportCall] = set()
+        self._next_call = 0
+        # One thread: digests leave in the order in which blocks were sealed.
+        self._digester = ThreadPoolExecutor(1, "kv-digest")
+
+    @property
+    def num_live_tickets(self) -> int:
+        """Issued and not yet released: what a drain waits for."""
+        return len(self._tickets)
 
     async def start(self) -> None:
-        """Opens the transports."""
+        """Opens the transports. Raises OSError."""
+        for transport in self._transports:
+            await transport.start()
 
     async def close(self) -> None:
         """Ends every hand-off and releases every ticket."""
+        for export in tuple(self._tickets.values()):
+            export.take(machine.Fail(HandOffReason.CANCELLED, "the exporter is leaving"))
+        for call in tuple(self._calls):
+            call.end()
+            self.end_call(call)
+        assert not self._tickets, f"{len(self._tickets)} tickets outlive every attempt on them"
+        for transport in self._transports:
+            await transport.close()
+        await asyncio.to_thread(self._digester.shutdown, cancel_futures=True)
 
     def issue(
         self,
@@ -74,18 +115,102 @@ class Exporter:
         ticket_id: bytes | None = None,  # None: a random one
     ) -> IssuedTicket:
         """A ticket for a prefill that is queued; nothing of it need be computed yet."""
-        raise NotImplementedError
+        ticket = Ticket(
+            ticket_id=ticket_id or secrets.token_bytes(tickets.TICKET_ID_BYTES),
+            exporter=self._member,
+            exporter_address=self._address,
+            importer=importer,
+            request_id=request_id,
+            attempt=attempt,
+            num_tokens=num_tokens,
+            prompt_hash=prompt_hash,
+            num_choices=num_choices,
+            expires_at_s=self._wall_clock() + self._settings.attach_timeout_s + self._settings.max_lease_s,
+        )
+        assert ticket.ticket_id not in self._tickets, "a ticket id used again"
+        self._tickets[ticket.ticket_id] = TicketExport(
+            ticket=ticket, policy=self._policy, clock=self._clock, counters=self._counters, released=self._on_released
+        )
+        return IssuedTicket(ticket.ticket_id, tickets.sign(ticket, self._key))
 
     def seal(self, ticket_id: bytes, *, first_index: int, block_ids: Sequence[int]) -> None:
         """These are written and will not change; first_index counts in the ticket's order."""
+        self._after_digests(ticket_id, tuple(block_ids), lambda blocks: machine.SealBlocks(first_index, blocks))
 
     def finish(self, ticket_id: bytes, *, first_tokens: Sequence[FirstToken], tail: TailBlock | None) -> None:
-        """Prefill is done."""
+        """Prefill is done; comes after its last `seal`."""
+
+        export = self._tickets.get(ticket_id)
+        if export is None:
+            return
+        ticket, firsts = export.ticket, tuple(first_tokens)
+
+        def finished(blocks: tuple[RemoteBlock, ...]) -> machine.Event:
+            digested = None if tail is None else Tail(blocks[0], tail.num_valid)
+            return machine.Finish(firsts, ticket.num_tokens, ticket.prompt_hash, digested)
+
+        self._after_digests(ticket_id, () if tail is None else (tail.block_id,), finished)
 
     def fail(self, ticket_id: bytes, *, reason: HandOffReason, detail: str) -> None:
         """Prefill will not finish: whoever attached is told; the blocks are released as soon as nobody reads them."""
+        export = self._tickets.get(ticket_id)
+        if export is not None:
+            export.take(machine.Fail(reason, detail))
 
-    @property
-    def num_live_tickets(self) -> int:
-        """Issued and not yet released: what a drain waits for."""
-        raise NotImplementedError
+    def reap(self) -> None:
+        """Ends what is past its deadline. Happens by itself in time; a test with its own clock calls it."""
+        for export in tuple(self._tickets.values()):
+            export.take(machine.Tick())
+
+    def open_call(self, importer: str) -> ExportCall:
+        """A HandOff stream has begun. `importer` is who its metadata says it is."""
+        self._next_call += 1
+        call = ExportCall(number=self._next_call, importer=importer, counters=self._counters)
+        self._calls.add(call)
+        return call
+
+    def attach(self, call: ExportCall, message: kv_pb2.Attach) -> None:
+        """The first message of a call: a refusal by name, or the ticket's machine takes over."""
+        try:
+            accepted = self._rules.check(message, importer=call.importer, wall_s=self._wall_clock())
+            export = self._tickets.get(accepted.ticket.ticket_id)
+            if export is None:
+                raise HandOffFailed(HandOffReason.UNKNOWN_TICKET, "no such ticket is held here, or no longer")
+        except HandOffFailed as error:
+            call.refuse(error.handoff_reason, error.message)
+        else:
+            export.attach(call, accepted)
+
+    def end_call(self, call: ExportCall) -> None:
+        """The stream is gone, by whichever side."""
+        self._calls.discard(call)
+        if call.attached is not None:
+            call.attached.export.call_ended(call)
+
+    def _on_released(self, export: TicketExport) -> None:
+        del self._tickets[export.ticket.ticket_id]
+        self._release(export.ticket.ticket_id)
+
+    def _after_digests(
+        self,
+        ticket_id: bytes,
+        block_ids: tuple[int, ...],
+        event: Callable[[tuple[RemoteBlock, ...]], machine.Event],
+    ) -> None:
+        """Feeds the event to the ticket's machine when the blocks' digests are known, in the order of the calls."""
+        if ticket_id not in self._tickets:
+            return  # released meanwhile: nobody wants to know
+
+        def done(digests: asyncio.Future[tuple[bytes, ...]]) -> None:
+            export = self._tickets.get(ticket_id)
+            if export is None or digests.cancelled():
+                return
+            error = digests.exception()
+            if error is not None:
+                _LOG.error("request %s: digests failed", export.ticket.request_id, exc_info=error)
+                export.take(machine.Fail(HandOffReason.PREFILL_FAILED, "the exporter could not read its blocks"))
+            else:
+                blocks = tuple(map(RemoteBlock, block_ids, digests.result()))
+                export.take(event(blocks))
+
+        asyncio.wrap_future(self._digester.submit(digest_blocks, self._memory, block_ids)).add_done_callback(done)

@@ -1,36 +1,31 @@
 """The importer: carries one ticket's blocks into the local pool, verified, or says by name why not.
 
-Lives on the worker's event loop. Never owns blocks: it asks a BlockSource for them and says when nobody writes to them.
+Lives on the worker's event loop. Owns the hand-offs in progress, and those that have given their answer but not yet
+been proven quiet. Never owns blocks: it asks a BlockSource for them and says when nobody writes to them.
 """
 
+import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 from cluster.clock import Clock
 from cluster.config import TransferSettings
-from cluster.messages import LayoutFingerprint, MemberId
+from cluster.errors import HandOffFailed, HandOffReason
+from cluster.messages import LayoutFingerprint, MemberId, Ticket
+from kvtransfer import tickets
+from kvtransfer.block_source import BlockSource as BlockSource
 from kvtransfer.counters import TransferCounters
+from kvtransfer.exporter_channels import ExporterChannels
+from kvtransfer.handoff import FirstToken as FirstToken
+from kvtransfer.import_machine import ImportPlan
+from kvtransfer.import_run import Admitted, ImportMeans, ImportRun
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import ImporterTransport
 
-
-class BlockSource(Protocol):
-    """The worker's block pool as an importer sees it: commands to the thread that owns it."""
-
-    async def reserve(self, handoff_id: int, num_blocks: int) -> tuple[int, ...]:
-        """Waits until they can be set aside all at once. Raises HandOffFailed(NOT_ENOUGH_BLOCKS) when they never can.
-        Cancelled: the reservation is forgotten, whether it was made or not, when `discard` follows."""
-        ...
-
-    def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
-        """The hand-off is over without its sequences joining; these of its blocks may still be written to."""
-        ...
-
-    def quiet(self, block_ids: frozenset[int]) -> None:
-        """Nobody can write to these quarantined blocks any more."""
-        ...
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +38,14 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class ImportedToken:
-    token_id: int
-    ended: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Imported:
     """Verified and settled: the reserved blocks belong to the caller now."""
 
     sealed_block_ids: tuple[int, ...]  # in the prompt's order, shared by all choices
     tail_block_ids: tuple[int, ...]  # one per choice; empty when the prompt ends on a block boundary
-    first_tokens: tuple[ImportedToken, ...]  # one per choice
+    first_tokens: tuple[FirstToken, ...]  # one per choice
     transport: str
-    kv_bytes: int  # read over the transport
+    kv_bytes: int  # read over the transport and verified
     exposed_transfer_s: float  # from the end of prefill, as seen here, to settled
     total_s: float
 
@@ -75,15 +64,109 @@ class Importer:
         clock: Clock,
         counters: TransferCounters,
         wall_clock: Callable[[], float] = time.time,
+        unhealthy: Callable[[str], None] = _LOG.critical,  # blocks that only a restart of the process gives back
     ) -> None:
-        raise NotImplementedError
+        self._member, self._block_size, self._key, self._settings = member, block_size, key, settings
+        self._counters, self._wall_clock = counters, wall_clock
+        self._channels = ExporterChannels()
+        self._verifier = ThreadPoolExecutor(1, "kv-verify")
+        self._means = ImportMeans(
+            member=member,
+            memory=memory,
+            layout=layout,
+            transports={transport.name: transport for transport in transports},
+            channels=self._channels,
+            verifier=self._verifier,
+            clock=clock,
+            counters=counters,
+            unhealthy=unhealthy,
+        )
+        self._runs: dict[asyncio.Task[None], ImportRun] = {}  # by the task that waits for its end
+
+    @property
+    def num_live(self) -> int:
+        """Hand-offs that go on, or have given their answer but may still write to the pool."""
+        return len(self._runs)
 
     async def import_blocks(
         self, *, handoff_id: int, signed_ticket: bytes, expected: Expected, blocks: BlockSource
     ) -> Imported:
         """Raises HandOffFailed; then nothing is reserved any more, and what a reader may still touch is quarantined.
         Cancelling the awaiting task settles as unneeded and gives everything back before CancelledError goes on."""
-        raise NotImplementedError
+        try:
+            ticket = self._checked(signed_ticket, expected)
+        except HandOffFailed as error:
+            self._counters.handoff(side="importer", transport="", outcome="refused", reason=error.handoff_reason)
+            raise
+        run = ImportRun(
+            means=self._means,
+            ticket=ticket,
+            signed_ticket=signed_ticket,
+            plan=self._plan(ticket),
+            handoff_id=handoff_id,
+            blocks=blocks,
+            linger_s=self._settings.lease_s,
+        )
+        waiter = asyncio.create_task(run.until_quiet(), name=f"hand-off {ticket.request_id}")
+        self._runs[waiter] = run
+        waiter.add_done_callback(self._runs.pop)
+        try:
+            return _imported(await run.answer)
+        except asyncio.CancelledError:
+            run.cancel()
+            if run.was_admitted:  # in the same turn of the loop, but nobody will see it
+                blocks.discard(handoff_id, frozenset())
+            raise
 
     async def close(self) -> None:
-        """Closes channels and ends background work; hand-offs in progress must have been cancelled before."""
+        """Ends every hand-off by force, then the channels. What is not quiet in time ends with the process."""
+        runs = dict(self._runs)
+        for run in runs.values():
+            run.cancel()
+        for transport in self._means.transports.values():
+            await transport.close()
+        if runs:
+            _, stuck = await asyncio.wait(runs, timeout=self._settings.quarantine_s)
+            for waiter in stuck:
+                waiter.cancel()
+        for run in runs.values():
+            await run.abandon()
+        await self._channels.close()
+        await asyncio.to_thread(self._verifier.shutdown)
+
+    def _checked(self, signed_ticket: bytes, expected: Expected) -> Ticket:
+        ticket = tickets.verify(signed_ticket, self._key, importer=self._member, wall_s=self._wall_clock())
+        if (ticket.num_tokens, ticket.num_choices) != (expected.num_tokens, expected.num_choices):
+            detail = f"{ticket.num_tokens} tokens and {ticket.num_choices} choices in the ticket, "
+            detail += f"{expected.num_tokens} and {expected.num_choices} in the request"
+            raise HandOffFailed(HandOffReason.COUNT_MISMATCH, detail)
+        if ticket.prompt_hash != expected.prompt_hash:
+            raise HandOffFailed(HandOffReason.PROMPT_MISMATCH, "the ticket is for another prompt")
+        return ticket
+
+    def _plan(self, ticket: Ticket) -> ImportPlan:
+        settings = self._settings
+        return ImportPlan(
+            epoch=ticket.epoch,
+            num_sealed=ticket.num_tokens // self._block_size,
+            num_choices=ticket.num_choices,
+            num_tail_valid=ticket.num_tokens % self._block_size,
+            num_tokens=ticket.num_tokens,
+            prompt_hash=ticket.prompt_hash,
+            attach_timeout_s=min(settings.attach_timeout_s, settings.read_timeout_s),
+            read_timeout_s=settings.read_timeout_s,
+            quarantine_s=settings.quarantine_s,
+            timeout_s=settings.attach_timeout_s + settings.max_lease_s,
+        )
+
+
+def _imported(admitted: Admitted) -> Imported:
+    return Imported(
+        sealed_block_ids=admitted.admit.sealed_block_ids,
+        tail_block_ids=admitted.admit.tail_block_ids,
+        first_tokens=admitted.admit.first_tokens,
+        transport=admitted.transport,
+        kv_bytes=admitted.kv_bytes,
+        exposed_transfer_s=admitted.exposed_transfer_s,
+        total_s=admitted.total_s,
+    )

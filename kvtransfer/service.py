@@ -1,11 +1,18 @@
-"""The gRPC face of the exporter: one HandOff call is one hand-off."""
+"""The gRPC face of the exporter: one HandOff call is one hand-off. Owns nothing that outlives a call."""
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import grpc
 
+from cluster.errors import HandOffReason, InvalidRequest
+from kvtransfer.export_call import ExportCall
 from kvtransfer.exporter import Exporter
+from kvtransfer.handoff_wire import IMPORTER_METADATA, renew_or_settle_from_wire
 from tandem.v1 import kv_pb2, kv_pb2_grpc
+
+_LOG = logging.getLogger(__name__)
 
 
 class KvTransferServicer(kv_pb2_grpc.KvTransferServicer):
@@ -17,5 +24,34 @@ class KvTransferServicer(kv_pb2_grpc.KvTransferServicer):
         request_iterator: AsyncIterator[kv_pb2.ImporterMessage],
         context: grpc.aio.ServicerContext[kv_pb2.ImporterMessage, kv_pb2.ExporterMessage],
     ) -> AsyncIterator[kv_pb2.ExporterMessage]:
-        raise NotImplementedError
-        yield
+        metadata = dict(context.invocation_metadata() or ())
+        call = self._exporter.open_call(importer=str(metadata.get(IMPORTER_METADATA, "")))
+        reader = asyncio.create_task(self._read(request_iterator, call), name=f"hand-off {call.number}")
+        try:
+            async for message in call.messages():
+                yield message
+        finally:
+            reader.cancel()
+            self._exporter.end_call(call)
+            await asyncio.wait([reader])
+            if not reader.cancelled() and reader.exception() is not None:
+                _LOG.error("hand-off %d of %s", call.number, call.importer, exc_info=reader.exception())
+
+    async def _read(self, messages: AsyncIterator[kv_pb2.ImporterMessage], call: ExportCall) -> None:
+        try:
+            async for message in messages:
+                self._hear(call, message)
+        except (InvalidRequest, ValueError) as error:
+            call.refuse(HandOffReason.PROTOCOL, str(error))
+        finally:
+            call.end()  # the importer speaks no more: a call without its Settle ends as failed
+
+    def _hear(self, call: ExportCall, message: kv_pb2.ImporterMessage) -> None:
+        """Raises InvalidRequest, ValueError for what may not come, or not here."""
+        if message.WhichOneof("message") == "attach":
+            if call.attached is None:
+                self._exporter.attach(call, message.attach)
+        elif call.attached is None:
+            raise ValueError("a hand-off begins with Attach")
+        else:
+            call.attached.export.hear(call, renew_or_settle_from_wire(message, call.attached.epoch))

@@ -148,7 +148,12 @@ class LoopbackChannel:
         if any(block_id >= self._source.num_blocks for block_id in remote_block_ids):
             raise TransportError(f"a block past the {self._source.num_blocks} of the exporter's pool")
         self._read = asyncio.create_task(self._copy(tuple(zip(remote_block_ids, local_block_ids, strict=True))))
-        await asyncio.shield(self._read)
+        try:
+            await asyncio.shield(self._read)
+        except asyncio.CancelledError:
+            if self._read.cancelled():  # the copy was, by `destroy`; not whoever waits for it
+                raise TransportError("the channel was destroyed") from None
+            raise
         self._read = None
 
     async def destroy(self) -> None:

@@ -1,0 +1,55 @@
+"""Who may attach: every check that an Attach must pass before the ticket's machine hears of it, each with its name."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from cluster.errors import HandOffFailed, HandOffReason
+from cluster.messages import LayoutFingerprint, MemberId, Ticket
+from cluster.wire import fingerprint_from_wire
+from kvtransfer import tickets
+from kvtransfer.transports.base import ExporterTransport, negotiate
+from tandem.v1 import kv_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedAttach:
+    ticket: Ticket
+    transport: ExporterTransport
+
+
+class AttachRules:
+    def __init__(
+        self, *, member: MemberId, layout: LayoutFingerprint, key: bytes, transports: Sequence[ExporterTransport]
+    ) -> None:
+        self._member, self._layout, self._key = member, layout, key
+        self._transports = tuple(transports)
+
+    def check(self, attach: kv_pb2.Attach, *, importer: str, wall_s: float) -> AcceptedAttach:
+        """Raises HandOffFailed with the first reason that applies."""
+        signed = attach.ticket.SerializeToString()
+        ticket = tickets.read(signed, self._key)
+        if importer != str(ticket.importer):
+            raise HandOffFailed(HandOffReason.FOREIGN_TICKET, f"the ticket is for {ticket.importer}, not {importer}")
+        tickets.verify(signed, self._key, importer=ticket.importer, wall_s=wall_s)
+        if ticket.exporter.id != self._member.id:
+            raise HandOffFailed(HandOffReason.UNKNOWN_TICKET, f"a ticket of {ticket.exporter}; this is {self._member}")
+        if ticket.exporter != self._member:
+            detail = f"a ticket of {ticket.exporter}; this is its successor {self._member}"
+            raise HandOffFailed(HandOffReason.STALE_INCARNATION, detail)
+        self._check_layout(fingerprint_from_wire(attach.layout))
+        transport = negotiate(attach.transports, attach.endpoints, self._transports)
+        if transport is None:
+            theirs, ours = ", ".join(attach.transports), ", ".join(t.name for t in self._transports)
+            detail = f"the importer has [{theirs}], the exporter [{ours}], as far as each reaches the other"
+            raise HandOffFailed(HandOffReason.NO_COMMON_TRANSPORT, detail)
+        return AcceptedAttach(ticket, transport)
+
+    def _check_layout(self, theirs: LayoutFingerprint) -> None:
+        ours = asdict(self._layout)
+        differing = [
+            f"{name}: importer {value}, exporter {ours[name]}"
+            for name, value in asdict(theirs).items()
+            if value != ours[name]
+        ]
+        if differing:
+            raise HandOffFailed(HandOffReason.LAYOUT_MISMATCH, "; ".join(differing))

@@ -1,0 +1,29 @@
+"""One timer for one state machine, armed for its next deadline. Never polls."""
+
+import asyncio
+from collections.abc import Callable
+
+from cluster.clock import Clock
+
+
+class DeadlineTimer:
+    """Calls `on_due` on the event loop at the deadline, or before: a deadline that moved away is only seen then, and
+    the owner sets it anew. Renewals, which move deadlines often, cost nothing that way."""
+
+    def __init__(self, clock: Clock, on_due: Callable[[], None]) -> None:
+        self._clock, self._on_due = clock, on_due
+        self._handle: asyncio.TimerHandle | None = None
+        self._deadline_s = 0.0
+
+    def set(self, deadline_s: float | None) -> None:
+        if self._handle is not None and (deadline_s is None or deadline_s < self._deadline_s):
+            self._handle.cancel()
+            self._handle = None
+        if self._handle is None and deadline_s is not None:
+            delay_s = max(0.0, deadline_s - self._clock.now_s())
+            self._handle = asyncio.get_running_loop().call_later(delay_s, self._fire)
+            self._deadline_s = deadline_s
+
+    def _fire(self) -> None:
+        self._handle = None
+        self._on_due()

@@ -1,0 +1,74 @@
+"""One HandOff stream as the exporter sees it: what is to be sent, and how the hand-off ended, counted once.
+
+The queue holds at most one message per chunk of the prompt, and what begins and ends a hand-off; it needs no bound.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cluster.errors import HandOffReason
+from cluster.messages import Epoch
+from kvtransfer.counters import TransferCounters
+from kvtransfer.handoff import Accepted, ExporterMessage, Refused, Settled
+from kvtransfer.handoff_wire import to_wire
+from kvtransfer.transports.base import ExporterTransport
+from tandem.v1 import kv_pb2
+
+if TYPE_CHECKING:
+    from kvtransfer.ticket_export import TicketExport
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """What is known of a call once its Attach has passed every check."""
+
+    export: "TicketExport"
+    transport: ExporterTransport
+    epoch: Epoch
+
+
+class ExportCall:
+    def __init__(self, *, number: int, importer: str, counters: TransferCounters) -> None:
+        self.number = number
+        self.importer = importer
+        self.attached: Attached | None = None
+        self._counters = counters
+        self._counted = False
+        self._outbox: asyncio.Queue[kv_pb2.ExporterMessage | None] = asyncio.Queue()
+
+    async def messages(self) -> AsyncIterator[kv_pb2.ExporterMessage]:
+        """Everything to be sent, until the call is over."""
+        while (message := await self._outbox.get()) is not None:
+            yield message
+
+    def send(self, message: ExporterMessage) -> None:
+        """Refused and Settled are the last."""
+        wire = to_wire(message)
+        if isinstance(message, Accepted):
+            assert self.attached is not None, "accepted before it was attached"
+            wire.accepted.transport = self.attached.transport.name
+            wire.accepted.endpoint = self.attached.transport.admit(message.epoch)
+        self._outbox.put_nowait(wire)
+        if isinstance(message, Refused):
+            self.count("refused", message.reason)
+        if isinstance(message, Refused | Settled):
+            self.end()
+
+    def refuse(self, reason: HandOffReason, detail: str) -> None:
+        """Before any machine has heard of the call."""
+        self.count("refused", reason)
+        self._outbox.put_nowait(kv_pb2.ExporterMessage(refused=kv_pb2.Refused(reason=reason, detail=detail)))
+        self.end()
+
+    def end(self) -> None:
+        """Nothing more will be sent."""
+        self._outbox.put_nowait(None)
+
+    def count(self, outcome: str, reason: HandOffReason | None) -> None:
+        """How the hand-off ended; the first to say so is right."""
+        if not self._counted:
+            self._counted = True
+            transport = self.attached.transport.name if self.attached is not None else ""
+            self._counters.handoff(side="exporter", transport=transport, outcome=outcome, reason=reason or "")

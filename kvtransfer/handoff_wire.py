@@ -1,0 +1,150 @@
+"""The hand-off's messages from and to the wire. Checks shape, never meaning.
+
+What only drivers know (ticket, transports, layout, endpoint) is no part of a machine's messages: drivers add it to
+Attach and Accepted, and read it from there.
+"""
+
+from cluster.errors import HandOffReason
+from cluster.messages import Epoch
+from cluster.wire import epoch_from_wire, epoch_to_wire, pack_ids, unpack_ids
+from kvtransfer.digest import split_digests
+from kvtransfer.handoff import (
+    Accepted,
+    ExporterMessage,
+    Failed,
+    Finished,
+    FirstToken,
+    Outcome,
+    Refused,
+    RemoteBlock,
+    Renew,
+    Sealed,
+    Settle,
+    Settled,
+    Tail,
+)
+from tandem.v1 import kv_pb2
+
+IMPORTER_METADATA = "tandem-importer"  # of a HandOff call: "id@incarnation" of who attaches
+
+_OUTCOMES = {
+    Outcome.OK: kv_pb2.Settle.OUTCOME_OK,
+    Outcome.UNNEEDED: kv_pb2.Settle.OUTCOME_UNNEEDED,
+    Outcome.FAILED: kv_pb2.Settle.OUTCOME_FAILED,
+}
+_OUTCOMES_FROM_WIRE = {wire: outcome for outcome, wire in _OUTCOMES.items()}
+_REASONS = {str(reason): reason for reason in HandOffReason}
+
+
+def settle_to_wire(settle: Settle) -> kv_pb2.ImporterMessage:
+    return kv_pb2.ImporterMessage(
+        settle=kv_pb2.Settle(
+            epoch=epoch_to_wire(settle.epoch), outcome=_OUTCOMES[settle.outcome], reason=settle.reason or ""
+        )
+    )
+
+
+def renew_or_settle_from_wire(wire: kv_pb2.ImporterMessage, epoch: Epoch) -> Renew | Settle:
+    """What may follow Attach on the stream of this epoch. Raises ValueError."""
+    match wire.WhichOneof("message"):
+        case "renew":
+            return Renew(epoch)
+        case "settle":
+            outcome = _OUTCOMES_FROM_WIRE.get(wire.settle.outcome)
+            if outcome is None:
+                raise ValueError("Settle without an outcome")
+            reason = reason_from_wire(wire.settle.reason) if wire.settle.reason else None
+            return Settle(epoch_from_wire(wire.settle.epoch), outcome, reason)
+        case other:
+            raise ValueError(f"{other} where only Renew or Settle may come")
+
+
+def to_wire(message: ExporterMessage) -> kv_pb2.ExporterMessage:
+    match message:
+        case Accepted():
+            accepted = kv_pb2.Accepted(
+                epoch=epoch_to_wire(message.epoch), lease_s=message.lease_s, max_lease_s=message.max_lease_s
+            )
+            return kv_pb2.ExporterMessage(accepted=accepted)
+        case Refused():
+            return kv_pb2.ExporterMessage(refused=kv_pb2.Refused(reason=message.reason, detail=message.detail))
+        case Sealed():
+            return kv_pb2.ExporterMessage(sealed=_sealed_to_wire(message))
+        case Finished():
+            return kv_pb2.ExporterMessage(finished=_finished_to_wire(message))
+        case Failed():
+            failed = kv_pb2.Failed(epoch=epoch_to_wire(message.epoch), reason=message.reason, detail=message.detail)
+            return kv_pb2.ExporterMessage(failed=failed)
+        case Settled():
+            settled = kv_pb2.Settled(epoch=epoch_to_wire(message.epoch), valid=message.valid)
+            return kv_pb2.ExporterMessage(settled=settled)
+
+
+def from_wire(wire: kv_pb2.ExporterMessage, epoch: Epoch) -> ExporterMessage:
+    """On the stream of this epoch. Raises ValueError, InvalidRequest."""
+    match wire.WhichOneof("message"):
+        case "accepted":
+            accepted = wire.accepted
+            return Accepted(epoch_from_wire(accepted.epoch), accepted.lease_s, accepted.max_lease_s)
+        case "refused":
+            return Refused(epoch, reason_from_wire(wire.refused.reason), wire.refused.detail)
+        case "sealed":
+            return _sealed_from_wire(wire.sealed)
+        case "finished":
+            return _finished_from_wire(wire.finished)
+        case "failed":
+            failed = wire.failed
+            return Failed(epoch_from_wire(failed.epoch), reason_from_wire(failed.reason), failed.detail)
+        case "settled":
+            return Settled(epoch_from_wire(wire.settled.epoch), wire.settled.valid)
+        case _:
+            raise ValueError("a message without content, or of a kind that this version does not know")
+
+
+def reason_from_wire(name: str) -> HandOffReason:
+    """A name that this version does not know is a breach of the protocol."""
+    return _REASONS.get(name, HandOffReason.PROTOCOL)
+
+
+def _sealed_to_wire(message: Sealed) -> kv_pb2.Sealed:
+    return kv_pb2.Sealed(
+        epoch=epoch_to_wire(message.epoch),
+        first_index=message.first_index,
+        block_ids=pack_ids([block.block_id for block in message.blocks]),
+        digests=b"".join(block.digest for block in message.blocks),
+    )
+
+
+def _sealed_from_wire(wire: kv_pb2.Sealed) -> Sealed:
+    block_ids, digests = unpack_ids(wire.block_ids), split_digests(wire.digests)
+    if len(block_ids) != len(digests):
+        raise ValueError(f"{len(block_ids)} blocks with {len(digests)} digests")
+    blocks = tuple(RemoteBlock(block_id, digest) for block_id, digest in zip(block_ids, digests, strict=True))
+    return Sealed(epoch_from_wire(wire.epoch), wire.first_index, blocks)
+
+
+def _finished_to_wire(message: Finished) -> kv_pb2.Finished:
+    finished = kv_pb2.Finished(
+        epoch=epoch_to_wire(message.epoch),
+        first_tokens=[kv_pb2.FirstToken(token_id=t.token_id, ended=t.ended) for t in message.first_tokens],
+        num_tokens=message.num_tokens,
+        prompt_hash=message.prompt_hash,
+    )
+    if message.tail is not None:
+        block = message.tail.block
+        tail = kv_pb2.TailBlock(block_id=block.block_id, digest=block.digest, num_valid=message.tail.num_valid)
+        finished.tail.CopyFrom(tail)
+    return finished
+
+
+def _finished_from_wire(wire: kv_pb2.Finished) -> Finished:
+    tail = None
+    if wire.HasField("tail"):
+        tail = Tail(RemoteBlock(wire.tail.block_id, wire.tail.digest), wire.tail.num_valid)
+    return Finished(
+        epoch_from_wire(wire.epoch),
+        tuple(FirstToken(first.token_id, first.ended) for first in wire.first_tokens),
+        wire.num_tokens,
+        wire.prompt_hash,
+        tail,
+    )

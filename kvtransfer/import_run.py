@@ -1,0 +1,276 @@
+"""One hand-off at its importer: runs its `import_machine`, performs the actions, and feeds back what happens.
+
+Owns the call, the channel, the reservation it waits for and the timer of one attempt. It goes on after the request has
+its answer, until nothing of it can write to the pool any more.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from cluster.clock import Clock
+from cluster.errors import HandOffFailed, HandOffReason, TandemError
+from cluster.messages import LayoutFingerprint, MemberId, Ticket
+from cluster.wire import fingerprint_to_wire
+from kvtransfer import import_machine as machine
+from kvtransfer.block_source import BlockSource
+from kvtransfer.counters import TransferCounters
+from kvtransfer.deadline_timer import DeadlineTimer
+from kvtransfer.digest import digest_blocks
+from kvtransfer.exporter_channels import ExporterChannels
+from kvtransfer.handoff import Attach, Failed, Finished, ImporterMessage, Renew, Settle
+from kvtransfer.handoff_wire import from_wire, settle_to_wire
+from kvtransfer.import_call import ImportCall
+from kvtransfer.memory import PoolMemory
+from kvtransfer.transports.base import Channel, ImporterTransport, TransportError
+from tandem.v1 import kv_pb2
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ImportMeans:
+    """What every hand-off of one importer uses."""
+
+    member: MemberId
+    memory: PoolMemory
+    layout: LayoutFingerprint
+    transports: Mapping[str, ImporterTransport]  # best first
+    channels: ExporterChannels
+    verifier: ThreadPoolExecutor
+    clock: Clock
+    counters: TransferCounters
+    unhealthy: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The machine's answer, with what the driver saw beside it."""
+
+    admit: machine.Admit
+    transport: str
+    kv_bytes: int
+    exposed_transfer_s: float
+    total_s: float
+
+
+class ImportRun:
+    """Made and started on the event loop. `answer` is set once, whatever remains to be done after it."""
+
+    def __init__(
+        self,
+        *,
+        means: ImportMeans,
+        ticket: Ticket,
+        signed_ticket: bytes,
+        plan: machine.ImportPlan,
+        handoff_id: int,
+        blocks: BlockSource,
+        linger_s: float,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._means, self._ticket, self._signed_ticket, self._plan = means, ticket, signed_ticket, plan
+        self._handoff_id, self._blocks = handoff_id, blocks
+        self.answer: asyncio.Future[Admitted] = loop.create_future()
+        self._ended = asyncio.Event()
+        self._began_s = means.clock.now_s()
+        self._finished_s = self._began_s
+        self._transport, self._endpoint = "", b""  # as Accepted names them
+        self._channel: Channel | None = None
+        self._cause = ""  # what the last error outside of the machine said
+        self._reservation: asyncio.Task[None] | None = None
+        self._read: asyncio.Task[None] | None = None
+        self._is_destroying = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer = DeadlineTimer(means.clock, lambda: self._take(machine.Tick()))
+        self._call = ImportCall(
+            channels=means.channels,
+            address=ticket.exporter_address,
+            importer=str(means.member),
+            timeout_s=plan.timeout_s + linger_s,
+            linger_s=linger_s,
+            on_message=self._hear,
+            on_ended=self._on_call_ended,
+        )
+        self._state, actions = machine.begin(plan, self._began_s)
+        self._keep(self._call.run())
+        self._perform(actions)
+
+    def cancel(self) -> None:
+        """The request does not need it: gives back at once what nothing writes to, and the rest when it is quiet."""
+        self._take(machine.Cancel())
+
+    @property
+    def was_admitted(self) -> bool:
+        """The answer is there, and it is the blocks."""
+        return self.answer.done() and not self.answer.cancelled() and self.answer.exception() is None
+
+    async def until_quiet(self) -> None:
+        """Until the machine is done and every task it needed has ended."""
+        await self._ended.wait()
+        while self._tasks:
+            await asyncio.wait(tuple(self._tasks))
+
+    async def abandon(self) -> None:
+        """Ends what is left of the conversation; for a process that ends."""
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _take(self, event: machine.Event) -> None:
+        if self._state.is_over:
+            return
+        self._state, actions = machine.advance(self._state, event, self._means.clock.now_s())
+        self._perform(actions)
+
+    def _perform(self, actions: Sequence[machine.Action]) -> None:
+        for action in actions:
+            match action:
+                case machine.Send(message):
+                    self._call.send(self._to_wire(message))
+                case machine.Reserve(num_blocks):
+                    self._reservation = self._keep(self._reserve(num_blocks))
+                case machine.StartRead():
+                    self._read = self._keep(self._read_blocks(action))
+                case machine.DestroyChannel():
+                    self._keep(self._destroy())
+                case machine.Discard(quarantined):
+                    self._discard(quarantined)
+                case machine.Quiet(block_ids):
+                    self._means.counters.quarantined(-len(block_ids))
+                    self._blocks.quiet(block_ids)
+                case machine.GiveUp():
+                    self._give_up(action)
+                case machine.Admit():
+                    self._admit(action)
+                case machine.ReportUnhealthy():
+                    self._means.unhealthy(f"a read for request {self._ticket.request_id} cannot be proven quiet")
+                case machine.Close():
+                    self._close()
+        self._timer.set(self._state.next_deadline_s)
+
+    def _to_wire(self, message: ImporterMessage) -> kv_pb2.ImporterMessage:
+        match message:
+            case Attach():
+                transports = self._means.transports
+                return kv_pb2.ImporterMessage(
+                    attach=kv_pb2.Attach(
+                        ticket=kv_pb2.SignedTicket.FromString(self._signed_ticket),
+                        transports=list(transports),
+                        layout=fingerprint_to_wire(self._means.layout),
+                        endpoints={name: transport.endpoint() for name, transport in transports.items()},
+                    )
+                )
+            case Renew():
+                return kv_pb2.ImporterMessage(renew=kv_pb2.Renew())
+            case Settle():
+                return settle_to_wire(message)
+
+    def _hear(self, wire: kv_pb2.ExporterMessage) -> None:
+        try:
+            message = from_wire(wire, self._plan.epoch)
+        except (ValueError, TandemError) as error:
+            message = Failed(self._plan.epoch, HandOffReason.PROTOCOL, str(error))
+        if wire.WhichOneof("message") == "accepted":
+            self._transport, self._endpoint = wire.accepted.transport, wire.accepted.endpoint
+        if isinstance(message, Finished):
+            self._finished_s = self._means.clock.now_s()
+        self._take(machine.FromExporter(message))
+
+    def _on_call_ended(self, error: str) -> None:
+        self._cause = error
+        self._take(machine.CallEnded())
+
+    async def _reserve(self, num_blocks: int) -> None:
+        try:
+            block_ids = await self._blocks.reserve(self._handoff_id, num_blocks)
+        except TandemError as error:
+            self._cause = error.message
+            self._take(machine.Unreservable())
+        else:
+            self._take(machine.Reserved(block_ids))
+
+    async def _read_blocks(self, read: machine.StartRead) -> None:
+        """Opens the channel with the first read. Digests are part of the read: what is not verified did not arrive."""
+        try:
+            if self._channel is None:
+                self._channel = await self._open()
+            await self._channel.read(read.remote_block_ids, read.local_block_ids)
+            digests = await asyncio.get_running_loop().run_in_executor(
+                self._means.verifier, digest_blocks, self._means.memory, read.local_block_ids
+            )
+        except (TransportError, OSError, RuntimeError) as error:  # the latter two: memory and device
+            self._take(machine.ReadFailed(read.read_id, str(error)))
+        else:
+            self._count_damage(digests)
+            self._take(machine.ReadCompleted(read.read_id, digests))
+
+    async def _open(self) -> Channel:
+        transport = self._means.transports.get(self._transport)
+        if transport is None:
+            raise TransportError(f"the exporter chose {self._transport!r}, which was not offered")
+        return await transport.open(self._plan.epoch, self._endpoint)
+
+    def _count_damage(self, digests: Sequence[bytes]) -> None:
+        reading = self._state.reading
+        for place, digest in zip(reading.places if reading else (), digests, strict=False):
+            offered = self._state.offered[place]
+            if offered is not None and offered.digest != digest:
+                self._means.counters.digest_failure(transport=self._transport)
+
+    async def _destroy(self) -> None:
+        """A read that has not got its channel yet has nothing to write with once it is cancelled."""
+        self._is_destroying = True
+        if self._channel is None and self._read is not None:
+            self._read.cancel()
+            await asyncio.wait([self._read])
+        if self._channel is not None:
+            await self._channel.destroy()
+        self._take(machine.ChannelDestroyed())
+
+    def _discard(self, quarantined: frozenset[int]) -> None:
+        if self._reservation is not None:
+            self._reservation.cancel()
+        self._means.counters.quarantined(len(quarantined))
+        self._blocks.discard(self._handoff_id, quarantined)
+
+    def _give_up(self, action: machine.GiveUp) -> None:
+        outcome = "unneeded" if action.reason is HandOffReason.CANCELLED else "failed"
+        self._count(outcome, action.reason)
+        detail = action.detail or self._cause
+        if not self.answer.done():
+            self.answer.set_exception(HandOffFailed(action.reason, f"request {self._ticket.request_id}: {detail}"))
+
+    def _admit(self, action: machine.Admit) -> None:
+        now_s = self._means.clock.now_s()
+        kv_bytes = self._plan.num_blocks * self._means.memory.block_bytes
+        self._count("ok", None)
+        self._means.counters.moved(transport=self._transport, num_bytes=kv_bytes)
+        admitted = Admitted(action, self._transport, kv_bytes, now_s - self._finished_s, now_s - self._began_s)
+        if self.answer.done():  # the request went away in this turn of the loop
+            self._blocks.discard(self._handoff_id, frozenset())
+        else:
+            self.answer.set_result(admitted)
+
+    def _close(self) -> None:
+        self._call.half_close()
+        if self._channel is not None and not self._is_destroying:
+            self._keep(self._channel.release())
+        self._ended.set()
+
+    def _count(self, outcome: str, reason: HandOffReason | None) -> None:
+        self._means.counters.handoff(side="importer", transport=self._transport, outcome=outcome, reason=reason or "")
+
+    def _keep(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _LOG.error("hand-off for request %s", self._ticket.request_id, exc_info=task.exception())

@@ -1,0 +1,372 @@
+"""Two workers' halves of a hand-off with everything real between them: pools, gRPC on loopback, transports.
+
+Stands in for the two step threads: `Prefill` reserves, seals and finishes blocks of the source pool, `DecodeBlocks` is
+the importer's view of the target pool. Both keep their accounts in the engine's BlockPool, so `check()` is the real one.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+
+from cluster.clock import Clock, MonotonicClock
+from cluster.config import TransferSettings
+from cluster.errors import HandOffFailed, HandOffReason
+from cluster.messages import Epoch, LayoutFingerprint, MemberId
+from engine.block_pool import BlockPool
+from engine.pool import KvPool
+from kvtransfer.exporter import Exporter, FirstToken, TailBlock
+from kvtransfer.importer import Expected, Imported, Importer
+from kvtransfer.service import KvTransferServicer
+from kvtransfer.transports.base import Channel, ExporterTransport, ImporterTransport
+from kvtransfer.transports.loopback import LoopbackExporter, LoopbackImporter, LoopbackNetwork
+from kvtransfer.transports.shm import ShmExporter, ShmImporter
+from kvtransfer.transports.tcp import TcpExporter, TcpImporter
+from tandem.v1 import kv_pb2_grpc
+from tests.contract.kv_pools import BLOCK_SIZE, random_pool
+
+KEY = b"k" * 32
+EXPORTER = MemberId("p0", "a1")
+IMPORTER = MemberId("d0", "b2")
+LAYOUT = LayoutFingerprint("weights", "config", "float32", "table")
+DEADLINE_S = 20.0
+
+
+class Counters:
+    """TransferCounters that a test can read."""
+
+    def __init__(self) -> None:
+        self.handoffs: Counter[tuple[str, str, str, str]] = Counter()
+        self.num_bytes = 0
+        self.num_digest_failures = 0
+        self.num_quarantined = 0
+        self.num_lapses = 0
+
+    def handoff(self, *, side: str, transport: str, outcome: str, reason: str) -> None:
+        self.handoffs[side, transport, outcome, str(reason)] += 1
+
+    def moved(self, *, transport: str, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+
+    def digest_failure(self, *, transport: str) -> None:
+        self.num_digest_failures += 1
+
+    def quarantined(self, change: int) -> None:
+        self.num_quarantined += change
+
+    def lease_lapse(self) -> None:
+        self.num_lapses += 1
+
+
+@dataclass
+class Read:
+    """One read of the importer. It is `arrived` when its bytes are there, and goes on when `gate` opens."""
+
+    local_block_ids: tuple[int, ...]
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class WatchedTransport:
+    """Any importer transport, with its reads shown, held before they are told, or damaged on their way."""
+
+    def __init__(self, inner: ImporterTransport) -> None:
+        self._inner = inner
+        self.reads: list[Read] = []
+        self.read_arrived = asyncio.Event()
+        self.is_holding = False
+        self.is_deaf = False  # destroying a channel never ends
+        self.num_damaged = 0  # reads still to be damaged
+        self.damage: Callable[[int], None] = lambda block_id: None
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    def endpoint(self) -> bytes:
+        return self._inner.endpoint()
+
+    async def open(self, epoch: Epoch, exporter_endpoint: bytes) -> "WatchedChannel":
+        return WatchedChannel(self, await self._inner.open(epoch, exporter_endpoint))
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class WatchedChannel:
+    def __init__(self, transport: WatchedTransport, inner: Channel) -> None:
+        self._transport, self._inner = transport, inner
+
+    async def read(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
+        read = Read(tuple(local_block_ids))
+        if not self._transport.is_holding:
+            read.gate.set()
+        self._transport.reads.append(read)
+        await self._inner.read(remote_block_ids, local_block_ids)
+        if self._transport.num_damaged:
+            self._transport.num_damaged -= 1
+            self._transport.damage(local_block_ids[0])
+        read.arrived.set()
+        self._transport.read_arrived.set()
+        await read.gate.wait()
+
+    async def destroy(self) -> None:
+        await self._inner.destroy()
+
+    async def release(self) -> None:
+        await self._inner.release()
+
+
+class DecodeBlocks:
+    """BlockSource over a BlockPool: whole reservations, first come first served."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.changed = asyncio.Condition()
+        self._waiting: list[int] = []
+        self.granted: dict[int, tuple[int, ...]] = {}
+        self.asked = asyncio.Event()
+
+    async def reserve(self, handoff_id: int, num_blocks: int) -> tuple[int, ...]:
+        if num_blocks > self.pool.num_blocks:
+            raise HandOffFailed(HandOffReason.NOT_ENOUGH_BLOCKS, f"{num_blocks} of {self.pool.num_blocks} blocks")
+        self._waiting.append(handoff_id)
+        self.asked.set()
+        try:
+            while self._waiting[0] != handoff_id or (block_ids := self.pool.reserve(num_blocks)) is None:
+                async with self.changed:
+                    await self.changed.wait()
+        finally:
+            self._waiting.remove(handoff_id)
+        self.granted[handoff_id] = block_ids
+        return block_ids
+
+    def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
+        block_ids = self.granted.pop(handoff_id, ())
+        assert quarantined <= set(block_ids)
+        self.pool.quarantine(sorted(quarantined))
+        self.pool.release([block_id for block_id in block_ids if block_id not in quarantined])
+        self._wake()
+
+    def quiet(self, block_ids: frozenset[int]) -> None:
+        self.pool.end_quarantine(sorted(block_ids))
+        self._wake()
+
+    def finish(self, handoff_id: int) -> None:
+        """Its sequences have ended."""
+        self.discard(handoff_id, frozenset())
+
+    def _wake(self) -> None:
+        async def wake() -> None:
+            async with self.changed:
+                self.changed.notify_all()
+
+        self._task = asyncio.create_task(wake())
+
+
+@dataclass
+class Prefill:
+    """One prefill on the exporter: what the step thread would do, at the test's pace."""
+
+    rig: "Rig"
+    ticket_id: bytes
+    signed: bytes
+    num_tokens: int
+    num_choices: int
+    prompt_hash: bytes
+    block_ids: tuple[int, ...]  # in the prompt's order; the last is the tail if the prompt does not fill it
+    num_sealed: int = 0
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def expected(self) -> Expected:
+        return Expected(self.num_tokens, self.prompt_hash, self.num_choices)
+
+    @property
+    def num_full(self) -> int:
+        return self.num_tokens // BLOCK_SIZE
+
+    def seal(self, num_blocks: int) -> None:
+        first, last = self.num_sealed, self.num_sealed + num_blocks
+        assert last <= self.num_full
+        self.rig.exporter.seal(self.ticket_id, first_index=first, block_ids=self.block_ids[first:last])
+        self.num_sealed = last
+
+    def finish(self, ended: Sequence[bool] | None = None) -> None:
+        num_valid = self.num_tokens % BLOCK_SIZE
+        ends = ended or [False] * self.num_choices
+        self.rig.exporter.finish(
+            self.ticket_id,
+            first_tokens=[FirstToken(100 + choice, end) for choice, end in enumerate(ends)],
+            tail=TailBlock(self.block_ids[-1], num_valid) if num_valid else None,
+        )
+
+    def compute(self) -> None:
+        """All of it at once."""
+        if self.num_full > self.num_sealed:
+            self.seal(self.num_full - self.num_sealed)
+        self.finish()
+
+
+@dataclass
+class Rig:
+    source: KvPool
+    target: KvPool
+    exporter: Exporter
+    importer: Importer
+    watched: WatchedTransport
+    exporter_transport: ExporterTransport
+    exporter_blocks: BlockPool
+    decode: DecodeBlocks
+    counters: Counters
+    address: str
+    prefills: dict[bytes, Prefill] = field(default_factory=dict)
+    dice: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def prefill(self, num_tokens: int, *, num_choices: int = 1, attempt: int = 1) -> Prefill:
+        """Queued and accepted: its blocks are reserved, nothing is computed."""
+        free = self.exporter_blocks.reserve(-(-num_tokens // BLOCK_SIZE))
+        assert free is not None
+        block_ids = tuple(self.dice.sample(free, len(free)))
+        prompt_hash = self.dice.randbytes(16)
+        issued = self.exporter.issue(
+            request_id=f"request-{len(self.prefills)}",
+            attempt=attempt,
+            importer=IMPORTER,
+            num_tokens=num_tokens,
+            prompt_hash=prompt_hash,
+            num_choices=num_choices,
+        )
+        self.exporter_blocks.lease(block_ids)
+        prefill = Prefill(self, issued.ticket_id, issued.signed, num_tokens, num_choices, prompt_hash, block_ids)
+        self.prefills[issued.ticket_id] = prefill
+        return prefill
+
+    def release(self, ticket_id: bytes) -> None:
+        """What Release does on the step thread; a second one for a ticket would be illegal in the BlockPool."""
+        prefill = self.prefills[ticket_id]
+        self.exporter_blocks.end_lease(prefill.block_ids)
+        self.exporter_blocks.release(prefill.block_ids)
+        prefill.released.set()
+
+    def start_import(self, prefill: Prefill, handoff_id: int = 1, *, signed: bytes = b"") -> asyncio.Task[Imported]:
+        return asyncio.create_task(
+            self.importer.import_blocks(
+                handoff_id=handoff_id,
+                signed_ticket=signed or prefill.signed,
+                expected=prefill.expected,
+                blocks=self.decode,
+            )
+        )
+
+    async def read_arrived(self) -> Read:
+        """The newest read, as soon as its bytes are in the target pool."""
+        async with asyncio.timeout(DEADLINE_S):
+            await self.watched.read_arrived.wait()
+        self.watched.read_arrived.clear()
+        return self.watched.reads[-1]
+
+    def holds(self, prefill: Prefill, imported: Imported) -> bool:
+        """Every block is there, byte for byte."""
+        num_full = prefill.num_full
+        same = bool(
+            (
+                self.target.raw[list(imported.sealed_block_ids)] == self.source.raw[list(prefill.block_ids[:num_full])]
+            ).all()
+        )
+        tail = self.source.raw[prefill.block_ids[-1]]
+        return same and all(bool((self.target.raw[block_id] == tail).all()) for block_id in imported.tail_block_ids)
+
+    def check_clean(self) -> None:
+        """Nothing is held, leased or quarantined on either side."""
+        for pool in (self.exporter_blocks, self.decode.pool):
+            pool.check()
+            assert pool.counts()["free"] == pool.num_blocks, pool.counts()
+        assert self.exporter.num_live_tickets == 0
+        assert self.counters.num_quarantined == 0
+
+
+def transports(name: str, source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
+    if name == "shm":
+        return ShmExporter(memory=source), ShmImporter(memory=target)
+    if name == "tcp":
+        exporter = TcpExporter(memory=source, host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0)
+        return exporter, TcpImporter(memory=target)
+    network = LoopbackNetwork()
+    return LoopbackExporter(memory=source, network=network), LoopbackImporter(memory=target, network=network)
+
+
+@asynccontextmanager
+async def handoff_rig(
+    transport: str,
+    *,
+    num_blocks: int = 32,
+    num_decode_blocks: int | None = None,
+    settings: TransferSettings | None = None,
+    exporter_clock: Clock | None = None,
+    importer_layout: LayoutFingerprint = LAYOUT,
+    exporter_member: MemberId = EXPORTER,
+    wall_clock: Callable[[], float] = lambda: 1_000.0,
+) -> AsyncIterator[Rig]:
+    settings = settings or TransferSettings()
+    source, target = random_pool(num_blocks, seed=1), random_pool(num_blocks, seed=2)
+    exporter_side, importer_side = transports(transport, source, target)
+    watched, counters, decode = (
+        WatchedTransport(importer_side),
+        Counters(),
+        DecodeBlocks(num_decode_blocks or num_blocks),
+    )
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    exporter = Exporter(
+        member=exporter_member,
+        address=f"127.0.0.1:{port}",
+        memory=source,
+        layout=LAYOUT,
+        key=KEY,
+        settings=settings,
+        transports=[exporter_side],
+        release=lambda ticket_id: rig.release(ticket_id),
+        clock=exporter_clock or MonotonicClock(),
+        counters=counters,
+        wall_clock=wall_clock,
+    )
+    importer = Importer(
+        member=IMPORTER,
+        memory=target,
+        layout=importer_layout,
+        block_size=BLOCK_SIZE,
+        key=KEY,
+        settings=settings,
+        transports=[watched],
+        clock=MonotonicClock(),
+        counters=counters,
+        wall_clock=wall_clock,
+    )
+    rig = Rig(
+        source,
+        target,
+        exporter,
+        importer,
+        watched,
+        exporter_side,
+        BlockPool(num_blocks),
+        decode,
+        counters,
+        f"127.0.0.1:{port}",
+    )
+    kv_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(exporter=exporter), server)
+    await exporter.start()
+    await server.start()
+    try:
+        yield rig
+    finally:
+        await importer.close()
+        await exporter.close()
+        await server.stop(None)
+        source.close()
+        target.close()
