@@ -79,6 +79,11 @@ class Fleet:
         """A request that came now would find a worker."""
         return bool(self.decode_loads())
 
+    @property
+    def is_checking_prefill(self) -> bool:
+        """A registered prefill worker failed, and whether it still answers is being found out."""
+        return any(not peer.trusted and peer.member.id in self._registered for peer in self._prefills.values())
+
     async def settle(self, timeout_s: float) -> None:
         """Waits until every worker that was there at the start is connected; one that does not answer is not waited
         for longer than this."""

@@ -120,7 +120,7 @@ class Peer:
         lost = asyncio.ensure_future(self._lost.wait())
         try:
             await asyncio.wait((work, lost), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
+            if not work.done() or (work.cancelled() and self._lost.is_set()):  # the channel closes with the peer
                 raise WorkerLost(f"{self.member.role} worker {self.member.id} is lost: {self._lost_detail}")
             result = work.result()
             self._last_seen_s = asyncio.get_running_loop().time()

@@ -163,7 +163,7 @@ class Pipeline:
                 local_reason = failure.name if self._is_last_resort(tries, failure, choices) else ""
 
     async def _choose(self, live: LiveRequest, choices: Sequence[Choice]) -> Placement:
-        """Waits for a worker while there is none."""
+        """Waits for a worker while there is none, and for a prefill worker in doubt rather than doing without."""
         facts = RequestFacts(
             num_prompt_tokens=len(live.request.prompt_token_ids) + choices[0].num_committed,
             max_tokens=choices[0].num_missing,
@@ -172,7 +172,7 @@ class Pipeline:
         )
         while True:
             placement = self._policy.choose(self._fleet.prefill_loads(), self._fleet.decode_loads(), facts)
-            if placement is not None:
+            if placement is not None and not (placement.prefill is None and self._fleet.is_checking_prefill):
                 return placement
             await self._fleet.changed()
 

@@ -1,0 +1,213 @@
+"""A router in this process, over scripted workers in this process: everything between them is real."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from cluster.clock import MonotonicClock
+from cluster.member import Member
+from cluster.messages import LayoutFingerprint, MemberId, Role
+from cluster.serving import open_channel
+from cluster.telemetry import Telemetry
+from router.admission import Admission
+from router.decode_stream import StreamTiming
+from router.fleet import Fleet
+from router.outbox import Outboxes
+from router.pipeline import Pipeline, PipelineSettings
+from router.placement import policy
+from router.requests import GenerateRequest, Output, SamplingParams, StopConditions, Summary, TokenPrompt
+from router.running import running
+from router.tokenization import Tokenization
+from router.validation import resolve
+from tests.system.scripted_workers import (
+    FINGERPRINT,
+    ScriptedDecode,
+    ScriptedPrefill,
+    ScriptedWorker,
+    Store,
+    scripted_token,
+)
+
+DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
+PROMPT = (5, 6, 7, 8)
+
+
+class Membership:
+    """A registry that says what it is told."""
+
+    def __init__(self) -> None:
+        self._members: tuple[Member, ...] = ()
+        self._changed = asyncio.Event()
+
+    def tell(self, members: tuple[Member, ...]) -> None:
+        self._members = members
+        self._changed.set()
+
+    async def watch(self) -> AsyncIterator[tuple[Member, ...]]:
+        while True:
+            self._changed.clear()
+            yield self._members
+            await self._changed.wait()
+
+
+class RouterUnderTest:
+    def __init__(
+        self,
+        *,
+        max_attempts: int = 3,
+        max_live_requests: int = 64,
+        max_buffered_tokens: int = 100_000,
+        request_timeout_s: float = 30.0,
+        silence_s: float = 20.0,
+        grace_s: float = 1.0,
+        placement: str = "least-loaded",
+    ) -> None:
+        self.store = Store()
+        self.telemetry = Telemetry()
+        self.membership = Membership()
+        self.workers: list[ScriptedWorker] = []
+        self.tokenization = Tokenization.load(str(DEMO_MODEL))
+        self.member = Member(id=MemberId("router", "r1"), role=Role.ROUTER, address="", model="demo_model")
+        self.outboxes = Outboxes(max_tokens=max_buffered_tokens, telemetry=self.telemetry)
+        self.admission = Admission(max_live_requests)
+        self.fleet = Fleet(
+            router=self.member,
+            membership=self.membership,
+            connect=open_channel,
+            timing=StreamTiming(silence_s=silence_s, grace_s=grace_s),
+            telemetry=self.telemetry,
+        )
+        self.pipeline = Pipeline(
+            router=self.member.id,
+            tokenization=self.tokenization,
+            admission=self.admission,
+            policy=policy(placement),
+            fleet=self.fleet,
+            outboxes=self.outboxes,
+            settings=PipelineSettings(request_timeout_s=request_timeout_s, max_attempts=max_attempts),
+            clock=MonotonicClock(),
+            telemetry=self.telemetry,
+        )
+
+    async def add_prefill(self, name: str, *, incarnation: int = 1, port: int = 0) -> ScriptedPrefill:
+        worker = ScriptedPrefill(name, self.store, incarnation)
+        await self._add(worker, port)
+        return worker
+
+    async def add_decode(
+        self, name: str, *, incarnation: int = 1, port: int = 0, fingerprint: LayoutFingerprint = FINGERPRINT
+    ) -> ScriptedDecode:
+        worker = ScriptedDecode(name, self.store, incarnation)
+        worker.fingerprint = fingerprint
+        await self._add(worker, port)
+        return worker
+
+    def register(self) -> None:
+        """Tells the router who is there now."""
+        self.membership.tell(tuple(worker.member for worker in self.workers))
+
+    async def connected(self) -> None:
+        """Until the router knows and reaches every worker that is registered and fits."""
+        for worker in self.workers:
+            await self.connected_to(worker)
+
+    async def connected_to(self, worker: ScriptedWorker) -> None:
+        async with asyncio.timeout(10):
+            while worker.id not in self._connected():
+                await self.fleet.changed()
+
+    async def until_gone(self, worker: ScriptedWorker) -> None:
+        async with asyncio.timeout(10):
+            while worker.id in self._connected():
+                await self.fleet.changed()
+
+    def _connected(self) -> set[MemberId]:
+        return {load.member for load in (*self.fleet.prefill_loads(), *self.fleet.decode_loads())}
+
+    async def _add(self, worker: ScriptedWorker, port: int) -> None:
+        await worker.start(port)
+        self.workers = [other for other in self.workers if other.id.id != worker.id.id] + [worker]
+        self.register()
+
+
+@asynccontextmanager
+async def router_under_test(**settings: object) -> AsyncIterator[RouterUnderTest]:
+    """Ends with every worker stopped and every invariant checked."""
+    router = RouterUnderTest(**settings)  # type: ignore[arg-type]
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(running(router.fleet.run()))
+        try:
+            yield router
+        finally:
+            for worker in router.workers:
+                await worker.die()
+        router.outboxes.check()
+        assert len(router.admission) == 0
+        assert router.pipeline.num_live == 0
+
+
+def ask(
+    *,
+    max_tokens: int = 8,
+    prompt: tuple[int, ...] = PROMPT,
+    request_id: str = "",
+    n: int = 1,
+    timeout_s: float | None = None,
+    logprobs: int | None = None,
+    stop: tuple[str, ...] = (),
+    stop_token_ids: tuple[int, ...] = (),
+) -> GenerateRequest:
+    return GenerateRequest(
+        prompt=TokenPrompt(prompt),
+        request_id=request_id,
+        sampling=SamplingParams(temperature=0.0, seed=1),
+        stop=StopConditions(max_tokens=max_tokens, stop=stop, stop_token_ids=stop_token_ids),
+        n=n,
+        timeout_s=timeout_s,
+        logprobs=logprobs,
+    )
+
+
+class Answer:
+    """A stream put together: asserts exactly once and in order, for every choice."""
+
+    def __init__(self) -> None:
+        self.token_ids: dict[int, list[int]] = {}
+        self.text: dict[int, str] = {}
+        self.finish_reasons: dict[int, str] = {}
+        self.stop_causes: dict[int, str | None] = {}
+        self.outputs: list[Output] = []
+
+    def take(self, output: Output) -> None:
+        self.outputs.append(output)
+        for delta in output.deltas:
+            tokens = self.token_ids.setdefault(delta.choice, [])
+            assert delta.choice not in self.finish_reasons, "a choice goes on after its end"
+            assert delta.first_index == len(tokens), "a token is missing or repeated"
+            tokens.extend(delta.token_ids)
+            self.text[delta.choice] = self.text.get(delta.choice, "") + delta.text
+            if delta.finish_reason is not None:
+                self.finish_reasons[delta.choice] = delta.finish_reason
+                self.stop_causes[delta.choice] = delta.stop_cause
+
+    @property
+    def summary(self) -> Summary:
+        summary = self.outputs[-1].summary
+        assert summary is not None, "the stream ended without its summary"
+        return summary
+
+
+async def answer_to(router: RouterUnderTest, request: GenerateRequest) -> Answer:
+    answer = Answer()
+    async for output in router.pipeline.generate(request):
+        answer.take(output)
+    return answer
+
+
+def expected_tokens(router: RouterUnderTest, request: GenerateRequest, choice: int = 0) -> list[int]:
+    """What the scripted workers say, whoever of them says it."""
+    assert isinstance(request.prompt, TokenPrompt) and request.stop.max_tokens is not None
+    prompt = request.prompt.token_ids
+    seed = resolve(request, prompt, router.tokenization.model_info).seeds[choice]
+    return [scripted_token(prompt, seed, index) for index in range(request.stop.max_tokens)]

@@ -1,0 +1,318 @@
+"""Workers without a model that speak the real protocol: each token is a function of prompt, seed and index.
+
+A worker that takes over continues exactly where another stopped, so a test sees at once whether a token was lost,
+repeated or changed. Gates hold a worker at a named point; `die` ends it as a killed process ends: its port closed, its
+calls broken.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cluster import wire
+from cluster.errors import TandemError, Unavailable
+from cluster.member import Member, MemberState
+from cluster.messages import (
+    DecodeJob,
+    FinishReason,
+    LayoutFingerprint,
+    MemberId,
+    PrefillJob,
+    Role,
+    SampledToken,
+    SequenceStart,
+    TokenLogprobs,
+    TokenStops,
+)
+from cluster.serving import GrpcServer
+from cluster.telemetry import Telemetry
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+
+_Context = Any
+FINGERPRINT = LayoutFingerprint("weights", "config", "float32", "table")
+KV_BYTES_PER_TOKEN = 100
+_HEARTBEAT_S = 0.05
+
+
+def scripted_token(prompt: Sequence[int], seed: int, index: int) -> int:
+    """Any but 0, the demo model's EOS."""
+    return 1 + (sum(prompt) * 7 + seed % 9973 + index * 31) % 1000
+
+
+def sampled(prompt: Sequence[int], seed: int, index: int, stops: TokenStops, num_logprobs: int | None) -> SampledToken:
+    token_id = scripted_token(prompt, seed, index)
+    finish_reason = None
+    if token_id in stops.stop_token_ids and index + 1 > stops.min_tokens:
+        finish_reason = FinishReason.STOP
+    elif index + 1 >= stops.max_tokens:
+        finish_reason = FinishReason.LENGTH
+    logprobs = None if num_logprobs is None else TokenLogprobs(token_id, -0.5, ((token_id, -0.5),) * num_logprobs)
+    return SampledToken(token_id, logprobs, finish_reason)
+
+
+class Gate:
+    """Open until closed; counts who waits at it."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._open.set()
+        self.reached = asyncio.Event()
+
+    def close(self) -> None:
+        self._open.clear()
+        self.reached.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def passed(self) -> None:
+        self.reached.set()
+        await self._open.wait()
+
+
+@dataclass(slots=True)
+class Store:
+    """What a real hand-off would move: which first tokens belong to which ticket."""
+
+    finished: dict[bytes, asyncio.Future[tuple[SampledToken, ...]]] = field(default_factory=dict)
+
+
+class ScriptedWorker:
+    """A gRPC server with one incarnation; `restart` gives the same address to the next one."""
+
+    def __init__(self, name: str, role: Role, incarnation: int = 1) -> None:
+        self.id = MemberId(name, f"{name}-{incarnation}")
+        self.role = role
+        self.state = MemberState.READY
+        self.fingerprint = FINGERPRINT
+        self.drained = asyncio.Event()
+        self.server = GrpcServer(service_names=["tandem.v1.Worker"], telemetry=Telemetry())
+        self.address = ""
+        worker_pb2_grpc.add_WorkerServicer_to_server(_About(self), self.server.grpc)
+
+    @property
+    def member(self) -> Member:
+        return Member(
+            id=self.id,
+            role=self.role,
+            address=self.address,
+            model="demo_model",
+            state=self.state,
+            fingerprint=self.fingerprint,
+            transports=("tcp",),
+        )
+
+    async def start(self, port: int = 0) -> None:
+        self.address = f"127.0.0.1:{self.server.bind('127.0.0.1', port)}"
+        await self.server.start()
+        await self.server.set_ready(True)
+
+    async def die(self) -> None:
+        await self.server.stop(0)
+
+
+class ScriptedPrefill(ScriptedWorker):
+    def __init__(self, name: str, store: Store, incarnation: int = 1) -> None:
+        super().__init__(name, Role.PREFILL, incarnation)
+        self.store = store
+        self.jobs: list[PrefillJob] = []
+        self.refusals: list[TandemError] = []  # raised one by one instead of accepting
+        self.before_accepting = Gate()
+        self.before_first_tokens = Gate()
+        self.cancelled = asyncio.Event()
+        self.prefill_s = 0.0
+        worker_pb2_grpc.add_PrefillWorkerServicer_to_server(_Prefill(self), self.server.grpc)
+
+
+class _Prefill(worker_pb2_grpc.PrefillWorkerServicer):
+    def __init__(self, worker: ScriptedPrefill) -> None:
+        self._worker = worker
+
+    async def Prefill(self, request: worker_pb2.PrefillRequest, context: _Context) -> AsyncIterator[Any]:
+        worker, job = self._worker, wire.prefill_job_from_wire(request)
+        worker.jobs.append(job)
+        if worker.refusals:
+            raise worker.refusals.pop(0)
+        try:
+            await worker.before_accepting.passed()
+            ticket = f"{worker.id} {job.request_id} {job.attempt}".encode() if job.importer is not None else b""
+            finished = worker.store.finished[ticket] = asyncio.get_running_loop().create_future()
+            yield worker_pb2.PrefillEvent(accepted=worker_pb2.PrefillAccepted(ticket=ticket))
+            await worker.before_first_tokens.passed()
+            tokens = _first_tokens(job)
+            finished.set_result(tokens)
+            yield worker_pb2.PrefillEvent(first_tokens=wire.first_tokens_to_wire(tokens, 0.0, worker.prefill_s))
+        except asyncio.CancelledError:
+            worker.cancelled.set()
+            raise
+
+
+def _first_tokens(job: PrefillJob) -> tuple[SampledToken, ...]:
+    prompt = job.token_ids[: len(job.token_ids) - job.num_committed]
+    return tuple(sampled(prompt, seed, job.num_committed, job.stops, job.sampling.num_logprobs) for seed in job.seeds)
+
+
+class ScriptedDecode(ScriptedWorker):
+    """`tamper` changes the tokens on their way out: (index, token) -> what is sent instead."""
+
+    def __init__(self, name: str, store: Store, incarnation: int = 1) -> None:
+        super().__init__(name, Role.DECODE, incarnation)
+        self.store = store
+        self.jobs: list[DecodeJob] = []
+        self.refusals: list[TandemError] = []
+        self.handoff_failures: list[str] = []  # reasons, one per attempt with a ticket
+        self.started = asyncio.Event()  # a job came
+        self.transfer = Gate()
+        self.pause_at: int | None = None  # no token from this index on, until resumed
+        self.paused = asyncio.Event()
+        self.resumed = asyncio.Event()
+        self.first_token_offset = 0
+        self.cancelled_handles: set[int] = set()
+        self.cancelled = asyncio.Event()
+        self.index_changes: list[tuple[int, int]] = []  # (index, index sent instead), once each
+        self.voice = Gate()  # closed: says nothing, no heartbeat either, as a stopped process
+        self.streams: dict[str, asyncio.Queue[worker_pb2.WorkerMessage | None]] = {}
+        self.running: dict[int, asyncio.Task[None]] = {}
+        worker_pb2_grpc.add_DecodeWorkerServicer_to_server(_Decode(self), self.server.grpc)
+
+    async def die(self) -> None:
+        for task in self.running.values():
+            task.cancel()
+        await super().die()
+
+    def break_streams(self) -> None:
+        """Ends every connection; the sequences go on."""
+        for stream in self.streams.values():
+            stream.put_nowait(None)
+
+    def lose_messages(self) -> None:
+        """What waits to be sent is gone."""
+        for stream in self.streams.values():
+            while not stream.empty():
+                stream.get_nowait()
+
+    def send(self, router: MemberId, message: worker_pb2.WorkerMessage) -> None:
+        self.streams[str(router)].put_nowait(message)
+
+    async def sequence(self, job: DecodeJob, start: SequenceStart, first: SampledToken | None) -> None:
+        """One sequence, a token at a time."""
+        index = len(start.committed_token_ids) + (first is not None)
+        while True:
+            if self.pause_at is not None and index >= self.pause_at:
+                self.paused.set()
+                await self.resumed.wait()
+            token = sampled(job.prompt_token_ids, start.seed, index, job.stops, job.sampling.num_logprobs)
+            self.send(job.router, worker_pb2.WorkerMessage(step=self._step(start.handle, index, token)))
+            if token.finish_reason is not None:
+                return
+            index += 1
+            await asyncio.sleep(0)  # gives the loop to the others, as a step would
+
+    def _step(self, handle: int, index: int, token: SampledToken) -> worker_pb2.StepOutput:
+        change = next((change for change in self.index_changes if change[0] == index), None)
+        if change is not None:
+            self.index_changes.remove(change)
+        step = worker_pb2.StepOutput(
+            step=index,
+            handles=wire.pack_ids([handle]),
+            token_ids=wire.pack_ids([token.token_id]),
+            indices=wire.pack_ids([index if change is None else change[1]]),
+        )
+        if token.logprobs is not None:
+            step.logprobs.append(wire.logprobs_to_wire(token.logprobs))
+        if token.finish_reason is not None:
+            step.ends.append(worker_pb2.SequenceEnd(handle=handle, finish_reason=token.finish_reason))
+        return step
+
+
+class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
+    def __init__(self, worker: ScriptedDecode) -> None:
+        self._worker = worker
+
+    async def Start(self, request: worker_pb2.StartRequest, context: _Context) -> worker_pb2.StartResponse:
+        worker, job = self._worker, wire.decode_job_from_wire(request)
+        worker.jobs.append(job)
+        worker.started.set()
+        if worker.refusals:
+            raise worker.refusals.pop(0)
+        task = asyncio.create_task(self._serve(job))
+        for sequence in job.sequences:
+            worker.running[sequence.handle] = task
+        return worker_pb2.StartResponse()
+
+    async def Connect(self, request_iterator: AsyncIterator[Any], context: _Context) -> AsyncIterator[Any]:
+        worker = self._worker
+        hello = (await anext(aiter(request_iterator))).hello
+        outgoing = worker.streams.setdefault(hello.router, asyncio.Queue())
+        reader = asyncio.create_task(self._read(request_iterator))
+        try:
+            await worker.voice.passed()
+            yield worker_pb2.WorkerMessage(hello=worker_pb2.WorkerHello(worker=str(worker.id)))
+            while True:
+                await worker.voice.passed()
+                message = await _or_heartbeat(outgoing)
+                if message is None:
+                    raise Unavailable("the connection is told to break")
+                yield message
+        finally:
+            reader.cancel()
+
+    async def _read(self, messages: AsyncIterator[Any]) -> None:
+        async for message in messages:
+            handles = wire.unpack_ids(message.cancel.handles)
+            self._worker.cancelled_handles.update(handles)
+            for handle in handles:
+                if task := self._worker.running.pop(handle, None):
+                    task.cancel()
+            self._worker.cancelled.set()
+
+    async def _serve(self, job: DecodeJob) -> None:
+        """From the ticket to the last token."""
+        worker = self._worker
+        handles = [sequence.handle for sequence in job.sequences]
+        firsts: tuple[SampledToken | None, ...] = (None,) * len(handles)
+        if job.signed_ticket is not None:
+            firsts = await worker.store.finished[job.signed_ticket]
+            await worker.transfer.passed()
+            if worker.handoff_failures:
+                reason = worker.handoff_failures.pop(0)
+                failed = worker_pb2.SequenceFailed(handles=handles, reason=reason, detail="told to")
+                worker.send(job.router, worker_pb2.WorkerMessage(failed=failed))
+                return
+        pairs = zip(job.sequences, firsts, strict=True)
+        live = [(s, first) for s, first in pairs if first is None or first.finish_reason is None]
+        if not live:
+            return
+        started = worker_pb2.SequenceStarted(handles=[s.handle for s, _ in live], transport="local")
+        if job.signed_ticket is not None:
+            started.first_token_ids = wire.pack_ids([f.token_id + worker.first_token_offset for _, f in live if f])
+            started.transport, started.kv_bytes = "tcp", KV_BYTES_PER_TOKEN * len(job.prompt_token_ids)
+        worker.first_token_offset = 0
+        worker.send(job.router, worker_pb2.WorkerMessage(started=started))
+        async with asyncio.TaskGroup() as sequences:
+            for start, first in live:
+                worker.running[start.handle] = sequences.create_task(worker.sequence(job, start, first))
+
+
+async def _or_heartbeat(outgoing: "asyncio.Queue[worker_pb2.WorkerMessage | None]") -> worker_pb2.WorkerMessage | None:
+    try:
+        async with asyncio.timeout(_HEARTBEAT_S):
+            return await outgoing.get()
+    except TimeoutError:
+        return worker_pb2.WorkerMessage(heartbeat=worker_pb2.Heartbeat(step=1, free_blocks=10))
+
+
+class _About(worker_pb2_grpc.WorkerServicer):
+    def __init__(self, worker: ScriptedWorker) -> None:
+        self._worker = worker
+
+    async def Inspect(self, request: worker_pb2.InspectRequest, context: _Context) -> worker_pb2.InspectResponse:
+        return worker_pb2.InspectResponse(member=str(self._worker.id), blocks={"free": 10}, figures={"running": 2.0})
+
+    async def DrainWorker(
+        self, request: worker_pb2.DrainWorkerRequest, context: _Context
+    ) -> worker_pb2.DrainWorkerResponse:
+        self._worker.state = replace(self._worker.member, state=MemberState.DRAINING).state
+        self._worker.drained.set()
+        return worker_pb2.DrainWorkerResponse()

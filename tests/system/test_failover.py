@@ -1,0 +1,343 @@
+"""Whatever dies, refuses or lies: the client gets every token once, in order, and the ones it would have had."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from cluster.errors import Draining, HandOffReason, QueueFull, Unavailable, WorkerLost
+from cluster.member import MemberState
+from cluster.messages import LayoutFingerprint
+from router.requests import GenerateRequest
+from tests.system.router_harness import Answer, RouterUnderTest, answer_to, ask, expected_tokens, router_under_test
+from tests.system.scripted_workers import FINGERPRINT, ScriptedDecode
+
+
+async def _ask_and_hold(
+    router: RouterUnderTest, request: GenerateRequest, decode: ScriptedDecode
+) -> "asyncio.Task[Answer]":
+    """A request whose decode worker has stopped making tokens."""
+    task = asyncio.create_task(answer_to(router, request))
+    async with asyncio.timeout(10):
+        await decode.paused.wait()
+    return task
+
+
+async def test_prefill_that_dies_before_the_first_token_is_replaced() -> None:
+    async with router_under_test(placement="round-robin") as router:
+        first, second = await router.add_prefill("p0"), await router.add_prefill("p1")
+        await router.add_decode("d0")
+        await router.connected()
+        for worker in (first, second):
+            worker.before_first_tokens.close()
+        task = asyncio.create_task(answer_to(router, request := ask()))
+        reached = {asyncio.create_task(w.before_first_tokens.reached.wait()): w for w in (first, second)}
+        done, _ = await asyncio.wait(reached, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        victim = reached[done.pop()]
+        for worker in (first, second):
+            worker.before_first_tokens.open() if worker is not victim else None
+        await victim.die()
+        answer = await task
+        assert answer.token_ids[0] == expected_tokens(router, request)
+        assert answer.summary.ledger.reasons == ("prefill_worker_lost",)
+        assert router.telemetry.value("tandem_retries_total", leg="prefill", reason="worker_lost") == 1
+        assert [job.attempt for job in first.jobs + second.jobs] in ([1, 2], [2, 1])
+
+
+async def test_a_full_or_leaving_prefill_worker_is_passed_over() -> None:
+    async with router_under_test() as router:
+        workers = [await router.add_prefill("p0"), await router.add_prefill("p1"), await router.add_prefill("p2")]
+        await router.add_decode("d0")
+        await router.connected()
+        workers[0].refusals = [QueueFull("256 wait here")]
+        workers[1].refusals = [Draining("leaving")]
+        workers[2].refusals = []
+        request = ask()
+        for _ in range(3):
+            assert (await answer_to(router, request)).token_ids[0] == expected_tokens(router, request)
+        assert workers[0].refusals == workers[1].refusals == []
+
+
+async def test_full_queues_everywhere_are_told_to_a_client_that_has_nothing_yet() -> None:
+    async with router_under_test(max_attempts=2) as router:
+        prefill = await router.add_prefill("p0")
+        decode = await router.add_decode("d0")
+        await router.connected()
+        prefill.refusals = [QueueFull("256 wait here", retry_after_s=2.5)] * 2
+        with pytest.raises(QueueFull, match="256 wait here") as refusal:
+            await answer_to(router, ask())
+        assert refusal.value.retry_after_s == 2.5
+        assert decode.jobs == []
+
+
+async def test_no_prefill_worker_left_falls_back_to_decode_by_name() -> None:
+    async with router_under_test() as router:
+        prefill = await router.add_prefill("p0")
+        await router.add_decode("d0")
+        await router.connected()
+        await prefill.die()
+        request = ask()
+        for reasons in (("prefill_worker_lost", "no_prefill_worker"), ("no_prefill_worker",)):
+            answer = await answer_to(router, request)
+            assert answer.token_ids[0] == expected_tokens(router, request)
+            assert answer.summary.ledger.reasons == reasons
+        assert router.telemetry.value("tandem_local_prefills_total", reason="no_prefill_worker") == 2
+
+
+@pytest.mark.parametrize(
+    "reason", [HandOffReason.DIGEST_MISMATCH, HandOffReason.EXPORTER_LOST, HandOffReason.LEASE_LAPSED]
+)
+async def test_a_failed_hand_off_prefills_again_from_what_the_client_has(reason: HandOffReason) -> None:
+    async with router_under_test() as router:
+        prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
+        await router.connected()
+        decode.handoff_failures = [str(reason)]
+        request = ask()
+        answer = await answer_to(router, request)
+        assert answer.token_ids[0] == expected_tokens(router, request)
+        assert answer.summary.ledger.reasons == (f"handoff_{reason}",)
+        assert [(job.attempt, job.num_committed) for job in prefill.jobs] == [(1, 0), (2, 1)]
+        assert prefill.jobs[1].token_ids == (5, 6, 7, 8, answer.token_ids[0][0])
+        assert "retry" in {phase.name for phase in answer.summary.ledger.phases}
+
+
+async def test_hand_offs_that_always_fail_end_in_prefill_on_decode() -> None:
+    async with router_under_test() as router:
+        await router.add_prefill("p0")
+        decode = await router.add_decode("d0")
+        await router.connected()
+        decode.handoff_failures = [str(HandOffReason.READ_FAILED)] * 10
+        request = ask()
+        answer = await answer_to(router, request)
+        assert answer.token_ids[0] == expected_tokens(router, request)
+        assert answer.summary.ledger.reasons == ("handoff_read_failed",) * 3
+        assert decode.jobs[-1].signed_ticket is None
+        assert decode.jobs[-1].sequences[0].committed_token_ids == tuple(answer.token_ids[0][:2])
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_decode_that_dies_mid_stream_costs_no_token_and_repeats_none(n: int) -> None:
+    async with router_under_test() as router:
+        await router.add_prefill("p0")
+        victim = await router.add_decode("d0")
+        await router.connected()
+        victim.pause_at = 7
+        request = ask(max_tokens=20, n=n)
+        task = await _ask_and_hold(router, request, victim)
+        survivor = await router.add_decode("d1")
+        await router.connected()
+        await victim.die()
+        answer = await task
+        assert [answer.token_ids[i] for i in range(n)] == [expected_tokens(router, request, i) for i in range(n)]
+        assert set(answer.finish_reasons.values()) == {"length"}
+        assert "decode_worker_lost" in answer.summary.ledger.reasons
+        assert answer.summary.ledger.members[-1] == str(survivor.id)
+        assert sum(p.duration_s for p in answer.summary.ledger.phases) == pytest.approx(answer.summary.ledger.wall_s)
+
+
+async def test_a_stream_waits_for_the_only_decode_worker_to_come_back() -> None:
+    async with router_under_test() as router:
+        await router.add_prefill("p0")
+        victim = await router.add_decode("d0")
+        await router.connected()
+        victim.pause_at = 5
+        request = ask(max_tokens=12)
+        task = await _ask_and_hold(router, request, victim)
+        await victim.die()
+        await router.until_gone(victim)
+        await router.add_decode("d0", incarnation=2)
+        assert (await task).token_ids[0] == expected_tokens(router, request)
+
+
+async def test_every_worker_may_die_in_turn() -> None:
+    async with router_under_test() as router:
+        await router.add_prefill("p0")
+        worker = await router.add_decode("d0")
+        await router.connected()
+        worker.pause_at = 3
+        request = ask(max_tokens=40)
+        task = await _ask_and_hold(router, request, worker)
+        for generation in range(1, 6):  # more deaths than attempts: each follower made progress
+            successor = await router.add_decode(f"d{generation}")
+            successor.pause_at = 3 + 5 * generation if generation < 5 else None
+            await router.connected()
+            router.workers.remove(worker)
+            await worker.die()
+            if generation < 5:
+                async with asyncio.timeout(10):
+                    await successor.paused.wait()
+            worker = successor
+        answer = await task
+        assert answer.token_ids[0] == expected_tokens(router, request)
+        assert answer.summary.ledger.reasons == ("decode_worker_lost",) * 5
+
+
+async def test_another_first_token_than_the_delivered_one_is_not_gone_on_from() -> None:
+    async with router_under_test() as router:
+        prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
+        await router.connected()
+        decode.first_token_offset = 1
+        request = ask()
+        answer = await answer_to(router, request)
+        assert answer.token_ids[0] == expected_tokens(router, request)
+        assert answer.summary.ledger.reasons == ("decode_first_token_mismatch",)
+        assert prefill.jobs[1].num_committed == 1
+
+
+@pytest.mark.parametrize("sent_instead", [3, 6], ids=["repeated", "missing"])
+async def test_a_repeated_or_missing_token_starts_a_new_attempt(sent_instead: int) -> None:
+    async with router_under_test() as router:
+        await router.add_prefill("p0")
+        decode = await router.add_decode("d0")
+        await router.connected()
+        decode.index_changes = [(5, sent_instead)]
+        request = ask()
+        answer = await answer_to(router, request)
+        assert answer.token_ids[0] == expected_tokens(router, request)
+        assert answer.summary.ledger.reasons == ("decode_token_out_of_order",)
+
+
+async def test_a_stopped_worker_that_wakes_up_speaks_to_nobody_and_is_told_to_stop() -> None:
+    async with router_under_test(silence_s=0.3, grace_s=0.2) as router:
+        await router.add_prefill("p0")
+        stopped = await router.add_decode("d0")
+        await router.connected()
+        stopped.pause_at = 4
+        request = ask(max_tokens=10)
+        task = await _ask_and_hold(router, request, stopped)
+        stopped.voice.close()
+        await router.until_gone(stopped)
+        await router.add_decode("d1")
+        assert (await task).token_ids[0] == expected_tokens(router, request)
+        stopped.cancelled.clear()
+        stopped.resumed.set()
+        stopped.voice.open()
+        async with asyncio.timeout(10):
+            await stopped.cancelled.wait()
+        assert stopped.cancelled_handles == {stopped.jobs[0].sequences[0].handle}
+        assert router.telemetry.value("tandem_stale_messages_total") > 0
+
+
+async def test_a_broken_stream_that_comes_back_in_time_loses_nothing() -> None:
+    async with router_under_test() as router:
+        prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
+        await router.connected()
+        decode.pause_at = 5
+        request = ask(max_tokens=12)
+        task = await _ask_and_hold(router, request, decode)
+        decode.break_streams()
+        await router.until_gone(decode)  # suspect at once
+        decode.resumed.set()
+        answer = await task
+        assert answer.token_ids[0] == expected_tokens(router, request)
+        assert answer.summary.ledger.reasons == ()
+        assert len(prefill.jobs) == len(decode.jobs) == 1
+
+
+async def test_an_end_that_was_lost_with_the_connection_is_not_waited_for() -> None:
+    async with router_under_test(grace_s=0.3) as router:
+        await router.add_prefill("p0")
+        decode = await router.add_decode("d0")
+        await router.connected()
+        decode.pause_at = 5
+        request = ask(max_tokens=6)
+        task = await _ask_and_hold(router, request, decode)
+        decode.break_streams()
+        await router.until_gone(decode)
+        decode.voice.close()  # reconnects are not answered until its last token is lost
+        decode.resumed.set()
+        await decode.running[decode.jobs[0].sequences[0].handle]
+        decode.lose_messages()
+        decode.voice.open()
+        assert (await task).token_ids[0] == expected_tokens(router, request)
+
+
+async def test_a_newer_incarnation_ends_what_the_old_one_was_asked() -> None:
+    async with router_under_test() as router:
+        old = await router.add_prefill("p0")
+        await router.add_decode("d0")
+        await router.connected()
+        old.before_first_tokens.close()
+        task = asyncio.create_task(answer_to(router, request := ask()))
+        async with asyncio.timeout(10):
+            await old.before_first_tokens.reached.wait()
+        new = await router.add_prefill("p0", incarnation=2)
+        answer = await task
+        assert answer.token_ids[0] == expected_tokens(router, request)
+        assert answer.summary.ledger.members[0] in (str(new.id), answer.summary.ledger.members[-1])
+        await old.die()
+
+
+async def test_a_lapsed_lease_stops_new_work_and_ends_nothing() -> None:
+    async with router_under_test() as router:
+        await router.add_prefill("p0")
+        decode = await router.add_decode("d0")
+        await router.connected()
+        decode.pause_at = 4
+        request = ask()
+        task = await _ask_and_hold(router, request, decode)
+        router.membership.tell(())
+        await router.until_gone(decode)
+        assert not router.fleet.is_ready
+        decode.resumed.set()
+        answer = await task
+        assert answer.token_ids[0] == expected_tokens(router, request)
+        assert answer.summary.ledger.reasons == ()
+
+
+async def test_a_draining_worker_gets_no_new_work_and_finishes_its_own() -> None:
+    async with router_under_test() as router:
+        leaving = await router.add_decode("d0")
+        await router.connected()
+        leaving.pause_at = 4
+        request = ask()
+        task = await _ask_and_hold(router, request, leaving)
+        leaving.state = MemberState.DRAINING
+        other = await router.add_decode("d1")
+        await router.until_gone(leaving)
+        await router.connected_to(other)
+        await answer_to(router, ask())
+        assert len(leaving.jobs) == 1
+        leaving.resumed.set()
+        assert (await task).token_ids[0] == expected_tokens(router, request)
+
+
+@pytest.mark.parametrize(
+    "fingerprint",
+    [replace(FINGERPRINT, weights="x"), replace(FINGERPRINT, dtype="x"), replace(FINGERPRINT, block_table="x")],
+    ids=["fine-tune", "dtype", "layout"],
+)
+async def test_a_worker_with_another_fingerprint_gets_no_work(fingerprint: LayoutFingerprint) -> None:
+    async with router_under_test(placement="round-robin") as router:
+        first = await router.add_decode("d0")
+        await router.connected()
+        stranger = await router.add_decode("d1", fingerprint=fingerprint)
+        for _ in range(4):
+            await answer_to(router, ask())
+        assert len(first.jobs) == 4
+        assert stranger.jobs == []
+
+
+async def test_decode_that_refuses_is_replaced_while_the_client_has_its_first_token() -> None:
+    async with router_under_test() as router:
+        prefill = await router.add_prefill("p0")
+        decodes = [await router.add_decode("d0"), await router.add_decode("d1")]
+        await router.connected()
+        for decode in decodes:
+            decode.refusals = [QueueFull("full")]
+        decodes[1].refusals = []
+        request = ask()
+        for _ in range(2):
+            assert (await answer_to(router, request)).token_ids[0] == expected_tokens(router, request)
+        assert decodes[0].refusals == []
+        assert prefill.jobs[-1].num_committed in (0, 1)
+
+
+async def test_attempts_are_bounded() -> None:
+    async with router_under_test(max_attempts=2) as router:
+        decode = await router.add_decode("d0")
+        await router.connected()
+        decode.refusals = [Unavailable("no")] * 5
+        with pytest.raises(WorkerLost, match="d0"):
+            await answer_to(router, ask())
+        assert len(decode.jobs) == 2
