@@ -53,6 +53,7 @@ class Supervisor:
         for spec in specs:
             kept = self._kept[spec.name] = _Kept(spec, loop.create_future())
             kept.task = asyncio.create_task(self._keep(kept), name=f"keep {spec.name}")
+            kept.task.add_done_callback(self._on_end)
 
     async def ready(self, name: str) -> dict[str, str]:
         """The fields of the child's first ready line. Raises what ended the whole."""
@@ -106,10 +107,9 @@ class Supervisor:
             if kept.task is not None and kept.child is None:  # between two lives; the others end with their child
                 kept.task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._failed.done():
+        self._failed.cancel()
+        if not self._failed.cancelled():
             self._failed.exception()  # seen: whoever waited has it
-        else:
-            self._failed.cancel()
 
     async def _keep(self, kept: _Kept) -> None:
         backoff_s = self._patience.first_backoff_s
@@ -155,7 +155,12 @@ class Supervisor:
             return Unavailable(_obituary(kept.spec.name, end, f"it did not start in {kept.num_failures} tries"))
         return None
 
-    def _fail(self, error: TandemError) -> None:
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        """Nobody awaits these tasks while the whole runs: what breaks one must not pass in silence."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
         if not self._failed.done():
             self._failed.set_exception(error)
 

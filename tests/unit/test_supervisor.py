@@ -1,0 +1,191 @@
+"""Children that are kept alive, shown on real ones."""
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from cli.child import ChildSpec
+from cli.supervisor import Patience, Supervisor
+from cluster.errors import ConfigError, Unavailable
+
+DEADLINE_S = 30.0
+ROOT = Path(__file__).parents[2]
+STAY = "import signal\nprint('ready port=7 name=x', flush=True)\nsignal.pause()\n"
+
+
+def child(name: str, program: str, *arguments: str) -> ChildSpec:
+    return ChildSpec(name, (sys.executable, "-c", program, *arguments))
+
+
+class Watched:
+    """A supervisor and what it said."""
+
+    def __init__(self) -> None:
+        self.said: asyncio.Queue[str] = asyncio.Queue()
+        self.log: list[tuple[str, str]] = []
+        self.supervisor = Supervisor(
+            say=self.said.put_nowait,
+            echo=lambda name, line: self.log.append((name, line)),
+            patience=Patience(first_backoff_s=0.01, max_backoff_s=0.02, first_starts=3),
+        )
+
+    async def told(self) -> str:
+        return await asyncio.wait_for(self.said.get(), DEADLINE_S)
+
+    async def ready(self, name: str) -> dict[str, str]:
+        return await asyncio.wait_for(self.supervisor.ready(name), DEADLINE_S)
+
+
+@pytest.fixture
+async def watched() -> AsyncIterator[Watched]:
+    watched = Watched()
+    yield watched
+    pids = watched.supervisor.pids()
+    await asyncio.wait_for(watched.supervisor.close(), DEADLINE_S)
+    assert not [pid for pid in pids.values() if Path(f"/proc/{pid}").exists()]
+
+
+async def test_a_child_is_ready_when_it_says_so_with_what_it_says(watched: Watched) -> None:
+    watched.supervisor.start([child("one", STAY)])
+    assert await watched.ready("one") == {"port": "7", "name": "x"}
+
+
+async def test_a_dead_child_is_started_again_and_reported_with_its_last_lines(watched: Watched, tmp_path: Path) -> None:
+    dies_once = (
+        "import pathlib, sys, signal\n"
+        "print('ready', flush=True)\n"
+        "mark = pathlib.Path(sys.argv[1])\n"
+        "if mark.exists(): signal.pause()\n"
+        "mark.touch()\n"
+        "for number in range(30): print('line', number, file=sys.stderr)\n"
+        "sys.exit(7)\n"
+    )
+    watched.supervisor.start([child("one", dies_once, str(tmp_path / "mark"))])
+    obituary = await watched.told()
+    assert "one ended with status 7; starting it again" in obituary
+    assert "one | line 29" in obituary
+    assert "line 9\n" not in obituary  # the last twenty
+    assert await watched.told() == "one is back"
+    assert ("one", "line 0") in watched.log
+
+
+async def test_a_killed_child_comes_back_as_another_process(watched: Watched) -> None:
+    watched.supervisor.start([child("one", STAY)])
+    await watched.ready("one")
+    first = watched.supervisor.pids()["one"]
+    os.kill(first, signal.SIGKILL)
+    assert "one was killed by signal 9" in await watched.told()
+    assert await watched.told() == "one is back"
+    assert watched.supervisor.pids()["one"] != first
+
+
+async def test_refused_settings_end_the_whole_with_the_childs_message(watched: Watched) -> None:
+    program = "import sys\nsys.exit(print('one: config: no such model', file=sys.stderr) or 2)"
+    watched.supervisor.start([child("one", program), child("two", STAY)])
+    with pytest.raises(ConfigError, match="no such model"):
+        await watched.ready("one")
+    with pytest.raises(ConfigError, match="no such model"):
+        await watched.supervisor.failed()
+    assert watched.said.empty()  # a restart would not help
+
+
+async def test_a_program_that_is_not_there_ends_the_whole(watched: Watched) -> None:
+    watched.supervisor.start([ChildSpec("one", ("/nowhere/program",))])
+    with pytest.raises(FileNotFoundError):
+        await watched.ready("one")
+
+
+async def test_a_child_that_never_comes_up_ends_the_whole(watched: Watched) -> None:
+    watched.supervisor.start([child("one", "raise SystemExit(1)")])
+    with pytest.raises(Unavailable, match="did not start in 3 tries"):
+        await watched.ready("one")
+    assert watched.said.qsize() == 2
+
+
+async def test_a_later_config_error_is_one_more_death_of_a_child_that_once_worked(
+    watched: Watched, tmp_path: Path
+) -> None:
+    program = (
+        "import pathlib, sys, signal\n"
+        "mark = pathlib.Path(sys.argv[1])\n"
+        "lives = int(mark.read_text()) if mark.exists() else 0\n"
+        "mark.write_text(str(lives + 1))\n"
+        "if lives == 1: sys.exit(2)\n"
+        "print('ready', flush=True)\n"
+        "if lives == 0: sys.exit(1)\n"
+        "signal.pause()\n"
+    )
+    watched.supervisor.start([child("one", program, str(tmp_path / "lives"))])
+    assert "status 1" in await watched.told()
+    assert "status 2" in await watched.told()
+    assert await watched.told() == "one is back"
+
+
+async def test_a_stop_lets_a_child_finish_and_starts_it_no_more(watched: Watched) -> None:
+    finishes = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('finished', flush=True)))\n"
+        "print('ready', flush=True)\nsignal.pause()\n"
+    )
+    watched.supervisor.start([child("one", finishes)])
+    await watched.ready("one")
+    await asyncio.wait_for(watched.supervisor.stop(["one"], DEADLINE_S), DEADLINE_S)
+    assert ("one", "finished") in watched.log
+    assert watched.said.empty()
+
+
+async def test_a_child_that_will_not_leave_is_killed_after_the_grace(watched: Watched) -> None:
+    stays = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\nsignal.pause()\n"
+    watched.supervisor.start([child("one", stays)])
+    await watched.ready("one")
+    await watched.supervisor.stop(["one"], 0.05)
+    await asyncio.wait_for(watched.supervisor.close(), DEADLINE_S)
+
+
+async def test_arguments_of_the_first_life_are_kept_for_the_next(watched: Watched) -> None:
+    program = "import signal, sys\nprint('ready', 'got=' + ','.join(sys.argv[1:]), flush=True)\nsignal.pause()\n"
+    watched.supervisor.start([child("one", program, "--port=0")])
+    assert await watched.ready("one") == {"got": "--port=0"}
+    watched.supervisor.restart_with("one", ["--port=7"])
+    os.kill(watched.supervisor.pids()["one"], signal.SIGKILL)
+    await watched.told()
+    assert await watched.told() == "one is back"
+    command_line = Path(f"/proc/{watched.supervisor.pids()['one']}/cmdline").read_bytes().split(b"\0")
+    assert command_line[-3:-1] == [b"--port=0", b"--port=7"]
+
+
+async def test_a_ctrl_c_in_the_terminal_does_not_reach_the_children(watched: Watched) -> None:
+    watched.supervisor.start([child("one", STAY)])
+    await watched.ready("one")
+    assert os.getsid(watched.supervisor.pids()["one"]) != os.getsid(0)
+
+
+def test_children_die_with_the_parent_however_it_dies() -> None:
+    parent_program = (
+        "import asyncio, sys\n"
+        "from cli.child import ChildSpec\n"
+        "from cli.supervisor import Supervisor\n"
+        "async def main():\n"
+        "    supervisor = Supervisor(say=print, echo=print)\n"
+        f"    supervisor.start([ChildSpec('one', (sys.executable, '-c', {STAY!r}))])\n"
+        "    await supervisor.ready('one')\n"
+        "    print(supervisor.pids()['one'], flush=True)\n"
+        "    await supervisor.failed()\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", parent_program], stdout=subprocess.PIPE, cwd=ROOT, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        orphan = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+        gone, _, _ = select.select([orphan], [], [], DEADLINE_S)
+        os.close(orphan)
+    assert gone
