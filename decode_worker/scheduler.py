@@ -177,18 +177,16 @@ class DecodeScheduler:
         if grant is None:
             return (_failed(job, InternalError(f"hand-off {command.handoff_id} has no blocks here")),)
         refusal = self._refusal(job) or self._limits.import_refusal(command, grant.block_ids)
-        if refusal is None:
+        if refusal is None and any(token_id is not None for token_id in command.first_tokens):
             self._admit_choices(command, grant.number, now_s)
         self._pool.release(grant.block_ids)  # what no sequence shares is free now
         return (_failed(job, refusal),) if refusal is not None else ()
 
     def _admit_choices(self, command: AdmitImported, number: int, now_s: float) -> None:
-        choices = enumerate(zip(command.job.sequences, command.first_tokens, strict=True))
-        live = [(index, start, token_id) for index, (start, token_id) in choices if token_id is not None]
-        if not live:
-            return
         group = self._new_group(number, command.job, now_s)
-        for index, start, first_token_id in live:
+        for index, (start, first_token_id) in enumerate(zip(command.job.sequences, command.first_tokens, strict=True)):
+            if first_token_id is None:
+                continue
             sequence = self._new_sequence(group, ((index, start),))
             sequence.num_computed = len(sequence.token_ids)
             sequence.token_ids.append(first_token_id)

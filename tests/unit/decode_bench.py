@@ -1,0 +1,246 @@
+"""Drives a DecodeScheduler step by step on the fake runner and judges every token against a serial run."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cluster.messages import DecodeJob, FinishReason, Inspect, Inspected, MemberId, Sampling, SequenceStart, TokenStops
+from decode_worker.commands import (
+    AdmitImported,
+    AdmitLocal,
+    CancelSequences,
+    Command,
+    Discard,
+    Event,
+    Failed,
+    Reserve,
+    Reserved,
+    Started,
+    StepTokens,
+    Unreservable,
+)
+from decode_worker.limits import DecodeLimits
+from decode_worker.scheduler import DecodeScheduler
+from engine.step import Sample, StepPlan
+from engine.stops import banned_token_ids, finish_reason
+from tests.unit.fake_paged_runner import FakePagedRunner, next_token
+
+ROUTER = MemberId("router", "1")
+
+
+def limits(**changed: int | float) -> DecodeLimits:
+    values: dict[str, int | float] = {
+        "num_blocks": 64,
+        "block_size": 4,
+        "max_model_len": 200,
+        "max_num_seqs": 8,
+        "max_prefill_tokens": 16,
+        "max_queue": 64,
+        "watermark": 0.0,
+    }
+    return DecodeLimits(**(values | changed))  # type: ignore[arg-type]
+
+
+@dataclass
+class Choice:
+    """What a client of one choice has seen."""
+
+    job: DecodeJob
+    start: SequenceStart
+    output: list[int]
+    started: bool = False
+    ended: str = ""  # stop, length, failed or cancelled
+
+
+@dataclass
+class HandOff:
+    """The importer's side of one hand-off."""
+
+    handoff_id: int
+    job: DecodeJob
+    block_ids: tuple[int, ...] | None = None
+
+
+@dataclass
+class DecodeBench:
+    limits: DecodeLimits
+    now_s: float = 0.0
+    choices: dict[int, Choice] = field(default_factory=dict)
+    handoffs: dict[int, HandOff] = field(default_factory=dict)
+    quarantined: set[int] = field(default_factory=set)
+    failures: list[Failed] = field(default_factory=list)
+    refused_handoffs: list[Unreservable] = field(default_factory=list)
+    ended_at_prefill: set[int] = field(default_factory=set)  # a refused job names them too
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.scheduler = DecodeScheduler(self.limits)
+        self.runner = FakePagedRunner(self.limits.num_blocks, self.limits.block_size)
+        self._next_handle = 0
+        self._next_handoff = 0
+
+    def job(
+        self,
+        prompt: Iterable[int],
+        *,
+        max_tokens: int = 4,
+        num_choices: int = 1,
+        committed: Iterable[int] = (0,),
+        stops: Iterable[int] = (),
+        min_tokens: int = 0,
+        timeout_s: float = 1e6,
+    ) -> DecodeJob:
+        """`committed`: how many tokens each choice has already; they are those of the serial run."""
+        prompt = tuple(prompt)
+        token_stops = TokenStops(max_tokens, min_tokens, frozenset(stops))
+        counts = tuple(committed) * num_choices
+        starts = []
+        for place in range(num_choices):
+            handle, self._next_handle = self._next_handle, self._next_handle + 1
+            known = self.serial(prompt, token_stops, seed=handle, num_output=counts[place])
+            starts.append(SequenceStart(handle, seed=handle, committed_token_ids=known))
+        return DecodeJob("request", 0, ROUTER, prompt, Sampling(), token_stops, tuple(starts), None, timeout_s)
+
+    def serial(self, prompt: tuple[int, ...], stops: TokenStops, seed: int, num_output: int) -> tuple[int, ...]:
+        """The first tokens of the output, whether or not they would have ended it."""
+        output: tuple[int, ...] = ()
+        for index in range(num_output):
+            banned = banned_token_ids(stops, index)
+            output += (next_token(prompt + output, Sample(seed, len(prompt) + index, Sampling(), banned)),)
+        return output
+
+    def admit(self, job: DecodeJob) -> list[int]:
+        self._track(job)
+        self.apply(AdmitLocal(job))
+        return [start.handle for start in job.sequences]
+
+    def reserve(self, job: DecodeJob) -> HandOff:
+        """Choices of a hand-off go on from the same tokens."""
+        handoff = self.handoffs[self._next_handoff] = HandOff(self._next_handoff, job)
+        self._next_handoff += 1
+        num_tokens = len(job.prompt_token_ids) + len(job.sequences[0].committed_token_ids)
+        self.apply(Reserve(handoff.handoff_id, self.limits.num_needed(num_tokens, len(job.sequences))))
+        return handoff
+
+    def finish(self, handoff: HandOff) -> None:
+        """The importer has read everything: writes it, and admits what did not end with its first token."""
+        assert handoff.block_ids is not None
+        del self.handoffs[handoff.handoff_id]
+        job, size = handoff.job, self.limits.block_size
+        token_ids = job.prompt_token_ids + job.sequences[0].committed_token_ids
+        num_sealed = len(token_ids) // size
+        sealed_ids = handoff.block_ids[:num_sealed]
+        tail_ids = handoff.block_ids[num_sealed:] if len(token_ids) % size else ()
+        for place, token_id in enumerate(token_ids):
+            for block_id in sealed_ids[place // size : place // size + 1] or tail_ids:
+                self.runner.written[block_id][place % size] = token_id
+        self._track(job)
+        first_tokens = tuple(self._first_token(start.handle) for start in job.sequences)
+        self.apply(AdmitImported(handoff.handoff_id, job, sealed_ids, tail_ids, first_tokens))
+
+    def discard(self, handoff: HandOff, quarantined: Iterable[int] = ()) -> None:
+        del self.handoffs[handoff.handoff_id]
+        self.quarantined |= set(quarantined)
+        self.apply(Discard(handoff.handoff_id, frozenset(quarantined)))
+
+    def cancel(self, handles: Iterable[int]) -> None:
+        handles = frozenset(handles)
+        for handle in handles & self.choices.keys():
+            self.choices[handle].ended = self.choices[handle].ended or "cancelled"
+        self.apply(CancelSequences(ROUTER, handles))
+
+    def apply(self, command: Command) -> None:
+        self._take_in(self.scheduler.apply(command, self.now_s))
+
+    def step(self, error: Exception | None = None) -> StepPlan | None:
+        """One turn of the loop after the commands. With an error, the runner raises it."""
+        self._take_in(self.scheduler.reap(self.now_s)[0])
+        plan = self.scheduler.plan(self.now_s)
+        if plan is not None:
+            self.steps += 1
+            if error is None:
+                self._take_in(self.scheduler.complete(plan, self.runner.run(plan), self.now_s))
+            else:
+                self._take_in(self.scheduler.fail(plan, error, self.now_s))
+        self.scheduler.check()
+        return plan
+
+    def run(self, most_steps: int = 10_000) -> list[StepPlan]:
+        """Until there is nothing to compute."""
+        plans: list[StepPlan] = []
+        while (plan := self.step()) is not None:
+            plans.append(plan)
+            assert len(plans) <= most_steps, "no end"
+        return plans
+
+    def inspect(self) -> Inspected:
+        (inspected,) = self.scheduler.apply(Inspect(1), self.now_s)
+        assert isinstance(inspected, Inspected)
+        return inspected
+
+    @property
+    def live(self) -> list[int]:
+        return [handle for handle, choice in self.choices.items() if not choice.ended]
+
+    def assert_idle(self) -> None:
+        """Everything ended, and every block is free."""
+        inspected = self.inspect()
+        assert inspected.violation == ""
+        assert self.live == []
+        assert inspected.blocks["free"] == self.limits.num_blocks, inspected.blocks
+        assert inspected.figures["running"] == inspected.figures["waiting"] == 0
+
+    def _track(self, job: DecodeJob) -> None:
+        for start in job.sequences:
+            self.choices[start.handle] = Choice(job, start, list(start.committed_token_ids))
+
+    def _first_token(self, handle: int) -> int | None:
+        """What the prefill worker drew; None where it ended the choice."""
+        token_id, reason = self._expected(self.choices[handle])
+        self.choices[handle].output.append(token_id)
+        self.choices[handle].ended = reason or ""
+        if reason is not None:
+            self.ended_at_prefill.add(handle)
+        return token_id if reason is None else None
+
+    def _expected(self, choice: Choice) -> tuple[int, FinishReason | None]:
+        stops, prompt, output = choice.job.stops, choice.job.prompt_token_ids, tuple(choice.output)
+        banned = banned_token_ids(stops, len(output))
+        sample = Sample(choice.start.seed, len(prompt) + len(output), choice.job.sampling, banned)
+        token_id = next_token(prompt + output, sample)
+        return token_id, finish_reason(stops, token_id, len(output) + 1)
+
+    def _take_in(self, events: tuple[Event, ...]) -> None:
+        for event in events:
+            match event:
+                case Reserved(handoff_id, block_ids):
+                    assert self.handoffs[handoff_id].block_ids is None, "reserved twice"
+                    self.handoffs[handoff_id].block_ids = block_ids
+                    for block_id in block_ids:
+                        self.runner.scribble(block_id, mark=handoff_id + 1)
+                case Unreservable():
+                    del self.handoffs[event.handoff_id]
+                    self.refused_handoffs.append(event)
+                case Started(_, handles):
+                    for handle in handles:
+                        assert not self.choices[handle].started, "started twice"
+                        self.choices[handle].started = True
+                case StepTokens():
+                    self._take_tokens(event)
+                case Failed(_, handles):
+                    self.failures.append(event)
+                    for handle in handles:
+                        assert not self.choices[handle].ended or handle in self.ended_at_prefill, "failed after its end"
+                        self.choices[handle].ended = "failed"
+                case Inspected():
+                    assert event.violation == ""
+
+    def _take_tokens(self, event: StepTokens) -> None:
+        assert event.step == self.steps
+        for told in event.tokens:
+            choice = self.choices[told.handle]
+            assert choice.started, "a token before its start"
+            assert not choice.ended, f"a token after the end: {choice}"
+            assert told.index == len(choice.output), "repeated or missing token"
+            assert (told.token.token_id, told.token.finish_reason) == self._expected(choice)
+            choice.output.append(told.token.token_id)
+            choice.ended = told.token.finish_reason or ""

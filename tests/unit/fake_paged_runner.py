@@ -1,0 +1,59 @@
+"""A runner whose KV is the token ids themselves, block by block.
+
+The next token is a hash of everything that the chunk's block table leads to, so a wrong table, a block given away too
+early, a missed copy or a wrong position shows as a wrong token.
+"""
+
+from collections.abc import Sequence
+
+from engine.step import DrawnToken, Sample, StepPlan, StepResult
+
+VOCAB_SIZE = 50
+
+
+def next_token(token_ids: Sequence[int], sample: Sample) -> int:
+    """What a serial run draws after these tokens."""
+    assert sample.position == len(token_ids)
+    for attempt in range(1000):
+        token_id = hash((tuple(token_ids), sample.seed, attempt)) % VOCAB_SIZE
+        if token_id not in sample.banned_token_ids:
+            return token_id
+    raise AssertionError("everything is banned")
+
+
+class FakePagedRunner:
+    """`written[block]` is the token id at each of its positions, None where nothing was written."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.written: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self._block_size = block_size
+        self.plans: list[StepPlan] = []
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        for copy in plan.copies:
+            self.written[copy.target] = list(self.written[copy.source])
+        for chunk in plan.chunks:
+            for place, token_id in enumerate(chunk.token_ids, start=chunk.start):
+                self.written[chunk.block_ids[place // self._block_size]][place % self._block_size] = token_id
+        drawn = []
+        for chunk in plan.chunks:
+            end = chunk.start + len(chunk.token_ids)
+            assert len(chunk.block_ids) == -(-end // self._block_size), "the table ends with the chunk"
+            token_ids = self.read(chunk.block_ids, end) if chunk.samples else ()
+            drawn.append(tuple(DrawnToken(next_token(token_ids, sample)) for sample in chunk.samples))
+        return StepResult(tuple(drawn))
+
+    def read(self, block_ids: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+        """The tokens whose KV a table leads to."""
+        tokens = [self.written[block_ids[p // self._block_size]][p % self._block_size] for p in range(num_tokens)]
+        assert None not in tokens, f"position {tokens.index(None)} of {num_tokens} was never written"
+        return tuple(token for token in tokens if token is not None)
+
+    def scribble(self, block_id: int, mark: int) -> None:
+        """A foreign writer: what an import, or a dead one's late read, does to its blocks."""
+        self.written[block_id] = [-mark] * self._block_size
+
+
+def num_tokens(plan: StepPlan) -> int:
+    return sum(len(chunk.token_ids) for chunk in plan.chunks)

@@ -1,0 +1,628 @@
+"""The decode worker's decisions: every sequence as if it ran alone, no block lost, nobody waits for ever."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from cluster.errors import (
+    DeadlineExceeded,
+    DuplicateRequest,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    QueueFull,
+    TandemError,
+)
+from cluster.messages import DecodeJob, FinishReason
+from decode_worker.commands import AdmitImported, AdmitLocal, Failed, Quiet, Started, StepTokens
+from tests.unit.decode_bench import DecodeBench, HandOff, limits
+from tests.unit.fake_paged_runner import num_tokens
+
+
+class _AnySchedule(RuleBasedStateMachine):
+    """Arrivals, hand-offs that come, fail and linger, cancels, failing steps and deadlines, over pools too small."""
+
+    @initialize(
+        num_blocks=st.integers(4, 12),
+        block_size=st.integers(1, 4),
+        max_num_seqs=st.integers(1, 5),
+        max_prefill_tokens=st.integers(1, 9),
+        watermark=st.sampled_from([0.0, 0.1, 0.3]),
+    )
+    def start(
+        self, num_blocks: int, block_size: int, max_num_seqs: int, max_prefill_tokens: int, watermark: float
+    ) -> None:
+        self.bench = DecodeBench(
+            limits(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_num_seqs=max_num_seqs,
+                max_prefill_tokens=max_prefill_tokens,
+                watermark=watermark,
+                max_queue=5,
+            )
+        )
+
+    @rule(
+        prompt=st.lists(st.integers(1, 49), min_size=1, max_size=14),
+        max_tokens=st.integers(1, 12),
+        num_committed=st.lists(st.integers(0, 3), min_size=1, max_size=3),
+        min_tokens=st.integers(0, 4),
+        stops=st.sets(st.integers(0, 49), max_size=10),
+        patient=st.booleans(),
+    )
+    def admit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        num_committed: list[int],
+        min_tokens: int,
+        stops: set[int],
+        patient: bool,
+    ) -> None:
+        job = self.bench.job(
+            prompt,
+            max_tokens=max_tokens,
+            num_choices=len(num_committed),
+            committed=num_committed,
+            min_tokens=min_tokens,
+            stops=stops,
+            timeout_s=1e6 if patient else 20.0,
+        )
+        self.bench.admit(job)
+
+    @rule(
+        prompt=st.lists(st.integers(1, 49), min_size=1, max_size=14),
+        max_tokens=st.integers(1, 12),
+        num_choices=st.integers(1, 3),
+        stops=st.sets(st.integers(0, 49), max_size=10),
+    )
+    def reserve(self, prompt: list[int], max_tokens: int, num_choices: int, stops: set[int]) -> None:
+        self.bench.reserve(self.bench.job(prompt, max_tokens=max_tokens, num_choices=num_choices, stops=stops))
+
+    @precondition(lambda self: self._granted())
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.bench.finish(data.draw(st.sampled_from(self._granted())))
+
+    @precondition(lambda self: self.bench.handoffs)
+    @rule(data=st.data())
+    def discard(self, data: st.DataObject) -> None:
+        handoff = data.draw(st.sampled_from(list(self.bench.handoffs.values())))
+        lingering = data.draw(st.sets(st.sampled_from(handoff.block_ids))) if handoff.block_ids else set()
+        self.bench.discard(handoff, lingering)
+
+    @rule()
+    def late_writes(self) -> None:
+        for block_id in self.bench.quarantined:
+            self.bench.runner.scribble(block_id, mark=99)
+
+    @precondition(lambda self: self.bench.quarantined)
+    @rule()
+    def quiet(self) -> None:
+        self.bench.apply(Quiet(frozenset({self.bench.quarantined.pop()})))
+
+    @precondition(lambda self: self.bench.live)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.bench.cancel({data.draw(st.sampled_from(self.bench.live)), 10_000})
+
+    @rule()
+    def failing_step(self) -> None:
+        self.bench.step(RuntimeError("out of memory"))
+
+    @rule(num_steps=st.integers(1, 6))
+    def steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.bench.now_s += 1.0
+            self.late_writes()
+            self.bench.step()
+
+    def teardown(self) -> None:
+        """Once the outside has let go of what it holds, everything comes to its end."""
+        if not hasattr(self, "bench"):
+            return
+        bench = self.bench
+        bench.run()
+        for handoff in list(bench.handoffs.values()):
+            if handoff.handoff_id in bench.handoffs:
+                bench.discard(handoff)
+        bench.apply(Quiet(frozenset(bench.quarantined)))
+        bench.run()
+        bench.assert_idle()
+        for choice in bench.choices.values():
+            if choice.ended == "length":
+                assert len(choice.output) == choice.job.stops.max_tokens
+
+    def _granted(self) -> list[HandOff]:
+        return [handoff for handoff in self.bench.handoffs.values() if handoff.block_ids is not None]
+
+
+TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock = _AnySchedule.TestCase
+TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None
+)
+
+
+def _free(bench: DecodeBench) -> int:
+    return bench.inspect().blocks["free"]
+
+
+def _imported(bench: DecodeBench, job: DecodeJob) -> list[int]:
+    """A hand-off from reservation to admission, without a step in between."""
+    bench.finish(bench.reserve(job))
+    return [start.handle for start in job.sequences]
+
+
+def test_a_late_joiner_is_in_the_next_step() -> None:
+    bench = DecodeBench(limits())
+    bench.admit(bench.job(range(1, 9), max_tokens=50))
+    for _ in range(5):
+        bench.step()
+
+    (local,) = bench.admit(bench.job([3, 4, 5]))
+    (imported,) = _imported(bench, bench.job([6, 7, 8, 9, 10], max_tokens=6))
+    bench.step()
+
+    assert bench.choices[local].output and len(bench.choices[imported].output) == 2
+    bench.run()
+    bench.assert_idle()
+
+
+def test_a_sequence_leaves_in_the_step_it_ends() -> None:
+    bench = DecodeBench(limits())
+    short, long = bench.admit(bench.job([1, 2], max_tokens=2)) + bench.admit(bench.job([3, 4], max_tokens=4))
+    bench.step()
+    bench.step()
+
+    assert bench.choices[short].ended == FinishReason.LENGTH
+    assert _free(bench) == bench.limits.num_blocks - 1
+    (chunk,) = bench.run()[0].chunks
+    assert chunk.samples[0].seed == bench.choices[long].start.seed
+
+
+def test_choices_share_the_prompts_blocks_and_own_their_tails() -> None:
+    bench = DecodeBench(limits())
+    bench.admit(bench.job(range(1, 11), num_choices=4, max_tokens=8))
+
+    first = bench.step()
+    second = bench.step()
+
+    assert first is not None and second is not None
+    assert num_tokens(first) == 10 and len(first.chunks[0].samples) == 4
+    assert len(second.copies) == 3
+    assert bench.inspect().blocks["held"] == 2 + 4
+    bench.run()
+    bench.assert_idle()
+
+
+def test_a_prompt_that_ends_on_a_block_boundary_needs_no_copies() -> None:
+    bench = DecodeBench(limits())
+    bench.admit(bench.job(range(1, 9), num_choices=3, max_tokens=8))
+
+    plans = bench.run()
+
+    assert not any(plan.copies for plan in plans)
+    bench.assert_idle()
+
+
+def test_choices_that_never_fit_together_run_one_by_one() -> None:
+    bench = DecodeBench(limits(num_blocks=3, max_num_seqs=2))
+    bench.admit(bench.job(range(1, 7), num_choices=5, max_tokens=5))
+
+    bench.run()
+
+    bench.assert_idle()
+    assert bench.failures == []
+
+
+def test_a_long_prompt_does_not_hold_back_decodes() -> None:
+    bench = DecodeBench(limits())
+    decoding = [handle for _ in range(4) for handle in bench.admit(bench.job([1, 2], max_tokens=40))]
+    bench.step()
+    (long,) = bench.admit(bench.job(range(1, 101), max_tokens=2))
+
+    while not bench.choices[long].output:
+        lengths = [len(bench.choices[handle].output) for handle in decoding]
+        plan = bench.step()
+        assert plan is not None and num_tokens(plan) <= bench.limits.max_prefill_tokens
+        assert [len(bench.choices[handle].output) for handle in decoding] == [length + 1 for length in lengths]
+
+
+def test_with_a_backlog_steps_carry_exactly_the_budget() -> None:
+    bench = DecodeBench(limits(num_blocks=400, max_num_seqs=12))
+    for place in range(60):
+        bench.admit(bench.job(range(1, 10 + 7 * (place % 9)), max_tokens=3))
+
+    sizes = []
+    while bench.inspect().figures["waiting"]:
+        plan = bench.step()
+        assert plan is not None
+        sizes.append(num_tokens(plan))
+
+    assert len(sizes) > 100
+    assert sum(size == bench.limits.max_prefill_tokens for size in sizes) >= 0.95 * len(sizes)
+
+
+def test_a_prompt_advances_where_as_many_decode_as_the_budget_has_tokens() -> None:
+    bench = DecodeBench(limits(max_prefill_tokens=3))
+    for _ in range(4):
+        _imported(bench, bench.job([1, 2, 3], max_tokens=60))
+    (late,) = bench.admit(bench.job(range(1, 20)))
+
+    for _ in range(19):
+        bench.step()
+
+    assert bench.choices[late].output
+
+
+def test_the_youngest_is_preempted_and_its_output_goes_on_seamlessly() -> None:
+    bench = DecodeBench(limits(num_blocks=6))
+    old, young = bench.admit(bench.job([1, 2, 3], max_tokens=17)) + bench.admit(bench.job([4, 5, 6], max_tokens=17))
+
+    while bench.inspect().figures["preemptions"] == 0:
+        bench.step()
+    assert bench.inspect().figures["waiting"] == 1
+    seen = len(bench.choices[young].output)
+    while not bench.choices[old].ended:
+        bench.step()
+
+    assert 0 < seen == len(bench.choices[young].output)
+    bench.run()
+    bench.assert_idle()
+    assert bench.choices[young].ended == FinishReason.LENGTH
+
+
+def test_a_crowd_in_a_tiny_pool_ends_without_computing_everything_again_and_again() -> None:
+    bench = DecodeBench(limits(num_blocks=8, block_size=2))
+    for place in range(12):
+        bench.admit(bench.job(range(1, 4 + place % 5), max_tokens=9))
+
+    bench.run(most_steps=400)
+
+    bench.assert_idle()
+    known = sum(len(choice.job.prompt_token_ids) + 8 for choice in bench.choices.values())
+    assert bench.inspect().figures["tokens_computed"] <= 3 * known
+
+
+def test_a_preempted_sequence_comes_back_before_younger_ones() -> None:
+    bench = DecodeBench(limits(num_blocks=6, max_num_seqs=2))
+    bench.admit(bench.job([1, 2, 3], max_tokens=17))
+    (preempted,) = bench.admit(bench.job([4, 5, 6], max_tokens=17))
+    (younger,) = bench.admit(bench.job([7], max_tokens=2))
+    while bench.inspect().figures["preemptions"] == 0:
+        bench.step()
+    seen = len(bench.choices[preempted].output)
+
+    while not bench.choices[younger].started:
+        bench.step()
+
+    assert len(bench.choices[preempted].output) > seen
+    bench.run()
+    bench.assert_idle()
+
+
+def test_a_hand_off_reserves_all_at_once_and_the_oldest_first() -> None:
+    bench = DecodeBench(limits(num_blocks=10))
+    holder = bench.reserve(bench.job(range(1, 25)))
+    large = bench.reserve(bench.job(range(1, 21)))
+    small = bench.reserve(bench.job([1, 2]))
+
+    assert (len(holder.block_ids or ()), large.block_ids, small.block_ids) == (6, None, None)
+    bench.discard(holder)
+    assert (len(large.block_ids or ()), len(small.block_ids or ())) == (5, 1)
+
+
+def test_a_hand_off_leaves_the_watermark() -> None:
+    bench = DecodeBench(limits(num_blocks=10, watermark=0.2))
+
+    first = bench.reserve(bench.job(range(1, 29)))
+    second = bench.reserve(bench.job([1, 2, 3, 4, 5]))
+
+    assert len(first.block_ids or ()) == 7
+    assert second.block_ids is None
+    bench.reserve(bench.job(range(1, 36)))
+    (refused,) = bench.refused_handoffs
+    assert isinstance(refused.error, Overloaded)
+    assert "needs 9 blocks" in str(refused.error) and "at most 8" in str(refused.error)
+
+
+def test_younger_local_prompts_do_not_overtake_a_hand_off() -> None:
+    bench = DecodeBench(limits(num_blocks=10))
+    bench.admit(bench.job(range(1, 9), max_tokens=20))
+    bench.step()
+    handoff = bench.reserve(bench.job(range(1, 35)))
+    (younger,) = bench.admit(bench.job(range(1, 9)))
+
+    while handoff.block_ids is None:
+        assert not bench.choices[younger].started
+        assert bench.step() is not None
+
+
+def test_imports_do_not_keep_an_older_local_prompt_from_its_slots() -> None:
+    bench = DecodeBench(limits(max_num_seqs=2))
+    bench.admit(bench.job([1, 2], max_tokens=3))
+    bench.admit(bench.job([1, 2], max_tokens=6))
+    bench.step()
+    pair = bench.admit(bench.job([5, 6], num_choices=2, max_tokens=3))
+    imports = [_imported(bench, bench.job([7, place, 9], max_tokens=9))[0] for place in range(3)]
+
+    while not bench.choices[pair[0]].started:
+        assert not any(bench.choices[handle].started for handle in imports)
+        assert bench.step() is not None
+
+
+def test_a_prompt_that_lacks_blocks_keeps_no_slot_from_a_younger_import() -> None:
+    bench = DecodeBench(limits(num_blocks=10, max_num_seqs=2))
+    bench.admit(bench.job(range(1, 9), max_tokens=30))
+    (short,) = bench.admit(bench.job([5], max_tokens=12))
+    bench.step()
+    (lacking,) = bench.admit(bench.job(range(1, 17)))
+    (imported,) = _imported(bench, bench.job([1, 2, 3, 4, 5], max_tokens=9))
+    while not bench.choices[short].ended:
+        bench.step()
+
+    bench.step()
+
+    assert bench.choices[imported].started and not bench.choices[lacking].started
+    bench.run()
+    bench.assert_idle()
+
+
+def test_a_prompt_larger_than_the_watermark_leaves_starts_where_nothing_runs() -> None:
+    bench = DecodeBench(limits(num_blocks=10, watermark=0.5))
+    running, large = bench.admit(bench.job([1, 2], max_tokens=5)) + bench.admit(bench.job(range(1, 33), max_tokens=5))
+    bench.step()
+    assert bench.choices[running].started and not bench.choices[large].started
+
+    bench.run()
+
+    bench.assert_idle()
+
+
+def test_a_running_sequence_that_cannot_grow_waits_for_the_hand_off_that_holds_the_rest() -> None:
+    bench = DecodeBench(limits(num_blocks=4))
+    (running,) = bench.admit(bench.job([1, 2, 3], max_tokens=9))
+    bench.step()
+    handoff = bench.reserve(bench.job(range(1, 12), max_tokens=2))
+    bench.run()
+
+    assert len(bench.choices[running].output) == 2
+    assert bench.inspect().figures["preemptions"] == 0
+    bench.discard(handoff)
+    bench.run()
+    bench.assert_idle()
+
+
+def test_quarantined_blocks_are_reserved_by_nobody_until_they_are_quiet() -> None:
+    bench = DecodeBench(limits(num_blocks=4))
+    handoff = bench.reserve(bench.job(range(1, 13)))
+    assert handoff.block_ids is not None
+    lingering = frozenset(handoff.block_ids[:2])
+
+    bench.discard(handoff, lingering)
+
+    assert bench.inspect().blocks == {"quarantined": 2, "leased": 0, "held": 0, "cached": 0, "free": 2}
+    waiting = bench.reserve(bench.job(range(1, 13)))
+    assert waiting.block_ids is None
+    bench.apply(Quiet(lingering))
+    assert waiting.block_ids is not None
+
+
+def test_choices_that_ended_with_their_first_token_do_not_join_and_free_their_tails() -> None:
+    bench = DecodeBench(limits())
+    job = bench.job([1, 2, 3, 4, 5], num_choices=3, max_tokens=6)
+    handoff = bench.reserve(job)
+    assert handoff.block_ids is not None and len(handoff.block_ids) == 4
+
+    admission = AdmitImported(handoff.handoff_id, job, handoff.block_ids[:1], handoff.block_ids[1:], (None, 9, None))
+    assert bench.scheduler.apply(admission, 0.0) == ()
+
+    assert bench.inspect().blocks["held"] == 2
+    bench.scheduler.check()
+
+
+def test_a_hand_off_whose_choices_all_ended_frees_everything() -> None:
+    bench = DecodeBench(limits())
+    job = bench.job([1, 2, 3, 4, 5], num_choices=2, max_tokens=1)
+
+    _imported(bench, job)
+
+    assert bench.run() == []
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda ids: (ids[:1], ids[1:2]),  # a tail is missing
+        lambda ids: (ids[:1], (ids[1], ids[1])),  # two choices on one tail
+        lambda ids: ((60,), ids[1:]),  # a block of somebody else
+    ],
+)
+def test_an_import_that_does_not_match_its_job_is_refused_and_freed(
+    spoil: Callable[[tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]],
+) -> None:
+    bench = DecodeBench(limits())
+    job = bench.job([1, 2, 3, 4, 5], num_choices=2)
+    handoff = bench.reserve(job)
+    assert handoff.block_ids is not None
+
+    sealed, tails = spoil(handoff.block_ids)
+    (failed,) = bench.scheduler.apply(AdmitImported(handoff.handoff_id, job, sealed, tails, (1, 2)), 0.0)
+
+    assert isinstance(failed, Failed) and isinstance(failed.error, InternalError)
+    bench.assert_idle()
+
+
+def test_cancelled_sequences_free_their_blocks_at_once() -> None:
+    bench = DecodeBench(limits(max_num_seqs=2))
+    running = bench.admit(bench.job(range(1, 9), num_choices=2, max_tokens=30))
+    waiting = bench.admit(bench.job([1, 2, 3]))
+    bench.step()
+
+    bench.cancel([*running, *waiting])
+
+    bench.assert_idle()
+    assert bench.run() == []
+
+
+def test_cancelling_a_choice_during_the_shared_prefill_leaves_the_others() -> None:
+    bench = DecodeBench(limits())
+    first, second, third = bench.admit(bench.job(range(1, 35), num_choices=3))
+    bench.step()
+    held = bench.inspect().blocks["held"]
+
+    bench.cancel([first])
+
+    assert bench.inspect().blocks["held"] == held - 1
+    bench.run()
+    bench.assert_idle()
+    assert bench.choices[second].ended == bench.choices[third].ended == FinishReason.LENGTH
+
+
+def test_a_stop_token_ends_a_sequence_but_not_before_min_tokens() -> None:
+    bench = DecodeBench(limits())
+    stops = range(40)  # of 50: nearly every token would end it
+    job = bench.job([1, 2, 3], max_tokens=60, min_tokens=7, stops=stops)
+    (handle,) = bench.admit(job)
+    (early,) = bench.admit(bench.job([1, 2, 3], max_tokens=60, stops=stops))
+
+    bench.run()
+
+    output = bench.choices[handle].output
+    assert len(output) > 7 and not set(output[:7]) & set(stops)
+    assert bench.choices[handle].ended == bench.choices[early].ended == FinishReason.STOP
+    assert output[-1] in stops and len(bench.choices[early].output) < len(output)
+
+
+@pytest.mark.parametrize("num_committed", [1, 4, 9])
+def test_a_resumed_sequence_draws_the_tokens_it_would_have_drawn(num_committed: int) -> None:
+    bench = DecodeBench(limits())
+    whole = bench.job([1, 2, 3, 4, 5], max_tokens=10)
+    seed = whole.sequences[0].seed
+    expected = bench.serial(whole.prompt_token_ids, whole.stops, seed, 10)
+    bench.admit(whole)
+    bench.run()
+
+    resumed = bench.job([1, 2, 3, 4, 5], max_tokens=10, num_choices=2, committed=[num_committed, 0])
+    handles = bench.admit(resumed)
+    bench.run()
+
+    assert tuple(bench.choices[seed].output) == expected
+    assert [len(bench.choices[handle].output) for handle in handles] == [10, 10]
+    bench.assert_idle()
+
+
+def _too_long(bench: DecodeBench) -> DecodeJob:
+    return bench.job(range(1, 50), max_tokens=152)
+
+
+def _longer_than_the_pool(bench: DecodeBench) -> DecodeJob:
+    return bench.job([1, 2], max_tokens=40)
+
+
+def _complete(bench: DecodeBench) -> DecodeJob:
+    return bench.job([1, 2], max_tokens=3, committed=[3])
+
+
+@pytest.mark.parametrize(
+    ("make", "num_blocks", "error", "text"),
+    [
+        (_too_long, 64, PromptTooLong, "201 tokens; this worker takes at most 200"),
+        (_longer_than_the_pool, 10, PromptTooLong, "42 tokens; this worker takes at most 41"),
+        (_complete, 64, InvalidRequest, "max_tokens 3 already"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_with_the_numbers(
+    make: Callable[[DecodeBench], DecodeJob], num_blocks: int, error: type[TandemError], text: str
+) -> None:
+    bench = DecodeBench(limits(num_blocks=num_blocks))
+
+    bench.admit(make(bench))
+
+    (failed,) = bench.failures
+    assert isinstance(failed.error, error) and text in str(failed.error)
+    bench.assert_idle()
+
+
+def test_what_just_fits_the_pool_is_served() -> None:
+    bench = DecodeBench(limits(num_blocks=10))
+    (handle,) = bench.admit(bench.job([1, 2], max_tokens=39))
+
+    bench.run()
+
+    assert bench.choices[handle].ended == FinishReason.LENGTH
+    bench.assert_idle()
+
+
+def test_a_full_queue_and_a_handle_in_use_are_refused() -> None:
+    bench = DecodeBench(limits(max_queue=2))
+    jobs = [bench.job([1, 2]) for _ in range(3)]
+    for job in jobs:
+        bench.admit(job)
+    assert isinstance(bench.failures[0].error, QueueFull)
+
+    bench.step()
+    (duplicate,) = bench.scheduler.apply(AdmitLocal(jobs[0]), 0.0)
+
+    assert isinstance(duplicate, Failed) and isinstance(duplicate.error, DuplicateRequest)
+    bench.run()
+    bench.assert_idle()
+
+
+def test_a_deadline_frees_everything_and_names_its_phase() -> None:
+    bench = DecodeBench(limits(max_num_seqs=1))
+    bench.admit(bench.job([1, 2, 3], max_tokens=30, timeout_s=5.0))
+    bench.admit(bench.job([1, 2, 3], max_tokens=30, timeout_s=9.0))
+    bench.step()
+    assert bench.scheduler.reap(4.0) == ((), 5.0)
+
+    bench.now_s = 20.0
+    assert bench.step() is None
+
+    assert all(isinstance(failed.error, DeadlineExceeded) for failed in bench.failures)
+    assert [str(failed.error) for failed in bench.failures] == [
+        "5 s passed in decode, with 1 of 30 tokens",
+        "9 s passed in the decode queue, with 0 of 30 tokens",
+    ]
+    bench.assert_idle()
+    assert bench.scheduler.reap(20.0) == ((), None)
+
+
+def test_a_failing_step_ends_its_sequences_only() -> None:
+    bench = DecodeBench(limits(max_num_seqs=2))
+    hit = bench.admit(bench.job([1, 2], num_choices=2, max_tokens=9))
+    (spared,) = bench.admit(bench.job([3, 4], max_tokens=9))
+    bench.step()
+
+    bench.step(RuntimeError("the device is gone"))
+
+    (failed,) = bench.failures
+    assert failed.handles == tuple(hit) and "RuntimeError: the device is gone" in str(failed.error)
+    bench.run()
+    assert bench.choices[spared].ended == FinishReason.LENGTH
+    bench.assert_idle()
+
+
+def test_started_tells_the_time_in_the_queue_and_tokens_name_their_step() -> None:
+    bench = DecodeBench(limits(max_num_seqs=1))
+    first, second = bench.job([1, 2], max_tokens=1), bench.job([3, 4], max_tokens=1)
+    scheduler = bench.scheduler
+    scheduler.apply(AdmitLocal(first), 1.0)
+    scheduler.apply(AdmitLocal(second), 2.0)
+
+    told = []
+    for now_s in (5.0, 7.0):
+        plan = scheduler.plan(now_s)
+        assert plan is not None
+        told.append(scheduler.complete(plan, bench.runner.run(plan), now_s + 1))
+
+    assert [started for started, _ in told] == [
+        Started(job.router, (job.sequences[0].handle,), queue_s) for job, queue_s in ((first, 4.0), (second, 5.0))
+    ]
+    assert [tokens.step for _, tokens in told if isinstance(tokens, StepTokens)] == [1, 2]
