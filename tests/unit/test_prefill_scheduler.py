@@ -1,0 +1,432 @@
+"""The prefill worker's decisions: chunks, seals and leases of every prompt, under any schedule."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from cluster.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequest, PromptTooLong, QueueFull
+from cluster.messages import FinishReason, Inspect, Inspected, MemberId, PrefillJob, Sampling, TokenStops
+from engine.step import Sample, StepPlan
+from engine.stops import banned_token_ids, finish_reason
+from prefill_worker.commands import (
+    Accepted,
+    Cancel,
+    Command,
+    Event,
+    Failed,
+    Finished,
+    Refused,
+    Release,
+    Sealed,
+    Submit,
+    Tail,
+)
+from prefill_worker.scheduler import PrefillScheduler
+from tests.unit.fake_paged_runner import FakePagedRunner, next_token, num_tokens
+
+_IMPORTER = MemberId("decode", "1")
+
+
+def _job(
+    token_ids: Iterable[int],
+    *,
+    num_choices: int = 1,
+    imported: bool = True,
+    stops: TokenStops | None = None,
+    num_committed: int = 0,
+    timeout_s: float = 1e6,
+) -> PrefillJob:
+    return PrefillJob(
+        request_id="request",
+        attempt=0,
+        token_ids=tuple(token_ids),
+        sampling=Sampling(),
+        stops=stops or TokenStops(max_tokens=100),
+        seeds=tuple(range(num_choices)),
+        num_committed=num_committed,
+        importer=_IMPORTER if imported else None,
+        timeout_s=timeout_s,
+    )
+
+
+@dataclass
+class _Prefill:
+    """What the outside knows about one ticket."""
+
+    job: PrefillJob
+    sealed: tuple[int, ...] = ()
+    finished: Finished | None = None
+    error: Exception | None = None
+    released: bool = False
+
+    @property
+    def is_live(self) -> bool:
+        return self.finished is None and self.error is None
+
+    @property
+    def pinned(self) -> tuple[int, ...]:
+        """Blocks that must not change, in the prompt's order."""
+        if self.released:
+            return ()
+        tail = self.finished.tail if self.finished is not None else None
+        return self.sealed + ((tail.block_id,) if tail is not None else ())
+
+
+@dataclass
+class _Bench:
+    """Drives a PrefillScheduler on the fake runner; judges first tokens, and leased blocks after every step."""
+
+    num_blocks: int = 64
+    block_size: int = 4
+    max_prefill_tokens: int = 16
+    max_num_seqs: int = 8
+    max_queue: int = 64
+    now_s: float = 0.0
+    tickets: dict[bytes, _Prefill] = field(default_factory=dict)
+    refused: list[Refused] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scheduler = PrefillScheduler(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_prefill_tokens=self.max_prefill_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_queue=self.max_queue,
+        )
+        self.runner = FakePagedRunner(self.num_blocks, self.block_size)
+        self._next_ticket = 0
+
+    def submit(self, job: PrefillJob) -> bytes:
+        ticket_id, self._next_ticket = self._next_ticket.to_bytes(4, "big"), self._next_ticket + 1
+        self.tickets[ticket_id] = _Prefill(job)
+        self.apply(Submit(ticket_id, job))
+        return ticket_id
+
+    def release(self, ticket_id: bytes) -> None:
+        self.tickets[ticket_id].released = True
+        self.apply(Release(ticket_id))
+
+    def apply(self, command: Command) -> None:
+        self._take_in(self.scheduler.apply(command, self.now_s))
+
+    def step(self, error: Exception | None = None) -> StepPlan | None:
+        self._take_in(self.scheduler.reap(self.now_s)[0])
+        plan = self.scheduler.plan(self.now_s)
+        if plan is not None and error is None:
+            self._take_in(self.scheduler.complete(plan, self.runner.run(plan), self.now_s))
+        elif plan is not None and error is not None:
+            self._take_in(self.scheduler.fail(plan, error, self.now_s))
+        self.scheduler.check()
+        for prefill in self.tickets.values():
+            self._check_pinned(prefill)
+        return plan
+
+    def run(self) -> list[StepPlan]:
+        plans = []
+        while (plan := self.step()) is not None:
+            plans.append(plan)
+        return plans
+
+    def inspect(self) -> Inspected:
+        (inspected,) = self.scheduler.apply(Inspect(1), self.now_s)
+        assert isinstance(inspected, Inspected)
+        assert inspected.violation == ""
+        return inspected
+
+    def assert_all_free(self) -> None:
+        assert self.inspect().blocks["free"] == self.num_blocks
+
+    def _check_pinned(self, prefill: _Prefill) -> None:
+        tokens = prefill.job.token_ids[: len(prefill.pinned) * self.block_size]
+        assert self.runner.read(prefill.pinned, len(tokens)) == tokens, "a leased block changed"
+
+    def _take_in(self, events: tuple[Event, ...]) -> None:
+        for event in events:
+            match event:
+                case Sealed(ticket_id, first_index, block_ids):
+                    prefill = self.tickets[ticket_id]
+                    assert prefill.is_live and not prefill.released and prefill.job.importer is not None
+                    assert first_index == len(prefill.sealed) and block_ids
+                    prefill.sealed += block_ids
+                case Finished(ticket_id):
+                    self._finish(self.tickets[ticket_id], event)
+                case Failed(ticket_id, error):
+                    assert self.tickets[ticket_id].is_live
+                    self.tickets[ticket_id].error = error
+                case Refused(ticket_id, error):
+                    self.refused.append(event)
+                    del self.tickets[ticket_id]
+                case Accepted() | Inspected():
+                    pass
+
+    def _finish(self, prefill: _Prefill, event: Finished) -> None:
+        assert prefill.is_live
+        prefill.finished = event
+        job, size = prefill.job, self.block_size
+        banned = banned_token_ids(job.stops, job.num_committed)
+        for seed, token in zip(job.seeds, event.tokens, strict=True):
+            sample = Sample(seed, len(job.token_ids), job.sampling, banned)
+            assert token.token_id == next_token(job.token_ids, sample)
+            assert token.finish_reason == finish_reason(job.stops, token.token_id, job.num_committed + 1)
+        if job.importer is None or prefill.released:
+            assert event.tail is None
+        else:
+            assert len(prefill.sealed) == len(job.token_ids) // size
+            assert (event.tail.num_valid if event.tail else 0) == len(job.token_ids) % size
+
+
+class _AnySchedule(RuleBasedStateMachine):
+    """Prompts, cancels, lapsed leases, failing steps and deadlines over pools too small for all."""
+
+    @initialize(
+        num_blocks=st.integers(2, 9),
+        block_size=st.integers(1, 4),
+        max_prefill_tokens=st.integers(1, 9),
+        max_num_seqs=st.integers(1, 4),
+    )
+    def start(self, num_blocks: int, block_size: int, max_prefill_tokens: int, max_num_seqs: int) -> None:
+        self.bench = _Bench(num_blocks, block_size, max_prefill_tokens, max_num_seqs, max_queue=4)
+
+    @rule(
+        token_ids=st.lists(st.integers(1, 49), max_size=20),
+        num_choices=st.integers(1, 3),
+        imported=st.booleans(),
+        patient=st.booleans(),
+    )
+    def submit(self, token_ids: list[int], num_choices: int, imported: bool, patient: bool) -> None:
+        timeout_s = 1e6 if patient else 8.0
+        self.bench.submit(_job(token_ids, num_choices=num_choices, imported=imported, timeout_s=timeout_s))
+
+    @precondition(lambda self: self.bench.tickets)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        ticket_id = data.draw(st.sampled_from(list(self.bench.tickets)))
+        was_live = self.bench.tickets[ticket_id].is_live
+        self.bench.apply(Cancel(ticket_id))
+        assert isinstance(self.bench.tickets[ticket_id].error, Cancelled) or not was_live
+
+    @precondition(lambda self: self.bench.tickets)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.bench.release(data.draw(st.sampled_from(list(self.bench.tickets))))
+
+    @rule()
+    def failing_step(self) -> None:
+        self.bench.step(RuntimeError("out of memory"))
+
+    @rule(num_steps=st.integers(1, 5))
+    def steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.bench.now_s += 1.0
+            self.bench.step()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        bench = self.bench
+        bench.run()
+        while pinned := [ticket_id for ticket_id, prefill in bench.tickets.items() if prefill.pinned]:
+            bench.release(pinned[0])
+            bench.run()
+        assert not any(prefill.is_live for prefill in bench.tickets.values())
+        bench.assert_all_free()
+
+
+TestAnyScheduleKeepsLeasedBlocksAndLeaksNone = _AnySchedule.TestCase
+TestAnyScheduleKeepsLeasedBlocksAndLeaksNone.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None
+)
+
+
+def test_blocks_are_sealed_chunk_by_chunk_before_the_prompt_is_done() -> None:
+    bench = _Bench()
+    ticket_id = bench.submit(_job(range(1, 51)))
+
+    sealed = []
+    for _ in range(3):
+        bench.step()
+        sealed.append(len(bench.tickets[ticket_id].sealed))
+
+    assert sealed == [4, 8, 12]
+    assert bench.tickets[ticket_id].is_live
+    bench.step()
+    finished = bench.tickets[ticket_id].finished
+    assert finished is not None and isinstance(finished.tail, Tail) and finished.tail.num_valid == 2
+
+
+def test_leased_blocks_stay_until_release_and_only_until_then() -> None:
+    bench = _Bench(num_blocks=3)
+    first = bench.submit(_job(range(1, 11)))
+    second = bench.submit(_job(range(1, 5)))
+    bench.run()
+    assert bench.inspect().blocks["leased"] == 3
+    assert bench.tickets[second].is_live
+
+    bench.release(first)
+    bench.run()
+
+    assert bench.tickets[second].finished is not None
+    bench.release(second)
+    bench.assert_all_free()
+
+
+def test_a_prompt_nobody_comes_for_frees_everything_when_it_is_done() -> None:
+    bench = _Bench()
+    ticket_id = bench.submit(_job(range(1, 11), imported=False))
+
+    bench.run()
+
+    assert bench.tickets[ticket_id].finished is not None
+    bench.assert_all_free()
+
+
+def test_a_released_ticket_that_still_runs_is_finished_without_leases() -> None:
+    bench = _Bench()
+    ticket_id = bench.submit(_job(range(1, 51)))
+    bench.step()
+    bench.release(ticket_id)
+
+    bench.run()
+
+    assert bench.tickets[ticket_id].finished is not None
+    bench.assert_all_free()
+
+
+def test_a_prompt_reserves_whole_and_nobody_overtakes() -> None:
+    bench = _Bench(num_blocks=10)
+    first = bench.submit(_job(range(1, 25)))
+    large, small = bench.submit(_job(range(1, 25))), bench.submit(_job([1, 2]))
+    bench.step()
+    assert bench.inspect().blocks == {"quarantined": 0, "leased": 4, "held": 2, "cached": 0, "free": 4}
+
+    bench.run()
+    assert bench.tickets[large].is_live and bench.tickets[small].is_live
+    bench.release(first)
+    bench.run()
+
+    assert bench.tickets[large].finished and bench.tickets[small].finished
+
+
+def test_with_a_backlog_steps_carry_exactly_the_budget_shared_by_prompts() -> None:
+    bench = _Bench(num_blocks=500, max_queue=100)
+    for place in range(80):
+        bench.submit(_job(range(1, 8 + 5 * (place % 9)), imported=False))
+
+    plans = bench.run()
+
+    full = [plan for plan in plans if num_tokens(plan) == bench.max_prefill_tokens]
+    assert len(plans) > 100 and len(full) >= 0.95 * len(plans)
+    assert max(len(plan.chunks) for plan in plans) > 1
+
+
+def test_cancel_frees_what_was_not_sealed_and_release_the_rest() -> None:
+    bench = _Bench()
+    running, waiting = bench.submit(_job(range(1, 101))), bench.submit(_job(range(1, 31)))
+    bench.step()
+
+    bench.apply(Cancel(running))
+    bench.apply(Cancel(waiting))
+
+    assert bench.inspect().blocks["leased"] == 4 and bench.inspect().blocks["held"] == 0
+    assert bench.run() == []
+    bench.release(running)
+    bench.assert_all_free()
+
+
+def test_choices_get_a_first_token_each_from_one_prefill() -> None:
+    bench = _Bench()
+    ticket_id = bench.submit(_job(range(1, 11), num_choices=3))
+
+    bench.run()
+
+    finished = bench.tickets[ticket_id].finished
+    assert finished is not None and len({token.token_id for token in finished.tokens}) > 1
+    assert bench.inspect().figures["tokens_computed"] == 10
+
+
+@pytest.mark.parametrize(
+    ("stops", "num_committed", "expected"),
+    [
+        (TokenStops(max_tokens=1), 0, FinishReason.LENGTH),
+        (TokenStops(max_tokens=6), 5, FinishReason.LENGTH),
+        (TokenStops(max_tokens=6), 4, None),
+        (TokenStops(max_tokens=6, stop_token_ids=frozenset(range(50))), 0, FinishReason.STOP),
+        (TokenStops(max_tokens=6, min_tokens=2, stop_token_ids=frozenset(range(49))), 1, None),
+        (TokenStops(max_tokens=6, min_tokens=2, stop_token_ids=frozenset(range(50))), 2, FinishReason.STOP),
+    ],
+)
+def test_the_first_token_obeys_the_stop_rules_at_its_index(
+    stops: TokenStops, num_committed: int, expected: FinishReason | None
+) -> None:
+    bench = _Bench()
+    ticket_id = bench.submit(_job(range(1, 11), stops=stops, num_committed=num_committed))
+
+    bench.run()
+
+    finished = bench.tickets[ticket_id].finished
+    assert finished is not None and finished.tokens[0].finish_reason is expected
+
+
+def test_too_long_empty_and_too_many_are_refused() -> None:
+    bench = _Bench(num_blocks=10, max_queue=1)
+    bench.submit(_job(range(41)))
+    bench.submit(_job([]))
+    bench.submit(_job([1]))
+    bench.submit(_job([2]))
+
+    too_long, empty, full = (refused.error for refused in bench.refused)
+
+    assert isinstance(too_long, PromptTooLong) and "41 tokens" in str(too_long) and "holds 40" in str(too_long)
+    assert isinstance(empty, InvalidRequest)
+    assert isinstance(full, QueueFull) and "--max-queue is 1" in str(full)
+
+
+def test_a_deadline_names_the_phase_it_passed_in() -> None:
+    bench = _Bench(max_num_seqs=1)
+    running = bench.submit(_job(range(1, 101), timeout_s=3.0))
+    waiting = bench.submit(_job(range(1, 101), timeout_s=2.0))
+    bench.step()
+    assert bench.scheduler.reap(1.0) == ((), 2.0)
+
+    bench.now_s = 3.0
+    assert bench.step() is None
+
+    errors = [bench.tickets[ticket_id].error for ticket_id in (running, waiting)]
+    assert all(isinstance(error, DeadlineExceeded) for error in errors)
+    assert [str(error) for error in errors] == [
+        "3 s passed in prefill, after 16 of 100 tokens",
+        "2 s passed in the prefill queue",
+    ]
+
+
+def test_a_failing_step_ends_its_prompts_only_and_keeps_their_leases() -> None:
+    bench = _Bench()
+    hit = bench.submit(_job(range(1, 41)))
+    spared = bench.submit(_job(range(1, 9)))
+    bench.step()
+
+    bench.step(RuntimeError("the device is gone"))
+
+    error = bench.tickets[hit].error
+    assert isinstance(error, InternalError) and "RuntimeError: the device is gone" in str(error)
+    assert bench.inspect().blocks["leased"] == 4
+    bench.run()
+    assert bench.tickets[spared].finished is not None
+
+
+def test_finished_accounts_for_queue_and_prefill_time() -> None:
+    bench = _Bench()
+    ticket_id = bench.submit(_job(range(1, 21), imported=False))
+    bench.now_s = 2.0
+    plan = bench.scheduler.plan(2.0)
+    assert plan is not None
+    bench.scheduler.complete(plan, bench.runner.run(plan), 3.0)
+    bench.now_s = 7.0
+    bench.run()
+
+    finished = bench.tickets[ticket_id].finished
+    assert finished is not None and (finished.queue_s, finished.prefill_s) == (2.0, 5.0)
