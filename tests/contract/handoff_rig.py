@@ -1,17 +1,18 @@
 """Two workers' halves of a hand-off with everything real between them: pools, gRPC on loopback, transports.
 
-Stands in for the two step threads: `Prefill` reserves, seals and finishes blocks of the source pool, `DecodeBlocks` is
-the importer's view of the target pool. Both keep their accounts in the engine's BlockPool, so `check()` is the real one.
+Stands in for the two step threads: `Prefill` reserves, seals and finishes blocks of the source pool, `DecodeBlocks`
+is the importer's view of the target pool. Both keep accounts in the engine's BlockPool, so `check()` is the real one.
 """
 
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc
+import pytest
 
 from cluster.clock import Clock, MonotonicClock
 from cluster.config import TransferSettings
@@ -23,7 +24,7 @@ from kvtransfer.exporter import Exporter, FirstToken, TailBlock
 from kvtransfer.importer import Expected, Imported, Importer
 from kvtransfer.service import KvTransferServicer
 from kvtransfer.transports.base import Channel, ExporterTransport, ImporterTransport
-from kvtransfer.transports.loopback import LoopbackExporter, LoopbackImporter, LoopbackNetwork
+from kvtransfer.transports.loopback import Fault, FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
 from kvtransfer.transports.shm import ShmExporter, ShmImporter
 from kvtransfer.transports.tcp import TcpExporter, TcpImporter
 from tandem.v1 import kv_pb2_grpc
@@ -79,7 +80,7 @@ class WatchedTransport:
         self.reads: list[Read] = []
         self.read_arrived = asyncio.Event()
         self.is_holding = False
-        self.is_deaf = False  # destroying a channel never ends
+        self.is_indestructible = False  # destroying a channel never ends
         self.num_damaged = 0  # reads still to be damaged
         self.damage: Callable[[int], None] = lambda block_id: None
 
@@ -115,6 +116,8 @@ class WatchedChannel:
         await read.gate.wait()
 
     async def destroy(self) -> None:
+        if self._transport.is_indestructible:
+            await asyncio.get_running_loop().create_future()
         await self._inner.destroy()
 
     async def release(self) -> None:
@@ -225,6 +228,8 @@ class Rig:
     counters: Counters
     address: str
     prefills: dict[bytes, Prefill] = field(default_factory=dict)
+    unhealthy: asyncio.Event = field(default_factory=asyncio.Event)
+    schedule: FaultSchedule = field(default_factory=FaultSchedule)
     dice: random.Random = field(default_factory=lambda: random.Random(7))
 
     def prefill(self, num_tokens: int, *, num_choices: int = 1, attempt: int = 1) -> Prefill:
@@ -270,6 +275,36 @@ class Rig:
         self.watched.read_arrived.clear()
         return self.watched.reads[-1]
 
+    async def failure(
+        self, importing: asyncio.Task[Imported], *, handoff_id: int = 1, match: str | None = None
+    ) -> HandOffReason:
+        """Why it failed. Nothing is reserved for it any more then."""
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(HandOffFailed, match=match) as caught:
+                await importing
+        assert handoff_id not in self.decode.granted
+        return caught.value.handoff_reason
+
+    async def machine_idle(self) -> None:
+        """The importer has verified what has arrived, and waits for more."""
+        await asyncio.wrap_future(self.importer._verifier.submit(lambda: None))
+        await asyncio.sleep(0)
+
+    async def digested(self) -> None:
+        """The exporter has digests of all that was sealed."""
+        await asyncio.wrap_future(self.exporter._digester.submit(lambda: None))
+        await asyncio.sleep(0)
+
+    async def all_quiet(self) -> None:
+        """No read is left that might still write."""
+        async with asyncio.timeout(DEADLINE_S):
+            while self.decode.pool.counts()["quarantined"]:
+                async with self.decode.changed:
+                    await self.decode.changed.wait()
+
+    def flip_a_bit(self, block_id: int) -> None:
+        self.target.raw[block_id, -1] ^= 4
+
     def holds(self, prefill: Prefill, imported: Imported) -> bool:
         """Every block is there, byte for byte."""
         num_full = prefill.num_full
@@ -290,14 +325,18 @@ class Rig:
         assert self.counters.num_quarantined == 0
 
 
-def transports(name: str, source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
+def transports(
+    name: str, source: KvPool, target: KvPool, schedule: FaultSchedule
+) -> tuple[ExporterTransport, ImporterTransport]:
     if name == "shm":
         return ShmExporter(memory=source), ShmImporter(memory=target)
     if name == "tcp":
         exporter = TcpExporter(memory=source, host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0)
         return exporter, TcpImporter(memory=target)
     network = LoopbackNetwork()
-    return LoopbackExporter(memory=source, network=network), LoopbackImporter(memory=target, network=network)
+    return LoopbackExporter(memory=source, network=network), LoopbackImporter(
+        memory=target, network=network, schedule=schedule
+    )
 
 
 @asynccontextmanager
@@ -311,10 +350,12 @@ async def handoff_rig(
     importer_layout: LayoutFingerprint = LAYOUT,
     exporter_member: MemberId = EXPORTER,
     wall_clock: Callable[[], float] = lambda: 1_000.0,
+    faults: Mapping[int, Fault] | None = None,
 ) -> AsyncIterator[Rig]:
     settings = settings or TransferSettings()
     source, target = random_pool(num_blocks, seed=1), random_pool(num_blocks, seed=2)
-    exporter_side, importer_side = transports(transport, source, target)
+    schedule, unhealthy = FaultSchedule(faults), asyncio.Event()
+    exporter_side, importer_side = transports(transport, source, target, schedule)
     watched, counters, decode = (
         WatchedTransport(importer_side),
         Counters(),
@@ -346,6 +387,7 @@ async def handoff_rig(
         clock=MonotonicClock(),
         counters=counters,
         wall_clock=wall_clock,
+        unhealthy=lambda text: unhealthy.set(),
     )
     rig = Rig(
         source,
@@ -358,6 +400,8 @@ async def handoff_rig(
         decode,
         counters,
         f"127.0.0.1:{port}",
+        unhealthy=unhealthy,
+        schedule=schedule,
     )
     kv_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(exporter=exporter), server)
     await exporter.start()

@@ -5,8 +5,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cluster.errors import HandOffFailed, HandOffReason
-from tests.contract.handoff_rig import DEADLINE_S, Rig, handoff_rig
+from cluster.errors import HandOffReason
+from kvtransfer import tickets
+from tests.contract.handoff_rig import DEADLINE_S, IMPORTER, KEY, Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 
 TRANSPORTS = ["loopback", "tcp", "shm"]
@@ -53,3 +54,196 @@ async def test_blocks_arrive_while_later_ones_are_not_sealed(rig: Rig) -> None:
     assert 0 <= imported.exposed_transfer_s <= imported.total_s
     rig.decode.finish(1)
     await prefill.released.wait()
+
+
+async def test_choices_share_the_prompt_and_have_private_tails(rig: Rig) -> None:
+    prefill = rig.prefill(2 * BLOCK_SIZE + 3, num_choices=3)
+    importing = rig.start_import(prefill)
+    prefill.seal(2)
+    prefill.finish(ended=[False, True, False])
+    async with asyncio.timeout(DEADLINE_S):
+        imported = await importing
+    assert rig.holds(prefill, imported)
+    assert len(imported.sealed_block_ids) == 2 and len(set(imported.tail_block_ids)) == 3
+    assert [(first.token_id, first.ended) for first in imported.first_tokens] == [
+        (100, False),
+        (101, True),
+        (102, False),
+    ]
+    rig.decode.finish(1)
+    await prefill.released.wait()
+
+
+async def test_many_hand_offs_go_on_side_by_side(rig: Rig) -> None:
+    prefills = [rig.prefill(2 * BLOCK_SIZE + 1) for _ in range(8)]
+    imports = [rig.start_import(prefill, handoff_id) for handoff_id, prefill in enumerate(prefills)]
+    for prefill in prefills:
+        prefill.compute()
+    async with asyncio.timeout(DEADLINE_S):
+        for handoff_id, (prefill, imported) in enumerate(zip(prefills, await asyncio.gather(*imports), strict=True)):
+            assert rig.holds(prefill, imported)
+            rig.decode.finish(handoff_id)
+            await prefill.released.wait()
+
+
+async def test_a_ticket_is_good_after_prefill_has_finished(rig: Rig) -> None:
+    prefill = rig.prefill(2 * BLOCK_SIZE + 1)
+    prefill.compute()
+    async with asyncio.timeout(DEADLINE_S):
+        assert rig.holds(prefill, await rig.start_import(prefill))
+        await prefill.released.wait()
+    rig.decode.finish(1)
+
+
+async def test_cancelling_quarantines_what_is_being_read_until_it_is_quiet(rig: Rig) -> None:
+    rig.watched.is_holding = True
+    prefill = rig.prefill(3 * BLOCK_SIZE)
+    importing = rig.start_import(prefill)
+    prefill.seal(2)
+    read = await rig.read_arrived()
+    importing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await importing
+    in_flight = len(read.local_block_ids)
+    assert rig.decode.pool.counts()["quarantined"] == in_flight == rig.counters.num_quarantined
+    assert rig.decode.pool.num_free == rig.decode.pool.num_blocks - in_flight  # the rest at once
+    assert not prefill.released.is_set()  # nobody says "settled" while something still reads
+    read.gate.set()
+    async with asyncio.timeout(DEADLINE_S):
+        await prefill.released.wait()
+    assert rig.counters.handoffs[("exporter", rig.exporter_transport.name, "unneeded", "cancelled")] == 1
+
+
+async def test_cancelling_between_reads_frees_everything_at_once(rig: Rig) -> None:
+    prefill = rig.prefill(3 * BLOCK_SIZE)
+    importing = rig.start_import(prefill)
+    prefill.seal(1)
+    await rig.read_arrived()
+    await rig.machine_idle()
+    importing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await importing
+    assert rig.decode.pool.num_free == rig.decode.pool.num_blocks
+    async with asyncio.timeout(DEADLINE_S):
+        await prefill.released.wait()
+
+
+async def test_damaged_bytes_are_pulled_again_once(rig: Rig) -> None:
+    rig.watched.num_damaged = 1
+    rig.watched.damage = rig.flip_a_bit
+    prefill = rig.prefill(2 * BLOCK_SIZE + 1)
+    prefill.compute()
+    async with asyncio.timeout(DEADLINE_S):
+        assert rig.holds(prefill, await rig.start_import(prefill))
+        await prefill.released.wait()
+    assert rig.counters.num_digest_failures == 1 and len(rig.watched.reads) == 2
+    rig.decode.finish(1)
+
+
+async def test_bytes_that_stay_wrong_are_refused(rig: Rig) -> None:
+    rig.watched.num_damaged = 2
+    rig.watched.damage = rig.flip_a_bit
+    prefill = rig.prefill(2 * BLOCK_SIZE)
+    prefill.compute()
+    assert await rig.failure(rig.start_import(prefill)) is HandOffReason.DIGEST_MISMATCH
+    assert rig.counters.num_digest_failures == 2 and rig.counters.num_bytes == 0
+    async with asyncio.timeout(DEADLINE_S):
+        await prefill.released.wait()
+
+
+async def test_a_prefill_that_fails_fails_its_importer(rig: Rig) -> None:
+    prefill = rig.prefill(3 * BLOCK_SIZE)
+    importing = rig.start_import(prefill)
+    prefill.seal(1)
+    await rig.read_arrived()
+    rig.exporter.fail(prefill.ticket_id, reason=HandOffReason.PREFILL_FAILED, detail="out of memory")
+    assert await rig.failure(importing, match="out of memory") is HandOffReason.PREFILL_FAILED
+    async with asyncio.timeout(DEADLINE_S):
+        await prefill.released.wait()
+
+
+async def test_late_events_of_a_released_ticket_do_no_harm(rig: Rig) -> None:
+    prefill = rig.prefill(3 * BLOCK_SIZE + 1)
+    rig.exporter.fail(prefill.ticket_id, reason=HandOffReason.CANCELLED, detail="")
+    assert prefill.released.is_set()
+    prefill.compute()
+    rig.exporter.fail(prefill.ticket_id, reason=HandOffReason.CANCELLED, detail="again")
+    assert await rig.failure(rig.start_import(prefill)) is HandOffReason.UNKNOWN_TICKET
+
+
+async def test_a_failure_overtakes_digests_that_are_still_computed(rig: Rig) -> None:
+    prefill = rig.prefill(3 * BLOCK_SIZE)
+    prefill.seal(3)
+    rig.exporter.fail(prefill.ticket_id, reason=HandOffReason.CANCELLED, detail="")
+    assert prefill.released.is_set()
+
+
+async def test_a_reissued_ticket_may_be_pulled_again(rig: Rig) -> None:
+    prefill = rig.prefill(2 * BLOCK_SIZE + 1)
+    rig.watched.is_holding = True
+    first = rig.start_import(prefill, 1)
+    prefill.compute()
+    read = await rig.read_arrived()
+    rig.watched.is_holding = False
+    again = tickets.reissue(prefill.signed, KEY, attempt=2, importer=IMPORTER)
+    second = rig.start_import(prefill, 2, signed=again)
+    async with asyncio.timeout(DEADLINE_S):
+        assert rig.holds(prefill, await second)
+        assert not prefill.released.is_set()  # the first attempt still has its lease
+        read.gate.set()
+        assert rig.holds(prefill, await first)
+        await prefill.released.wait()
+    rig.decode.finish(1)
+    rig.decode.finish(2)
+
+
+async def test_nothing_can_be_pulled_after_the_last_attempt_has_settled(rig: Rig) -> None:
+    prefill = rig.prefill(BLOCK_SIZE)
+    prefill.compute()
+    async with asyncio.timeout(DEADLINE_S):
+        await rig.start_import(prefill)
+        await prefill.released.wait()
+    rig.decode.finish(1)
+    again = tickets.reissue(prefill.signed, KEY, attempt=2, importer=IMPORTER)
+    for signed in (prefill.signed, again):
+        importing = rig.start_import(prefill, 2, signed=signed)
+        assert await rig.failure(importing, handoff_id=2) is HandOffReason.UNKNOWN_TICKET
+
+
+async def test_a_second_stream_with_the_same_attempt_is_a_replay(rig: Rig) -> None:
+    prefill = rig.prefill(2 * BLOCK_SIZE)
+    first = rig.start_import(prefill, 1)
+    prefill.seal(1)
+    await rig.read_arrived()
+    assert await rig.failure(rig.start_import(prefill, 2), handoff_id=2) is HandOffReason.REPLAYED_TICKET
+    prefill.compute()
+    async with asyncio.timeout(DEADLINE_S):
+        assert rig.holds(prefill, await first)
+        await prefill.released.wait()
+    rig.decode.finish(1)
+
+
+async def test_closing_the_exporter_releases_every_ticket(rig: Rig) -> None:
+    attached, queued, finished = rig.prefill(2 * BLOCK_SIZE), rig.prefill(BLOCK_SIZE), rig.prefill(BLOCK_SIZE)
+    importing = rig.start_import(attached)
+    attached.seal(1)
+    await rig.read_arrived()
+    finished.compute()
+    await rig.exporter.close()
+    assert attached.released.is_set() and queued.released.is_set() and finished.released.is_set()
+    await rig.failure(importing)
+
+
+async def test_closing_the_importer_gives_every_block_back(rig: Rig) -> None:
+    rig.watched.is_holding = True
+    prefill = rig.prefill(2 * BLOCK_SIZE)
+    importing = rig.start_import(prefill)
+    prefill.seal(2)
+    read = await rig.read_arrived()
+    importing.cancel()
+    closing = asyncio.create_task(rig.importer.close())
+    read.gate.set()
+    async with asyncio.timeout(DEADLINE_S):
+        await closing
+        await prefill.released.wait()
+    assert rig.decode.pool.num_free == rig.decode.pool.num_blocks and rig.importer.num_live == 0

@@ -1,0 +1,237 @@
+"""Hand-offs in time and in space: leases that lapse, waits that end, pools that are too small, reads that never end."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from cluster.clock import ManualClock
+from cluster.config import TransferSettings
+from cluster.errors import HandOffReason
+from kvtransfer.transports.loopback import Fault
+from tests.contract.handoff_rig import DEADLINE_S, handoff_rig
+from tests.contract.kv_pools import BLOCK_SIZE
+
+TRANSPORTS = ["loopback", "tcp", "shm"]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_lapsed_lease_frees_its_blocks_and_fails_its_importer(transport: str) -> None:
+    clock = ManualClock()
+    async with handoff_rig(transport, exporter_clock=clock) as rig:
+        rig.watched.is_holding = True
+        prefill = rig.prefill(2 * BLOCK_SIZE)
+        importing = rig.start_import(prefill)
+        prefill.compute()
+        read = await rig.read_arrived()
+        clock.advance(TransferSettings().lease_s)
+        rig.exporter.reap()
+        assert prefill.released.is_set() and rig.counters.num_lapses == 1
+        assert await rig.failure(importing) is HandOffReason.LEASE_LAPSED
+        read.gate.set()
+        await rig.all_quiet()
+        rig.check_clean()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_blocks_that_were_used_again_under_a_reader_are_never_decoded(transport: str) -> None:
+    """The exporter's clock runs ahead, its blocks are rewritten, and the importer has not heard yet."""
+    clock = ManualClock()
+    async with handoff_rig(transport, exporter_clock=clock) as rig:
+        prefill = rig.prefill(2 * BLOCK_SIZE)
+        importing = rig.start_import(prefill)
+        prefill.seal(1)
+        await rig.read_arrived()
+        await rig.machine_idle()
+        rig.source.raw[prefill.block_ids[1]].zero_()
+        prefill.seal(1)
+        clock.advance(TransferSettings().lease_s)  # nobody has reaped: only Settle can tell
+        prefill.finish()
+        assert await rig.failure(importing) is HandOffReason.LEASE_LAPSED
+        async with asyncio.timeout(DEADLINE_S):
+            await prefill.released.wait()
+        rig.check_clean()
+
+
+async def test_renewals_keep_a_lease_while_prefill_goes_on() -> None:
+    """Three lease times pass between two blocks."""
+    settings = TransferSettings(lease_s=0.3)
+    async with handoff_rig("tcp", settings=settings) as rig:
+        prefill = rig.prefill(2 * BLOCK_SIZE)
+        importing = rig.start_import(prefill)
+        prefill.seal(1)
+        await rig.read_arrived()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(prefill.released.wait(), 3 * settings.lease_s)
+        assert not prefill.released.is_set()
+        prefill.compute()
+        async with asyncio.timeout(DEADLINE_S):
+            assert rig.holds(prefill, await importing)
+            await prefill.released.wait()
+        rig.decode.finish(1)
+        rig.check_clean()
+
+
+async def test_a_lease_ends_by_itself_in_time_without_anybody_asking() -> None:
+    settings = TransferSettings(lease_s=0.05, max_lease_s=0.05)
+    async with handoff_rig("tcp", settings=settings) as rig:
+        prefill = rig.prefill(2 * BLOCK_SIZE)
+        importing = rig.start_import(prefill)
+        prefill.seal(1)
+        async with asyncio.timeout(DEADLINE_S):
+            await prefill.released.wait()
+        assert await rig.failure(importing) is HandOffReason.LEASE_LAPSED
+        rig.check_clean()
+
+
+async def test_a_ticket_nobody_attaches_to_is_dropped() -> None:
+    clock = ManualClock()
+    async with handoff_rig("tcp", exporter_clock=clock) as rig:
+        prefill = rig.prefill(BLOCK_SIZE + 1)
+        clock.advance(10 * TransferSettings().attach_timeout_s)
+        rig.exporter.reap()
+        assert not prefill.released.is_set()  # nothing is sealed: it waits in the queue, and pins nothing
+        prefill.seal(1)
+        await rig.digested()
+        clock.advance(TransferSettings().attach_timeout_s)
+        rig.exporter.reap()
+        assert prefill.released.is_set()
+        assert rig.counters.handoffs == {("exporter", "", "failed", "ticket_expired"): 1}
+        assert await rig.failure(rig.start_import(prefill)) is HandOffReason.UNKNOWN_TICKET
+        rig.check_clean()
+
+
+async def test_an_importer_without_blocks_waits_and_holds_nothing() -> None:
+    async with handoff_rig("tcp", num_decode_blocks=4) as rig:
+        running = rig.decode.pool.reserve(2)
+        assert running is not None
+        prefill = rig.prefill(2 * BLOCK_SIZE + 1)
+        importing = rig.start_import(prefill)
+        prefill.compute()
+        async with asyncio.timeout(DEADLINE_S):
+            await rig.decode.asked.wait()
+        assert rig.decode.pool.num_free == 2 and not rig.watched.reads
+        rig.decode.granted[0] = running
+        rig.decode.finish(0)
+        async with asyncio.timeout(DEADLINE_S):
+            assert rig.holds(prefill, await importing)
+            await prefill.released.wait()
+        rig.decode.finish(1)
+        rig.check_clean()
+
+
+async def test_an_importer_that_waits_for_blocks_can_be_cancelled() -> None:
+    async with handoff_rig("tcp", num_decode_blocks=2) as rig:
+        running = rig.decode.pool.reserve(1)
+        assert running is not None
+        prefill = rig.prefill(2 * BLOCK_SIZE)
+        importing = rig.start_import(prefill)
+        async with asyncio.timeout(DEADLINE_S):
+            await rig.decode.asked.wait()
+            importing.cancel()
+            with suppress(asyncio.CancelledError):
+                await importing
+            await prefill.released.wait()
+        rig.decode.pool.release(running)
+        rig.check_clean()
+
+
+async def test_hand_offs_that_do_not_fit_together_come_one_after_the_other() -> None:
+    async with handoff_rig("shm", num_decode_blocks=4) as rig:
+        prefills = [rig.prefill(3 * BLOCK_SIZE) for _ in range(3)]
+        imports = [rig.start_import(prefill, handoff_id) for handoff_id, prefill in enumerate(prefills)]
+        for prefill in prefills:
+            prefill.compute()
+        async with asyncio.timeout(DEADLINE_S):
+            left = dict(enumerate(imports))
+            while left:
+                await asyncio.wait(left.values(), return_when=asyncio.FIRST_COMPLETED)
+                (handoff_id,) = [handoff_id for handoff_id, task in left.items() if task.done()]  # never two at once
+                assert rig.holds(prefills[handoff_id], await left.pop(handoff_id))
+                rig.decode.finish(handoff_id)
+            for prefill in prefills:
+                await prefill.released.wait()
+        rig.check_clean()
+
+
+async def test_a_hand_off_that_can_never_fit_is_refused_with_the_numbers() -> None:
+    async with handoff_rig("tcp", num_decode_blocks=2) as rig:
+        prefill = rig.prefill(3 * BLOCK_SIZE)
+        importing = rig.start_import(prefill)
+        prefill.seal(1)
+        assert await rig.failure(importing, match="3 of 2 blocks") is HandOffReason.NOT_ENOUGH_BLOCKS
+        async with asyncio.timeout(DEADLINE_S):
+            await prefill.released.wait()
+        rig.check_clean()
+
+
+async def test_a_read_that_does_not_end_is_given_up_and_destroyed() -> None:
+    """Its blocks stay in quarantine until destroying the channel has proven it quiet."""
+    settings = TransferSettings(read_timeout_s=0.1, quarantine_s=0.1)
+    async with handoff_rig("loopback", settings=settings, faults={1: Fault.DROP}) as rig:
+        prefill = rig.prefill(3 * BLOCK_SIZE)
+        importing = rig.start_import(prefill)
+        prefill.compute()
+        assert await rig.failure(importing) is HandOffReason.READ_TIMEOUT
+        assert rig.decode.pool.counts()["quarantined"] == 3
+        await rig.all_quiet()
+        async with asyncio.timeout(DEADLINE_S):
+            await prefill.released.wait()
+        rig.check_clean()
+
+
+async def test_a_read_that_cannot_be_proven_quiet_is_reported() -> None:
+    settings = TransferSettings(read_timeout_s=0.1, quarantine_s=0.1)
+    async with handoff_rig("loopback", settings=settings, faults={0: Fault.DROP}) as rig:
+        rig.watched.is_indestructible = True
+        prefill = rig.prefill(BLOCK_SIZE)
+        importing = rig.start_import(prefill)
+        prefill.compute()
+        await rig.failure(importing)
+        async with asyncio.timeout(DEADLINE_S):
+            await rig.unhealthy.wait()
+        assert rig.decode.pool.counts()["quarantined"] == 1
+
+
+@pytest.mark.parametrize(
+    ("faults", "outcome"),
+    [
+        ({1: Fault.DUPLICATE}, None),
+        ({0: Fault.REORDER}, None),
+        ({2: Fault.CORRUPT}, None),
+        ({0: Fault.CORRUPT, 3: Fault.CORRUPT}, HandOffReason.DIGEST_MISMATCH),
+        ({1: Fault.KILL}, HandOffReason.READ_FAILED),
+    ],
+    ids=["duplicate", "reorder", "corrupt", "corrupt twice", "kill"],
+)
+async def test_faults_on_the_way_are_survived_or_named(faults: dict[int, Fault], outcome: HandOffReason | None) -> None:
+    async with handoff_rig("loopback", faults=faults) as rig:
+        prefill = rig.prefill(3 * BLOCK_SIZE)
+        importing = rig.start_import(prefill)
+        prefill.compute()
+        if outcome is None:
+            async with asyncio.timeout(DEADLINE_S):
+                assert rig.holds(prefill, await importing)
+            rig.decode.finish(1)
+        else:
+            assert await rig.failure(importing) is outcome
+        async with asyncio.timeout(DEADLINE_S):
+            await prefill.released.wait()
+        await rig.all_quiet()
+        rig.check_clean()
+
+
+@pytest.mark.parametrize("fault", [Fault.DELAY, Fault.STOP])
+async def test_what_was_held_up_arrives_when_it_goes_on(fault: Fault) -> None:
+    async with handoff_rig("loopback", faults={1: fault}) as rig:
+        prefill = rig.prefill(3 * BLOCK_SIZE)
+        importing = rig.start_import(prefill)
+        prefill.compute()
+        async with asyncio.timeout(DEADLINE_S):
+            await rig.schedule.holding.wait()
+            assert not importing.done()
+            rig.schedule.resume()
+            assert rig.holds(prefill, await importing)
+            await prefill.released.wait()
+        rig.decode.finish(1)
+        rig.check_clean()
