@@ -1,0 +1,208 @@
+"""The thread that drives a scheduler: answers from any thread, survives a failing step, stops on a broken invariant."""
+
+import threading
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import pytest
+
+from cluster.clock import ManualClock, MonotonicClock
+from cluster.errors import DeadlineExceeded
+from cluster.messages import Inspect, Inspected, MemberId, PrefillJob, Sampling, TokenStops
+from engine.step import StepPlan, StepResult
+from engine.step_loop import StepLoop
+from prefill_worker.commands import Cancel, Command, Event, Failed, Finished, Release, Sealed, Submit
+from prefill_worker.scheduler import PrefillScheduler
+from tests.unit.fake_paged_runner import FakePagedRunner
+
+_DEADLINE_S = 20.0
+
+
+class _CountingScheduler(PrefillScheduler):
+    """Breaks an invariant on demand, and counts the loop's turns."""
+
+    turns = 0
+    broken = False
+
+    def reap(self, now_s: float) -> tuple[tuple[Event, ...], float | None]:
+        self.turns += 1
+        assert not self.broken, "a block is lost"
+        return super().reap(now_s)
+
+
+class _HeldRunner(FakePagedRunner):
+    """Computes a step when it is let, and fails those it is told to."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.entered = threading.Event()
+        self.may_go = threading.Event()
+        self.may_go.set()
+        self.errors: SimpleQueue[Exception] = SimpleQueue()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.entered.set()
+        assert self.may_go.wait(_DEADLINE_S)
+        if not self.errors.empty():
+            raise self.errors.get()
+        return super().run(plan)
+
+
+class _Bench:
+    def __init__(self, clock: ManualClock | MonotonicClock) -> None:
+        self.scheduler = _CountingScheduler(
+            num_blocks=8, block_size=4, max_prefill_tokens=8, max_num_seqs=4, max_queue=9
+        )
+        self.runner = _HeldRunner(8, 4)
+        self.events: SimpleQueue[Event] = SimpleQueue()
+        self.step_errors: list[Exception] = []
+        self.fatal: SimpleQueue[Exception] = SimpleQueue()
+        self.loop: StepLoop[Command, Event] = StepLoop(
+            self.scheduler,
+            self.runner,
+            clock,
+            self._emit,
+            on_error=self.step_errors.append,
+            on_fatal=self.fatal.put,
+        )
+        self.loop.start()
+
+    def _emit(self, events: tuple[Event, ...]) -> None:
+        for event in events:
+            self.events.put(event)
+
+    def submit(self, ticket_id: bytes, num_tokens: int, *, imported: bool = True, timeout_s: float = 1e6) -> None:
+        importer = MemberId("decode", "1") if imported else None
+        token_ids = tuple(range(1, num_tokens + 1))
+        job = PrefillJob("request", 0, token_ids, Sampling(), TokenStops(9), (7,), 0, importer, timeout_s)
+        self.loop.post(Submit(ticket_id, job))
+
+    def until(self, kind: type[Event]) -> Event:
+        while not isinstance(event := self.events.get(timeout=_DEADLINE_S), kind):
+            pass
+        return event
+
+    def inspect(self) -> Inspected:
+        self.loop.post(Inspect(1))
+        inspected = self.until(Inspected)
+        assert isinstance(inspected, Inspected)
+        return inspected
+
+
+@pytest.fixture
+def bench() -> Iterator[_Bench]:
+    bench = _Bench(MonotonicClock())
+    yield bench
+    bench.runner.may_go.set()
+    assert bench.loop.stop(_DEADLINE_S)
+
+
+def test_a_command_becomes_steps_and_steps_become_events(bench: _Bench) -> None:
+    bench.submit(b"1", 18)
+
+    finished = bench.until(Finished)
+
+    assert isinstance(finished, Finished) and finished.ticket_id == b"1"
+    assert bench.inspect().blocks["leased"] == 5
+    bench.loop.post(Release(b"1"))
+    assert bench.inspect().blocks["free"] == 8
+    assert bench.loop.progress.steps == 3
+
+
+def test_an_idle_loop_turns_only_when_something_comes(bench: _Bench) -> None:
+    for _ in range(50):
+        bench.inspect()
+
+    assert bench.scheduler.turns <= 51
+
+
+def test_every_command_of_every_thread_is_answered(bench: _Bench) -> None:
+    def ask(first: int) -> None:
+        for inspection_id in range(first, first + 100):
+            bench.loop.post(Inspect(inspection_id))
+
+    threads = [threading.Thread(target=ask, args=(100 * i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+
+    answers = [bench.until(Inspected) for _ in range(800)]
+
+    for thread in threads:
+        thread.join(_DEADLINE_S)
+    assert {event.inspection_id for event in answers if isinstance(event, Inspected)} == set(range(800))
+
+
+def test_a_cancel_during_a_step_takes_effect_before_the_next(bench: _Bench) -> None:
+    bench.runner.may_go.clear()
+    bench.submit(b"1", 32)
+    assert bench.runner.entered.wait(_DEADLINE_S)
+    assert bench.loop.progress.busy_since_s is not None
+
+    bench.loop.post(Cancel(b"1"))
+    bench.runner.may_go.set()
+
+    assert isinstance(bench.until(Failed), Failed)
+    assert bench.inspect().blocks == {"quarantined": 0, "leased": 2, "held": 0, "cached": 0, "free": 6}
+    assert len(bench.runner.plans) == 1
+
+
+def test_a_failing_step_is_reported_once_and_the_loop_goes_on(bench: _Bench) -> None:
+    bench.runner.errors.put(RuntimeError("the device is gone"))
+    bench.submit(b"1", 3)
+    assert isinstance(failed := bench.until(Failed), Failed) and failed.ticket_id == b"1"
+
+    bench.submit(b"2", 3)
+
+    assert isinstance(bench.until(Finished), Finished)
+    assert [str(error) for error in bench.step_errors] == ["the device is gone"]
+    assert bench.fatal.empty()
+
+
+def test_a_broken_invariant_ends_the_loop_and_is_told(bench: _Bench) -> None:
+    bench.scheduler.broken = True
+    bench.submit(b"1", 3)
+
+    assert "a block is lost" in str(bench.fatal.get(timeout=_DEADLINE_S))
+    assert bench.loop.stop(_DEADLINE_S)
+    assert not bench.loop.is_alive
+    assert bench.step_errors == []
+
+
+def test_a_deadline_wakes_a_loop_that_waits(bench: _Bench) -> None:
+    bench.submit(b"1", 32)
+    bench.until(Finished)
+    bench.submit(b"2", 32, timeout_s=0.05)  # its blocks are leased to the first
+
+    failed = bench.until(Failed)
+
+    assert isinstance(failed, Failed) and isinstance(failed.error, DeadlineExceeded)
+    assert bench.inspect().figures["waiting"] == 0
+
+
+def test_stop_waits_for_the_step_that_runs_but_not_for_ever(bench: _Bench) -> None:
+    bench.runner.may_go.clear()
+    bench.submit(b"1", 32)
+    assert bench.runner.entered.wait(_DEADLINE_S)
+
+    assert not bench.loop.stop(timeout_s=0.01)
+    bench.runner.may_go.set()
+
+    assert bench.loop.stop(_DEADLINE_S)
+    assert isinstance(bench.until(Sealed), Sealed)
+    assert len(bench.runner.plans) == 1
+
+
+def test_progress_tells_when_the_last_step_ended() -> None:
+    clock = ManualClock(5.0)
+    bench = _Bench(clock)
+    bench.runner.may_go.clear()
+    bench.submit(b"1", 3, imported=False)
+    assert bench.runner.entered.wait(_DEADLINE_S)
+    assert (bench.loop.progress.last_step_s, bench.loop.progress.busy_since_s) == (5.0, 5.0)
+
+    clock.advance(2.0)
+    bench.runner.may_go.set()
+    bench.inspect()
+
+    assert bench.loop.stop(_DEADLINE_S)
+    assert (bench.loop.progress.last_step_s, bench.loop.progress.busy_since_s) == (7.0, None)
