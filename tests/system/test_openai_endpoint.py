@@ -130,7 +130,10 @@ async def test_the_id_of_a_live_request_is_refused(cluster: LocalCluster, client
 async def test_a_client_that_hangs_up_leaves_no_block_behind(cluster: LocalCluster, client: openai.AsyncOpenAI) -> None:
     ask: Any = {"model": "", "prompt": _PROMPT, "n": 2, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
     async with await client.completions.create(**ask, stream=True) as stream:
-        await anext(aiter(stream))
+        parts = aiter(stream)
+        for _ in range(8):  # more than prefill's first tokens: decode is at work
+            await anext(parts)
+        assert await _blocks_in_use(cluster, "decode0")
     async with asyncio.timeout(_TIMEOUT_S):
         for name in cluster.workers():
             while in_use := await _blocks_in_use(cluster, name):
