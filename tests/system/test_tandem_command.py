@@ -1,0 +1,288 @@
+"""The `tandem` command on a real cluster that it started itself."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from cli.__main__ import main
+from cli.last_cluster import LastCluster, find_address, remember
+from cli.layout import threads_per_worker
+from cli.up import pools_from
+from cluster.errors import ConfigError
+from tandem.client import Client
+from tandem.errors import Unavailable
+
+DEADLINE_S = 120.0
+ROOT = Path(__file__).parents[2]
+PROMPT = "def read(path):\n"
+Command = Callable[..., tuple[int, str]]
+
+
+class Up:
+    """`tandem up` in a process of its own, heard to the last line."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+        self.environment["XDG_RUNTIME_DIR"] = str(folder)
+        ports = () if "--port" in arguments else ("--port", "0", "--grpc-port", "0")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "cli", "up", *ports, "--cluster-key-file", str(folder / "key"), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=self.environment,
+        )
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self._readers = [threading.Thread(target=self._read, args=(stream,)) for stream in self._streams()]
+        for reader in self._readers:
+            reader.start()
+
+    def until(self, part: str) -> str:
+        """The first line with it, now or to come."""
+
+        def found() -> str | None:
+            return next((line for line in self.lines if part in line), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() is not None or not self._is_heard(), DEADLINE_S)
+            line = found()
+        assert line is not None, f"no line with {part!r} in:\n" + "".join(self.lines)
+        return line
+
+    def children(self) -> dict[str, int]:
+        """Process ids by module or program name."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        names = {}
+        for pid in path.read_text().split():
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            names["redis-server" if b"redis-server" in words[0] else words[2].decode()] = int(pid)
+        return names
+
+    def end(self) -> int:
+        """However it stands: nothing is left."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(DEADLINE_S)
+        finally:
+            self.process.kill()
+            for reader in self._readers:
+                reader.join(DEADLINE_S)
+            for stream in self._streams():
+                stream.close()
+
+    def _is_heard(self) -> bool:
+        return any(reader.is_alive() for reader in self._readers)
+
+    def _streams(self) -> list[IO[str]]:
+        assert self.process.stdout is not None and self.process.stderr is not None
+        return [self.process.stdout, self.process.stderr]
+
+    def _read(self, stream: Iterable[str]) -> None:
+        for line in stream:
+            with self._changed:
+                self.lines.append(line)
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """One prefill and one decode worker on the demo model, in float32."""
+    started = Up(tmp_path_factory.mktemp("up"), "--dtype", "float32")
+    started.until("ready http=")
+    yield started
+    assert started.end() == 0
+
+
+@pytest.fixture
+def tandem(up: Up, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a client command where that cluster was started last; answers its status and output."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", up.environment["XDG_RUNTIME_DIR"])
+
+    def command(*arguments: str) -> tuple[int, str]:
+        status = main(arguments)
+        captured = capsys.readouterr()
+        return status, captured.out + captured.err
+
+    return command
+
+
+def test_generate_finds_the_cluster_and_tells_everything_about_one_answer(tandem: Command) -> None:
+    status, output = tandem("generate", PROMPT, "--max-tokens", "12", "--temperature", "0", "--ignore-eos", "--json")
+    answer = json.loads(output)
+    assert status == 0
+    assert len(answer["token_ids"]) == 12
+    assert answer["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 12
+    assert answer["ledger"]["transport"] == "shm"
+    assert sum(answer["ledger"]["phases"].values()) == pytest.approx(answer["ledger"]["wall_s"], rel=0.02)
+
+
+def test_streamed_text_is_the_text(tandem: Command) -> None:
+    words = ("generate", PROMPT, "--max-tokens", "12", "--temperature", "0", "--ignore-eos")
+    _, whole = tandem(*words, "--json")
+    status, streamed = tandem(*words)
+    assert (status, streamed) == (0, json.loads(whole)["text"] + "\n")
+
+
+def test_the_ledger_is_shown_as_a_table_that_sums_up(tandem: Command) -> None:
+    _, output = tandem("generate", PROMPT, "--max-tokens", "4", "--ledger")
+    assert "decode_queue" in output
+    assert "100.0 %" in output
+    assert "by shm" in output
+
+
+def test_token_ids_choices_and_seeds_go_through(tandem: Command) -> None:
+    words = ("generate", "--prompt-token-ids", "5,6,7", "--n", "2", "--seed", "3", "--max-tokens", "5", "--ignore-eos")
+    _, first = tandem(*words, "--temperature", "1", "--json")
+    _, second = tandem(*words, "--temperature", "1", "--json")
+    answer = json.loads(first)
+    assert [choice["token_ids"] for choice in answer["choices"]] == [
+        c["token_ids"] for c in json.loads(second)["choices"]
+    ]
+    assert answer["choices"][0]["token_ids"] != answer["choices"][1]["token_ids"]
+    assert answer["usage"]["prompt_tokens"] == 3
+
+
+def test_status_lists_every_member_with_its_blocks(tandem: Command) -> None:
+    _, output = tandem("status", "--json")
+    members = {member["member"]: member for member in json.loads(output)["members"]}
+    assert {"prefill-0", "decode-0"} <= set(members)
+    assert {member["state"] for member in members.values()} == {"ready"}
+    assert members["decode-0"]["figures"]["blocks_free"] > 0
+    _, text = tandem("status")
+    assert "prefill-0" in text
+
+
+def test_bench_measures_what_it_sent(tandem: Command) -> None:
+    load = ("--rate", "20", "--num-requests", "6", "--prompt-tokens", "20", "--output-tokens", "4")
+    status, output = tandem("bench", *load, "--slo-ttft-s", "60", "--slo-itl-s", "60", "--json")
+    figures = json.loads(output)
+    assert status == 0
+    assert figures["requests"] == {"sent": 6, "ok": 6, "failed": 0, "errors": {}}
+    assert figures["goodput"]["share"] == 1.0
+    assert 0 < figures["ttft_s"]["p50"] <= figures["e2e_s"]["p50"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("generate",), "either a prompt or --prompt-token-ids"),
+        (("generate", PROMPT, "--temperature", "9"), "temperature"),
+        (("generate", "--prompt-token-ids", "-1"), "token ids"),
+        (("generate", "--prompt-token-ids", "999999"), "999999"),
+        (("generate", PROMPT, "--model", "another"), "another"),
+        (("generate", PROMPT, "--address", "nowhere"), "host:port"),
+        (("status", "--address", "127.0.0.1:1"), "127.0.0.1:1"),
+    ],
+)
+def test_a_wrong_word_is_answered_in_one_line(tandem: Command, words: tuple[str, ...], said: str) -> None:
+    status, output = tandem(*words)
+    assert status in (1, 2)
+    assert said in output
+    assert len(output.splitlines()) == 1
+
+
+def test_a_dead_worker_is_replaced_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--colocated", "1", "--redis", "", "--log-level", "warning")
+    try:
+        address = up.until("ready http=").split("grpc=")[1].strip()
+        children = up.children()
+        assert sorted(children) == ["decode_worker", "redis-server", "router"]
+        os.kill(children["decode_worker"], signal.SIGKILL)
+        assert "killed by signal 9; starting it again" in up.until("decode-0 was killed")
+        up.until("decode-0 is back")
+        with Client(address) as client:
+            assert len(answered(client)) == 4
+        handles = [os.pidfd_open(pid) for pid in up.children().values()]
+        assert len(handles) == 3
+        assert up.end() == 0
+        for handle in handles:
+            assert select.select([handle], [], [], 0)[0], "a child is left"
+            os.close(handle)
+        with pytest.raises(ConfigError, match="no cluster runs here"):
+            find_address(None, up.environment)
+    finally:
+        up.end()
+
+
+def answered(client: Client) -> tuple[int, ...]:
+    """Once the router knows the worker's new incarnation; until then it says that there is none."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            return client.generate(PROMPT, max_tokens=4, temperature=0.0, ignore_eos=True).result().token_ids
+        except Unavailable:
+            if time.monotonic() > deadline_s:
+                raise
+
+
+def test_a_port_in_use_is_told_at_once(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        up = Up(tmp_path, "--port", port)
+        try:
+            assert port in up.until("cannot listen on")
+            assert up.process.wait(DEADLINE_S) == 2
+            assert up.lines == [up.until("cannot listen on")]  # before anything was started
+        finally:
+            up.end()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--model", "/nowhere/model"), "there is no such folder"),
+        (("--colocated", "1", "--prefill", "1"), "--colocated"),
+        (("--decode", "0"), "at least one decode worker"),
+        (("--block-size", "0"), "--block-size"),
+        (("--kv-transports", "pigeon"), "pigeon"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused_before_it_starts(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", "--port", "0", "--grpc-port", "0", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_estimate_needs_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--tokens", "1024", "--kv-cache-memory", "1MiB", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["bytes_per_token"] == 4 * 2 * 2 * 32 * 2  # layers, K and V, KV heads, head size, bytes of bf16
+    assert figures["lengths"] == [{"tokens": 1024, "request_bytes": 1 << 20, "sequences": 1}]
+
+
+def test_an_address_is_taken_from_the_flag_then_the_variable_then_the_last_cluster(tmp_path: Path) -> None:
+    environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    with pytest.raises(ConfigError, match="tandem up"):
+        find_address(None, environment)
+    remember(LastCluster("127.0.0.1:7", "127.0.0.1:8", os.getpid()), environment)
+    assert find_address(None, environment) == "127.0.0.1:7"
+    assert find_address(None, environment | {"TANDEM_ADDRESS": "h:1"}) == "h:1"
+    assert find_address("g:2", environment | {"TANDEM_ADDRESS": "h:1"}) == "g:2"
+
+
+def test_workers_share_the_cores_and_pools_are_what_was_asked_for() -> None:
+    assert [threads_per_worker(cores, 2) for cores in (1, 2, 3, 8)] == [1, 1, 1, 4]
+    assert str(pools_from(None, None, None)) == "1 prefill + 1 decode"
+    assert str(pools_from(2, 3, None)) == "2 prefill + 3 decode"
+    assert str(pools_from(None, None, 2)) == "2 colocated"

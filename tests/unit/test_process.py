@@ -1,0 +1,78 @@
+"""How a process ends, as whoever started it sees it."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import ConfigError, Fenced, ModelRefused, RegistryUnavailable, TandemError, WorkerLost
+from cluster.process import ExitStatus, announce_ready, run_process, stop_requested
+
+DEADLINE_S = 30.0
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("what to change"), ExitStatus.CONFIG),
+        (ModelRefused("what to change"), ExitStatus.CONFIG),
+        (Fenced("what to change"), ExitStatus.FENCED),
+        (RegistryUnavailable("what to change"), ExitStatus.REGISTRY),
+        (WorkerLost("what to change"), ExitStatus.CRASHED),
+    ],
+)
+def test_a_known_error_is_one_line_and_a_status(
+    error: TandemError, status: ExitStatus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def main() -> None:
+        raise error
+
+    assert run_process("worker", main) == status
+    assert capsys.readouterr().err == f"worker: {error.reason}: what to change\n"
+
+
+def test_an_unknown_error_is_logged_with_its_stack(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        raise RuntimeError("a bug")
+
+    assert run_process("worker", main) == ExitStatus.CRASHED
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [RuntimeError]
+
+
+def test_the_ready_line_is_for_whoever_started_us(capsys: pytest.CaptureFixture[str]) -> None:
+    announce_ready(grpc="127.0.0.1:7", member="p0")
+    assert capsys.readouterr().out == "ready grpc=127.0.0.1:7 member=p0\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals) -> None:
+    program = (
+        "import asyncio\nfrom cluster.process import run_process, stop_requested\n"
+        "async def main():\n"
+        "    stop = stop_requested()\n    print('waiting', flush=True)\n    await stop.wait()\n"
+        "    print('finishing', flush=True)\n    await asyncio.Event().wait()\n"
+        "raise SystemExit(run_process('it', main))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(number)
+        assert process.stdout.readline() == "finishing\n"
+        process.send_signal(number)
+        assert process.wait(DEADLINE_S) == 128 + number
+
+
+def test_a_process_that_was_asked_to_stop_ends_well() -> None:
+    async def main() -> None:
+        stop = stop_requested()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(stop.wait(), DEADLINE_S)
+
+    started: Coroutine[None, None, None] = main()
+    assert run_process("it", lambda: started) == ExitStatus.OK
