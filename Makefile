@@ -2,7 +2,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := tandem cluster engine kvtransfer prefill_worker decode_worker router simulator cli deploy
+PACKAGES := tandem cluster engine kvtransfer prefill_worker decode_worker router simulator cli deploy tests
 PROTOS := $(wildcard proto/tandem/v1/*.proto)
 
 # More for pip, such as an index of CPU-only torch wheels: make demo PIP_ARGS="--extra-index-url URL"
@@ -28,6 +28,7 @@ test-all: $(VENV)/.test ## the tests and the long ones
 
 check: $(VENV)/.test ## ruff and strict mypy
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PACKAGES)
 
 proto: $(VENV)/.test ## the Python stubs in tandem/v1 anew from proto/
