@@ -144,6 +144,7 @@ class HandOffFailed(TandemError):
     def __init__(self, handoff_reason: HandOffReason, message: str) -> None:
         super().__init__(f"{handoff_reason}: {message}")
         self.handoff_reason = handoff_reason
+        self.detail = message
 
 
 class RegistryUnavailable(TandemError):

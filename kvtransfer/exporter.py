@@ -177,7 +177,7 @@ class Exporter:
             if export is None:
                 raise HandOffFailed(HandOffReason.UNKNOWN_TICKET, "no such ticket is held here, or no longer")
         except HandOffFailed as error:
-            call.refuse(error.handoff_reason, error.message)
+            call.refuse(error.handoff_reason, error.detail)
         else:
             export.attach(call, accepted)
 

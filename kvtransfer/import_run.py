@@ -188,7 +188,7 @@ class ImportRun:
         try:
             block_ids = await self._blocks.reserve(self._handoff_id, num_blocks)
         except TandemError as error:
-            self._cause = error.message
+            self._cause = error.detail if isinstance(error, HandOffFailed) else error.message
             self._take(machine.Unreservable())
         else:
             self._take(machine.Reserved(block_ids))

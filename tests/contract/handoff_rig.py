@@ -80,6 +80,9 @@ class WatchedTransport:
         self.reads: list[Read] = []
         self.read_arrived = asyncio.Event()
         self.is_holding = False
+        self.is_holding_back = False  # reads begin only when `begin` is set
+        self.read_held_back = asyncio.Event()
+        self.begin = asyncio.Event()
         self.is_indestructible = False  # destroying a channel never ends
         self.num_damaged = 0  # reads still to be damaged
         self.damage: Callable[[int], None] = lambda block_id: None
@@ -107,6 +110,9 @@ class WatchedChannel:
         if not self._transport.is_holding:
             read.gate.set()
         self._transport.reads.append(read)
+        if self._transport.is_holding_back:
+            self._transport.read_held_back.set()
+            await self._transport.begin.wait()
         await self._inner.read(remote_block_ids, local_block_ids)
         if self._transport.num_damaged:
             self._transport.num_damaged -= 1

@@ -1,0 +1,65 @@
+"""An exporter in a process of its own, to be stopped and killed. Not a test: tests/contract/test_handoff_processes.py
+starts it, reads one line with the signed tickets, and writes one line when the first blocks are to be sealed."""
+
+import asyncio
+import sys
+
+import grpc
+
+from cluster.clock import MonotonicClock
+from cluster.config import TransferSettings
+from kvtransfer.exporter import Exporter
+from kvtransfer.service import KvTransferServicer
+from kvtransfer.transports.shm import ShmExporter
+from kvtransfer.transports.tcp import TcpExporter
+from tandem.v1 import kv_pb2_grpc
+from tests.contract.handoff_rig import EXPORTER, IMPORTER, KEY, LAYOUT, Counters
+from tests.contract.kv_pools import BLOCK_SIZE, random_pool
+
+NUM_BLOCKS = 8
+PROMPT_HASH = b"h" * 16
+NUM_TOKENS = 3 * BLOCK_SIZE
+
+
+async def main() -> None:
+    pool = random_pool(NUM_BLOCKS, seed=1)
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    exporter = Exporter(
+        member=EXPORTER,
+        address=f"127.0.0.1:{port}",
+        memory=pool,
+        layout=LAYOUT,
+        key=KEY,
+        settings=TransferSettings(),
+        transports=[
+            ShmExporter(memory=pool),
+            TcpExporter(memory=pool, host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0),
+        ],
+        release=lambda ticket_id: None,
+        clock=MonotonicClock(),
+        counters=Counters(),
+    )
+    kv_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(exporter=exporter), server)
+    await exporter.start()
+    await server.start()
+    issued = [
+        exporter.issue(
+            request_id=f"request-{number}",
+            attempt=1,
+            importer=IMPORTER,
+            num_tokens=NUM_TOKENS,
+            prompt_hash=PROMPT_HASH,
+            num_choices=1,
+        )
+        for number in range(2)
+    ]
+    print(*(ticket.signed.hex() for ticket in issued), flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    for number, ticket in enumerate(issued):
+        exporter.seal(ticket.ticket_id, first_index=0, block_ids=[2 * number, 2 * number + 1])
+    await asyncio.get_running_loop().create_future()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,113 @@
+"""An exporter in another process, stopped in mid-read and then killed: nothing hangs, nothing leaks."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.clock import MonotonicClock
+from cluster.config import TransferSettings
+from cluster.errors import HandOffFailed, HandOffReason
+from engine.pool import KvPool
+from kvtransfer.importer import Expected, Imported, Importer
+from kvtransfer.transports.shm import ShmImporter
+from kvtransfer.transports.tcp import TcpImporter
+from tests.contract.exporter_process import NUM_BLOCKS, NUM_TOKENS, PROMPT_HASH
+from tests.contract.handoff_rig import DEADLINE_S, IMPORTER, KEY, LAYOUT, Counters, DecodeBlocks, WatchedTransport
+from tests.contract.kv_pools import BLOCK_SIZE, random_pool
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = TransferSettings(read_timeout_s=1.0, quarantine_s=0.2)
+
+
+class Side:
+    """One importer with its own pool."""
+
+    def __init__(self, make: type[TcpImporter] | type[ShmImporter]) -> None:
+        self.pool: KvPool = random_pool(NUM_BLOCKS, seed=2)
+        self.watched = WatchedTransport(make(memory=self.pool))
+        self.watched.is_holding_back = True
+        self.blocks, self.counters = DecodeBlocks(NUM_BLOCKS), Counters()
+        self.importer = Importer(
+            member=IMPORTER,
+            memory=self.pool,
+            layout=LAYOUT,
+            block_size=BLOCK_SIZE,
+            key=KEY,
+            settings=SETTINGS,
+            transports=[self.watched],
+            clock=MonotonicClock(),
+            counters=self.counters,
+        )
+
+    def start(self, signed: bytes) -> asyncio.Task[Imported]:
+        expected = Expected(NUM_TOKENS, PROMPT_HASH, 1)
+        return asyncio.create_task(
+            self.importer.import_blocks(handoff_id=1, signed_ticket=signed, expected=expected, blocks=self.blocks)
+        )
+
+    def check_clean(self) -> None:
+        self.blocks.pool.check()
+        assert self.blocks.pool.num_free == NUM_BLOCKS and self.counters.num_quarantined == 0
+
+
+@asynccontextmanager
+async def exporter_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, list[bytes]]]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.contract.exporter_process",
+        cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            line = await process.stdout.readline()
+        yield process, [bytes.fromhex(ticket.decode()) for ticket in line.split()]
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def _reason(importing: asyncio.Task[Imported]) -> HandOffReason:
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(HandOffFailed) as caught:
+            await importing
+    return caught.value.handoff_reason
+
+
+async def test_an_exporter_that_is_stopped_and_then_killed_in_mid_transfer() -> None:
+    async with exporter_process() as (process, (tcp_ticket, shm_ticket)):
+        tcp, shm = Side(TcpImporter), Side(ShmImporter)
+        over_tcp, over_shm = tcp.start(tcp_ticket), shm.start(shm_ticket)
+        assert process.stdin is not None
+        process.stdin.write(b"seal\n")
+        async with asyncio.timeout(DEADLINE_S):
+            await tcp.watched.read_held_back.wait()
+            await shm.watched.read_held_back.wait()
+        process.send_signal(signal.SIGSTOP)
+
+        shm.watched.begin.set()  # memory can be read while its owner is stopped
+        async with asyncio.timeout(DEADLINE_S):
+            await shm.watched.read_arrived.wait()
+
+        tcp.watched.begin.set()
+        assert await _reason(over_tcp) is HandOffReason.READ_TIMEOUT  # nobody answers, and nobody says so
+        assert tcp.blocks.pool.counts()["quarantined"] == 2
+
+        assert not over_shm.done()
+        process.kill()
+        assert await _reason(over_shm) is HandOffReason.EXPORTER_LOST
+        read = shm.watched.reads[0].local_block_ids
+        assert torch.equal(shm.pool.raw[list(read)], random_pool(NUM_BLOCKS, seed=1).raw[[2, 3]])
+        for side in (tcp, shm):
+            await side.importer.close()
+            side.check_clean()

@@ -1,0 +1,227 @@
+"""Who may not attach, and what is not a hand-off: every refusal has its name, and holds nothing."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from cluster.clock import ManualClock
+from cluster.errors import HandOffFailed, HandOffReason
+from cluster.messages import Epoch, LayoutFingerprint, MemberId
+from cluster.wire import epoch_to_wire, fingerprint_to_wire
+from kvtransfer import tickets
+from kvtransfer.handoff_wire import IMPORTER_METADATA
+from kvtransfer.importer import Expected
+from kvtransfer.transports import shm
+from tandem.v1 import kv_pb2, kv_pb2_grpc
+from tests.contract.handoff_rig import DEADLINE_S, EXPORTER, IMPORTER, KEY, LAYOUT, Prefill, Rig, handoff_rig
+from tests.contract.kv_pools import BLOCK_SIZE
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with handoff_rig("tcp") as rig:
+        yield rig
+
+
+def attach(
+    signed: bytes, *, layout: LayoutFingerprint = LAYOUT, transports: tuple[str, ...] = ("tcp",)
+) -> kv_pb2.ImporterMessage:
+    return kv_pb2.ImporterMessage(
+        attach=kv_pb2.Attach(
+            ticket=kv_pb2.SignedTicket.FromString(signed),
+            transports=transports,
+            layout=fingerprint_to_wire(layout),
+            endpoints={"shm": shm.host_identity()},
+        )
+    )
+
+
+def settle(prefill: Prefill, outcome: kv_pb2.Settle.Outcome, attempt: int = 1) -> kv_pb2.ImporterMessage:
+    epoch = epoch_to_wire(Epoch(EXPORTER, prefill.ticket_id, attempt))
+    return kv_pb2.ImporterMessage(settle=kv_pb2.Settle(epoch=epoch, outcome=outcome))
+
+
+async def converse(
+    rig: Rig, *messages: kv_pb2.ImporterMessage, importer: str = str(IMPORTER)
+) -> list[kv_pb2.ExporterMessage]:
+    """Says all of it at once, then listens until the exporter ends the call."""
+    async with grpc.aio.insecure_channel(rig.address) as channel:
+        call = kv_pb2_grpc.KvTransferStub(channel).HandOff(
+            timeout=DEADLINE_S, metadata=((IMPORTER_METADATA, importer),)
+        )
+        for message in messages:
+            await call.write(message)
+        await call.done_writing()
+        return [message async for message in call]
+
+
+async def refusal(rig: Rig, message: kv_pb2.ImporterMessage, importer: str = str(IMPORTER)) -> tuple[str, str]:
+    answers = await converse(rig, message, importer=importer)
+    assert [answer.WhichOneof("message") for answer in answers] == ["refused"]
+    reason = answers[0].refused.reason
+    assert rig.counters.handoffs["exporter", "", "refused", reason] + sum(
+        rig.counters.handoffs["exporter", transport, "refused", reason] for transport in ("tcp", "shm")
+    )
+    return reason, answers[0].refused.detail
+
+
+async def test_a_forged_ticket(rig: Rig) -> None:
+    prefill = rig.prefill(BLOCK_SIZE)
+    forged = tickets.sign(tickets.read(prefill.signed, KEY), b"x" * 32)
+    assert (await refusal(rig, attach(forged)))[0] == HandOffReason.BAD_SIGNATURE
+    assert not prefill.released.is_set()
+
+
+async def test_somebody_elses_ticket(rig: Rig) -> None:
+    prefill = rig.prefill(BLOCK_SIZE)
+    for importer in ("d1@b2", "d0@restarted", ""):
+        reason, detail = await refusal(rig, attach(prefill.signed), importer=importer)
+        assert reason == HandOffReason.FOREIGN_TICKET and str(IMPORTER) in detail
+    own = MemberId("d1", "c3")
+    with pytest.raises(HandOffFailed) as caught:  # the importer itself sees it before anybody is asked
+        await rig.importer.import_blocks(
+            handoff_id=1,
+            signed_ticket=tickets.reissue(prefill.signed, KEY, attempt=1, importer=own),
+            expected=prefill.expected,
+            blocks=rig.decode,
+        )
+    assert caught.value.handoff_reason is HandOffReason.FOREIGN_TICKET
+
+
+async def test_an_expired_ticket(rig: Rig) -> None:
+    prefill = rig.prefill(BLOCK_SIZE)
+    old = dataclasses.replace(tickets.read(prefill.signed, KEY), expires_at_s=900.0)
+    assert (await refusal(rig, attach(tickets.sign(old, KEY))))[0] == HandOffReason.TICKET_EXPIRED
+    signed = tickets.sign(old, KEY)
+    assert await rig.failure(rig.start_import(prefill, signed=signed)) is HandOffReason.TICKET_EXPIRED
+    assert rig.counters.handoffs["importer", "", "refused", "ticket_expired"] == 1
+
+
+async def test_a_ticket_of_this_exporters_predecessor(rig: Rig) -> None:
+    prefill = rig.prefill(BLOCK_SIZE)
+    before = dataclasses.replace(tickets.read(prefill.signed, KEY), exporter=MemberId(EXPORTER.id, "a0"))
+    reason, detail = await refusal(rig, attach(tickets.sign(before, KEY)))
+    assert reason == HandOffReason.STALE_INCARNATION
+    assert "p0@a0" in detail and "p0@a1" in detail
+
+
+async def test_a_ticket_of_another_exporter_and_one_that_is_not_held_here(rig: Rig) -> None:
+    ticket = tickets.read(rig.prefill(BLOCK_SIZE).signed, KEY)
+    elsewhere = dataclasses.replace(ticket, exporter=MemberId("p7", "a1"))
+    unknown = dataclasses.replace(ticket, ticket_id=b"u" * 16)
+    for other in (elsewhere, unknown):
+        assert (await refusal(rig, attach(tickets.sign(other, KEY))))[0] == HandOffReason.UNKNOWN_TICKET
+
+
+async def test_another_layout_with_both_values(rig: Rig) -> None:
+    prefill = rig.prefill(BLOCK_SIZE)
+    fine_tune = dataclasses.replace(LAYOUT, weights="other weights", tp_size=2)
+    reason, detail = await refusal(rig, attach(prefill.signed, layout=fine_tune))
+    assert reason == HandOffReason.LAYOUT_MISMATCH
+    assert detail == "weights: importer other weights, exporter weights; tp_size: importer 2, exporter 1"
+
+
+async def test_an_importer_learns_of_another_layout_with_both_values() -> None:
+    async with handoff_rig("tcp", importer_layout=dataclasses.replace(LAYOUT, dtype="bfloat16")) as rig:
+        importing = rig.start_import(rig.prefill(BLOCK_SIZE))
+        match = "dtype: importer bfloat16, exporter float32"
+        assert await rig.failure(importing, match=match) is HandOffReason.LAYOUT_MISMATCH
+
+
+async def test_no_transport_in_common(rig: Rig) -> None:
+    prefill = rig.prefill(BLOCK_SIZE)
+    reason, detail = await refusal(rig, attach(prefill.signed, transports=("nixl", "shm")))
+    assert reason == HandOffReason.NO_COMMON_TRANSPORT
+    assert "[nixl, shm]" in detail and "[tcp]" in detail
+
+
+async def test_a_request_that_is_not_the_tickets(rig: Rig) -> None:
+    prefill = rig.prefill(BLOCK_SIZE)
+    for expected, reason in (
+        (Expected(prefill.num_tokens + 1, prefill.prompt_hash, 1), HandOffReason.COUNT_MISMATCH),
+        (Expected(prefill.num_tokens, prefill.prompt_hash, 2), HandOffReason.COUNT_MISMATCH),
+        (Expected(prefill.num_tokens, b"another prompt", 1), HandOffReason.PROMPT_MISMATCH),
+    ):
+        with pytest.raises(HandOffFailed) as caught:
+            await rig.importer.import_blocks(
+                handoff_id=1, signed_ticket=prefill.signed, expected=expected, blocks=rig.decode
+            )
+        assert caught.value.handoff_reason is reason
+
+
+async def test_settling_twice_is_answered_once_and_releases_once(rig: Rig) -> None:
+    prefill = rig.prefill(BLOCK_SIZE)
+    prefill.compute()
+    await rig.digested()
+    done = settle(prefill, kv_pb2.Settle.OUTCOME_OK)
+    answers = await converse(rig, attach(prefill.signed), attach(prefill.signed), done, done)
+    assert [a.WhichOneof("message") for a in answers] == ["accepted", "sealed", "finished", "settled"]
+    assert answers[-1].settled.valid
+    assert prefill.released.is_set()  # Rig.release raises on a second one
+    rig.check_clean()
+
+
+async def test_settling_as_good_what_is_not_finished_is_invalid(rig: Rig) -> None:
+    prefill = rig.prefill(2 * BLOCK_SIZE)
+    prefill.seal(1)
+    await rig.digested()
+    answers = await converse(rig, attach(prefill.signed), settle(prefill, kv_pb2.Settle.OUTCOME_OK))
+    assert answers[-1].WhichOneof("message") == "settled" and not answers[-1].settled.valid
+
+
+async def test_leaving_without_settling_releases_and_counts_as_failed(rig: Rig) -> None:
+    prefill = rig.prefill(2 * BLOCK_SIZE)
+    prefill.seal(1)
+    await rig.digested()
+    answers = await converse(rig, attach(prefill.signed))
+    assert [a.WhichOneof("message") for a in answers] == ["accepted", "sealed"]
+    async with asyncio.timeout(DEADLINE_S):
+        await prefill.released.wait()
+    assert rig.counters.handoffs == {("exporter", "tcp", "failed", "importer_lost"): 1}
+    rig.check_clean()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        kv_pb2.ImporterMessage(),
+        kv_pb2.ImporterMessage(renew=kv_pb2.Renew()),
+        kv_pb2.ImporterMessage(settle=kv_pb2.Settle(outcome=kv_pb2.Settle.OUTCOME_OK)),
+    ],
+    ids=["nothing", "renew", "settle"],
+)
+async def test_a_hand_off_begins_with_attach(rig: Rig, message: kv_pb2.ImporterMessage) -> None:
+    assert (await refusal(rig, message))[0] == HandOffReason.PROTOCOL
+
+
+async def test_a_settle_without_outcome_breaks_the_protocol(rig: Rig) -> None:
+    prefill = rig.prefill(BLOCK_SIZE)
+    answers = await converse(rig, attach(prefill.signed), settle(prefill, kv_pb2.Settle.OUTCOME_UNSPECIFIED))
+    assert answers[-1].refused.reason == HandOffReason.PROTOCOL
+    async with asyncio.timeout(DEADLINE_S):
+        await prefill.released.wait()
+
+
+async def test_settling_another_attempt_changes_nothing() -> None:
+    """Only the epoch that attached may settle itself; the lease ends when its call does."""
+    clock = ManualClock()
+    async with handoff_rig("tcp", exporter_clock=clock) as rig:
+        prefill = rig.prefill(BLOCK_SIZE)
+        prefill.compute()
+        await rig.digested()
+        stranger = settle(prefill, kv_pb2.Settle.OUTCOME_OK, attempt=2)
+        answers = await converse(rig, attach(prefill.signed), stranger)
+        assert "settled" not in [a.WhichOneof("message") for a in answers] or not answers[-1].settled.valid
+        async with asyncio.timeout(DEADLINE_S):
+            await prefill.released.wait()
+
+
+async def test_an_exporter_that_is_not_there_is_lost() -> None:
+    async with handoff_rig("tcp") as rig:
+        prefill = rig.prefill(BLOCK_SIZE)
+        gone = dataclasses.replace(tickets.read(prefill.signed, KEY), exporter_address="127.0.0.1:1")
+        importing = rig.start_import(prefill, signed=tickets.sign(gone, KEY))
+        assert await rig.failure(importing, match="UNAVAILABLE") is HandOffReason.EXPORTER_LOST
