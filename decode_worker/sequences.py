@@ -35,7 +35,7 @@ class Sequence:
     block_ids: tuple[int, ...] = ()
     # Set aside for private copies of a shared tail: one per further choice before they part, then at most the own.
     spare_ids: tuple[int, ...] = ()
-    joined: bool = False  # has been in the batch; if it waits, it was preempted
+    has_run: bool = False  # has been in a step; if it waits, it was preempted
 
     @property
     def rank(self) -> Rank:

@@ -1,0 +1,199 @@
+"""Who runs, who waits, and whose blocks are whose. Pure. Owned by the decode scheduler.
+
+Owns the block pool, the reservations of hand-offs and the order among sequences; knows nothing of commands, events or
+time. One rule settles every contest for slots and blocks: the older arrival goes first, and what a running sequence
+needs comes before anything that is not running.
+
+* A hand-off reserves all its blocks at once, above a watermark of free blocks for running and preempted sequences.
+* A waiting sequence reserves its known tokens' blocks at once. Choices of one prompt share them, and part at its end.
+* A decoding sequence grows by one block when it crosses a boundary. When none is free the youngest sequence that holds
+  blocks is preempted: its blocks are freed, and it waits, at its age, to be computed again from its known tokens. If
+  the youngest is the one that wants to grow, it skips steps, keeping what it has, until an older one ends or takes it.
+
+Nothing waits in a circle: the oldest sequence gets every block except those of hand-offs under way and of quarantine,
+which end by themselves and wait for nothing here; what cannot fit into the whole pool was refused at admission.
+"""
+
+from collections.abc import Iterator
+
+from decode_worker.limits import DecodeLimits
+from decode_worker.reservations import Claim, Reservations
+from decode_worker.sequences import ByAge, Sequence
+from engine.block_pool import BlockPool
+from engine.schedule import blocks_for
+from engine.step import BlockCopy
+
+
+class Batch:
+    """A sequence is in exactly one of three places from `add_...` until `drop`."""
+
+    def __init__(self, limits: DecodeLimits) -> None:
+        self._limits = limits
+        self.pool = BlockPool(limits.num_blocks)
+        self.reservations = Reservations(self.pool)
+        self.preemptions = 0
+        self._running = ByAge()  # have blocks and a slot
+        self._imported = ByAge()  # have blocks, wait for a slot
+        self._waiting = ByAge()  # have nothing
+
+    @property
+    def num_running(self) -> int:
+        return self._running.num_choices
+
+    @property
+    def num_waiting(self) -> int:
+        return self._waiting.num_choices + self._imported.num_choices
+
+    def add_imported(self, sequence: Sequence) -> None:
+        """It holds a reference to each of its blocks."""
+        self._imported.add(sequence)
+
+    def add_waiting(self, sequence: Sequence) -> None:
+        self._waiting.add(sequence)
+
+    def grant_reservations(self) -> list[tuple[int, tuple[int, ...]]]:
+        """(hand-off, blocks) of those whose turn it is."""
+        return self.reservations.grant(self._blocks_to_leave) if self.reservations.num_waiting else []
+
+    def join_imported(self) -> None:
+        """What holds blocks takes the free slots, except those that an older waiting sequence can use now."""
+        head = self._waiting.oldest
+        for sequence in tuple(self._imported):
+            num_slots = self._num_free_slots
+            if head is not None and head.rank < sequence.rank and self._may_take_blocks(head):
+                num_slots -= len(head.choices)
+            if num_slots < 1:
+                break
+            self._imported.remove(sequence)
+            self._running.add(sequence)
+
+    def decoding(self) -> list[Sequence]:
+        """The running sequences with one token to compute, each with the block that its KV goes to."""
+        # Oldest first: a preempted one is always younger than all that were looked at before.
+        return [s for s in tuple(self._running) if s.num_left == 1 and s.block_ids and self._grow(s)]
+
+    def prefilling(self) -> Iterator[Sequence]:
+        """The running sequences with more than that, oldest first."""
+        return (sequence for sequence in self._running if sequence.num_left > 1)
+
+    def start_waiting(self) -> Sequence | None:
+        """The oldest waiting sequence, running now, with its blocks; None while it has to wait."""
+        sequence = self._waiting.oldest
+        if sequence is None or len(sequence.choices) > self._num_free_slots or not self._may_take_blocks(sequence):
+            return None
+        num_shared = blocks_for(len(sequence.token_ids), self._limits.block_size)
+        block_ids = self.pool.reserve(self._num_needed(sequence))
+        assert block_ids is not None
+        sequence.block_ids, sequence.spare_ids = block_ids[:num_shared], block_ids[num_shared:]
+        self._waiting.remove(sequence)
+        self._running.add(sequence)
+        return sequence
+
+    def part(self, sequence: Sequence, numbers: Iterator[int]) -> list[Sequence]:
+        """One running sequence per choice, on the same blocks. Each but the first has a spare for its own tail."""
+        choices, spare_ids = sequence.choices, sequence.spare_ids
+        sequence.choices, sequence.spare_ids = choices[:1], ()
+        parted = [sequence]
+        for place, choice in enumerate(choices[1:]):
+            self.pool.share(sequence.block_ids)
+            other = Sequence(
+                number=next(numbers),
+                group=sequence.group,
+                choices=(choice,),
+                token_ids=list(sequence.token_ids),
+                num_computed=sequence.num_computed,
+                block_ids=sequence.block_ids,
+                spare_ids=spare_ids[place : place + 1],
+                has_run=True,
+            )
+            self._running.add(other)
+            parted.append(other)
+        return parted
+
+    def own_tail(self, sequence: Sequence) -> tuple[BlockCopy, ...]:
+        """Before a parted choice writes for the first time, it gets its own copy of the tail that it still shares.
+
+        The shared one may be reused at once: a step copies before it computes anything."""
+        if len(sequence.choices) > 1 or not sequence.spare_ids:
+            return ()
+        source, (target,) = sequence.block_ids[-1], sequence.spare_ids
+        sequence.block_ids, sequence.spare_ids = (*sequence.block_ids[:-1], target), ()
+        self.pool.release((source,))
+        return (BlockCopy(source, target),)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Takes it out, and its references with it."""
+        self._place(sequence).remove(sequence)
+        self.pool.release(sequence.block_ids + sequence.spare_ids)
+        sequence.block_ids = sequence.spare_ids = ()
+
+    def drop_choice(self, sequence: Sequence, handle: int) -> None:
+        """Of several; the others go on."""
+        assert len(sequence.choices) > 1
+        place = self._place(sequence)
+        place.remove(sequence)  # its rank may change
+        sequence.choices = tuple(choice for choice in sequence.choices if choice[1].handle != handle)
+        self.pool.release(sequence.spare_ids[:1])
+        sequence.spare_ids = sequence.spare_ids[1:]
+        place.add(sequence)
+
+    def check(self, live: set[int]) -> None:
+        """Raises AssertionError when pool and users disagree. `live`: numbers of the sequences that must be here."""
+        self.pool.check()
+        references = [0] * self.pool.num_blocks
+        for sequence in (*self._running, *self._imported):
+            for block_id in sequence.block_ids + sequence.spare_ids:
+                references[block_id] += 1
+        for block_id in self.reservations.granted_block_ids:
+            references[block_id] += 1
+        for block_id, expected in enumerate(references):
+            found = self.pool.references(block_id)
+            assert found == expected, f"block {block_id} has {found} references, its users account for {expected}"
+        assert not any(sequence.block_ids or sequence.spare_ids for sequence in self._waiting), "one waits with blocks"
+        present = [sequence.number for sequence in (*self._running, *self._imported, *self._waiting)]
+        assert sorted(present) == sorted(live), f"sequences {present} are here, {live} are live"
+        assert self.num_running <= self._limits.max_num_seqs, f"{self.num_running} running"
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Makes room for its known tokens. False: there is none, and nobody younger to take it from."""
+        num_missing = blocks_for(len(sequence.token_ids), self._limits.block_size) - len(sequence.block_ids)
+        if num_missing <= 0:
+            return True
+        while (block_ids := self.pool.reserve(num_missing)) is None:
+            victim = max((s for s in (self._running.youngest, self._imported.youngest) if s), key=lambda s: s.rank)
+            if victim.rank <= sequence.rank:
+                return False
+            self._preempt(victim)
+        sequence.block_ids += block_ids
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """By recompute: it waits at its age, with its tokens and nothing else."""
+        self.preemptions += 1
+        self.drop(sequence)
+        sequence.num_computed = 0
+        self._waiting.add(sequence)
+
+    def _may_take_blocks(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence could have its blocks now: there are enough, and no older hand-off wants them."""
+        claim = self.reservations.oldest
+        if claim is not None and claim.number < sequence.group.number:
+            return False
+        # The watermark is kept for sequences that ran before, and from nobody where nothing runs.
+        spares = not sequence.has_run and (len(self._running) or len(self._imported))
+        num_left = self.pool.num_free - self._num_needed(sequence)
+        return num_left >= (self._limits.num_watermark_blocks if spares else 0)
+
+    def _blocks_to_leave(self, claim: Claim) -> int:
+        older = (sequence for sequence in self._waiting if sequence.group.number < claim.number)
+        return self._limits.num_watermark_blocks + sum(map(self._num_needed, older))
+
+    def _num_needed(self, sequence: Sequence) -> int:
+        return self._limits.num_needed(len(sequence.token_ids), len(sequence.choices))
+
+    @property
+    def _num_free_slots(self) -> int:
+        return self._limits.max_num_seqs - self._running.num_choices
+
+    def _place(self, sequence: Sequence) -> ByAge:
+        return next(place for place in (self._running, self._imported, self._waiting) if sequence in place)
