@@ -3,7 +3,7 @@
 import sys
 
 from cluster.config import WorkerConfig, parse_arguments
-from cluster.process import announce_ready, run_process, stop_requested
+from cluster.process import announce_ready, leave, run_process, stop_requested
 
 
 async def _main() -> None:
@@ -14,4 +14,4 @@ async def _main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_process("prefill_worker", _main))
+    leave(run_process("prefill_worker", _main))

@@ -3,7 +3,7 @@
 import sys
 
 from cluster.config import RouterConfig, parse_arguments
-from cluster.process import announce_ready, run_process, stop_requested
+from cluster.process import announce_ready, leave, run_process, stop_requested
 from router import app
 
 
@@ -13,4 +13,4 @@ async def _main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_process("router", _main))
+    leave(run_process("router", _main))
