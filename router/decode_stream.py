@@ -144,13 +144,14 @@ class DecodeStream:
         self._doubtful.discard(handle)
 
     async def run(self) -> str:
-        """Returns why the worker is lost; every attempt on it has heard of it then."""
+        """Returns why the worker is lost. However it ends, every attempt on it has heard of it then."""
+        detail = "this router gave it up"
         try:
             detail = await self._converse_until_lost()
         finally:
             self.connected.clear()
-        for sequences in set(self._owners.values()):
-            sequences.events.put_nowait(Lost(detail))
+            for sequences in set(self._owners.values()):
+                sequences.events.put_nowait(Lost(detail))
         return detail
 
     async def _converse_until_lost(self) -> str:

@@ -268,6 +268,19 @@ async def test_a_newer_incarnation_ends_what_the_old_one_was_asked() -> None:
         await old.die()
 
 
+async def test_streams_on_an_old_incarnation_of_decode_go_on_at_the_new_one() -> None:
+    async with router_under_test() as router:
+        await router.add_prefill("p0")
+        old = await router.add_decode("d0")
+        await router.connected()
+        old.pause_at = 4
+        request = ask()
+        task = await _ask_and_hold(router, request, old)
+        await router.add_decode("d0", incarnation=2)
+        assert (await task).token_ids[0] == expected_tokens(router, request)
+        await old.die()
+
+
 async def test_a_lapsed_lease_stops_new_work_and_ends_nothing() -> None:
     async with router_under_test() as router:
         await router.add_prefill("p0")
