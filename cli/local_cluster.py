@@ -14,6 +14,7 @@ from cli.layout import Pools, router_spec, worker_specs
 from cli.supervisor import Supervisor
 from cluster.errors import Unavailable
 from cluster.redis_server import RedisServer
+from cluster.registry import Registry
 from cluster.serving import open_channel
 
 _ROUTER = "router"
@@ -50,13 +51,10 @@ class LocalCluster:
     async def start(self) -> None:
         """Returns when the first request would succeed.
 
-        Raises ConfigError when a setting is refused, Unavailable when a process does not come up.
+        Raises ConfigError when a setting is refused, RegistryUnavailable when the Redis that was named does not answer,
+        Unavailable when a process does not come up.
         """
-        redis_url = self._plan.redis
-        if not redis_url:
-            self._redis = await RedisServer.start()
-            self._say(f"redis-server at 127.0.0.1:{self._redis.port}")
-            redis_url = self._redis.url
+        redis_url = await self._redis_url()
         try:
             async with asyncio.timeout(self._plan.start_timeout_s):
                 await self._start_processes({**self._plan.flags, "redis": redis_url})
@@ -85,6 +83,19 @@ class LocalCluster:
     def pids(self) -> dict[str, int]:
         """Of routers and workers that run now."""
         return self._supervisor.pids()
+
+    async def _redis_url(self) -> str:
+        """One of our own, or the one that was named; asked now, not by each worker after it has loaded torch."""
+        if not self._plan.redis:
+            self._redis = await RedisServer.start()
+            self._say(f"redis-server at 127.0.0.1:{self._redis.port}")
+            return self._redis.url
+        registry = Registry(url=self._plan.redis, cluster_name="ping", lease_s=1.0)
+        try:
+            await registry.ping()
+        finally:
+            await registry.close()
+        return self._plan.redis
 
     async def _start_processes(self, flags: Mapping[str, object]) -> None:
         plan = self._plan
