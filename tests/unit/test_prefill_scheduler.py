@@ -323,6 +323,14 @@ def test_with_a_backlog_steps_carry_exactly_the_budget_shared_by_prompts() -> No
     assert max(len(plan.chunks) for plan in plans) > 1
 
 
+def test_a_step_holds_at_most_max_num_seqs_prompts() -> None:
+    bench = _Bench(max_num_seqs=3)
+    for _ in range(8):
+        bench.submit(_job([1, 2], imported=False))
+
+    assert [len(plan.chunks) for plan in bench.run()] == [3, 3, 2]
+
+
 def test_cancel_frees_what_was_not_sealed_and_release_the_rest() -> None:
     bench = _Bench()
     running, waiting = bench.submit(_job(range(1, 101))), bench.submit(_job(range(1, 31)))
