@@ -19,6 +19,9 @@ class ExporterChannels:
         self._users: dict[str, int] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._channels)
+
     @asynccontextmanager
     async def use(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
         if address not in self._channels:

@@ -54,15 +54,15 @@ async def test_blocks_that_were_used_again_under_a_reader_are_never_decoded(tran
 
 
 async def test_renewals_keep_a_lease_while_prefill_goes_on() -> None:
-    """Three lease times pass between two blocks."""
-    settings = TransferSettings(lease_s=0.3)
+    """Two lease times pass between two blocks."""
+    settings = TransferSettings(lease_s=0.6)
     async with handoff_rig("tcp", settings=settings) as rig:
         prefill = rig.prefill(2 * BLOCK_SIZE)
         importing = rig.start_import(prefill)
         prefill.seal(1)
         await rig.read_arrived()
         with suppress(TimeoutError):
-            await asyncio.wait_for(prefill.released.wait(), 3 * settings.lease_s)
+            await asyncio.wait_for(prefill.released.wait(), 2 * settings.lease_s)
         assert not prefill.released.is_set()
         prefill.compute()
         async with asyncio.timeout(DEADLINE_S):
@@ -167,7 +167,7 @@ async def test_a_hand_off_that_can_never_fit_is_refused_with_the_numbers() -> No
 
 async def test_a_read_that_does_not_end_is_given_up_and_destroyed() -> None:
     """Its blocks stay in quarantine until destroying the channel has proven it quiet."""
-    settings = TransferSettings(read_timeout_s=0.1, quarantine_s=0.1)
+    settings = TransferSettings(read_timeout_s=0.1, quarantine_s=0.5)
     async with handoff_rig("loopback", settings=settings, faults={1: Fault.DROP}) as rig:
         prefill = rig.prefill(3 * BLOCK_SIZE)
         importing = rig.start_import(prefill)

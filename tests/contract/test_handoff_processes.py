@@ -1,8 +1,10 @@
 """An exporter in another process, stopped in mid-read and then killed: nothing hangs, nothing leaks."""
 
 import asyncio
+import os
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,13 +24,12 @@ from tests.contract.handoff_rig import DEADLINE_S, IMPORTER, KEY, LAYOUT, Counte
 from tests.contract.kv_pools import BLOCK_SIZE, random_pool
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = TransferSettings(read_timeout_s=1.0, quarantine_s=0.2)
 
 
 class Side:
     """One importer with its own pool."""
 
-    def __init__(self, make: type[TcpImporter] | type[ShmImporter]) -> None:
+    def __init__(self, make: type[TcpImporter] | type[ShmImporter], read_timeout_s: float) -> None:
         self.pool: KvPool = random_pool(NUM_BLOCKS, seed=2)
         self.watched = WatchedTransport(make(memory=self.pool))
         self.watched.is_holding_back = True
@@ -39,7 +40,7 @@ class Side:
             layout=LAYOUT,
             block_size=BLOCK_SIZE,
             key=KEY,
-            settings=SETTINGS,
+            settings=TransferSettings(read_timeout_s=read_timeout_s),
             transports=[self.watched],
             clock=MonotonicClock(),
             counters=self.counters,
@@ -57,12 +58,14 @@ class Side:
 
 
 @asynccontextmanager
-async def exporter_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, list[bytes]]]:
+async def exporter_process(temporary: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, list[bytes]]]:
+    """`temporary`: where the process leaves what it cannot clean up when it is killed."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "tests.contract.exporter_process",
         cwd=ROOT,
+        env=os.environ | {"TMPDIR": temporary},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -85,29 +88,34 @@ async def _reason(importing: asyncio.Task[Imported]) -> HandOffReason:
 
 
 async def test_an_exporter_that_is_stopped_and_then_killed_in_mid_transfer() -> None:
-    async with exporter_process() as (process, (tcp_ticket, shm_ticket)):
-        tcp, shm = Side(TcpImporter), Side(ShmImporter)
-        over_tcp, over_shm = tcp.start(tcp_ticket), shm.start(shm_ticket)
-        assert process.stdin is not None
-        process.stdin.write(b"seal\n")
-        async with asyncio.timeout(DEADLINE_S):
-            await tcp.watched.read_held_back.wait()
-            await shm.watched.read_held_back.wait()
-        process.send_signal(signal.SIGSTOP)
+    with tempfile.TemporaryDirectory() as temporary:
+        async with exporter_process(temporary) as (process, (tcp_ticket, shm_ticket)):
+            await _stop_and_kill(process, tcp_ticket, shm_ticket)
 
-        shm.watched.begin.set()  # memory can be read while its owner is stopped
-        async with asyncio.timeout(DEADLINE_S):
-            await shm.watched.read_arrived.wait()
 
-        tcp.watched.begin.set()
-        assert await _reason(over_tcp) is HandOffReason.READ_TIMEOUT  # nobody answers, and nobody says so
-        assert tcp.blocks.pool.counts()["quarantined"] == 2
+async def _stop_and_kill(process: asyncio.subprocess.Process, tcp_ticket: bytes, shm_ticket: bytes) -> None:
+    tcp, shm = Side(TcpImporter, read_timeout_s=1.0), Side(ShmImporter, read_timeout_s=DEADLINE_S)
+    over_tcp, over_shm = tcp.start(tcp_ticket), shm.start(shm_ticket)
+    assert process.stdin is not None
+    process.stdin.write(b"seal\n")
+    async with asyncio.timeout(DEADLINE_S):
+        await tcp.watched.read_held_back.wait()
+        await shm.watched.read_held_back.wait()
+    process.send_signal(signal.SIGSTOP)
 
-        assert not over_shm.done()
-        process.kill()
-        assert await _reason(over_shm) is HandOffReason.EXPORTER_LOST
-        read = shm.watched.reads[0].local_block_ids
-        assert torch.equal(shm.pool.raw[list(read)], random_pool(NUM_BLOCKS, seed=1).raw[[2, 3]])
-        for side in (tcp, shm):
-            await side.importer.close()
-            side.check_clean()
+    shm.watched.begin.set()  # memory can be read while its owner is stopped
+    async with asyncio.timeout(DEADLINE_S):
+        await shm.watched.read_arrived.wait()
+
+    tcp.watched.begin.set()
+    assert await _reason(over_tcp) is HandOffReason.READ_TIMEOUT  # nobody answers, and nobody says so
+    assert tcp.blocks.pool.counts()["quarantined"] == 2
+
+    assert not over_shm.done()
+    process.kill()
+    assert await _reason(over_shm) is HandOffReason.EXPORTER_LOST
+    read = shm.watched.reads[0].local_block_ids
+    assert torch.equal(shm.pool.raw[list(read)], random_pool(NUM_BLOCKS, seed=1).raw[[2, 3]])
+    for side in (tcp, shm):
+        await side.importer.close()
+        side.check_clean()

@@ -225,3 +225,17 @@ async def test_an_exporter_that_is_not_there_is_lost() -> None:
         gone = dataclasses.replace(tickets.read(prefill.signed, KEY), exporter_address="127.0.0.1:1")
         importing = rig.start_import(prefill, signed=tickets.sign(gone, KEY))
         assert await rig.failure(importing, match="UNAVAILABLE") is HandOffReason.EXPORTER_LOST
+
+
+async def test_a_call_that_breaks_off_releases(rig: Rig) -> None:
+    """What the exporter sees of an importer that was killed."""
+    prefill = rig.prefill(2 * BLOCK_SIZE)
+    prefill.seal(1)
+    async with grpc.aio.insecure_channel(rig.address) as channel, asyncio.timeout(DEADLINE_S):
+        call = kv_pb2_grpc.KvTransferStub(channel).HandOff(metadata=((IMPORTER_METADATA, str(IMPORTER)),))
+        await call.write(attach(prefill.signed))
+        assert (await call.read()).WhichOneof("message") == "accepted"
+        call.cancel()
+        await prefill.released.wait()
+    assert rig.counters.handoffs == {("exporter", "tcp", "failed", "importer_lost"): 1}
+    rig.check_clean()

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from cluster.config import TransferSettings
 from cluster.messages import Epoch, MemberId
 from engine.pool import KvPool
 from kvtransfer.transports import shm, tcp
+from kvtransfer.transports.available import exporter_transports, importer_transports
 from kvtransfer.transports.base import ExporterTransport, ImporterTransport, TransportError, negotiate
 from kvtransfer.transports.host_memory import runs
 from kvtransfer.transports.loopback import Fault, FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
@@ -270,3 +272,34 @@ async def test_a_cancelled_loopback_read_writes_on_until_its_channel_is_destroye
         await asyncio.sleep(0)
     assert not torch.equal(target.raw, before)
     await importer.close()
+
+
+def test_settings_force_transports_and_their_order() -> None:
+    pool = random_pool(2, seed=1)
+
+    def names(kv_transports: str) -> tuple[list[str], list[str]]:
+        settings = TransferSettings(kv_transports=kv_transports)
+        exporting = exporter_transports(settings, pool, host="127.0.0.1", advertise_host="127.0.0.1")
+        importing = importer_transports(settings, pool)
+        return [transport.name for transport in exporting], [transport.name for transport in importing]
+
+    assert names("shm,tcp") == (["shm", "tcp"], ["shm", "tcp"])
+    assert names("tcp,shm") == (["tcp", "shm"], ["tcp", "shm"])
+    assert names("tcp") == (["tcp"], ["tcp"])
+
+
+def test_a_pool_that_is_no_file_is_not_offered_as_shared_memory() -> None:
+    pool = random_pool(2, seed=1)
+    elsewhere = OnDevice(pool.num_blocks, pool.block_bytes, pool.raw, None)
+    exporting = exporter_transports(TransferSettings(), elsewhere, host="127.0.0.1", advertise_host="127.0.0.1")
+    assert [transport.name for transport in exporting] == ["tcp"]
+
+
+@dataclass
+class OnDevice:
+    """PoolMemory without a file, as a GPU's pool is."""
+
+    num_blocks: int
+    block_bytes: int
+    raw: torch.Tensor
+    memfd: int | None
