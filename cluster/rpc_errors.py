@@ -190,9 +190,11 @@ def _trailing(error: TandemError) -> tuple[tuple[str, str], ...]:
 
 
 def _by_reason(base: type[TandemError]) -> dict[str, type[TandemError]]:
+    """Of cluster/errors.py only: a kind that a package derives for itself travels as the one it derives from."""
     kinds = {base.reason: base}
     for kind in base.__subclasses__():
-        kinds.update(_by_reason(kind))
+        if kind.__module__ == TandemError.__module__:
+            kinds.update(_by_reason(kind))
     return kinds
 
 

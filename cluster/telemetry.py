@@ -6,15 +6,17 @@ kvtransfer see this through small Protocols of their own. Safe to call from any 
 """
 
 from threading import Lock
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from cluster.metrics import METRICS, Kind, Metric
+from cluster.metrics import METRICS, Kind
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _MAX_LABEL_SETS = 200
 _OVERFLOW = "other"
+Figure = TypeVar("Figure", Counter, Gauge, Histogram)
 
 
 class Telemetry:
@@ -25,30 +27,28 @@ class Telemetry:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
-        for name, metric in METRICS.items():
-            self._make(name, metric)
 
     def count(self, name: str, value: float = 1, **labels: str) -> None:
         """Adds to a counter."""
-        counter = self._counters[name]
+        counter = self._counters.get(name) or self._make(name, Kind.COUNTER, self._counters, Counter)
         values = self._label_values(name, labels)
         (counter.labels(*values) if values else counter).inc(value)
 
     def gauge(self, name: str, value: float, **labels: str) -> None:
         """Sets a gauge."""
-        gauge = self._gauges[name]
+        gauge = self._gauges.get(name) or self._make(name, Kind.GAUGE, self._gauges, Gauge)
         values = self._label_values(name, labels)
         (gauge.labels(*values) if values else gauge).set(value)
 
     def shift(self, name: str, change: float, **labels: str) -> None:
         """Moves a gauge up or down."""
-        gauge = self._gauges[name]
+        gauge = self._gauges.get(name) or self._make(name, Kind.GAUGE, self._gauges, Gauge)
         values = self._label_values(name, labels)
         (gauge.labels(*values) if values else gauge).inc(change)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Adds one observation to a histogram."""
-        histogram = self._histograms[name]
+        histogram = self._histograms.get(name) or self._make(name, Kind.HISTOGRAM, self._histograms, Histogram)
         values = self._label_values(name, labels)
         (histogram.labels(*values) if values else histogram).observe(value)
 
@@ -62,16 +62,16 @@ class Telemetry:
         """The text that Prometheus reads; its type is CONTENT_TYPE."""
         return generate_latest(self._registry)
 
-    def _make(self, name: str, metric: Metric) -> None:
-        match metric.kind:
-            case Kind.COUNTER:
-                self._counters[name] = Counter(name, metric.help, metric.labels, registry=self._registry)
-            case Kind.GAUGE:
-                self._gauges[name] = Gauge(name, metric.help, metric.labels, registry=self._registry)
-            case Kind.HISTOGRAM:
-                self._histograms[name] = Histogram(
-                    name, metric.help, metric.labels, registry=self._registry, buckets=metric.buckets
-                )
+    def _make(self, name: str, kind: Kind, made: dict[str, Figure], figure: type[Figure]) -> Figure:
+        """At its first use: a process does not publish zeros of what others count."""
+        metric = METRICS[name]
+        if metric.kind is not kind:
+            raise KeyError(f"{name} is a {metric.kind.value}, not a {kind.value}")
+        more: dict[str, Any] = {"buckets": metric.buckets} if metric.buckets else {}
+        with self._lock:
+            if name not in made:
+                made[name] = figure(name, metric.help, metric.labels, registry=self._registry, **more)
+            return made[name]
 
     def _check_labels(self, name: str, labels: dict[str, str]) -> None:
         if set(labels) != set(METRICS[name].labels):

@@ -16,11 +16,11 @@ def test_what_was_counted_is_what_prometheus_reads() -> None:
     telemetry = Telemetry()
     telemetry.count("tandem_decode_tokens_total", 5)
     telemetry.count("tandem_decode_tokens_total")
-    telemetry.gauge("tandem_blocks", 3, state="free")
+    telemetry.gauge("tandem_members", 3, role="decode", state="ready")
     telemetry.observe("tandem_ttft_seconds", 0.2)
     text = telemetry.render().decode()
     assert "tandem_decode_tokens_total 6.0" in text
-    assert 'tandem_blocks{state="free"} 3.0' in text
+    assert 'tandem_members{role="decode",state="ready"} 3.0' in text
     assert 'tandem_ttft_seconds_bucket{le="0.25"} 1.0' in text
     assert telemetry.value("tandem_decode_tokens_total") == 6
     assert telemetry.value("tandem_ttft_seconds") == 1
@@ -28,8 +28,16 @@ def test_what_was_counted_is_what_prometheus_reads() -> None:
 
 def test_two_workers_in_one_process_count_apart() -> None:
     first, second = Telemetry(), Telemetry()
-    first.count("tandem_steps_total")
-    assert (first.value("tandem_steps_total"), second.value("tandem_steps_total")) == (1, 0)
+    first.count("tandem_decode_tokens_total")
+    assert (first.value("tandem_decode_tokens_total"), second.value("tandem_decode_tokens_total")) == (1, 0)
+
+
+def test_a_process_publishes_no_zeros_of_what_others_count() -> None:
+    telemetry = Telemetry()
+    assert telemetry.render() == b""
+    telemetry.count("tandem_decode_tokens_total", 0)
+    assert b"tandem_decode_tokens_total 0.0" in telemetry.render()
+    assert b"tandem_requests" not in telemetry.render()
 
 
 def test_an_undeclared_figure_or_label_is_an_error() -> None:
@@ -37,11 +45,11 @@ def test_an_undeclared_figure_or_label_is_an_error() -> None:
     with pytest.raises(KeyError):
         telemetry.count("tandem_made_up_total")
     with pytest.raises(KeyError):
-        telemetry.count("tandem_blocks")  # a gauge is no counter
+        telemetry.count("tandem_members")  # a gauge is no counter
     with pytest.raises(ValueError, match="state"):
-        telemetry.gauge("tandem_blocks", 1, colour="red")
+        telemetry.gauge("tandem_members", 1, role="decode", colour="red")
     with pytest.raises(ValueError, match="state"):
-        telemetry.gauge("tandem_blocks", 1)
+        telemetry.gauge("tandem_members", 1)
 
 
 def test_labels_are_bounded_whatever_is_counted() -> None:
