@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.dense import attend_dense, visibility
-from engine.attention.gather import Context, attend_sequence, gather_context
+from engine.attention.gather import Context, attend_sequence, gather_context, take_blocks
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.batch import PackedBatch
 
@@ -101,10 +101,16 @@ def _attend_decodes(query: torch.Tensor, kv: LayerKv, decodes: _Decodes, options
     ours = query[decodes.rows]
     output = attend_dense(
         ours.view(len(ours), num_kv_heads, -1, ours.shape[-1]),  # [decodes, kv_heads, group, dim]
-        kv.keys[decodes.block_ids].flatten(1, 2).transpose(1, 2),  # [decodes, kv_heads, context, dim]
-        kv.values[decodes.block_ids].flatten(1, 2).transpose(1, 2),
+        _contexts(kv.keys, decodes),
+        _contexts(kv.values, decodes),
         decodes.visible,
         None if options.sinks is None else options.sinks.view(num_kv_heads, -1, 1),
         options,
     )
     return output.flatten(1, 2)
+
+
+def _contexts(view: torch.Tensor, decodes: _Decodes) -> torch.Tensor:
+    """-> `[decodes, kv_heads, context, dim]`."""
+    tokens = take_blocks(view, decodes.block_ids.flatten())
+    return tokens.unflatten(0, (len(decodes.rows), -1)).transpose(1, 2)
