@@ -113,4 +113,4 @@ def _attend_decodes(query: torch.Tensor, kv: LayerKv, decodes: _Decodes, options
 def _contexts(view: torch.Tensor, decodes: _Decodes) -> torch.Tensor:
     """-> `[decodes, kv_heads, context, dim]`."""
     tokens = take_blocks(view, decodes.block_ids.flatten())
-    return tokens.unflatten(0, (len(decodes.rows), -1)).transpose(1, 2)
+    return tokens.view(len(decodes.rows), -1, *view.shape[2:]).transpose(1, 2)
