@@ -1,0 +1,85 @@
+"""Placement: who gets a request, and that every request gets somebody as long as there is a decode worker."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.messages import MemberId
+from router.placement import LeastLoaded, Placement, RequestFacts, RoundRobin, WorkerLoad, policy
+
+
+def load(name: str, assigned: int = 0, *, pairing: str = "a", waiting: int = 0, running: int = 0) -> WorkerLoad:
+    return WorkerLoad(MemberId(name, "1"), pairing, assigned, waiting, running)
+
+
+def facts(*avoid: str) -> RequestFacts:
+    return RequestFacts(10, 10, 1, frozenset(MemberId(name, "1") for name in avoid))
+
+
+def names(placement: Placement | None) -> tuple[str | None, str]:
+    assert placement is not None
+    return placement.prefill.id if placement.prefill else None, placement.decode.id
+
+
+def test_the_least_loaded_of_each_pool_form_the_pair() -> None:
+    prefills, decodes = [load("p0", 3), load("p1", 1)], [load("d0", 2), load("d1", 5)]
+    assert names(LeastLoaded().choose(prefills, decodes, facts())) == ("p1", "d0")
+
+
+def test_load_that_other_routers_brought_counts() -> None:
+    decodes = [load("d0", 1, waiting=4, running=4), load("d1", 3)]
+    assert names(LeastLoaded().choose([], decodes, facts())) == (None, "d1")
+
+
+def test_equals_take_turns() -> None:
+    for chosen in (LeastLoaded(), RoundRobin()):
+        prefills, decodes = [load("p0"), load("p1")], [load("d0"), load("d1"), load("d2")]
+        pairs = [names(chosen.choose(prefills, decodes, facts())) for _ in range(12)]
+        assert {name: sum(name in pair for pair in pairs) for name in ("p0", "p1")} == {"p0": 6, "p1": 6}
+        assert {name: sum(name in pair for pair in pairs) for name in ("d0", "d1", "d2")} == {"d0": 4, "d1": 4, "d2": 4}
+
+
+def test_round_robin_looks_at_no_load() -> None:
+    turns, decodes = RoundRobin(), [load("d0", 100), load("d1")]
+    assert [names(turns.choose([], decodes, facts()))[1] for _ in range(4)] == ["d0", "d1", "d0", "d1"]
+
+
+def test_only_equal_fingerprints_pair() -> None:
+    prefills = [load("p0", pairing="a"), load("p1", 9, pairing="b")]
+    decodes = [load("d1", 9, pairing="b")]
+    assert names(LeastLoaded().choose(prefills, decodes, facts())) == ("p1", "d1")
+    assert names(LeastLoaded().choose(prefills[:1], decodes, facts())) == (None, "d1")
+
+
+def test_who_failed_this_request_is_the_last_choice() -> None:
+    prefills, decodes = [load("p0"), load("p1", 50)], [load("d0"), load("d1", 50)]
+    assert names(LeastLoaded().choose(prefills, decodes, facts("p0", "d0"))) == ("p1", "d1")
+    assert names(LeastLoaded().choose(prefills[:1], decodes[:1], facts("p0", "d0"))) == ("p0", "d0")
+
+
+def test_no_decode_worker_is_no_placement() -> None:
+    assert LeastLoaded().choose([load("p0")], [], facts()) is None
+
+
+def test_every_policy_that_can_be_configured_exists() -> None:
+    assert isinstance(policy("least-loaded"), LeastLoaded)
+    assert isinstance(policy("round-robin"), RoundRobin)
+
+
+_LOADS = st.lists(
+    st.builds(load, st.sampled_from([f"w{i}" for i in range(5)]), st.integers(0, 9), pairing=st.sampled_from("ab")),
+    max_size=5,
+    unique_by=lambda worker: worker.member,
+)
+
+
+@given(prefills=_LOADS, decodes=_LOADS, avoid=st.sets(st.sampled_from(["w0", "w1", "w2"])))
+def test_a_placement_is_always_a_pair_that_was_offered(
+    prefills: list[WorkerLoad], decodes: list[WorkerLoad], avoid: set[str]
+) -> None:
+    placement = LeastLoaded().choose(prefills, decodes, facts(*avoid))
+    assert (placement is None) == (not decodes)
+    if placement is not None:
+        decode = next(worker for worker in decodes if worker.member == placement.decode)
+        if placement.prefill is not None:
+            prefill = next(worker for worker in prefills if worker.member == placement.prefill)
+            assert prefill.pairing == decode.pairing

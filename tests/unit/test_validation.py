@@ -1,0 +1,121 @@
+"""What may be asked: each refusal says which value, and what it may be."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from cluster.errors import InvalidRequest, NoTokenizer, PromptTooLong
+from cluster.messages import Sampling
+from router.model_files import ModelInfo
+from router.requests import GenerateRequest, SamplingParams, StopConditions, TokenPrompt
+from router.validation import check, resolve
+
+MODEL = ModelInfo(
+    model="m",
+    name="m",
+    max_model_len=100,
+    vocab_size=50,
+    has_tokenizer=True,
+    has_chat_template=False,
+    bos_token_id=None,
+    eos_token_ids=frozenset({2, 3}),
+    default_sampling=Sampling(temperature=0.6, top_k=20, top_p=0.9, min_p=0.05),
+    default_max_tokens=None,
+)
+REQUEST = GenerateRequest(TokenPrompt((1,)))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        (SamplingParams(temperature=-0.1), "temperature.*-0.1"),
+        (SamplingParams(temperature=2.1), "temperature.*2.1"),
+        (SamplingParams(temperature=math.nan), "temperature.*nan"),
+        (SamplingParams(top_k=-1), "top_k.*-1"),
+        (SamplingParams(top_k=1 << 32), "top_k"),
+        (SamplingParams(top_p=0.0), "top_p.*0"),
+        (SamplingParams(top_p=1.5), "top_p.*1.5"),
+        (SamplingParams(min_p=1.1), "min_p.*1.1"),
+        (SamplingParams(seed=-1), "seed.*-1"),
+        (SamplingParams(seed=1 << 64), "seed"),
+    ],
+)
+def test_sampling_out_of_range_is_refused_by_name_and_value(sampling: SamplingParams, named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        check(replace(REQUEST, sampling=sampling), MODEL)
+
+
+@pytest.mark.parametrize(
+    ("request_", "named"),
+    [
+        (replace(REQUEST, n=129), "n must be from 1 to 128, not 129"),
+        (replace(REQUEST, logprobs=21), "logprobs.*21"),
+        (replace(REQUEST, request_id="a" * 129), "request_id"),
+        (replace(REQUEST, request_id="a\nb"), "printable"),
+        (replace(REQUEST, timeout_s=0.0), "timeout"),
+        (replace(REQUEST, timeout_s=math.inf), "timeout"),
+        (replace(REQUEST, stop=StopConditions(max_tokens=0)), "max_tokens.*0"),
+        (replace(REQUEST, stop=StopConditions(min_tokens=-1)), "min_tokens.*-1"),
+        (replace(REQUEST, stop=StopConditions(stop=("x",) * 17)), "16.*17"),
+        (replace(REQUEST, stop=StopConditions(stop=("x" * 1025,))), "1024 characters"),
+        (replace(REQUEST, stop=StopConditions(stop_token_ids=(50,))), "token id 50.*0 to 49"),
+    ],
+)
+def test_other_values_out_of_range_are_refused_by_name(request_: GenerateRequest, named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        check(request_, MODEL)
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    with pytest.raises(NoTokenizer, match="stop_token_ids"):
+        check(replace(REQUEST, stop=StopConditions(stop=("x",))), replace(MODEL, has_tokenizer=False))
+
+
+def test_unsaid_sampling_is_the_models_and_said_wins() -> None:
+    assert resolve(REQUEST, (1,), MODEL).sampling == MODEL.default_sampling
+    said = replace(REQUEST, sampling=SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0), logprobs=3)
+    assert resolve(said, (1,), MODEL).sampling == Sampling(0.0, 0, 1.0, 0.0, 3)
+
+
+def test_unsaid_max_tokens_is_what_the_context_leaves() -> None:
+    assert resolve(REQUEST, (1,) * 99, MODEL).stops.max_tokens == 1
+    assert resolve(REQUEST, (1,) * 40, MODEL).stops.max_tokens == 60
+    with_default = replace(MODEL, default_max_tokens=7)
+    assert resolve(REQUEST, (1,) * 40, with_default).stops.max_tokens == 7
+    assert resolve(REQUEST, (1,) * 97, with_default).stops.max_tokens == 3
+
+
+def test_a_prompt_too_long_is_told_both_numbers() -> None:
+    with pytest.raises(PromptTooLong, match=r"100 tokens.*99"):
+        resolve(REQUEST, (1,) * 100, MODEL)
+    with pytest.raises(PromptTooLong, match=r"60 tokens.*41.*100.*at most 40"):
+        resolve(replace(REQUEST, stop=StopConditions(max_tokens=41)), (1,) * 60, MODEL)
+
+
+@pytest.mark.parametrize("token_id", [-1, 50])
+def test_token_ids_outside_the_vocabulary_are_named(token_id: int) -> None:
+    with pytest.raises(InvalidRequest, match=rf"{token_id} is outside"):
+        resolve(REQUEST, (1, token_id), MODEL)
+
+
+def test_eos_stops_unless_ignored_and_only_the_clients_own_stop_tokens_are_told() -> None:
+    stop = StopConditions(stop_token_ids=(7,))
+    resolved = resolve(replace(REQUEST, stop=stop), (1,), MODEL)
+    assert resolved.stops.stop_token_ids == {2, 3, 7}
+    assert resolved.named_stop_token_ids == {7}
+    ignoring = resolve(replace(REQUEST, stop=replace(stop, ignore_eos=True)), (1,), MODEL)
+    assert ignoring.stops.stop_token_ids == {7}
+
+
+def test_choices_have_different_seeds_fixed_by_the_requests() -> None:
+    seeds = resolve(replace(REQUEST, n=4, sampling=SamplingParams(seed=1)), (1,), MODEL).seeds
+    again = resolve(replace(REQUEST, n=8, sampling=SamplingParams(seed=1)), (1,), MODEL).seeds
+    other = resolve(replace(REQUEST, n=4, sampling=SamplingParams(seed=2)), (1,), MODEL).seeds
+    assert seeds == again[:4]
+    assert len({*seeds, *other}) == 8
+    assert all(0 <= seed < 1 << 64 for seed in seeds)
+
+
+def test_without_a_seed_two_requests_differ() -> None:
+    assert resolve(REQUEST, (1,), MODEL).seeds != resolve(REQUEST, (1,), MODEL).seeds
