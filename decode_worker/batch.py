@@ -146,9 +146,7 @@ class Batch:
                 references[block_id] += 1
         for block_id in self.reservations.granted_block_ids:
             references[block_id] += 1
-        for block_id, expected in enumerate(references):
-            found = self.pool.references(block_id)
-            assert found == expected, f"block {block_id} has {found} references, its users account for {expected}"
+        self.pool.check_references(references)
         assert not any(sequence.block_ids or sequence.spare_ids for sequence in self._waiting), "one waits with blocks"
         present = [sequence.number for sequence in (*self._running, *self._imported, *self._waiting)]
         assert sorted(present) == sorted(live), f"sequences {present} are here, {live} are live"

@@ -141,9 +141,7 @@ class PrefillScheduler:
         for running in self._running.values():
             for block_id in running.block_ids:
                 references[block_id] += 1
-        for block_id, expected in enumerate(references):
-            found = self._pool.references(block_id)
-            assert found == expected, f"block {block_id} has {found} references, jobs account for {expected}"
+        self._pool.check_references(references)
         leased = sum(running.num_leased for running in self._running.values()) + sum(map(len, self._leased.values()))
         assert self._pool.counts()["leased"] == leased, f"{self._pool.counts()}, tickets account for {leased} leased"
 

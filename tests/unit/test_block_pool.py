@@ -141,3 +141,16 @@ def test_a_shared_or_leased_block_cannot_be_quarantined() -> None:
     for block_ids in (shared, leased):
         with pytest.raises(AssertionError, match="illegal quarantine"):
             pool.quarantine(block_ids)
+
+
+def test_check_finds_a_block_that_is_free_and_in_use() -> None:
+    pool = BlockPool(3)
+    block_ids = pool.reserve(2)
+    assert block_ids is not None
+    pool._free.append(block_ids[1])
+
+    with pytest.raises(AssertionError, match="sum to"):
+        pool.check()
+    pool._free.remove(2)
+    with pytest.raises(AssertionError, match=r"free and in use: block 1 \(held, 1 references\): ...reserve"):
+        pool.check()

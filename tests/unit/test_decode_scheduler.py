@@ -626,3 +626,12 @@ def test_started_tells_the_time_in_the_queue_and_tokens_name_their_step() -> Non
         Started(job.router, (job.sequences[0].handle,), queue_s) for job, queue_s in ((first, 4.0), (second, 5.0))
     ]
     assert [tokens.step for _, tokens in told if isinstance(tokens, StepTokens)] == [1, 2]
+
+
+def test_inspection_names_a_leaked_block_and_ends_nothing() -> None:
+    bench = DecodeBench(limits())
+    bench.scheduler._batch.pool.reserve(1)  # nobody accounts for it
+
+    violation = bench.inspect().violation
+
+    assert violation == "users account for 0 references to block 0 (held, 1 references): ...reserve"
