@@ -7,6 +7,7 @@ exception of any other kind is our own fault: it is logged here, once, with its 
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import grpc
@@ -116,16 +117,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return self._single(behaviour, method)
 
         async def answers(request: Any, context: _Context) -> AsyncIterator[Any]:
-            answering = behaviour(_checked(request), context)
             try:
-                async for answer in answering:
-                    yield answer
+                # closed here: a cancelled call releases what its generator holds now, not at some collection
+                async with aclosing(behaviour(_checked(request), context)) as answering:
+                    async for answer in answering:
+                        yield answer
             except Exception as error:  # noqa: BLE001 -- as above
                 await self._end(context, error, method, request)
-            finally:
-                await (
-                    answering.aclose()
-                )  # a cancelled call releases what its generator holds now, not at some collection
 
         return answers
 

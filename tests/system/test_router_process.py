@@ -1,0 +1,110 @@
+"""The router as a process: what it refuses at its start, and how it leaves."""
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from cluster.process import ExitStatus
+from cluster.registry import Registry
+from cluster.serving import open_channel
+from tandem.v1 import inference_pb2_grpc
+from tests.system.router_harness import DEMO_MODEL
+from tests.system.scripted_workers import ScriptedDecode, Store
+from tests.system.test_router_service import generate_request
+
+_FLAGS = ("--model", str(DEMO_MODEL), "--port", "0", "--grpc-port", "0")
+
+
+async def _spawn(*flags: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "router", *flags),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+@asynccontextmanager
+async def _router(
+    redis_url: str, cluster_name: str
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, str]]]:
+    process = await _spawn(*_FLAGS, "--redis", redis_url, "--cluster-name", cluster_name)
+    assert process.stdout is not None
+    try:
+        line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
+        assert line.startswith("ready "), line
+        yield process, dict(word.split("=", 1) for word in line.split()[1:])
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+async def test_sigterm_finishes_what_is_live_refuses_the_rest_and_exits_0(redis_url: str, cluster_name: str) -> None:
+    registry = Registry(url=redis_url, cluster_name=cluster_name, lease_s=60)
+    worker = ScriptedDecode("d0", Store())
+    await worker.start()
+    await registry.register(worker.member)
+    worker.pause_at = 3
+    async with _router(redis_url, cluster_name) as (process, addresses), open_channel(addresses["grpc"]) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        live = stub.Generate(generate_request(), timeout=60)
+        async with asyncio.timeout(20):
+            await worker.paused.wait()
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            while (reason := await _refusal(stub)) is None:
+                pass
+        assert "leaving" in reason
+        worker.resumed.set()
+        responses = [response async for response in live]
+        assert responses[-1].HasField("summary")
+        assert await asyncio.wait_for(process.wait(), 20) == ExitStatus.OK
+    assert [member.id for member in await registry.members()] == [worker.id]
+    await worker.die()
+    await registry.close()
+
+
+async def _refusal(stub: inference_pb2_grpc.InferenceStub) -> str | None:
+    """What a new request is told; None while it is still taken."""
+    call = stub.Generate(generate_request(max_tokens=1), timeout=20)
+    try:
+        await call.read()
+    except grpc.aio.AioRpcError as error:
+        return error.details()
+    call.cancel()
+    return None
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "words"),
+    [
+        (("--model", "/no/such/folder"), ExitStatus.CONFIG, "no such folder"),
+        (("--redis", "redis://127.0.0.1:1/0"), ExitStatus.REGISTRY, "127.0.0.1:1"),
+        (("--max-attempts", "0"), ExitStatus.CONFIG, "--max-attempts"),
+        (("--no-such-flag", "1"), ExitStatus.CONFIG, "--no-such-flag"),
+    ],
+)
+async def test_what_cannot_work_is_refused_in_one_line(
+    redis_url: str, flags: tuple[str, str], status: ExitStatus, words: str
+) -> None:
+    process = await _spawn(*_FLAGS, "--redis", redis_url, *flags)
+    _, stderr = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == status
+    assert words in stderr.decode().strip().splitlines()[-1]
+    assert "Traceback" not in stderr.decode()
+
+
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
+async def test_a_port_in_use_is_named(redis_url: str, flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = await _spawn(*_FLAGS, "--redis", redis_url, flag, str(port))
+        _, stderr = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == ExitStatus.CONFIG
+        assert str(port) in stderr.decode().strip().splitlines()[-1]

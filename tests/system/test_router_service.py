@@ -1,0 +1,220 @@
+"""The router's gRPC face as a client meets it: statuses, reasons, keys, limits, and what operators ask."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cluster import wire
+from cluster.member import MemberState
+from cluster.rpc_errors import REASON, RETRY_AFTER_S
+from cluster.serving import GrpcServer, open_channel
+from router.service import AdminService, ApiKeyInterceptor, InferenceService
+from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from tests.system.router_harness import PROMPT, RouterUnderTest, ask, expected_tokens, router_under_test
+
+_MAX_MESSAGE_BYTES = 100_000
+
+
+@asynccontextmanager
+async def served(api_key: str = "", **settings: object) -> AsyncIterator[tuple[RouterUnderTest, grpc.aio.Channel]]:
+    async with router_under_test(**settings) as router:
+        server = GrpcServer(
+            service_names=["tandem.v1.Inference", "tandem.v1.Admin"],
+            telemetry=router.telemetry,
+            max_message_bytes=_MAX_MESSAGE_BYTES,
+            interceptors=[ApiKeyInterceptor(api_key)] if api_key else [],
+        )
+        inference = InferenceService(pipeline=router.pipeline, tokenization=router.tokenization)
+        inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.grpc)
+        admin = AdminService(pipeline=router.pipeline, fleet=router.fleet)
+        admin_pb2_grpc.add_AdminServicer_to_server(admin, server.grpc)
+        port = server.bind("127.0.0.1", 0)
+        await server.start()
+        try:
+            async with open_channel(f"127.0.0.1:{port}") as channel:
+                yield router, channel
+        finally:
+            await server.stop(0)
+
+
+def generate_request(max_tokens: int = 8, **fields: object) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        token_ids=wire.pack_ids(PROMPT),
+        sampling=inference_pb2.SamplingParams(temperature=0, seed=1),
+        stop=inference_pb2.StopConditions(max_tokens=max_tokens),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+async def collect(
+    channel: grpc.aio.Channel, request: inference_pb2.GenerateRequest, **options: object
+) -> list[inference_pb2.GenerateResponse]:
+    stub = inference_pb2_grpc.InferenceStub(channel)
+    return [response async for response in stub.Generate(request, **{"timeout": 20, **options})]
+
+
+def reason_of(error: grpc.aio.AioRpcError) -> str:
+    return str(dict(error.trailing_metadata() or ()).get(REASON, ""))
+
+
+async def test_a_generation_streams_and_ends_with_usage_and_ledger() -> None:
+    async with served() as (router, channel):
+        await router.add_prefill("p0")
+        await router.add_decode("d0")
+        await router.connected()
+        responses = await collect(channel, generate_request(request_id="mine", logprobs=1))
+        deltas = [delta for response in responses for delta in response.deltas]
+        tokens = [token_id for delta in deltas for token_id in wire.unpack_ids(delta.token_ids)]
+        assert tokens == expected_tokens(router, ask())
+        assert all(response.request_id == "mine" for response in responses)
+        assert [logprobs.chosen.token_id for delta in deltas for logprobs in delta.logprobs] == tokens
+        assert deltas[-1].finish_reason == "length"
+        usage, ledger = responses[-1].summary.usage, responses[-1].summary.ledger
+        assert (usage.prompt_tokens, usage.completion_tokens) == (4, 8)
+        assert sum(phase.duration_s for phase in ledger.phases) == pytest.approx(ledger.wall_s, rel=0.02)
+        assert not any(response.HasField("summary") for response in responses[:-1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "reason", "message"),
+    [
+        ({"model": "gpt-5"}, grpc.StatusCode.NOT_FOUND, "unknown_model", "demo_model"),
+        ({"n": 500}, grpc.StatusCode.INVALID_ARGUMENT, "invalid_request", "n must be"),
+        ({"max_tokens": 5000}, grpc.StatusCode.INVALID_ARGUMENT, "prompt_too_long", "5000"),
+    ],
+)
+async def test_a_refusal_has_its_status_reason_and_what_to_change(
+    fields: dict[str, object], code: grpc.StatusCode, reason: str, message: str
+) -> None:
+    async with served() as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError, match=message) as refusal:
+            await collect(channel, generate_request(**fields))  # type: ignore[arg-type]
+        assert (refusal.value.code(), reason_of(refusal.value)) == (code, reason)
+
+
+async def test_a_request_without_prompt_or_with_broken_ids_is_refused() -> None:
+    async with served() as (_, channel):
+        for request in (inference_pb2.GenerateRequest(), inference_pb2.GenerateRequest(token_ids=b"abc")):
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await collect(channel, request)
+            assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_malformed_or_oversized_message_is_a_clear_error_and_the_router_goes_on() -> None:
+    async with served() as (router, channel):
+        await router.add_decode("d0")
+        await router.connected()
+        raw: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/tandem.v1.Inference/Generate")
+        with pytest.raises(grpc.aio.AioRpcError, match="malformed") as malformed:
+            await raw(b"\xff\xff\xff", timeout=10).read()
+        assert malformed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError, match="larger than max") as oversized:
+            await collect(channel, inference_pb2.GenerateRequest(token_ids=bytes(_MAX_MESSAGE_BYTES + 4)))
+        assert oversized.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert len(await collect(channel, generate_request())) > 1
+
+
+async def test_overload_tells_when_to_come_back() -> None:
+    async with served(max_live_requests=1) as (router, channel):
+        decode = await router.add_decode("d0")
+        await router.connected()
+        decode.pause_at = 1
+        first = asyncio.create_task(collect(channel, generate_request()))
+        async with asyncio.timeout(10):
+            await decode.paused.wait()
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await collect(channel, generate_request())
+        assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert float(str(dict(refusal.value.trailing_metadata() or ())[RETRY_AFTER_S])) > 0
+        decode.resumed.set()
+        await first
+
+
+async def test_the_clients_deadline_comes_back_with_the_phase() -> None:
+    async with served() as (router, channel):
+        decode = await router.add_decode("d0")
+        await router.connected()
+        decode.pause_at = 1
+        with pytest.raises(grpc.aio.AioRpcError, match="in phase decode") as late:
+            await collect(channel, generate_request(), timeout=1.0)
+        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        async with asyncio.timeout(10):
+            await decode.cancelled.wait()
+
+
+async def test_a_call_that_is_cancelled_frees_the_worker() -> None:
+    async with served() as (router, channel):
+        decode = await router.add_decode("d0")
+        await router.connected()
+        decode.pause_at = 3
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(generate_request(), timeout=20)
+        await call.read()
+        call.cancel()
+        async with asyncio.timeout(10):
+            await decode.cancelled.wait()
+
+
+async def test_the_api_key_is_asked_for_on_every_method_but_health() -> None:
+    async with served(api_key="secret") as (_, channel):
+        stub, admin = inference_pb2_grpc.InferenceStub(channel), admin_pb2_grpc.AdminStub(channel)
+        for metadata in ((), (("authorization", "Bearer wrong"),), (("authorization", "secret"),)):
+            for call in (
+                stub.ListModels(inference_pb2.ListModelsRequest(), metadata=metadata),
+                admin.Status(admin_pb2.StatusRequest(), metadata=metadata),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError, match="authorization: Bearer") as refusal:
+                    await call
+                assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        models = await stub.ListModels(
+            inference_pb2.ListModelsRequest(), metadata=(("authorization", "Bearer secret"),)
+        )
+        assert [model.id for model in models.models] == ["demo_model"]
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+
+
+async def test_tokenize_and_detokenize_are_each_others_inverse() -> None:
+    async with served() as (router, channel):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        tokens = await stub.Tokenize(inference_pb2.TokenizeRequest(text="def f():\n    return 1\n"))
+        text = await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=tokens.token_ids))
+        assert text.text == "def f():\n    return 1\n"
+        message = inference_pb2.ChatMessage(role="user", content="hi")
+        chat = await stub.Tokenize(
+            inference_pb2.TokenizeRequest(chat=inference_pb2.ChatPrompt(messages=[message]))
+        )
+        assert len(wire.unpack_ids(chat.token_ids)) > 1
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=wire.pack_ids([99_999])))
+        assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert len(router.workers) == 0, "neither needs a worker"
+
+
+async def test_status_lists_members_with_their_own_figures() -> None:
+    async with served() as (router, channel):
+        prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
+        await router.connected()
+        status = await admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=10)
+        by_name = {member.member_id: member for member in status.members}
+        assert set(by_name) == {"p0", "d0"}
+        for worker in (prefill, decode):
+            member = by_name[worker.id.id]
+            assert (member.incarnation, member.role, member.state) == (worker.id.incarnation, worker.role, "ready")
+            assert member.address == worker.address
+            assert member.figures["blocks_free"] == 10
+            assert member.figures["running"] == 2
+
+
+async def test_drain_reaches_the_worker_that_is_named() -> None:
+    async with served() as (router, channel):
+        first, second = await router.add_decode("d0"), await router.add_decode("d1")
+        await router.connected()
+        admin = admin_pb2_grpc.AdminStub(channel)
+        await admin.Drain(admin_pb2.DrainRequest(member_id="d1"), timeout=10)
+        assert second.drained.is_set() and not first.drained.is_set()
+        assert second.state is MemberState.DRAINING
+        with pytest.raises(grpc.aio.AioRpcError, match="no worker 'd7'"):
+            await admin.Drain(admin_pb2.DrainRequest(member_id="d7"), timeout=10)
