@@ -1,15 +1,13 @@
 """From settings to a running engine's parts. Prints nothing: `Engine.report` is what a worker prints at its start."""
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
 
-from cluster.config import EngineSettings, parse_bytes
-from cluster.errors import ConfigError
+from cluster.config import EngineSettings
 from cluster.messages import LayoutFingerprint
+from engine import capacity
 from engine.fingerprint import fingerprint
-from engine.layout import BlockLayout
 from engine.loaded import LoadedModel, ModelInfo
 from engine.loading import load
 from engine.pool import KvPool
@@ -29,8 +27,7 @@ def build_engine(settings: EngineSettings) -> Engine:
     """Loads, probes, and takes the pool's memory. Raises ConfigError and ModelRefused."""
     torch.set_num_threads(settings.num_threads or 1)  # workers share a host's cores: two threads that fight stall both
     loaded = load(settings)
-    num_blocks = _num_blocks(settings, loaded.layout)
-    loaded = _fit_length(settings, loaded, num_blocks)
+    num_blocks = capacity.num_blocks(settings, loaded.layout)
     pool = KvPool(loaded.layout, num_blocks, loaded.device)
     return Engine(
         model_info=loaded.info,
@@ -39,32 +36,6 @@ def build_engine(settings: EngineSettings) -> Engine:
         fingerprint=fingerprint(loaded),
         report=_report(settings, loaded, num_blocks),
     )
-
-
-def _num_blocks(settings: EngineSettings, layout: BlockLayout) -> int:
-    if settings.num_blocks:
-        return settings.num_blocks
-    num_blocks = parse_bytes(settings.kv_cache_memory) // layout.block_bytes
-    if num_blocks < 1:
-        raise ConfigError(
-            f"--kv-cache-memory {settings.kv_cache_memory} holds no block: one of {layout.block_size} tokens takes "
-            f"{layout.block_bytes} bytes"
-        )
-    return num_blocks
-
-
-def _fit_length(settings: EngineSettings, loaded: LoadedModel, num_blocks: int) -> LoadedModel:
-    """A sequence of the longest length must fit the pool: a default length is cut to it, a given one refused."""
-    layout, longest = loaded.layout, loaded.info.max_model_len
-    num_tokens = num_blocks * layout.block_size
-    if longest <= num_tokens:
-        return loaded
-    if settings.max_model_len:
-        raise ConfigError(
-            f"--max-model-len {longest} does not fit the KV pool of {num_tokens} tokens: give --max-model-len "
-            f"{num_tokens} or less, or --kv-cache-memory {layout.num_blocks_for(longest) * layout.block_bytes}"
-        )
-    return dataclasses.replace(loaded, info=dataclasses.replace(loaded.info, max_model_len=num_tokens))
 
 
 def _report(settings: EngineSettings, loaded: LoadedModel, num_blocks: int) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from cluster.config import EngineSettings
 from cluster.errors import ConfigError, ModelRefused
 from cluster.messages import Sampling
+from engine import capacity
 from engine.attention import registry
 from engine.attention.interface import ATTENTION_NAME, register
 from engine.dummy import dummy_model
@@ -29,7 +30,9 @@ def load(settings: EngineSettings) -> LoadedModel:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a worker's log is no terminal
     device = _device(settings.device)
     config = _read_config(settings.model)
-    limit = _length_limit(settings.max_model_len, config)
+    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None:
+        capacity.check_length(settings.max_model_len, limit)  # costs nothing yet
     model = _build(settings, config, device)
     generation = model.generation_config or GenerationConfig.from_model_config(config)
     traces = trace(model)
@@ -47,7 +50,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         name=settings.model_name,
         architecture=type(model).__name__,
         vocab_size=config.get_text_config().vocab_size,
-        max_model_len=_max_model_len(settings.max_model_len, limit),
+        max_model_len=capacity.max_model_len(settings, layout, limit),
         eos_token_ids=_eos_token_ids(generation, config),
         dtype=layout.dtype,
         default_sampling=_default_sampling(generation),
@@ -72,7 +75,8 @@ def _device(wanted: str) -> str:
 def _read_config(model: str) -> PreTrainedConfig:
     """Raises ConfigError when there is no such folder, ModelRefused when there is no model in it."""
     folder = Path(model)
-    names_a_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.exists()
+    beside_others = "/" in model and folder.parent.is_dir()  # else one slash may as well be a hub name's
+    names_a_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.exists() or beside_others
     if names_a_path and not folder.is_dir():
         raise ConfigError(f"--model {model}: there is no such folder")
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -80,7 +84,8 @@ def _read_config(model: str) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelRefused(f"--model {model}: its configuration cannot be read: {_first_line(error)}") from error
+        place = "its configuration" if folder.is_dir() else "there is no such folder, and the hub's configuration"
+        raise ModelRefused(f"--model {model}: {place} cannot be read: {_first_line(error)}") from error
     return config
 
 
@@ -114,22 +119,6 @@ def _dtype(wanted: str, config: PreTrainedConfig) -> torch.dtype:
         return TORCH_DTYPES[wanted]
     declared = getattr(config.get_text_config(), "dtype", None) or config.dtype
     return TORCH_DTYPES.get(str(declared).removeprefix("torch."), torch.float32)
-
-
-def _length_limit(wanted: int, config: PreTrainedConfig) -> int | None:
-    """The model's own longest sequence, if its configuration names one. Raises ConfigError when more is wanted."""
-    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if wanted < 0:
-        raise ConfigError(f"--max-model-len must not be negative, not {wanted}")
-    if limit is not None and wanted > limit:
-        raise ConfigError(f"--max-model-len {wanted} is more than the model's {limit} positions: give at most {limit}")
-    return limit
-
-
-def _max_model_len(wanted: int, limit: int | None) -> int:
-    if not wanted and limit is None:
-        raise ConfigError("the model's configuration names no longest length: give --max-model-len")
-    return wanted or limit or 0
 
 
 def _eos_token_ids(generation: GenerationConfig, config: PreTrainedConfig) -> frozenset[int]:

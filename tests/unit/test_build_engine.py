@@ -81,9 +81,10 @@ def test_a_length_beyond_the_models_positions_is_refused_with_both_numbers(folde
         load(settings(folder, max_model_len=129))
 
 
-def test_a_missing_folder_is_named() -> None:
-    with pytest.raises(ConfigError, match="--model /nowhere/model: there is no such folder"):
-        load(settings(Path("/nowhere/model")))
+@pytest.mark.parametrize("model", ["/nowhere/model", "./model", "examples/no_such_model"])
+def test_a_missing_folder_is_named(model: str) -> None:
+    with pytest.raises(ConfigError, match=f"--model {model}: there is no such folder"):
+        load(EngineSettings(model=model))
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:

@@ -123,3 +123,9 @@ def test_rotary_lengths_count_only_where_scaling_depends_on_length() -> None:
     lengths = {"original_max_position_embeddings": 64, "max_position_embeddings": 256}
     assert thresholds(lengths | {"rope_parameters": {"rope_type": "dynamic"}}, max_model_len=512) == (64, 256)
     assert thresholds(lengths | {"rope_parameters": {"rope_type": "llama3"}}, max_model_len=512) == ()
+
+
+def test_a_threshold_beyond_what_the_pool_holds_is_out_of_reach(tmp_path: Path) -> None:
+    Family("probed", transformers.Phi3Config, LONGROPE).save(tmp_path)
+    loaded = load(EngineSettings(model=str(tmp_path), dtype="float32", device="cpu", block_size=8, num_blocks=4))
+    assert loaded.info.max_model_len == 32
