@@ -114,4 +114,4 @@ class WorkerLife:
     def _set_fatal(self, error: Exception) -> None:
         if not self._fatal.done():
             _LOG.error("the worker cannot go on", exc_info=error)
-            self._fatal.set_exception(InternalError(f"the step thread ended: {error}"))
+            self._fatal.set_exception(InternalError(f"the worker cannot go on: {error}"))

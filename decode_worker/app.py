@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from cluster.clock import MonotonicClock
 from cluster.config import WorkerConfig
-from cluster.errors import Unavailable
+from cluster.errors import InternalError, Unavailable
 from cluster.member import Capacity
 from cluster.messages import Role
 from cluster.worker_life import WorkerLife
@@ -63,11 +63,12 @@ class _Worker:
         config = life.config
         self._loop = asyncio.get_running_loop()
         clock = MonotonicClock()
+        limits = _limits(config, engine)
         self._heartbeat_s = config.heartbeat_s
         self._counters = TelemetryCounters(life.telemetry)
         self._block_bytes = engine.pool.block_bytes
         self.steps = StepLoop[commands.Command, commands.Event](
-            DecodeScheduler(_limits(config, engine)),
+            DecodeScheduler(limits),
             engine.runner,
             clock,
             self._emit,
@@ -86,12 +87,14 @@ class _Worker:
             transports=importer_transports(config, engine.pool),
             clock=clock,
             counters=self._counters,
+            unhealthy=lambda detail: life.fatal(InternalError(detail)),
         )
         self.service = DecodeService(
             member=life.member,
             steps=self.steps,
             importer=self.importer,
             vocab_size=engine.model_info.vocab_size,
+            limits=limits,
             cluster_key=life.key,
             stream_grace_s=config.stream_grace_s,
             inspections=inspections,

@@ -17,6 +17,7 @@ from cluster.telemetry import Telemetry
 from cluster.worker_service import Inspections
 from decode_worker import commands
 from decode_worker.imports import Imports
+from decode_worker.limits import DecodeLimits
 from decode_worker.streams import RouterStreams
 from engine.step_loop import StepLoop
 from kvtransfer.importer import Imported, Importer
@@ -45,6 +46,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         steps: StepLoop[commands.Command, commands.Event],
         importer: Importer,
         vocab_size: int,
+        limits: DecodeLimits,
         cluster_key: bytes,
         stream_grace_s: float,
         inspections: Inspections,
@@ -53,6 +55,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._member = member
         self._steps = steps
         self._vocab_size = vocab_size
+        self._limits = limits
         self._inspections = inspections
         self._telemetry = telemetry
         self._streams = RouterStreams(grace_s=stream_grace_s, on_gone=self._on_router_gone)
@@ -146,6 +149,9 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             raise InvalidRequest(f"token id {highest} is outside the vocabulary of {self._vocab_size}")
         if job.signed_ticket is not None and len({s.committed_token_ids for s in job.sequences}) > 1:
             raise InvalidRequest("the sequences of one ticket must have the same committed tokens")
+        refusal = self._limits.job_refusal(job)
+        if refusal is not None:
+            raise refusal  # before a byte of KV moves for it
         return job
 
     async def _read(self, router: MemberId, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
