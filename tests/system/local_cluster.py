@@ -8,7 +8,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +28,8 @@ class Member:
     """One process. `ready` holds the words of its ready line as key=value."""
 
     name: str
+    module: str
+    flags: tuple[str, ...]
     process: asyncio.subprocess.Process
     output: list[str] = field(default_factory=list)
     ready: dict[str, str] = field(default_factory=dict)
@@ -35,8 +39,22 @@ class Member:
     def grpc_address(self) -> str:
         return self.ready["grpc"]
 
+    @property
+    def incarnation(self) -> str:
+        return self.ready["member"].partition("@")[2]
+
     def send_signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """As if its machine had frozen; it goes on afterwards."""
+        self.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            if self.process.returncode is None:
+                self.send_signal(signal.SIGCONT)
 
     async def exit_code(self) -> int:
         return await asyncio.wait_for(self.process.wait(), _STOP_TIMEOUT_S)
@@ -83,8 +101,23 @@ class LocalCluster:
             stderr=asyncio.subprocess.STDOUT,
             env=environment | {"PYTHONUNBUFFERED": "1"},
         )
-        member = self.members[name] = Member(name, process)
+        member = self.members[name] = Member(name, module, tuple(flags), process)
         return member
+
+    async def mend(self) -> None:
+        """Starts again, under their names, the members that have ended. Returns when the router knows all that live."""
+        dead = [member for member in self.members.values() if member.process.returncode is not None]
+        for member in dead:
+            if member.reader is not None:
+                await member.reader
+        await asyncio.gather(*(self.start_member(m.name, m.module, m.flags) for m in dead))
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            while not await self._all_connected():
+                pass
+
+    async def _all_connected(self) -> bool:
+        connected = {m.member_id: m.incarnation for m in (await self.status()).members if m.figures}
+        return all(connected.get(name) == self.members[name].incarnation for name in self.workers())
 
     async def stop(self) -> dict[str, int]:
         """SIGTERM to all, SIGKILL to those that do not go. Answers the exit codes."""
@@ -92,6 +125,7 @@ class LocalCluster:
         for member in self.members.values():
             if member.process.returncode is None:
                 member.send_signal(signal.SIGTERM)
+                member.send_signal(signal.SIGCONT)
         for name, member in self.members.items():
             try:
                 codes[name] = await member.exit_code()
@@ -120,8 +154,34 @@ class LocalCluster:
         async with self.channel(name) as channel:
             return await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest(), timeout=10)
 
-    def workers(self) -> list[str]:
-        return [name for name in self.members if not name.startswith("router")]
+    def workers(self, role: str = "") -> list[str]:
+        """All, or those of one pool: prefill, decode."""
+        return [name for name in self.members if name.startswith(role) and not name.startswith("router")]
+
+    async def figures(self, role: str) -> dict[str, float]:
+        """Summed over the pool."""
+        total: defaultdict[str, float] = defaultdict(float)
+        for report in await asyncio.gather(*(self.inspect(name) for name in self.workers(role))):
+            for name, value in report.figures.items():
+                total[name] += value
+        return total
+
+    async def blocks_in_use(self, name: str) -> dict[str, int]:
+        report = await self.inspect(name)
+        assert report.violation == "", f"{name}: {report.violation}"
+        return {state: count for state, count in report.blocks.items() if state not in ("free", "cached") and count}
+
+    async def until_free(self) -> None:
+        """Until no worker holds a block of anybody; fails with what is held after the deadline."""
+        in_use: dict[str, int] = {}
+        name = ""
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                for name in self.workers():
+                    while in_use := await self.blocks_in_use(name):
+                        pass
+        except TimeoutError:
+            raise AssertionError(f"{name} still has {in_use}") from None
 
     async def _until_ready(self, member: Member) -> None:
         stdout = member.process.stdout

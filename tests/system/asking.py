@@ -1,0 +1,120 @@
+"""A question to a running cluster over gRPC, and its answer: every stream is checked to be exactly once, in order."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import grpc
+
+from cluster.wire import pack_ids, unpack_ids
+from tandem.v1 import inference_pb2
+from tests.system.local_cluster import LocalCluster
+
+TIMEOUT_S = 90.0
+GREEDY = inference_pb2.SamplingParams(temperature=0.0)
+
+
+def question(
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = 8,
+    n: int = 1,
+    sampling: inference_pb2.SamplingParams = GREEDY,
+    ignore_eos: bool = False,
+    min_tokens: int = 0,
+    stop: Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    logprobs: int | None = None,
+    request_id: str = "",
+) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        request_id=request_id,
+        token_ids=pack_ids(tuple(prompt)),
+        sampling=sampling,
+        stop=inference_pb2.StopConditions(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            ignore_eos=ignore_eos,
+            stop=stop,
+            stop_token_ids=pack_ids(tuple(stop_token_ids)),
+        ),
+        n=n,
+        logprobs=logprobs,
+    )
+
+
+class Answer:
+    """What has come so far."""
+
+    def __init__(self) -> None:
+        self.choices: dict[int, list[int]] = {}
+        self.texts: dict[int, str] = {}
+        self.finish_reasons: dict[int, str] = {}
+        self.stop_causes: dict[int, str] = {}
+        self.logprobs: list[inference_pb2.PositionLogprobs] = []  # of choice 0
+        self.summary: inference_pb2.Summary | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Of the only choice."""
+        assert len(self.choices) <= 1
+        return tuple(self.choices.get(0, ()))
+
+    @property
+    def ledger(self) -> inference_pb2.Ledger:
+        assert self.summary is not None, "the stream ended without its summary"
+        return self.summary.ledger
+
+    def take(self, response: inference_pb2.GenerateResponse) -> None:
+        for delta in response.deltas:
+            tokens = self.choices.setdefault(delta.choice, [])
+            assert delta.choice not in self.finish_reasons, "a choice went on after its end"
+            assert delta.first_index == len(tokens), "a token was repeated or is missing"
+            tokens.extend(unpack_ids(delta.token_ids))
+            self.texts[delta.choice] = self.texts.get(delta.choice, "") + delta.text
+            if delta.choice == 0:
+                self.logprobs.extend(delta.logprobs)
+            if delta.finish_reason:
+                self.finish_reasons[delta.choice] = delta.finish_reason
+                self.stop_causes[delta.choice] = delta.stop_cause
+        if response.HasField("summary"):
+            self.summary = response.summary
+
+
+class Asked(Answer):
+    """An answer that is still coming."""
+
+    def __init__(self, call: "grpc.aio.UnaryStreamCall[object, inference_pb2.GenerateResponse]") -> None:
+        super().__init__()
+        self._call = call
+
+    async def until(self, num_tokens: int) -> None:
+        """At least so many tokens of every choice that has begun."""
+        while not self.choices or min(map(len, self.choices.values())) < num_tokens:
+            response = await self._call.read()
+            assert isinstance(response, inference_pb2.GenerateResponse), "the stream ended early"
+            self.take(response)
+
+    async def end(self) -> Answer:
+        async for response in self._call:
+            self.take(response)
+        assert self.summary is not None, "the stream ended without its summary"
+        return self
+
+    def go_away(self) -> None:
+        self._call.cancel()
+
+
+@asynccontextmanager
+async def asked(cluster: LocalCluster, request: inference_pb2.GenerateRequest) -> AsyncIterator[Asked]:
+    """Leaving it early is a client that goes away."""
+    async with cluster.channel() as channel:
+        call = cluster.inference(channel).Generate(request, timeout=TIMEOUT_S)
+        try:
+            yield Asked(call)
+        finally:
+            call.cancel()
+
+
+async def ask(cluster: LocalCluster, request: inference_pb2.GenerateRequest) -> Answer:
+    async with asked(cluster, request) as answer:
+        return await answer.end()
