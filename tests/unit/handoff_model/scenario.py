@@ -1,0 +1,38 @@
+"""What a world is made of, and the words for its state."""
+
+from dataclasses import dataclass
+
+RUNNING, STOPPED, DEAD = range(3)  # a worker
+NOT_BEGUN, ENDED, DECODING, DECODED, LOST = -1, -2, -3, -4, -5  # an importer that is no machine (any more)
+LAPSED, TOLD_VALID, DESTROYING = 1, 2, 4  # what the world knows about a hand-off, beside the machines
+FLYING, REPORTED, LANDED = range(3)  # a read: REPORTED as failed, but still able to write
+FREE = -1  # owner of a local block; else hand-off h: h holds it, h + 10 decodes with it, h + 20 has it quarantined
+CORRUPT = 255
+
+Label = tuple[object, ...]
+World = tuple[object, ...]
+
+
+class Violation(Exception):
+    """A promise is broken."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Two hand-offs. Of `blocks`, each ticket's number, the last is a tail."""
+
+    name: str
+    blocks: tuple[int, ...] = (1, 1)  # per ticket; one ticket: the second hand-off is a second attempt on it
+    workers: tuple[int, ...] = (1, 1)  # decode worker of each hand-off, from 1
+    prefill_pool: int = 2
+    decode_pool: int = 2
+    watermark: int = 0
+    faults: int = 2
+    kinds: frozenset[str] = frozenset({"loss", "expiry", "cancel", "stop", "death"})
+    duplicates: bool = True
+    renewals: bool = False
+    wrong: str = ""  # the exporter lies about: prompt, count, digest
+
+    @property
+    def is_retry(self) -> bool:
+        return len(self.blocks) == 1

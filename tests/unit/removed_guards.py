@@ -1,0 +1,56 @@
+"""Every guard of the hand-off taken away, one at a time, and the smallest scenario in which that does harm."""
+
+from dataclasses import dataclass, replace
+
+from kvtransfer.handoff import GUARDS, Guards
+from kvtransfer.leases import LEASE_GUARDS, LeasePhase
+from tests.unit.handoff_model.scenario import Scenario
+
+
+@dataclass(frozen=True)
+class Removal:
+    guard: str  # its name in Guards, or in LeaseGuards
+    guards: Guards  # the others
+    scenario: Scenario
+
+
+def _without(guard: str, permissive: object, **scenario: object) -> Removal:
+    settings = {"faults": 1, "duplicates": False, "kinds": frozenset(), **scenario}
+    if hasattr(LEASE_GUARDS, guard):
+        guards = replace(GUARDS, leases=replace(LEASE_GUARDS, **{guard: permissive}))  # type: ignore[arg-type]
+    else:
+        guards = replace(GUARDS, **{guard: permissive})  # type: ignore[arg-type]
+    return Removal(guard, guards, Scenario(f"without {guard}", **settings))  # type: ignore[arg-type]
+
+
+def _only(kind: str) -> frozenset[str]:
+    return frozenset({kind})
+
+
+REMOVALS = (
+    _without("same_epoch", lambda ours, theirs: True, blocks=(1,), kinds=_only("expiry")),
+    _without("whole_reservation", lambda num_blocks, offered: offered, blocks=(2, 2), prefill_pool=4, decode_pool=3),
+    _without("same_digest", lambda announced, found: True, kinds=_only("corrupt")),
+    _without("same_count", lambda expected, found: True, wrong="count"),
+    _without("same_prompt", lambda expected, found: True, wrong="prompt"),
+    _without("pulled_again_once", lambda num_times: True, wrong="digest"),
+    _without("all_verified", lambda num_verified, num_blocks: True),
+    _without("admitted_when_valid", lambda valid: True, kinds=_only("expiry")),
+    _without("settled_when_quiet", lambda is_reading: True, kinds=_only("cancel")),
+    _without("quarantined_in_flight", lambda destinations: frozenset(), kinds=_only("cancel")),
+    _without("proof_of_quiet", lambda completed: True, kinds=_only("death")),
+    _without("waits_have_deadlines", lambda deadline_s, now_s: False, kinds=_only("loss")),
+    _without(
+        "pinned_while_leased",
+        lambda leases: all(lease.is_live for lease in leases.leases),  # one end unpins for all
+        blocks=(1,),
+        workers=(1, 2),
+        kinds=_only("stop"),
+    ),
+    _without("reissued_while_pinned", lambda leases: True, blocks=(1,), workers=(1, 2), kinds=_only("death")),
+    _without("attached_once", lambda lease: True, duplicates=True),
+    _without("lapses_at_deadline", lambda lease, now_s: False, kinds=_only("loss")),
+    _without("renewed_while_running", lambda lease, now_s: True, kinds=_only("expiry"), renewals=True),
+    _without("renewed_up_to_maximum", lambda asked_s, latest_s: asked_s, renewals=True),
+    _without("valid_at_settle", lambda lease, now_s: lease.phase is LeasePhase.RUNNING, kinds=_only("expiry")),
+)

@@ -1,0 +1,95 @@
+"""Two hand-offs through everything that can go wrong: all reachable states, and what each guard is there for.
+
+Covered exhaustively, each by itself: two tickets of one to three blocks on one pair of workers, with room for both or
+for only one, on either side; two attempts on one ticket, by the same decode worker or by another. In each, control
+messages arrive in any order and each of them up to twice. Up to two faults in all, of any kind, with one and two blocks
+each; one fault with three blocks each, or with renewals. Reads that arrive corrupted and calls that break, which are no
+faults of the others' kind, have a scenario of their own.
+"""
+
+import dataclasses
+
+import pytest
+
+from kvtransfer.handoff import GUARDS
+from kvtransfer.leases import LEASE_GUARDS
+from tests.unit.handoff_model.explore import Report, explore
+from tests.unit.handoff_model.scenario import Scenario
+from tests.unit.removed_guards import REMOVALS, Removal
+
+SCENARIOS = (
+    Scenario("one block each, room for both, two faults"),
+    Scenario("one block each, room for one, two faults", prefill_pool=1, decode_pool=1),
+    Scenario("two blocks each, room for one, two faults", blocks=(2, 2)),
+    Scenario(
+        "three blocks each, room for one above the watermark, one fault",
+        blocks=(3, 3),
+        prefill_pool=3,
+        decode_pool=4,
+        watermark=1,
+        faults=1,
+    ),
+    Scenario("renewals, room for one, one fault", prefill_pool=1, decode_pool=1, renewals=True, faults=1),
+    Scenario("second try by the same worker, two faults", blocks=(1,)),
+    Scenario("second importer, two faults", blocks=(1,), workers=(1, 2), prefill_pool=1, decode_pool=1),
+    Scenario("corrupted reads and broken calls, two faults", kinds=frozenset({"corrupt", "break"})),
+)
+LONG_SCENARIOS = (
+    Scenario("two blocks each, room for one and a half, two faults", blocks=(2, 2), prefill_pool=3, decode_pool=3),
+    Scenario("renewals, room for both, one fault", renewals=True, faults=1),
+    Scenario(
+        "three blocks and one, two faults, no duplicates",
+        blocks=(3, 1),
+        prefill_pool=3,
+        decode_pool=3,
+        duplicates=False,
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[Report]:
+    return []
+
+
+def _assert_safe(scenario: Scenario, reports: list[Report], capsys: pytest.CaptureFixture[str]) -> None:
+    report = explore(scenario)
+
+    reports.append(report)
+    with capsys.disabled():
+        print(f"\n{report}; {sum(each.num_states for each in reports):,} states in {len(reports)} scenarios")
+    assert not report.story, "\n".join(report.story)
+    assert report.num_ends > 0
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_two_handoffs_are_safe_and_end_with_everything_free(
+    scenario: Scenario, reports: list[Report], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _assert_safe(scenario, reports, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", LONG_SCENARIOS, ids=lambda scenario: scenario.name)
+def test_larger_handoffs_are_safe_and_end_with_everything_free(
+    scenario: Scenario, reports: list[Report], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _assert_safe(scenario, reports, capsys)
+
+
+@pytest.mark.parametrize("removal", REMOVALS, ids=lambda removal: removal.guard)
+def test_without_any_one_guard_there_is_a_counterexample(removal: Removal) -> None:
+    intact = explore(removal.scenario)
+    broken = explore(removal.scenario, removal.guards)
+
+    print(f"without {removal.guard}:", *broken.story, sep="\n    ")
+    assert not intact.story
+    assert broken.story
+
+
+def test_every_guard_has_its_removal() -> None:
+    names = {field.name for field in dataclasses.fields(GUARDS)} | {
+        field.name for field in dataclasses.fields(LEASE_GUARDS)
+    }
+
+    assert names - {"leases"} == {removal.guard for removal in REMOVALS}
