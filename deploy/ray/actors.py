@@ -5,6 +5,7 @@ does not know of Ray. A restarted actor is a new incarnation.
 """
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -12,7 +13,10 @@ from collections.abc import Mapping
 import ray
 
 from cluster.config import RouterConfig, WorkerConfig, load_config
+from cluster.errors import ConfigError
 from cluster.messages import Role
+
+_LOG = logging.getLogger("tandem.ray")
 
 
 class MemberProcess:
@@ -21,6 +25,7 @@ class MemberProcess:
     def __init__(self, role: str, settings: Mapping[str, object]) -> None:
         self._ready = threading.Event()
         self._ready_line = ""
+        self._refusal: ConfigError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._draining = False
@@ -30,9 +35,11 @@ class MemberProcess:
         self._thread.start()
 
     def ready(self, timeout_s: float) -> str:
-        """The member's ready line. Raises TimeoutError."""
+        """The member's ready line. Raises TimeoutError, and ConfigError when it can never be ready as it is."""
         if not self._ready.wait(timeout_s):
             raise TimeoutError(f"not ready after {timeout_s} s")
+        if self._refusal is not None:
+            raise self._refusal
         return self._ready_line
 
     def pid(self) -> int:
@@ -49,9 +56,15 @@ class MemberProcess:
     def _run(self, role: Role, values: Mapping[str, object]) -> None:
         try:
             asyncio.run(self._serve(role, values))
-        finally:
-            if not self._draining:
-                os._exit(1)  # a member that ended by itself: Ray starts the next one
+        except ConfigError as error:  # the next start would end the same way: whoever asks for readiness hears it
+            self._refusal = error
+            self._ready.set()
+            return
+        except Exception:  # noqa: BLE001 -- the thread's edge: logged here, answered by the next start
+            _LOG.exception("%s ended", role)
+        if not self._draining:
+            logging.shutdown()
+            os._exit(1)  # a member that ended by itself: Ray starts the next one
 
     async def _serve(self, role: Role, values: Mapping[str, object]) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
