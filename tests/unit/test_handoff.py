@@ -1,0 +1,468 @@
+"""Both machines of a hand-off, move by move; what they survive together is in test_handoff_exploration."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from cluster.errors import HandOffReason
+from cluster.messages import Epoch, MemberId
+from kvtransfer import export_machine as exporting
+from kvtransfer import import_machine as importing
+from kvtransfer.export_machine import Export
+from kvtransfer.handoff import (
+    Accepted,
+    Attach,
+    ExporterMessage,
+    Failed,
+    Finished,
+    FirstToken,
+    ImporterMessage,
+    Outcome,
+    Refused,
+    RemoteBlock,
+    Renew,
+    Sealed,
+    Settle,
+    Settled,
+    Tail,
+)
+from kvtransfer.import_machine import Import, ImportPhase, ImportPlan
+from kvtransfer.leases import IllegalMove, LeasePhase, LeasePolicy
+
+EXPORTER = MemberId("prefill-0", "a")
+EPOCH = Epoch(EXPORTER, b"ticket", 1)
+STALE = Epoch(MemberId("prefill-0", "before"), b"ticket", 1)
+PLAN = ImportPlan(
+    epoch=EPOCH,
+    num_sealed=2,
+    num_choices=2,
+    num_tail_valid=3,
+    num_tokens=35,
+    prompt_hash=b"prompt",
+    attach_timeout_s=5.0,
+    read_timeout_s=30.0,
+    quarantine_s=10.0,
+    timeout_s=100.0,
+)
+BLOCKS = (RemoteBlock(40, b"d0"), RemoteBlock(41, b"d1"))
+TAIL = Tail(RemoteBlock(42, b"d2"), 3)
+TOKENS = (FirstToken(7, False), FirstToken(8, True))
+ACCEPTED = Accepted(EPOCH, lease_s=6.0, max_lease_s=60.0)
+FINISHED = Finished(EPOCH, TOKENS, 35, b"prompt", TAIL)
+
+
+class _Importer:
+    """An import machine with what it has asked for."""
+
+    def __init__(self, plan: ImportPlan = PLAN) -> None:
+        self.state: Import
+        self.state, actions = importing.begin(plan, 0.0)
+        self.actions = list(actions)
+
+    def hear(self, *messages: ExporterMessage, now_s: float = 0.0) -> tuple[importing.Action, ...]:
+        return self.feed(*(importing.FromExporter(message) for message in messages), now_s=now_s)
+
+    def feed(self, *events: importing.Event, now_s: float = 0.0) -> tuple[importing.Action, ...]:
+        """The actions that these events led to."""
+        fresh: list[importing.Action] = []
+        for event in events:
+            self.state, actions = importing.advance(self.state, event, now_s)
+            fresh += actions
+        self.actions += fresh
+        return tuple(fresh)
+
+
+def _pulling() -> _Importer:
+    importer = _Importer()
+    importer.hear(ACCEPTED)
+    importer.feed(importing.Reserved((10, 11, 12, 13)))
+    return importer
+
+
+def _reading() -> _Importer:
+    importer = _pulling()
+    importer.hear(Sealed(EPOCH, 0, BLOCKS))
+    return importer
+
+
+def _settling() -> _Importer:
+    importer = _reading()
+    importer.hear(FINISHED)
+    importer.feed(importing.ReadCompleted(0, (b"d0", b"d1")), importing.ReadCompleted(1, (b"d2", b"d2")))
+    assert importer.state.phase is ImportPhase.SETTLING
+    return importer
+
+
+def test_all_blocks_and_tails_are_reserved_in_one_step_before_the_first_read() -> None:
+    importer = _Importer()
+
+    assert importer.hear(Sealed(EPOCH, 0, BLOCKS), ACCEPTED) == (importing.Reserve(4),)
+    assert importer.feed(importing.Reserved((10, 11, 12, 13))) == (importing.StartRead(0, (40, 41), (10, 11)),)
+
+
+def test_blocks_are_pulled_while_prefill_is_still_running() -> None:
+    importer = _pulling()
+
+    assert importer.hear(Sealed(EPOCH, 0, BLOCKS[:1])) == (importing.StartRead(0, (40,), (10,)),)
+    assert importer.hear(Sealed(EPOCH, 1, BLOCKS[1:])) == ()  # one read at a time
+    assert importer.feed(importing.ReadCompleted(0, (b"d0",))) == (importing.StartRead(1, (41,), (11,)),)
+
+
+def test_every_choice_reads_its_own_copy_of_the_tail() -> None:
+    importer = _reading()
+    importer.hear(FINISHED)
+
+    assert importer.feed(importing.ReadCompleted(0, (b"d0", b"d1"))) == (importing.StartRead(1, (42, 42), (12, 13)),)
+
+
+def test_blocks_are_admitted_only_after_a_valid_settle() -> None:
+    importer = _settling()
+    assert importer.actions[-1] == importing.Send(Settle(EPOCH, Outcome.OK))
+
+    assert importer.hear(Settled(EPOCH, True)) == (importing.Admit((10, 11), (12, 13), TOKENS), importing.Close())
+    assert importer.state.is_over
+
+
+def test_invalid_settle_drops_the_blocks() -> None:
+    importer = _settling()
+
+    assert importer.hear(Settled(EPOCH, False)) == (
+        importing.GiveUp(HandOffReason.LEASE_LAPSED),
+        importing.Discard(frozenset()),
+        importing.Close(),
+    )
+
+
+def test_no_answer_to_settle_counts_as_invalid() -> None:
+    importer = _settling()
+    deadline_s = importer.state.next_deadline_s
+    assert deadline_s == 6.0
+
+    actions = importer.feed(importing.Tick(), now_s=deadline_s)
+
+    assert importing.Discard(frozenset()) in actions
+    assert importer.hear(Settled(EPOCH, True)) == ()
+
+
+def test_cached_blocks_are_not_pulled() -> None:
+    importer = _Importer()
+    importer.hear(ACCEPTED, Sealed(EPOCH, 0, BLOCKS))
+
+    actions = importer.feed(importing.Reserved((10, 11, 12, 13), num_cached=1))
+
+    assert actions == (importing.StartRead(0, (41,), (11,)),)
+
+
+def test_blocks_that_do_not_verify_are_pulled_again_once() -> None:
+    importer = _reading()
+
+    again = importer.feed(importing.ReadCompleted(0, (b"d0", b"wrong")))
+    failed = importer.feed(importing.ReadCompleted(1, (b"wrong",)))
+
+    assert again == (importing.StartRead(1, (41,), (11,)),)
+    assert [action.reason for action in failed if isinstance(action, importing.GiveUp)] == [
+        HandOffReason.DIGEST_MISMATCH
+    ]
+
+
+def test_destinations_of_a_read_in_flight_are_quarantined_until_it_completes() -> None:
+    importer = _reading()
+
+    assert importer.feed(importing.Cancel()) == (
+        importing.GiveUp(HandOffReason.CANCELLED),
+        importing.Discard(frozenset({10, 11})),
+    )
+    assert importer.feed(importing.ReadCompleted(0, (b"d0", b"d1"))) == (
+        importing.Quiet(frozenset({10, 11})),
+        importing.Send(Settle(EPOCH, Outcome.UNNEEDED, HandOffReason.CANCELLED)),
+        importing.Close(),
+    )
+
+
+def test_dead_read_that_does_not_end_has_its_channel_destroyed_at_quarantine_s() -> None:
+    importer = _reading()
+    importer.feed(importing.Cancel(), now_s=1.0)
+    assert importer.state.next_deadline_s == 11.0
+    assert importer.feed(importing.Tick(), now_s=10.9) == ()
+
+    assert importer.feed(importing.Tick(), now_s=11.0) == (importing.DestroyChannel(),)
+    assert importing.Quiet(frozenset({10, 11})) in importer.feed(importing.ChannelDestroyed())
+    assert importer.state.phase is ImportPhase.ENDED
+
+
+def test_worker_reports_unhealthy_when_destroying_does_not_help() -> None:
+    importer = _reading()
+    importer.feed(importing.Cancel())
+    importer.feed(importing.Tick(), now_s=10.0)
+
+    assert importer.feed(importing.Tick(), now_s=20.0) == (importing.ReportUnhealthy(),)
+    assert importer.state.next_deadline_s is None
+
+
+def test_failed_read_proves_nothing() -> None:
+    importer = _reading()
+
+    actions = importer.feed(importing.ReadFailed(0, "connection reset"))
+
+    assert actions == (
+        importing.GiveUp(HandOffReason.READ_FAILED, "connection reset"),
+        importing.Discard(frozenset({10, 11})),
+        importing.DestroyChannel(),
+    )
+    assert importer.state.phase is ImportPhase.DRAINING
+
+
+@pytest.mark.parametrize(
+    ("finished", "reason"),
+    [
+        (replace(FINISHED, num_tokens=36), HandOffReason.COUNT_MISMATCH),
+        (replace(FINISHED, first_tokens=TOKENS[:1]), HandOffReason.COUNT_MISMATCH),
+        (replace(FINISHED, tail=None), HandOffReason.COUNT_MISMATCH),
+        (replace(FINISHED, tail=Tail(RemoteBlock(42, b"d2"), 4)), HandOffReason.COUNT_MISMATCH),
+        (replace(FINISHED, prompt_hash=b"another"), HandOffReason.PROMPT_MISMATCH),
+    ],
+    ids=["tokens", "choices", "no tail", "tail length", "prompt"],
+)
+def test_kv_of_something_else_is_refused(finished: Finished, reason: HandOffReason) -> None:
+    importer = _pulling()
+
+    actions = importer.hear(finished)
+
+    assert [action.reason for action in actions if isinstance(action, importing.GiveUp)] == [reason]
+    assert actions[-2:] == (importing.Send(Settle(EPOCH, Outcome.FAILED, reason)), importing.Close())
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (Settled(EPOCH, True), HandOffReason.PROTOCOL),
+        (Sealed(EPOCH, 0, (RemoteBlock(40, b"other"),)), HandOffReason.PROTOCOL),
+        (Sealed(EPOCH, 1, BLOCKS), HandOffReason.COUNT_MISMATCH),
+        (Failed(EPOCH, HandOffReason.PREFILL_FAILED, "out of memory"), HandOffReason.PREFILL_FAILED),
+    ],
+    ids=["settled unasked", "block changed", "too many blocks", "failed"],
+)
+def test_peer_that_breaks_the_order_or_fails_ends_the_handoff(message: ExporterMessage, reason: HandOffReason) -> None:
+    actions = _reading().hear(message)
+
+    assert [action.reason for action in actions if isinstance(action, importing.GiveUp)] == [reason]
+
+
+def test_messages_of_another_epoch_are_dropped() -> None:
+    importer = _settling()
+
+    assert importer.hear(Settled(STALE, True), Failed(STALE, HandOffReason.CANCELLED)) == ()
+    assert importer.state.phase is ImportPhase.SETTLING
+
+
+def test_duplicates_and_any_order_are_harmless() -> None:
+    importer = _Importer()
+    late, early = Sealed(EPOCH, 1, BLOCKS[1:]), Sealed(EPOCH, 0, BLOCKS[:1])
+    importer.hear(FINISHED, late, late, ACCEPTED, FINISHED, ACCEPTED, early, early)
+
+    actions = importer.feed(importing.Reserved((10, 11, 12, 13)))
+
+    assert actions == (importing.StartRead(0, (40, 41, 42, 42), (10, 11, 12, 13)),)
+
+
+def test_reservation_that_crosses_with_a_cancel_is_left_to_the_discard() -> None:
+    importer = _Importer()
+    importer.hear(ACCEPTED)
+
+    assert importing.Discard(frozenset()) in importer.feed(importing.Cancel())
+    assert importer.feed(importing.Reserved((10, 11, 12, 13))) == ()
+
+
+def test_importer_renews_while_it_waits_and_reads() -> None:
+    importer = _pulling()
+    assert importer.state.next_deadline_s == 2.0
+
+    assert importer.feed(importing.Tick(), now_s=2.0) == (importing.Send(Renew(EPOCH)),)
+    assert importer.state.next_deadline_s == 4.0
+
+
+@pytest.mark.parametrize("make", [_Importer, _pulling, _reading, _settling])
+def test_every_wait_of_the_importer_has_a_deadline_and_ends(make: Callable[[], _Importer]) -> None:
+    importer = make()
+    for _ in range(200):
+        deadline_s = importer.state.next_deadline_s
+        if deadline_s is None:
+            break
+        importer.feed(importing.Tick(), now_s=deadline_s)
+        if importing.DestroyChannel() in importer.actions and not importer.state.is_over:
+            importer.feed(importing.ChannelDestroyed(), now_s=deadline_s)
+
+    assert importer.state.phase is ImportPhase.ENDED
+
+
+def test_lost_exporter_is_not_settled_with() -> None:
+    actions = _pulling().feed(importing.CallEnded())
+
+    assert actions == (
+        importing.GiveUp(HandOffReason.EXPORTER_LOST),
+        importing.Discard(frozenset()),
+        importing.Close(),
+    )
+
+
+def test_illegal_event_raises_with_the_history() -> None:
+    with pytest.raises(IllegalMove, match=r"read 5 completed.*Accepted:attaching > Reserved:reserving"):
+        _pulling().feed(importing.ReadCompleted(5, (b"",)))
+
+
+class _Exporter:
+    """An export machine with what it has asked for."""
+
+    def __init__(self) -> None:
+        self.state: Export = exporting.export(EXPORTER, b"ticket", 1, LeasePolicy(6.0, 60.0, 30.0))
+
+    def hear(self, message: ImporterMessage, *, call: int = 1, now_s: float = 0.0) -> tuple[exporting.Action, ...]:
+        return self.feed(exporting.FromImporter(call, message), now_s=now_s)
+
+    def feed(self, event: exporting.Event, *, now_s: float = 0.0) -> tuple[exporting.Action, ...]:
+        self.state, actions = exporting.advance(self.state, event, now_s)
+        return actions
+
+
+SEAL = exporting.SealBlocks(0, BLOCKS)
+FINISH = exporting.Finish(TOKENS, 35, b"prompt", TAIL)
+FAIL = exporting.Fail(HandOffReason.PREFILL_FAILED, "out of memory")
+
+
+def _attached() -> _Exporter:
+    exporter = _Exporter()
+    exporter.hear(Attach(EPOCH))
+    exporter.feed(SEAL)
+    return exporter
+
+
+def test_blocks_are_offered_as_they_are_sealed() -> None:
+    exporter = _Exporter()
+
+    assert exporter.hear(Attach(EPOCH)) == (exporting.Send(1, ACCEPTED),)
+    assert exporter.feed(SEAL) == (exporting.Send(1, Sealed(EPOCH, 0, BLOCKS)),)
+    assert exporter.feed(FINISH) == (exporting.Send(1, FINISHED),)
+
+
+def test_late_importer_hears_everything_at_once() -> None:
+    exporter = _Exporter()
+    exporter.feed(SEAL)
+    exporter.feed(FINISH)
+
+    sent = exporter.hear(Attach(EPOCH))
+
+    assert sent == (
+        exporting.Send(1, ACCEPTED),
+        exporting.Send(1, Sealed(EPOCH, 0, BLOCKS)),
+        exporting.Send(1, FINISHED),
+    )
+
+
+def test_settling_releases_the_blocks_exactly_once() -> None:
+    exporter = _attached()
+    exporter.feed(FINISH)
+
+    first = exporter.hear(Settle(EPOCH, Outcome.OK), now_s=5.0)
+    again = exporter.hear(Settle(EPOCH, Outcome.OK), now_s=9.0)
+
+    ended = exporting.AttemptEnded(1, LeasePhase.SETTLED, was_valid=True)
+    assert first == (exporting.Send(1, Settled(EPOCH, True)), ended, exporting.Release())
+    assert again == (exporting.Send(1, Settled(EPOCH, True)),)
+
+
+def test_lapsed_lease_releases_the_blocks_and_tells_the_importer() -> None:
+    exporter = _attached()
+    exporter.feed(FINISH)
+
+    assert exporter.feed(exporting.Tick(), now_s=6.0) == (
+        exporting.Send(1, Failed(EPOCH, HandOffReason.LEASE_LAPSED)),
+        exporting.AttemptEnded(1, LeasePhase.LAPSED, was_valid=False),
+        exporting.Release(),
+    )
+    assert exporter.hear(Settle(EPOCH, Outcome.OK), now_s=6.0) == (exporting.Send(1, Settled(EPOCH, False)),)
+
+
+def test_ok_before_the_prefill_is_done_is_not_believed() -> None:
+    sent = _attached().hear(Settle(EPOCH, Outcome.OK))
+
+    assert exporting.Send(1, Settled(EPOCH, False)) in sent
+
+
+def test_replayed_ticket_is_refused_and_harms_nobody() -> None:
+    exporter = _attached()
+    before = exporter.state
+
+    sent = exporter.hear(Attach(EPOCH), call=2)
+
+    assert sent == (exporting.Send(2, Refused(EPOCH, HandOffReason.REPLAYED_TICKET)),)
+    assert exporter.state == before
+    assert exporter.hear(Attach(EPOCH)) == ()  # a duplicate on its own call
+
+
+def test_foreign_call_cannot_settle() -> None:
+    exporter = _attached()
+
+    sent = exporter.hear(Settle(EPOCH, Outcome.UNNEEDED), call=2)
+
+    assert sent == (exporting.Send(2, Refused(EPOCH, HandOffReason.REPLAYED_TICKET)),)
+    assert exporter.state.leases.is_live
+
+
+def test_messages_of_another_incarnation_are_dropped() -> None:
+    exporter = _attached()
+
+    assert exporter.hear(Settle(STALE, Outcome.OK)) == ()
+    assert exporter.state.leases.is_live
+
+
+def test_failed_prefill_keeps_what_is_being_read_until_the_importer_settles() -> None:
+    exporter = _attached()
+
+    assert exporter.feed(FAIL) == (exporting.Send(1, Failed(EPOCH, HandOffReason.PREFILL_FAILED, "out of memory")),)
+    assert exporting.Release() in exporter.hear(Settle(EPOCH, Outcome.FAILED))
+
+
+def test_prefill_that_fails_before_its_first_block_releases_at_once() -> None:
+    exporter = _Exporter()
+    exporter.hear(Attach(EPOCH))
+
+    assert exporter.feed(FAIL)[-1] == exporting.Release()
+
+
+def test_lost_importer_releases_the_blocks() -> None:
+    assert exporting.Release() in _attached().feed(exporting.CallEnded(1))
+    assert _attached().feed(exporting.CallEnded(2)) == ()
+
+
+def test_second_importer_is_a_second_attempt_and_blocks_stay_until_both_have_ended() -> None:
+    exporter = _attached()
+    second = replace(EPOCH, attempt=2)
+    assert exporter.feed(exporting.Reissue(2)) == ()
+    assert exporter.hear(Attach(second), call=2)[0] == exporting.Send(2, replace(ACCEPTED, epoch=second))
+    exporter.feed(FINISH)
+
+    assert exporting.Release() not in exporter.feed(exporting.CallEnded(1))
+    assert exporter.hear(Settle(second, Outcome.OK), call=2)[-1] == exporting.Release()
+
+
+def test_released_ticket_is_not_reissued() -> None:
+    exporter = _attached()
+    exporter.feed(exporting.CallEnded(1))
+
+    assert not exporting.can_reissue(exporter.state, 2)
+    with pytest.raises(IllegalMove, match=r"reissue 2.*CallEnded"):
+        exporter.feed(exporting.Reissue(2))
+
+
+def test_prefill_that_goes_on_after_its_release_is_ignored() -> None:
+    exporter = _attached()
+    exporter.feed(exporting.CallEnded(1))
+
+    assert exporter.feed(exporting.SealBlocks(2, (TAIL.block,))) == ()
+    assert exporter.feed(FINISH) == ()
+
+
+def test_blocks_out_of_the_tickets_order_are_our_own_fault() -> None:
+    with pytest.raises(IllegalMove, match="SealBlocks"):
+        _Exporter().feed(exporting.SealBlocks(1, BLOCKS[1:]))

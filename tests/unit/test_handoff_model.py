@@ -1,0 +1,101 @@
+"""The exploration's own pool of blocks gives and takes as the decode worker's does."""
+
+import random
+
+import pytest
+
+from decode_worker.reservations import Claim, Reservations
+from engine.block_pool import BlockPool
+from kvtransfer import import_machine as importing
+from tests.unit.handoff_model.machines import Do, Post
+from tests.unit.handoff_model.model import Model
+from tests.unit.handoff_model.scenario import DECODED, FREE, Scenario, World
+from tests.unit.handoff_model.world import Draft
+
+_SCENARIO = Scenario(
+    "walk", blocks=(2, 2), prefill_pool=4, decode_pool=4, watermark=1, kinds=frozenset({"loss", "cancel", "expiry"})
+)
+
+
+class _Twin:
+    """The production pool and reservations, told what the model's machines want done."""
+
+    def __init__(self) -> None:
+        self.pool = BlockPool(_SCENARIO.decode_pool)
+        self._reservations = Reservations(self.pool)
+        self._ours: dict[int, tuple[int, ...]] = {}  # by hand-off: our ids of the blocks that were granted
+        self._model_ids: dict[int, tuple[int, ...]] = {}
+        self._decoding: dict[int, tuple[int, ...]] = {}
+
+    def apply(self, handoff: int, action: Do) -> None:
+        match action:
+            case importing.Reserve(num_blocks):
+                self._reservations.claim(Claim(handoff, handoff, num_blocks))
+            case importing.Discard(quarantined):
+                self._reservations.discard(handoff, frozenset(self._translated(handoff, quarantined)))
+            case importing.Quiet(block_ids):
+                self.pool.end_quarantine(self._translated(handoff, block_ids))
+            case importing.Admit():
+                grant = self._reservations.take(handoff)
+                assert grant is not None
+                self._decoding[handoff] = grant.block_ids
+            case _:
+                pass
+
+    def decoded(self, handoff: int) -> None:
+        self.pool.release(self._decoding.pop(handoff))
+
+    def grant(self, world: Draft) -> None:
+        for handoff, block_ids in self._reservations.grant(lambda claim: _SCENARIO.watermark):
+            self._ours[handoff] = block_ids
+            self._model_ids[handoff] = world.granted[handoff]
+            assert len(block_ids) == len(world.granted[handoff]), "the model has not granted it"
+
+    def _translated(self, handoff: int, block_ids: frozenset[int]) -> list[int]:
+        ours = dict(zip(self._model_ids.get(handoff, ()), self._ours.get(handoff, ()), strict=True))
+        return [ours[block_id] for block_id in sorted(block_ids)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_model_gives_and_takes_blocks_as_the_decode_worker_does(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[tuple[int, Do]] = []
+    perform = Draft.perform
+
+    def record(self: Draft, handoff: int, actions: tuple[Do, ...]) -> None:
+        wanted.extend((handoff, action) for action in actions if not isinstance(action, Post))
+        perform(self, handoff, actions)
+
+    monkeypatch.setattr(Draft, "perform", record)
+    rng, model, twin = random.Random(seed), Model(_SCENARIO), _Twin()
+    world, faults_left = model.first(), _SCENARIO.faults
+    while True:
+        choices: list[tuple[bool, World, list[tuple[int, Do]]]] = []
+        wanted.clear()
+        for _, is_fault, next_world in model.steps(world, with_faults=faults_left > 0):
+            if next_world != world:
+                choices.append((is_fault, next_world, wanted.copy()))
+            wanted.clear()
+        if not choices:
+            break
+        is_fault, next_world, actions = rng.choice(choices)
+        faults_left -= is_fault
+        _follow(twin, Draft(model.machines, world), Draft(model.machines, next_world), actions)
+        world = next_world
+
+    assert model.is_good_end(world)
+    assert twin.pool.num_free == _SCENARIO.decode_pool
+
+
+def _follow(twin: _Twin, before: Draft, after: Draft, actions: list[tuple[int, Do]]) -> None:
+    for handoff, action in actions:
+        twin.apply(handoff, action)
+    for handoff in (0, 1):
+        if after.imports[handoff] == DECODED != before.imports[handoff]:
+            twin.decoded(handoff)
+    twin.grant(after)
+    twin.pool.check()
+    owners = after.owners[0]
+    counts = twin.pool.counts()
+    assert counts["free"] == owners.count(FREE)
+    assert counts["quarantined"] == sum(owner >= 20 for owner in owners)
+    assert counts["held"] == sum(0 <= owner < 20 for owner in owners)
