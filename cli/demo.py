@@ -18,11 +18,8 @@ from tandem.client import AsyncClient
 from tandem.errors import TandemError as ClientError
 from tandem.results import Result
 
-PROMPT = '''\
-def read_config(path, encoding="utf-8"):
-    """Read the configuration file at path and return a dict."""
-'''
-MAX_TOKENS = 96
+PROMPT = "def read_file(path):\n    "  # the demo model knows the look of Python and nothing else
+MAX_TOKENS = 52
 _KEPT_LINES = 40
 
 
