@@ -66,8 +66,10 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         call = self._open(ticket_id, job)
         try:
             self._steps.post(commands.Submit(ticket_id, job))
-            yield worker_pb2.PrefillEvent(accepted=worker_pb2.PrefillAccepted(ticket=await call.accepted))
-            outcome = await call.outcome
+            # Shielded: a wait that is cancelled would cancel what it waits for, as if the attempt had ended.
+            ticket = await asyncio.shield(call.accepted)
+            yield worker_pb2.PrefillEvent(accepted=worker_pb2.PrefillAccepted(ticket=ticket))
+            outcome = await asyncio.shield(call.outcome)
             if isinstance(outcome, commands.Failed):
                 raise outcome.error
             first_tokens = wire.first_tokens_to_wire(outcome.tokens, outcome.queue_s, outcome.prefill_s)
