@@ -136,7 +136,7 @@ class Registry:
                         if found != believed:
                             believed = found
                             yield found
-                        await news.get_message(timeout=jittered(self.lease_s / 5))
+                        await _heeding_cancel(news.get_message(timeout=jittered(self.lease_s / 5)))
             except (RegistryUnavailable, RedisError, OSError):
                 gone = True
                 await asyncio.sleep(jittered(self.lease_s / 5))
@@ -147,7 +147,7 @@ class Registry:
     async def _call(self, answer: Awaitable[Answer]) -> Answer:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await answer
+                return await _heeding_cancel(answer)
         except (RedisError, OSError, TimeoutError) as error:
             raise RegistryUnavailable(
                 f"cannot reach Redis at {self._place}: {error or type(error).__name__}"
@@ -168,6 +168,18 @@ class Registry:
     def _not_fenced(self, member: Member, current: str) -> None:
         if current:
             raise Fenced(f"{member.id} is no longer {member.id.id}: incarnation {current} registered since")
+
+
+async def _heeding_cancel(answer: Awaitable[Answer]) -> Answer:
+    """redis-py sends through `asyncio.wait_for`, which on Python 3.11 drops a cancel that comes together with the end
+    of what it waits for: the task would go on for ever. What was dropped is raised here."""
+    task = asyncio.current_task()
+    assert task is not None
+    cancels_before = task.cancelling()
+    value = await answer
+    if task.cancelling() > cancels_before:
+        raise asyncio.CancelledError
+    return value
 
 
 def with_missing(found: tuple[Member, ...], before: tuple[Member, ...]) -> tuple[Member, ...]:

@@ -27,10 +27,12 @@ class Inspections:
     async def inspect(self, timeout_s: float = _INSPECTION_TIMEOUT_S) -> Inspected:
         """Raises Unavailable when the step thread does not answer: it is stuck in a step, or dead."""
         inspection_id = next(self._ids)
-        answer = self._waiting[inspection_id] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Inspected] = asyncio.get_running_loop().create_future()
+        self._waiting[inspection_id] = answer
         self._post(Inspect(inspection_id))
         try:
-            return await asyncio.wait_for(answer, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await answer
         except TimeoutError:
             raise Unavailable(f"the step thread did not answer within {timeout_s} s") from None
         finally:

@@ -258,3 +258,29 @@ async def test_a_port_in_use_is_named_when_redis_cannot_have_it(redis_url: str) 
     port = int(redis_url.split(":")[2].split("/")[0])
     with pytest.raises(ConfigError, match=f"port {port}"):
         await RedisServer.start(port)
+
+
+async def test_a_watch_and_a_renewal_end_at_whatever_moment_they_are_cancelled(
+    redis_url: str, cluster_name: str
+) -> None:
+    """A cancel that meets the end of a write was once lost in between: the process that drained never ended."""
+    registry = Registry(url=redis_url, cluster_name=cluster_name, lease_s=0.001)  # as often as it can
+    registration = Registration(registry, member())
+
+    async def watched() -> None:
+        async for _ in registry.watch():
+            pass
+
+    for run in (watched, registration.keep):
+        for turns in range(150):
+            task = asyncio.create_task(run())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            done, _ = await asyncio.wait([task], timeout=DEADLINE_S)
+            while not task.done():  # so that a failure of this test ends too
+                task.cancel()
+                await asyncio.wait([task], timeout=0.1)
+            assert done, f"{run.__name__} goes on after a cancel at turn {turns} of the loop"
+            assert task.cancelled()
+    await registry.close()
