@@ -30,6 +30,7 @@ _LOG = logging.getLogger("tandem.router")
 _SERVICES = ("tandem.v1.Inference", "tandem.v1.Admin")
 _STOP_GRACE_S = 1.0
 _SETTLE_S = 3.0
+_FIGURES_S = 1.0
 
 
 async def run(config: RouterConfig, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:
@@ -47,6 +48,8 @@ class _Router:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         telemetry, clock, host = Telemetry(), MonotonicClock(), advertised_host(config)
+        self._telemetry = telemetry
+        self._outboxes = Outboxes(max_tokens=config.max_buffered_tokens)
         self.registry = Registry(url=config.redis, cluster_name=config.cluster_name, lease_s=config.member_lease_s)
         tokenization = Tokenization.load(
             config.model, served_model_name=config.served_model_name, max_model_len=config.max_model_len
@@ -80,7 +83,7 @@ class _Router:
             admission=Admission(config.max_live_requests),
             policy=policy(config.placement),
             fleet=self._fleet,
-            outboxes=Outboxes(max_tokens=config.max_buffered_tokens, telemetry=telemetry),
+            outboxes=self._outboxes,
             settings=PipelineSettings(
                 request_timeout_s=config.request_timeout_s, max_attempts=config.max_attempts
             ),
@@ -104,14 +107,15 @@ class _Router:
         """Returns after a drain; raises Fenced when somebody newer has this name."""
         registration = Registration(self.registry, self.member)
         http_stop = asyncio.Event()
-        await self._grpc.start()
-        await registration.join()
         try:
+            await self._grpc.start()
+            await registration.join()
             async with asyncio.TaskGroup() as tasks:
                 background = [
                     tasks.create_task(self._fleet.run(), name="fleet"),
                     tasks.create_task(registration.keep(), name="keep registration"),
                     tasks.create_task(self._follow_readiness(), name="readiness"),
+                    tasks.create_task(self._publish_figures(), name="figures"),
                 ]
                 tasks.create_task(self._http.serve(self._app, stop=http_stop, grace_s=_STOP_GRACE_S), name="HTTP")
                 await self._fleet.settle(_SETTLE_S)
@@ -120,12 +124,12 @@ class _Router:
                 await stop.wait()
                 await self._drain(registration)
                 http_stop.set()
-                await self._grpc.stop(_STOP_GRACE_S)
                 for task in background:
                     task.cancel()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         finally:
+            await self._grpc.stop(_STOP_GRACE_S)
             await registration.leave()
             await self.registry.close()
 
@@ -146,3 +150,10 @@ class _Router:
         while True:
             await self._grpc.set_ready(self._pipeline.is_ready)
             await self._fleet.changed()
+
+    async def _publish_figures(self) -> None:
+        """What changes too often, or by itself, to be told at every change."""
+        while True:
+            self._telemetry.gauge("tandem_buffered_tokens", self._outboxes.num_tokens)
+            self._telemetry.gauge("tandem_registry_age_seconds", self.registry.age_s)
+            await asyncio.sleep(_FIGURES_S)

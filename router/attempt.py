@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from cluster.errors import InternalError, WorkerLost
 from cluster.messages import MemberId
 from router.choice import Choice
-from router.decode_stream import Failed, Lost, Sequences, Started, Token
+from router.decode_events import Failed, Lost, Sequences, Started, Token
 from router.failures import DECODE, FIRST_TOKEN_MISMATCH, PREFILL, AttemptFailed, failed_sequences, leg
 from router.fleet import Fleet
 from router.live_request import LiveRequest

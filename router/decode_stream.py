@@ -17,8 +17,9 @@ import grpc
 from cluster import wire
 from cluster.errors import InvalidRequest
 from cluster.member import Member
-from cluster.messages import MemberId, SampledToken, TokenLogprobs
+from cluster.messages import MemberId
 from cluster.telemetry import Telemetry
+from router.decode_events import Failed, Lost, Sequences, Started, tokens_of
 from router.probe import nobody_listens
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
@@ -30,60 +31,12 @@ _REPLACED = "another incarnation answers at its address"
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """Sequences joined the worker's batch. `first_tokens` is empty when their prompt is prefilled there."""
-
-    handles: tuple[int, ...]
-    first_tokens: tuple[int, ...]
-    queue_s: float
-    kv_bytes: int
-    transport: str
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    handle: int
-    index: int
-    token: SampledToken
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The worker will not go on with these."""
-
-    reason: str
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The worker is gone, or what it said was lost."""
-
-    detail: str
-
-
-DecodeEvent = Started | Token | Failed | Lost
-
-
-@dataclass(frozen=True, slots=True)
 class StreamTiming:
     """`silence_s`: a worker that says nothing for so long, no heartbeat either, counts as disconnected. `grace_s`: from
     there it may come back for so long."""
 
     silence_s: float
     grace_s: float
-
-
-class Sequences:
-    """One attempt's handles on the stream, and what the worker says about them."""
-
-    def __init__(self, handles: tuple[int, ...]) -> None:
-        self.handles = handles
-        self.live = set(handles)
-        self.events: asyncio.Queue[DecodeEvent] = asyncio.Queue()  # bounded by the request's own max_tokens
-
-    async def next(self) -> DecodeEvent:
-        return await self.events.get()
 
 
 class DecodeStream:
@@ -246,16 +199,10 @@ class DecodeStream:
                 self.heartbeat = message.heartbeat
 
     def _on_step(self, step: worker_pb2.StepOutput) -> None:
-        handles = wire.unpack_ids(step.handles)
-        ends = {end.handle: end.finish_reason for end in step.ends}
-        tokens = zip(handles, wire.unpack_ids(step.token_ids), wire.unpack_ids(step.indices), strict=True)
-        for position, (handle, token_id, index) in enumerate(tokens):
-            owner = self._owner(handle)
-            if owner is None:
-                continue
-            finish_reason = wire.finish_reason_from_wire(ends.get(handle, ""))
-            token = SampledToken(token_id, _logprobs(step, position), finish_reason)
-            owner.events.put_nowait(Token(handle, index, token))
+        for token in tokens_of(step):
+            owner = self._owner(token.handle)
+            if owner is not None:
+                owner.events.put_nowait(token)
 
     def _on_started(self, started: worker_pb2.SequenceStarted) -> None:
         event = Started(
@@ -286,10 +233,3 @@ class DecodeStream:
         else:
             self._doubtful.discard(handle)
         return owner
-
-
-def _logprobs(step: worker_pb2.StepOutput, position: int) -> TokenLogprobs | None:
-    """Sequences that asked for none share the message with those that did."""
-    if not step.logprobs or not step.logprobs[position].HasField("chosen"):
-        return None
-    return wire.logprobs_from_wire(step.logprobs[position])

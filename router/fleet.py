@@ -196,7 +196,13 @@ class Fleet:
         task = self._supervisors[member.id] = asyncio.create_task(
             self._serve_while_registered(member, serve), name=f"supervise {member.id}"
         )
-        task.add_done_callback(lambda _: self._supervisors.pop(member.id, None))
+        task.add_done_callback(lambda ended: self._on_supervisor_ended(member.id, ended))
+
+    def _on_supervisor_ended(self, member: MemberId, supervisor: asyncio.Task[None]) -> None:
+        """The next snapshot starts another one, if the member is still there."""
+        del self._supervisors[member]
+        if not supervisor.cancelled() and supervisor.exception() is not None:
+            _LOG.error("supervision failed", extra={"worker": str(member)}, exc_info=supervisor.exception())
 
     async def _serve_while_registered(self, member: Member, serve: _Serve) -> None:
         while member.id in self._registered:

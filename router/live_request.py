@@ -11,7 +11,7 @@ from cluster.clock import Clock
 from cluster.errors import DeadlineExceeded
 from cluster.messages import DecodeJob, MemberId, PrefillJob, SampledToken, SequenceStart
 from router.choice import Choice
-from router.decode_stream import Started
+from router.decode_events import Started
 from router.ledger import LedgerRecorder, PhaseName
 from router.outbox import Outbox
 from router.requests import Usage

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cluster.errors import SlowClient
-from cluster.telemetry import Telemetry
 from router.requests import ChoiceDelta
 
 
@@ -71,11 +70,10 @@ class Outbox:
 class Outboxes:
     """All of a router's."""
 
-    def __init__(self, *, max_tokens: int, telemetry: Telemetry) -> None:
+    def __init__(self, *, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._telemetry = telemetry
         self._open: set[Outbox] = set()
-        self._num_tokens = 0
+        self.num_tokens = 0
 
     @contextmanager
     def open(self) -> Iterator[Outbox]:
@@ -88,17 +86,16 @@ class Outboxes:
             self._open.remove(outbox)
 
     def check(self) -> None:
-        assert self._num_tokens == sum(outbox.num_tokens for outbox in self._open), "waiting tokens do not add up"
+        assert self.num_tokens == sum(outbox.num_tokens for outbox in self._open), "waiting tokens do not add up"
 
     def _on_put(self, change: int) -> None:
-        self._num_tokens += change
-        self._telemetry.gauge("tandem_buffered_tokens", self._num_tokens)
-        if self._num_tokens > self._max_tokens:
+        self.num_tokens += change
+        if self.num_tokens > self._max_tokens:
             slowest = max(self._open, key=lambda outbox: outbox.num_tokens)
             slowest.give_up(
                 SlowClient(
                     f"{slowest.num_tokens} tokens were waiting for this client, the most of all, and"
-                    f" {self._num_tokens} for all clients, more than {self._max_tokens}; read faster"
+                    f" {self.num_tokens} for all clients, more than {self._max_tokens}; read faster"
                 )
             )
 

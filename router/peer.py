@@ -18,7 +18,8 @@ from cluster.errors import Cancelled, TandemError, Unavailable, WorkerLost
 from cluster.member import Member
 from cluster.messages import DecodeJob, PrefillJob, SampledToken
 from cluster.rpc_errors import error_from_rpc
-from router.decode_stream import DecodeStream, Sequences
+from router.decode_events import Sequences
+from router.decode_stream import DecodeStream
 from router.probe import answers, nobody_listens
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 

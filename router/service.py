@@ -20,7 +20,7 @@ from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_gr
 
 # What gRPC ends at the client's deadline carries no message: the router's own end comes a little before, and names the
 # phase.
-_EARLY_SHARE, _EARLY_MAX_S = 0.05, 0.1
+_EARLY_SHARE, _EARLY_MAX_S = 0.1, 0.25
 _GUARDED_PREFIX = "/tandem.v1."
 
 _Context = grpc.aio.ServicerContext[Any, Any]

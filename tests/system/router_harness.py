@@ -66,10 +66,11 @@ class RouterUnderTest:
         self.store = Store()
         self.telemetry = Telemetry()
         self.membership = Membership()
-        self.workers: list[ScriptedWorker] = []
+        self.workers: list[ScriptedWorker] = []  # registered
+        self.made: list[ScriptedWorker] = []  # a server that nobody stops would hang the process at its end
         self.tokenization = Tokenization.load(str(DEMO_MODEL))
         self.member = Member(id=MemberId("router", "r1"), role=Role.ROUTER, address="", model="demo_model")
-        self.outboxes = Outboxes(max_tokens=max_buffered_tokens, telemetry=self.telemetry)
+        self.outboxes = Outboxes(max_tokens=max_buffered_tokens)
         self.admission = Admission(max_live_requests)
         self.fleet = Fleet(
             router=self.member,
@@ -126,6 +127,7 @@ class RouterUnderTest:
         return {load.member for load in (*self.fleet.prefill_loads(), *self.fleet.decode_loads())}
 
     async def _add(self, worker: ScriptedWorker, port: int) -> None:
+        self.made.append(worker)
         await worker.start(port)
         self.workers = [other for other in self.workers if other.id.id != worker.id.id] + [worker]
         self.register()
@@ -140,7 +142,7 @@ async def router_under_test(**settings: object) -> AsyncIterator[RouterUnderTest
         try:
             yield router
         finally:
-            for worker in router.workers:
+            for worker in router.made:
                 await worker.die()
         router.outboxes.check()
         assert len(router.admission) == 0

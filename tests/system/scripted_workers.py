@@ -8,7 +8,7 @@ calls broken.
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from cluster import wire
 from cluster.errors import TandemError, Unavailable
@@ -110,6 +110,13 @@ class ScriptedWorker:
 
     async def die(self) -> None:
         await self.server.stop(0)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.die()
 
 
 class ScriptedPrefill(ScriptedWorker):

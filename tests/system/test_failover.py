@@ -265,7 +265,6 @@ async def test_a_newer_incarnation_ends_what_the_old_one_was_asked() -> None:
         answer = await task
         assert answer.token_ids[0] == expected_tokens(router, request)
         assert answer.summary.ledger.members[0] in (str(new.id), answer.summary.ledger.members[-1])
-        await old.die()
 
 
 async def test_streams_on_an_old_incarnation_of_decode_go_on_at_the_new_one() -> None:
@@ -278,7 +277,6 @@ async def test_streams_on_an_old_incarnation_of_decode_go_on_at_the_new_one() ->
         task = await _ask_and_hold(router, request, old)
         await router.add_decode("d0", incarnation=2)
         assert (await task).token_ids[0] == expected_tokens(router, request)
-        await old.die()
 
 
 async def test_a_lapsed_lease_stops_new_work_and_ends_nothing() -> None:

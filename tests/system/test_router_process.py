@@ -5,7 +5,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
 import pytest
@@ -47,12 +47,12 @@ async def _router(
 
 async def test_sigterm_finishes_what_is_live_refuses_the_rest_and_exits_0(redis_url: str, cluster_name: str) -> None:
     registry = Registry(url=redis_url, cluster_name=cluster_name, lease_s=60)
-    worker = ScriptedDecode("d0", Store())
-    await worker.start()
-    await registry.register(worker.member)
-    worker.pause_at = 3
-    async with _router(redis_url, cluster_name) as (process, addresses), open_channel(addresses["grpc"]) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
+    async with AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(ScriptedDecode("d0", Store()))
+        worker.pause_at = 3
+        await registry.register(worker.member)
+        process, addresses = await stack.enter_async_context(_router(redis_url, cluster_name))
+        stub = inference_pb2_grpc.InferenceStub(await stack.enter_async_context(open_channel(addresses["grpc"])))
         live = stub.Generate(generate_request(), timeout=60)
         async with asyncio.timeout(20):
             await worker.paused.wait()
@@ -65,8 +65,7 @@ async def test_sigterm_finishes_what_is_live_refuses_the_rest_and_exits_0(redis_
         responses = [response async for response in live]
         assert responses[-1].HasField("summary")
         assert await asyncio.wait_for(process.wait(), 20) == ExitStatus.OK
-    assert [member.id for member in await registry.members()] == [worker.id]
-    await worker.die()
+        assert [member.id for member in await registry.members()] == [worker.id]
     await registry.close()
 
 

@@ -140,7 +140,7 @@ async def test_the_clients_deadline_comes_back_with_the_phase() -> None:
         await router.connected()
         decode.pause_at = 1
         with pytest.raises(grpc.aio.AioRpcError, match="in phase decode") as late:
-            await collect(channel, generate_request(), timeout=1.0)
+            await collect(channel, generate_request(), timeout=3.0)
         assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         async with asyncio.timeout(10):
             await decode.cancelled.wait()

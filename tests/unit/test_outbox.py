@@ -3,7 +3,6 @@
 import pytest
 
 from cluster.errors import SlowClient
-from cluster.telemetry import Telemetry
 from router.outbox import Outboxes
 from router.requests import ChoiceDelta
 
@@ -13,7 +12,7 @@ def delta(choice: int, first_index: int, *token_ids: int, text: str = "") -> Cho
 
 
 async def test_what_waited_comes_as_one_delta_per_choice_in_order() -> None:
-    outboxes = Outboxes(max_tokens=100, telemetry=Telemetry())
+    outboxes = Outboxes(max_tokens=100)
     with outboxes.open() as outbox:
         for item in (delta(0, 0, 1, text="a"), delta(1, 0, 7), delta(0, 1, 2, 3, text="b"), delta(0, 3, text="c")):
             outbox.put(item)
@@ -25,8 +24,8 @@ async def test_what_waited_comes_as_one_delta_per_choice_in_order() -> None:
 
 
 async def test_past_the_cap_the_slowest_client_is_given_up_and_only_that_one() -> None:
-    telemetry, stopped = Telemetry(), []
-    outboxes = Outboxes(max_tokens=10, telemetry=telemetry)
+    stopped: list[str] = []
+    outboxes = Outboxes(max_tokens=10)
     with outboxes.open() as slow, outboxes.open() as quick:
         slow.on_slow(lambda: stopped.append("slow"))
         quick.on_slow(lambda: stopped.append("quick"))
@@ -36,18 +35,17 @@ async def test_past_the_cap_the_slowest_client_is_given_up_and_only_that_one() -
         quick.put(delta(0, 2, 3))
         assert stopped == ["slow"]
         slow.put(delta(0, 8, 9))  # its story has not heard yet
-        assert telemetry.value("tandem_buffered_tokens") == 3
+        assert outboxes.num_tokens == 3
         with pytest.raises(SlowClient, match="8 tokens were waiting"):
             await slow.take()
         assert await quick.take() == (delta(0, 0, 1, 2, 3),)
         outboxes.check()
-    assert telemetry.value("tandem_buffered_tokens") == 0
+    assert outboxes.num_tokens == 0
 
 
 async def test_a_client_that_leaves_takes_what_waited_with_it() -> None:
-    telemetry = Telemetry()
-    outboxes = Outboxes(max_tokens=100, telemetry=telemetry)
+    outboxes = Outboxes(max_tokens=100)
     with outboxes.open() as outbox:
         outbox.put(delta(0, 0, 1, 2, 3))
-    assert telemetry.value("tandem_buffered_tokens") == 0
+    assert outboxes.num_tokens == 0
     outboxes.check()
