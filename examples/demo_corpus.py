@@ -21,9 +21,7 @@ CONTEXT = 1024
 
 # Left out: test suites (half of the bytes, mostly assertion tables and deliberately broken sources),
 # generated character tables, and what is installed beside the library rather than part of it.
-_SKIPPED_FOLDERS = frozenset(
-    {"test", "tests", "site-packages", "encodings", "pydoc_data", "idle_test", "__pycache__"}
-)
+_SKIPPED_FOLDERS = frozenset({"test", "tests", "site-packages", "encodings", "pydoc_data", "idle_test", "__pycache__"})
 _HELD_OUT_ONE_IN = 20
 
 # A newline takes the whole indentation after it, so a prompt ending in an indent is cut exactly as in

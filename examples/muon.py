@@ -12,9 +12,7 @@ import torch
 class Muon:
     """Owns one momentum buffer per matrix; the learning rate is an argument of each step."""
 
-    def __init__(
-        self, matrices: Iterable[torch.nn.Parameter], *, momentum: float, weight_decay: float
-    ) -> None:
+    def __init__(self, matrices: Iterable[torch.nn.Parameter], *, momentum: float, weight_decay: float) -> None:
         self._matrices = list(matrices)
         self._buffers = [torch.zeros_like(matrix) for matrix in self._matrices]
         self._momentum = momentum

@@ -164,9 +164,7 @@ def mean_entropy(logits: torch.Tensor) -> torch.Tensor:
     return -(log_p.exp() * log_p).sum(-1).mean()
 
 
-def curve_point(
-    model: LlamaForCausalLM, held_out: Ids, step: int, losses: list[float], seconds: float
-) -> CurvePoint:
+def curve_point(model: LlamaForCausalLM, held_out: Ids, step: int, losses: list[float], seconds: float) -> CurvePoint:
     loss = evaluate(model, held_out[: CURVE_WINDOWS * CONTEXT + 1]).loss
     point = CurvePoint(step, step * BATCH_TOKENS, seconds, float(np.mean(losses)), loss)
     print(curve_row(point), flush=True)

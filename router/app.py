@@ -84,9 +84,7 @@ class _Router:
             policy=policy(config.placement),
             fleet=self._fleet,
             outboxes=self._outboxes,
-            settings=PipelineSettings(
-                request_timeout_s=config.request_timeout_s, max_attempts=config.max_attempts
-            ),
+            settings=PipelineSettings(request_timeout_s=config.request_timeout_s, max_attempts=config.max_attempts),
             clock=clock,
             telemetry=telemetry,
         )

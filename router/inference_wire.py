@@ -51,9 +51,7 @@ def output_to_wire(output: Output) -> inference_pb2.GenerateResponse:
             ),
             ledger=_ledger(output.summary.ledger),
         )
-    return inference_pb2.GenerateResponse(
-        request_id=output.request_id, deltas=_deltas(output.deltas), summary=summary
-    )
+    return inference_pb2.GenerateResponse(request_id=output.request_id, deltas=_deltas(output.deltas), summary=summary)
 
 
 def model_to_wire(model: ModelInfo) -> inference_pb2.Model:

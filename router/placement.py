@@ -115,9 +115,7 @@ class _Turns:
         return sum(map(cost, loads)), turns, " ".join(str(load.member) for load in loads)
 
 
-def _pairs(
-    prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], avoid: frozenset[MemberId]
-) -> list[_Pair]:
+def _pairs(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], avoid: frozenset[MemberId]) -> list[_Pair]:
     """All that can work together; those to avoid only where there is no other. A decode worker without any prefill
     worker of its kind pairs with None, and only if no decode worker has one."""
     prefills, decodes = _rather(prefills, avoid), _rather(decodes, avoid)

@@ -147,12 +147,16 @@ class LocalCluster:
 
     async def status(self) -> admin_pb2.StatusResponse:
         async with self.channel() as channel:
-            return await admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=10)
+            request = admin_pb2.StatusRequest()
+            status: admin_pb2.StatusResponse = await admin_pb2_grpc.AdminStub(channel).Status(request, timeout=10)
+            return status
 
     async def inspect(self, name: str) -> worker_pb2.InspectResponse:
         """The worker's own account, after its check()."""
         async with self.channel(name) as channel:
-            return await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest(), timeout=10)
+            request = worker_pb2.InspectRequest()
+            answer: worker_pb2.InspectResponse = await worker_pb2_grpc.WorkerStub(channel).Inspect(request, timeout=10)
+            return answer
 
     def workers(self, role: str = "") -> list[str]:
         """All, or those of one pool: prefill, decode."""

@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def cases() -> list[_Case]:
 def expected(cases: list[_Case]) -> list[tuple[int, ...]]:
     """What transformers.generate says, greedy, float32; in batches of similar length, for time's sake."""
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     eos = model.generation_config.eos_token_id
     by_length = sorted(range(len(cases)), key=lambda i: len(cases[i].prompt))
     answers: dict[int, tuple[int, ...]] = {}

@@ -183,9 +183,7 @@ async def test_tokenize_and_detokenize_are_each_others_inverse() -> None:
         text = await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=tokens.token_ids))
         assert text.text == "def f():\n    return 1\n"
         message = inference_pb2.ChatMessage(role="user", content="hi")
-        chat = await stub.Tokenize(
-            inference_pb2.TokenizeRequest(chat=inference_pb2.ChatPrompt(messages=[message]))
-        )
+        chat = await stub.Tokenize(inference_pb2.TokenizeRequest(chat=inference_pb2.ChatPrompt(messages=[message])))
         assert len(wire.unpack_ids(chat.token_ids)) > 1
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=wire.pack_ids([99_999])))

@@ -120,8 +120,7 @@ def test_chat_template_renders_messages_as_comments() -> None:
     template = ImmutableSandboxedEnvironment().from_string(config["chat_template"])
     rendered = template.render(messages=messages, add_generation_prompt=True)
     assert rendered == (
-        "<|endoftext|># system: Be brief.\n# user: one\n# two\n# assistant:\nx = 1\n"
-        "# user: and y?\n# assistant:\n"
+        "<|endoftext|># system: Be brief.\n# user: one\n# two\n# assistant:\nx = 1\n# user: and y?\n# assistant:\n"
     )
     assert rendered == AutoTokenizer.from_pretrained(MODEL).apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True
