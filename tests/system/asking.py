@@ -86,16 +86,17 @@ class Asked(Answer):
     def __init__(self, call: "grpc.aio.UnaryStreamCall[object, inference_pb2.GenerateResponse]") -> None:
         super().__init__()
         self._call = call
+        self._responses = aiter(call)
 
     async def until(self, num_tokens: int) -> None:
         """At least so many tokens of every choice that has begun."""
         while not self.choices or min(map(len, self.choices.values())) < num_tokens:
-            response = await self._call.read()
-            assert isinstance(response, inference_pb2.GenerateResponse), "the stream ended early"
+            response = await anext(self._responses, None)
+            assert response is not None, "the stream ended early"
             self.take(response)
 
     async def end(self) -> Answer:
-        async for response in self._call:
+        async for response in self._responses:
             self.take(response)
         assert self.summary is not None, "the stream ended without its summary"
         return self

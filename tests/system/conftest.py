@@ -56,5 +56,7 @@ async def _two_and_two(redis_url: str, directory: Path, transport: str) -> Async
     cluster = LocalCluster(redis_url, directory, flags=flags)
     try:
         yield await cluster.start(prefill=2, decode=2)
+        living = {name for name, member in cluster.members.items() if member.process.returncode is None}
     finally:
-        await cluster.stop()
+        codes = await cluster.stop()
+    assert {name: codes[name] for name in living} == dict.fromkeys(living, 0), cluster.output()[-4000:]

@@ -147,20 +147,23 @@ class LocalCluster:
 
     async def status(self) -> admin_pb2.StatusResponse:
         async with self.channel() as channel:
-            request = admin_pb2.StatusRequest()
-            status: admin_pb2.StatusResponse = await admin_pb2_grpc.AdminStub(channel).Status(request, timeout=10)
-            return status
+            status: admin_pb2.StatusResponse = await admin_pb2_grpc.AdminStub(channel).Status(
+                admin_pb2.StatusRequest(), timeout=10
+            )
+        return status
 
     async def inspect(self, name: str) -> worker_pb2.InspectResponse:
         """The worker's own account, after its check()."""
         async with self.channel(name) as channel:
-            request = worker_pb2.InspectRequest()
-            answer: worker_pb2.InspectResponse = await worker_pb2_grpc.WorkerStub(channel).Inspect(request, timeout=10)
-            return answer
+            report: worker_pb2.InspectResponse = await worker_pb2_grpc.WorkerStub(channel).Inspect(
+                worker_pb2.InspectRequest(), timeout=10
+            )
+        return report
 
     def workers(self, role: str = "") -> list[str]:
-        """All, or those of one pool: prefill, decode."""
-        return [name for name in self.members if name.startswith(role) and not name.startswith("router")]
+        """Those that live: all, or those of one pool: prefill, decode."""
+        living = [name for name, member in self.members.items() if member.process.returncode is None]
+        return [name for name in living if name.startswith(role) and not name.startswith("router")]
 
     async def figures(self, role: str) -> dict[str, float]:
         """Summed over the pool."""

@@ -1,0 +1,118 @@
+"""Workers die, freeze and leave under load: no request is lost, no token repeated, missing or different."""
+
+import asyncio
+import signal
+
+import pytest
+
+from tandem.v1 import inference_pb2
+from tests.system.asking import Answer, ask, asked, question
+from tests.system.local_cluster import LocalCluster
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+
+_DEADLINE_S = 60.0
+_LONG = tuple(20 + i % 800 for i in range(960))  # fifteen chunks
+_STREAM = question(range(30, 70), max_tokens=300, ignore_eos=True)
+
+
+async def _busy(cluster: LocalCluster, role: str) -> str:
+    """The first worker of the pool that computes something."""
+    async with asyncio.timeout(_DEADLINE_S):
+        while True:
+            for name in cluster.workers(role):
+                if (await cluster.inspect(name)).figures["running"]:
+                    return name
+
+
+async def _kill(cluster: LocalCluster, *names: str) -> None:
+    for name in names:
+        cluster.members[name].send_signal(signal.SIGKILL)
+    for name in names:
+        assert await cluster.members[name].exit_code() == -signal.SIGKILL
+
+
+async def test_a_prefill_worker_killed_in_the_middle_costs_time_only(cluster: LocalCluster) -> None:
+    request = question(_LONG, max_tokens=8, ignore_eos=True)
+    undisturbed = await ask(cluster, request)
+    async with asked(cluster, request) as answer:
+        victim = await _busy(cluster, "prefill")
+        await _kill(cluster, victim)
+        await answer.end()
+    assert answer.token_ids == undisturbed.token_ids
+    assert any(reason.startswith(("prefill_", "handoff_")) for reason in answer.ledger.reasons), answer.ledger
+    assert not any("local" in reason for reason in answer.ledger.reasons)
+    survivor = next(name for name in cluster.workers("prefill") if name != victim)
+    assert any(member.startswith(survivor) for member in answer.ledger.members)
+    await cluster.until_free()
+
+
+async def test_a_decode_worker_killed_mid_stream_is_a_gap_only(cluster: LocalCluster) -> None:
+    undisturbed = await ask(cluster, _STREAM)
+    async with asked(cluster, _STREAM) as answer:
+        await answer.until(40)
+        await _kill(cluster, await _busy(cluster, "decode"))
+        assert len(answer.token_ids) < 300
+        await answer.end()
+    assert answer.token_ids == undisturbed.token_ids
+    assert len({member for member in answer.ledger.members if member.startswith("decode")}) == 2
+    await cluster.until_free()
+
+
+async def test_a_frozen_decode_worker_that_wakes_up_speaks_to_nobody(cluster: LocalCluster) -> None:
+    undisturbed = await ask(cluster, _STREAM)
+    async with asked(cluster, _STREAM) as answer:
+        await answer.until(40)
+        frozen = await _busy(cluster, "decode")
+        with cluster.members[frozen].stopped():
+            await answer.until(200)  # the other one goes on
+        await answer.end()
+    assert answer.token_ids == undisturbed.token_ids
+    await cluster.until_free()
+    assert not (await cluster.inspect(frozen)).figures["running"]
+    await cluster.mend()  # it is taken back as it is
+    assert (await ask(cluster, _STREAM)).token_ids == undisturbed.token_ids
+
+
+async def test_without_a_prefill_worker_decode_prefills_and_says_so(cluster: LocalCluster) -> None:
+    """Sampled too: the path changes, the tokens do not."""
+    warm = inference_pb2.SamplingParams(temperature=0.8, seed=3)
+    sampled = question(range(40, 99), max_tokens=16, n=3, sampling=warm, ignore_eos=True)
+    greedy = question(range(40, 99), max_tokens=16, ignore_eos=True)
+    handed_over = [await ask(cluster, sampled), await ask(cluster, greedy)]
+    before = await cluster.figures("decode")
+    await _kill(cluster, *cluster.workers("prefill"))
+    local = [await ask(cluster, sampled)]  # the router may find out with this one
+    await _until_router_knows_no_prefill(cluster)
+    local.append(await ask(cluster, greedy))
+    after = await cluster.figures("decode")
+    await cluster.until_free()
+    assert [answer.choices for answer in local] == [answer.choices for answer in handed_over]
+    assert after["local_prefills"] - before["local_prefills"] == len(local)
+    assert [answer.ledger.transport for answer in local] == ["local", "local"]
+    assert set(local[0].ledger.reasons) <= {"prefill_worker_lost", "no_prefill_worker"}
+    assert local[0].ledger.reasons
+    assert local[1].ledger.reasons == ["no_prefill_worker"]
+
+
+async def _until_router_knows_no_prefill(cluster: LocalCluster) -> None:
+    async with asyncio.timeout(_DEADLINE_S):
+        while any(m.role == "prefill" and m.figures for m in (await cluster.status()).members):
+            pass
+
+
+async def test_draining_workers_under_load_loses_nothing(cluster: LocalCluster) -> None:
+    requests = [question(range(30, 60 + 40 * i), max_tokens=60, ignore_eos=True) for i in range(8)]
+    undisturbed = [await ask(cluster, request) for request in requests]
+    answering = [asyncio.create_task(ask(cluster, request)) for request in requests]
+    await _busy(cluster, "decode")
+    leaving = ("prefill0", "decode0")
+    for name in leaving:
+        cluster.members[name].send_signal(signal.SIGTERM)
+    late = asyncio.create_task(ask(cluster, requests[0]))
+    answers: list[Answer] = await asyncio.gather(*answering)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in undisturbed]
+    assert (await late).token_ids == undisturbed[0].token_ids
+    assert [await cluster.members[name].exit_code() for name in leaving] == [0, 0]
+    for name in leaving:
+        assert not any("work left" in line for line in cluster.members[name].output), cluster.output()
