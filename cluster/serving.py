@@ -4,6 +4,7 @@ Health and reflection services stand in each server; every error leaves through 
 the health status, never what is served.
 """
 
+import socket
 from collections.abc import Sequence
 
 import grpc
@@ -64,6 +65,7 @@ class GrpcServer:
     def bind(self, host: str, port: int) -> int:
         """The port it listens on: `port`, or a free one for 0. Raises ConfigError when it cannot be had."""
         address = join_address(host, port)
+        _refuse_taken(host, port)
         try:
             bound = self.grpc.add_insecure_port(address)
         except RuntimeError as error:
@@ -103,6 +105,17 @@ async def is_serving(channel: grpc.aio.Channel, *, timeout_s: float, service: st
 def join_address(host: str, port: int) -> str:
     """host:port, with the brackets that an IPv6 address needs."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _refuse_taken(host: str, port: int) -> None:
+    """gRPC would find out too, and write a line of its own to stderr that says it in the words of its source."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {join_address(host, port)}: {error.strerror}") from error
 
 
 def _message_options(max_message_bytes: int) -> list[tuple[str, int]]:

@@ -94,8 +94,7 @@ class LocalCluster:
         """Without waiting for it."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")}
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module, "--redis", self.redis_url, "--cluster-name", self._name),
-            *("--cluster-key-file", str(self._directory / "cluster.key"), "--member-id", name),
+            *(sys.executable, "-m", module, *self._cluster_flags(), "--member-id", name),
             *("--model", str(self._model), *flags),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -103,6 +102,10 @@ class LocalCluster:
         )
         member = self.members[name] = Member(name, module, tuple(flags), process)
         return member
+
+    def joining_flags(self) -> tuple[str, ...]:
+        """Of one more worker; it brings its own --model."""
+        return (*self._cluster_flags(), *self._flags)
 
     async def mend(self) -> None:
         """Starts again, under their names, the members that have ended. Returns when the router knows all that live."""
@@ -189,6 +192,10 @@ class LocalCluster:
                         pass
         except TimeoutError:
             raise AssertionError(f"{name} still has {in_use}") from None
+
+    def _cluster_flags(self) -> tuple[str, ...]:
+        key = str(self._directory / "cluster.key")
+        return ("--redis", self.redis_url, "--cluster-name", self._name, "--cluster-key-file", key)
 
     async def _until_ready(self, member: Member) -> None:
         stdout = member.process.stdout

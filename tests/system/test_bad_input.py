@@ -1,0 +1,262 @@
+"""Bad input to real processes: a clear error that says what to change, and no work for anybody.
+
+Requests go to a running cluster, over gRPC and HTTP; processes that cannot work, or do not belong, are started as
+operators start them.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from safetensors.torch import load_file, save_file
+
+from cluster.process import ExitStatus
+from cluster.wire import pack_ids
+from tandem.v1 import inference_pb2
+from tests.system.asking import asked, question
+from tests.system.local_cluster import DEMO_MODEL, LocalCluster
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+_DEADLINE_S = 60.0
+_INVALID = grpc.StatusCode.INVALID_ARGUMENT
+_WORK = ("tokens_computed", "prompts_done", "prompts_failed", "tokens_drawn", "waiting", "running")
+
+
+@asynccontextmanager
+async def _no_work(cluster: LocalCluster) -> AsyncIterator[None]:
+    """Nothing was queued, computed or drawn meanwhile."""
+    before = [await cluster.figures(role) for role in ("prefill", "decode")]
+    yield
+    after = [await cluster.figures(role) for role in ("prefill", "decode")]
+    assert [[f[name] for name in _WORK] for f in after] == [[f[name] for name in _WORK] for f in before]
+
+
+def _wrong(**changes: Any) -> inference_pb2.GenerateRequest:
+    request = question((5, 6, 7))
+    for name, value in changes.items():
+        part = next((p for p in (request.sampling, request.stop) if name in p.DESCRIPTOR.fields_by_name), request)
+        setattr(part, name, value)
+    return request
+
+
+_WRONG_REQUESTS = {
+    "empty prompt": (_wrong(token_ids=b""), _INVALID, ("empty",)),
+    "no prompt": (inference_pb2.GenerateRequest(), _INVALID, ("prompt",)),
+    "prompt too long": (_wrong(token_ids=pack_ids((5,) * 2000)), _INVALID, ("2000", "1024")),
+    "prompt and answer too long": (_wrong(max_tokens=1022), _INVALID, ("1022", "1024")),
+    "unknown model": (_wrong(model="gpt-9"), grpc.StatusCode.NOT_FOUND, ("gpt-9", "demo_model")),
+    "token id outside": (_wrong(token_ids=pack_ids((5, 999_999))), _INVALID, ("999999",)),
+    "ragged ids": (_wrong(token_ids=b"12345"), _INVALID, ("multiple of 4", "not 5")),
+    "stop token outside": (_wrong(stop_token_ids=pack_ids((999_999,))), _INVALID, ("999999",)),
+    "temperature": (_wrong(temperature=2.5), _INVALID, ("temperature", "2.5")),
+    "temperature nan": (_wrong(temperature=float("nan")), _INVALID, ("temperature", "nan")),
+    "top_p": (_wrong(top_p=0.0), _INVALID, ("top_p",)),
+    "min_p": (_wrong(min_p=1.5), _INVALID, ("min_p", "1.5")),
+    "n": (_wrong(n=1000), _INVALID, ("n must", "1000")),
+    "logprobs": (_wrong(logprobs=50), _INVALID, ("logprobs", "50")),
+    "max_tokens": (_wrong(max_tokens=0), _INVALID, ("max_tokens",)),
+    "min_tokens": (_wrong(min_tokens=9), _INVALID, ("min_tokens", "9")),
+}
+
+
+@pytest.mark.parametrize("name", _WRONG_REQUESTS)
+async def test_a_wrong_request_is_refused_before_any_work(cluster: LocalCluster, name: str) -> None:
+    request, code, said = _WRONG_REQUESTS[name]
+    async with _no_work(cluster):
+        error = await _refusal(cluster, request)
+    assert error.code() is code
+    _assert_told(error.details() or "", *said)
+
+
+async def _refusal(cluster: LocalCluster, request: inference_pb2.GenerateRequest) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with asked(cluster, request) as answer:
+            await answer.end()
+    return caught.value
+
+
+def _assert_told(text: str, *said: str) -> None:
+    assert all(part in text for part in said), text
+    assert "Traceback" not in text
+    assert 'File "' not in text
+
+
+_OVER_HTTP = {
+    "empty prompt": ({"prompt": []}, 400, "prompt"),
+    "prompt too long": ({"prompt": [5] * 2000}, 400, "2000"),
+    "unknown model": ({"prompt": [5], "model": "gpt-9"}, 404, "gpt-9"),
+    "token id outside": ({"prompt": [999_999]}, 400, "999999"),
+    "negative token id": ({"prompt": [-1]}, 400, "-1"),
+    "temperature": ({"prompt": [5], "temperature": 2.5}, 400, "temperature"),
+    "top_p": ({"prompt": [5], "top_p": 7}, 400, "top_p"),
+    "n": ({"prompt": [5], "n": 1000}, 400, "n"),
+    "unknown field": ({"prompt": [5], "beam_width": 4}, 400, "beam_width"),
+    "no JSON": (b"{", 400, "JSON"),
+    "oversized": (b'{"prompt": "' + b"x" * (5 << 20) + b'"}', 413, "bytes"),
+}
+
+
+@pytest.mark.parametrize("name", _OVER_HTTP)
+async def test_a_wrong_request_over_http_is_refused_before_any_work(cluster: LocalCluster, name: str) -> None:
+    body, status, said = _OVER_HTTP[name]
+    content: Any = {"content": body} if isinstance(body, bytes) else {"json": {"model": "", "max_tokens": 4} | body}
+    async with _no_work(cluster), _http(cluster) as http:
+        answer = await http.post("/v1/completions", **content)
+    assert answer.status_code == status, answer.text
+    _assert_told(answer.json()["error"]["message"], said)
+
+
+def _http(cluster: LocalCluster) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=f"http://{cluster.members['router0'].ready['http']}", verify=False, timeout=30)
+
+
+@pytest.mark.parametrize(("payload", "said"), [(b"\xff\xff\xff\xff", "malformed"), (b"x" * (5 << 20), "larger")])
+async def test_bytes_that_are_no_message_and_too_many_bytes(cluster: LocalCluster, payload: bytes, said: str) -> None:
+    async with _no_work(cluster):
+        async with cluster.channel() as channel:
+            call = channel.unary_stream("/tandem.v1.Inference/Generate")(payload, timeout=_DEADLINE_S)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in call:
+                    pass
+    assert caught.value.code() in (_INVALID, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    _assert_told(caught.value.details() or "", said)
+
+
+async def test_a_live_requests_id_is_refused_and_costs_nothing(cluster: LocalCluster) -> None:
+    live = question((5, 6, 7), max_tokens=900, ignore_eos=True, request_id="twice")
+    async with asked(cluster, live) as answer:
+        await answer.until(3)
+        prompts_done = (await cluster.figures("prefill"))["prompts_done"]
+        error = await _refusal(cluster, live)
+        assert (await cluster.figures("prefill"))["prompts_done"] == prompts_done
+    assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+    _assert_told(error.details() or "", "twice")
+
+
+async def test_no_process_of_the_cluster_wrote_a_stack_trace(cluster: LocalCluster) -> None:
+    for request, _, _ in _WRONG_REQUESTS.values():
+        await _refusal(cluster, request)
+    assert "Traceback" not in cluster.output()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    status: int
+    stderr: str
+
+
+async def _start(module: str, *flags: str) -> _Ended:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, "--log-level", "error", *flags),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment,
+    )
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            _, stderr = await process.communicate()
+    except TimeoutError:
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+        raise
+    return _Ended(process.returncode or 0, stderr.decode())
+
+
+_MODULES = ("prefill_worker", "decode_worker", "router")
+
+
+@pytest.mark.parametrize("module", _MODULES)
+async def test_wrong_settings_end_a_start_in_one_line(module: str, tmp_path: Path) -> None:
+    file = tmp_path / "tandem.yaml"
+    file.write_text("max_model_length: 5\n")
+    model = ("--model", str(DEMO_MODEL))
+    starts = {
+        "--no-such-flag": ("--no-such-flag", *model),
+        "max_model_length": ("--config", str(file), *model),
+        "--max-model-len": ("--max-model-len", "-1", *model),
+        "--model": (),
+    }
+    ended = await asyncio.gather(*(_start(module, *flags) for flags in starts.values()))
+    for said, end in zip(starts, ended, strict=True):
+        assert end.status == ExitStatus.CONFIG, end
+        _assert_told(end.stderr, said)
+        if said != "--no-such-flag":  # argparse shows the flags that there are
+            assert len(end.stderr.splitlines()) == 1, end.stderr
+
+
+@pytest.mark.parametrize("module", _MODULES)
+async def test_missing_model_taken_port_and_unreachable_redis_end_a_start_in_one_line(
+    module: str, redis_url: str, tmp_path: Path
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        common = ("--cluster-key-file", str(tmp_path / "key"))
+        free = ("--port", "0", *(("--grpc-port", "0") if module == "router" else ()))
+        model = ("--model", str(DEMO_MODEL))
+        other = ("--grpc-port", "0") if module == "router" else ()
+        ended = await asyncio.gather(
+            _start(module, *common, *free, "--redis", redis_url, "--model", str(tmp_path / "nowhere")),
+            _start(module, *common, *other, "--redis", redis_url, *model, "--port", port),
+            _start(module, *common, *free, "--redis", "redis://127.0.0.1:1/0", *model),
+        )
+    expected = [(ExitStatus.CONFIG, "nowhere"), (ExitStatus.CONFIG, port), (ExitStatus.REGISTRY, "127.0.0.1:1")]
+    for end, (status, said) in zip(ended, expected, strict=True):
+        assert end.status == status, end
+        assert len(end.stderr.splitlines()) == 1, end.stderr
+        _assert_told(end.stderr, said)
+
+
+async def test_workers_that_do_not_belong_are_refused_with_both_values(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Another model, another block size, another fine-tune of the same shape: exit status 2 and one line that says
+    what differs; those that belong go on."""
+    tuned = _another_fine_tune(tmp_path / "demo_model")
+    starts = {
+        "config": ("--model", str(_another_model(tmp_path / "other" / "demo_model")), "--load-format", "dummy"),
+        "block": ("--model", str(DEMO_MODEL), "--block-size", "8"),
+        "weights": ("--model", str(tuned)),
+    }
+    belonging = cluster.members["decode0"].ready["member"]
+    ended = await asyncio.gather(*(_start("decode_worker", *cluster.joining_flags(), *f) for f in starts.values()))
+    for said, end in zip(starts, ended, strict=True):
+        assert end.status == ExitStatus.CONFIG, end
+        assert len(end.stderr.splitlines()) == 1, end.stderr
+        _assert_told(end.stderr, said, "cannot join")
+        assert any(name in end.stderr for name in cluster.workers()), end.stderr
+    assert cluster.members["decode0"].ready["member"] == belonging
+    known = {member.member_id for member in (await cluster.status()).members}
+    assert set(cluster.workers()) <= known <= set(cluster.members)
+
+
+def _another_fine_tune(folder: Path) -> Path:
+    """The demo model with one weight moved: every shape and name is the same."""
+    shutil.copytree(DEMO_MODEL, folder)
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in sorted(weights) if weights[name].dim() == 2)
+    weights[name][0, 0] += 0.5
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _another_model(folder: Path) -> Path:
+    shutil.copytree(DEMO_MODEL, folder)
+    config = folder / "config.json"
+    text = config.read_text()
+    changed = text.replace('"rope_theta": 10000.0', '"rope_theta": 20000.0')
+    assert changed != text
+    config.write_text(changed)
+    return folder
