@@ -15,28 +15,7 @@ flight may still write to, which go to quarantine. DRAINING lasts until that rea
 by the destruction of the channel; then `Quiet`, and `Settle` if the exporter still waits for one: settling means that
 nobody reads any more.
 
-Events                                             what it means
-    FromExporter(message)                          Accepted, Refused, Sealed, Finished, Failed or Settled
-    Reserved(block_ids, num_cached)                the pool gave them; the first num_cached hold their content already
-    Unreservable()                                 the pool never can
-    ReadCompleted(read_id, digests)                written and visible; digests of the local copies, in order
-    ReadFailed(read_id, detail)                    an error: it may still write
-    ChannelDestroyed()                             nothing can write any more
-    Cancel()                                       the request does not need it
-    CallEnded()                                    the stream to the exporter is gone
-    Tick()                                         give one at `next_deadline_s`
-Actions                                            what the driver does
-    Send(message)                                  Attach, Renew or Settle
-    Reserve(num_blocks)                            commands.Reserve; the answer is an event
-    StartRead(read_id, remote, local)              opens the channel first; an error there is a ReadFailed
-    DestroyChannel()                               ends in ChannelDestroyed
-    Discard(quarantined)                           commands.Discard, once, if Reserve was asked; Reserved may still come
-    Quiet(block_ids)                               commands.Quiet
-    GiveUp(reason, detail)                         once: the request hears it now, the machine goes on until ENDED
-    Admit(sealed, tails, first_tokens)             once: the blocks are good, and the request's
-    ReportUnhealthy()                              destroying the channel did not end within quarantine_s
-    Close()                                        the last: half-close the call after what was sent; the channel is
-                                                   quiet: release it, unless destroyed
+Events and actions are in `import_events`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -51,9 +30,7 @@ from kvtransfer.handoff import (
     ExporterMessage,
     Failed,
     Finished,
-    FirstToken,
     Guards,
-    ImporterMessage,
     Outcome,
     Refused,
     RemoteBlock,
@@ -63,6 +40,29 @@ from kvtransfer.handoff import (
     Settled,
     illegal,
     remembered,
+)
+from kvtransfer.import_events import (
+    Action,
+    Admit,
+    CallEnded,
+    Cancel,
+    ChannelDestroyed,
+    Close,
+    DestroyChannel,
+    Discard,
+    Event,
+    FromExporter,
+    GiveUp,
+    Quiet,
+    ReadCompleted,
+    ReadFailed,
+    ReportUnhealthy,
+    Reserve,
+    Reserved,
+    Send,
+    StartRead,
+    Tick,
+    Unreservable,
 )
 
 
@@ -89,115 +89,6 @@ _NEVER_S = float("inf")
 _OVER = (ImportPhase.DRAINING, ImportPhase.ADMITTED, ImportPhase.ENDED)  # the request has its answer
 
 
-@dataclass(frozen=True, slots=True)
-class FromExporter:
-    message: ExporterMessage
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    block_ids: tuple[int, ...]
-    num_cached: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Unreservable:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class ReadCompleted:
-    read_id: int
-    digests: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReadFailed:
-    read_id: int
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelDestroyed:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class CallEnded:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    pass
-
-
-Event = (
-    FromExporter | Reserved | Unreservable | ReadCompleted | ReadFailed | ChannelDestroyed | Cancel | CallEnded | Tick
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    message: ImporterMessage
-
-
-@dataclass(frozen=True, slots=True)
-class Reserve:
-    num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class StartRead:
-    read_id: int
-    remote_block_ids: tuple[int, ...]
-    local_block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DestroyChannel:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Discard:
-    quarantined: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Quiet:
-    block_ids: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    reason: HandOffReason
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Admit:
-    sealed_block_ids: tuple[int, ...]
-    tail_block_ids: tuple[int, ...]
-    first_tokens: tuple[FirstToken, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReportUnhealthy:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    pass
-
-
-Action = Send | Reserve | StartRead | DestroyChannel | Discard | Quiet | GiveUp | Admit | ReportUnhealthy | Close
 Step = tuple["Import", tuple[Action, ...]]
 
 

@@ -14,6 +14,7 @@ from cluster.clock import Clock
 from cluster.errors import HandOffFailed, HandOffReason, TandemError
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
 from cluster.wire import fingerprint_to_wire
+from kvtransfer import import_events as events
 from kvtransfer import import_machine as machine
 from kvtransfer.block_source import BlockSource
 from kvtransfer.counters import TransferCounters
@@ -49,7 +50,7 @@ class ImportMeans:
 class Admitted:
     """The machine's answer, with what the driver saw beside it."""
 
-    admit: machine.Admit
+    admit: events.Admit
     transport: str
     kv_bytes: int
     exposed_transfer_s: float
@@ -84,7 +85,7 @@ class ImportRun:
         self._read: asyncio.Task[None] | None = None
         self._is_destroying = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._timer = DeadlineTimer(means.clock, lambda: self._take(machine.Tick()))
+        self._timer = DeadlineTimer(means.clock, lambda: self._take(events.Tick()))
         self._call = ImportCall(
             channels=means.channels,
             address=ticket.exporter_address,
@@ -100,7 +101,7 @@ class ImportRun:
 
     def cancel(self) -> None:
         """The request does not need it: gives back at once what nothing writes to, and the rest when it is quiet."""
-        self._take(machine.Cancel())
+        self._take(events.Cancel())
 
     @property
     def was_admitted(self) -> bool:
@@ -120,35 +121,35 @@ class ImportRun:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _take(self, event: machine.Event) -> None:
+    def _take(self, event: events.Event) -> None:
         if self._state.is_over:
             return
         self._state, actions = machine.advance(self._state, event, self._means.clock.now_s())
         self._perform(actions)
 
-    def _perform(self, actions: Sequence[machine.Action]) -> None:
+    def _perform(self, actions: Sequence[events.Action]) -> None:
         for action in actions:
             match action:
-                case machine.Send(message):
+                case events.Send(message):
                     self._call.send(self._to_wire(message))
-                case machine.Reserve(num_blocks):
+                case events.Reserve(num_blocks):
                     self._reservation = self._keep(self._reserve(num_blocks))
-                case machine.StartRead():
+                case events.StartRead():
                     self._read = self._keep(self._read_blocks(action))
-                case machine.DestroyChannel():
+                case events.DestroyChannel():
                     self._keep(self._destroy())
-                case machine.Discard(quarantined):
+                case events.Discard(quarantined):
                     self._discard(quarantined)
-                case machine.Quiet(block_ids):
+                case events.Quiet(block_ids):
                     self._means.counters.quarantined(-len(block_ids))
                     self._blocks.quiet(block_ids)
-                case machine.GiveUp():
+                case events.GiveUp():
                     self._give_up(action)
-                case machine.Admit():
+                case events.Admit():
                     self._admit(action)
-                case machine.ReportUnhealthy():
+                case events.ReportUnhealthy():
                     self._means.unhealthy(f"a read for request {self._ticket.request_id} cannot be proven quiet")
-                case machine.Close():
+                case events.Close():
                     self._close()
         self._timer.set(self._state.next_deadline_s)
 
@@ -178,22 +179,22 @@ class ImportRun:
             self._transport, self._endpoint = wire.accepted.transport, wire.accepted.endpoint
         if isinstance(message, Finished):
             self._finished_s = self._means.clock.now_s()
-        self._take(machine.FromExporter(message))
+        self._take(events.FromExporter(message))
 
     def _on_call_ended(self, error: str) -> None:
         self._cause = error
-        self._take(machine.CallEnded())
+        self._take(events.CallEnded())
 
     async def _reserve(self, num_blocks: int) -> None:
         try:
             block_ids = await self._blocks.reserve(self._handoff_id, num_blocks)
         except TandemError as error:
             self._cause = error.detail if isinstance(error, HandOffFailed) else error.message
-            self._take(machine.Unreservable())
+            self._take(events.Unreservable())
         else:
-            self._take(machine.Reserved(block_ids))
+            self._take(events.Reserved(block_ids))
 
-    async def _read_blocks(self, read: machine.StartRead) -> None:
+    async def _read_blocks(self, read: events.StartRead) -> None:
         """Opens the channel with the first read. Digests are part of the read: what is not verified did not arrive."""
         try:
             if self._channel is None:
@@ -203,10 +204,10 @@ class ImportRun:
                 self._means.verifier, digest_blocks, self._means.memory, read.local_block_ids
             )
         except (TransportError, OSError, RuntimeError) as error:  # the latter two: memory and device
-            self._take(machine.ReadFailed(read.read_id, str(error)))
+            self._take(events.ReadFailed(read.read_id, str(error)))
         else:
             self._count_damage(digests)
-            self._take(machine.ReadCompleted(read.read_id, digests))
+            self._take(events.ReadCompleted(read.read_id, digests))
 
     async def _open(self) -> Channel:
         transport = self._means.transports.get(self._transport)
@@ -229,7 +230,7 @@ class ImportRun:
             await asyncio.wait([self._read])
         if self._channel is not None:
             await self._channel.destroy()
-        self._take(machine.ChannelDestroyed())
+        self._take(events.ChannelDestroyed())
 
     def _discard(self, quarantined: frozenset[int]) -> None:
         if self._reservation is not None:
@@ -237,14 +238,14 @@ class ImportRun:
         self._means.counters.quarantined(len(quarantined))
         self._blocks.discard(self._handoff_id, quarantined)
 
-    def _give_up(self, action: machine.GiveUp) -> None:
+    def _give_up(self, action: events.GiveUp) -> None:
         outcome = "unneeded" if action.reason is HandOffReason.CANCELLED else "failed"
         self._count(outcome, action.reason)
         detail = action.detail or self._cause
         if not self.answer.done():
             self.answer.set_exception(HandOffFailed(action.reason, f"request {self._ticket.request_id}: {detail}"))
 
-    def _admit(self, action: machine.Admit) -> None:
+    def _admit(self, action: events.Admit) -> None:
         now_s = self._means.clock.now_s()
         kv_bytes = self._plan.num_blocks * self._means.memory.block_bytes
         self._count("ok", None)

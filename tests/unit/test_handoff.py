@@ -8,6 +8,7 @@ import pytest
 from cluster.errors import HandOffReason
 from cluster.messages import Epoch, MemberId
 from kvtransfer import export_machine as exporting
+from kvtransfer import import_events
 from kvtransfer import import_machine as importing
 from kvtransfer.export_machine import Export
 from kvtransfer.handoff import (
@@ -60,12 +61,12 @@ class _Importer:
         self.state, actions = importing.begin(plan, 0.0)
         self.actions = list(actions)
 
-    def hear(self, *messages: ExporterMessage, now_s: float = 0.0) -> tuple[importing.Action, ...]:
-        return self.feed(*(importing.FromExporter(message) for message in messages), now_s=now_s)
+    def hear(self, *messages: ExporterMessage, now_s: float = 0.0) -> tuple[import_events.Action, ...]:
+        return self.feed(*(import_events.FromExporter(message) for message in messages), now_s=now_s)
 
-    def feed(self, *events: importing.Event, now_s: float = 0.0) -> tuple[importing.Action, ...]:
+    def feed(self, *events: import_events.Event, now_s: float = 0.0) -> tuple[import_events.Action, ...]:
         """The actions that these events led to."""
-        fresh: list[importing.Action] = []
+        fresh: list[import_events.Action] = []
         for event in events:
             self.state, actions = importing.advance(self.state, event, now_s)
             fresh += actions
@@ -76,7 +77,7 @@ class _Importer:
 def _pulling() -> _Importer:
     importer = _Importer()
     importer.hear(ACCEPTED)
-    importer.feed(importing.Reserved((10, 11, 12, 13)))
+    importer.feed(import_events.Reserved((10, 11, 12, 13)))
     return importer
 
 
@@ -89,7 +90,7 @@ def _reading() -> _Importer:
 def _settling() -> _Importer:
     importer = _reading()
     importer.hear(FINISHED)
-    importer.feed(importing.ReadCompleted(0, (b"d0", b"d1")), importing.ReadCompleted(1, (b"d2", b"d2")))
+    importer.feed(import_events.ReadCompleted(0, (b"d0", b"d1")), import_events.ReadCompleted(1, (b"d2", b"d2")))
     assert importer.state.phase is ImportPhase.SETTLING
     return importer
 
@@ -97,30 +98,35 @@ def _settling() -> _Importer:
 def test_all_blocks_and_tails_are_reserved_in_one_step_before_the_first_read() -> None:
     importer = _Importer()
 
-    assert importer.hear(Sealed(EPOCH, 0, BLOCKS), ACCEPTED) == (importing.Reserve(4),)
-    assert importer.feed(importing.Reserved((10, 11, 12, 13))) == (importing.StartRead(0, (40, 41), (10, 11)),)
+    assert importer.hear(Sealed(EPOCH, 0, BLOCKS), ACCEPTED) == (import_events.Reserve(4),)
+    assert importer.feed(import_events.Reserved((10, 11, 12, 13))) == (import_events.StartRead(0, (40, 41), (10, 11)),)
 
 
 def test_blocks_are_pulled_while_prefill_is_still_running() -> None:
     importer = _pulling()
 
-    assert importer.hear(Sealed(EPOCH, 0, BLOCKS[:1])) == (importing.StartRead(0, (40,), (10,)),)
+    assert importer.hear(Sealed(EPOCH, 0, BLOCKS[:1])) == (import_events.StartRead(0, (40,), (10,)),)
     assert importer.hear(Sealed(EPOCH, 1, BLOCKS[1:])) == ()  # one read at a time
-    assert importer.feed(importing.ReadCompleted(0, (b"d0",))) == (importing.StartRead(1, (41,), (11,)),)
+    assert importer.feed(import_events.ReadCompleted(0, (b"d0",))) == (import_events.StartRead(1, (41,), (11,)),)
 
 
 def test_every_choice_reads_its_own_copy_of_the_tail() -> None:
     importer = _reading()
     importer.hear(FINISHED)
 
-    assert importer.feed(importing.ReadCompleted(0, (b"d0", b"d1"))) == (importing.StartRead(1, (42, 42), (12, 13)),)
+    assert importer.feed(import_events.ReadCompleted(0, (b"d0", b"d1"))) == (
+        import_events.StartRead(1, (42, 42), (12, 13)),
+    )
 
 
 def test_blocks_are_admitted_only_after_a_valid_settle() -> None:
     importer = _settling()
-    assert importer.actions[-1] == importing.Send(Settle(EPOCH, Outcome.OK))
+    assert importer.actions[-1] == import_events.Send(Settle(EPOCH, Outcome.OK))
 
-    assert importer.hear(Settled(EPOCH, True)) == (importing.Admit((10, 11), (12, 13), TOKENS), importing.Close())
+    assert importer.hear(Settled(EPOCH, True)) == (
+        import_events.Admit((10, 11), (12, 13), TOKENS),
+        import_events.Close(),
+    )
     assert importer.state.is_over
 
 
@@ -128,9 +134,9 @@ def test_invalid_settle_drops_the_blocks() -> None:
     importer = _settling()
 
     assert importer.hear(Settled(EPOCH, False)) == (
-        importing.GiveUp(HandOffReason.LEASE_LAPSED),
-        importing.Discard(frozenset()),
-        importing.Close(),
+        import_events.GiveUp(HandOffReason.LEASE_LAPSED),
+        import_events.Discard(frozenset()),
+        import_events.Close(),
     )
 
 
@@ -139,9 +145,9 @@ def test_no_answer_to_settle_counts_as_invalid() -> None:
     deadline_s = importer.state.next_deadline_s
     assert deadline_s == 6.0
 
-    actions = importer.feed(importing.Tick(), now_s=deadline_s)
+    actions = importer.feed(import_events.Tick(), now_s=deadline_s)
 
-    assert importing.Discard(frozenset()) in actions
+    assert import_events.Discard(frozenset()) in actions
     assert importer.hear(Settled(EPOCH, True)) == ()
 
 
@@ -149,19 +155,19 @@ def test_cached_blocks_are_not_pulled() -> None:
     importer = _Importer()
     importer.hear(ACCEPTED, Sealed(EPOCH, 0, BLOCKS))
 
-    actions = importer.feed(importing.Reserved((10, 11, 12, 13), num_cached=1))
+    actions = importer.feed(import_events.Reserved((10, 11, 12, 13), num_cached=1))
 
-    assert actions == (importing.StartRead(0, (41,), (11,)),)
+    assert actions == (import_events.StartRead(0, (41,), (11,)),)
 
 
 def test_blocks_that_do_not_verify_are_pulled_again_once() -> None:
     importer = _reading()
 
-    again = importer.feed(importing.ReadCompleted(0, (b"d0", b"wrong")))
-    failed = importer.feed(importing.ReadCompleted(1, (b"wrong",)))
+    again = importer.feed(import_events.ReadCompleted(0, (b"d0", b"wrong")))
+    failed = importer.feed(import_events.ReadCompleted(1, (b"wrong",)))
 
-    assert again == (importing.StartRead(1, (41,), (11,)),)
-    assert [action.reason for action in failed if isinstance(action, importing.GiveUp)] == [
+    assert again == (import_events.StartRead(1, (41,), (11,)),)
+    assert [action.reason for action in failed if isinstance(action, import_events.GiveUp)] == [
         HandOffReason.DIGEST_MISMATCH
     ]
 
@@ -169,46 +175,46 @@ def test_blocks_that_do_not_verify_are_pulled_again_once() -> None:
 def test_destinations_of_a_read_in_flight_are_quarantined_until_it_completes() -> None:
     importer = _reading()
 
-    assert importer.feed(importing.Cancel()) == (
-        importing.GiveUp(HandOffReason.CANCELLED),
-        importing.Discard(frozenset({10, 11})),
+    assert importer.feed(import_events.Cancel()) == (
+        import_events.GiveUp(HandOffReason.CANCELLED),
+        import_events.Discard(frozenset({10, 11})),
     )
-    assert importer.feed(importing.ReadCompleted(0, (b"d0", b"d1"))) == (
-        importing.Quiet(frozenset({10, 11})),
-        importing.Send(Settle(EPOCH, Outcome.UNNEEDED, HandOffReason.CANCELLED)),
-        importing.Close(),
+    assert importer.feed(import_events.ReadCompleted(0, (b"d0", b"d1"))) == (
+        import_events.Quiet(frozenset({10, 11})),
+        import_events.Send(Settle(EPOCH, Outcome.UNNEEDED, HandOffReason.CANCELLED)),
+        import_events.Close(),
     )
 
 
 def test_dead_read_that_does_not_end_has_its_channel_destroyed_at_quarantine_s() -> None:
     importer = _reading()
-    importer.feed(importing.Cancel(), now_s=1.0)
+    importer.feed(import_events.Cancel(), now_s=1.0)
     assert importer.state.next_deadline_s == 11.0
-    assert importer.feed(importing.Tick(), now_s=10.9) == ()
+    assert importer.feed(import_events.Tick(), now_s=10.9) == ()
 
-    assert importer.feed(importing.Tick(), now_s=11.0) == (importing.DestroyChannel(),)
-    assert importing.Quiet(frozenset({10, 11})) in importer.feed(importing.ChannelDestroyed())
+    assert importer.feed(import_events.Tick(), now_s=11.0) == (import_events.DestroyChannel(),)
+    assert import_events.Quiet(frozenset({10, 11})) in importer.feed(import_events.ChannelDestroyed())
     assert importer.state.phase is ImportPhase.ENDED
 
 
 def test_worker_reports_unhealthy_when_destroying_does_not_help() -> None:
     importer = _reading()
-    importer.feed(importing.Cancel())
-    importer.feed(importing.Tick(), now_s=10.0)
+    importer.feed(import_events.Cancel())
+    importer.feed(import_events.Tick(), now_s=10.0)
 
-    assert importer.feed(importing.Tick(), now_s=20.0) == (importing.ReportUnhealthy(),)
+    assert importer.feed(import_events.Tick(), now_s=20.0) == (import_events.ReportUnhealthy(),)
     assert importer.state.next_deadline_s is None
 
 
 def test_failed_read_proves_nothing() -> None:
     importer = _reading()
 
-    actions = importer.feed(importing.ReadFailed(0, "connection reset"))
+    actions = importer.feed(import_events.ReadFailed(0, "connection reset"))
 
     assert actions == (
-        importing.GiveUp(HandOffReason.READ_FAILED, "connection reset"),
-        importing.Discard(frozenset({10, 11})),
-        importing.DestroyChannel(),
+        import_events.GiveUp(HandOffReason.READ_FAILED, "connection reset"),
+        import_events.Discard(frozenset({10, 11})),
+        import_events.DestroyChannel(),
     )
     assert importer.state.phase is ImportPhase.DRAINING
 
@@ -229,8 +235,8 @@ def test_kv_of_something_else_is_refused(finished: Finished, reason: HandOffReas
 
     actions = importer.hear(finished)
 
-    assert [action.reason for action in actions if isinstance(action, importing.GiveUp)] == [reason]
-    assert actions[-2:] == (importing.Send(Settle(EPOCH, Outcome.FAILED, reason)), importing.Close())
+    assert [action.reason for action in actions if isinstance(action, import_events.GiveUp)] == [reason]
+    assert actions[-2:] == (import_events.Send(Settle(EPOCH, Outcome.FAILED, reason)), import_events.Close())
 
 
 @pytest.mark.parametrize(
@@ -246,7 +252,7 @@ def test_kv_of_something_else_is_refused(finished: Finished, reason: HandOffReas
 def test_peer_that_breaks_the_order_or_fails_ends_the_handoff(message: ExporterMessage, reason: HandOffReason) -> None:
     actions = _reading().hear(message)
 
-    assert [action.reason for action in actions if isinstance(action, importing.GiveUp)] == [reason]
+    assert [action.reason for action in actions if isinstance(action, import_events.GiveUp)] == [reason]
 
 
 def test_messages_of_another_epoch_are_dropped() -> None:
@@ -261,24 +267,24 @@ def test_duplicates_and_any_order_are_harmless() -> None:
     late, early = Sealed(EPOCH, 1, BLOCKS[1:]), Sealed(EPOCH, 0, BLOCKS[:1])
     importer.hear(FINISHED, late, late, ACCEPTED, FINISHED, ACCEPTED, early, early)
 
-    actions = importer.feed(importing.Reserved((10, 11, 12, 13)))
+    actions = importer.feed(import_events.Reserved((10, 11, 12, 13)))
 
-    assert actions == (importing.StartRead(0, (40, 41, 42, 42), (10, 11, 12, 13)),)
+    assert actions == (import_events.StartRead(0, (40, 41, 42, 42), (10, 11, 12, 13)),)
 
 
 def test_reservation_that_crosses_with_a_cancel_is_left_to_the_discard() -> None:
     importer = _Importer()
     importer.hear(ACCEPTED)
 
-    assert importing.Discard(frozenset()) in importer.feed(importing.Cancel())
-    assert importer.feed(importing.Reserved((10, 11, 12, 13))) == ()
+    assert import_events.Discard(frozenset()) in importer.feed(import_events.Cancel())
+    assert importer.feed(import_events.Reserved((10, 11, 12, 13))) == ()
 
 
 def test_importer_renews_while_it_waits_and_reads() -> None:
     importer = _pulling()
     assert importer.state.next_deadline_s == 2.0
 
-    assert importer.feed(importing.Tick(), now_s=2.0) == (importing.Send(Renew(EPOCH)),)
+    assert importer.feed(import_events.Tick(), now_s=2.0) == (import_events.Send(Renew(EPOCH)),)
     assert importer.state.next_deadline_s == 4.0
 
 
@@ -289,26 +295,26 @@ def test_every_wait_of_the_importer_has_a_deadline_and_ends(make: Callable[[], _
         deadline_s = importer.state.next_deadline_s
         if deadline_s is None:
             break
-        importer.feed(importing.Tick(), now_s=deadline_s)
-        if importing.DestroyChannel() in importer.actions and not importer.state.is_over:
-            importer.feed(importing.ChannelDestroyed(), now_s=deadline_s)
+        importer.feed(import_events.Tick(), now_s=deadline_s)
+        if import_events.DestroyChannel() in importer.actions and not importer.state.is_over:
+            importer.feed(import_events.ChannelDestroyed(), now_s=deadline_s)
 
     assert importer.state.phase is ImportPhase.ENDED
 
 
 def test_lost_exporter_is_not_settled_with() -> None:
-    actions = _pulling().feed(importing.CallEnded())
+    actions = _pulling().feed(import_events.CallEnded())
 
     assert actions == (
-        importing.GiveUp(HandOffReason.EXPORTER_LOST),
-        importing.Discard(frozenset()),
-        importing.Close(),
+        import_events.GiveUp(HandOffReason.EXPORTER_LOST),
+        import_events.Discard(frozenset()),
+        import_events.Close(),
     )
 
 
 def test_illegal_event_raises_with_the_history() -> None:
     with pytest.raises(IllegalMove, match=r"read 5 completed.*Accepted:attaching > Reserved:reserving"):
-        _pulling().feed(importing.ReadCompleted(5, (b"",)))
+        _pulling().feed(import_events.ReadCompleted(5, (b"",)))
 
 
 class _Exporter:

@@ -6,7 +6,7 @@ import pytest
 
 from decode_worker.reservations import Claim, Reservations
 from engine.block_pool import BlockPool
-from kvtransfer import import_machine as importing
+from kvtransfer import import_events
 from tests.unit.handoff_model.machines import Do, Post
 from tests.unit.handoff_model.model import Model
 from tests.unit.handoff_model.scenario import DECODED, FREE, Scenario, World
@@ -29,13 +29,13 @@ class _Twin:
 
     def apply(self, handoff: int, action: Do) -> None:
         match action:
-            case importing.Reserve(num_blocks):
+            case import_events.Reserve(num_blocks):
                 self._reservations.claim(Claim(handoff, handoff, num_blocks))
-            case importing.Discard(quarantined):
+            case import_events.Discard(quarantined):
                 self._reservations.discard(handoff, frozenset(self._translated(handoff, quarantined)))
-            case importing.Quiet(block_ids):
+            case import_events.Quiet(block_ids):
                 self.pool.end_quarantine(self._translated(handoff, block_ids))
-            case importing.Admit():
+            case import_events.Admit():
                 grant = self._reservations.take(handoff)
                 assert grant is not None
                 self._decoding[handoff] = grant.block_ids

@@ -37,6 +37,7 @@ PURE = [
     "engine.step",
     "kvtransfer.export_machine",
     "kvtransfer.handoff",
+    "kvtransfer.import_events",
     "kvtransfer.import_machine",
     "kvtransfer.leases",
     "prefill_worker.commands",

@@ -6,6 +6,7 @@ from typing import Generic, NamedTuple, TypeVar
 from cluster.errors import HandOffReason
 from cluster.messages import Epoch, MemberId
 from kvtransfer import export_machine as exporting
+from kvtransfer import import_events
 from kvtransfer import import_machine as importing
 from kvtransfer.export_machine import Export, ExportPhase
 from kvtransfer.handoff import GUARDS, ExporterMessage, Guards, ImporterMessage, Outcome, Settle, Settled
@@ -25,7 +26,7 @@ class Post(NamedTuple):
     valid_for: int | None  # the hand-off whose lease it says was valid
 
 
-Do = Post | importing.Action
+Do = Post | import_events.Action
 
 
 class Machines:
@@ -40,7 +41,7 @@ class Machines:
             tuple[int, bool, Message | None]
         ]()  # (hand-off, to the importer, message or None: call ended)
         self._export_cache: dict[tuple[int, exporting.Event], tuple[int, tuple[Post, ...]]] = {}
-        self._import_cache: dict[tuple[int, importing.Event], tuple[int, tuple[Do, ...]]] = {}
+        self._import_cache: dict[tuple[int, import_events.Event], tuple[int, tuple[Do, ...]]] = {}
         self._dues: dict[int, tuple[bool, bool]] = {}
         self._waits: dict[int, tuple[bool, bool]] = {}
         self._lives: dict[tuple[int, int], bool] = {}
@@ -66,7 +67,7 @@ class Machines:
             raise Violation("a lease is, or may become, good for blocks that were freed")
         return self.exports.number(replace(state, history=()))
 
-    def import_step(self, number: int, event: importing.Event) -> tuple[int, tuple[Do, ...]]:
+    def import_step(self, number: int, event: import_events.Event) -> tuple[int, tuple[Do, ...]]:
         key = (number, event)
         found = self._import_cache.get(key)
         if found is None:
@@ -74,16 +75,16 @@ class Machines:
             found = self._import_cache[key] = (self.number_import(state), self.posted(actions))
         return found
 
-    def posted(self, actions: tuple[importing.Action, ...]) -> tuple[Do, ...]:
+    def posted(self, actions: tuple[import_events.Action, ...]) -> tuple[Do, ...]:
         """The same, with messages numbered."""
         done: list[Do] = []
         for action in actions:
-            if isinstance(action, importing.Send):
+            if isinstance(action, import_events.Send):
                 message = action.message
                 if isinstance(message, Settle) and message.outcome is Outcome.FAILED:
                     message = replace(message, reason=None)  # it changes nothing
                 done.append(self.post(self.handoff_of(message.epoch), False, message))
-            elif not isinstance(action, importing.GiveUp | importing.Close | importing.ReportUnhealthy):
+            elif not isinstance(action, import_events.GiveUp | import_events.Close | import_events.ReportUnhealthy):
                 done.append(action)
         return tuple(done)
 
@@ -93,9 +94,9 @@ class Machines:
         return Post(2 * number + self.scenario.duplicates, valid_for)
 
     @staticmethod
-    def to_importer(message: Message | None) -> importing.Event:
+    def to_importer(message: Message | None) -> import_events.Event:
         assert not isinstance(message, ImporterMessage)
-        return importing.CallEnded() if message is None else importing.FromExporter(message)
+        return import_events.CallEnded() if message is None else import_events.FromExporter(message)
 
     @staticmethod
     def to_exporter(call: int, message: Message | None) -> exporting.Event:
@@ -162,7 +163,8 @@ class Machines:
             state = self.imports[number]
             due_s = replace(state, renew_at_s=None).next_deadline_s
             acts = (
-                due_s is not None and self.import_step(self.import_later(number, due_s), importing.Tick())[0] != number
+                due_s is not None
+                and self.import_step(self.import_later(number, due_s), import_events.Tick())[0] != number
             )
             found = self._waits[number] = (state.renew_at_s is not None, acts)
         return found

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvtransfer import export_machine as exporting
+from kvtransfer import import_events
 from kvtransfer import import_machine as importing
 from kvtransfer.handoff import FirstToken, RemoteBlock, Renew, Settle, Tail
 from tests.unit.handoff_model.scenario import (
@@ -109,14 +110,14 @@ def timeout(draft: Draft, handoff: int) -> None:
     due_s = replace(draft.machines.imports[number], renew_at_s=None).next_deadline_s
     assert due_s is not None
     draft.imports = replaced(draft.imports, handoff, draft.machines.import_later(number, due_s))
-    draft.advance_import(handoff, importing.Tick())
+    draft.advance_import(handoff, import_events.Tick())
 
 
 def renew(draft: Draft, handoff: int) -> None:
     """Once per hand-off; a second renewal would do nothing that the first cannot."""
     machines = draft.machines
     due = replace(machines.imports[draft.imports[handoff]], renew_at_s=0.0)
-    state, actions = importing.advance(due, importing.Tick(), 0.0, machines.guards)
+    state, actions = importing.advance(due, import_events.Tick(), 0.0, machines.guards)
     draft.imports = replaced(draft.imports, handoff, machines.number_import(replace(state, renew_at_s=None)))
     draft.perform(handoff, machines.posted(actions))
 
@@ -125,7 +126,7 @@ def reserved(draft: Draft, handoff: int) -> None:
     block_ids = draft.granted[handoff]
     draft.granted = replaced(draft.granted, handoff, ())
     if draft.imports[handoff] >= 0:
-        draft.advance_import(handoff, importing.Reserved(block_ids))
+        draft.advance_import(handoff, import_events.Reserved(block_ids))
 
 
 def decoded(draft: Draft, handoff: int) -> None:
@@ -139,7 +140,7 @@ def destroyed(draft: Draft, handoff: int) -> None:
     draft.known = replaced(draft.known, handoff, draft.known[handoff] & ~DESTROYING)
     draft.reads = tuple(read for read in draft.reads if read.handoff != handoff)
     if draft.imports[handoff] >= 0:
-        draft.advance_import(handoff, importing.ChannelDestroyed())
+        draft.advance_import(handoff, import_events.ChannelDestroyed())
 
 
 def land(draft: Draft, read: Read, *, is_corrupt: bool = False) -> None:
@@ -159,7 +160,7 @@ def land(draft: Draft, read: Read, *, is_corrupt: bool = False) -> None:
     if draft.workers[worker] == STOPPED:
         draft.reads = (*draft.reads, read._replace(status=LANDED, values=values))
         return
-    draft.advance_import(handoff, importing.ReadCompleted(0, tuple(bytes([value]) for value in values)))
+    draft.advance_import(handoff, import_events.ReadCompleted(0, tuple(bytes([value]) for value in values)))
 
 
 def corrupt(draft: Draft, read: Read) -> None:
@@ -168,7 +169,7 @@ def corrupt(draft: Draft, read: Read) -> None:
 
 def report(draft: Draft, read: Read) -> None:
     draft.reads = (*without(draft.reads, read), read._replace(status=REPORTED))
-    draft.advance_import(read.handoff, importing.ReadFailed(0))
+    draft.advance_import(read.handoff, import_events.ReadFailed(0))
 
 
 def reissue(draft: Draft) -> None:
@@ -177,7 +178,7 @@ def reissue(draft: Draft) -> None:
 
 
 def cancel(draft: Draft, handoff: int) -> None:
-    draft.advance_import(handoff, importing.Cancel())
+    draft.advance_import(handoff, import_events.Cancel())
 
 
 def stop(draft: Draft, worker: int) -> None:

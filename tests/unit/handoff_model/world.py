@@ -5,6 +5,7 @@ from typing import NamedTuple, TypeVar
 
 from cluster.errors import HandOffReason
 from kvtransfer import export_machine as exporting
+from kvtransfer import import_events
 from kvtransfer import import_machine as importing
 from kvtransfer.import_machine import ImportPhase
 from kvtransfer.leases import LeasePhase
@@ -186,7 +187,7 @@ class Draft:
                 self.known = replaced(self.known, valid_for, self.known[valid_for] | TOLD_VALID)
             self.net = (*self.net, packed)
 
-    def advance_import(self, handoff: int, event: importing.Event) -> None:
+    def advance_import(self, handoff: int, event: import_events.Event) -> None:
         number, actions = self.machines.import_step(self.imports[handoff], event)
         self.imports = replaced(self.imports, handoff, number)
         self.perform(handoff, actions)
@@ -197,21 +198,21 @@ class Draft:
             match action:
                 case Post(packed):
                     self.net = (*self.net, packed)
-                case importing.Reserve(num_blocks):
+                case import_events.Reserve(num_blocks):
                     self.claims = replaced(self.claims, worker, (*self.claims[worker], (handoff, num_blocks)))
                     self.grant(worker)
                     if any(h == handoff for h, _ in self.claims[worker]) and handoff in self.owners[worker]:
                         raise Violation("a hand-off holds blocks and waits for more")
-                case importing.StartRead(_, remote, local):
+                case import_events.StartRead(_, remote, local):
                     self.reads = (*self.reads, Read(handoff, remote, local))
-                case importing.Discard(quarantined):
+                case import_events.Discard(quarantined):
                     self._discard(worker, handoff, quarantined)
-                case importing.Quiet(block_ids):
+                case import_events.Quiet(block_ids):
                     self.free(worker, [block for block in block_ids if self.owners[worker][block] == handoff + 20])
                     self.grant(worker)
-                case importing.DestroyChannel():
+                case import_events.DestroyChannel():
                     self.known = replaced(self.known, handoff, self.known[handoff] | DESTROYING)
-                case importing.Admit():
+                case import_events.Admit():
                     self._admit(worker, handoff, action)
                 case _:
                     pass
@@ -255,7 +256,7 @@ class Draft:
         for block in block_ids:
             self.own(worker, block, FREE)
 
-    def _admit(self, worker: int, handoff: int, action: importing.Admit) -> None:
+    def _admit(self, worker: int, handoff: int, action: import_events.Admit) -> None:
         machines = self.machines
         ticket = machines.tickets[handoff]
         if not self.known[handoff] & TOLD_VALID:
