@@ -17,6 +17,8 @@ _INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    # No child of ours speaks gRPC before it becomes another program; else gRPC tells the terminal of every fork.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     parser = argparse.ArgumentParser(
         prog="tandem", description="LLM serving with prefill and decode on separate pools.", allow_abbrev=False
     )
