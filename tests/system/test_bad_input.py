@@ -93,7 +93,7 @@ def _assert_told(text: str, *said: str) -> None:
     assert 'File "' not in text
 
 
-_OVER_HTTP = {
+_OVER_HTTP: dict[str, tuple[Any, int, str]] = {
     "empty prompt": ({"prompt": []}, 400, "prompt"),
     "prompt too long": ({"prompt": [5] * 2000}, 400, "2000"),
     "unknown model": ({"prompt": [5], "model": "gpt-9"}, 404, "gpt-9"),
@@ -126,7 +126,8 @@ def _http(cluster: LocalCluster) -> httpx.AsyncClient:
 async def test_bytes_that_are_no_message_and_too_many_bytes(cluster: LocalCluster, payload: bytes, said: str) -> None:
     async with _no_work(cluster):
         async with cluster.channel() as channel:
-            call = channel.unary_stream("/tandem.v1.Inference/Generate")(payload, timeout=_DEADLINE_S)
+            method: Any = channel.unary_stream("/tandem.v1.Inference/Generate")
+            call = method(payload, timeout=_DEADLINE_S)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 async for _ in call:
                     pass
