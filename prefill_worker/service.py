@@ -18,6 +18,7 @@ from cluster.messages import Inspected, PrefillJob
 from cluster.telemetry import Telemetry
 from cluster.worker_service import Inspections
 from engine.step_loop import StepLoop
+from kvtransfer import tickets
 from kvtransfer.exporter import Exporter, FirstToken, TailBlock
 from prefill_worker import commands
 from tandem.v1 import worker_pb2, worker_pb2_grpc
@@ -76,6 +77,13 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             yield worker_pb2.PrefillEvent(first_tokens=first_tokens)
         finally:
             self._close(ticket_id, call)
+
+    async def Abandon(
+        self, request: worker_pb2.AbandonRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> worker_pb2.AbandonResponse:
+        ticket = tickets.read(request.ticket, self._cluster_key)
+        self._exporter.fail(ticket.ticket_id, reason=HandOffReason.CANCELLED, detail="the router gave the ticket up")
+        return worker_pb2.AbandonResponse()
 
     def on_events(self, events: tuple[commands.Event, ...]) -> None:
         """What the step thread tells, in its order."""

@@ -35,15 +35,18 @@ class Attempt:
             self._live.dispatched()
             with leg(PREFILL, prefill_id):
                 job = self._live.prefill_job(self._choices, self._number, importer=decode_id)
-                async with self._fleet.prefill(prefill_id).prefill(job) as call:
+                prefill = self._fleet.prefill(prefill_id)
+                async with prefill.prefill(job) as call:
                     ticket = await call.ticket()
                     start = decode.start(self._live.decode_job(self._owners, self._number, self._router, ticket))
-                    async with running(start) as starting:
-                        self._deliver_first(await call.first_tokens(), prefill_id)
-                        self._cancel_ended(decode, sequences)
-                        if sequences.live:
-                            with leg(DECODE, decode_id):
-                                await starting
+                    with prefill.abandoned_unless_taken(ticket) as taken:
+                        async with running(start) as starting:
+                            self._deliver_first(await call.first_tokens(), prefill_id)
+                            self._cancel_ended(decode, sequences)
+                            if sequences.live:
+                                with leg(DECODE, decode_id):
+                                    await starting
+                                taken()
             await self._follow(decode, sequences, prefill_id)
 
     async def first_token_only(self, prefill_id: MemberId) -> None:

@@ -5,6 +5,7 @@ a direct check clears or loses it. Every call carries a deadline and ends early 
 """
 
 import asyncio
+import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -23,6 +24,7 @@ from router.decode_stream import DecodeStream
 from router.probe import answers, nobody_listens
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
+_LOG = logging.getLogger("tandem.router.peer")
 _CHECK_PAUSE_S = 0.2
 _LAPSED_CHECK_S = 1.0
 _OWN_CALL_S = 5.0  # for calls of the router's own, which belong to no request
@@ -178,6 +180,7 @@ class PrefillPeer(Peer):
     ) -> None:
         super().__init__(member, channel, grace_s=grace_s, on_change=on_change)
         self._stub = worker_pb2_grpc.PrefillWorkerStub(channel)
+        self._abandoning: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillCall]:
@@ -188,6 +191,32 @@ class PrefillPeer(Peer):
                 yield PrefillCall(self, call)
             finally:
                 call.cancel()
+
+    @contextmanager
+    def abandoned_unless_taken(self, ticket: bytes) -> Iterator[Callable[[], None]]:
+        """What it gives is called when a decode worker has taken the ticket; else, on leaving, the prefill worker hears
+        that nobody will come, and need not keep the blocks until the ticket's own deadline."""
+        is_taken = False
+
+        def taken() -> None:
+            nonlocal is_taken
+            is_taken = True
+
+        try:
+            yield taken
+        finally:
+            if not is_taken:
+                task = asyncio.create_task(self._abandon(ticket))
+                self._abandoning.add(task)
+                task.add_done_callback(self._abandoning.discard)
+
+    async def _abandon(self, ticket: bytes) -> None:
+        try:
+            await self._stub.Abandon(worker_pb2.AbandonRequest(ticket=ticket), timeout=_OWN_CALL_S)
+        except grpc.aio.AioRpcError as error:
+            _LOG.info(
+                "a ticket stays until its deadline", extra={"worker": str(self.member.id), "error": error.details()}
+            )
 
     async def read(self, call: "_RpcCall") -> worker_pb2.PrefillEvent | None:
         """The call's next event; None at its end. Raises TandemError."""

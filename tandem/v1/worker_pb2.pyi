@@ -67,6 +67,16 @@ class PrefillAccepted(_message.Message):
     ticket: bytes
     def __init__(self, ticket: _Optional[bytes] = ...) -> None: ...
 
+class AbandonRequest(_message.Message):
+    __slots__ = ("ticket",)
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    def __init__(self, ticket: _Optional[bytes] = ...) -> None: ...
+
+class AbandonResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class SampledToken(_message.Message):
     __slots__ = ("token_id", "logprobs", "finish_reason")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]

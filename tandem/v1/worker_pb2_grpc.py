@@ -40,6 +40,11 @@ class PrefillWorkerStub(object):
                 request_serializer=tandem_dot_v1_dot_worker__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_worker__pb2.PrefillEvent.FromString,
                 _registered_method=True)
+        self.Abandon = channel.unary_unary(
+                '/tandem.v1.PrefillWorker/Abandon',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.AbandonRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.AbandonResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillWorkerServicer(object):
@@ -55,6 +60,15 @@ class PrefillWorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Abandon(self, request, context):
+        """Nobody will attach to this ticket: its decode worker refused, or the request ended first. Its blocks are freed
+        now instead of at its own deadline. Whoever has attached already is not disturbed.
+        Errors: INVALID_ARGUMENT (not a ticket of this cluster).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillWorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -62,6 +76,11 @@ def add_PrefillWorkerServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.PrefillRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_worker__pb2.PrefillEvent.SerializeToString,
+            ),
+            'Abandon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abandon,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.AbandonRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.AbandonResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -92,6 +111,33 @@ class PrefillWorker(object):
             '/tandem.v1.PrefillWorker/Prefill',
             tandem_dot_v1_dot_worker__pb2.PrefillRequest.SerializeToString,
             tandem_dot_v1_dot_worker__pb2.PrefillEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abandon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.PrefillWorker/Abandon',
+            tandem_dot_v1_dot_worker__pb2.AbandonRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.AbandonResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,10 +52,7 @@ async def cluster(shm_cluster: LocalCluster) -> LocalCluster:
 
 @asynccontextmanager
 async def _two_and_two(redis_url: str, directory: Path, transport: str) -> AsyncIterator[LocalCluster]:
-    flags = [
-        *("--dtype", "float32", "--kv-transports", transport, "--max-prefill-tokens", "64", "--num-blocks", "512"),
-        *("--attach-timeout-s", "8"),  # a ticket whose decode worker refused it lives so long, and a drain waits
-    ]
+    flags = ("--dtype", "float32", "--kv-transports", transport, "--max-prefill-tokens", "64", "--num-blocks", "512")
     cluster = LocalCluster(redis_url, directory, flags=flags)
     try:
         yield await cluster.start(prefill=2, decode=2)

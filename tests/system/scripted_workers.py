@@ -128,6 +128,7 @@ class ScriptedPrefill(ScriptedWorker):
         self.before_accepting = Gate()
         self.before_first_tokens = Gate()
         self.cancelled = asyncio.Event()
+        self.abandoned: asyncio.Queue[bytes] = asyncio.Queue()
         self.prefill_s = 0.0
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(_Prefill(self), self.server.grpc)
 
@@ -153,6 +154,10 @@ class _Prefill(worker_pb2_grpc.PrefillWorkerServicer):
         except asyncio.CancelledError:
             worker.cancelled.set()
             raise
+
+    async def Abandon(self, request: worker_pb2.AbandonRequest, context: _Context) -> worker_pb2.AbandonResponse:
+        self._worker.abandoned.put_nowait(request.ticket)
+        return worker_pb2.AbandonResponse()
 
 
 def _first_tokens(job: PrefillJob) -> tuple[SampledToken, ...]:

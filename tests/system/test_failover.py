@@ -344,6 +344,22 @@ async def test_decode_that_refuses_is_replaced_while_the_client_has_its_first_to
         assert prefill.jobs[-1].num_committed in (0, 1)
 
 
+async def test_a_ticket_that_decode_refused_is_given_back_and_one_that_it_took_is_not() -> None:
+    async with router_under_test() as router:
+        prefill = await router.add_prefill("p0")
+        decode = await router.add_decode("d0")
+        await router.connected()
+        decode.refusals = [QueueFull("full")]
+        request = ask()
+        async with asyncio.timeout(10):
+            answer = await answer_to(router, request)
+            abandoned = await prefill.abandoned.get()
+        assert answer.token_ids[0] == expected_tokens(router, request)
+        assert abandoned == f"{prefill.id} {prefill.jobs[0].request_id} {prefill.jobs[0].attempt}".encode()
+        assert len(prefill.jobs) > 1  # a second attempt, whose ticket was taken
+        assert prefill.abandoned.empty()
+
+
 async def test_attempts_are_bounded() -> None:
     async with router_under_test(max_attempts=2) as router:
         decode = await router.add_decode("d0")
