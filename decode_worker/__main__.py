@@ -4,13 +4,12 @@ import sys
 
 from cluster.config import WorkerConfig, parse_arguments
 from cluster.process import announce_ready, leave, run_process, stop_requested
+from decode_worker import start
 
 
 async def _main() -> None:
     config = parse_arguments(WorkerConfig, "decode_worker", sys.argv[1:])
-    from decode_worker import app  # torch: seconds that a wrong flag need not wait for
-
-    await app.run(config, stop=stop_requested(), announce=announce_ready)
+    await start.run(config, stop=stop_requested(), announce=announce_ready)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from cluster.clock import MonotonicClock
 from cluster.config import WorkerConfig
 from cluster.errors import InternalError, Unavailable
 from cluster.member import Capacity
-from cluster.messages import Role
 from cluster.worker_life import WorkerLife
 from cluster.worker_service import Inspections, WorkerService
 from decode_worker import commands
@@ -22,14 +21,12 @@ from kvtransfer.telemetry import TelemetryCounters
 from kvtransfer.transports.available import importer_transports
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
-_SERVICES = ("tandem.v1.DecodeWorker", "tandem.v1.Worker")
 _LOG = logging.getLogger("tandem.decode")
 
 
-async def run(config: WorkerConfig, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:
-    """Serves until `stop` is set, then drains. Raises ConfigError, ModelRefused, RegistryUnavailable, Fenced."""
-    life = WorkerLife(config, role=Role.DECODE, service_names=_SERVICES, stop=stop)
-    await life.check_registry()
+async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
+    """Until the worker is asked to stop; then drains. Raises ConfigError, ModelRefused, Fenced."""
+    config = life.config
     engine = await asyncio.to_thread(build_engine, config)
     for line in engine.report:
         _LOG.info(line)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from cluster.clock import MonotonicClock
 from cluster.config import WorkerConfig
 from cluster.member import Capacity
-from cluster.messages import Role
 from cluster.worker_life import WorkerLife
 from cluster.worker_service import Inspections, WorkerService
 from engine.build import Engine, build_engine
@@ -21,14 +20,12 @@ from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
 from tandem.v1 import kv_pb2_grpc, worker_pb2_grpc
 
-_SERVICES = ("tandem.v1.PrefillWorker", "tandem.v1.Worker", "tandem.v1.KvTransfer")
 _LOG = logging.getLogger("tandem.prefill")
 
 
-async def run(config: WorkerConfig, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:
-    """Serves until `stop` is set, then drains. Raises ConfigError, ModelRefused, RegistryUnavailable, Fenced."""
-    life = WorkerLife(config, role=Role.PREFILL, service_names=_SERVICES, stop=stop)
-    await life.check_registry()
+async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
+    """Until the worker is asked to stop; then drains. Raises ConfigError, ModelRefused, Fenced."""
+    config = life.config
     engine = await asyncio.to_thread(build_engine, config)
     for line in engine.report:
         _LOG.info(line)

@@ -74,15 +74,15 @@ class MemberProcess:
             config = load_config(RouterConfig, {}, _as_environment(values))
             await router_app.run(config, stop=self._stop, announce=self._announce)
         elif role is Role.PREFILL:
-            from prefill_worker import app as prefill_app
+            from prefill_worker import start as prefill_start
 
-            await prefill_app.run(
+            await prefill_start.run(
                 load_config(WorkerConfig, {}, _as_environment(values)), stop=self._stop, announce=self._announce
             )
         else:
-            from decode_worker import app as decode_app
+            from decode_worker import start as decode_start
 
-            await decode_app.run(
+            await decode_start.run(
                 load_config(WorkerConfig, {}, _as_environment(values)), stop=self._stop, announce=self._announce
             )
 

@@ -1,0 +1,19 @@
+"""A decode worker from its settings. What can be refused without a model is, before torch costs its seconds."""
+
+import asyncio
+from collections.abc import Callable
+
+from cluster.config import WorkerConfig
+from cluster.messages import Role
+from cluster.worker_life import WorkerLife
+
+_SERVICES = ("tandem.v1.DecodeWorker", "tandem.v1.Worker")
+
+
+async def run(config: WorkerConfig, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:
+    """Serves until `stop` is set, then drains. Raises ConfigError, ModelRefused, RegistryUnavailable, Fenced."""
+    life = WorkerLife(config, role=Role.DECODE, service_names=_SERVICES, stop=stop)
+    await life.check_registry()
+    from decode_worker import app
+
+    await app.serve(life, announce=announce)
