@@ -115,7 +115,7 @@ class LayoutFingerprint:
     tp_size: int = 1
     tp_rank: int = 0
     wire_dtype: str = "native"
-    kv_format: int = 1
+    kv_format: int = 2
 
 
 @dataclass(frozen=True, slots=True)

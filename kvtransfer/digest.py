@@ -1,40 +1,61 @@
 """The digest of a block: 16 bytes of its bytes as sent, the same on CPU and GPU. Owns the definition; keeps nothing.
 
-The block is read as little-endian signed 32-bit words w[i], padded with zeros. The digest is two sums, each
-`num_bytes * a + sum(c[i] * w[i]) mod 2^64`, packed little-endian. `a` and `c[i]` are fixed odd 64-bit numbers from
-splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), with one seed per sum.
+The block is cut into pieces of 8,192 bytes, the last padded with zeros, and read as signed bytes b[i]. Each piece has
+16 sums over i of `c[i][j] * b[i]`, exact 32-bit integers: c is one fixed matrix of odd numbers from -127 to 127, by
+splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014). The digest is the BLAKE2b of
+the block's length and all sums in order. So the work on every byte is an int8 matrix product, which processors and GPUs
+have units for, and BLAKE2b sees 64 bytes per piece.
 
-A changed word changes its product by an odd number times less than 2^32, which is never 0 mod 2^64: damage to a single
-word is always caught. Words are 32 bits wide so that their top bits keep 33 bits of the coefficient: changes of two
-words cancel in both sums with a chance of 2^-66 over the coefficients at worst. It guards against mix-ups and damage,
-not against somebody who chooses the bytes: who may write to a pool is not its subject.
+One changed byte moves every sum of its piece, for no coefficient is 0. Changes of two or more bytes of a piece cancel
+in all 16 sums with a chance of at most 2^-112 over the coefficients; pieces that swap places change the order of what
+is hashed. It guards against mix-ups and damage, not against somebody who chooses the bytes: who may write to a pool is
+not its subject.
 """
 
+import hashlib
+import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvtransfer.memory import PoolMemory
 
 DIGEST_BYTES = 16
 
-_SEEDS = (0x7A6E64656D2D6B76, 0x9B1F0C5D3E8A4672)
+_PIECE_BYTES = 8_192  # of a row: sums stay below 2^31 by far, and a 16 KiB matrix stays in the first-level cache
+_NUM_SUMS = 16
+_SEED = 0x7A6E64656D2D6B76
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_WORD_BYTES = 4
-_CHUNK_WORDS = 16_384  # the widened words and their coefficients stay in the second-level cache
+_MIN_CUDA_ROWS = 17  # the device's int8 product wants more than 16
+_HOST_BATCH_BYTES = 4 << 20  # gathered blocks are still in a cache when they are read
 _CUDA_BATCH_BYTES = 64 << 20
+
+_Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def digest_blocks(memory: PoolMemory, block_ids: Sequence[int]) -> tuple[bytes, ...]:
-    """One digest per block, in order. Blocks the caller for about a second per GB on a CPU."""
+    """One digest per block, in order. Blocks the caller: about 0.13 seconds per GB on one core with int8 units."""
     if memory.raw.is_cuda:
-        return _digest_on_device(memory.raw, block_ids)
-    rows = memory.raw.numpy()
-    return tuple(digest_bytes(rows[block_id]) for block_id in block_ids)
+        # A stream of our own: the engine's steps must not wait for digests, nor digests for steps not yet computed.
+        with torch.cuda.stream(torch.cuda.Stream(memory.raw.device)):  # type: ignore[no-untyped-call]
+            return _digest_batches(memory, block_ids, _CUDA_BATCH_BYTES)
+    return _digest_batches(memory, block_ids, _HOST_BATCH_BYTES)
+
+
+def _digest_batches(memory: PoolMemory, block_ids: Sequence[int], batch_bytes: int) -> tuple[bytes, ...]:
+    batch = max(1, batch_bytes // memory.block_bytes)
+    digests: list[bytes] = []
+    for start in range(0, len(block_ids), batch):
+        ids = block_ids[start : start + batch]
+        if ids[-1] - ids[0] == len(ids) - 1 and all(after > one for one, after in itertools.pairwise(ids)):
+            blocks = memory.raw[ids[0] : ids[-1] + 1]  # neighbours: where they are
+        else:
+            blocks = memory.raw.index_select(0, torch.tensor(ids, device=memory.raw.device))
+        digests += digest_tensor(blocks)
+    return tuple(digests)
 
 
 def split_digests(packed: bytes) -> tuple[bytes, ...]:
@@ -44,79 +65,64 @@ def split_digests(packed: bytes) -> tuple[bytes, ...]:
     return tuple(packed[start : start + DIGEST_BYTES] for start in range(0, len(packed), DIGEST_BYTES))
 
 
-def digest_bytes(data: npt.NDArray[np.uint8] | bytes) -> bytes:
+def digest_bytes(data: bytes) -> bytes:
     """The digest of one block's bytes."""
-    block = np.frombuffer(data, dtype=np.uint8) if isinstance(data, bytes) else data
-    words = _words(block)
-    chunks = _chunked_coefficients(len(words))
-    widened = np.empty(min(_CHUNK_WORDS, len(words)), dtype=np.int64)
-    sums = [len(block) * factor for factor in _length_factors()]
-    for index, (first, second) in enumerate(chunks):
-        chunk = words[index * _CHUNK_WORDS : (index + 1) * _CHUNK_WORDS]
-        wide = widened[: len(chunk)]
-        np.copyto(wide, chunk)
-        sums[0] += int(np.dot(wide, first))
-        sums[1] += int(np.dot(wide, second))
-    return _pack(sums[0], sums[1])
+    return digest_tensor(torch.frombuffer(bytearray(data), dtype=torch.uint8)[None] if data else torch.empty(1, 0))[0]
 
 
 def digest_tensor(blocks: torch.Tensor) -> tuple[bytes, ...]:
-    """The same digests by torch, on whatever device `blocks` (torch.uint8, [n, block_bytes]) is."""
-    num_bytes = blocks.shape[1]
-    padding = -num_bytes % _WORD_BYTES
+    """The digests of the rows of `blocks` (torch.uint8, [n, block_bytes]), computed on the device where they are."""
+    num_blocks, num_bytes = blocks.shape
+    pieces = _pieces(blocks)
+    product = _device_product if blocks.is_cuda else _host_product()
+    sums = product(pieces, _coefficients(blocks.device)).cpu().numpy().astype("<i4", copy=False)
+    rows = sums.reshape(num_blocks, -1)
+    length = struct.pack("<Q", num_bytes)
+    return tuple(
+        hashlib.blake2b(length + row.tobytes(), digest_size=DIGEST_BYTES, person=b"tandem kv block").digest()
+        for row in rows
+    )
+
+
+def _pieces(blocks: torch.Tensor) -> torch.Tensor:
+    """torch.int8, [n * pieces, piece]; the blocks' own memory where they divide evenly."""
+    padding = -blocks.shape[1] % _PIECE_BYTES
     if padding:
         blocks = torch.nn.functional.pad(blocks, (0, padding))
-    words = blocks.contiguous().view(torch.int32).to(torch.int64)  # [n, words]
-    coefficients = torch.from_numpy(_coefficients(words.shape[1])).to(blocks.device)  # [2, words]
-    sums = torch.stack([(words * row).sum(dim=1) for row in coefficients], dim=1).tolist()  # wraps mod 2^64
-    factors = _length_factors()
-    return tuple(_pack(one + num_bytes * factors[0], two + num_bytes * factors[1]) for one, two in sums)
+    return blocks.contiguous().view(torch.int8).reshape(-1, _PIECE_BYTES)
 
 
-def _digest_on_device(raw: torch.Tensor, block_ids: Sequence[int]) -> tuple[bytes, ...]:
-    batch = max(1, _CUDA_BATCH_BYTES // (4 * raw.shape[1]))
-    digests: list[bytes] = []
-    # A stream of our own: the engine's steps must not wait for digests, nor digests for steps not yet computed.
-    with torch.cuda.stream(torch.cuda.Stream(raw.device)):  # type: ignore[no-untyped-call]
-        for start in range(0, len(block_ids), batch):
-            indices = torch.tensor(block_ids[start : start + batch], device=raw.device)
-            digests += digest_tensor(raw.index_select(0, indices))
-    return tuple(digests)
-
-
-def _words(block: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
-    padding = -len(block) % _WORD_BYTES
-    if padding:
-        block = np.concatenate([block, np.zeros(padding, dtype=np.uint8)])
-    return block.view(np.dtype("<i4"))
-
-
-def _pack(first: int, second: int) -> bytes:
-    return struct.pack("<QQ", first % (1 << 64), second % (1 << 64))
+def _device_product(pieces: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+    missing = _MIN_CUDA_ROWS - len(pieces)
+    if missing <= 0:
+        return torch._int_mm(pieces, coefficients)
+    return torch._int_mm(torch.nn.functional.pad(pieces, (0, 0, 0, missing)), coefficients)[: len(pieces)]
 
 
 @lru_cache(maxsize=1)
-def _length_factors() -> tuple[int, int]:
-    first, second = (_odd_numbers(seed, 1)[0] for seed in _SEEDS)
-    return int(first), int(second)
+def _host_product() -> _Product:
+    """The int8 product, if this processor computes it exactly: some without int8 units saturate inside."""
+    extremes = torch.full((32, _PIECE_BYTES), -128, dtype=torch.int8)
+    coefficients = torch.full((_PIECE_BYTES, _NUM_SUMS), -127, dtype=torch.int8)
+    coefficients[::2] = 127
+    for factors in (coefficients, coefficients.abs()):
+        if not torch.equal(torch._int_mm(extremes, factors), _wide_product(extremes, factors)):
+            return _wide_product
+    return torch._int_mm
+
+
+def _wide_product(pieces: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+    """In float64, where every sum is exact."""
+    return (pieces.to(torch.float64) @ coefficients.to(torch.float64)).to(torch.int32)
 
 
 @lru_cache(maxsize=8)
-def _coefficients(num_words: int) -> npt.NDArray[np.int64]:
-    """[2, num_words]; the generators' first numbers belong to the length."""
-    return np.stack([_odd_numbers(seed, num_words + 1)[1:] for seed in _SEEDS]).view(np.int64)
-
-
-@lru_cache(maxsize=8)
-def _chunked_coefficients(num_words: int) -> tuple[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]], ...]:
-    first, second = _coefficients(num_words)
-    starts = range(0, num_words, _CHUNK_WORDS)
-    return tuple((first[start : start + _CHUNK_WORDS], second[start : start + _CHUNK_WORDS]) for start in starts)
-
-
-def _odd_numbers(seed: int, count: int) -> npt.NDArray[np.uint64]:
-    """The first `count` outputs of splitmix64, made odd. Array arithmetic wraps mod 2^64 by definition."""
-    state = np.uint64(seed) + np.arange(1, count + 1, dtype=np.uint64) * _GAMMA
+def _coefficients(device: torch.device) -> torch.Tensor:
+    """torch.int8, [piece, sums]: the top bytes of splitmix64's outputs, made odd. Array arithmetic wraps mod 2^64."""
+    count = _PIECE_BYTES * _NUM_SUMS
+    state = np.uint64(_SEED) + np.arange(1, count + 1, dtype=np.uint64) * _GAMMA
     mixed = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+    mixed = mixed ^ (mixed >> np.uint64(31))
+    odd = (mixed >> np.uint64(56)).astype(np.uint8) | np.uint8(1)
+    return torch.from_numpy(odd.view(np.int8).reshape(_PIECE_BYTES, _NUM_SUMS)).to(device)
