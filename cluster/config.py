@@ -19,7 +19,7 @@ from cluster.errors import ConfigError
 
 _ENVIRONMENT_PREFIX = "TANDEM_"
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-TRANSPORTS = ("shm", "tcp")
+TRANSPORTS = ("cuda_ipc", "nccl", "nixl", "shm", "tcp")  # best first
 
 
 def _setting(default: Any, text: str, *, choices: tuple[str, ...] = ()) -> Any:
@@ -38,6 +38,9 @@ class ClusterSettings:
     member_id: str = _setting("", "name of this member; default: role and a random suffix")
     member_lease_s: float = _setting(5.0, "a member that does not renew for so long gets no new work")
     drain_grace_s: float = _setting(30.0, "how long a drained process may take to finish its work")
+    tls_cert: str = _setting("", "PEM file with this process's certificate chain; with --tls-key and --tls-ca: mTLS")
+    tls_key: str = _setting("", "PEM file with the key of --tls-cert")
+    tls_ca: str = _setting("", "PEM file with the authorities whose certificates members must have")
     log_level: str = _setting("info", "least severe that is logged", choices=("debug", "info", "warning", "error"))
     log_format: str = _setting("text", "form of a line of the log", choices=("text", "json"))
 
@@ -46,6 +49,10 @@ class ClusterSettings:
         _require(self.drain_grace_s >= 0, f"--drain-grace-s must not be negative, not {self.drain_grace_s}")
         _require("@" not in self.member_id, f"--member-id must not contain '@': {self.member_id!r}")
         _require(bool(self.cluster_name), "--cluster-name must not be empty")
+        _require(
+            len({bool(self.tls_cert), bool(self.tls_key), bool(self.tls_ca)}) == 1,
+            "--tls-cert, --tls-key and --tls-ca belong together: give all three or none",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +99,16 @@ class EngineSettings:
 class TransferSettings:
     """How KV moves between workers."""
 
-    kv_transports: str = _setting("shm,tcp", "transports that may be used, best first, comma-separated")
+    kv_transports: str = _setting(
+        "auto", "transports that may be used, best first, comma-separated; auto: all that work here"
+    )
+    kv_verify: str = _setting(
+        "all", "blocks whose digest is verified after a hand-off", choices=("all", "sample", "off")
+    )
+    kv_wire_dtype: str = _setting(
+        "native", "what KV travels as; every worker's the same", choices=("native", "int8", "fp8", "int4")
+    )
+    prefix_caching: str = _setting("on", "keep KV for prompts that begin alike", choices=("on", "off"))
     lease_s: float = _setting(5.0, "an exporter keeps a ticket's blocks so long after the importer's last renewal")
     max_lease_s: float = _setting(120.0, "no renewal extends a lease beyond this")
     attach_timeout_s: float = _setting(
@@ -105,8 +121,8 @@ class TransferSettings:
     watermark: float = _setting(0.05, "share of a decode pool that imports leave free for running sequences")
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.transports) - set(TRANSPORTS))
-        _require(bool(self.transports), f"--kv-transports names none; known: {', '.join(TRANSPORTS)}")
+        unknown = sorted(set(self.forced_transports) - set(TRANSPORTS))
+        _require(self.kv_transports.strip(" ,") != "", f"--kv-transports names none; known: {', '.join(TRANSPORTS)}")
         _require(not unknown, f"--kv-transports: unknown {', '.join(unknown)}; known: {', '.join(TRANSPORTS)}")
         _require(0 < self.lease_s <= self.max_lease_s, "--lease-s must be positive and at most --max-lease-s")
         for name in ("attach_timeout_s", "read_timeout_s", "quarantine_s"):
@@ -114,7 +130,10 @@ class TransferSettings:
         _require(0 <= self.watermark < 1, f"--watermark must be in [0, 1), not {self.watermark}")
 
     @property
-    def transports(self) -> tuple[str, ...]:
+    def forced_transports(self) -> tuple[str, ...]:
+        """As they were named; none: whatever works here (kvtransfer.transports.available)."""
+        if self.kv_transports.strip() == "auto":
+            return ()
         return tuple(name.strip() for name in self.kv_transports.split(",") if name.strip())
 
 

@@ -60,12 +60,13 @@ class WorkerLife:
         *,
         fingerprint: LayoutFingerprint,
         capacity: Capacity,
+        transports: Sequence[str],
         announce: Callable[..., None],
         drain: Callable[[], Awaitable[None]],
     ) -> None:
         """Returns after a drain; raises Fenced when somebody newer has this name, InternalError when the worker broke,
         ConfigError when it does not fit into the cluster."""
-        registration = Registration(self._registry, self._as_member(fingerprint, capacity))
+        registration = Registration(self._registry, self._as_member(fingerprint, capacity, transports))
         await self.server.start()
         await registration.join()
         keep = asyncio.create_task(registration.keep(), name="keep registration")
@@ -100,14 +101,14 @@ class WorkerLife:
         except TimeoutError:
             _LOG.warning("drain ended with work left", extra={"grace_s": self.config.drain_grace_s})
 
-    def _as_member(self, fingerprint: LayoutFingerprint, capacity: Capacity) -> Member:
+    def _as_member(self, fingerprint: LayoutFingerprint, capacity: Capacity, transports: Sequence[str]) -> Member:
         return Member(
             id=self.member,
             role=self.role,
             address=self.address,
             model=self.config.model_name,
             fingerprint=fingerprint,
-            transports=self.config.transports,
+            transports=tuple(transports),
             capacity=capacity,
         )
 

@@ -1,4 +1,4 @@
-"""Where the decode worker's objects meet: engine, scheduler, step thread, importer and services."""
+"""Where the decode worker's objects meet: engine, scheduler, step thread, transfer and services."""
 
 import asyncio
 import logging
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from cluster.clock import MonotonicClock
 from cluster.config import WorkerConfig
-from cluster.errors import InternalError, Unavailable
+from cluster.errors import Unavailable
 from cluster.member import Capacity
 from cluster.worker_life import WorkerLife
 from cluster.worker_service import Inspections, WorkerService
@@ -16,9 +16,7 @@ from decode_worker.scheduler import DecodeScheduler
 from decode_worker.service import DecodeService
 from engine.build import Engine, build_engine
 from engine.step_loop import StepLoop
-from kvtransfer.importer import Importer
-from kvtransfer.telemetry import TelemetryCounters
-from kvtransfer.transports.available import importer_transports
+from kvtransfer.worker_transfer import WorkerTransfer
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 _LOG = logging.getLogger("tandem.decode")
@@ -31,6 +29,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
     for line in engine.report:
         _LOG.info(line)
     worker = _Worker(life, engine)
+    await worker.transfer.start()
     worker.steps.start()
     beats = asyncio.create_task(worker.beat(), name="heartbeats")
     try:
@@ -42,6 +41,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=engine.model_info.max_model_len,
             ),
+            transports=worker.transfer.transports.names,
             announce=announce,
             drain=worker.service.drain,
         )
@@ -49,7 +49,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
         beats.cancel()
         await worker.service.close()
         await life.end()
-        await worker.importer.close()
+        await worker.transfer.close()
         await asyncio.to_thread(worker.steps.stop)
 
 
@@ -62,8 +62,6 @@ class _Worker:
         clock = MonotonicClock()
         limits = _limits(config, engine)
         self._heartbeat_s = config.heartbeat_s
-        self._counters = TelemetryCounters(life.telemetry)
-        self._block_bytes = engine.pool.block_bytes
         self.steps = StepLoop[commands.Command, commands.Event](
             DecodeScheduler(limits),
             engine.runner,
@@ -74,22 +72,13 @@ class _Worker:
         )
         inspections = Inspections(self.steps.post)
         self._inspections = inspections
-        self.importer = Importer(
-            member=life.member,
-            memory=engine.pool,
-            layout=engine.fingerprint,
-            block_size=config.block_size,
-            key=life.key,
-            settings=config,
-            transports=importer_transports(config, engine.pool),
-            clock=clock,
-            counters=self._counters,
-            unhealthy=lambda detail: life.fatal(InternalError(detail)),
+        self.transfer = WorkerTransfer(
+            life=life, pool=engine.pool, layout=engine.fingerprint, release=self._release, clock=clock
         )
         self.service = DecodeService(
             member=life.member,
             steps=self.steps,
-            importer=self.importer,
+            importer=self.transfer.importer,
             vocab_size=engine.model_info.vocab_size,
             limits=limits,
             cluster_key=life.key,
@@ -127,11 +116,13 @@ class _Worker:
         """From the step thread to the event loop."""
         self._loop.call_soon_threadsafe(self.service.on_events, events)
 
+    def _release(self, ticket_id: bytes) -> None:
+        """Nothing is exported from here yet."""
+
     def _figures(self) -> dict[str, float]:
-        return self._counters.totals | {
+        return self.transfer.figures() | {
             "local_prefills": float(self.service.num_local_prefills),
             "imports": float(len(self.service.imports)),
-            "block_bytes": float(self._block_bytes),
         }
 
 

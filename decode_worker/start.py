@@ -7,7 +7,7 @@ from cluster.config import WorkerConfig
 from cluster.messages import Role
 from cluster.worker_life import WorkerLife
 
-_SERVICES = ("tandem.v1.DecodeWorker", "tandem.v1.Worker")
+_SERVICES = ("tandem.v1.DecodeWorker", "tandem.v1.KvTransfer", "tandem.v1.Worker")
 
 
 async def run(config: WorkerConfig, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:

@@ -25,9 +25,9 @@ from kvtransfer.export_call import ExportCall
 from kvtransfer.handoff import FirstToken as FirstToken
 from kvtransfer.handoff import RemoteBlock, Tail
 from kvtransfer.leases import LeasePolicy
-from kvtransfer.memory import PoolMemory
 from kvtransfer.ticket_export import TicketExport
 from kvtransfer.transports.base import ExporterTransport
+from kvtransfer.wire_format import WireFormat
 from tandem.v1 import kv_pb2
 
 _LOG = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Exporter:
         *,
         member: MemberId,
         address: str,  # of the gRPC server that carries KvTransferServicer
-        memory: PoolMemory,
+        wire: WireFormat,
         layout: LayoutFingerprint,
         key: bytes,
         settings: TransferSettings,
@@ -66,7 +66,7 @@ class Exporter:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._member, self._address = member, address
-        self._memory = memory
+        self._wire = wire
         self._key = key
         self._settings = settings
         self._policy = LeasePolicy(settings.lease_s, settings.max_lease_s, settings.attach_timeout_s)
@@ -213,4 +213,9 @@ class Exporter:
                 blocks = tuple(map(RemoteBlock, block_ids, digests.result()))
                 export.take(event(blocks))
 
-        asyncio.wrap_future(self._digester.submit(digest_blocks, self._memory, block_ids)).add_done_callback(done)
+        asyncio.wrap_future(self._digester.submit(self._prepare, block_ids)).add_done_callback(done)
+
+    def _prepare(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
+        """Off the event loop: what travels, and its digests."""
+        self._wire.encode(block_ids)
+        return digest_blocks(self._wire.memory, block_ids)

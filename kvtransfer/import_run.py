@@ -24,8 +24,8 @@ from kvtransfer.exporter_channels import ExporterChannels
 from kvtransfer.handoff import Attach, Failed, Finished, ImporterMessage, Renew, Settle
 from kvtransfer.handoff_wire import from_wire, settle_to_wire
 from kvtransfer.import_call import ImportCall
-from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import Channel, ImporterTransport, TransportError
+from kvtransfer.wire_format import WireFormat
 from tandem.v1 import kv_pb2
 
 _LOG = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class ImportMeans:
     """What every hand-off of one importer uses."""
 
     member: MemberId
-    memory: PoolMemory
+    wire: WireFormat
     layout: LayoutFingerprint
     transports: Mapping[str, ImporterTransport]  # best first
     channels: ExporterChannels
@@ -201,13 +201,20 @@ class ImportRun:
                 self._channel = await self._open()
             await self._channel.read(read.remote_block_ids, read.local_block_ids)
             digests = await asyncio.get_running_loop().run_in_executor(
-                self._means.verifier, digest_blocks, self._means.memory, read.local_block_ids
+                self._means.verifier, self._take_in, read.local_block_ids
             )
         except (TransportError, OSError, RuntimeError) as error:  # the latter two: memory and device
             self._take(events.ReadFailed(read.read_id, str(error)))
         else:
             self._count_damage(digests)
             self._take(events.ReadCompleted(read.read_id, digests))
+
+    def _take_in(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
+        """Off the event loop: digests of what arrived, and the pool's blocks from it. A wrong one is read again, or
+        dropped with the rest."""
+        digests = digest_blocks(self._means.wire.memory, block_ids)
+        self._means.wire.decode(block_ids)
+        return digests
 
     async def _open(self) -> Channel:
         transport = self._means.transports.get(self._transport)
@@ -247,7 +254,7 @@ class ImportRun:
 
     def _admit(self, action: events.Admit) -> None:
         now_s = self._means.clock.now_s()
-        kv_bytes = self._plan.num_blocks * self._means.memory.block_bytes
+        kv_bytes = self._plan.num_blocks * self._means.wire.memory.block_bytes
         self._count("ok", None)
         self._means.counters.moved(transport=self._transport, num_bytes=kv_bytes)
         admitted = Admitted(action, self._transport, kv_bytes, now_s - self._finished_s, now_s - self._began_s)

@@ -22,8 +22,8 @@ from kvtransfer.exporter_channels import ExporterChannels
 from kvtransfer.handoff import FirstToken as FirstToken
 from kvtransfer.import_machine import ImportPlan
 from kvtransfer.import_run import Admitted, ImportMeans, ImportRun
-from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import ImporterTransport
+from kvtransfer.wire_format import WireFormat
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Importer:
         self,
         *,
         member: MemberId,
-        memory: PoolMemory,
+        wire: WireFormat,
         layout: LayoutFingerprint,
         block_size: int,
         key: bytes,
@@ -72,7 +72,7 @@ class Importer:
         self._verifier = ThreadPoolExecutor(1, "kv-verify")
         self._means = ImportMeans(
             member=member,
-            memory=memory,
+            wire=wire,
             layout=layout,
             transports={transport.name: transport for transport in transports},
             channels=self._channels,

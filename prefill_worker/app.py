@@ -1,4 +1,4 @@
-"""Where the prefill worker's objects meet: engine, scheduler, step thread, exporter and services."""
+"""Where the prefill worker's objects meet: engine, scheduler, step thread, transfer and services."""
 
 import asyncio
 import logging
@@ -11,14 +11,11 @@ from cluster.worker_life import WorkerLife
 from cluster.worker_service import Inspections, WorkerService
 from engine.build import Engine, build_engine
 from engine.step_loop import StepLoop
-from kvtransfer.exporter import Exporter
-from kvtransfer.service import KvTransferServicer
-from kvtransfer.telemetry import TelemetryCounters
-from kvtransfer.transports.available import exporter_transports
+from kvtransfer.worker_transfer import WorkerTransfer
 from prefill_worker import commands
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
-from tandem.v1 import kv_pb2_grpc, worker_pb2_grpc
+from tandem.v1 import worker_pb2_grpc
 
 _LOG = logging.getLogger("tandem.prefill")
 
@@ -30,7 +27,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
     for line in engine.report:
         _LOG.info(line)
     worker = _Worker(life, engine)
-    await worker.exporter.start()
+    await worker.transfer.start()
     worker.steps.start()
     try:
         await life.live(
@@ -41,12 +38,13 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=engine.model_info.max_model_len,
             ),
+            transports=worker.transfer.transports.names,
             announce=announce,
             drain=worker.drain,
         )
     finally:
         await life.end()
-        await worker.exporter.close()
+        await worker.transfer.close()
         await asyncio.to_thread(worker.steps.stop)
 
 
@@ -58,8 +56,6 @@ class _Worker:
         self._loop = asyncio.get_running_loop()
         self._released = asyncio.Event()
         clock = MonotonicClock()
-        self._counters = TelemetryCounters(life.telemetry)
-        self._block_bytes = engine.pool.block_bytes
         self.steps = StepLoop[commands.Command, commands.Event](
             _scheduler(config, engine),
             engine.runner,
@@ -69,21 +65,12 @@ class _Worker:
             on_fatal=life.fatal,
         )
         inspections = Inspections(self.steps.post)
-        self.exporter = Exporter(
-            member=life.member,
-            address=life.address,
-            memory=engine.pool,
-            layout=engine.fingerprint,
-            key=life.key,
-            settings=config,
-            transports=exporter_transports(config, engine.pool, host=config.host, advertise_host=life.host),
-            release=self._release,
-            clock=clock,
-            counters=self._counters,
+        self.transfer = WorkerTransfer(
+            life=life, pool=engine.pool, layout=engine.fingerprint, release=self._release, clock=clock
         )
         self.service = PrefillService(
             steps=self.steps,
-            exporter=self.exporter,
+            exporter=self.transfer.exporter,
             vocab_size=engine.model_info.vocab_size,
             cluster_key=life.key,
             inspections=inspections,
@@ -92,17 +79,16 @@ class _Worker:
         workers = WorkerService(
             member=life.member,
             inspections=inspections,
-            more_figures=self._figures,
+            more_figures=self.transfer.figures,
             request_drain=life.request_drain,
         )
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self.service, life.server.grpc)
         worker_pb2_grpc.add_WorkerServicer_to_server(workers, life.server.grpc)
-        kv_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(exporter=self.exporter), life.server.grpc)
 
     async def drain(self) -> None:
         """Finishes the present calls, and waits until what they left behind has been fetched or has lapsed."""
         await self.service.drain()
-        while self.exporter.num_live_tickets:
+        while self.transfer.exporter.num_live_tickets:
             self._released.clear()
             await self._released.wait()
 
@@ -113,12 +99,6 @@ class _Worker:
     def _release(self, ticket_id: bytes) -> None:
         self.steps.post(commands.Release(ticket_id))
         self._released.set()
-
-    def _figures(self) -> dict[str, float]:
-        return self._counters.totals | {
-            "live_tickets": float(self.exporter.num_live_tickets),
-            "block_bytes": float(self._block_bytes),
-        }
 
 
 def _scheduler(config: WorkerConfig, engine: Engine) -> PrefillScheduler:

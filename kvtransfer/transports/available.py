@@ -1,30 +1,52 @@
-"""Which transports this process has, out of those that its settings allow, best first."""
+"""Which transports this process has, out of those that its settings allow, best first, and why not the others.
 
-from collections.abc import Callable
+A transport's module says of itself: `NAME`, `unavailable(means)`, `exporter(means)`, `importer(means)`. It imports its
+library inside of these, so that a missing one is a reason and no crash.
+"""
 
-from cluster.config import TransferSettings
-from kvtransfer.memory import PoolMemory
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+
+from cluster.config import TRANSPORTS, TransferSettings
+from cluster.errors import ConfigError
 from kvtransfer.transports import shm, tcp
-from kvtransfer.transports.base import ExporterTransport, ImporterTransport
+from kvtransfer.transports.base import ExporterTransport, ImporterTransport, TransportMeans
+
+_MODULES: Mapping[str, ModuleType] = {module.NAME: module for module in (shm, tcp)}
 
 
-def exporter_transports(
-    settings: TransferSettings, memory: PoolMemory, *, host: str, advertise_host: str
-) -> tuple[ExporterTransport, ...]:
-    """`host` is bound to, `advertise_host` is told to importers."""
-    makers: dict[str, Callable[[], ExporterTransport]] = {
-        tcp.NAME: lambda: tcp.TcpExporter(
-            memory=memory, host=host, advertise_host=advertise_host, send_timeout_s=settings.read_timeout_s
-        )
-    }
-    if memory.memfd is not None:
-        makers[shm.NAME] = lambda: shm.ShmExporter(memory=memory)
-    return tuple(makers[name]() for name in settings.transports if name in makers)
+@dataclass(frozen=True, slots=True)
+class Available:
+    """Both lists are best first; `missing` has a reason for each other transport."""
+
+    exporters: tuple[ExporterTransport, ...]
+    importers: tuple[ImporterTransport, ...]
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(transport.name for transport in self.importers)
 
 
-def importer_transports(settings: TransferSettings, memory: PoolMemory) -> tuple[ImporterTransport, ...]:
-    makers: dict[str, Callable[[], ImporterTransport]] = {
-        shm.NAME: lambda: shm.ShmImporter(memory=memory),
-        tcp.NAME: lambda: tcp.TcpImporter(memory=memory),
-    }
-    return tuple(makers[name]() for name in settings.transports)
+def available_transports(settings: TransferSettings, means: TransportMeans) -> Available:
+    """Raises ConfigError when a transport that the settings name cannot work here."""
+    missing: dict[str, str] = {}
+    for name in TRANSPORTS:
+        if settings.forced_transports and name not in settings.forced_transports:
+            missing[name] = "not among --kv-transports"
+        elif name not in _MODULES:
+            missing[name] = "not part of this version"
+        elif reason := _MODULES[name].unavailable(means):
+            missing[name] = reason
+    impossible = [name for name in settings.forced_transports if name in missing]
+    if impossible:
+        reasons = "; ".join(f"{name}: {missing[name]}" for name in impossible)
+        raise ConfigError(f"--kv-transports: {reasons}")
+    names = [name for name in settings.forced_transports or TRANSPORTS if name not in missing]
+    modules = [_MODULES[name] for name in names]
+    return Available(
+        tuple(module.exporter(means) for module in modules),
+        tuple(module.importer(means) for module in modules),
+        missing,
+    )

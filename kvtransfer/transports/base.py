@@ -4,14 +4,30 @@ An exporter-side transport opens its memory to one epoch at a time and needs no 
 transport opens a channel, which belongs to one hand-off until it is released or destroyed.
 """
 
+import ssl
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from cluster.messages import Epoch
+from cluster.messages import Epoch, MemberId
+from kvtransfer.memory import PoolMemory
 
 
 class TransportError(Exception):
     """A read did not complete. Whether its destination is quiet is another question: see Channel."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportMeans:
+    """What a process gives to each of its transports."""
+
+    member: MemberId
+    memory: PoolMemory  # what is served and filled: the pool, or the wire's copy of it
+    host: str  # to bind to
+    advertise_host: str  # what importers are told
+    timeout_s: float  # for one message or read of a peer
+    server_tls: ssl.SSLContext | None = None  # set when the cluster uses TLS
+    client_tls: ssl.SSLContext | None = None
 
 
 class ExporterTransport(Protocol):

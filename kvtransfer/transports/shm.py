@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from cluster.messages import Epoch
 from kvtransfer.memory import PoolMemory
-from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.base import TransportError, TransportMeans
 from kvtransfer.transports.host_memory import HostMemory, runs
 from kvtransfer.transports.sockets import joined
 
@@ -34,6 +34,18 @@ _TOKEN_BYTES = 16
 _TIMEOUT_S = 5.0
 _ACCEPT_PAUSE_S = 0.1  # out of descriptors: accepting again at once would only spin
 _MAX_SOCKET_PATH = 100  # the kernel takes 107 bytes
+
+
+def unavailable(means: TransportMeans) -> str:
+    return "" if means.memory.memfd is not None else "the pool is not in this host's memory"
+
+
+def exporter(means: TransportMeans) -> "ShmExporter":
+    return ShmExporter(memory=means.memory)
+
+
+def importer(means: TransportMeans) -> "ShmImporter":
+    return ShmImporter(memory=means.memory)
 
 
 def host_identity() -> bytes:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from cluster.messages import Epoch
 from kvtransfer.memory import PoolMemory
-from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.base import TransportError, TransportMeans
 from kvtransfer.transports.host_memory import HostMemory
 from kvtransfer.transports.sockets import connect, joined, receive, receive_into, send, shut_down, tune
 
@@ -36,6 +36,20 @@ _ENDPOINT = struct.Struct(f"<{_TOKEN_BYTES}sH")  # token, port; then the host's 
 _MAX_CONNECTIONS = 512
 _HELLO_TIMEOUT_S = 5.0
 _ACCEPT_PAUSE_S = 0.1  # out of descriptors: accepting again at once would only spin
+
+
+def unavailable(means: TransportMeans) -> str:
+    return ""
+
+
+def exporter(means: TransportMeans) -> "TcpExporter":
+    return TcpExporter(
+        memory=means.memory, host=means.host, advertise_host=means.advertise_host, send_timeout_s=means.timeout_s
+    )
+
+
+def importer(means: TransportMeans) -> "TcpImporter":
+    return TcpImporter(memory=means.memory)
 
 
 class TcpExporter:

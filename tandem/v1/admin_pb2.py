@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from tandem.v1 import worker_pb2 as tandem_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/admin.proto\x12\ttandem.v1\"\x0f\n\rStatusRequest\"\x86\x02\n\x0cMemberStatus\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x13\n\x0blast_seen_s\x18\x06 \x01(\x01\x12\x35\n\x07\x66igures\x18\x07 \x03(\x0b\x32$.tandem.v1.MemberStatus.FiguresEntry\x12\r\n\x05model\x18\x08 \x01(\t\x12\x15\n\rkv_transports\x18\t \x03(\t\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"Q\n\x0eStatusResponse\x12(\n\x07members\x18\x01 \x03(\x0b\x32\x17.tandem.v1.MemberStatus\x12\x15\n\rlive_requests\x18\x02 \x01(\r\"!\n\x0c\x44rainRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse2\x82\x01\n\x05\x41\x64min\x12=\n\x06Status\x12\x18.tandem.v1.StatusRequest\x1a\x19.tandem.v1.StatusResponse\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/admin.proto\x12\ttandem.v1\x1a\x16tandem/v1/worker.proto\"\x0f\n\rStatusRequest\"\xad\x02\n\x0cMemberStatus\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x13\n\x0blast_seen_s\x18\x06 \x01(\x01\x12\x35\n\x07\x66igures\x18\x07 \x03(\x0b\x32$.tandem.v1.MemberStatus.FiguresEntry\x12\r\n\x05model\x18\x08 \x01(\t\x12\x15\n\rkv_transports\x18\t \x03(\t\x12%\n\x05pairs\x18\n \x03(\x0b\x32\x16.tandem.v1.PairFigures\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"Q\n\x0eStatusResponse\x12(\n\x07members\x18\x01 \x03(\x0b\x32\x17.tandem.v1.MemberStatus\x12\x15\n\rlive_requests\x18\x02 \x01(\r\"!\n\x0c\x44rainRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse\"G\n\x0eMigrateRequest\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x15\n\rmax_sequences\x18\x03 \x01(\r\"6\n\x0fMigrateResponse\x12\x11\n\tnum_moved\x18\x01 \x01(\r\x12\x10\n\x08num_kept\x18\x02 \x01(\r2\xc4\x01\n\x05\x41\x64min\x12=\n\x06Status\x12\x18.tandem.v1.StatusRequest\x1a\x19.tandem.v1.StatusResponse\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponse\x12@\n\x07Migrate\x12\x19.tandem.v1.MigrateRequest\x1a\x1a.tandem.v1.MigrateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,18 +34,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MEMBERSTATUS_FIGURESENTRY']._loaded_options = None
   _globals['_MEMBERSTATUS_FIGURESENTRY']._serialized_options = b'8\001'
-  _globals['_STATUSREQUEST']._serialized_start=36
-  _globals['_STATUSREQUEST']._serialized_end=51
-  _globals['_MEMBERSTATUS']._serialized_start=54
-  _globals['_MEMBERSTATUS']._serialized_end=316
-  _globals['_MEMBERSTATUS_FIGURESENTRY']._serialized_start=270
-  _globals['_MEMBERSTATUS_FIGURESENTRY']._serialized_end=316
-  _globals['_STATUSRESPONSE']._serialized_start=318
-  _globals['_STATUSRESPONSE']._serialized_end=399
-  _globals['_DRAINREQUEST']._serialized_start=401
-  _globals['_DRAINREQUEST']._serialized_end=434
-  _globals['_DRAINRESPONSE']._serialized_start=436
-  _globals['_DRAINRESPONSE']._serialized_end=451
-  _globals['_ADMIN']._serialized_start=454
-  _globals['_ADMIN']._serialized_end=584
+  _globals['_STATUSREQUEST']._serialized_start=60
+  _globals['_STATUSREQUEST']._serialized_end=75
+  _globals['_MEMBERSTATUS']._serialized_start=78
+  _globals['_MEMBERSTATUS']._serialized_end=379
+  _globals['_MEMBERSTATUS_FIGURESENTRY']._serialized_start=333
+  _globals['_MEMBERSTATUS_FIGURESENTRY']._serialized_end=379
+  _globals['_STATUSRESPONSE']._serialized_start=381
+  _globals['_STATUSRESPONSE']._serialized_end=462
+  _globals['_DRAINREQUEST']._serialized_start=464
+  _globals['_DRAINREQUEST']._serialized_end=497
+  _globals['_DRAINRESPONSE']._serialized_start=499
+  _globals['_DRAINRESPONSE']._serialized_end=514
+  _globals['_MIGRATEREQUEST']._serialized_start=516
+  _globals['_MIGRATEREQUEST']._serialized_end=587
+  _globals['_MIGRATERESPONSE']._serialized_start=589
+  _globals['_MIGRATERESPONSE']._serialized_end=643
+  _globals['_ADMIN']._serialized_start=646
+  _globals['_ADMIN']._serialized_end=842
 # @@protoc_insertion_point(module_scope)

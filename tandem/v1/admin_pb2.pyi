@@ -1,3 +1,4 @@
+from tandem.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -11,7 +12,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("member_id", "incarnation", "role", "state", "address", "last_seen_s", "figures", "model", "kv_transports")
+    __slots__ = ("member_id", "incarnation", "role", "state", "address", "last_seen_s", "figures", "model", "kv_transports", "pairs")
     class FiguresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +29,7 @@ class MemberStatus(_message.Message):
     FIGURES_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     KV_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     incarnation: str
     role: str
@@ -37,7 +39,8 @@ class MemberStatus(_message.Message):
     figures: _containers.ScalarMap[str, float]
     model: str
     kv_transports: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., last_seen_s: _Optional[float] = ..., figures: _Optional[_Mapping[str, float]] = ..., model: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ...) -> None: ...
+    pairs: _containers.RepeatedCompositeFieldContainer[_worker_pb2.PairFigures]
+    def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., last_seen_s: _Optional[float] = ..., figures: _Optional[_Mapping[str, float]] = ..., model: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ..., pairs: _Optional[_Iterable[_Union[_worker_pb2.PairFigures, _Mapping]]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("members", "live_requests")
@@ -56,3 +59,21 @@ class DrainRequest(_message.Message):
 class DrainResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class MigrateRequest(_message.Message):
+    __slots__ = ("source", "target", "max_sequences")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    target: str
+    max_sequences: int
+    def __init__(self, source: _Optional[str] = ..., target: _Optional[str] = ..., max_sequences: _Optional[int] = ...) -> None: ...
+
+class MigrateResponse(_message.Message):
+    __slots__ = ("num_moved", "num_kept")
+    NUM_MOVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_KEPT_FIELD_NUMBER: _ClassVar[int]
+    num_moved: int
+    num_kept: int
+    def __init__(self, num_moved: _Optional[int] = ..., num_kept: _Optional[int] = ...) -> None: ...

@@ -45,6 +45,11 @@ class AdminStub(object):
                 request_serializer=tandem_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Migrate = channel.unary_unary(
+                '/tandem.v1.Admin/Migrate',
+                request_serializer=tandem_dot_v1_dot_admin__pb2.MigrateRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_admin__pb2.MigrateResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -65,6 +70,14 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Migrate(self, request, context):
+        """Moves sequences of this router from one decode worker to another, KV and all; their streams go on.
+        Errors: NOT_FOUND (no such decode worker).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +90,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=tandem_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'Migrate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Migrate,
+                    request_deserializer=tandem_dot_v1_dot_admin__pb2.MigrateRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_admin__pb2.MigrateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +152,33 @@ class Admin(object):
             '/tandem.v1.Admin/Drain',
             tandem_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             tandem_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Migrate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/Migrate',
+            tandem_dot_v1_dot_admin__pb2.MigrateRequest.SerializeToString,
+            tandem_dot_v1_dot_admin__pb2.MigrateResponse.FromString,
             options,
             channel_credentials,
             insecure,

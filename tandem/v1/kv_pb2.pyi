@@ -7,6 +7,71 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class OfferPrefixRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "importer", "block_hashes", "min_blocks")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    IMPORTER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    MIN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    importer: str
+    block_hashes: bytes
+    min_blocks: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., importer: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., min_blocks: _Optional[int] = ...) -> None: ...
+
+class OfferPrefixResponse(_message.Message):
+    __slots__ = ("ticket", "num_blocks")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    num_blocks: int
+    def __init__(self, ticket: _Optional[bytes] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class OpenProbeRequest(_message.Message):
+    __slots__ = ("importer", "signature", "layout", "transports", "endpoints")
+    class EndpointsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+    IMPORTER_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    importer: str
+    signature: bytes
+    layout: LayoutFingerprint
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    endpoints: _containers.ScalarMap[str, bytes]
+    def __init__(self, importer: _Optional[str] = ..., signature: _Optional[bytes] = ..., layout: _Optional[_Union[LayoutFingerprint, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
+
+class ProbePath(_message.Message):
+    __slots__ = ("transport", "endpoint", "reason")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    endpoint: bytes
+    reason: str
+    def __init__(self, transport: _Optional[str] = ..., endpoint: _Optional[bytes] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class OpenProbeResponse(_message.Message):
+    __slots__ = ("epoch", "paths", "block_ids", "open_s")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PATHS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_S_FIELD_NUMBER: _ClassVar[int]
+    epoch: Epoch
+    paths: _containers.RepeatedCompositeFieldContainer[ProbePath]
+    block_ids: bytes
+    open_s: float
+    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., paths: _Optional[_Iterable[_Union[ProbePath, _Mapping]]] = ..., block_ids: _Optional[bytes] = ..., open_s: _Optional[float] = ...) -> None: ...
+
 class Ticket(_message.Message):
     __slots__ = ("ticket_id", "exporter_id", "exporter_incarnation", "exporter_address", "importer", "request_id", "attempt", "num_tokens", "prompt_hash", "num_choices", "expires_at_s")
     TICKET_ID_FIELD_NUMBER: _ClassVar[int]
@@ -145,18 +210,28 @@ class ExporterMessage(_message.Message):
     def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("epoch", "transport", "endpoint", "lease_s", "max_lease_s")
+    __slots__ = ("epoch", "transport", "endpoint", "lease_s", "max_lease_s", "alternatives")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     MAX_LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     epoch: Epoch
     transport: str
     endpoint: bytes
     lease_s: float
     max_lease_s: float
-    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[bytes] = ..., lease_s: _Optional[float] = ..., max_lease_s: _Optional[float] = ...) -> None: ...
+    alternatives: _containers.RepeatedCompositeFieldContainer[TransportEndpoint]
+    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[bytes] = ..., lease_s: _Optional[float] = ..., max_lease_s: _Optional[float] = ..., alternatives: _Optional[_Iterable[_Union[TransportEndpoint, _Mapping]]] = ...) -> None: ...
+
+class TransportEndpoint(_message.Message):
+    __slots__ = ("transport", "endpoint")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    endpoint: bytes
+    def __init__(self, transport: _Optional[str] = ..., endpoint: _Optional[bytes] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("reason", "detail")
@@ -179,18 +254,20 @@ class Sealed(_message.Message):
     def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., first_index: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., digests: _Optional[bytes] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("epoch", "first_tokens", "num_tokens", "prompt_hash", "tail")
+    __slots__ = ("epoch", "first_tokens", "num_tokens", "prompt_hash", "tail", "age_s")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_HASH_FIELD_NUMBER: _ClassVar[int]
     TAIL_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
     epoch: Epoch
     first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
     num_tokens: int
     prompt_hash: bytes
     tail: TailBlock
-    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., prompt_hash: _Optional[bytes] = ..., tail: _Optional[_Union[TailBlock, _Mapping]] = ...) -> None: ...
+    age_s: float
+    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., prompt_hash: _Optional[bytes] = ..., tail: _Optional[_Union[TailBlock, _Mapping]] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("token_id", "ended")

@@ -40,6 +40,16 @@ class KvTransferStub(object):
                 request_serializer=tandem_dot_v1_dot_kv__pb2.ImporterMessage.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_kv__pb2.ExporterMessage.FromString,
                 _registered_method=True)
+        self.OfferPrefix = channel.unary_unary(
+                '/tandem.v1.KvTransfer/OfferPrefix',
+                request_serializer=tandem_dot_v1_dot_kv__pb2.OfferPrefixRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_kv__pb2.OfferPrefixResponse.FromString,
+                _registered_method=True)
+        self.OpenProbe = channel.unary_unary(
+                '/tandem.v1.KvTransfer/OpenProbe',
+                request_serializer=tandem_dot_v1_dot_kv__pb2.OpenProbeRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_kv__pb2.OpenProbeResponse.FromString,
+                _registered_method=True)
 
 
 class KvTransferServicer(object):
@@ -53,6 +63,20 @@ class KvTransferServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OfferPrefix(self, request, context):
+        """A ticket for what this worker's prefix cache holds of a prompt, pinned until it is settled or its lease ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenProbe(self, request, context):
+        """Opens some of this worker's memory for a short time, so that the asking worker can time each way of reading it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvTransferServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +84,16 @@ def add_KvTransferServicer_to_server(servicer, server):
                     servicer.HandOff,
                     request_deserializer=tandem_dot_v1_dot_kv__pb2.ImporterMessage.FromString,
                     response_serializer=tandem_dot_v1_dot_kv__pb2.ExporterMessage.SerializeToString,
+            ),
+            'OfferPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.OfferPrefix,
+                    request_deserializer=tandem_dot_v1_dot_kv__pb2.OfferPrefixRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_kv__pb2.OfferPrefixResponse.SerializeToString,
+            ),
+            'OpenProbe': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenProbe,
+                    request_deserializer=tandem_dot_v1_dot_kv__pb2.OpenProbeRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_kv__pb2.OpenProbeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +124,60 @@ class KvTransfer(object):
             '/tandem.v1.KvTransfer/HandOff',
             tandem_dot_v1_dot_kv__pb2.ImporterMessage.SerializeToString,
             tandem_dot_v1_dot_kv__pb2.ExporterMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OfferPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.KvTransfer/OfferPrefix',
+            tandem_dot_v1_dot_kv__pb2.OfferPrefixRequest.SerializeToString,
+            tandem_dot_v1_dot_kv__pb2.OfferPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenProbe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.KvTransfer/OpenProbe',
+            tandem_dot_v1_dot_kv__pb2.OpenProbeRequest.SerializeToString,
+            tandem_dot_v1_dot_kv__pb2.OpenProbeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,7 +32,7 @@ class TokenStops(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "sampling", "stops", "seeds", "num_committed", "importer", "timeout_s")
+    __slots__ = ("request_id", "attempt", "token_ids", "sampling", "stops", "seeds", "num_committed", "importer", "timeout_s", "cache_salt", "prefix_holders")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,8 @@ class PrefillRequest(_message.Message):
     NUM_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     IMPORTER_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HOLDERS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_ids: bytes
@@ -51,7 +53,19 @@ class PrefillRequest(_message.Message):
     num_committed: int
     importer: str
     timeout_s: float
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ..., num_committed: _Optional[int] = ..., importer: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    cache_salt: str
+    prefix_holders: _containers.RepeatedCompositeFieldContainer[PrefixHolder]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ..., num_committed: _Optional[int] = ..., importer: _Optional[str] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ...) -> None: ...
+
+class PrefixHolder(_message.Message):
+    __slots__ = ("member", "address", "num_tokens")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    address: str
+    num_tokens: int
+    def __init__(self, member: _Optional[str] = ..., address: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("accepted", "first_tokens")
@@ -88,14 +102,18 @@ class SampledToken(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[str] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
-    __slots__ = ("tokens", "queue_s", "prefill_s")
+    __slots__ = ("tokens", "queue_s", "prefill_s", "num_cached", "num_pulled")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PULLED_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[SampledToken]
     queue_s: float
     prefill_s: float
-    def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
+    num_cached: int
+    num_pulled: int
+    def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_cached: _Optional[int] = ..., num_pulled: _Optional[int] = ...) -> None: ...
 
 class SequenceStart(_message.Message):
     __slots__ = ("handle", "seed", "committed_token_ids")
@@ -108,7 +126,7 @@ class SequenceStart(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., seed: _Optional[int] = ..., committed_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class StartRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "router", "prompt_token_ids", "sampling", "stops", "sequences", "ticket", "timeout_s")
+    __slots__ = ("request_id", "attempt", "router", "prompt_token_ids", "sampling", "stops", "sequences", "ticket", "timeout_s", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +136,7 @@ class StartRequest(_message.Message):
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     router: str
@@ -127,9 +146,44 @@ class StartRequest(_message.Message):
     sequences: _containers.RepeatedCompositeFieldContainer[SequenceStart]
     ticket: bytes
     timeout_s: float
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., router: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ticket: _Optional[bytes] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., router: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ticket: _Optional[bytes] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class StartResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FreezeRequest(_message.Message):
+    __slots__ = ("router", "handle", "importer", "attempt")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    IMPORTER_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    handle: int
+    importer: str
+    attempt: int
+    def __init__(self, router: _Optional[str] = ..., handle: _Optional[int] = ..., importer: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class FreezeResponse(_message.Message):
+    __slots__ = ("ticket", "num_output")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    num_output: int
+    def __init__(self, ticket: _Optional[bytes] = ..., num_output: _Optional[int] = ...) -> None: ...
+
+class ThawRequest(_message.Message):
+    __slots__ = ("router", "handle", "new_handle")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    NEW_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    handle: int
+    new_handle: int
+    def __init__(self, router: _Optional[str] = ..., handle: _Optional[int] = ..., new_handle: _Optional[int] = ...) -> None: ...
+
+class ThawResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -198,20 +252,22 @@ class SequenceEnd(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., finish_reason: _Optional[str] = ...) -> None: ...
 
 class SequenceStarted(_message.Message):
-    __slots__ = ("handles", "first_token_ids", "transfer_s", "queue_s", "kv_bytes", "transport")
+    __slots__ = ("handles", "first_token_ids", "transfer_s", "queue_s", "kv_bytes", "transport", "num_cached")
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
     handles: _containers.RepeatedScalarFieldContainer[int]
     first_token_ids: bytes
     transfer_s: float
     queue_s: float
     kv_bytes: int
     transport: str
-    def __init__(self, handles: _Optional[_Iterable[int]] = ..., first_token_ids: _Optional[bytes] = ..., transfer_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
+    num_cached: int
+    def __init__(self, handles: _Optional[_Iterable[int]] = ..., first_token_ids: _Optional[bytes] = ..., transfer_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., num_cached: _Optional[int] = ...) -> None: ...
 
 class SequenceFailed(_message.Message):
     __slots__ = ("handles", "reason", "detail")
@@ -224,16 +280,60 @@ class SequenceFailed(_message.Message):
     def __init__(self, handles: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("step", "running", "waiting", "free_blocks")
+    __slots__ = ("step", "running", "waiting", "free_blocks", "pairs")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
     step: int
     running: int
     waiting: int
     free_blocks: int
-    def __init__(self, step: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ...) -> None: ...
+    pairs: _containers.RepeatedCompositeFieldContainer[PairFigures]
+    def __init__(self, step: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., pairs: _Optional[_Iterable[_Union[PairFigures, _Mapping]]] = ...) -> None: ...
+
+class PairFigures(_message.Message):
+    __slots__ = ("exporter", "transport", "bytes_per_s", "latency_s")
+    EXPORTER_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_S_FIELD_NUMBER: _ClassVar[int]
+    exporter: str
+    transport: str
+    bytes_per_s: float
+    latency_s: float
+    def __init__(self, exporter: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., latency_s: _Optional[float] = ...) -> None: ...
+
+class MeasurePairRequest(_message.Message):
+    __slots__ = ("exporter", "address", "max_blocks")
+    EXPORTER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    exporter: str
+    address: str
+    max_blocks: int
+    def __init__(self, exporter: _Optional[str] = ..., address: _Optional[str] = ..., max_blocks: _Optional[int] = ...) -> None: ...
+
+class MeasurePairResponse(_message.Message):
+    __slots__ = ("paths", "num_bytes")
+    PATHS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    paths: _containers.RepeatedCompositeFieldContainer[MeasuredPath]
+    num_bytes: int
+    def __init__(self, paths: _Optional[_Iterable[_Union[MeasuredPath, _Mapping]]] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class MeasuredPath(_message.Message):
+    __slots__ = ("transport", "bytes_per_s", "latency_s", "reason")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_S_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    bytes_per_s: float
+    latency_s: float
+    reason: str
+    def __init__(self, transport: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., latency_s: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
     __slots__ = ()

@@ -169,6 +169,16 @@ class DecodeWorkerStub(object):
                 request_serializer=tandem_dot_v1_dot_worker__pb2.RouterMessage.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_worker__pb2.WorkerMessage.FromString,
                 _registered_method=True)
+        self.Freeze = channel.unary_unary(
+                '/tandem.v1.DecodeWorker/Freeze',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.FreezeRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.FreezeResponse.FromString,
+                _registered_method=True)
+        self.Thaw = channel.unary_unary(
+                '/tandem.v1.DecodeWorker/Thaw',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.ThawRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.ThawResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeWorkerServicer(object):
@@ -190,6 +200,23 @@ class DecodeWorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Freeze(self, request, context):
+        """Takes a running sequence out of the batch, between two steps, and offers its KV to another decode worker. It waits
+        here, holding its blocks, until it is cancelled (it goes on elsewhere) or thawed (it goes on here).
+        Errors: NOT_FOUND (no such sequence, or it does not run), UNAVAILABLE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Thaw(self, request, context):
+        """Goes on with a frozen sequence here, under a new handle.
+        Errors: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeWorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -202,6 +229,16 @@ def add_DecodeWorkerServicer_to_server(servicer, server):
                     servicer.Connect,
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.RouterMessage.FromString,
                     response_serializer=tandem_dot_v1_dot_worker__pb2.WorkerMessage.SerializeToString,
+            ),
+            'Freeze': grpc.unary_unary_rpc_method_handler(
+                    servicer.Freeze,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.FreezeRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.FreezeResponse.SerializeToString,
+            ),
+            'Thaw': grpc.unary_unary_rpc_method_handler(
+                    servicer.Thaw,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.ThawRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.ThawResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -269,6 +306,60 @@ class DecodeWorker(object):
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Freeze(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.DecodeWorker/Freeze',
+            tandem_dot_v1_dot_worker__pb2.FreezeRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.FreezeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Thaw(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.DecodeWorker/Thaw',
+            tandem_dot_v1_dot_worker__pb2.ThawRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.ThawResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class WorkerStub(object):
     """Served by every worker.
@@ -290,6 +381,11 @@ class WorkerStub(object):
                 request_serializer=tandem_dot_v1_dot_worker__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_worker__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.MeasurePair = channel.unary_unary(
+                '/tandem.v1.Worker/MeasurePair',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.MeasurePairRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.MeasurePairResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -310,6 +406,14 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MeasurePair(self, request, context):
+        """Reads some blocks of another worker by every transport that the two share, and says how fast each was.
+        Errors: UNAVAILABLE (it does not answer), FAILED_PRECONDITION (its layout differs).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -322,6 +426,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.DrainWorkerRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_worker__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'MeasurePair': grpc.unary_unary_rpc_method_handler(
+                    servicer.MeasurePair,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.MeasurePairRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.MeasurePairResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -379,6 +488,33 @@ class Worker(object):
             '/tandem.v1.Worker/DrainWorker',
             tandem_dot_v1_dot_worker__pb2.DrainWorkerRequest.SerializeToString,
             tandem_dot_v1_dot_worker__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MeasurePair(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/MeasurePair',
+            tandem_dot_v1_dot_worker__pb2.MeasurePairRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.MeasurePairResponse.FromString,
             options,
             channel_credentials,
             insecure,

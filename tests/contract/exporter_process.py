@@ -12,6 +12,7 @@ from kvtransfer.exporter import Exporter
 from kvtransfer.service import KvTransferServicer
 from kvtransfer.transports.shm import ShmExporter
 from kvtransfer.transports.tcp import TcpExporter
+from kvtransfer.wire_format import NativeFormat
 from tandem.v1 import kv_pb2_grpc
 from tests.contract.handoff_rig import EXPORTER, IMPORTER, KEY, LAYOUT, Counters
 from tests.contract.kv_pools import BLOCK_SIZE, random_pool
@@ -28,7 +29,7 @@ async def main() -> None:
     exporter = Exporter(
         member=EXPORTER,
         address=f"127.0.0.1:{port}",
-        memory=pool,
+        wire=NativeFormat(pool),
         layout=LAYOUT,
         key=KEY,
         settings=TransferSettings(),

@@ -27,6 +27,7 @@ from kvtransfer.transports.base import Channel, ExporterTransport, ImporterTrans
 from kvtransfer.transports.loopback import Fault, FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
 from kvtransfer.transports.shm import ShmExporter, ShmImporter
 from kvtransfer.transports.tcp import TcpExporter, TcpImporter
+from kvtransfer.wire_format import NativeFormat
 from tandem.v1 import kv_pb2_grpc
 from tests.contract.kv_pools import BLOCK_SIZE, random_pool
 
@@ -372,7 +373,7 @@ async def handoff_rig(
     exporter = Exporter(
         member=exporter_member,
         address=f"127.0.0.1:{port}",
-        memory=source,
+        wire=NativeFormat(source),
         layout=LAYOUT,
         key=KEY,
         settings=settings,
@@ -384,7 +385,7 @@ async def handoff_rig(
     )
     importer = Importer(
         member=IMPORTER,
-        memory=target,
+        wire=NativeFormat(target),
         layout=importer_layout,
         block_size=BLOCK_SIZE,
         key=KEY,

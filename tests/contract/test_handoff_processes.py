@@ -19,6 +19,7 @@ from engine.pool import KvPool
 from kvtransfer.importer import Expected, Imported, Importer
 from kvtransfer.transports.shm import ShmImporter
 from kvtransfer.transports.tcp import TcpImporter
+from kvtransfer.wire_format import NativeFormat
 from tests.contract.exporter_process import NUM_BLOCKS, NUM_TOKENS, PROMPT_HASH
 from tests.contract.handoff_rig import DEADLINE_S, IMPORTER, KEY, LAYOUT, Counters, DecodeBlocks, WatchedTransport
 from tests.contract.kv_pools import BLOCK_SIZE, random_pool
@@ -36,7 +37,7 @@ class Side:
         self.blocks, self.counters = DecodeBlocks(NUM_BLOCKS), Counters()
         self.importer = Importer(
             member=IMPORTER,
-            memory=self.pool,
+            wire=NativeFormat(self.pool),
             layout=LAYOUT,
             block_size=BLOCK_SIZE,
             key=KEY,

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from cluster.config import TransferSettings
+from cluster.errors import ConfigError
 from cluster.messages import Epoch, MemberId
 from engine.pool import KvPool
+from kvtransfer.memory import PoolMemory
 from kvtransfer.transports import shm, tcp
-from kvtransfer.transports.available import exporter_transports, importer_transports
-from kvtransfer.transports.base import ExporterTransport, ImporterTransport, TransportError, negotiate
+from kvtransfer.transports.available import Available, available_transports
+from kvtransfer.transports.base import ExporterTransport, ImporterTransport, TransportError, TransportMeans, negotiate
 from kvtransfer.transports.host_memory import runs
 from kvtransfer.transports.loopback import Fault, FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
 from kvtransfer.transports.shm import ShmExporter, ShmImporter
@@ -274,25 +276,28 @@ async def test_a_cancelled_loopback_read_writes_on_until_its_channel_is_destroye
     await importer.close()
 
 
-def test_settings_force_transports_and_their_order() -> None:
-    pool = random_pool(2, seed=1)
+def available(memory: PoolMemory, kv_transports: str = "auto") -> Available:
+    means = TransportMeans(
+        member=EPOCH.exporter, memory=memory, host="127.0.0.1", advertise_host="127.0.0.1", timeout_s=5.0
+    )
+    return available_transports(TransferSettings(kv_transports=kv_transports), means)
 
-    def names(kv_transports: str) -> tuple[list[str], list[str]]:
-        settings = TransferSettings(kv_transports=kv_transports)
-        exporting = exporter_transports(settings, pool, host="127.0.0.1", advertise_host="127.0.0.1")
-        importing = importer_transports(settings, pool)
-        return [transport.name for transport in exporting], [transport.name for transport in importing]
 
-    assert names("shm,tcp") == (["shm", "tcp"], ["shm", "tcp"])
-    assert names("tcp,shm") == (["tcp", "shm"], ["tcp", "shm"])
-    assert names("tcp") == (["tcp"], ["tcp"])
+@pytest.mark.parametrize("forced", ["shm,tcp", "tcp,shm", "tcp"])
+def test_settings_force_transports_and_their_order(forced: str) -> None:
+    found = available(random_pool(2, seed=1), forced)
+    assert found.names == tuple(forced.split(","))
+    assert tuple(transport.name for transport in found.exporters) == found.names
 
 
 def test_a_pool_that_is_no_file_is_not_offered_as_shared_memory() -> None:
     pool = random_pool(2, seed=1)
     elsewhere = OnDevice(pool.num_blocks, pool.block_bytes, pool.raw, None)
-    exporting = exporter_transports(TransferSettings(), elsewhere, host="127.0.0.1", advertise_host="127.0.0.1")
-    assert [transport.name for transport in exporting] == ["tcp"]
+    found = available(elsewhere)
+    assert "shm" not in found.names and "tcp" in found.names
+    assert "not in this host's memory" in found.missing["shm"]
+    with pytest.raises(ConfigError, match="shm: the pool is not in this host's memory"):
+        available(elsewhere, "shm,tcp")
 
 
 @dataclass

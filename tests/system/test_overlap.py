@@ -25,6 +25,7 @@ from kvtransfer.importer import Expected, Importer
 from kvtransfer.service import KvTransferServicer
 from kvtransfer.transports.base import Channel, ImporterTransport
 from kvtransfer.transports.shm import ShmExporter, ShmImporter
+from kvtransfer.wire_format import NativeFormat
 from prefill_worker import commands
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
@@ -188,7 +189,7 @@ async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
     exporter = Exporter(
         member=MemberId("p0", "1"),
         address=address,
-        memory=engine.pool,
+        wire=NativeFormat(engine.pool),
         layout=engine.fingerprint,
         key=_KEY,
         settings=TransferSettings(),
@@ -228,7 +229,7 @@ async def _importing(worker: _PrefillWorker) -> AsyncIterator[tuple[Importer, _R
     pool, reads = KvPool(worker.pool.layout, worker.pool.num_blocks, "cpu"), _Reads()
     importer = Importer(
         member=_IMPORTER,
-        memory=pool,
+        wire=NativeFormat(pool),
         layout=worker.fingerprint,
         block_size=pool.layout.block_size,
         key=_KEY,

@@ -1,0 +1,87 @@
+"""Both halves of one worker: what others may read of it, and what it reads of others, over one set of transports."""
+
+from collections.abc import Callable
+
+from cluster.clock import Clock
+from cluster.errors import InternalError
+from cluster.messages import LayoutFingerprint
+from cluster.worker_life import WorkerLife
+from kvtransfer.exporter import Exporter
+from kvtransfer.importer import Importer
+from kvtransfer.memory import PoolMemory
+from kvtransfer.service import KvTransferServicer
+from kvtransfer.telemetry import TelemetryCounters
+from kvtransfer.transports.available import available_transports
+from kvtransfer.transports.base import TransportMeans
+from kvtransfer.wire_format import NativeFormat
+from tandem.v1 import kv_pb2_grpc
+
+
+class WorkerTransfer:
+    """Made before the worker's server starts, on whose port importers attach. Every worker exports and imports."""
+
+    def __init__(
+        self,
+        *,
+        life: WorkerLife,
+        pool: PoolMemory,
+        layout: LayoutFingerprint,
+        release: Callable[[bytes], None],  # as Exporter's
+        clock: Clock,
+    ) -> None:
+        """Raises ConfigError when a transport that the settings name cannot work here."""
+        config = life.config
+        self._block_bytes = pool.block_bytes
+        self.counters = TelemetryCounters(life.telemetry)
+        wire = NativeFormat(pool)
+        self.transports = available_transports(
+            config,
+            TransportMeans(
+                member=life.member,
+                memory=wire.memory,
+                host=config.host,
+                advertise_host=life.host,
+                timeout_s=config.read_timeout_s,
+            ),
+        )
+        self.exporter = Exporter(
+            member=life.member,
+            address=life.address,
+            wire=wire,
+            layout=layout,
+            key=life.key,
+            settings=config,
+            transports=self.transports.exporters,
+            release=release,
+            clock=clock,
+            counters=self.counters,
+        )
+        self.importer = Importer(
+            member=life.member,
+            wire=wire,
+            layout=layout,
+            block_size=config.block_size,
+            key=life.key,
+            settings=config,
+            transports=self.transports.importers,
+            clock=clock,
+            counters=self.counters,
+            unhealthy=lambda detail: life.fatal(InternalError(detail)),
+        )
+        servicer = KvTransferServicer(exporter=self.exporter)
+        kv_pb2_grpc.add_KvTransferServicer_to_server(servicer, life.server.grpc)
+
+    async def start(self) -> None:
+        """Raises OSError."""
+        await self.exporter.start()
+
+    async def close(self) -> None:
+        """After the server: whoever reads here is cut off, and what is read elsewhere is given up."""
+        await self.importer.close()
+        await self.exporter.close()
+
+    def figures(self) -> dict[str, float]:
+        return self.counters.totals | {
+            "live_tickets": float(self.exporter.num_live_tickets),
+            "block_bytes": float(self._block_bytes),
+        }
