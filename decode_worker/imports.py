@@ -12,6 +12,7 @@ from cluster.errors import TandemError
 from cluster.hashing import hash_prompt
 from cluster.messages import DecodeJob, MemberId
 from decode_worker import commands
+from kvtransfer.block_source import Reservation
 from kvtransfer.importer import Expected, Imported, Importer
 
 
@@ -40,7 +41,7 @@ class Imports:
         self._on_admitted = on_admitted
         self._on_failed = on_failed
         self._imports: dict[int, _Import] = {}
-        self._reservations: dict[int, asyncio.Future[tuple[int, ...]]] = {}
+        self._reservations: dict[int, asyncio.Future[Reservation]] = {}
         self._next_id = 0
 
     def __len__(self) -> int:
@@ -68,9 +69,9 @@ class Imports:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def reserve(self, handoff_id: int, num_blocks: int) -> tuple[int, ...]:
+    async def reserve(self, handoff_id: int, num_blocks: int) -> Reservation:
         """Waits until the step thread has set all of them aside. Raises HandOffFailed if it never can."""
-        reservation: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
+        reservation: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
         self._reservations[handoff_id] = reservation
         self._post(commands.Reserve(handoff_id, num_blocks))
         try:
@@ -87,7 +88,7 @@ class Imports:
     def on_reserved(self, event: commands.Reserved) -> None:
         reservation = self._reservations.get(event.handoff_id)
         if reservation is not None and not reservation.done():
-            reservation.set_result(event.block_ids)
+            reservation.set_result(Reservation(event.block_ids))
 
     def on_unreservable(self, event: commands.Unreservable) -> None:
         reservation = self._reservations.get(event.handoff_id)

@@ -187,12 +187,12 @@ class ImportRun:
 
     async def _reserve(self, num_blocks: int) -> None:
         try:
-            block_ids = await self._blocks.reserve(self._handoff_id, num_blocks)
+            reservation = await self._blocks.reserve(self._handoff_id, num_blocks)
         except TandemError as error:
             self._cause = error.detail if isinstance(error, HandOffFailed) else error.message
             self._take(events.Unreservable())
         else:
-            self._take(events.Reserved(block_ids))
+            self._take(events.Reserved(reservation.block_ids, reservation.num_cached))
 
     async def _read_blocks(self, read: events.StartRead) -> None:
         """Opens the channel with the first read. Digests are part of the read: what is not verified did not arrive."""

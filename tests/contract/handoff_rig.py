@@ -20,6 +20,7 @@ from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
 from engine.block_pool import BlockPool
 from engine.pool import KvPool
+from kvtransfer.block_source import Reservation
 from kvtransfer.exporter import Exporter, FirstToken, TailBlock
 from kvtransfer.importer import Expected, Imported, Importer
 from kvtransfer.service import KvTransferServicer
@@ -141,7 +142,7 @@ class DecodeBlocks:
         self.granted: dict[int, tuple[int, ...]] = {}
         self.asked = asyncio.Event()
 
-    async def reserve(self, handoff_id: int, num_blocks: int) -> tuple[int, ...]:
+    async def reserve(self, handoff_id: int, num_blocks: int) -> Reservation:
         if num_blocks > self.pool.num_blocks:
             raise HandOffFailed(HandOffReason.NOT_ENOUGH_BLOCKS, f"{num_blocks} of {self.pool.num_blocks} blocks")
         self._waiting.append(handoff_id)
@@ -153,7 +154,7 @@ class DecodeBlocks:
         finally:
             self._waiting.remove(handoff_id)
         self.granted[handoff_id] = block_ids
-        return block_ids
+        return Reservation(block_ids)
 
     def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
         block_ids = self.granted.pop(handoff_id, ())
