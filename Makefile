@@ -9,10 +9,11 @@ PROTOS := $(wildcard proto/tandem/v1/*.proto)
 PIP_ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt $(PIP_ARGS)
 PYTEST_ARGS ?=
+SOAK_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all check proto clean
+.PHONY: help demo test test-all soak check proto clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -25,6 +26,9 @@ test: $(VENV)/.test ## the tests, in under ten minutes on two cores; PYTEST_ARGS
 
 test-all: $(VENV)/.test ## the tests and the long ones
 	@$(BIN)/python -m pytest -m "" $(PYTEST_ARGS)
+
+soak: $(VENV)/.test ## a cluster at full rate for ten minutes, with KV reads that go wrong; SOAK_ARGS="--minutes 1"
+	@$(BIN)/python -m tests.soak $(SOAK_ARGS)
 
 check: $(VENV)/.test ## ruff and strict mypy
 	$(BIN)/ruff check .

@@ -1,0 +1,32 @@
+"""The soak itself, short; and that it would say so if something were wrong."""
+
+import pytest
+
+from tests.soak.__main__ import main
+from tests.soak.result import Soak
+
+
+def _whole() -> Soak:
+    memory = {"decode0": [10.0, 10.0, 10.1, 10.1]}
+    return Soak(
+        0.05, 1, "test", 10.0, num_answers=5, faults={"flipped": 1}, rss_mb=memory, descriptors={"decode0": [3, 3]}
+    )
+
+
+def test_only_a_run_with_faults_and_without_harm_is_good() -> None:
+    assert _whole().is_good
+    harmed = [_whole() for _ in range(5)]
+    harmed[0].num_wrong = 1
+    harmed[1].num_failed = 1
+    harmed[2].faults = {}
+    harmed[3].rss_mb = {"decode0": [10.0, 10.0, 10.4, 10.6]}
+    harmed[4].blocks_left = {"decode0": {"quarantined": 1}}
+    assert not any(soak.is_good for soak in harmed)
+    assert "NOT GOOD" in harmed[0].as_markdown() and "wrong 1" in harmed[0].as_markdown()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_short_soak_is_good() -> None:
+    soak = await main(minutes=0.3, fault_rate=0.2, seed=5)
+    assert soak.is_good, soak.as_markdown()
