@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.hashing import HASH_BYTES, hash_block, hash_blocks, hash_prompt
+from cluster.hashing import (
+    HASH_BYTES,
+    hash_block,
+    hash_blocks,
+    hash_prompt,
+    hash_root,
+    keyed_chains,
+    nameless_chains,
+)
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -40,16 +48,41 @@ def test_a_block_hash_covers_everything_up_to_it(ids: list[int], data: st.DataOb
 
 def test_another_key_another_tenant_or_another_use_gives_another_hash() -> None:
     ids = [1, 2, 3, 4]
-    hashes = {
-        hash_prompt(KEY, ids),
-        hash_prompt(OTHER_KEY, ids),
-        hash_prompt(KEY, ids, salt=b"tenant a"),
-        hash_prompt(KEY, ids, salt=b"a tenant with a long name a"),
-        hash_prompt(KEY, ids, salt=b"a tenant with a long name b"),
-        hash_block(KEY, b"", ids),
-        hash_block(KEY, b"", ids, salt=b"tenant a"),
-    }
-    assert len(hashes) == 7
+    roots = [
+        hash_root(KEY),
+        hash_root(OTHER_KEY),
+        hash_root(KEY, salt="tenant a"),
+        hash_root(KEY, adapter="tenant a"),
+        hash_root(KEY, content="int8"),
+        hash_root(KEY, salt="a", adapter="b"),
+        hash_root(KEY, salt="ab"),
+    ]
+    hashes = {hash_block(KEY, root, ids) for root in roots}
+    hashes |= {hash_prompt(KEY, ids), hash_prompt(OTHER_KEY, ids), hash_block(KEY, b"", ids), *roots}
+    assert len(hashes) == len(roots) * 2 + 3
+
+
+@given(st.lists(st.integers(0, 9), max_size=30), st.lists(st.integers(0, 9), max_size=10), st.integers(1, 4))
+def test_a_growing_chain_names_blocks_as_if_it_had_seen_them_at_once(
+    ids: list[int], more: list[int], block_size: int
+) -> None:
+    new_chain = keyed_chains(KEY, block_size)
+    chain = new_chain("tenant", "native")
+    chain.extend(ids)
+    apart = chain.copy()
+    for end in range(len(more) + 1):
+        apart.extend(ids + more[:end])
+
+    assert apart.hashes == list(hash_blocks(KEY, ids + more, block_size, hash_root(KEY, salt="tenant")))
+    assert chain.hashes == apart.hashes[: len(ids) // block_size]
+    assert [apart.parent_of(i) for i in range(1, len(apart.hashes) + 1)] == apart.hashes
+    assert apart.parent_of(0) == hash_root(KEY, salt="tenant")
+
+
+def test_where_nothing_is_shared_no_block_has_a_name() -> None:
+    chain = nameless_chains()("tenant", "native")
+    chain.extend(range(100))
+    assert chain.hashes == chain.copy().hashes == []
 
 
 def test_a_chain_can_be_continued_block_by_block() -> None:
