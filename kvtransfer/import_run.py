@@ -17,14 +17,14 @@ from cluster.wire import fingerprint_to_wire
 from kvtransfer import import_events as events
 from kvtransfer import import_machine as machine
 from kvtransfer.block_source import BlockSource
+from kvtransfer.channel_reads import ChannelReads
 from kvtransfer.counters import TransferCounters
 from kvtransfer.deadline_timer import DeadlineTimer
-from kvtransfer.digest import digest_blocks
 from kvtransfer.exporter_channels import ExporterChannels
 from kvtransfer.handoff import Attach, Failed, Finished, ImporterMessage, Renew, Settle
 from kvtransfer.handoff_wire import from_wire, settle_to_wire
 from kvtransfer.import_call import ImportCall
-from kvtransfer.transports.base import Channel, ImporterTransport, TransportError
+from kvtransfer.transports.base import ImporterTransport, TransportError
 from kvtransfer.wire_format import WireFormat
 from tandem.v1 import kv_pb2
 
@@ -79,7 +79,7 @@ class ImportRun:
         self._began_s = means.clock.now_s()
         self._finished_s = self._began_s
         self._transport, self._endpoint = "", b""  # as Accepted names them
-        self._channel: Channel | None = None
+        self._reads: ChannelReads | None = None  # over the channel, once there is one
         self._cause = ""  # what the last error outside of the machine said
         self._reservation: asyncio.Task[None] | None = None
         self._read: asyncio.Task[None] | None = None
@@ -197,30 +197,21 @@ class ImportRun:
     async def _read_blocks(self, read: events.StartRead) -> None:
         """Opens the channel with the first read. Digests are part of the read: what is not verified did not arrive."""
         try:
-            if self._channel is None:
-                self._channel = await self._open()
-            await self._channel.read(read.remote_block_ids, read.local_block_ids)
-            digests = await asyncio.get_running_loop().run_in_executor(
-                self._means.verifier, self._take_in, read.local_block_ids
-            )
+            if self._reads is None:
+                self._reads = await self._open()
+            digests = await self._reads.read(read.remote_block_ids, read.local_block_ids)
         except (TransportError, OSError, RuntimeError) as error:  # the latter two: memory and device
             self._take(events.ReadFailed(read.read_id, str(error)))
         else:
             self._count_damage(digests)
             self._take(events.ReadCompleted(read.read_id, digests))
 
-    def _take_in(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
-        """Off the event loop: digests of what arrived, and the pool's blocks from it. A wrong one is read again, or
-        dropped with the rest."""
-        digests = digest_blocks(self._means.wire.memory, block_ids)
-        self._means.wire.decode(block_ids)
-        return digests
-
-    async def _open(self) -> Channel:
+    async def _open(self) -> ChannelReads:
         transport = self._means.transports.get(self._transport)
         if transport is None:
             raise TransportError(f"the exporter chose {self._transport!r}, which was not offered")
-        return await transport.open(self._plan.epoch, self._endpoint)
+        channel = await transport.open(self._plan.epoch, self._endpoint)
+        return ChannelReads(channel, self._means.wire, self._means.verifier)
 
     def _count_damage(self, digests: Sequence[bytes]) -> None:
         reading = self._state.reading
@@ -232,11 +223,11 @@ class ImportRun:
     async def _destroy(self) -> None:
         """A read that has not got its channel yet has nothing to write with once it is cancelled."""
         self._is_destroying = True
-        if self._channel is None and self._read is not None:
+        if self._reads is None and self._read is not None:
             self._read.cancel()
             await asyncio.wait([self._read])
-        if self._channel is not None:
-            await self._channel.destroy()
+        if self._reads is not None:
+            await self._reads.destroy()
         self._take(events.ChannelDestroyed())
 
     def _discard(self, quarantined: frozenset[int]) -> None:
@@ -265,8 +256,8 @@ class ImportRun:
 
     def _close(self) -> None:
         self._call.half_close()
-        if self._channel is not None and not self._is_destroying:
-            self._keep(self._channel.release())
+        if self._reads is not None and not self._is_destroying:
+            self._keep(self._reads.release())
         self._ended.set()
 
     def _count(self, outcome: str, reason: HandOffReason | None) -> None:

@@ -133,6 +133,7 @@ async def test_damaged_bytes_are_pulled_again_once(rig: Rig) -> None:
     rig.watched.damage = rig.flip_a_bit
     prefill = rig.prefill(2 * BLOCK_SIZE + 1)
     prefill.compute()
+    await rig.digested()
     async with asyncio.timeout(DEADLINE_S):
         assert rig.holds(prefill, await rig.start_import(prefill))
         await prefill.released.wait()
@@ -232,6 +233,7 @@ async def test_closing_the_exporter_releases_every_ticket(rig: Rig) -> None:
     await rig.exporter.close()
     assert attached.released.is_set() and queued.released.is_set() and finished.released.is_set()
     await rig.failure(importing)
+    await rig.all_quiet()
 
 
 async def test_closing_the_importer_gives_every_block_back(rig: Rig) -> None:

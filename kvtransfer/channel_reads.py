@@ -1,0 +1,56 @@
+"""One hand-off's reads over one channel, a piece at a time: while the channel reads on, what arrived is taken in.
+
+Owns the channel. Taking in (the digests of what arrived, and the pool's blocks from it) is part of a read: a read has
+ended when nothing of it goes on any more, here or on the verifier's thread.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+
+from kvtransfer.digest import digest_blocks
+from kvtransfer.transports.base import Channel, TransportError
+from kvtransfer.wire_format import WireFormat
+
+_PIECE_BYTES = 4 << 20  # long enough to lose a round trip in it; measured best with shm and tcp
+
+
+class ChannelReads:
+    """At most one read at a time, as its channel's."""
+
+    def __init__(self, channel: Channel, wire: WireFormat, verifier: ThreadPoolExecutor) -> None:
+        self._channel, self._wire, self._verifier = channel, wire, verifier
+        self._piece_blocks = max(1, _PIECE_BYTES // wire.memory.block_bytes)
+        self._taking_in: list[asyncio.Future[tuple[bytes, ...]]] = []
+        self._is_destroyed = False
+
+    async def read(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> tuple[bytes, ...]:
+        """Digests of the local copies, in order. Raises TransportError, OSError, RuntimeError; then only `destroy` may
+        follow."""
+        loop = asyncio.get_running_loop()
+        for start in range(0, len(remote_block_ids), self._piece_blocks):
+            piece = slice(start, start + self._piece_blocks)
+            await self._channel.read(remote_block_ids[piece], local_block_ids[piece])
+            if self._is_destroyed:
+                raise TransportError("the channel was destroyed")
+            self._taking_in.append(loop.run_in_executor(self._verifier, self._take_in, tuple(local_block_ids[piece])))
+        await asyncio.wait(self._taking_in)
+        taken_in, self._taking_in = self._taking_in, []
+        return tuple(chain.from_iterable(piece.result() for piece in taken_in))
+
+    async def destroy(self) -> None:
+        """When it returns, nothing of any read can write to the pool any more."""
+        self._is_destroyed = True
+        await self._channel.destroy()
+        if self._taking_in:
+            await asyncio.wait(self._taking_in)
+
+    async def release(self) -> None:
+        await self._channel.release()
+
+    def _take_in(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
+        """Off the event loop. A block whose digest is wrong is read again, or dropped with the rest."""
+        digests = digest_blocks(self._wire.memory, block_ids)
+        self._wire.decode(block_ids)
+        return digests
