@@ -119,6 +119,19 @@ class LayoutFingerprint:
 
 
 @dataclass(frozen=True, slots=True)
+class PairFigure:
+    """How fast one worker reads another's KV by one transport, as completed reads showed it."""
+
+    exporter: MemberId
+    transport: str
+    bytes_per_s: float
+    latency_s: float  # of a read of nothing
+
+    def transfer_s(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillJob:
     """One attempt at one prefill, as a prefill worker is asked for it."""
 

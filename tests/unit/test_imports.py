@@ -40,6 +40,8 @@ PURE = [
     "kvtransfer.import_events",
     "kvtransfer.import_machine",
     "kvtransfer.leases",
+    "kvtransfer.pairs",
+    "kvtransfer.read_fit",
     "prefill_worker.commands",
     "prefill_worker.scheduler",
     "router.admission",
