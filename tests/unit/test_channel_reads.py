@@ -24,15 +24,15 @@ class _Channel:
     def __init__(self, source: KvPool, target: KvPool) -> None:
         self._source, self._target = source, target
         self.pieces: list[tuple[int, ...]] = []
-        self.before_piece = asyncio.Event()
-        self.before_piece.set()
+        self.second_piece = asyncio.Event()
         self.is_destroyed = False
 
     async def read(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
-        await self.before_piece.wait()
         if self.is_destroyed:
             raise TransportError("destroyed")
         self.pieces.append(tuple(remote_block_ids))
+        if len(self.pieces) == 2:
+            self.second_piece.set()
         for remote, local in zip(remote_block_ids, local_block_ids, strict=True):
             self._target.raw[local] = self._source.raw[remote]
 
@@ -83,8 +83,7 @@ async def test_a_piece_is_taken_in_while_the_next_one_is_read(pools: tuple[KvPoo
         reading = asyncio.create_task(ChannelReads(channel, wire, verifier).read(range(6), range(6)))
         await asyncio.to_thread(wire.begun.wait, 20)  # the first piece is being taken in, and stays so
         async with asyncio.timeout(20):
-            while len(channel.pieces) < 2:
-                await asyncio.sleep(0)
+            await channel.second_piece.wait()
         assert not reading.done()
         wire.gate.set()
         await reading
