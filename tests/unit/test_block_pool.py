@@ -8,28 +8,60 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.block_pool import BlockPool, BlockState
 
 _NUM_BLOCKS = 9
+_ROOT = b"root"
+
+
+def _hashes(tokens: list[int]) -> list[bytes]:
+    """Of blocks of one token each."""
+    return [_ROOT + bytes(tokens[: end + 1]) for end in range(len(tokens))]
 
 
 class _Pool(RuleBasedStateMachine):
-    """Holders, leases and quarantined blocks by simple bookkeeping, against the pool's own."""
+    """Holders, leases, contents and quarantined blocks by simple bookkeeping, against the pool's own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(_NUM_BLOCKS)
         self.holders: list[tuple[int, ...]] = []
-        self.leased: set[int] = set()
+        self.leases: list[tuple[int, ...]] = []
         self.quarantined: set[int] = set()
+        self.contents: dict[int, bytes] = {}  # what was written to a block, until it is reserved anew
 
     @rule(num_blocks=st.integers(0, 5))
     def reserve(self, num_blocks: int) -> None:
-        num_free = self.pool.num_free
+        num_available = self.pool.num_available
         block_ids = self.pool.reserve(num_blocks)
         if block_ids is None:
-            assert num_blocks > num_free == self.pool.num_free
+            assert num_blocks > num_available == self.pool.num_available
             return
-        assert len(set(block_ids)) == num_blocks
-        assert not set(block_ids) & (self.leased | self.quarantined | {b for h in self.holders for b in h})
+        assert num_blocks <= num_available
+        self.hold_anew(block_ids)
         self.holders.append(block_ids)
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=6))
+    def compute(self, tokens: list[int]) -> None:
+        """What a scheduler does with a prompt: use what is there, compute the rest, keep it."""
+        hashes = _hashes(tokens)
+        found = self.pool.find(hashes)
+        assert [self.contents[block_id] for block_id in found] == hashes[: len(found)]
+        assert not set(found) & self.quarantined
+        num_missing = len(tokens) - len(found)
+        if self.pool.num_available_beside(found) < num_missing:
+            return
+        self.pool.share(found)
+        fresh = self.pool.reserve(num_missing)
+        assert fresh is not None and not set(fresh) & set(found)
+        self.hold_anew(fresh)
+        self.contents |= dict(zip(fresh, hashes[len(found) :], strict=True))
+        self.pool.keep(found + fresh, hashes, _ROOT)
+        assert len(self.pool.find(hashes)) == len(hashes)
+        self.holders.append(found + fresh)
+
+    def hold_anew(self, block_ids: tuple[int, ...]) -> None:
+        assert len(set(block_ids)) == len(block_ids)
+        assert not set(block_ids) & (self.leased | self.quarantined | self.held), "a block in use was given away"
+        for block_id in block_ids:
+            self.contents.pop(block_id, None)
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
@@ -46,23 +78,21 @@ class _Pool(RuleBasedStateMachine):
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def lease(self, data: st.DataObject) -> None:
-        block_ids = [b for b in data.draw(st.sampled_from(self.holders)) if b not in self.leased]
+        block_ids = data.draw(st.sampled_from(self.holders))
         self.pool.lease(block_ids)
-        self.leased.update(block_ids)
+        self.leases.append(block_ids)
 
-    @precondition(lambda self: self.leased)
+    @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def end_lease(self, data: st.DataObject) -> None:
-        block_id = data.draw(st.sampled_from(sorted(self.leased)))
-        self.pool.end_lease((block_id,))
-        self.leased.remove(block_id)
+        self.pool.end_lease(self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1))))
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def quarantine(self, data: st.DataObject) -> None:
         place = data.draw(st.integers(0, len(self.holders) - 1))
         others = {b for i, holder in enumerate(self.holders) if i != place for b in holder} | self.leased
-        block_ids = [b for b in self.holders[place] if b not in others]
+        block_ids = [b for b in self.holders[place] if b not in others and b not in self.contents]
         self.pool.quarantine(block_ids)
         self.quarantined.update(block_ids)
         self.holders[place] = tuple(b for b in self.holders[place] if b not in block_ids)
@@ -72,25 +102,30 @@ class _Pool(RuleBasedStateMachine):
     def end_quarantine(self) -> None:
         self.pool.end_quarantine({self.quarantined.pop()})
 
+    @property
+    def held(self) -> set[int]:
+        return {b for holder in self.holders for b in holder}
+
+    @property
+    def leased(self) -> set[int]:
+        return {b for lease in self.leases for b in lease}
+
     @invariant()
     def every_block_is_in_exactly_one_state(self) -> None:
         self.pool.check()
-        held = {b for holder in self.holders for b in holder} - self.leased
-        assert self.pool.counts() == {
-            "quarantined": len(self.quarantined),
-            "leased": len(self.leased),
-            "held": len(held),
-            "cached": 0,
-            "free": _NUM_BLOCKS - len(held) - len(self.leased) - len(self.quarantined),
-        }
+        counts = self.pool.counts()
+        assert (counts["quarantined"], counts["leased"]) == (len(self.quarantined), len(self.leased))
+        assert counts["held"] == len(self.held - self.leased)
+        assert counts["cached"] <= len(self.contents.keys() - self.held - self.leased)
 
     def teardown(self) -> None:
         for holder in self.holders:
             self.pool.release(holder)
-        self.pool.end_lease(sorted(self.leased))
+        for lease in self.leases:
+            self.pool.end_lease(lease)
         self.pool.end_quarantine(self.quarantined)
         self.pool.check()
-        assert self.pool.num_free == _NUM_BLOCKS
+        assert self.pool.num_available == _NUM_BLOCKS
 
 
 TestTenThousandOperationsLeakNoBlock = _Pool.TestCase
@@ -103,6 +138,61 @@ def test_a_reservation_is_all_or_nothing() -> None:
     assert pool.reserve(4) is None
     assert pool.num_free == 3
     assert len(pool.reserve(3) or ()) == 3
+
+
+def test_a_block_is_leased_until_the_last_of_its_leases_ends() -> None:
+    pool = BlockPool(2)
+    block_ids = pool.reserve(1)
+    assert block_ids is not None
+    for _ in range(2):
+        pool.lease(block_ids)
+    pool.release(block_ids)
+
+    pool.end_lease(block_ids)
+    assert pool.state(block_ids[0]) is BlockState.LEASED
+    pool.end_lease(block_ids)
+    assert pool.state(block_ids[0]) is BlockState.FREE
+
+
+def test_kept_blocks_are_found_until_nothing_else_is_left_to_reserve() -> None:
+    pool = BlockPool(3)
+    block_ids = pool.reserve(2)
+    assert block_ids is not None
+    pool.keep(block_ids, [b"a", b"b"], _ROOT)
+    assert pool.find([b"a", b"b", b"c"]) == block_ids
+    pool.release(block_ids)
+
+    assert pool.counts()["cached"] == 2 and pool.find([b"a", b"x"]) == block_ids[:1]
+    first = pool.reserve(1)
+    assert first is not None and pool.find([b"a", b"b"]) == block_ids
+    assert pool.reserve(1) == block_ids[1:]  # the continuation goes before what it continues
+    assert pool.find([b"a", b"b"]) == block_ids[:1]
+    assert pool.num_evicted == 1
+
+
+def test_what_is_found_counts_once_for_what_is_available() -> None:
+    pool = BlockPool(3)
+    block_ids = pool.reserve(2)
+    assert block_ids is not None
+    pool.keep(block_ids, [b"a", b"b"], _ROOT)
+    pool.release(block_ids)
+
+    assert (pool.num_available, pool.num_available_beside(block_ids)) == (3, 1)
+    pool.share(block_ids)
+    assert pool.num_available == pool.num_available_beside(block_ids) == 1
+    assert pool.reserve(2) is None
+
+
+def test_of_two_blocks_with_equal_content_the_first_is_kept() -> None:
+    pool = BlockPool(2)
+    first, second = pool.reserve(1), pool.reserve(1)
+    assert first is not None and second is not None
+    pool.keep(first, [b"a"], _ROOT)
+    pool.keep(second, [b"a"], _ROOT)
+    pool.release(first + second)
+
+    assert pool.find([b"a"]) == first
+    assert pool.counts() == {"quarantined": 0, "leased": 0, "held": 0, "cached": 1, "free": 1}
 
 
 def test_a_leased_block_is_not_free_when_its_last_reference_goes() -> None:

@@ -33,6 +33,7 @@ PURE = [
     "decode_worker.commands",
     "decode_worker.scheduler",
     "engine.block_pool",
+    "engine.prefix_cache",
     "engine.schedule",
     "engine.step",
     "kvtransfer.export_machine",

@@ -1,0 +1,126 @@
+"""Which blocks hold the KV of which prefix, and which of them goes first. Pure. Owned by the BlockPool.
+
+A block is found by its hash (cluster.hashing), which covers everything before it, so content that a hash leads to is
+right wherever it lies. Blocks that nobody uses are idle: they wait here in the order in which they will be evicted, the
+least recently used first. A block is evicted before the one that it continues: without that one it could not be found.
+
+Every change has a number, so that whoever follows the changes sees a gap, and asks for a snapshot.
+"""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+_NUM_REMEMBERED = 4096  # events, for those who follow
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """One block came or went. `number` counts the events of this cache from 0."""
+
+    number: int
+    block_hash: bytes
+    is_added: bool  # else evicted
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSnapshot:
+    next_number: int  # of the first event that is not in it
+    block_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    block_hash: bytes
+    parent: bytes  # of the block that this one continues, or the root
+
+
+class PrefixCache:
+    """Every operation costs O(1) per block."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, int] = {}
+        self._entries: dict[int, _Entry] = {}
+        self._num_children: Counter[bytes] = Counter()  # cached blocks that continue this one
+        self._idle: OrderedDict[int, None] = OrderedDict()  # the next to be evicted first
+        self._events: deque[CacheEvent] = deque(maxlen=_NUM_REMEMBERED)
+        self._next_number = 0
+        self.num_evicted = 0
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._entries
+
+    def is_idle(self, block_id: int) -> bool:
+        return block_id in self._idle
+
+    def match(self, block_hashes: Sequence[bytes]) -> tuple[int, ...]:
+        """The blocks of the longest beginning of the chain that is here. Uses nothing."""
+        found = []
+        for block_hash in block_hashes:
+            block_id = self._blocks.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return tuple(found)
+
+    def add(self, block_id: int, block_hash: bytes, parent: bytes) -> None:
+        """A block that is in use has this content, for ever. Of two with the same content the first is kept."""
+        entry = self._entries.get(block_id)
+        assert entry is None or entry.block_hash == block_hash, f"block {block_id} has two contents"
+        if entry is not None or block_hash in self._blocks:
+            return
+        self._blocks[block_hash] = block_id
+        self._entries[block_id] = _Entry(block_hash, parent)
+        self._num_children[parent] += 1
+        self._tell(block_hash, is_added=True)
+
+    def park(self, block_id: int) -> None:
+        """Nobody uses it any more: it may be evicted, after all that are idle already."""
+        assert block_id in self._entries and block_id not in self._idle, f"block {block_id} cannot become idle"
+        self._idle[block_id] = None
+
+    def unpark(self, block_id: int) -> None:
+        """Somebody uses it again."""
+        del self._idle[block_id]
+
+    def evict(self) -> int:
+        """Forgets one idle block; there must be one."""
+        for _ in range(len(self._idle)):
+            block_id = next(iter(self._idle))
+            if not self._num_children[self._entries[block_id].block_hash]:
+                break
+            # A continuation of it was used later than itself: by one who has a copy of his own of this block.
+            self._idle.move_to_end(block_id)
+        block_id, _ = self._idle.popitem(last=False)
+        entry = self._entries.pop(block_id)
+        del self._blocks[entry.block_hash]
+        self._num_children[entry.parent] -= 1
+        if not self._num_children[entry.parent]:
+            del self._num_children[entry.parent]
+        self.num_evicted += 1
+        self._tell(entry.block_hash, is_added=False)
+        return block_id
+
+    def events_since(self, number: int) -> tuple[CacheEvent, ...] | None:
+        """From this number on; None when some of them are forgotten, or never were: take a snapshot."""
+        first = self._next_number - len(self._events)
+        if not first <= number <= self._next_number:
+            return None
+        return tuple(self._events)[number - first :]
+
+    def snapshot(self) -> CacheSnapshot:
+        return CacheSnapshot(self._next_number, tuple(self._blocks))
+
+    def check(self, in_use: Set[int]) -> None:
+        """Raises AssertionError when the tables disagree with each other, or with who uses which block."""
+        assert {entry.block_hash: block_id for block_id, entry in self._entries.items()} == self._blocks
+        assert self._idle.keys() == self._entries.keys() - in_use, "idle are those that nobody uses"
+        assert Counter(entry.parent for entry in self._entries.values()) == self._num_children, "children miscounted"
+
+    def _tell(self, block_hash: bytes, *, is_added: bool) -> None:
+        self._events.append(CacheEvent(self._next_number, block_hash, is_added))
+        self._next_number += 1
