@@ -72,14 +72,14 @@ async def _soak(
     fault_rate: float,
     seed: int,
 ) -> Soak:
-    os.environ.update(SOAK_FAULT_RATE=str(fault_rate), SOAK_SEED=str(seed), SOAK_LATE_S=str(_LATE_S))
+    os.environ.update(FAULT_RATE=str(fault_rate), FAULT_SEED=str(seed), FAULT_LATE_S=str(_LATE_S))
     cluster = LocalCluster(url, directory, flags=_FLAGS)
     soak = Soak(fault_rate=fault_rate, seed=seed, machine=f"{platform.machine()}, {os.cpu_count()} cores")
     try:
         for name in ("prefill0", "prefill1"):
             await cluster.start_member(name, "prefill_worker", _FLAGS)
         for name in ("decode0", "decode1"):
-            await cluster.start_member(name, "tests.soak.faulty_decode", _FLAGS)
+            await cluster.start_member(name, "tests.faults.faulty_decode", _FLAGS)
         await cluster.start_member("router0", "router", ("--port", "0", "--grpc-port", "0", "--max-attempts", "6"))
         began_s = time.monotonic()
         ends_s = began_s + duration_s

@@ -1,7 +1,7 @@
-"""An importer's transport whose reads go wrong now and then, in every way that a network or a peer can do it.
+"""An importer's transport whose reads go wrong on demand, in every way that a network or a peer can do it.
 
-Each channel throws the dice once per read. What a fault does to the bytes or to the time is real: damaged blocks lie in
-the pool, stalled reads hold their destination, late ones outlive the exporter's lease.
+Once per channel and once per further read it asks its `FaultSource` what is to happen. What a fault does to bytes and
+time is real: damaged blocks lie in the pool, stalled reads hold their destination, late ones outlive the lease.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
+from typing import Protocol
 
 from cluster.messages import Epoch
 from kvtransfer.memory import PoolMemory
@@ -17,23 +18,54 @@ from kvtransfer.transports.base import Channel, ImporterTransport, TransportErro
 
 class Fault(StrEnum):
     FLIPPED = "flipped"  # one bit of one block
-    MIXED_UP = "mixed_up"  # a block of another place
+    MIXED_UP = "mixed_up"  # a block of another place: what reordered messages would leave
     TRUNCATED = "truncated"  # half of it came, then the peer was gone
     BROKEN = "broken"  # an error after everything was written
     STALLED = "stalled"  # never ends by itself
     LATE = "late"  # past every lease
     DOUBLED = "doubled"  # written twice
     REFUSED = "refused"  # the channel does not open
+    HELD = "held"  # begins when the source says so
+
+
+class FaultSource(Protocol):
+    """Says when a read is to go wrong, and hears what was done."""
+
+    def next(self, transport: str) -> Fault | None: ...
+
+    def injected(self, fault: Fault) -> None: ...
+
+    async def may_go_on(self) -> None:
+        """For HELD."""
+        ...
+
+
+class Dice:
+    """A fault in a share of all reads. Counts what was injected."""
+
+    KINDS = tuple(fault for fault in Fault if fault is not Fault.HELD)
+
+    def __init__(self, *, rate: float, seed: int) -> None:
+        self._rate, self._numbers = rate, random.Random(seed)
+        self.counted: Counter[Fault] = Counter()
+
+    def next(self, transport: str) -> Fault | None:
+        return self._numbers.choice(self.KINDS) if self._numbers.random() < self._rate else None
+
+    def injected(self, fault: Fault) -> None:
+        self.counted[fault] += 1
+
+    async def may_go_on(self) -> None:
+        raise AssertionError("dice hold nothing")
 
 
 class FaultyTransport:
-    """`rate`: the share of reads with a fault. Counts what it did."""
+    """`late_s`: how late a LATE read begins."""
 
-    def __init__(self, inner: ImporterTransport, memory: PoolMemory, *, rate: float, seed: int, late_s: float) -> None:
+    def __init__(self, inner: ImporterTransport, memory: PoolMemory, source: FaultSource, *, late_s: float) -> None:
         self._inner, self._memory = inner, memory
-        self.rate, self.late_s = rate, late_s
-        self.dice = random.Random(seed)
-        self.done: Counter[Fault] = Counter()
+        self.source, self.late_s = source, late_s
+        self._numbers = random.Random(11)
 
     @property
     def name(self) -> str:
@@ -43,40 +75,38 @@ class FaultyTransport:
         return self._inner.endpoint()
 
     async def open(self, epoch: Epoch, exporter_endpoint: bytes) -> "FaultyChannel":
-        fault = self.throw()
+        fault = self.source.next(self.name)
         if fault is Fault.REFUSED:
-            self.done[fault] += 1
+            self.source.injected(fault)
             raise TransportError("injected: the channel does not open")
         return FaultyChannel(self, await self._inner.open(epoch, exporter_endpoint), fault)
 
     async def close(self) -> None:
         await self._inner.close()
 
-    def throw(self) -> Fault | None:
-        return self.dice.choice(list(Fault)) if self.dice.random() < self.rate else None
+    def flip(self, block_ids: Sequence[int]) -> None:
+        place = self._numbers.randrange(self._memory.block_bytes)
+        self._memory.raw[self._numbers.choice(block_ids), place] ^= 1 << self._numbers.randrange(8)
 
-    def flip(self, block_id: int) -> None:
-        place = self.dice.randrange(self._memory.block_bytes)
-        self._memory.raw[block_id, place] ^= 1 << self.dice.randrange(8)
-
-    def mix_up(self, one: int, other: int) -> None:
+    def mix_up(self, block_ids: Sequence[int]) -> None:
+        one, other = self._numbers.sample(list(block_ids), 2)
         self._memory.raw[one] = self._memory.raw[other].clone()
 
 
 class FaultyChannel:
-    """The first read has the fault that was thrown for it at opening, so that opening and reading are one throw."""
+    """Its first read has the fault that was drawn at its opening: opening and reading are one draw."""
 
     def __init__(self, transport: FaultyTransport, inner: Channel, fault: Fault | None) -> None:
         self._transport, self._inner, self._fault = transport, inner, fault
         self._has_read = False
 
     async def read(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
-        fault = self._transport.throw() if self._has_read else self._fault
+        fault = self._transport.source.next(self._transport.name) if self._has_read else self._fault
         self._has_read = True
         if fault is None or fault is Fault.REFUSED:
             await self._inner.read(remote_block_ids, local_block_ids)
             return
-        self._transport.done[fault] += 1
+        self._transport.source.injected(fault)
         await self._faulty(fault)(remote_block_ids, local_block_ids)
 
     async def destroy(self) -> None:
@@ -94,18 +124,19 @@ class FaultyChannel:
             Fault.STALLED: self._stalled,
             Fault.LATE: self._late,
             Fault.DOUBLED: self._doubled,
+            Fault.HELD: self._held,
         }[fault]
 
     async def _flipped(self, remote: Sequence[int], local: Sequence[int]) -> None:
         await self._inner.read(remote, local)
-        self._transport.flip(self._transport.dice.choice(local))
+        self._transport.flip(local)
 
     async def _mixed_up(self, remote: Sequence[int], local: Sequence[int]) -> None:
         await self._inner.read(remote, local)
         if len(local) > 1:
-            self._transport.mix_up(*self._transport.dice.sample(list(local), 2))
+            self._transport.mix_up(local)
         else:
-            self._transport.flip(local[0])
+            self._transport.flip(local)
 
     async def _truncated(self, remote: Sequence[int], local: Sequence[int]) -> None:
         half = len(local) // 2
@@ -127,4 +158,8 @@ class FaultyChannel:
 
     async def _doubled(self, remote: Sequence[int], local: Sequence[int]) -> None:
         await self._inner.read(remote, local)
+        await self._inner.read(remote, local)
+
+    async def _held(self, remote: Sequence[int], local: Sequence[int]) -> None:
+        await self._transport.source.may_go_on()
         await self._inner.read(remote, local)

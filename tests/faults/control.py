@@ -1,0 +1,108 @@
+"""Faults on order: a test says which, a worker in another process says that it has happened.
+
+One Unix socket. The worker says `hello NAME`; the test `inject FAULT`, and the worker `ordered`, later `injected
+FAULT`; what is held goes on at the test's `go`.
+"""
+
+import asyncio
+from pathlib import Path
+
+from tests.faults.faulty_transport import Fault
+
+
+class OrderedFaults:
+    """The worker's end: a FaultSource with at most one order at a time."""
+
+    def __init__(self) -> None:
+        self._ordered: Fault | None = None
+        self._go_on = asyncio.Event()
+        self._writer: asyncio.StreamWriter | None = None
+        self._listening: asyncio.Task[None] | None = None
+
+    async def connect(self, path: str, name: str) -> None:
+        reader, self._writer = await asyncio.open_unix_connection(path)
+        self._say(f"hello {name}")
+        self._listening = asyncio.create_task(self._listen(reader))
+
+    def next(self, transport: str) -> Fault | None:
+        fault, self._ordered = self._ordered, None
+        return fault
+
+    def injected(self, fault: Fault) -> None:
+        self._say(f"injected {fault}")
+
+    async def may_go_on(self) -> None:
+        await self._go_on.wait()
+        self._go_on.clear()
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            word, _, fault = line.decode().strip().partition(" ")
+            if word == "go":
+                self._go_on.set()
+            else:
+                self._ordered = Fault(fault)
+                self._say("ordered")
+
+    def _say(self, what: str) -> None:
+        assert self._writer is not None
+        self._writer.write(f"{what}\n".encode())
+
+
+class Worker:
+    """A connected worker, as the test sees it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def order(self, fault: Fault) -> None:
+        """The next channel that opens, or the next read of an open one, goes wrong."""
+        self._writer.write(f"inject {fault}\n".encode())
+        assert await self._hear() == ["ordered"]
+
+    async def injected(self) -> Fault:
+        """Waits until the order has been carried out."""
+        word, fault = await self._hear()
+        assert word == "injected"
+        return Fault(fault)
+
+    async def _hear(self) -> list[str]:
+        line = await self._reader.readline()
+        assert line, "the worker is gone"
+        return line.decode().split()
+
+    def let_go(self) -> None:
+        self._writer.write(b"go\n")
+
+
+class FaultControl:
+    """The test's end: a socket at `path`, and the workers that have connected, by member id. A worker that was started
+    again takes its predecessor's place."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "faults"
+        self._workers: dict[str, Worker] = {}
+        self._changed = asyncio.Condition()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_unix_server(self._accept, str(self.path))
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+
+    async def worker(self, name: str) -> Worker:
+        async with self._changed:
+            await self._changed.wait_for(lambda: name in self._workers)
+        return self._workers[name]
+
+    def forget(self, name: str) -> None:
+        """It is about to die; wait for its successor."""
+        self._workers.pop(name, None)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        name = (await reader.readline()).decode().split()[1]
+        async with self._changed:
+            self._workers[name] = Worker(reader, writer)
+            self._changed.notify_all()

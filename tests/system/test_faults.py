@@ -1,0 +1,215 @@
+"""One fault suite for every transport: the reason is named, the answer is right all the same, and nothing is left.
+
+Two prefill workers, and per transport a decode worker that has only this one and injects faults on order. With
+FAULTS_REPORT set, a table of what each fault cost is written there.
+"""
+
+import asyncio
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.faults.control import FaultControl
+from tests.faults.faulty_transport import Fault
+from tests.system.asking import Answer, ask, question
+from tests.system.local_cluster import LocalCluster
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+
+_TRANSPORTS = ("shm", "tcp", "nixl")
+_QUESTION = question([20 + i % 700 for i in range(200)], max_tokens=6, ignore_eos=True)  # twelve blocks and a tail
+_FLAGS = (
+    *("--dtype", "float32", "--max-prefill-tokens", "64", "--num-blocks", "96", "--prefix-caching", "off"),
+    *("--lease-s", "1", "--max-lease-s", "2", "--read-timeout-s", "4", "--quarantine-s", "1"),
+)
+_LATE_S = 2.5  # past the longest lease, before the read's own deadline
+_DEADLINE_S = 60.0
+
+
+@dataclass
+class Suite:
+    cluster: LocalCluster
+    control: FaultControl
+    tokens: tuple[int, ...]  # the answer, undisturbed
+    undisturbed_s: float
+    costs: dict[tuple[str, str], tuple[str, float]] = field(default_factory=dict)  # (fault, transport): reasons, time
+
+    async def provoke(self, transport: str, fault: Fault) -> Answer:
+        """Asks until the fault has been injected; every answer on the way is right. Answers with the disturbed one."""
+        worker = await self.control.worker(f"decode-{transport}")
+        await worker.order(fault)
+        injected = asyncio.create_task(worker.injected())
+        async with asyncio.timeout(_DEADLINE_S):
+            while True:
+                answer, seconds = await self.ask()
+                if injected.done():
+                    self.note(fault, transport, answer, seconds)
+                    return answer
+
+    async def hold(self, transport: str) -> "asyncio.Task[tuple[Answer, float]]":
+        """Asks until a read is held; that question is still open."""
+        worker = await self.control.worker(f"decode-{transport}")
+        await worker.order(Fault.HELD)
+        injected = asyncio.create_task(worker.injected())
+        async with asyncio.timeout(_DEADLINE_S):
+            while True:
+                asking = asyncio.create_task(self.ask())
+                await asyncio.wait((asking, injected), return_when=asyncio.FIRST_COMPLETED)
+                if not asking.done():
+                    return asking
+
+    async def ask(self) -> tuple[Answer, float]:
+        began_s = time.monotonic()
+        answer = await ask(self.cluster, _QUESTION)
+        assert answer.token_ids == self.tokens, answer.ledger
+        return answer, time.monotonic() - began_s
+
+    async def exporter_of_the_held_read(self) -> str:
+        while True:
+            for name in self.cluster.workers("prefill"):
+                if (await self.cluster.inspect(name)).figures["live_tickets"]:
+                    return name
+
+    async def digest_failures(self, transport: str) -> float:
+        return (await self.cluster.inspect(f"decode-{transport}")).figures.get("digest_failures", 0.0)
+
+    def note(self, fault: str, transport: str, answer: Answer, seconds: float) -> None:
+        self.costs[fault, transport] = (", ".join(answer.ledger.reasons) or "none", seconds)
+
+    def report(self) -> str:
+        lines = [
+            "# What a fault costs",
+            "",
+            f"The answer was right every time; undisturbed it takes {self.undisturbed_s * 1000:.0f} ms.",
+            f"Leases end after 2 s, reads are given up after 4 s, a late read begins after {_LATE_S} s.",
+            "",
+            "| fault | transport | reasons in the ledger | answer after |",
+            "|---|---|---|---|",
+        ]
+        for (fault, transport), (reasons, seconds) in sorted(self.costs.items()):
+            lines.append(f"| {fault} | {transport} | {reasons} | {seconds:.2f} s |")
+        return "\n".join(lines) + "\n"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def suite(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite]:
+    directory = tmp_path_factory.mktemp("faults")
+    control, cluster = FaultControl(directory), LocalCluster(redis_url, directory, flags=_FLAGS)
+    await control.start()
+    names = [name for name in _TRANSPORTS if _is_installed(name)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAULT_CONTROL", str(control.path))
+        patch.setenv("FAULT_LATE_S", str(_LATE_S))
+        everything = ("--kv-transports", ",".join(names))
+        try:
+            starts = [cluster.start_member(f"prefill{i}", "prefill_worker", (*_FLAGS, *everything)) for i in range(2)]
+            for name in names:
+                flags = (*_FLAGS, "--kv-transports", name)
+                starts.append(cluster.start_member(f"decode-{name}", "tests.faults.faulty_decode", flags))
+            await asyncio.gather(*starts)
+            ports = ("--port", "0", "--grpc-port", "0", "--max-attempts", "4")
+            await cluster.start_member("router0", "router", ports)
+            await ask(cluster, _QUESTION)
+            began_s = time.monotonic()
+            answer = await ask(cluster, _QUESTION)
+            suite = Suite(cluster, control, answer.token_ids, time.monotonic() - began_s)
+            yield suite
+        finally:
+            await cluster.stop()
+            await control.stop()
+    if report := os.environ.get("FAULTS_REPORT"):
+        Path(report).write_text(suite.report())
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def whole(suite: Suite) -> AsyncIterator[Suite]:
+    """Every member alive before; every block free after, and every pool's accounts in order."""
+    await suite.cluster.mend()
+    yield suite
+    await suite.cluster.until_free()
+
+
+@pytest.fixture(params=_TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if not _is_installed(name):
+        pytest.skip(f"{name} is not installed")
+    return name
+
+
+def _is_installed(name: str) -> bool:
+    return name != "nixl" or importlib.util.find_spec("nixl") is not None
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (Fault.TRUNCATED, "handoff_read_failed"),
+        (Fault.BROKEN, "handoff_read_failed"),
+        (Fault.REFUSED, "handoff_read_failed"),
+        (Fault.STALLED, "handoff_lease_lapsed"),
+        (Fault.LATE, "handoff_lease_lapsed"),
+    ],
+)
+async def test_a_read_that_fails_is_named_and_made_good(
+    whole: Suite, transport: str, fault: Fault, reason: str
+) -> None:
+    answer = await whole.provoke(transport, fault)
+    assert reason in answer.ledger.reasons, answer.ledger
+
+
+@pytest.mark.parametrize("fault", [Fault.FLIPPED, Fault.MIXED_UP])
+async def test_wrong_bytes_are_seen_and_pulled_again(whole: Suite, transport: str, fault: Fault) -> None:
+    before = await whole.digest_failures(transport)
+    answer = await whole.provoke(transport, fault)
+    assert not answer.ledger.reasons and answer.ledger.transport == transport
+    assert await whole.digest_failures(transport) > before
+
+
+async def test_bytes_that_come_twice_change_nothing(whole: Suite, transport: str) -> None:
+    answer = await whole.provoke(transport, Fault.DOUBLED)
+    assert not answer.ledger.reasons and answer.ledger.transport == transport
+
+
+async def test_an_exporter_killed_in_mid_read(whole: Suite, transport: str) -> None:
+    asking = await whole.hold(transport)
+    victim = await whole.exporter_of_the_held_read()
+    whole.cluster.members[victim].send_signal(signal.SIGKILL)
+    (await whole.control.worker(f"decode-{transport}")).let_go()
+    answer, seconds = await asking
+    whole.note("exporter killed", transport, answer, seconds)
+    assert answer.ledger.reasons
+
+
+async def test_an_exporter_stopped_in_mid_read_and_woken_later(whole: Suite, transport: str) -> None:
+    asking = await whole.hold(transport)
+    victim = await whole.exporter_of_the_held_read()
+    with whole.cluster.members[victim].stopped():
+        (await whole.control.worker(f"decode-{transport}")).let_go()
+        answer, seconds = await asking
+    whole.note("exporter stopped", transport, answer, seconds)
+    assert answer.ledger.reasons
+    await whole.ask()  # it is awake, and whoever it speaks to is right
+
+
+async def test_an_importer_killed_in_mid_read(whole: Suite, transport: str) -> None:
+    asking = await whole.hold(transport)
+    name = f"decode-{transport}"
+    whole.control.forget(name)
+    whole.cluster.members[name].send_signal(signal.SIGKILL)
+    answer, seconds = await asking
+    whole.note("importer killed", transport, answer, seconds)
+    assert answer.ledger.reasons
+
+
+async def test_more_than_either_side_has_blocks_for_waits_its_turn(whole: Suite) -> None:
+    """Thirteen blocks each, ninety-six in every pool."""
+    answers = await asyncio.gather(*(whole.ask() for _ in range(48)))
+    assert not any(answer.ledger.reasons for answer, _ in answers)
