@@ -91,6 +91,7 @@ class Accepted:
     epoch: Epoch
     lease_s: float
     max_lease_s: float
+    num_alternatives: int = 0  # further ways to the same blocks; which ones, drivers know
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,7 @@ class Guards:
     settled_when_quiet: Callable[[bool], bool]  # (a read is in flight) -> may settle
     quarantined_in_flight: Callable[[frozenset[int]], frozenset[int]]  # destinations -> those nobody may use yet
     proof_of_quiet: Callable[[bool], bool]  # (the read completed) -> nothing more is written
+    quiet_before_fallback: Callable[[bool], bool]  # (the channel is destroyed) -> may read by another one
     waits_have_deadlines: Callable[[float, float], bool]  # (deadline, now) -> the wait is over
     # of the exporter
     leases: LeaseGuards
@@ -167,6 +169,7 @@ GUARDS = Guards(
     settled_when_quiet=lambda is_reading: not is_reading,
     quarantined_in_flight=lambda destinations: destinations,
     proof_of_quiet=lambda completed: completed,
+    quiet_before_fallback=lambda destroyed: destroyed,
     waits_have_deadlines=lambda deadline_s, now_s: now_s >= deadline_s,
     leases=LEASE_GUARDS,
 )

@@ -5,6 +5,7 @@ Events                                             what it means
     Reserved(block_ids, num_cached)                the pool gave them; the first num_cached hold their content already
     Unreservable()                                 the pool never can
     ReadCompleted(read_id, digests)                written and visible; digests of the local copies, in order
+    OpenFailed(read_id, detail)                    there is no channel: nothing was written, and nothing will be
     ReadFailed(read_id, detail)                    an error: it may still write
     ChannelDestroyed()                             nothing can write any more
     Cancel()                                       the request does not need it
@@ -13,8 +14,9 @@ Events                                             what it means
 Actions                                            what the driver does
     Send(message)                                  Attach, Renew or Settle
     Reserve(num_blocks)                            commands.Reserve; the answer is an event
-    StartRead(read_id, remote, local)              opens the channel first; an error there is a ReadFailed
+    StartRead(read_id, remote, local)              opens the channel first, if there is none
     DestroyChannel()                               ends in ChannelDestroyed
+    FallBack(reason)                               the channel is gone or never was: the next read opens the next way's
     Discard(quarantined)                           commands.Discard, once, if Reserve was asked; Reserved may still come
     Quiet(block_ids)                               commands.Quiet
     GiveUp(reason, detail)                         once: the request hears it now, the machine goes on until ENDED
@@ -25,6 +27,7 @@ Actions                                            what the driver does
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from cluster.errors import HandOffReason
 from kvtransfer.handoff import ExporterMessage, FirstToken, ImporterMessage
@@ -50,6 +53,12 @@ class Unreservable:
 class ReadCompleted:
     read_id: int
     digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFailed:
+    read_id: int
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +88,16 @@ class Tick:
 
 
 Event = (
-    FromExporter | Reserved | Unreservable | ReadCompleted | ReadFailed | ChannelDestroyed | Cancel | CallEnded | Tick
+    FromExporter
+    | Reserved
+    | Unreservable
+    | ReadCompleted
+    | OpenFailed
+    | ReadFailed
+    | ChannelDestroyed
+    | Cancel
+    | CallEnded
+    | Tick
 )
 
 
@@ -103,6 +121,19 @@ class StartRead:
 @dataclass(frozen=True, slots=True)
 class DestroyChannel:
     pass
+
+
+class FallBackReason(StrEnum):
+    """Why a way to the exporter's blocks was left for the next one."""
+
+    OPEN_FAILED = "open_failed"
+    READ_FAILED = "read_failed"
+    READ_TIMEOUT = "read_timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class FallBack:
+    reason: FallBackReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,4 +169,6 @@ class Close:
     pass
 
 
-Action = Send | Reserve | StartRead | DestroyChannel | Discard | Quiet | GiveUp | Admit | ReportUnhealthy | Close
+Action = (
+    Send | Reserve | StartRead | DestroyChannel | FallBack | Discard | Quiet | GiveUp | Admit | ReportUnhealthy | Close
+)

@@ -10,6 +10,9 @@ or the pool; the driver does.
 What is offered before the reservation is remembered. Blocks are numbered by place: the prompt's full blocks in order,
 then one tail per choice. One read is in flight at a time.
 
+A read that fails while the exporter offers its blocks by another transport too is no failure yet: the channel is
+destroyed, and when nothing can write any more, what is missing is read by the next one.
+
 A failure shows at once: `GiveUp` tells the request, `Discard` gives the blocks back, except those that the read in
 flight may still write to, which go to quarantine. DRAINING lasts until that read is proven quiet, by its completion or
 by the destruction of the channel; then `Quiet`, and `Settle` if the exporter still waits for one: settling means that
@@ -51,8 +54,11 @@ from kvtransfer.import_events import (
     DestroyChannel,
     Discard,
     Event,
+    FallBack,
+    FallBackReason,
     FromExporter,
     GiveUp,
+    OpenFailed,
     Quiet,
     ReadCompleted,
     ReadFailed,
@@ -140,7 +146,9 @@ class Import:
     reading: Reading | None = None
     num_reads: int = 0
     is_connected: bool = True  # the call stands, and Settle has not been sent on it
+    num_ways_left: int = 0  # transports that were offered and not tried
     is_destroying: bool = False
+    broken: FallBackReason | None = None  # why the channel is being destroyed, when another way is to follow
     failure: HandOffReason | None = None
     history: tuple[str, ...] = field(default=(), compare=False)
 
@@ -186,6 +194,8 @@ def advance(state: Import, event: Event, now_s: float, guards: Guards = GUARDS) 
             return _give_up(state, now_s, guards, HandOffReason.NOT_ENOUGH_BLOCKS)
         case ReadCompleted(read_id, digests):
             return _completed(state, read_id, digests, now_s, guards)
+        case OpenFailed(read_id, detail):
+            return _open_failed(state, read_id, detail, now_s, guards)
         case ReadFailed(read_id, detail):
             return _read_failed(state, read_id, detail, now_s, guards)
         case ChannelDestroyed():
@@ -221,6 +231,7 @@ def _accepted(state: Import, message: Accepted, now_s: float, guards: Guards) ->
         _to(state, ImportPhase.RESERVING),
         wait_until_s=None,
         lease_s=message.lease_s,
+        num_ways_left=message.num_alternatives,
         renew_at_s=now_s + message.lease_s / 3,
     )
     return _go_on(state, now_s, guards)
@@ -298,6 +309,8 @@ def _completed(state: Import, read_id: int, digests: tuple[bytes, ...], now_s: f
         if state.is_destroying:
             return state, ()  # crossed with the destruction
         raise illegal(state.history, f"read {read_id} completed, {reading} was in flight")
+    if state.broken is not None and state.phase is not ImportPhase.DRAINING:
+        return state, ()  # too late: the next way begins when the channel is gone
     state = replace(state, reading=None)
     if state.phase is ImportPhase.DRAINING:
         return _quiet(state, reading, guards)
@@ -326,14 +339,47 @@ def _read_failed(state: Import, read_id: int, detail: str, now_s: float, guards:
         if state.phase is ImportPhase.DRAINING:
             return _quiet(state, reading, guards)
         return _give_up(state, now_s, guards, HandOffReason.READ_FAILED, detail)
+    if state.phase is ImportPhase.PULLING and state.num_ways_left:
+        return _break_off(state, reading, now_s, guards, FallBackReason.READ_FAILED)
     state, given_up = _give_up(state, now_s, guards, HandOffReason.READ_FAILED, detail)
     state, destroying = _destroy(state, now_s)
     return state, given_up + destroying
 
 
+def _open_failed(state: Import, read_id: int, detail: str, now_s: float, guards: Guards) -> Step:
+    """Nothing was written: its destination is as quiet as before."""
+    reading = state.reading
+    if reading is None or reading.read_id != read_id:
+        raise illegal(state.history, f"read {read_id} found no way, {reading} was in flight")
+    if state.phase is ImportPhase.DRAINING:
+        return _quiet(replace(state, reading=None), reading, guards)
+    if state.is_destroying:
+        return state, ()
+    state = replace(state, reading=None)
+    if state.num_ways_left:
+        return _fall_back(state, now_s, guards, FallBackReason.OPEN_FAILED)
+    return _give_up(state, now_s, guards, HandOffReason.READ_FAILED, detail)
+
+
+def _break_off(state: Import, reading: Reading, now_s: float, guards: Guards, reason: FallBackReason) -> Step:
+    """The read is dead; what is missing is read by the next way, as soon as this one cannot write any more."""
+    if guards.quiet_before_fallback(False):
+        return _fall_back(replace(state, reading=None), now_s, guards, reason)
+    dying = replace(reading, deadline_s=now_s + state.plan.quarantine_s)
+    return replace(state, reading=dying, is_destroying=True, broken=reason), (DestroyChannel(),)
+
+
+def _fall_back(state: Import, now_s: float, guards: Guards, reason: FallBackReason) -> Step:
+    state = replace(state, is_destroying=False, broken=None, num_ways_left=state.num_ways_left - 1)
+    state, actions = _go_on(state, now_s, guards)
+    return state, (FallBack(reason), *actions)
+
+
 def _destroyed(state: Import, now_s: float, guards: Guards) -> Step:
     if not state.is_destroying:
         raise illegal(state.history, "channel destroyed unasked")
+    if state.broken is not None and state.phase is ImportPhase.PULLING:
+        return _fall_back(replace(state, reading=None), now_s, guards, state.broken)
     if state.phase is not ImportPhase.DRAINING or state.reading is None:
         return state, ()
     return _quiet(replace(state, reading=None), state.reading, guards)
@@ -350,7 +396,10 @@ def _tick(state: Import, now_s: float, guards: Guards) -> Step:
     if is_past(state.wait_until_s):
         # No answer to Settle counts as invalid.
         return _give_up(state, now_s, guards, HandOffReason.EXPORTER_LOST, f"no answer while {state.phase}")
-    if is_past(state.deadline_s) or (state.reading is not None and is_past(state.reading.deadline_s)):
+    reading = state.reading
+    if is_past(state.deadline_s) or (reading is not None and is_past(reading.deadline_s)):
+        if reading is not None and state.num_ways_left and not state.is_destroying and not is_past(state.deadline_s):
+            return _break_off(state, reading, now_s, guards, FallBackReason.READ_TIMEOUT)
         return _give_up(state, now_s, guards, HandOffReason.READ_TIMEOUT, f"while {state.phase}")
     if is_past(state.renew_at_s):
         return replace(state, renew_at_s=now_s + state.lease_s / 3), (Send(Renew(state.plan.epoch)),)

@@ -39,6 +39,7 @@ REMOVALS = (
     _without("settled_when_quiet", lambda is_reading: True, kinds=_only("cancel")),
     _without("quarantined_in_flight", lambda destinations: frozenset(), kinds=_only("cancel")),
     _without("proof_of_quiet", lambda completed: True, kinds=_only("death")),
+    _without("quiet_before_fallback", lambda destroyed: True, kinds=_only("report"), alternatives=1),
     _without("waits_have_deadlines", lambda deadline_s, now_s: False, kinds=_only("loss")),
     _without(
         "pinned_while_leased",

@@ -28,6 +28,7 @@ from kvtransfer.handoff import (
     Settled,
     Tail,
 )
+from kvtransfer.import_events import FallBackReason
 from kvtransfer.import_machine import Import, ImportPhase, ImportPlan
 from kvtransfer.leases import IllegalMove, LeasePhase, LeasePolicy
 
@@ -217,6 +218,62 @@ def test_failed_read_proves_nothing() -> None:
         import_events.DestroyChannel(),
     )
     assert importer.state.phase is ImportPhase.DRAINING
+
+
+def _with_alternative() -> _Importer:
+    importer = _Importer()
+    importer.hear(replace(ACCEPTED, num_alternatives=1))
+    importer.feed(import_events.Reserved((10, 11, 12, 13)))
+    importer.hear(Sealed(EPOCH, 0, BLOCKS))
+    return importer
+
+
+def test_failed_read_goes_on_by_another_transport_once_the_first_is_proven_quiet() -> None:
+    importer = _with_alternative()
+
+    assert importer.feed(import_events.ReadFailed(0, "reset")) == (import_events.DestroyChannel(),)
+    assert importer.hear(FINISHED) == ()  # nothing is read before
+    assert importer.feed(import_events.ChannelDestroyed()) == (
+        import_events.FallBack(FallBackReason.READ_FAILED),
+        import_events.StartRead(1, (40, 41, 42, 42), (10, 11, 12, 13)),
+    )
+    assert importer.feed(import_events.ReadFailed(1, "reset"))[0] == import_events.GiveUp(
+        HandOffReason.READ_FAILED, "reset"
+    )
+
+
+def test_channel_that_does_not_open_leaves_nothing_to_wait_for() -> None:
+    importer = _with_alternative()
+
+    assert importer.feed(import_events.OpenFailed(0)) == (
+        import_events.FallBack(FallBackReason.OPEN_FAILED),
+        import_events.StartRead(1, (40, 41), (10, 11)),
+    )
+    assert importer.feed(import_events.OpenFailed(1, "no route")) == (
+        import_events.GiveUp(HandOffReason.READ_FAILED, "no route"),
+        import_events.Discard(frozenset()),
+        import_events.Send(Settle(EPOCH, Outcome.FAILED, HandOffReason.READ_FAILED)),
+        import_events.Close(),
+    )
+
+
+def test_read_past_its_deadline_goes_on_by_another_transport() -> None:
+    importer = _with_alternative()
+
+    assert importer.feed(import_events.Tick(), now_s=30.0) == (import_events.DestroyChannel(),)
+    assert importer.feed(import_events.ReadCompleted(0, (b"d0", b"d1")), now_s=30.5) == ()  # too late
+    assert importer.feed(import_events.ChannelDestroyed(), now_s=31.0)[0] == import_events.FallBack(
+        FallBackReason.READ_TIMEOUT
+    )
+
+
+def test_cancel_while_a_broken_channel_is_destroyed_quarantines_what_it_may_write() -> None:
+    importer = _with_alternative()
+    importer.feed(import_events.ReadFailed(0))
+
+    assert import_events.Discard(frozenset({10, 11})) in importer.feed(import_events.Cancel())
+    assert import_events.Quiet(frozenset({10, 11})) in importer.feed(import_events.ChannelDestroyed())
+    assert importer.state.phase is ImportPhase.ENDED
 
 
 @pytest.mark.parametrize(

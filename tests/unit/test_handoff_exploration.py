@@ -17,6 +17,7 @@ from tests.unit.handoff_model.explore import Report, explore
 from tests.unit.handoff_model.scenario import Scenario
 from tests.unit.removed_guards import REMOVALS, Removal
 
+_EVERY_KIND = Scenario("").kinds
 SCENARIOS = (
     Scenario("one block each, room for both, two faults"),
     Scenario("one block each, room for one, two faults", prefill_pool=1, decode_pool=1),
@@ -33,8 +34,20 @@ SCENARIOS = (
     Scenario("second try by the same worker, two faults", blocks=(1,)),
     Scenario("second importer, two faults", blocks=(1,), workers=(1, 2), prefill_pool=1, decode_pool=1),
     Scenario("corrupted reads and broken calls, two faults", kinds=frozenset({"corrupt", "break"})),
+    Scenario(
+        "a second transport, reads and channels that fail, two faults",
+        alternatives=1,
+        prefill_pool=1,
+        decode_pool=1,
+        kinds=frozenset({"report", "unopened", "cancel", "expiry"}),
+    ),
 )
 LONG_SCENARIOS = (
+    Scenario(
+        "a second transport, every fault, two faults",
+        alternatives=1,
+        kinds=frozenset({*_EVERY_KIND, "report", "unopened"}),
+    ),
     Scenario("two blocks each, room for one and a half, two faults", blocks=(2, 2), prefill_pool=3, decode_pool=3),
     Scenario("renewals, room for both, one fault", renewals=True, faults=1),
     Scenario(

@@ -9,7 +9,7 @@ from kvtransfer import export_machine as exporting
 from kvtransfer import import_events
 from kvtransfer import import_machine as importing
 from kvtransfer.export_machine import Export, ExportPhase
-from kvtransfer.handoff import GUARDS, ExporterMessage, Guards, ImporterMessage, Outcome, Settle, Settled
+from kvtransfer.handoff import GUARDS, Accepted, ExporterMessage, Guards, ImporterMessage, Outcome, Settle, Settled
 from kvtransfer.import_machine import Import, ImportPhase, ImportPlan
 from kvtransfer.leases import LeasePolicy
 from tests.unit.handoff_model.scenario import DECODING, ENDED, Scenario, Violation
@@ -17,6 +17,7 @@ from tests.unit.handoff_model.scenario import DECODING, ENDED, Scenario, Violati
 EXPORTER = MemberId("prefill", "1")
 Value = TypeVar("Value")
 Message = ImporterMessage | ExporterMessage
+_UNSEEN = (import_events.GiveUp, import_events.Close, import_events.ReportUnhealthy, import_events.FallBack)
 
 
 class Post(NamedTuple):
@@ -55,11 +56,15 @@ class Machines:
         found = self._export_cache.get(key)
         if found is None:
             state, actions = exporting.advance(self.exports[number], event, 0.0, self.guards)
-            posts = tuple(
-                self.post(action.call, True, action.message) for action in actions if isinstance(action, exporting.Send)
-            )
+            posts = tuple(self._told(action) for action in actions if isinstance(action, exporting.Send))
             found = self._export_cache[key] = (self.number_export(state), posts)
         return found
+
+    def _told(self, send: exporting.Send) -> Post:
+        message = send.message
+        if isinstance(message, Accepted):
+            message = replace(message, num_alternatives=self.scenario.alternatives)
+        return self.post(send.call, True, message)
 
     def number_export(self, state: Export) -> int:
         state.leases.check()
@@ -84,7 +89,7 @@ class Machines:
                 if isinstance(message, Settle) and message.outcome is Outcome.FAILED:
                     message = replace(message, reason=None)  # it changes nothing
                 done.append(self.post(self.handoff_of(message.epoch), False, message))
-            elif not isinstance(action, import_events.GiveUp | import_events.Close | import_events.ReportUnhealthy):
+            elif not isinstance(action, _UNSEEN):
                 done.append(action)
         return tuple(done)
 
@@ -120,7 +125,14 @@ class Machines:
             cancelled = state.failure is HandOffReason.CANCELLED
             failure = HandOffReason.CANCELLED if cancelled else HandOffReason.READ_FAILED
             state = replace(
-                state, failure=failure, offered=(), finished=None, verified=frozenset(), pulled_again=frozenset()
+                state,
+                failure=failure,
+                offered=(),
+                finished=None,
+                verified=frozenset(),
+                pulled_again=frozenset(),
+                num_ways_left=0,
+                broken=None,
             )
         return self.imports.number(state)
 
@@ -203,7 +215,7 @@ class Machines:
             attach_timeout_s=4.0,
             read_timeout_s=4.0,
             quarantine_s=4.0,
-            timeout_s=4.0,
+            timeout_s=4.0 if not self.scenario.alternatives else 12.0,
         )
 
 

@@ -15,6 +15,7 @@ from tests.unit.handoff_model.scenario import (
     FREE,
     LANDED,
     NOT_BEGUN,
+    READ_FAULTS,
     RUNNING,
     STOPPED,
     Label,
@@ -166,10 +167,10 @@ class Model:
                 yield "stop", worker
             if "death" in kinds and status != DEAD:
                 yield "die", worker
-        if "corrupt" in kinds:
-            for read in draft.reads:
-                if read.status == FLYING and draft.workers[self.machines.scenario.workers[read.handoff]] == RUNNING:
-                    yield "corrupt", read
+        for read in draft.reads:
+            if read.status == FLYING and draft.workers[self.machines.scenario.workers[read.handoff]] == RUNNING:
+                for kind in sorted(kinds & READ_FAULTS):
+                    yield kind, read
         if "break" in kinds:
             for handoff, number in enumerate(draft.imports):
                 if number >= 0:

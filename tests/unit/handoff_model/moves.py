@@ -172,6 +172,11 @@ def report(draft: Draft, read: Read) -> None:
     draft.advance_import(read.handoff, import_events.ReadFailed(0))
 
 
+def unopened(draft: Draft, read: Read) -> None:
+    draft.reads = without(draft.reads, read)
+    draft.advance_import(read.handoff, import_events.OpenFailed(0))
+
+
 def reissue(draft: Draft) -> None:
     draft.advance_export(0, exporting.Reissue(2))
     draft.begin(1)
@@ -234,5 +239,6 @@ MOVES: dict[object, Callable[..., None]] = {
     "stop": stop,
     "time": time,
     "timeout": timeout,
+    "unopened": unopened,
     "wake": wake,
 }

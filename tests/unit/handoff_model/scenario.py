@@ -8,6 +8,7 @@ LAPSED, TOLD_VALID, DESTROYING = 1, 2, 4  # what the world knows about a hand-of
 FLYING, REPORTED, LANDED = range(3)  # a read: REPORTED as failed, but still able to write
 FREE = -1  # owner of a local block; else hand-off h: h holds it, h + 10 decodes with it, h + 20 has it quarantined
 CORRUPT = 255
+READ_FAULTS = frozenset({"corrupt", "report", "unopened"})
 
 Label = tuple[object, ...]
 World = tuple[object, ...]
@@ -31,6 +32,7 @@ class Scenario:
     kinds: frozenset[str] = frozenset({"loss", "expiry", "cancel", "stop", "death"})
     duplicates: bool = True
     renewals: bool = False
+    alternatives: int = 0  # further ways to the same blocks
     wrong: str = ""  # the exporter lies about: prompt, count, digest
 
     @property

@@ -30,7 +30,12 @@ def tell(machines: Machines, label: Label) -> str:
         return f"{names[handoff]}: {what} {'is lost' if kind == 'lose' else way}{again}"
     read = rest[0] if rest else None
     if isinstance(read, Read):
-        end = {"land": "lands", "report": "is reported as failed", "corrupt": "lands corrupted"}[str(kind)]
+        end = {
+            "land": "lands",
+            "report": "is reported as failed",
+            "corrupt": "lands corrupted",
+            "unopened": "finds no way",
+        }[str(kind)]
         return f"{names[read.handoff]}: read of remote {list(read.remote)} into local {list(read.local)} {end}"
     texts = {
         "compute": "prefill {} computes a block",
