@@ -8,6 +8,7 @@
     │   └── NoTokenizer / NoChatTemplate
     ├── Unauthenticated
     ├── DuplicateRequest          the id belongs to a live request
+    ├── NotFound                  no such member, or no such sequence there
     ├── Overloaded                try again later
     │   ├── QueueFull
     │   └── SlowClient
@@ -73,6 +74,10 @@ class Unauthenticated(TandemError):
 
 class DuplicateRequest(TandemError):
     reason = "duplicate_request"
+
+
+class NotFound(TandemError):
+    reason = "not_found"
 
 
 class Overloaded(TandemError):
@@ -174,6 +179,7 @@ _STATUS: dict[type[TandemError], tuple[str, HTTPStatus, str]] = {
     UnknownModel: ("NOT_FOUND", HTTPStatus.NOT_FOUND, "invalid_request_error"),
     Unauthenticated: ("UNAUTHENTICATED", HTTPStatus.UNAUTHORIZED, "authentication_error"),
     DuplicateRequest: ("ALREADY_EXISTS", HTTPStatus.CONFLICT, "invalid_request_error"),
+    NotFound: ("NOT_FOUND", HTTPStatus.NOT_FOUND, "invalid_request_error"),
     Overloaded: ("RESOURCE_EXHAUSTED", HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error"),
     Unavailable: ("UNAVAILABLE", HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable"),
     DeadlineExceeded: ("DEADLINE_EXCEEDED", HTTPStatus.REQUEST_TIMEOUT, "timeout_error"),

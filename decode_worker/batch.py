@@ -9,9 +9,11 @@ needs comes before anything that is not running.
 * A decoding sequence grows by one block when it crosses a boundary. When none is free the youngest sequence that holds
   blocks is preempted: its blocks are freed, and it waits, at its age, to be computed again from its known tokens. If
   the youngest is the one that wants to grow, it skips steps, keeping what it has, until an older one ends or takes it.
+* A frozen sequence keeps its blocks and gives up its slot; thawed, it is one that has blocks and waits for a slot.
 
-Nothing waits in a circle: the oldest sequence gets every block except those of hand-offs under way and of quarantine,
-which end by themselves and wait for nothing here; what cannot fit into the whole pool was refused at admission.
+Nothing waits in a circle: the oldest sequence gets every block except those of hand-offs under way, in or out, and of
+quarantine, which end by themselves and wait for nothing here; what cannot fit into the whole pool was refused at
+admission.
 """
 
 from collections.abc import Iterator
@@ -19,13 +21,13 @@ from collections.abc import Iterator
 from decode_worker.limits import DecodeLimits
 from decode_worker.reservations import Claim, Reservations
 from decode_worker.sequences import ByAge, Sequence
-from engine.block_pool import BlockPool
+from engine.block_pool import BlockPool, BlockState
 from engine.schedule import blocks_for
 from engine.step import BlockCopy
 
 
 class Batch:
-    """A sequence is in exactly one of three places from `add_...` until `drop`."""
+    """A sequence is in exactly one of four places from `add_...` until `drop`."""
 
     def __init__(self, limits: DecodeLimits) -> None:
         self._limits = limits
@@ -35,6 +37,7 @@ class Batch:
         self._running = ByAge()  # have blocks and a slot
         self._imported = ByAge()  # have blocks, wait for a slot
         self._waiting = ByAge()  # have nothing
+        self._frozen = ByAge()  # have blocks, and may go on elsewhere
 
     @property
     def num_running(self) -> int:
@@ -43,6 +46,10 @@ class Batch:
     @property
     def num_waiting(self) -> int:
         return self._waiting.num_choices + self._imported.num_choices
+
+    @property
+    def num_frozen(self) -> int:
+        return len(self._frozen)
 
     def add_imported(self, sequence: Sequence) -> None:
         """It holds a reference to each of its blocks."""
@@ -111,15 +118,32 @@ class Batch:
         return parted
 
     def own_tail(self, sequence: Sequence) -> tuple[BlockCopy, ...]:
-        """Before a parted choice writes for the first time, it gets its own copy of the tail that it still shares.
+        """Before a sequence writes to a tail that other choices share or other workers read, it gets its own copy.
 
-        The shared one may be reused at once: a step copies before it computes anything."""
+        The old one may be reused at once: a step copies before it computes anything."""
         if len(sequence.choices) > 1 or not sequence.spare_ids:
             return ()
         source, (target,) = sequence.block_ids[-1], sequence.spare_ids
         sequence.block_ids, sequence.spare_ids = (*sequence.block_ids[:-1], target), ()
         self.pool.release((source,))
         return (BlockCopy(source, target),)
+
+    def decodes(self, sequence: Sequence) -> bool:
+        """It runs, its start was told, and nobody else writes to its blocks: it can be frozen."""
+        return sequence in self._running and sequence.has_run and sequence.num_left == 1 and not sequence.spare_ids
+
+    def freeze(self, sequence: Sequence) -> None:
+        """Between two steps: it is in none until `thaw`."""
+        assert self.decodes(sequence)
+        self._running.remove(sequence)
+        self._frozen.add(sequence)
+
+    def is_frozen(self, sequence: Sequence) -> bool:
+        return sequence in self._frozen
+
+    def thaw(self, sequence: Sequence) -> None:
+        self._frozen.remove(sequence)
+        self._imported.add(sequence)
 
     def drop(self, sequence: Sequence) -> None:
         """Takes it out, and its references with it."""
@@ -141,20 +165,23 @@ class Batch:
         """Raises AssertionError when pool and users disagree. `live`: numbers of the sequences that must be here."""
         self.pool.check()
         references = [0] * self.pool.num_blocks
-        for sequence in (*self._running, *self._imported):
+        for sequence in (*self._running, *self._imported, *self._frozen):
             for block_id in sequence.block_ids + sequence.spare_ids:
                 references[block_id] += 1
         for block_id in self.reservations.granted_block_ids:
             references[block_id] += 1
         self.pool.check_references(references)
         assert not any(sequence.block_ids or sequence.spare_ids for sequence in self._waiting), "one waits with blocks"
-        present = [sequence.number for sequence in (*self._running, *self._imported, *self._waiting)]
+        everywhere = (*self._running, *self._imported, *self._waiting, *self._frozen)
+        present = [sequence.number for sequence in everywhere]
         assert sorted(present) == sorted(live), f"sequences {present} are here, {live} are live"
         assert self.num_running <= self._limits.max_num_seqs, f"{self.num_running} running"
 
     def _grow(self, sequence: Sequence) -> bool:
         """Makes room for its known tokens. False: there is none, and nobody younger to take it from."""
         num_missing = blocks_for(len(sequence.token_ids), self._limits.block_size) - len(sequence.block_ids)
+        takes_tail = num_missing <= 0 and self._is_tail_leased(sequence)
+        num_missing = 1 if takes_tail else num_missing
         if num_missing <= 0:
             return True
         while (block_ids := self.pool.reserve(num_missing)) is None:
@@ -162,8 +189,15 @@ class Batch:
             if victim.rank <= sequence.rank:
                 return False
             self._preempt(victim)
-        sequence.block_ids += block_ids
+        if takes_tail:
+            sequence.spare_ids = block_ids
+        else:
+            sequence.block_ids += block_ids
         return True
+
+    def _is_tail_leased(self, sequence: Sequence) -> bool:
+        """It was frozen, and is still read elsewhere: what is written next goes to a copy."""
+        return not sequence.spare_ids and self.pool.state(sequence.block_ids[-1]) is BlockState.LEASED
 
     def _preempt(self, sequence: Sequence) -> None:
         """By recompute: it waits at its age, with its tokens and nothing else."""
@@ -194,4 +228,5 @@ class Batch:
         return self._limits.max_num_seqs - self._running.num_choices
 
     def _place(self, sequence: Sequence) -> ByAge:
-        return next(place for place in (self._running, self._imported, self._waiting) if sequence in place)
+        places = (self._running, self._imported, self._waiting, self._frozen)
+        return next(place for place in places if sequence in place)

@@ -63,7 +63,35 @@ class CancelSequences:
     handles: frozenset[int]
 
 
-Command = Reserve | Discard | Quiet | AdmitImported | AdmitLocal | CancelSequences | Inspect
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """Take a decoding sequence out of the batch and lease its blocks to this ticket, until Release. It keeps its place
+    in every other way: it is live until it is cancelled, thawed, or past its deadline. Answered by Frozen, or by
+    FreezeRefused when it does not decode here."""
+
+    ticket_id: bytes
+    router: MemberId
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Thaw:
+    """Go on with a frozen sequence here, as `new_handle`. Answered by Thawed, or by ThawRefused when it is not frozen
+    here."""
+
+    router: MemberId
+    handle: int
+    new_handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """No lease on the ticket's blocks is left, and none will come."""
+
+    ticket_id: bytes
+
+
+Command = Reserve | Discard | Quiet | AdmitImported | AdmitLocal | CancelSequences | Freeze | Thaw | Release | Inspect
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,4 +142,55 @@ class Failed:
     error: TandemError
 
 
-Event = Reserved | Unreservable | Started | StepTokens | Failed | Inspected
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The last, partly filled block: unused positions zeroed, unchanged while it is leased."""
+
+    block_id: int
+    num_valid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """Comes after the last token of the sequence. `token_ids`: those whose KV the blocks hold, which are all that it
+    has but `last_token_id`, drawn last."""
+
+    ticket_id: bytes
+    token_ids: tuple[int, ...]
+    last_token_id: int
+    num_output: int
+    sealed_block_ids: tuple[int, ...]
+    tail: Tail | None
+
+
+@dataclass(frozen=True, slots=True)
+class FreezeRefused:
+    ticket_id: bytes
+    error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class Thawed:
+    router: MemberId
+    handle: int  # the new one
+
+
+@dataclass(frozen=True, slots=True)
+class ThawRefused:
+    router: MemberId
+    handle: int  # the new one
+    error: TandemError
+
+
+Event = (
+    Reserved
+    | Unreservable
+    | Started
+    | StepTokens
+    | Failed
+    | Frozen
+    | FreezeRefused
+    | Thawed
+    | ThawRefused
+    | Inspected
+)
