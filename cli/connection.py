@@ -4,7 +4,11 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from cli.last_cluster import find_address
+import grpc
+
+from cli.last_cluster import find_address, find_tls_ca
+from cluster.errors import ConfigError
+from tandem import channel
 from tandem.client import AsyncClient, Client
 
 
@@ -15,22 +19,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a router's gRPC address (default: TANDEM_ADDRESS, else the cluster last started here)",
     )
     parser.add_argument("--api-key", metavar="KEY", help="the router's key (default: TANDEM_API_KEY)")
+    parser.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        help="use TLS; PEM file with the authorities of the router's certificate (default: TANDEM_TLS_CA)",
+    )
 
 
 def open_client(arguments: argparse.Namespace) -> Client:
-    """Raises ConfigError when there is no address to be found."""
-    return Client(find_address(arguments.address), _api_key(arguments))
+    """Raises ConfigError when there is no address to be found, or no file of authorities."""
+    address = find_address(arguments.address)
+    return Client(address, _api_key(arguments), tls_ca=_tls_ca(arguments, address))
 
 
 def open_async_client(arguments: argparse.Namespace) -> AsyncClient:
     """As open_client, on the running loop."""
-    return AsyncClient(find_address(arguments.address), _api_key(arguments))
+    address = find_address(arguments.address)
+    return AsyncClient(address, _api_key(arguments), tls_ca=_tls_ca(arguments, address))
+
+
+def open_channel(arguments: argparse.Namespace) -> grpc.Channel:
+    """For calls that the client library does not have. Raises as open_client."""
+    address = find_address(arguments.address)
+    return channel.open_channel(address, tls_ca=_tls_ca(arguments, address))
 
 
 def metadata(arguments: argparse.Namespace) -> Sequence[tuple[str, str]]:
-    """For a call that the client library does not have."""
+    """For a call on `open_channel`."""
     key = _api_key(arguments)
     return [("authorization", f"Bearer {key}")] if key else []
+
+
+def _tls_ca(arguments: argparse.Namespace, address: str) -> str | None:
+    path = find_tls_ca(arguments.tls_ca, address)
+    if path is not None and not os.access(path, os.R_OK):
+        raise ConfigError(f"cannot read --tls-ca {path}")
+    return path
 
 
 def _api_key(arguments: argparse.Namespace) -> str | None:

@@ -16,6 +16,7 @@ class LastCluster:
     grpc: str
     http: str
     pid: int
+    tls_ca: str = ""  # PEM file with the authorities of its certificates; empty: it does not use TLS
 
 
 def state_file(environment: Mapping[str, str]) -> Path:
@@ -44,9 +45,18 @@ def forget(pid: int, environment: Mapping[str, str] | None = None) -> None:
 def recall(environment: Mapping[str, str]) -> LastCluster | None:
     try:
         values = json.loads(state_file(environment).read_text())
-        return LastCluster(values["grpc"], values["http"], values["pid"])
+        return LastCluster(values["grpc"], values["http"], values["pid"], values.get("tls_ca", ""))
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def find_tls_ca(told: str | None, address: str, environment: Mapping[str, str] | None = None) -> str | None:
+    """PEM file to judge the router at `address` by; None: it is reached in plaintext."""
+    environment = os.environ if environment is None else environment
+    if told or environment.get("TANDEM_TLS_CA"):
+        return told or environment["TANDEM_TLS_CA"]
+    found = recall(environment)
+    return found.tls_ca or None if found is not None and found.grpc == address else None
 
 
 def find_address(told: str | None, environment: Mapping[str, str] | None = None) -> str:

@@ -16,6 +16,7 @@ from cluster.errors import Unavailable
 from cluster.redis_server import RedisServer
 from cluster.registry import Registry
 from cluster.serving import open_channel
+from cluster.tls import ClusterTls
 
 _ROUTER = "router"
 
@@ -30,6 +31,7 @@ class Plan:
     num_threads: int
     start_timeout_s: float
     drain_grace_s: float
+    tls: ClusterTls | None = None  # as the processes have it by their flags
 
 
 class LocalCluster:
@@ -109,7 +111,7 @@ class LocalCluster:
         fields = await self._until_ready(_ROUTER)
         self.grpc, self.http = fields["grpc"], fields["http"]
         self._supervisor.restart_with(_ROUTER, _same_ports(fields))
-        await _until_serving(self.grpc)
+        await _until_serving(self.grpc, self._plan.tls)
 
     async def _until_ready(self, name: str) -> dict[str, str]:
         fields = await self._supervisor.ready(name)
@@ -130,9 +132,9 @@ async def first_of(*awaited: Coroutine[object, object, object]) -> None:
         task.result()
 
 
-async def _until_serving(address: str) -> None:
+async def _until_serving(address: str, tls: ClusterTls | None) -> None:
     """Until the router's health service says that it can serve a request."""
-    async with open_channel(address) as channel:
+    async with open_channel(address, tls) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
         try:
             async for answer in watch:

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     address = find_address(arguments.address)
-    status = _ask(address, arguments)
+    status = ask(arguments)
     if arguments.json:
         json.dump(status_object(address, status), sys.stdout, indent=2)
         sys.stdout.write("\n")
@@ -87,8 +87,9 @@ def _sorted(status: admin_pb2.StatusResponse) -> list[admin_pb2.MemberStatus]:
     return sorted(status.members, key=lambda member: (order.get(member.role, 9), member.member_id))
 
 
-def _ask(address: str, arguments: argparse.Namespace) -> admin_pb2.StatusResponse:
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+def ask(arguments: argparse.Namespace) -> admin_pb2.StatusResponse:
+    """The router's account of its cluster. Raises ConfigError, and the client library's errors."""
+    with connection.open_channel(arguments) as channel:
         try:
             status: admin_pb2.StatusResponse = admin_pb2_grpc.AdminStub(channel).Status(
                 admin_pb2.StatusRequest(), timeout=_TIMEOUT_S, metadata=connection.metadata(arguments)

@@ -16,7 +16,9 @@ from cli.layout import Pools, threads_per_worker
 from cli.local_cluster import LocalCluster, Plan, first_of
 from cluster.config import EngineSettings, RouterConfig, TransferSettings, add_flags, load_config
 from cluster.errors import ConfigError
+from cluster.identity import advertised_host
 from cluster.process import announce_ready
+from cluster.tls import load_tls
 
 HELP = "start a cluster on this machine and keep it until Ctrl-C"
 DEMO_MODEL = Path(__file__).parents[1] / "examples" / "demo_model"
@@ -71,6 +73,7 @@ def plan_from(arguments: argparse.Namespace) -> tuple[Plan, UpConfig]:
         num_threads=config.num_threads or threads_per_worker(num_cores, pools.num_workers),
         start_timeout_s=arguments.start_timeout_s,
         drain_grace_s=config.drain_grace_s,
+        tls=load_tls(config, advertised_host(config)),
     )
     return plan, config
 
@@ -131,16 +134,22 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
 
 async def _up(plan: Plan) -> None:
     try:
-        await run_until_stopped(plan, _announce_and_stay)
+        await run_until_stopped(plan, lambda cluster: _announce_and_stay(cluster, plan))
     finally:
         forget(os.getpid())
     tell("stopped")
 
 
-async def _announce_and_stay(cluster: LocalCluster) -> None:
-    remember(LastCluster(grpc=cluster.grpc, http=cluster.http, pid=os.getpid()))
-    announce_ready(http=f"http://{cluster.http}", grpc=cluster.grpc)
+async def _announce_and_stay(cluster: LocalCluster, plan: Plan) -> None:
+    started = _started(cluster, plan)
+    remember(started)
+    announce_ready(http=f"{'https' if started.tls_ca else 'http'}://{cluster.http}", grpc=cluster.grpc)
     await asyncio.Event().wait()
+
+
+def _started(cluster: LocalCluster, plan: Plan) -> LastCluster:
+    tls_ca = os.path.abspath(plan.tls.ca_file) if plan.tls is not None else ""
+    return LastCluster(grpc=cluster.grpc, http=cluster.http, pid=os.getpid(), tls_ca=tls_ca)
 
 
 def _names() -> frozenset[str]:

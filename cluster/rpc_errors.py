@@ -29,6 +29,7 @@ from cluster.errors import (
     grpc_status,
 )
 from cluster.telemetry import Telemetry
+from tandem.channel import explained
 
 REASON = "tandem-reason"
 HANDOFF_REASON = "tandem-handoff-reason"
@@ -60,7 +61,7 @@ async def abort(context: _Context, error: TandemError) -> None:
 def error_from_rpc(error: grpc.aio.AioRpcError) -> TandemError:
     """What the other side raised, as it raised it; where it said no reason, the nearest kind."""
     trailing = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
-    message = error.details() or error.code().name
+    message = explained(error.details() or error.code().name)
     reason = trailing.get(REASON)
     if reason == HandOffFailed.reason:
         handoff_reason = HandOffReason(trailing.get(HANDOFF_REASON, HandOffReason.PROTOCOL))

@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from cluster.errors import ConfigError
 from cluster.rpc_errors import ErrorInterceptor
 from cluster.telemetry import Telemetry
+from cluster.tls import ClusterTls
 
 # Packed prompts of a million tokens and 64 steps of log-probabilities fit; nothing that is meant for Tandem is larger.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -50,13 +51,15 @@ class GrpcServer:
         telemetry: Telemetry,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        credentials: grpc.ServerCredentials | None = None,
     ) -> None:
         """`service_names`: full names, as in `tandem.v1.Inference`. `interceptors` stand inside of the one that turns
-        errors into statuses, so they may raise a TandemError too."""
+        errors into statuses, so they may raise a TandemError too. `credentials`: TLS with these; else plaintext."""
         self.grpc = grpc.aio.server(
             interceptors=[ErrorInterceptor(telemetry), *interceptors],
             options=[*_SERVER_OPTIONS, *_message_options(max_message_bytes)],
         )
+        self._credentials = credentials
         self._service_names = ["", *service_names]
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
@@ -67,7 +70,10 @@ class GrpcServer:
         address = join_address(host, port)
         _refuse_taken(host, port)
         try:
-            bound = self.grpc.add_insecure_port(address)
+            if self._credentials is None:
+                bound = self.grpc.add_insecure_port(address)
+            else:
+                bound = self.grpc.add_secure_port(address, self._credentials)
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {address}: the port is in use, or the address is not ours") from error
         if not bound:
@@ -90,9 +96,15 @@ class GrpcServer:
         await self.grpc.stop(grace_s)
 
 
-def open_channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
-    """To host:port. Connects by itself, and again after a loss, within two seconds of the other side's return."""
-    return grpc.aio.insecure_channel(address, options=[*_CHANNEL_OPTIONS, *_message_options(max_message_bytes)])
+def open_channel(
+    address: str, tls: ClusterTls | None = None, *, max_message_bytes: int = MAX_MESSAGE_BYTES
+) -> grpc.aio.Channel:
+    """To host:port, over TLS where the cluster uses it. Connects by itself, and again after a loss, within two seconds
+    of the other side's return."""
+    options = [*_CHANNEL_OPTIONS, *_message_options(max_message_bytes)]
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
 
 
 async def is_serving(channel: grpc.aio.Channel, *, timeout_s: float, service: str = "") -> bool:

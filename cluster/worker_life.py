@@ -7,6 +7,7 @@ and what draining means is the worker's own.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from cluster.config import WorkerConfig, echo
@@ -17,8 +18,9 @@ from cluster.member import Capacity, Member, MemberState
 from cluster.messages import LayoutFingerprint, Role
 from cluster.registration import Registration
 from cluster.registry import Registry
-from cluster.serving import GrpcServer, join_address
+from cluster.serving import GrpcServer, join_address, open_channel
 from cluster.telemetry import Telemetry
+from cluster.tls import load_tls
 
 _LOG = logging.getLogger("tandem.worker")
 _STOP_GRACE_S = 1.0
@@ -35,8 +37,14 @@ class WorkerLife:
         self.member = new_member_id(config, role)
         self.key = cluster_key(config)
         self.telemetry = Telemetry()
-        self.server = GrpcServer(service_names=service_names, telemetry=self.telemetry)
         self.host = advertised_host(config)
+        self.tls = load_tls(config, self.host)
+        self.connect = partial(open_channel, tls=self.tls)  # to other members, by address
+        self.server = GrpcServer(
+            service_names=service_names,
+            telemetry=self.telemetry,
+            credentials=self.tls.member_credentials() if self.tls is not None else None,
+        )
         self.address = join_address(self.host, self.server.bind(config.host, config.port))
         self._registry = Registry(url=config.redis, cluster_name=config.cluster_name, lease_s=config.member_lease_s)
         self._stop = stop

@@ -1,12 +1,10 @@
 """gRPC channels to exporters, one per address, shared by the hand-offs with that exporter."""
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import grpc
-
-from cluster.serving import open_channel
 
 _MAX_IDLE = 64
 
@@ -14,7 +12,9 @@ _MAX_IDLE = 64
 class ExporterChannels:
     """Owns the channels. An unused one is kept for the next hand-off; past a bound the longest unused is closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, connect: Callable[[str], grpc.aio.Channel]) -> None:
+        """`connect` opens one, by address."""
+        self._connect = connect
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._users: dict[str, int] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()
@@ -25,7 +25,7 @@ class ExporterChannels:
     @asynccontextmanager
     async def use(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
         if address not in self._channels:
-            self._channels[address] = open_channel(address)
+            self._channels[address] = self._connect(address)
         self._idle.pop(address, None)
         self._users[address] = self._users.get(address, 0) + 1
         try:

@@ -8,6 +8,7 @@ import grpc
 
 from kvtransfer.exporter_channels import ExporterChannels
 from kvtransfer.handoff_wire import IMPORTER_METADATA
+from tandem.channel import explained
 from tandem.v1 import kv_pb2, kv_pb2_grpc
 
 _Call = grpc.aio.StreamStreamCall[kv_pb2.ImporterMessage, kv_pb2.ExporterMessage]
@@ -50,7 +51,7 @@ class ImportCall:
                 )
                 await self._converse(call)
         except grpc.aio.AioRpcError as failure:
-            error = f"{failure.code().name}: {failure.details()}"
+            error = f"{failure.code().name}: {explained(failure.details() or '')}"
         finally:
             self._on_ended(error)
 

@@ -11,10 +11,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import grpc
+
 from cluster.clock import Clock
 from cluster.config import TransferSettings
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
+from cluster.serving import open_channel
 from kvtransfer import tickets
 from kvtransfer.block_source import BlockSource as BlockSource
 from kvtransfer.counters import TransferCounters
@@ -63,12 +66,13 @@ class Importer:
         transports: Sequence[ImporterTransport],  # best first
         clock: Clock,
         counters: TransferCounters,
+        connect: Callable[[str], grpc.aio.Channel] = open_channel,  # to an exporter's address
         wall_clock: Callable[[], float] = time.time,
         unhealthy: Callable[[str], None] = _LOG.critical,  # blocks that only a restart of the process gives back
     ) -> None:
         self._member, self._block_size, self._key, self._settings = member, block_size, key, settings
         self._counters, self._wall_clock = counters, wall_clock
-        self._channels = ExporterChannels()
+        self._channels = ExporterChannels(connect)
         self._verifier = ThreadPoolExecutor(1, "kv-verify")
         self._means = ImportMeans(
             member=member,

@@ -42,6 +42,8 @@ class WorkerTransfer:
                 host=config.host,
                 advertise_host=life.host,
                 timeout_s=config.read_timeout_s,
+                server_tls=life.tls.server_context() if life.tls is not None else None,
+                client_tls=life.tls.client_context() if life.tls is not None else None,
             ),
         )
         self.exporter = Exporter(
@@ -66,6 +68,7 @@ class WorkerTransfer:
             transports=self.transports.importers,
             clock=clock,
             counters=self.counters,
+            connect=life.connect,
             unhealthy=lambda detail: life.fatal(InternalError(detail)),
         )
         servicer = KvTransferServicer(exporter=self.exporter)

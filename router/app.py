@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from cluster.clock import MonotonicClock
 from cluster.config import RouterConfig, echo
@@ -14,6 +15,7 @@ from cluster.registration import Registration
 from cluster.registry import Registry
 from cluster.serving import GrpcServer, join_address, open_channel
 from cluster.telemetry import Telemetry
+from cluster.tls import load_tls
 from router.admission import Admission
 from router.decode_stream import StreamTiming
 from router.fleet import Fleet
@@ -48,6 +50,7 @@ class _Router:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         telemetry, clock, host = Telemetry(), MonotonicClock(), advertised_host(config)
+        tls = load_tls(config, host)
         self._telemetry = telemetry
         self._outboxes = Outboxes(max_tokens=config.max_buffered_tokens)
         self.registry = Registry(url=config.redis, cluster_name=config.cluster_name, lease_s=config.member_lease_s)
@@ -56,12 +59,13 @@ class _Router:
         )
         for note in tokenization.model_info.notes:
             _LOG.warning(note)
-        self._http = HttpServer(host=config.host, port=config.port)
+        self._http = HttpServer(host=config.host, port=config.port, tls=tls)
         self._grpc = GrpcServer(
             service_names=_SERVICES,
             telemetry=telemetry,
             max_message_bytes=config.max_message_bytes,
             interceptors=[ApiKeyInterceptor(config.api_key)] if config.api_key else [],
+            credentials=tls.public_credentials() if tls is not None else None,
         )
         self.member = Member(
             id=new_member_id(config, Role.ROUTER),
@@ -73,7 +77,7 @@ class _Router:
         self._fleet = Fleet(
             router=self.member,
             membership=self.registry,
-            connect=open_channel,
+            connect=partial(open_channel, tls=tls),
             timing=StreamTiming(silence_s=config.member_lease_s, grace_s=config.stream_grace_s),
             telemetry=telemetry,
         )

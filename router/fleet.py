@@ -20,7 +20,7 @@ from cluster.telemetry import Telemetry
 from router.decode_stream import DecodeStream, StreamTiming
 from router.peer import DecodePeer, Peer, PrefillPeer
 from router.placement import WorkerLoad
-from router.probe import answers
+from router.probe import silence
 from tandem.v1 import worker_pb2_grpc
 
 _LOG = logging.getLogger("tandem.router.fleet")
@@ -205,10 +205,15 @@ class Fleet:
             _LOG.error("supervision failed", extra={"worker": str(member)}, exc_info=supervisor.exception())
 
     async def _serve_while_registered(self, member: Member, serve: _Serve) -> None:
+        told = ""
         while member.id in self._registered:
             channel = self._connect(member.address)
             try:
-                if await answers(channel):
+                reason = await silence(channel)
+                if reason and reason != told:
+                    _LOG.warning("worker does not answer", extra={"worker": str(member.id), "reason": reason})
+                told = reason
+                if not reason:
                     detail = await serve(member, channel)
                     _LOG.warning("worker lost", extra={"worker": str(member.id), "detail": detail})
             finally:

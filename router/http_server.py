@@ -9,13 +9,15 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from cluster.errors import ConfigError
+from cluster.tls import ClusterTls
 
 
 class HttpServer:
     """Made and bound at once, so that a taken port is refused before anything else starts."""
 
-    def __init__(self, *, host: str, port: int) -> None:
-        """Raises ConfigError. `port` 0: a free one."""
+    def __init__(self, *, host: str, port: int, tls: ClusterTls | None = None) -> None:
+        """Raises ConfigError. `port` 0: a free one. `tls`: HTTPS with its certificate; clients need none."""
+        self._tls = tls
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -35,6 +37,8 @@ class HttpServer:
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=max(1, round(grace_s)),
+            ssl_certfile=self._tls.cert_file if self._tls is not None else None,
+            ssl_keyfile=self._tls.key_file if self._tls is not None else None,
         )
         server = _Server(config)
         stopping = asyncio.create_task(self._stop(server, stop), name="stop HTTP")

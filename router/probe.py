@@ -6,17 +6,24 @@ import contextlib
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tandem.channel import explained
+
 _TIMEOUT_S = 1.0
 
 
 async def answers(channel: grpc.aio.Channel) -> bool:
     """Its gRPC server answers. Whether it takes new work is the registry's word, not this."""
+    return not await silence(channel)
+
+
+async def silence(channel: grpc.aio.Channel) -> str:
+    """Why its gRPC server does not answer; empty when it does."""
     check = health_pb2_grpc.HealthStub(channel).Check
     try:
         await check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
-    except grpc.aio.AioRpcError:
-        return False
-    return True
+    except grpc.aio.AioRpcError as error:
+        return explained(error.details() or error.code().name)
+    return ""
 
 
 async def nobody_listens(address: str) -> bool:

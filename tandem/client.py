@@ -19,6 +19,7 @@ from typing import Protocol, Self, TypeAlias, Unpack
 
 import grpc
 
+from tandem.channel import open_async_channel, open_channel
 from tandem.errors import Cancelled, error_from_rpc
 from tandem.options import GenerateOptions, Message, generate_request, tokenize_request
 from tandem.results import Assembly, Delta, Model, Result, model_from_wire, pack_ids, unpack_ids
@@ -26,12 +27,6 @@ from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 _CALL_TIMEOUT_S = 30.0  # of everything but a generation
 _GENERATION_TIMEOUT_S = 600.0
-_CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", 16 * 1024 * 1024),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.enable_http_proxy", 0),  # the address is dialled as it is given, whatever the environment says
-)
 _AsyncCall: TypeAlias = "grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]"
 
 
@@ -82,9 +77,19 @@ class Generation:
 class Client:
     """Of one router. Safe to use from several threads; each generation has one reader."""
 
-    def __init__(self, address: str, api_key: str | None = None, *, timeout_s: float = _GENERATION_TIMEOUT_S) -> None:
-        """`address` is the router's host:port for gRPC; `timeout_s` the deadline of a generation that names none."""
-        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    def __init__(
+        self,
+        address: str,
+        api_key: str | None = None,
+        *,
+        timeout_s: float = _GENERATION_TIMEOUT_S,
+        tls_ca: str | None = None,
+        secure: bool = False,
+    ) -> None:
+        """`address` is the router's host:port for gRPC; `timeout_s` the deadline of a generation that names none. With
+        `tls_ca`, a PEM file, the router must have a certificate of one of its authorities; with `secure` alone, a
+        publicly trusted one; else the connection is plaintext. Raises OSError when the file cannot be read."""
+        self._channel = open_channel(address, tls_ca=tls_ca, secure=secure)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
         self._metadata = _metadata(api_key)
         self._timeout_s = timeout_s
@@ -178,8 +183,16 @@ class AsyncGeneration:
 class AsyncClient:
     """As Client, on one event loop: made and used there."""
 
-    def __init__(self, address: str, api_key: str | None = None, *, timeout_s: float = _GENERATION_TIMEOUT_S) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    def __init__(
+        self,
+        address: str,
+        api_key: str | None = None,
+        *,
+        timeout_s: float = _GENERATION_TIMEOUT_S,
+        tls_ca: str | None = None,
+        secure: bool = False,
+    ) -> None:
+        self._channel = open_async_channel(address, tls_ca=tls_ca, secure=secure)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
         self._metadata = _metadata(api_key)
         self._timeout_s = timeout_s

@@ -13,6 +13,8 @@ TandemError              `reason` is the stable name that the server gives, `ret
 
 import grpc
 
+from tandem.channel import explained
+
 _REASON = "tandem-reason"
 _RETRY_AFTER_S = "tandem-retry-after-s"
 
@@ -77,7 +79,7 @@ def error_from_rpc(error: grpc.RpcError) -> TandemError:
     trailing = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
     retry_after = trailing.get(_RETRY_AFTER_S)
     return _KINDS.get(error.code(), InternalError)(
-        error.details() or error.code().name,
+        explained(error.details() or error.code().name),
         reason=trailing.get(_REASON) or error.code().name.lower(),
         retry_after_s=float(retry_after) if retry_after is not None else None,
     )
