@@ -144,6 +144,7 @@ class PrefillJob:
     num_committed: int  # how many of token_ids the client has already as output
     importer: MemberId | None  # None: nobody will come for the KV
     timeout_s: float
+    cache_salt: str = ""  # prefixes are shared among jobs of one salt only
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,7 @@ class DecodeJob:
     sequences: tuple[SequenceStart, ...]
     signed_ticket: bytes | None  # a serialized tandem.v1.SignedTicket
     timeout_s: float
+    cache_salt: str = ""  # as of PrefillJob
 
 
 @dataclass(frozen=True, slots=True)

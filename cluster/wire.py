@@ -99,6 +99,7 @@ def prefill_job_to_wire(job: PrefillJob) -> worker_pb2.PrefillRequest:
         num_committed=job.num_committed,
         importer=str(job.importer) if job.importer is not None else "",
         timeout_s=job.timeout_s,
+        cache_salt=job.cache_salt,
     )
 
 
@@ -120,6 +121,7 @@ def prefill_job_from_wire(message: worker_pb2.PrefillRequest) -> PrefillJob:
         num_committed=message.num_committed,
         importer=member_from_wire(message.importer) if message.importer else None,
         timeout_s=message.timeout_s,
+        cache_salt=message.cache_salt,
     )
 
 
@@ -134,6 +136,7 @@ def decode_job_to_wire(job: DecodeJob) -> worker_pb2.StartRequest:
         sequences=[_sequence_to_wire(sequence) for sequence in job.sequences],
         ticket=job.signed_ticket or b"",
         timeout_s=job.timeout_s,
+        cache_salt=job.cache_salt,
     )
 
 
@@ -156,6 +159,7 @@ def decode_job_from_wire(message: worker_pb2.StartRequest) -> DecodeJob:
         sequences=tuple(_sequence_from_wire(sequence) for sequence in message.sequences),
         signed_ticket=message.ticket or None,
         timeout_s=message.timeout_s,
+        cache_salt=message.cache_salt,
     )
 
 
@@ -198,9 +202,14 @@ def finish_reason_from_wire(text: str) -> FinishReason | None:
         raise InvalidRequest(f"unknown finish_reason {text!r}") from None
 
 
-def first_tokens_to_wire(tokens: Iterable[SampledToken], queue_s: float, prefill_s: float) -> worker_pb2.FirstTokens:
+def first_tokens_to_wire(
+    tokens: Iterable[SampledToken], *, queue_s: float, prefill_s: float, num_cached: int
+) -> worker_pb2.FirstTokens:
     return worker_pb2.FirstTokens(
-        tokens=[sampled_token_to_wire(token) for token in tokens], queue_s=queue_s, prefill_s=prefill_s
+        tokens=[sampled_token_to_wire(token) for token in tokens],
+        queue_s=queue_s,
+        prefill_s=prefill_s,
+        num_cached=num_cached,
     )
 
 

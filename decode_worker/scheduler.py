@@ -4,9 +4,10 @@ Turns commands into sequences of a `Batch`, the batch into steps, and their outc
 slot or a block is the batch's rule. Decodes come first in every step; what they leave of the budget goes to prompts.
 """
 
+from dataclasses import replace
 from itertools import count
 
-from cluster.errors import DeadlineExceeded, DuplicateRequest, InternalError, QueueFull, TandemError
+from cluster.errors import DeadlineExceeded, DuplicateRequest, InternalError, NotFound, QueueFull, TandemError
 from cluster.messages import DecodeJob, Inspect, Inspected, MemberId, SampledToken, SequenceStart
 from decode_worker.batch import Batch
 from decode_worker.commands import (
@@ -17,15 +18,23 @@ from decode_worker.commands import (
     Discard,
     Event,
     Failed,
+    Freeze,
+    FreezeRefused,
+    Frozen,
     Quiet,
+    Release,
     Reserve,
     Reserved,
     SequenceToken,
     Started,
     StepTokens,
+    Thaw,
+    Thawed,
+    ThawRefused,
     Unreservable,
 )
 from decode_worker.limits import DecodeLimits
+from decode_worker.offers import Offers
 from decode_worker.reservations import Claim
 from decode_worker.sequences import Group, Sequence
 from engine.deadlines import Deadlines
@@ -40,6 +49,7 @@ class DecodeScheduler:
     def __init__(self, limits: DecodeLimits) -> None:
         self._limits = limits
         self._batch = Batch(limits)
+        self._offers = Offers(self._batch.pool, limits.block_size)
         self._sequences: dict[tuple[MemberId, int], Sequence] = {}  # of every live (router, handle)
         self._groups: dict[int, Group] = {}
         self._deadlines: Deadlines[int] = Deadlines()  # by group number
@@ -68,6 +78,12 @@ class DecodeScheduler:
             case CancelSequences(router, handles):
                 for handle in sorted(handles):
                     self._end_choice(router, handle)
+            case Freeze():
+                events = (self._freeze(command),)
+            case Thaw():
+                events = (self._thaw(command),)
+            case Release(ticket_id):
+                self._offers.release(ticket_id)
             case Inspect(inspection_id):
                 events = (self._inspect(inspection_id),)
         return events + self._grant_reservations()
@@ -76,7 +92,7 @@ class DecodeScheduler:
         expired = tuple(self._expire(self._groups[number]) for number in self._deadlines.due(now_s))
         return expired + (self._grant_reservations() if expired else ()), self._deadlines.next_s()
 
-    def plan(self, now_s: float) -> StepPlan | None:
+    def plan(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
         self._batch.join_imported()
         decoding = self._batch.decoding()
         budget = ChunkBudget(self._limits.max_prefill_tokens, len(decoding))
@@ -87,11 +103,11 @@ class DecodeScheduler:
         while budget.left and (started := self._batch.start_waiting()) is not None:
             parts.append((started, budget.take(started.num_left)))
         if not parts:
-            return None
+            return (), None
         copies = tuple(copy for sequence in decoding for copy in self._batch.own_tail(sequence))
         self._in_step = [sequence for sequence, _ in parts]
         self._started = self._first_runs(now_s)
-        return StepPlan(tuple(self._chunk(sequence, num_tokens) for sequence, num_tokens in parts), copies)
+        return (), StepPlan(tuple(self._chunk(sequence, num_tokens) for sequence, num_tokens in parts), copies)
 
     def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:
         self._steps += 1
@@ -117,6 +133,7 @@ class DecodeScheduler:
     def check(self) -> None:
         """Raises AssertionError when the pool and its users disagree."""
         self._batch.check({sequence.number for sequence in self._sequences.values()})
+        self._batch.pool.check_leases(self._offers.leases)
         num_live = sum(group.num_live for group in self._groups.values())
         assert num_live == len(self._sequences), f"groups count {num_live} live choices of {len(self._sequences)}"
 
@@ -194,6 +211,37 @@ class DecodeScheduler:
             self._sequences[group.job.router, start.handle] = sequence
         return sequence
 
+    # Migration
+
+    def _freeze(self, command: Freeze) -> Event:
+        sequence = self._sequences.get((command.router, command.handle))
+        if sequence is None or not self._batch.decodes(sequence):
+            return FreezeRefused(command.ticket_id, NotFound(f"sequence {command.handle} does not decode here"))
+        self._batch.freeze(sequence)
+        sealed_ids, tail = self._offers.lease(command.ticket_id, sequence)
+        return Frozen(
+            ticket_id=command.ticket_id,
+            token_ids=tuple(sequence.token_ids[: sequence.num_computed]),
+            last_token_id=sequence.token_ids[-1],
+            num_output=sequence.num_output,
+            sealed_block_ids=sealed_ids,
+            tail=tail,
+        )
+
+    def _thaw(self, command: Thaw) -> Event:
+        router, new_handle = command.router, command.new_handle
+        sequence = self._sequences.get((router, command.handle))
+        if sequence is None or not self._batch.is_frozen(sequence):
+            return ThawRefused(router, new_handle, NotFound(f"sequence {command.handle} is not frozen here"))
+        if (router, new_handle) in self._sequences:
+            return ThawRefused(router, new_handle, DuplicateRequest(f"handle {new_handle} is in use"))
+        self._batch.thaw(sequence)
+        ((index, start),) = sequence.choices
+        sequence.choices = ((index, replace(start, handle=new_handle)),)
+        del self._sequences[router, command.handle]
+        self._sequences[router, new_handle] = sequence
+        return Thawed(router, new_handle)
+
     # Steps
 
     def _first_runs(self, now_s: float) -> tuple[Event, ...]:
@@ -243,9 +291,9 @@ class DecodeScheduler:
     # Ends
 
     def _expire(self, group: Group) -> Event:
-        router, stops = group.job.router, group.job.stops
-        handles = tuple(start.handle for start in group.job.sequences if (router, start.handle) in self._sequences)
-        sequences = [self._sequences[router, handle] for handle in handles]
+        stops = group.job.stops
+        live = {handle: sequence for (_, handle), sequence in self._sequences.items() if sequence.group is group}
+        handles, sequences = tuple(live), live.values()
         phase = "decode" if any(sequence.has_run for sequence in sequences) else "the decode queue"
         progress = f"{max(sequence.num_output for sequence in sequences)} of {stops.max_tokens} tokens"
         error = DeadlineExceeded(f"{group.job.timeout_s:.3g} s passed in {phase}, with {progress}")
@@ -280,6 +328,8 @@ class DecodeScheduler:
         figures = {
             "running": self._batch.num_running,
             "waiting": self._batch.num_waiting,
+            "frozen": self._batch.num_frozen,
+            "leased_tickets": len(self._offers),
             "handoffs_waiting": self._batch.reservations.num_waiting,
             "steps": self._steps,
             "preemptions": self._batch.preemptions,

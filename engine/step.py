@@ -85,8 +85,9 @@ class Scheduler(Protocol[Command, Event]):
         latest (None: no deadline is running)."""
         ...
 
-    def plan(self, now_s: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute before the next command or deadline."""
+    def plan(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
+        """What the outside should know before the next step is computed, and that step, or None when there is nothing
+        to compute before the next command or deadline."""
         ...
 
     def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:

@@ -108,7 +108,8 @@ class StepLoop(Generic[CommandT, EventT]):
         now_s = self._clock.now_s()
         events, deadline_s = self._scheduler.reap(now_s)
         self._hand_over(events)
-        plan = self._scheduler.plan(now_s)
+        events, plan = self._scheduler.plan(now_s)
+        self._hand_over(events)
         if plan is not None:
             self._step(plan, now_s)
             return 0.0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from cluster.clock import MonotonicClock
 from cluster.config import WorkerConfig
+from cluster.hashing import keyed_chains, nameless_chains
 from cluster.member import Capacity
 from cluster.worker_life import WorkerLife
 from cluster.worker_service import Inspections, WorkerService
@@ -57,7 +58,7 @@ class _Worker:
         self._released = asyncio.Event()
         clock = MonotonicClock()
         self.steps = StepLoop[commands.Command, commands.Event](
-            _scheduler(config, engine),
+            _scheduler(config, engine, life.key),
             engine.runner,
             clock,
             self._emit,
@@ -101,11 +102,12 @@ class _Worker:
         self._released.set()
 
 
-def _scheduler(config: WorkerConfig, engine: Engine) -> PrefillScheduler:
+def _scheduler(config: WorkerConfig, engine: Engine, key: bytes) -> PrefillScheduler:
     return PrefillScheduler(
         num_blocks=engine.pool.num_blocks,
         block_size=config.block_size,
         max_prefill_tokens=config.max_prefill_tokens,
         max_num_seqs=config.max_num_seqs,
         max_queue=config.max_queue,
+        new_chain=keyed_chains(key, config.block_size) if config.prefix_caching == "on" else nameless_chains(),
     )

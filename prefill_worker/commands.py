@@ -72,6 +72,7 @@ class Finished:
     ticket_id: bytes
     tokens: tuple[SampledToken, ...]  # one per choice
     tail: Tail | None
+    num_cached: int  # tokens that were found in the prefix cache and not computed
     queue_s: float
     prefill_s: float
 

@@ -5,6 +5,7 @@ prompt's blocks can be reserved at once, oldest first, nobody overtaking; it adv
 as they are sealed when an importer will come for them, and stay leased, whatever becomes of the job, until Release.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from cluster.errors import (
@@ -16,6 +17,7 @@ from cluster.errors import (
     QueueFull,
     TandemError,
 )
+from cluster.hashing import NATIVE, BlockChain, NewChain
 from cluster.messages import Inspect, Inspected, PrefillJob, SampledToken
 from engine.block_pool import BlockPool
 from engine.deadlines import Deadlines
@@ -43,6 +45,7 @@ class _Waiting:
     job: PrefillJob
     submitted_s: float
     has_importer: bool  # turns False when Release says that nobody will come
+    chain: BlockChain
 
 
 @dataclass(slots=True, eq=False)
@@ -52,10 +55,13 @@ class _Running:
     job: PrefillJob
     has_importer: bool
     block_ids: tuple[int, ...]
+    chain: BlockChain
+    num_cached: int  # leading tokens that were in the cache
     queue_s: float
     started_s: float
-    num_computed: int = 0
+    num_computed: int
     num_leased: int = 0  # leading blocks that are sealed and leased
+    num_kept: int = 0  # leading blocks that are sealed and in the prefix cache
 
     @property
     def num_left(self) -> int:
@@ -66,13 +72,21 @@ class PrefillScheduler:
     """Implements `engine.step.Scheduler` for prompts."""
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, max_prefill_tokens: int, max_num_seqs: int, max_queue: int
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_prefill_tokens: int,
+        max_num_seqs: int,
+        max_queue: int,
+        new_chain: NewChain,
     ) -> None:
         self._pool = BlockPool(num_blocks)
         self._block_size = block_size
         self._max_prefill_tokens = max_prefill_tokens
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue
+        self._new_chain = new_chain
         self._queue: dict[bytes, _Waiting] = {}  # oldest first
         self._running: dict[int, _Running] = {}  # oldest first, by number
         self._leased: dict[bytes, tuple[int, ...]] = {}  # what ended tickets still have pinned
@@ -80,6 +94,7 @@ class PrefillScheduler:
         self._next_number = 0
         self._steps = 0
         self._tokens_computed = 0
+        self._tokens_cached = 0
         self._prompts_done = 0
         self._prompts_failed = 0
 
@@ -101,9 +116,9 @@ class PrefillScheduler:
             events += self._abort(ticket_id, self._expiry(ticket_id))
         return tuple(events), self._deadlines.next_s()
 
-    def plan(self, now_s: float) -> StepPlan | None:
+    def plan(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
         budget = ChunkBudget(self._max_prefill_tokens)
-        chunks = []
+        chunks, events = [], list[Event]()
         for running in self._running.values():
             if budget.left:
                 chunks.append(self._chunk(running, budget.take(running.num_left)))
@@ -111,8 +126,9 @@ class PrefillScheduler:
             started = self._start_oldest(now_s)
             if started is None:
                 break
+            events += self._seal(started)
             chunks.append(self._chunk(started, budget.take(started.num_left)))
-        return StepPlan(tuple(chunks)) if chunks else None
+        return tuple(events), StepPlan(tuple(chunks)) if chunks else None
 
     def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:
         self._steps += 1
@@ -142,15 +158,19 @@ class PrefillScheduler:
             for block_id in running.block_ids:
                 references[block_id] += 1
         self._pool.check_references(references)
-        leased = sum(running.num_leased for running in self._running.values()) + sum(map(len, self._leased.values()))
-        assert self._pool.counts()["leased"] == leased, f"{self._pool.counts()}, tickets account for {leased} leased"
+        leases = Counter(block_id for block_ids in self._leased.values() for block_id in block_ids)
+        for running in self._running.values():
+            leases.update(running.block_ids[: running.num_leased])
+        self._pool.check_leases(leases)
 
     def _submit(self, ticket_id: bytes, job: PrefillJob, now_s: float) -> Event:
         assert ticket_id not in self._queue and ticket_id not in self._leased, f"ticket {ticket_id.hex()} used twice"
         refusal = self._refusal(job)
         if refusal is not None:
             return Refused(ticket_id, refusal)
-        self._queue[ticket_id] = _Waiting(ticket_id, job, now_s, has_importer=job.importer is not None)
+        self._queue[ticket_id] = _Waiting(
+            ticket_id, job, now_s, has_importer=job.importer is not None, chain=self._new_chain(job.cache_salt, NATIVE)
+        )
         self._deadlines.add(ticket_id, now_s + job.timeout_s)
         return Accepted(ticket_id)
 
@@ -169,16 +189,28 @@ class PrefillScheduler:
 
     def _start_oldest(self, now_s: float) -> _Running | None:
         waiting = next(iter(self._queue.values()))
-        block_ids = self._pool.reserve(blocks_for(len(waiting.job.token_ids), self._block_size))
-        if block_ids is None:
+        token_ids = waiting.job.token_ids
+        waiting.chain.extend(token_ids)
+        # At least the last token is computed: its logits are the answer. The block it is in stays this job's own.
+        cached = self._pool.find(waiting.chain.hashes[: sealed_blocks(len(token_ids) - 1, self._block_size)])
+        num_missing = blocks_for(len(token_ids), self._block_size) - len(cached)
+        if self._pool.num_available_beside(cached) < num_missing:
             return None
+        self._pool.share(cached)
+        fresh = self._pool.reserve(num_missing)
+        assert fresh is not None
+        num_cached = len(cached) * self._block_size
+        self._tokens_cached += num_cached
         del self._queue[waiting.ticket_id]
         running = _Running(
             number=self._next_number,
             ticket_id=waiting.ticket_id,
             job=waiting.job,
             has_importer=waiting.has_importer,
-            block_ids=block_ids,
+            block_ids=cached + fresh,
+            chain=waiting.chain,
+            num_cached=num_cached,
+            num_computed=num_cached,
             queue_s=now_s - waiting.submitted_s,
             started_s=now_s,
         )
@@ -202,13 +234,21 @@ class PrefillScheduler:
         )
 
     def _seal(self, running: _Running) -> tuple[Event, ...]:
+        """Blocks that are written for ever: kept for others with the same beginning, and offered to the importer."""
         num_sealed = sealed_blocks(running.num_computed, self._block_size)
+        self._keep(running, num_sealed)
         newly_sealed = running.block_ids[running.num_leased : num_sealed]
         if not running.has_importer or not newly_sealed:
             return ()
         self._pool.lease(newly_sealed)
         first_index, running.num_leased = running.num_leased, num_sealed
         return (Sealed(running.ticket_id, first_index, newly_sealed),)
+
+    def _keep(self, running: _Running, num_sealed: int) -> None:
+        first = running.num_kept
+        hashes = running.chain.hashes[first:num_sealed]
+        running.num_kept += len(hashes)
+        self._pool.keep(running.block_ids[first : running.num_kept], hashes, running.chain.parent_of(first))
 
     def _finish(self, running: _Running, drawn: tuple[DrawnToken, ...], now_s: float) -> Event:
         num_valid = tail_length(len(running.job.token_ids), self._block_size)
@@ -224,7 +264,7 @@ class PrefillScheduler:
             SampledToken(token.token_id, token.logprobs, finish_reason(running.job.stops, token.token_id, num_output))
             for token in drawn
         )
-        return Finished(running.ticket_id, tokens, tail, running.queue_s, now_s - running.started_s)
+        return Finished(running.ticket_id, tokens, tail, running.num_cached, running.queue_s, now_s - running.started_s)
 
     def _end(self, running: _Running) -> None:
         """The computation is over: drops its references. What is leased stays so until Release."""
@@ -281,6 +321,8 @@ class PrefillScheduler:
             "leased_tickets": len(self._leased),
             "steps": self._steps,
             "tokens_computed": self._tokens_computed,
+            "tokens_cached": self._tokens_cached,
+            "blocks_evicted": self._pool.num_evicted,
             "prompts_done": self._prompts_done,
             "prompts_failed": self._prompts_failed,
         }

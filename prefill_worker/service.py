@@ -73,7 +73,9 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             outcome = await asyncio.shield(call.outcome)
             if isinstance(outcome, commands.Failed):
                 raise outcome.error
-            first_tokens = wire.first_tokens_to_wire(outcome.tokens, outcome.queue_s, outcome.prefill_s)
+            first_tokens = wire.first_tokens_to_wire(
+                outcome.tokens, queue_s=outcome.queue_s, prefill_s=outcome.prefill_s, num_cached=outcome.num_cached
+            )
             yield worker_pb2.PrefillEvent(first_tokens=first_tokens)
         finally:
             self._close(ticket_id, call)

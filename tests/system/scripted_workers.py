@@ -130,6 +130,7 @@ class ScriptedPrefill(ScriptedWorker):
         self.cancelled = asyncio.Event()
         self.abandoned: asyncio.Queue[bytes] = asyncio.Queue()
         self.prefill_s = 0.0
+        self.num_cached = 0
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(_Prefill(self), self.server.grpc)
 
 
@@ -150,7 +151,10 @@ class _Prefill(worker_pb2_grpc.PrefillWorkerServicer):
             await worker.before_first_tokens.passed()
             tokens = _first_tokens(job)
             finished.set_result(tokens)
-            yield worker_pb2.PrefillEvent(first_tokens=wire.first_tokens_to_wire(tokens, 0.0, worker.prefill_s))
+            first_tokens = wire.first_tokens_to_wire(
+                tokens, queue_s=0.0, prefill_s=worker.prefill_s, num_cached=worker.num_cached
+            )
+            yield worker_pb2.PrefillEvent(first_tokens=first_tokens)
         except asyncio.CancelledError:
             worker.cancelled.set()
             raise

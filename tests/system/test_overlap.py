@@ -12,7 +12,7 @@ import pytest
 from cluster import wire
 from cluster.clock import MonotonicClock
 from cluster.config import EngineSettings, TransferSettings
-from cluster.hashing import hash_prompt
+from cluster.hashing import hash_prompt, nameless_chains
 from cluster.messages import Epoch, LayoutFingerprint, MemberId, PrefillJob, Sampling, TokenStops
 from cluster.telemetry import Telemetry
 from cluster.worker_service import Inspections
@@ -180,6 +180,7 @@ async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
         max_prefill_tokens=_CHUNK,
         max_num_seqs=4,
         max_queue=4,
+        new_chain=nameless_chains(),
     )
     steps = StepLoop[commands.Command, commands.Event](
         scheduler, runner, clock, emit, on_error=broken.append, on_fatal=broken.append

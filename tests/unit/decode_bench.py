@@ -1,7 +1,7 @@
 """Drives a DecodeScheduler step by step on the fake runner and judges every token against a serial run."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster.messages import DecodeJob, FinishReason, Inspect, Inspected, MemberId, Sampling, SequenceStart, TokenStops
 from decode_worker.commands import (
@@ -12,14 +12,22 @@ from decode_worker.commands import (
     Discard,
     Event,
     Failed,
+    Freeze,
+    FreezeRefused,
+    Frozen,
+    Release,
     Reserve,
     Reserved,
     Started,
     StepTokens,
+    Thaw,
+    Thawed,
+    ThawRefused,
     Unreservable,
 )
 from decode_worker.limits import DecodeLimits
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.sequences import Sequence
 from engine.step import Sample, StepPlan
 from engine.stops import banned_token_ids, finish_reason
 from tests.unit.fake_paged_runner import FakePagedRunner, next_token
@@ -69,6 +77,8 @@ class DecodeBench:
     quarantined: set[int] = field(default_factory=set)
     failures: list[Failed] = field(default_factory=list)
     refused_handoffs: list[Unreservable] = field(default_factory=list)
+    frozen: dict[bytes, Frozen] = field(default_factory=dict)  # by ticket, until it is released
+    refused_moves: list[FreezeRefused | ThawRefused] = field(default_factory=list)
     ended_at_prefill: set[int] = field(default_factory=set)  # a refused job names them too
     steps: int = 0
 
@@ -77,6 +87,8 @@ class DecodeBench:
         self.runner = FakePagedRunner(self.limits.num_blocks, self.limits.block_size)
         self._next_handle = 0
         self._next_handoff = 0
+        self._next_ticket = 0
+        self._offered: dict[bytes, list[list[int | None]]] = {}
 
     def job(
         self,
@@ -148,13 +160,66 @@ class DecodeBench:
             self.choices[handle].ended = self.choices[handle].ended or "cancelled"
         self.apply(CancelSequences(ROUTER, handles))
 
+    def freeze(self, handle: int) -> Frozen | None:
+        """None: refused."""
+        ticket_id, self._next_ticket = b"%d" % self._next_ticket, self._next_ticket + 1
+        self.apply(Freeze(ticket_id, ROUTER, handle))
+        frozen = self.frozen.get(ticket_id)
+        if frozen is not None:
+            choice = self.choices[handle]
+            known = [*choice.job.prompt_token_ids, *choice.output]
+            assert ([*frozen.token_ids, frozen.last_token_id], frozen.num_output) == (known, len(choice.output))
+            self.read(frozen)
+        return frozen
+
+    def read(self, frozen: Frozen) -> None:
+        """What the ticket's reader finds, at any time: digests cover whole blocks, a tail's unused positions too."""
+        tail_ids = () if frozen.tail is None else (frozen.tail.block_id,)
+        content = [list(self.runner.written[block_id]) for block_id in frozen.sealed_block_ids + tail_ids]
+        assert self._offered.setdefault(frozen.ticket_id, content) == content, "a leased block has changed"
+        num_valid = 0 if frozen.tail is None else frozen.tail.num_valid
+        size, num_tokens = self.limits.block_size, len(frozen.token_ids)
+        assert len(frozen.sealed_block_ids) * size + num_valid == num_tokens
+        assert self.runner.read(frozen.sealed_block_ids + tail_ids, num_tokens) == frozen.token_ids
+
+    def release(self, ticket_id: bytes) -> None:
+        """Its reader has read for the last time."""
+        self.read(self.frozen.pop(ticket_id))
+        self.apply(Release(ticket_id))
+
+    def thaw(self, handle: int) -> int:
+        """The new handle."""
+        new_handle, self._next_handle = self._next_handle, self._next_handle + 1
+        self.choices[new_handle] = self.choices[handle]
+        self.apply(Thaw(ROUTER, handle, new_handle))
+        if any(isinstance(refused, ThawRefused) and refused.handle == new_handle for refused in self.refused_moves):
+            del self.choices[new_handle]
+            return handle
+        del self.choices[handle]
+        return new_handle
+
+    def receive(self, source: "DecodeBench", frozen: Frozen, handle: int) -> int:
+        """The sequence goes on here, from what the ticket's reader finds there. Its handle here."""
+        source.read(frozen)
+        moving = source.choices[handle]
+        new_handle, self._next_handle = self._next_handle, self._next_handle + 1
+        start = replace(moving.start, handle=new_handle, committed_token_ids=tuple(moving.output[:-1]))
+        handoff = self.reserve(replace(moving.job, sequences=(start,)))
+        self.finish(handoff)
+        assert self.choices[new_handle].output == moving.output, "it starts from another token"
+        return new_handle
+
+    def sequence(self, handle: int) -> Sequence:
+        return self.scheduler._sequences[ROUTER, handle]
+
     def apply(self, command: Command) -> None:
         self._take_in(self.scheduler.apply(command, self.now_s))
 
     def step(self, error: Exception | None = None) -> StepPlan | None:
         """One turn of the loop after the commands. With an error, the runner raises it."""
         self._take_in(self.scheduler.reap(self.now_s)[0])
-        plan = self.scheduler.plan(self.now_s)
+        events, plan = self.scheduler.plan(self.now_s)
+        self._take_in(events)
         if plan is not None:
             self.steps += 1
             if error is None:
@@ -231,6 +296,12 @@ class DecodeBench:
                     for handle in handles:
                         assert not self.choices[handle].ended or handle in self.ended_at_prefill, "failed after its end"
                         self.choices[handle].ended = "failed"
+                case Frozen():
+                    self.frozen[event.ticket_id] = event
+                case FreezeRefused() | ThawRefused():
+                    self.refused_moves.append(event)
+                case Thawed(_, handle):
+                    assert handle in self.choices
                 case Inspected():
                     assert event.violation == ""
 

@@ -618,7 +618,7 @@ def test_started_tells_the_time_in_the_queue_and_tokens_name_their_step() -> Non
 
     told = []
     for now_s in (5.0, 7.0):
-        plan = scheduler.plan(now_s)
+        _, plan = scheduler.plan(now_s)
         assert plan is not None
         told.append(scheduler.complete(plan, bench.runner.run(plan), now_s + 1))
 

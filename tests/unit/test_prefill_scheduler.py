@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from cluster.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequest, PromptTooLong, QueueFull
+from cluster.hashing import keyed_chains, nameless_chains
 from cluster.messages import FinishReason, Inspect, Inspected, MemberId, PrefillJob, Sampling, TokenStops
 from engine.step import Sample, StepPlan
 from engine.stops import banned_token_ids, finish_reason
@@ -39,6 +40,7 @@ def _job(
     stops: TokenStops | None = None,
     num_committed: int = 0,
     timeout_s: float = 1e6,
+    salt: str = "",
 ) -> PrefillJob:
     return PrefillJob(
         request_id="request",
@@ -50,6 +52,7 @@ def _job(
         num_committed=num_committed,
         importer=_IMPORTER if imported else None,
         timeout_s=timeout_s,
+        cache_salt=salt,
     )
 
 
@@ -85,6 +88,7 @@ class _Bench:
     max_prefill_tokens: int = 16
     max_num_seqs: int = 8
     max_queue: int = 64
+    prefix_caching: bool = True
     now_s: float = 0.0
     tickets: dict[bytes, _Prefill] = field(default_factory=dict)
     refused: list[Refused] = field(default_factory=list)
@@ -96,6 +100,7 @@ class _Bench:
             max_prefill_tokens=self.max_prefill_tokens,
             max_num_seqs=self.max_num_seqs,
             max_queue=self.max_queue,
+            new_chain=keyed_chains(b"key", self.block_size) if self.prefix_caching else nameless_chains(),
         )
         self.runner = FakePagedRunner(self.num_blocks, self.block_size)
         self._next_ticket = 0
@@ -115,7 +120,8 @@ class _Bench:
 
     def step(self, error: Exception | None = None) -> StepPlan | None:
         self._take_in(self.scheduler.reap(self.now_s)[0])
-        plan = self.scheduler.plan(self.now_s)
+        events, plan = self.scheduler.plan(self.now_s)
+        self._take_in(events)
         if plan is not None and error is None:
             self._take_in(self.scheduler.complete(plan, self.runner.run(plan), self.now_s))
         elif plan is not None and error is not None:
@@ -137,8 +143,10 @@ class _Bench:
         assert inspected.violation == ""
         return inspected
 
-    def assert_all_free(self) -> None:
-        assert self.inspect().blocks["free"] == self.num_blocks
+    def assert_none_in_use(self) -> None:
+        blocks = self.inspect().blocks
+        assert blocks["free"] + blocks["cached"] == self.num_blocks
+        assert self.prefix_caching or not blocks["cached"]
 
     def _check_pinned(self, prefill: _Prefill) -> None:
         tokens = prefill.job.token_ids[: len(prefill.pinned) * self.block_size]
@@ -183,7 +191,7 @@ class _AnySchedule(RuleBasedStateMachine):
     """Prompts, cancels, lapsed leases, failing steps and deadlines over pools too small for all."""
 
     @initialize(
-        num_blocks=st.integers(2, 9),
+        num_blocks=st.integers(2, 12),
         block_size=st.integers(1, 4),
         max_prefill_tokens=st.integers(1, 9),
         max_num_seqs=st.integers(1, 4),
@@ -192,14 +200,20 @@ class _AnySchedule(RuleBasedStateMachine):
         self.bench = _Bench(num_blocks, block_size, max_prefill_tokens, max_num_seqs, max_queue=4)
 
     @rule(
-        token_ids=st.lists(st.integers(1, 49), max_size=20),
+        num_shared=st.integers(0, 16),
+        token_ids=st.lists(st.integers(1, 49), max_size=8),
         num_choices=st.integers(1, 3),
         imported=st.booleans(),
         patient=st.booleans(),
+        salt=st.sampled_from(["", "", "tenant"]),
     )
-    def submit(self, token_ids: list[int], num_choices: int, imported: bool, patient: bool) -> None:
+    def submit(
+        self, num_shared: int, token_ids: list[int], num_choices: int, imported: bool, patient: bool, salt: str
+    ) -> None:
+        """Prompts that begin alike, and part."""
         timeout_s = 1e6 if patient else 8.0
-        self.bench.submit(_job(token_ids, num_choices=num_choices, imported=imported, timeout_s=timeout_s))
+        prompt = [*range(1, num_shared + 1), *token_ids]
+        self.bench.submit(_job(prompt, num_choices=num_choices, imported=imported, timeout_s=timeout_s, salt=salt))
 
     @precondition(lambda self: self.bench.tickets)
     @rule(data=st.data())
@@ -233,7 +247,7 @@ class _AnySchedule(RuleBasedStateMachine):
             bench.release(pinned[0])
             bench.run()
         assert not any(prefill.is_live for prefill in bench.tickets.values())
-        bench.assert_all_free()
+        bench.assert_none_in_use()
 
 
 TestAnyScheduleKeepsLeasedBlocksAndLeaksNone = _AnySchedule.TestCase
@@ -271,7 +285,7 @@ def test_leased_blocks_stay_until_release_and_only_until_then() -> None:
 
     assert bench.tickets[second].finished is not None
     bench.release(second)
-    bench.assert_all_free()
+    bench.assert_none_in_use()
 
 
 def test_a_prompt_nobody_comes_for_frees_everything_when_it_is_done() -> None:
@@ -281,7 +295,7 @@ def test_a_prompt_nobody_comes_for_frees_everything_when_it_is_done() -> None:
     bench.run()
 
     assert bench.tickets[ticket_id].finished is not None
-    bench.assert_all_free()
+    bench.assert_none_in_use()
 
 
 def test_a_released_ticket_that_still_runs_is_finished_without_leases() -> None:
@@ -293,11 +307,11 @@ def test_a_released_ticket_that_still_runs_is_finished_without_leases() -> None:
     bench.run()
 
     assert bench.tickets[ticket_id].finished is not None
-    bench.assert_all_free()
+    bench.assert_none_in_use()
 
 
 def test_a_prompt_reserves_whole_and_nobody_overtakes() -> None:
-    bench = _Bench(num_blocks=10)
+    bench = _Bench(num_blocks=10, prefix_caching=False)
     first = bench.submit(_job(range(1, 25)))
     large, small = bench.submit(_job(range(1, 25))), bench.submit(_job([1, 2]))
     bench.step()
@@ -312,7 +326,7 @@ def test_a_prompt_reserves_whole_and_nobody_overtakes() -> None:
 
 
 def test_with_a_backlog_steps_carry_exactly_the_budget_shared_by_prompts() -> None:
-    bench = _Bench(num_blocks=500, max_queue=100)
+    bench = _Bench(num_blocks=500, max_queue=100, prefix_caching=False)
     for place in range(80):
         bench.submit(_job(range(1, 8 + 5 * (place % 9)), imported=False))
 
@@ -342,7 +356,7 @@ def test_cancel_frees_what_was_not_sealed_and_release_the_rest() -> None:
     assert bench.inspect().blocks["leased"] == 4 and bench.inspect().blocks["held"] == 0
     assert bench.run() == []
     bench.release(running)
-    bench.assert_all_free()
+    bench.assert_none_in_use()
 
 
 def test_choices_get_a_first_token_each_from_one_prefill() -> None:
@@ -430,7 +444,7 @@ def test_finished_accounts_for_queue_and_prefill_time() -> None:
     bench = _Bench()
     ticket_id = bench.submit(_job(range(1, 21), imported=False))
     bench.now_s = 2.0
-    plan = bench.scheduler.plan(2.0)
+    _, plan = bench.scheduler.plan(2.0)
     assert plan is not None
     bench.scheduler.complete(plan, bench.runner.run(plan), 3.0)
     bench.now_s = 7.0
@@ -438,3 +452,118 @@ def test_finished_accounts_for_queue_and_prefill_time() -> None:
 
     finished = bench.tickets[ticket_id].finished
     assert finished is not None and (finished.queue_s, finished.prefill_s) == (2.0, 5.0)
+
+
+def test_a_prompt_that_begins_like_one_before_computes_only_the_rest() -> None:
+    bench = _Bench()
+    first = bench.submit(_job(range(1, 31)))
+    bench.run()
+    bench.release(first)
+    assert bench.inspect().blocks["cached"] == 7
+
+    second = bench.submit(_job([*range(1, 23), *range(40, 48)]))
+    plans = bench.run()
+
+    assert num_tokens(plans[0]) == 10 and len(plans) == 1
+    finished = bench.tickets[second].finished
+    assert finished is not None and finished.num_cached == 20
+    assert bench.inspect().figures["tokens_cached"] == 20
+
+
+def test_what_is_cached_is_offered_before_the_first_chunk_is_computed() -> None:
+    bench = _Bench()
+    bench.submit(_job(range(1, 31)))
+    bench.run()
+    second = bench.submit(_job(range(1, 41)))
+
+    events, plan = bench.scheduler.plan(bench.now_s)
+
+    (sealed,) = events
+    assert isinstance(sealed, Sealed) and plan is not None
+    assert (sealed.ticket_id, sealed.first_index, len(sealed.block_ids)) == (second, 0, 7)
+    assert sealed.block_ids == plan.chunks[0].block_ids[:7]
+
+
+@pytest.mark.parametrize("length", [16, 17])
+def test_the_last_token_is_computed_in_a_block_of_its_own_however_much_is_cached(length: int) -> None:
+    bench = _Bench()
+    before = bench.submit(_job(range(1, length + 1)))
+    bench.run()
+
+    again = bench.submit(_job(range(1, length + 1)))
+    (plan,) = bench.run()
+
+    assert num_tokens(plan) == length - (length - 1) // 4 * 4
+    finished, repeated = bench.tickets[before].finished, bench.tickets[again].finished
+    assert finished is not None and repeated is not None and repeated.tokens == finished.tokens
+    written = plan.chunks[0].block_ids[-1]
+    assert written not in bench.tickets[before].pinned
+
+
+def test_a_block_that_two_tickets_have_pinned_stays_until_both_are_released() -> None:
+    bench = _Bench(num_blocks=6)
+    first, second = bench.submit(_job(range(1, 18))), bench.submit(_job(range(1, 18)))
+    bench.run()
+    assert bench.tickets[first].sealed == bench.tickets[second].sealed
+    assert bench.inspect().blocks["leased"] == 6
+
+    bench.release(first)
+    bench.submit(_job(range(20, 45), imported=False))
+    bench.run()
+
+    assert bench.inspect().blocks["leased"] == 5
+    bench.release(second)
+    bench.run()
+    bench.assert_none_in_use()
+
+
+def test_cached_blocks_make_room_for_another_prompt_but_not_those_in_use() -> None:
+    bench = _Bench(num_blocks=10, max_prefill_tokens=4)
+    for start in (1, 30):
+        bench.release(bench.submit(_job(range(start, start + 17), imported=False)))
+        bench.run()
+    assert bench.inspect().blocks["cached"] == 8
+
+    running = bench.submit(_job([*range(30, 47), 1, 2, 3, 4, 5]))
+    bench.step()
+    bench.submit(_job(range(60, 76), imported=False))
+    bench.run()
+
+    finished = bench.tickets[running].finished
+    assert finished is not None and finished.num_cached == 16
+    assert bench.inspect().figures["blocks_evicted"] == 4
+
+
+def test_tenants_share_no_prefix() -> None:
+    bench = _Bench()
+    for salt, num_cached in (("a", 0), ("b", 0), ("", 0), ("a", 16)):
+        ticket_id = bench.submit(_job(range(1, 18), salt=salt))
+        bench.run()
+        finished = bench.tickets[ticket_id].finished
+        assert finished is not None and finished.num_cached == num_cached
+
+
+def test_what_a_cancelled_or_failed_prefill_had_sealed_is_found_by_the_next() -> None:
+    bench = _Bench()
+    cancelled = bench.submit(_job(range(1, 49), imported=False))
+    bench.step()
+    bench.apply(Cancel(cancelled))
+    failed = bench.submit(_job(range(1, 49), imported=False))
+    bench.step(RuntimeError("the device is gone"))
+    assert bench.tickets[failed].error is not None
+
+    ticket_id = bench.submit(_job(range(1, 49), imported=False))
+    bench.run()
+
+    finished = bench.tickets[ticket_id].finished
+    assert finished is not None and finished.num_cached == 16
+
+
+def test_without_prefix_caching_nothing_is_found_or_kept() -> None:
+    bench = _Bench(prefix_caching=False)
+    for _ in range(2):
+        ticket_id = bench.submit(_job(range(1, 31), imported=False))
+        bench.run()
+        finished = bench.tickets[ticket_id].finished
+        assert finished is not None and finished.num_cached == 0
+    assert bench.inspect().blocks["free"] == bench.num_blocks

@@ -8,6 +8,7 @@ import pytest
 
 from cluster.clock import ManualClock, MonotonicClock
 from cluster.errors import DeadlineExceeded
+from cluster.hashing import nameless_chains
 from cluster.messages import Inspect, Inspected, MemberId, PrefillJob, Sampling, TokenStops
 from engine.step import StepPlan, StepResult
 from engine.step_loop import StepLoop
@@ -51,7 +52,12 @@ class _HeldRunner(FakePagedRunner):
 class _Bench:
     def __init__(self, clock: ManualClock | MonotonicClock) -> None:
         self.scheduler = _CountingScheduler(
-            num_blocks=8, block_size=4, max_prefill_tokens=8, max_num_seqs=4, max_queue=9
+            num_blocks=8,
+            block_size=4,
+            max_prefill_tokens=8,
+            max_num_seqs=4,
+            max_queue=9,
+            new_chain=nameless_chains(),
         )
         self.runner = _HeldRunner(8, 4)
         self.events: SimpleQueue[Event] = SimpleQueue()

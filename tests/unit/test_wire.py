@@ -48,6 +48,7 @@ PREFILL_JOBS = st.builds(
     num_committed=st.just(0),
     importer=st.none() | MEMBERS,
     timeout_s=TIMEOUT,
+    cache_salt=st.text(max_size=5),
 )
 SEQUENCES = st.lists(
     st.builds(SequenceStart, U32, U64, IDS), min_size=1, max_size=3, unique_by=lambda start: start.handle
@@ -63,6 +64,7 @@ DECODE_JOBS = st.builds(
     sequences=SEQUENCES,
     signed_ticket=st.none() | st.binary(min_size=1, max_size=20),
     timeout_s=TIMEOUT,
+    cache_salt=st.text(max_size=5),
 )
 
 
