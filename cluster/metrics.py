@@ -82,6 +82,9 @@ METRICS: dict[str, Metric] = {
     "tandem_handoffs_total": _counter("hand-offs that ended", "side", "transport", "outcome", "reason"),
     "tandem_kv_bytes_total": _counter("KV bytes that an importer read and verified", "transport"),
     "tandem_digest_failures_total": _counter("blocks whose digest did not match", "transport"),
+    "tandem_transport_fallbacks_total": _counter(
+        "hand-offs that left a transport for another", "broken", "taken", "reason"
+    ),
     "tandem_lease_lapses_total": _counter("leases that ran out before they were settled"),
     "tandem_quarantined_blocks": _gauge("blocks that a dead read might still write to"),
 }

@@ -14,7 +14,7 @@ from tandem.v1 import kv_pb2
 @dataclass(frozen=True, slots=True)
 class AcceptedAttach:
     ticket: Ticket
-    transport: ExporterTransport
+    transports: tuple[ExporterTransport, ...]  # at least one; what the importer likes best comes first
 
 
 class AttachRules:
@@ -37,12 +37,12 @@ class AttachRules:
             detail = f"a ticket of {ticket.exporter}; this is its successor {self._member}"
             raise HandOffFailed(HandOffReason.STALE_INCARNATION, detail)
         self._check_layout(fingerprint_from_wire(attach.layout))
-        transport = negotiate(attach.transports, attach.endpoints, self._transports)
-        if transport is None:
+        transports = negotiate(attach.transports, attach.endpoints, self._transports)
+        if not transports:
             theirs, ours = ", ".join(attach.transports), ", ".join(t.name for t in self._transports)
             detail = f"the importer has [{theirs}], the exporter [{ours}], as far as each reaches the other"
             raise HandOffFailed(HandOffReason.NO_COMMON_TRANSPORT, detail)
-        return AcceptedAttach(ticket, transport)
+        return AcceptedAttach(ticket, transports)
 
     def _check_layout(self, theirs: LayoutFingerprint) -> None:
         ours = asdict(self._layout)

@@ -5,7 +5,8 @@ ended when nothing of it goes on any more, here or on the verifier's thread.
 """
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
@@ -19,8 +20,15 @@ _PIECE_BYTES = 4 << 20  # long enough to lose a round trip in it; measured best 
 class ChannelReads:
     """At most one read at a time, as its channel's."""
 
-    def __init__(self, channel: Channel, wire: WireFormat, verifier: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        wire: WireFormat,
+        verifier: ThreadPoolExecutor,
+        was_read: Callable[[int, float], None],  # bytes, and the seconds that the channel alone took
+    ) -> None:
         self._channel, self._wire, self._verifier = channel, wire, verifier
+        self._was_read = was_read
         self._piece_blocks = max(1, _PIECE_BYTES // wire.memory.block_bytes)
         self._taking_in: list[asyncio.Future[tuple[bytes, ...]]] = []
         self._is_destroyed = False
@@ -31,9 +39,12 @@ class ChannelReads:
         loop = asyncio.get_running_loop()
         for start in range(0, len(remote_block_ids), self._piece_blocks):
             piece = slice(start, start + self._piece_blocks)
+            began_s = time.perf_counter()
             await self._channel.read(remote_block_ids[piece], local_block_ids[piece])
             if self._is_destroyed:
                 raise TransportError("the channel was destroyed")
+            num_bytes = len(local_block_ids[piece]) * self._wire.memory.block_bytes
+            self._was_read(num_bytes, time.perf_counter() - began_s)
             self._taking_in.append(loop.run_in_executor(self._verifier, self._take_in, tuple(local_block_ids[piece])))
         await asyncio.wait(self._taking_in)
         taken_in, self._taking_in = self._taking_in, []

@@ -15,6 +15,10 @@ class TransferCounters(Protocol):
 
     def digest_failure(self, *, transport: str) -> None: ...
 
+    def fallback(self, *, broken: str, taken: str, reason: str) -> None:
+        """A hand-off left one transport for another. `reason`: a FallBackReason."""
+        ...
+
     def quarantined(self, change: int) -> None:
         """More (or fewer) blocks are in quarantine than before."""
         ...

@@ -25,7 +25,7 @@ class Attached:
     """What is known of a call once its Attach has passed every check."""
 
     export: "TicketExport"
-    transport: ExporterTransport
+    transports: tuple[ExporterTransport, ...]  # the first is the one to use, the others are alternatives
     epoch: Epoch
 
 
@@ -48,13 +48,20 @@ class ExportCall:
         wire = to_wire(message)
         if isinstance(message, Accepted):
             assert self.attached is not None, "accepted before it was attached"
-            wire.accepted.transport = self.attached.transport.name
-            wire.accepted.endpoint = self.attached.transport.admit(message.epoch)
+            self._admit(self.attached, wire.accepted)
         self._outbox.put_nowait(wire)
         if isinstance(message, Refused):
             self.count("refused", message.reason)
         if isinstance(message, Refused | Settled):
             self.end()
+
+    @staticmethod
+    def _admit(attached: Attached, accepted: kv_pb2.Accepted) -> None:
+        """Opens the pool to the epoch, by every way that was agreed."""
+        first, *others = attached.transports
+        accepted.transport, accepted.endpoint = first.name, first.admit(attached.epoch)
+        for other in others:
+            accepted.alternatives.add(transport=other.name, endpoint=other.admit(attached.epoch))
 
     def refuse(self, reason: HandOffReason, detail: str) -> None:
         """Before any machine has heard of the call."""
@@ -70,5 +77,5 @@ class ExportCall:
         """How the hand-off ended; the first to say so is right."""
         if not self._counted:
             self._counted = True
-            transport = self.attached.transport.name if self.attached is not None else ""
+            transport = self.attached.transports[0].name if self.attached is not None else ""
             self._counters.handoff(side="exporter", transport=transport, outcome=outcome, reason=reason or "")

@@ -85,7 +85,8 @@ def from_wire(wire: kv_pb2.ExporterMessage, epoch: Epoch) -> ExporterMessage:
     match wire.WhichOneof("message"):
         case "accepted":
             accepted = wire.accepted
-            return Accepted(epoch_from_wire(accepted.epoch), accepted.lease_s, accepted.max_lease_s)
+            epoch = epoch_from_wire(accepted.epoch)
+            return Accepted(epoch, accepted.lease_s, accepted.max_lease_s, len(accepted.alternatives))
         case "refused":
             return Refused(epoch, reason_from_wire(wire.refused.reason), wire.refused.detail)
         case "sealed":

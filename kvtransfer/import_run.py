@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.clock import Clock
 from cluster.errors import HandOffFailed, HandOffReason, TandemError
@@ -21,9 +21,11 @@ from kvtransfer.channel_reads import ChannelReads
 from kvtransfer.counters import TransferCounters
 from kvtransfer.deadline_timer import DeadlineTimer
 from kvtransfer.exporter_channels import ExporterChannels
-from kvtransfer.handoff import Attach, Failed, Finished, ImporterMessage, Renew, Settle
+from kvtransfer.handoff import Accepted, Attach, Failed, Finished, ImporterMessage, Renew, Settle
 from kvtransfer.handoff_wire import from_wire, settle_to_wire
 from kvtransfer.import_call import ImportCall
+from kvtransfer.import_ways import ImportWays
+from kvtransfer.pairs import PairBook
 from kvtransfer.transports.base import ImporterTransport, TransportError
 from kvtransfer.wire_format import WireFormat
 from tandem.v1 import kv_pb2
@@ -39,6 +41,7 @@ class ImportMeans:
     wire: WireFormat
     layout: LayoutFingerprint
     transports: Mapping[str, ImporterTransport]  # best first
+    pairs: PairBook
     channels: ExporterChannels
     verifier: ThreadPoolExecutor
     clock: Clock
@@ -78,7 +81,13 @@ class ImportRun:
         self._ended = asyncio.Event()
         self._began_s = means.clock.now_s()
         self._finished_s = self._began_s
-        self._transport, self._endpoint = "", b""  # as Accepted names them
+        self._ways = ImportWays(
+            epoch=plan.epoch,
+            transports=means.transports,
+            pairs=means.pairs,
+            clock=means.clock,
+            counters=means.counters,
+        )
         self._reads: ChannelReads | None = None  # over the channel, once there is one
         self._cause = ""  # what the last error outside of the machine said
         self._reservation: asyncio.Task[None] | None = None
@@ -138,6 +147,8 @@ class ImportRun:
                     self._read = self._keep(self._read_blocks(action))
                 case events.DestroyChannel():
                     self._keep(self._destroy())
+                case events.FallBack(reason):
+                    self._ways.fall_back(reason, self._cause)
                 case events.Discard(quarantined):
                     self._discard(quarantined)
                 case events.Quiet(block_ids):
@@ -156,13 +167,13 @@ class ImportRun:
     def _to_wire(self, message: ImporterMessage) -> kv_pb2.ImporterMessage:
         match message:
             case Attach():
-                transports = self._means.transports
+                endpoints = self._ways.offered()
                 return kv_pb2.ImporterMessage(
                     attach=kv_pb2.Attach(
                         ticket=kv_pb2.SignedTicket.FromString(self._signed_ticket),
-                        transports=list(transports),
+                        transports=list(endpoints),
                         layout=fingerprint_to_wire(self._means.layout),
-                        endpoints={name: transport.endpoint() for name, transport in transports.items()},
+                        endpoints=endpoints,
                     )
                 )
             case Renew():
@@ -175,8 +186,11 @@ class ImportRun:
             message = from_wire(wire, self._plan.epoch)
         except (ValueError, TandemError) as error:
             message = Failed(self._plan.epoch, HandOffReason.PROTOCOL, str(error))
-        if wire.WhichOneof("message") == "accepted":
-            self._transport, self._endpoint = wire.accepted.transport, wire.accepted.endpoint
+        if isinstance(message, Accepted):
+            accepted = wire.accepted
+            ways = [(accepted.transport, accepted.endpoint)]
+            ways += [(other.transport, other.endpoint) for other in accepted.alternatives]
+            message = replace(message, num_alternatives=self._ways.take(ways))
         if isinstance(message, Finished):
             self._finished_s = self._means.clock.now_s()
         self._take(events.FromExporter(message))
@@ -198,36 +212,45 @@ class ImportRun:
         """Opens the channel with the first read. Digests are part of the read: what is not verified did not arrive."""
         try:
             if self._reads is None:
-                self._reads = await self._open()
-            digests = await self._reads.read(read.remote_block_ids, read.local_block_ids)
+                means = self._means
+                self._reads = ChannelReads(await self._ways.open(), means.wire, means.verifier, self._ways.was_read)
         except (TransportError, OSError, RuntimeError) as error:  # the latter two: memory and device
+            self._has_failed(error)
+            self._take(events.OpenFailed(read.read_id, str(error)))
+            return
+        try:
+            digests = await self._reads.read(read.remote_block_ids, read.local_block_ids)
+        except (TransportError, OSError, RuntimeError) as error:
+            self._has_failed(error)
             self._take(events.ReadFailed(read.read_id, str(error)))
         else:
             self._count_damage(digests)
             self._take(events.ReadCompleted(read.read_id, digests))
 
-    async def _open(self) -> ChannelReads:
-        transport = self._means.transports.get(self._transport)
-        if transport is None:
-            raise TransportError(f"the exporter chose {self._transport!r}, which was not offered")
-        channel = await transport.open(self._plan.epoch, self._endpoint)
-        return ChannelReads(channel, self._means.wire, self._means.verifier)
+    def _has_failed(self, error: Exception) -> None:
+        self._cause = str(error)
+        if not self._is_destroying:  # by ourselves, which says nothing about the way
+            self._ways.failed()
 
     def _count_damage(self, digests: Sequence[bytes]) -> None:
         reading = self._state.reading
         for place, digest in zip(reading.places if reading else (), digests, strict=False):
             offered = self._state.offered[place]
             if offered is not None and offered.digest != digest:
-                self._means.counters.digest_failure(transport=self._transport)
+                self._means.counters.digest_failure(transport=self._ways.transport)
 
     async def _destroy(self) -> None:
-        """A read that has not got its channel yet has nothing to write with once it is cancelled."""
+        """A read that has not got its channel yet has nothing to write with once it is cancelled; one whose channel is
+        destroyed has nothing to say any more."""
         self._is_destroying = True
-        if self._reads is None and self._read is not None:
-            self._read.cancel()
-            await asyncio.wait([self._read])
         if self._reads is not None:
             await self._reads.destroy()
+        if self._read is not None:
+            self._read.cancel()
+            await asyncio.wait([self._read])
+        if self._reads is not None:  # it was opened in the meantime
+            await self._reads.destroy()
+        self._reads, self._is_destroying = None, False
         self._take(events.ChannelDestroyed())
 
     def _discard(self, quarantined: frozenset[int]) -> None:
@@ -247,8 +270,8 @@ class ImportRun:
         now_s = self._means.clock.now_s()
         kv_bytes = self._plan.num_blocks * self._means.wire.memory.block_bytes
         self._count("ok", None)
-        self._means.counters.moved(transport=self._transport, num_bytes=kv_bytes)
-        admitted = Admitted(action, self._transport, kv_bytes, now_s - self._finished_s, now_s - self._began_s)
+        self._means.counters.moved(transport=self._ways.transport, num_bytes=kv_bytes)
+        admitted = Admitted(action, self._ways.transport, kv_bytes, now_s - self._finished_s, now_s - self._began_s)
         if self.answer.done():  # the request went away in this turn of the loop
             self._blocks.discard(self._handoff_id, frozenset())
         else:
@@ -261,7 +284,9 @@ class ImportRun:
         self._ended.set()
 
     def _count(self, outcome: str, reason: HandOffReason | None) -> None:
-        self._means.counters.handoff(side="importer", transport=self._transport, outcome=outcome, reason=reason or "")
+        self._means.counters.handoff(
+            side="importer", transport=self._ways.transport, outcome=outcome, reason=reason or ""
+        )
 
     def _keep(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

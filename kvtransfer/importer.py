@@ -25,6 +25,7 @@ from kvtransfer.exporter_channels import ExporterChannels
 from kvtransfer.handoff import FirstToken as FirstToken
 from kvtransfer.import_machine import ImportPlan
 from kvtransfer.import_run import Admitted, ImportMeans, ImportRun
+from kvtransfer.pairs import PairBook
 from kvtransfer.transports.base import ImporterTransport
 from kvtransfer.wire_format import WireFormat
 
@@ -67,6 +68,7 @@ class Importer:
         clock: Clock,
         counters: TransferCounters,
         connect: Callable[[str], grpc.aio.Channel] = open_channel,  # to an exporter's address
+        pairs: PairBook | None = None,  # None: one of its own
         wall_clock: Callable[[], float] = time.time,
         unhealthy: Callable[[str], None] = _LOG.critical,  # blocks that only a restart of the process gives back
     ) -> None:
@@ -79,6 +81,7 @@ class Importer:
             wire=wire,
             layout=layout,
             transports={transport.name: transport for transport in transports},
+            pairs=pairs or PairBook([transport.name for transport in transports]),
             channels=self._channels,
             verifier=self._verifier,
             clock=clock,

@@ -28,6 +28,10 @@ class TelemetryCounters:
         self._telemetry.count("tandem_digest_failures_total", transport=transport)
         self._add("digest_failures")
 
+    def fallback(self, *, broken: str, taken: str, reason: str) -> None:
+        self._telemetry.count("tandem_transport_fallbacks_total", broken=broken, taken=taken, reason=reason)
+        self._add("transport_fallbacks")
+
     def quarantined(self, change: int) -> None:
         self._telemetry.shift("tandem_quarantined_blocks", change)
 

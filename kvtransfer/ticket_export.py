@@ -38,7 +38,7 @@ class TicketExport:
     def attach(self, call: ExportCall, accepted: AcceptedAttach) -> None:
         """A call whose Attach passed every check. A signed attempt that is new here was reissued by the router."""
         epoch = accepted.ticket.epoch
-        call.attached = Attached(self, accepted.transport, epoch)
+        call.attached = Attached(self, accepted.transports, epoch)
         self._calls[call.number] = call
         if self._state.leases.find(epoch.attempt) is None and machine.can_reissue(self._state, epoch.attempt):
             self.take(machine.Reissue(epoch.attempt))
@@ -83,7 +83,8 @@ class TicketExport:
         number = self._state.call_of(attempt)
         call = None if number is None else self._calls.get(number)
         if call is not None and call.attached is not None:
-            call.attached.transport.revoke(call.attached.epoch)
+            for transport in call.attached.transports:
+                transport.revoke(call.attached.epoch)
         if how is LeasePhase.LAPSED:
             self._counters.lease_lapse()
         if how is LeasePhase.WITHDRAWN and not isinstance(event, machine.Reissue):

@@ -96,11 +96,11 @@ Offered = TypeVar("Offered", bound=ExporterTransport)
 
 def negotiate(
     wanted: Sequence[str], importer_endpoints: Mapping[str, bytes], offered: Sequence[Offered]
-) -> Offered | None:
-    """The importer's best that this exporter offers and that reaches from there to here."""
+) -> tuple[Offered, ...]:
+    """Those of the importer's that this exporter offers and that reach from there to here, in the importer's order."""
     by_name = {transport.name: transport for transport in offered}
-    for name in wanted:
-        transport = by_name.get(name)
-        if transport is not None and transport.reachable(importer_endpoints.get(name, b"")):
-            return transport
-    return None
+    return tuple(
+        transport
+        for name in dict.fromkeys(wanted)
+        if (transport := by_name.get(name)) is not None and transport.reachable(importer_endpoints.get(name, b""))
+    )

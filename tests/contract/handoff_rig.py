@@ -44,6 +44,7 @@ class Counters:
 
     def __init__(self) -> None:
         self.handoffs: Counter[tuple[str, str, str, str]] = Counter()
+        self.fallbacks: list[tuple[str, str, str]] = []
         self.num_bytes = 0
         self.num_digest_failures = 0
         self.num_quarantined = 0
@@ -57,6 +58,9 @@ class Counters:
 
     def digest_failure(self, *, transport: str) -> None:
         self.num_digest_failures += 1
+
+    def fallback(self, *, broken: str, taken: str, reason: str) -> None:
+        self.fallbacks.append((broken, taken, str(reason)))
 
     def quarantined(self, change: int) -> None:
         self.num_quarantined += change

@@ -214,14 +214,14 @@ def test_shm_is_offered_only_where_both_see_the_same_files() -> None:
     assert not exporter.reachable(b"")
 
 
-def test_the_best_transport_both_have_is_taken() -> None:
+def test_what_both_have_is_taken_best_first() -> None:
     source = random_pool(2, seed=1)
     offered = _tcp(source, source)[0], _shm(source, source)[0]
     here = {"shm": shm.host_identity()}
-    assert negotiate(["shm", "tcp"], here, offered) is offered[1]
-    assert negotiate(["tcp", "shm"], here, offered) is offered[0]
-    assert negotiate(["shm", "tcp"], {"shm": b"elsewhere"}, offered) is offered[0]
-    assert negotiate(["nccl"], here, offered) is None
+    assert negotiate(["shm", "tcp"], here, offered) == (offered[1], offered[0])
+    assert negotiate(["tcp", "shm", "tcp"], here, offered) == offered
+    assert negotiate(["shm", "tcp"], {"shm": b"elsewhere"}, offered) == offered[:1]
+    assert negotiate(["nccl"], here, offered) == ()
 
 
 def test_runs_are_consecutive_on_both_sides() -> None:
