@@ -29,9 +29,7 @@ _PIECE_BYTES = 8_192  # of a row: sums stay below 2^31 by far, and a 16 KiB matr
 _NUM_SUMS = 16
 _SEED = 0x7A6E64656D2D6B76
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MIN_CUDA_ROWS = 17  # the device's int8 product wants more than 16
-_HOST_BATCH_BYTES = 4 << 20  # gathered blocks are still in a cache when they are read
-_CUDA_BATCH_BYTES = 64 << 20
+_BATCH_BYTES = 4 << 20  # gathered blocks are still in a cache when they are read
 
 _Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -39,21 +37,15 @@ _Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def digest_blocks(memory: PoolMemory, block_ids: Sequence[int]) -> tuple[bytes, ...]:
     """One digest per block, in order. Blocks the caller: about 0.13 seconds per GB on one core with int8 units."""
     if memory.raw.is_cuda:
-        # A stream of our own: the engine's steps must not wait for digests, nor digests for steps not yet computed.
-        with torch.cuda.stream(torch.cuda.Stream(memory.raw.device)):  # type: ignore[no-untyped-call]
-            return _digest_batches(memory, block_ids, _CUDA_BATCH_BYTES)
-    return _digest_batches(memory, block_ids, _HOST_BATCH_BYTES)
-
-
-def _digest_batches(memory: PoolMemory, block_ids: Sequence[int], batch_bytes: int) -> tuple[bytes, ...]:
-    batch = max(1, batch_bytes // memory.block_bytes)
+        return _digest_on_device(memory.raw, block_ids)
+    batch = max(1, _BATCH_BYTES // memory.block_bytes)
     digests: list[bytes] = []
     for start in range(0, len(block_ids), batch):
         ids = block_ids[start : start + batch]
         if ids[-1] - ids[0] == len(ids) - 1 and all(after > one for one, after in itertools.pairwise(ids)):
             blocks = memory.raw[ids[0] : ids[-1] + 1]  # neighbours: where they are
         else:
-            blocks = memory.raw.index_select(0, torch.tensor(ids, device=memory.raw.device))
+            blocks = memory.raw.index_select(0, torch.tensor(ids))
         digests += digest_tensor(blocks)
     return tuple(digests)
 
@@ -73,14 +65,29 @@ def digest_bytes(data: bytes) -> bytes:
 def digest_tensor(blocks: torch.Tensor) -> tuple[bytes, ...]:
     """The digests of the rows of `blocks` (torch.uint8, [n, block_bytes]), computed on the device where they are."""
     num_blocks, num_bytes = blocks.shape
-    pieces = _pieces(blocks)
-    product = _device_product if blocks.is_cuda else _host_product()
-    sums = product(pieces, _coefficients(blocks.device)).cpu().numpy().astype("<i4", copy=False)
-    rows = sums.reshape(num_blocks, -1)
+    if blocks.is_cuda:
+        return _digest_on_device(blocks, range(num_blocks))
+    sums = _host_product()(_pieces(blocks), _coefficients())
+    return _hash_sums(sums.reshape(num_blocks, -1), num_bytes)
+
+
+def _digest_on_device(blocks: torch.Tensor, block_ids: Sequence[int]) -> tuple[bytes, ...]:
+    """Only the sums, 64 bytes per piece, come to the host."""
+    from kvtransfer.digest_triton import piece_sums
+
+    # A stream of our own: the engine's steps must not wait for digests, nor digests for steps not yet computed.
+    with torch.cuda.device(blocks.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        ids = torch.tensor(block_ids, dtype=torch.int64, device=blocks.device)
+        sums = piece_sums(blocks, ids, _device_coefficients(blocks.device)).cpu()
+    return _hash_sums(sums.flatten(1), blocks.shape[1])
+
+
+def _hash_sums(sums: torch.Tensor, num_bytes: int) -> tuple[bytes, ...]:
+    """`sums` is torch.int32, [blocks, all sums of a block]."""
     length = struct.pack("<Q", num_bytes)
     return tuple(
         hashlib.blake2b(length + row.tobytes(), digest_size=DIGEST_BYTES, person=b"tandem kv block").digest()
-        for row in rows
+        for row in sums.numpy().astype("<i4", copy=False)
     )
 
 
@@ -90,13 +97,6 @@ def _pieces(blocks: torch.Tensor) -> torch.Tensor:
     if padding:
         blocks = torch.nn.functional.pad(blocks, (0, padding))
     return blocks.contiguous().view(torch.int8).reshape(-1, _PIECE_BYTES)
-
-
-def _device_product(pieces: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-    missing = _MIN_CUDA_ROWS - len(pieces)
-    if missing <= 0:
-        return torch._int_mm(pieces, coefficients)
-    return torch._int_mm(torch.nn.functional.pad(pieces, (0, 0, 0, missing)), coefficients)[: len(pieces)]
 
 
 @lru_cache(maxsize=1)
@@ -117,7 +117,13 @@ def _wide_product(pieces: torch.Tensor, coefficients: torch.Tensor) -> torch.Ten
 
 
 @lru_cache(maxsize=8)
-def _coefficients(device: torch.device) -> torch.Tensor:
+def _device_coefficients(device: torch.device) -> torch.Tensor:
+    """torch.int8, [sums, piece]: what a matrix unit reads in one go lies together."""
+    return _coefficients().t().contiguous().to(device)
+
+
+@lru_cache(maxsize=1)
+def _coefficients() -> torch.Tensor:
     """torch.int8, [piece, sums]: the top bytes of splitmix64's outputs, made odd. Array arithmetic wraps mod 2^64."""
     count = _PIECE_BYTES * _NUM_SUMS
     state = np.uint64(_SEED) + np.arange(1, count + 1, dtype=np.uint64) * _GAMMA
@@ -125,4 +131,4 @@ def _coefficients(device: torch.device) -> torch.Tensor:
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed = mixed ^ (mixed >> np.uint64(31))
     odd = (mixed >> np.uint64(56)).astype(np.uint8) | np.uint8(1)
-    return torch.from_numpy(odd.view(np.int8).reshape(_PIECE_BYTES, _NUM_SUMS)).to(device)
+    return torch.from_numpy(odd.view(np.int8).reshape(_PIECE_BYTES, _NUM_SUMS))

@@ -1,0 +1,99 @@
+"""Digests on a GPU: the kernel's sums are the definition's, whatever the size and order of blocks, to the last bit."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from kvtransfer import digest
+from kvtransfer.digest import digest_blocks, digest_bytes, digest_tensor
+from tests.contract.kv_pools import BLOCK_SIZE, LAYOUT, random_pool
+
+pytestmark = pytest.mark.cuda
+
+
+def kernel_device() -> str:
+    """Where the Triton kernel can run: a GPU, or Triton's own interpreter where somebody asked for it."""
+    if torch.cuda.is_available():
+        return "cuda"
+    if importlib.util.find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1":
+        return "cpu"
+    pytest.skip("needs a GPU (or Triton and TRITON_INTERPRET=1): Triton's kernel is compiled for CUDA")
+
+
+def random_blocks(num_blocks: int, block_bytes: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(block_bytes)
+    return torch.randint(0, 256, (num_blocks, block_bytes), dtype=torch.uint8, generator=generator)
+
+
+def kernel_sums(blocks: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
+    device = kernel_device()
+    from kvtransfer.digest_triton import piece_sums
+
+    coefficients = digest._coefficients().t().contiguous()
+    return piece_sums(blocks.to(device), torch.tensor(block_ids, device=device), coefficients.to(device)).cpu()
+
+
+def defined_sums(blocks: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
+    pieces = digest._pieces(blocks[block_ids])
+    return digest._wide_product(pieces, digest._coefficients()).reshape(len(block_ids), -1, 16)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 64, 8191, 8192, 8193, 24_592, 100_003])
+def test_the_kernel_computes_the_definition_at_any_size(block_bytes: int) -> None:
+    blocks = random_blocks(4, block_bytes)
+    assert torch.equal(kernel_sums(blocks, [3, 0, 3]), defined_sums(blocks, [3, 0, 3]))
+
+
+@pytest.mark.parametrize("byte", [0x80, 0x7F, 0xFF])
+def test_the_kernel_is_exact_at_the_extremes(byte: int) -> None:
+    blocks = torch.full((2, 16_384), byte, dtype=torch.uint8)
+    assert torch.equal(kernel_sums(blocks, [1, 0]), defined_sums(blocks, [1, 0]))
+
+
+def test_blocks_past_four_gigabytes_are_found() -> None:
+    """64-bit offsets: the last block of a pool that 32 bits cannot address."""
+    if kernel_device() != "cuda" or torch.cuda.mem_get_info()[0] < 6 << 30:
+        pytest.skip("needs a GPU with 6 GiB free")
+    blocks = torch.zeros(((5 << 30) // 65_536, 65_536), dtype=torch.uint8, device="cuda")
+    last = random_blocks(1, 65_536)
+    blocks[-1] = last[0].cuda()
+    assert digest_tensor(blocks[-1:]) == digest_tensor(last)
+    assert torch.equal(kernel_sums(blocks, [len(blocks) - 1]), defined_sums(last, [0]))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("data", [b"tandem", bytes(4), bytes(range(256)) * 512, b"\x80" * 8193])
+def test_a_gpu_gives_the_golden_digests(data: bytes) -> None:
+    row = torch.frombuffer(bytearray(data), dtype=torch.uint8)[None].cuda()
+    assert digest_tensor(row) == (digest_bytes(data),)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_pool_on_a_gpu_is_digested_like_its_copy_on_the_host() -> None:
+    from engine.pool import KvPool
+
+    host = random_pool(9, seed=4)
+    pool = KvPool(LAYOUT, 9, "cuda")
+    assert LAYOUT.block_size == BLOCK_SIZE
+    pool.raw.copy_(host.raw)
+    torch.cuda.synchronize()
+    for block_ids in ([8, 0, 8, 3], [1, 2, 3], [5], []):
+        assert digest_blocks(pool, block_ids) == digest_blocks(host, block_ids)
+    pool.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_digests_wait_for_no_step_that_still_computes() -> None:
+    """A long computation on the engine's stream is not in their way."""
+    blocks = random_blocks(8, 65_536)
+    on_gpu = blocks.cuda()
+    digest_tensor(on_gpu)  # compiled
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4_000_000_000)  # type: ignore[no-untyped-call]  # clock cycles: some two seconds
+    computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    computed.record()
+    assert digest_tensor(on_gpu) == digest_tensor(blocks)
+    assert not computed.query()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
