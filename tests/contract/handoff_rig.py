@@ -24,7 +24,7 @@ from kvtransfer.block_source import Reservation
 from kvtransfer.exporter import Exporter, FirstToken, TailBlock
 from kvtransfer.importer import Expected, Imported, Importer
 from kvtransfer.service import KvTransferServicer
-from kvtransfer.transports.base import Channel, ExporterTransport, ImporterTransport
+from kvtransfer.transports.base import Channel, ExporterTransport, ImporterTransport, TransportError
 from kvtransfer.transports.loopback import Fault, FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
 from kvtransfer.transports.shm import ShmExporter, ShmImporter
 from kvtransfer.transports.tcp import TcpExporter, TcpImporter
@@ -90,6 +90,8 @@ class WatchedTransport:
         self.read_held_back = asyncio.Event()
         self.begin = asyncio.Event()
         self.is_indestructible = False  # destroying a channel never ends
+        self.is_unopenable = False  # there is no way to the exporter
+        self.num_failing = 0  # reads that are still to fail
         self.num_damaged = 0  # reads still to be damaged
         self.damage: Callable[[int], None] = lambda block_id: None
 
@@ -101,6 +103,9 @@ class WatchedTransport:
         return self._inner.endpoint()
 
     async def open(self, epoch: Epoch, exporter_endpoint: bytes) -> "WatchedChannel":
+        self.endpoint_seen = exporter_endpoint
+        if self.is_unopenable:
+            raise TransportError("no way there")
         return WatchedChannel(self, await self._inner.open(epoch, exporter_endpoint))
 
     async def close(self) -> None:
@@ -120,6 +125,9 @@ class WatchedChannel:
             self._transport.read_held_back.set()
             await self._transport.begin.wait()
         await self._inner.read(remote_block_ids, local_block_ids)
+        if self._transport.num_failing:
+            self._transport.num_failing -= 1
+            raise TransportError("connection reset")
         if self._transport.num_damaged:
             self._transport.num_damaged -= 1
             self._transport.damage(local_block_ids[0])
@@ -241,6 +249,7 @@ class Rig:
     address: str
     prefills: dict[bytes, Prefill] = field(default_factory=dict)
     unhealthy: asyncio.Event = field(default_factory=asyncio.Event)
+    alternatives: list[WatchedTransport] = field(default_factory=list)
     schedule: FaultSchedule = field(default_factory=FaultSchedule)
     dice: random.Random = field(default_factory=lambda: random.Random(7))
 
@@ -355,6 +364,7 @@ def transports(
 async def handoff_rig(
     transport: str,
     *,
+    alternatives: Sequence[str] = (),  # further transports, after the first
     num_blocks: int = 32,
     num_decode_blocks: int | None = None,
     settings: TransferSettings | None = None,
@@ -368,6 +378,8 @@ async def handoff_rig(
     source, target = random_pool(num_blocks, seed=1), random_pool(num_blocks, seed=2)
     schedule, unhealthy = FaultSchedule(faults), asyncio.Event()
     exporter_side, importer_side = transports(transport, source, target, schedule)
+    others = [transports(name, source, target, schedule) for name in alternatives]
+    watched_others = [WatchedTransport(side) for _, side in others]
     watched, counters, decode = (
         WatchedTransport(importer_side),
         Counters(),
@@ -382,7 +394,7 @@ async def handoff_rig(
         layout=LAYOUT,
         key=KEY,
         settings=settings,
-        transports=[exporter_side],
+        transports=[exporter_side, *(side for side, _ in others)],
         release=lambda ticket_id: rig.release(ticket_id),
         clock=exporter_clock or MonotonicClock(),
         counters=counters,
@@ -395,7 +407,7 @@ async def handoff_rig(
         block_size=BLOCK_SIZE,
         key=KEY,
         settings=settings,
-        transports=[watched],
+        transports=[watched, *watched_others],
         clock=MonotonicClock(),
         counters=counters,
         wall_clock=wall_clock,
@@ -413,6 +425,7 @@ async def handoff_rig(
         counters,
         f"127.0.0.1:{port}",
         unhealthy=unhealthy,
+        alternatives=watched_others,
         schedule=schedule,
     )
     kv_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(exporter=exporter), server)

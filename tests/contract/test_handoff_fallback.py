@@ -1,0 +1,120 @@
+"""One attempt, several transports: what fails is left for the next one, and never before it is proven quiet."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from cluster.config import TransferSettings
+from cluster.errors import HandOffReason
+from cluster.messages import Epoch
+from kvtransfer.transports.base import TransportError
+from tests.contract.handoff_rig import DEADLINE_S, EXPORTER, Rig, handoff_rig
+from tests.contract.kv_pools import BLOCK_SIZE
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with handoff_rig("shm", alternatives=["tcp"]) as rig:
+        yield rig
+        rig.check_clean()
+
+
+async def test_a_channel_that_does_not_open_leaves_the_hand_off_to_the_next_transport(rig: Rig) -> None:
+    rig.watched.is_unopenable = True
+    prefill = rig.prefill(2 * BLOCK_SIZE + 1)
+    prefill.compute()
+    async with asyncio.timeout(DEADLINE_S):
+        imported = await rig.start_import(prefill)
+        await prefill.released.wait()
+    assert rig.holds(prefill, imported) and imported.transport == "tcp"
+    assert rig.counters.fallbacks == [("shm", "tcp", "open_failed")]
+    assert rig.counters.handoffs["importer", "tcp", "ok", ""] == 1
+    rig.decode.finish(1)
+
+
+async def test_a_read_that_fails_half_way_is_finished_by_the_next_transport(rig: Rig) -> None:
+    """What had arrived before is not read again."""
+    prefill = rig.prefill(3 * BLOCK_SIZE + 1)
+    importing = rig.start_import(prefill)
+    prefill.seal(2)
+    first = await rig.read_arrived()
+    await rig.machine_idle()
+    rig.watched.num_failing = 1
+    prefill.compute()
+    async with asyncio.timeout(DEADLINE_S):
+        imported = await importing
+        await prefill.released.wait()
+    assert rig.holds(prefill, imported)
+    assert rig.counters.fallbacks == [("shm", "tcp", "read_failed")]
+    again = {block_id for read in rig.alternatives[0].reads for block_id in read.local_block_ids}
+    assert again == {*imported.sealed_block_ids, *imported.tail_block_ids} - set(first.local_block_ids)
+    rig.decode.finish(1)
+
+
+async def test_a_read_that_never_ends_is_destroyed_and_finished_by_the_next_transport() -> None:
+    settings = TransferSettings(read_timeout_s=0.2)
+    async with handoff_rig("shm", alternatives=["tcp"], settings=settings) as rig:
+        rig.watched.is_holding = True
+        prefill = rig.prefill(2 * BLOCK_SIZE)
+        prefill.compute()
+        async with asyncio.timeout(DEADLINE_S):
+            imported = await rig.start_import(prefill)
+            await prefill.released.wait()
+        assert rig.holds(prefill, imported)
+        assert rig.counters.fallbacks == [("shm", "tcp", "read_timeout")]
+        rig.decode.finish(1)
+        rig.check_clean()
+
+
+async def test_no_other_transport_reads_while_the_first_may_still_write() -> None:
+    settings = TransferSettings(quarantine_s=0.1)
+    async with handoff_rig("shm", alternatives=["tcp"], settings=settings) as rig:
+        rig.watched.num_failing = 1
+        rig.watched.is_indestructible = True
+        prefill = rig.prefill(2 * BLOCK_SIZE)
+        importing = rig.start_import(prefill)
+        prefill.compute()
+        assert await rig.failure(importing) is HandOffReason.READ_TIMEOUT
+        assert not rig.alternatives[0].reads and not rig.counters.fallbacks
+        assert rig.decode.pool.counts()["quarantined"] == len(rig.watched.reads[0].local_block_ids)
+        async with asyncio.timeout(DEADLINE_S):
+            await rig.unhealthy.wait()
+
+
+async def test_when_every_transport_fails_the_hand_off_says_so(rig: Rig) -> None:
+    rig.watched.is_unopenable = rig.alternatives[0].is_unopenable = True
+    prefill = rig.prefill(BLOCK_SIZE)
+    importing = rig.start_import(prefill)
+    prefill.compute()
+    assert await rig.failure(importing, match="no way there") is HandOffReason.READ_FAILED
+    async with asyncio.timeout(DEADLINE_S):
+        await prefill.released.wait()
+
+
+async def test_what_failed_with_an_exporter_is_not_offered_to_it_for_a_while(rig: Rig) -> None:
+    rig.watched.is_unopenable = True
+    for handoff_id in (1, 2):
+        prefill = rig.prefill(BLOCK_SIZE)
+        prefill.compute()
+        async with asyncio.timeout(DEADLINE_S):
+            imported = await rig.start_import(prefill, handoff_id)
+            await prefill.released.wait()
+        assert imported.transport == "tcp"
+        rig.decode.finish(handoff_id)
+    assert len(rig.counters.fallbacks) == 1  # the second did not try shm at all
+
+
+async def test_a_settled_attempt_can_be_read_by_none_of_its_transports(rig: Rig) -> None:
+    rig.watched.is_unopenable = True
+    prefill = rig.prefill(BLOCK_SIZE)
+    prefill.compute()
+    async with asyncio.timeout(DEADLINE_S):
+        await rig.start_import(prefill)
+        await prefill.released.wait()
+        rig.decode.finish(1)
+        rig.watched.is_unopenable = False
+        for transport in (rig.watched, rig.alternatives[0]):
+            epoch = Epoch(EXPORTER, prefill.ticket_id, 1)
+            with pytest.raises(TransportError):
+                await (await transport.open(epoch, transport.endpoint_seen)).read([0], [0])
