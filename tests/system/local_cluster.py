@@ -63,12 +63,21 @@ class Member:
 class LocalCluster:
     """Members by name: router0, prefill0, prefill1, decode0, ..."""
 
-    def __init__(self, redis_url: str, directory: Path, *, model: Path = DEMO_MODEL, flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        redis_url: str,
+        directory: Path,
+        *,
+        model: Path = DEMO_MODEL,
+        flags: Sequence[str] = (),
+        credentials: grpc.ChannelCredentials | None = None,  # to reach members with, where they use TLS
+    ) -> None:
         self.redis_url = redis_url
         self.members: dict[str, Member] = {}
         self._directory = directory
         self._model = model
         self._flags = tuple(flags)
+        self._credentials = credentials
         self._name = f"test-{os.urandom(4).hex()}"
 
     async def start(
@@ -143,7 +152,10 @@ class LocalCluster:
         return "".join(f"--- {m.name}\n{''.join(m.output)}" for m in self.members.values())
 
     def channel(self, name: str = "router0") -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(self.members[name].grpc_address)
+        address = self.members[name].grpc_address
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(address)
+        return grpc.aio.secure_channel(address, self._credentials)
 
     def inference(self, channel: grpc.aio.Channel) -> inference_pb2_grpc.InferenceStub:
         return inference_pb2_grpc.InferenceStub(channel)

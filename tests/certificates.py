@@ -1,0 +1,71 @@
+"""Certificates for tests, made by the same code as `tandem certs`: right ones, and each kind of wrong one."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+from cli.certificates import Pair, make_authority, make_certificate
+from cluster.config import RouterConfig
+from cluster.tls import ClusterTls, load_tls
+
+HOSTS = ("localhost", "127.0.0.1")
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """`member` is right; `stranger` is, among those that trust its authority; the others are wrong in one thing."""
+
+    authority: Pair
+    other_authority: Pair
+    member: Pair
+    stranger: Pair
+    expired: Pair
+    nameless: Pair
+    elsewhere: Pair
+
+    def flags(self) -> tuple[str, ...]:
+        return tls_flags(self.member, self.authority)
+
+    def stranger_flags(self) -> tuple[str, ...]:
+        """Its own authority is the one it trusts."""
+        return tls_flags(self.stranger, self.other_authority)
+
+    def loaded(self) -> ClusterTls:
+        return load(self.member, self.authority)
+
+
+def make_certificates(folder: Path) -> Certificates:
+    if shutil.which("openssl") is None:
+        pytest.skip("the openssl command makes the certificates, and is not here")
+    authority, other = make_authority(folder / "ours", days=2), make_authority(folder / "other", days=2)
+    return Certificates(
+        authority=authority,
+        other_authority=other,
+        member=make_certificate(folder, authority, "member", HOSTS, days=2),
+        stranger=make_certificate(folder, other, "stranger", HOSTS, days=2),
+        expired=make_certificate(folder, authority, "expired", HOSTS, days=-1),
+        nameless=make_certificate(folder, authority, "nameless", (), days=2),
+        elsewhere=make_certificate(folder, authority, "elsewhere", ("elsewhere.example",), days=2),
+    )
+
+
+def tls_flags(member: Pair, authority: Pair) -> tuple[str, ...]:
+    return ("--tls-cert", str(member.cert), "--tls-key", str(member.key), "--tls-ca", str(authority.cert))
+
+
+def load(member: Pair, authority: Pair, host: str = "127.0.0.1") -> ClusterTls:
+    """As a member does at its start."""
+    settings = RouterConfig(model="-", tls_cert=str(member.cert), tls_key=str(member.key), tls_ca=str(authority.cert))
+    tls = load_tls(settings, host)
+    assert tls is not None
+    return tls
+
+
+def client_credentials(authority: Pair, member: Pair | None = None) -> grpc.ChannelCredentials:
+    """Of a caller that trusts `authority`; with `member`, that shows this certificate."""
+    if member is None:
+        return grpc.ssl_channel_credentials(authority.cert.read_bytes())
+    return grpc.ssl_channel_credentials(authority.cert.read_bytes(), member.key.read_bytes(), member.cert.read_bytes())

@@ -1,0 +1,101 @@
+"""A cluster whose members speak TLS: it answers, over encrypted KV too, and who has no certificate stays outside."""
+
+import http.client
+import json
+import ssl
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from tandem.client import AsyncClient
+from tandem.errors import Unavailable
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+from tests.certificates import Certificates, client_credentials, make_certificates
+from tests.system.local_cluster import LocalCluster
+
+PROMPT = "def read(path):\n"
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tls_cluster(
+    redis_url: str, certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[LocalCluster]:
+    """One and one, over tcp: the data path that TLS covers."""
+    flags = ("--kv-transports", "tcp", "--num-blocks", "128", "--dtype", "float32", *certificates.flags())
+    cluster = LocalCluster(
+        redis_url,
+        tmp_path_factory.mktemp("tls"),
+        flags=flags,
+        credentials=client_credentials(certificates.authority, certificates.member),
+    )
+    try:
+        yield await cluster.start(router_flags=certificates.flags())
+    finally:
+        await cluster.stop()
+
+
+async def test_a_cluster_with_tls_answers(tls_cluster: LocalCluster, certificates: Certificates) -> None:
+    ca = str(certificates.authority.cert)
+    async with AsyncClient(tls_cluster.members["router0"].grpc_address, tls_ca=ca) as client:
+        result = await client.generate(PROMPT, max_tokens=8, temperature=0.0).result()
+    assert len(result.choices[0].token_ids) == 8
+    assert (await tls_cluster.figures("decode"))["local_prefills"] == 0  # its KV came over the wire
+
+
+async def test_https_answers(tls_cluster: LocalCluster, certificates: Certificates) -> None:
+    trusting = ssl.create_default_context(cafile=str(certificates.authority.cert))
+    host, _, port = tls_cluster.members["router0"].ready["http"].rpartition(":")
+    connection = http.client.HTTPSConnection(host, int(port), context=trusting, timeout=30)
+    connection.request(
+        "POST",
+        "/v1/completions",
+        json.dumps({"model": "demo_model", "prompt": PROMPT, "max_tokens": 4}),
+        {"content-type": "application/json"},
+    )
+    answer = connection.getresponse()
+    body = json.loads(answer.read())
+    connection.close()
+    assert answer.status == 200 and body["usage"]["completion_tokens"] == 4, body
+
+
+async def test_outsiders_stay_outside(tls_cluster: LocalCluster, certificates: Certificates) -> None:
+    router = tls_cluster.members["router0"].grpc_address
+    async with AsyncClient(router) as plaintext:
+        with pytest.raises(Unavailable, match="may want TLS"):
+            await plaintext.models()
+    async with AsyncClient(router, tls_ca=str(certificates.other_authority.cert)) as misled:
+        with pytest.raises(Unavailable, match="not of an authority that is trusted here"):
+            await misled.models()
+    for outsider in (
+        client_credentials(certificates.authority),
+        client_credentials(certificates.authority, certificates.stranger),
+    ):
+        for name in ("prefill0", "decode0"):
+            async with grpc.aio.secure_channel(tls_cluster.members[name].grpc_address, outsider) as channel:
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest(), timeout=10)
+                assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_worker_of_another_authority_gets_no_work(
+    tls_cluster: LocalCluster, certificates: Certificates
+) -> None:
+    """It registers, for it knows the Redis and has the key; the router does not speak with it, and says why."""
+    flags = (*tls_cluster.joining_flags(), *certificates.stranger_flags())
+    stranger = await tls_cluster.start_member("decode1", "decode_worker", flags)
+    router = tls_cluster.members["router0"]
+    while not (told := [line for line in router.output if "worker does not answer" in line and "decode1" in line]):
+        await tls_cluster.status()
+    assert "not of an authority that is trusted here" in told[0]
+    status = {member.member_id: member for member in (await tls_cluster.status()).members}
+    assert not status["decode1"].figures and status["decode0"].figures
+    stranger.process.terminate()
+    assert await stranger.exit_code() == 0

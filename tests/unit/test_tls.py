@@ -1,0 +1,193 @@
+"""TLS between members and to clients: who comes in, who does not, and what they are told."""
+
+import asyncio
+import dataclasses
+import ssl
+import stat
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from cli.__main__ import main
+from cli.certificates import Pair
+from cluster.config import RouterConfig
+from cluster.errors import ConfigError
+from cluster.serving import GrpcServer, is_serving, open_channel
+from cluster.telemetry import Telemetry
+from cluster.tls import ClusterTls, load_tls
+from router.probe import silence
+from tandem.channel import open_async_channel
+from tandem.client import AsyncClient
+from tandem.errors import Unavailable
+from tests.certificates import Certificates, client_credentials, load, make_certificates
+
+DEADLINE_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@asynccontextmanager
+async def serving(credentials: grpc.ServerCredentials | None) -> AsyncIterator[str]:
+    server = GrpcServer(service_names=[], telemetry=Telemetry(), credentials=credentials)
+    address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+    await server.start()
+    await server.set_ready(True)
+    try:
+        yield address
+    finally:
+        await server.stop(0.0)
+
+
+async def refusal(channel: grpc.aio.Channel) -> str:
+    """Why it does not answer; empty when it does."""
+    try:
+        return await silence(channel)
+    finally:
+        await channel.close()
+
+
+async def test_members_of_one_authority_reach_each_other(certificates: Certificates) -> None:
+    tls = certificates.loaded()
+    async with serving(tls.member_credentials()) as address, open_channel(address, tls) as channel:
+        assert await is_serving(channel, timeout_s=DEADLINE_S)
+
+
+async def test_a_member_of_another_authority_is_refused_by_either_side(certificates: Certificates) -> None:
+    ours, theirs = certificates.loaded(), load(certificates.stranger, certificates.other_authority)
+    async with serving(ours.member_credentials()) as address:
+        assert "not of an authority" in await refusal(open_channel(address, theirs))
+        # Even one that takes our word for ours cannot show a certificate that we trust.
+        gullible = client_credentials(certificates.authority, certificates.stranger)
+        assert "closed the connection" in await refusal(grpc.aio.secure_channel(address, gullible))
+
+
+async def test_a_member_port_wants_a_certificate_and_no_plaintext(certificates: Certificates) -> None:
+    async with serving(certificates.loaded().member_credentials()) as address:
+        without = client_credentials(certificates.authority)
+        assert "closed the connection" in await refusal(grpc.aio.secure_channel(address, without))
+        assert "may want TLS" in await refusal(open_channel(address))
+
+
+async def test_a_client_needs_no_certificate_but_the_authority(certificates: Certificates) -> None:
+    ca = str(certificates.authority.cert)
+    async with serving(certificates.loaded().public_credentials()) as address:
+        assert await refusal(open_async_channel(address, tls_ca=ca)) == ""
+        other = open_async_channel(address, tls_ca=str(certificates.other_authority.cert))
+        assert "not of an authority that is trusted here" in await refusal(other)
+        assert "not of an authority that is trusted here" in await refusal(open_async_channel(address, secure=True))
+        assert "may want TLS" in await refusal(open_async_channel(address))
+
+
+async def test_the_client_library_says_what_is_wrong(certificates: Certificates) -> None:
+    async with serving(None) as address:
+        async with AsyncClient(address, tls_ca=str(certificates.authority.cert)) as client:
+            with pytest.raises(Unavailable, match="it does not speak TLS"):
+                await client.models()
+    with pytest.raises(FileNotFoundError):
+        AsyncClient("127.0.0.1:1", tls_ca="/nowhere/ca.crt")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda made: made.expired, "its certificate has expired"),
+        (lambda made: made.nameless, "does not name this host: the subjectAltName lacks it"),
+        (lambda made: made.elsewhere, "does not name this host: the subjectAltName lacks it"),
+        (lambda made: made.stranger, "not of an authority that is trusted here"),
+    ],
+)
+async def test_a_caller_hears_what_is_wrong_with_a_members_certificate(
+    certificates: Certificates, wrong: Callable[[Certificates], Pair], said: str
+) -> None:
+    """Of one that did not look at its own certificate before it started."""
+    ours, pair = certificates.loaded(), wrong(certificates)
+    careless = dataclasses.replace(ours, cert=pair.cert.read_bytes(), key=pair.key.read_bytes())
+    async with serving(careless.member_credentials()) as address:
+        assert said in await refusal(open_channel(address, ours))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda made: made.expired, "would not accept --tls-cert .*: certificate has expired"),
+        (lambda made: made.nameless, "does not name 127.0.0.1, .* subjectAltName"),
+        (lambda made: made.elsewhere, "does not name 127.0.0.1, .* subjectAltName"),
+        (lambda made: made.stranger, "is not signed by an authority of --tls-ca"),
+        (lambda made: Pair(made.member.cert, made.stranger.key), "is not the key of --tls-cert"),
+        (lambda made: Pair(made.member.key, made.member.key), "must be a certificate and its key in PEM form"),
+        (lambda made: Pair(made.member.cert, Path("/nowhere/key")), "cannot read --tls-key /nowhere/key"),
+    ],
+)
+def test_a_certificate_that_nobody_would_accept_is_refused_at_start(
+    certificates: Certificates, wrong: Callable[[Certificates], Pair], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(wrong(certificates), certificates.authority)
+
+
+def test_the_advertised_host_is_the_one_that_must_be_named(certificates: Certificates) -> None:
+    load(certificates.elsewhere, certificates.authority, host="elsewhere.example")
+    with pytest.raises(ConfigError, match=r"does not name 10\.0\.0\.7"):
+        load(certificates.member, certificates.authority, host="10.0.0.7")
+
+
+def test_authorities_must_be_certificates(certificates: Certificates) -> None:
+    with pytest.raises(ConfigError, match="holds no certificate"):
+        load(certificates.member, Pair(certificates.member.key, certificates.member.key))
+
+
+def test_without_files_there_is_no_tls() -> None:
+    assert load_tls(RouterConfig(model="-"), "127.0.0.1") is None
+    with pytest.raises(ConfigError, match="belong together"):
+        RouterConfig(model="-", tls_ca="ca.crt")
+
+
+def test_a_key_is_not_in_what_is_logged(certificates: Certificates) -> None:
+    assert "PRIVATE" not in repr(certificates.loaded())
+
+
+async def test_sockets_of_members_check_each_other(certificates: Certificates) -> None:
+    ours, theirs = certificates.loaded(), load(certificates.stranger, certificates.other_authority)
+    assert await echoed(ours.server_context(), ours.client_context()) == b"hello"
+    with pytest.raises(ssl.SSLError):
+        await echoed(ours.server_context(), theirs.client_context())
+    without = ssl.create_default_context(cafile=str(certificates.authority.cert))
+    with pytest.raises((ssl.SSLError, ConnectionError, asyncio.IncompleteReadError)):
+        await echoed(ours.server_context(), without)
+
+
+async def echoed(server_context: ssl.SSLContext, client_context: ssl.SSLContext) -> bytes:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.read(5))
+        writer.close()
+
+    async with asyncio.timeout(DEADLINE_S):
+        async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=server_context) as server:
+            port = server.sockets[0].getsockname()[1]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client_context)
+            writer.write(b"hello")
+            try:
+                return await reader.readexactly(5)
+            finally:
+                writer.close()
+
+
+def test_tandem_certs_makes_what_members_need(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certs", str(tmp_path), "--host", "10.0.0.7", "--name", "node"]) == 0
+    assert f"--tls-cert {tmp_path}/node.crt" in capsys.readouterr().out
+    ca = (tmp_path / "ca.crt").read_bytes()
+    assert main(["certs", str(tmp_path), "--host", "10.0.0.8", "--name", "other-node"]) == 0
+    assert (tmp_path / "ca.crt").read_bytes() == ca
+    authority = Pair(tmp_path / "ca.crt", tmp_path / "ca.key")
+    tls = load(Pair(tmp_path / "node.crt", tmp_path / "node.key"), authority, host="10.0.0.7")
+    assert isinstance(tls, ClusterTls)
+    load(Pair(tmp_path / "other-node.crt", tmp_path / "other-node.key"), authority, host="10.0.0.8")
+    for key in tmp_path.glob("*.key"):
+        assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert main(["certs", str(tmp_path), "--host", "a,DNS:b"]) == 2
