@@ -41,6 +41,7 @@ PURE = [
     "kvtransfer.import_events",
     "kvtransfer.import_machine",
     "kvtransfer.leases",
+    "kvtransfer.transports.nccl_pair",
     "kvtransfer.pairs",
     "kvtransfer.read_fit",
     "prefill_worker.commands",
