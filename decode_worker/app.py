@@ -8,6 +8,7 @@ from cluster.clock import MonotonicClock
 from cluster.config import WorkerConfig
 from cluster.errors import Unavailable
 from cluster.member import Capacity
+from cluster.pair_wire import figures_to_wire
 from cluster.worker_life import WorkerLife
 from cluster.worker_service import Inspections, WorkerService
 from decode_worker import commands
@@ -40,6 +41,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
                 block_size=config.block_size,
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=engine.model_info.max_model_len,
+                block_bytes=engine.pool.block_bytes,
             ),
             transports=worker.transfer.transports.names,
             announce=announce,
@@ -79,6 +81,7 @@ class _Worker:
             member=life.member,
             steps=self.steps,
             importer=self.transfer.importer,
+            exporter=self.transfer.exporter,
             vocab_size=engine.model_info.vocab_size,
             limits=limits,
             cluster_key=life.key,
@@ -106,9 +109,14 @@ class _Worker:
             else:
                 running, waiting = int(inspected.figures["running"]), int(inspected.figures["waiting"])
                 free_blocks = inspected.blocks["free"]
-            steps = self.steps.progress.steps
             self.service.beat(
-                worker_pb2.Heartbeat(step=steps, running=running, waiting=waiting, free_blocks=free_blocks)
+                worker_pb2.Heartbeat(
+                    step=self.steps.progress.steps,
+                    running=running,
+                    waiting=waiting,
+                    free_blocks=free_blocks,
+                    pairs=figures_to_wire(self.transfer.pairs.figures()),
+                )
             )
             await asyncio.sleep(self._heartbeat_s)
 
@@ -117,7 +125,8 @@ class _Worker:
         self._loop.call_soon_threadsafe(self.service.on_events, events)
 
     def _release(self, ticket_id: bytes) -> None:
-        """Nothing is exported from here yet."""
+        """No lease is left on a ticket of this worker."""
+        self.service.exports.release(ticket_id)
 
     def _figures(self) -> dict[str, float]:
         return self.transfer.figures() | {

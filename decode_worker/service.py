@@ -1,4 +1,5 @@
-"""The decode worker's face to routers: Start brings sequences in, Connect carries their tokens out.
+"""The decode worker's face to routers: Start brings sequences in, Connect carries their tokens out; Freeze and Thaw
+are for those that go on elsewhere.
 
 Owns, per router, which handles are live, and what an import told about them until their start is reported. Events of
 the step thread arrive in `on_events`, on the event loop. Never touches a block.
@@ -16,10 +17,12 @@ from cluster.messages import DecodeJob, Inspected, MemberId
 from cluster.telemetry import Telemetry
 from cluster.worker_service import Inspections
 from decode_worker import commands
+from decode_worker.exports import Exports, FreezeOrder
 from decode_worker.imports import Imports
 from decode_worker.limits import DecodeLimits
 from decode_worker.streams import RouterStreams
 from engine.step_loop import StepLoop
+from kvtransfer.exporter import Exporter
 from kvtransfer.importer import Imported, Importer
 from tandem.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 
@@ -45,6 +48,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         member: MemberId,
         steps: StepLoop[commands.Command, commands.Event],
         importer: Importer,
+        exporter: Exporter,
         vocab_size: int,
         limits: DecodeLimits,
         cluster_key: bytes,
@@ -66,6 +70,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             on_admitted=self._on_imported,
             on_failed=self._on_import_failed,
         )
+        self.exports = Exports(exporter=exporter, cluster_key=cluster_key, post=steps.post)
         self._live: dict[MemberId, set[int]] = {}
         self._arrivals: dict[tuple[MemberId, int], _Arrival] = {}
         self._draining = False
@@ -86,6 +91,29 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         else:
             self.imports.start(job)
         return worker_pb2.StartResponse()
+
+    async def Freeze(
+        self, request: worker_pb2.FreezeRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> worker_pb2.FreezeResponse:
+        importer = wire.member_from_wire(request.importer)
+        if importer == self._member:
+            raise InvalidRequest("a sequence cannot move to where it is")
+        order = FreezeOrder(wire.member_from_wire(request.router), request.handle, request.attempt, importer)
+        frozen = await self.exports.freeze(order)
+        return worker_pb2.FreezeResponse(ticket=frozen.signed_ticket, num_output=frozen.num_output)
+
+    async def Thaw(
+        self, request: worker_pb2.ThawRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> worker_pb2.ThawResponse:
+        router = wire.member_from_wire(request.router)
+        self._live.setdefault(router, set()).add(request.new_handle)
+        try:
+            await self.exports.thaw(router, request.handle, request.new_handle)
+        except TandemError:
+            self._forget(router, frozenset({request.new_handle}))
+            raise
+        self._forget(router, frozenset({request.handle}))
+        return worker_pb2.ThawResponse()
 
     async def Connect(
         self,
@@ -121,6 +149,12 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                     self._on_step(event)
                 case commands.Failed():
                     self._fail(event.router, event.handles, event.error)
+                case commands.Frozen():
+                    self.exports.on_frozen(event)
+                case commands.FreezeRefused():
+                    self.exports.on_freeze_refused(event)
+                case commands.Thawed() | commands.ThawRefused():
+                    self.exports.on_thawed(event)
                 case Inspected():
                     self._inspections.on_inspected(event)
 
@@ -217,6 +251,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._forget(router, frozenset(handles))
 
     def _forget(self, router: MemberId, handles: frozenset[int]) -> None:
+        self.exports.forget(router, handles)
         live = self._live.get(router)
         if live is None:
             return

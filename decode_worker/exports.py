@@ -1,0 +1,138 @@
+"""Sequences on their way out of this worker: frozen here, their KV offered to another decode worker.
+
+Owns which sequence has which ticket, and the questions to the step thread about them. A ticket ends by itself; what
+becomes of its sequence is the router's word, or its deadline's. Never touches a block.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.errors import HandOffReason, NotFound, TandemError
+from cluster.hashing import hash_prompt
+from cluster.messages import MemberId
+from decode_worker import commands
+from kvtransfer import tickets
+from kvtransfer.exporter import Exporter, FirstToken, TailBlock
+
+Key = tuple[MemberId, int]  # a router and its handle
+
+
+@dataclass(frozen=True, slots=True)
+class FreezeOrder:
+    """What a router asks: which sequence, and for which attempt of its request at which worker."""
+
+    router: MemberId
+    handle: int
+    attempt: int
+    importer: MemberId
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenSequence:
+    signed_ticket: bytes
+    num_output: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Freezing:
+    order: FreezeOrder
+    answer: asyncio.Future[FrozenSequence]
+
+
+class Exports:
+    """Runs on the worker's event loop. `post` reaches the step thread."""
+
+    def __init__(self, *, exporter: Exporter, cluster_key: bytes, post: Callable[[commands.Command], None]) -> None:
+        self._exporter = exporter
+        self._cluster_key = cluster_key
+        self._post = post
+        self._tickets: dict[Key, bytes] = {}  # of the sequences that are frozen, or about to be
+        self._freezing: dict[bytes, _Freezing] = {}
+        self._thawing: dict[Key, asyncio.Future[None]] = {}  # by the new handle
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    async def freeze(self, order: FreezeOrder) -> FrozenSequence:
+        """Raises NotFound: it does not decode here, or it is frozen already. Once asked for, it happens, whether or not
+        somebody waits for the answer."""
+        key = (order.router, order.handle)
+        if key in self._tickets:
+            raise NotFound(f"sequence {order.handle} is frozen already")
+        ticket_id = self._tickets[key] = secrets.token_bytes(tickets.TICKET_ID_BYTES)
+        answer: asyncio.Future[FrozenSequence] = asyncio.get_running_loop().create_future()
+        self._freezing[ticket_id] = _Freezing(order, answer)
+        self._post(commands.Freeze(ticket_id, order.router, order.handle))
+        return await answer
+
+    async def thaw(self, router: MemberId, handle: int, new_handle: int) -> None:
+        """Raises NotFound, DuplicateRequest."""
+        answer = self._thawing[router, new_handle] = asyncio.get_running_loop().create_future()
+        self._post(commands.Thaw(router, handle, new_handle))
+        try:
+            await answer
+        finally:
+            del self._thawing[router, new_handle]
+
+    def forget(self, router: MemberId, handles: frozenset[int]) -> None:
+        """These ended, or go on: nobody may attach to their tickets any more. Who reads has its lease."""
+        for handle in handles:
+            ticket_id = self._tickets.pop((router, handle), None)
+            if ticket_id is not None:
+                self._exporter.fail(
+                    ticket_id, reason=HandOffReason.CANCELLED, detail="the sequence is no longer frozen"
+                )
+
+    def on_frozen(self, event: commands.Frozen) -> None:
+        """Everything is sealed, so the ticket is whole at once."""
+        freezing = self._freezing.pop(event.ticket_id)
+        order = freezing.order
+        if self._tickets.get((order.router, order.handle)) != event.ticket_id:
+            self._post(commands.Release(event.ticket_id))  # cancelled meanwhile
+            _answer(freezing.answer, NotFound(f"sequence {order.handle} was cancelled"))
+            return
+        issued = self._exporter.issue(
+            request_id=event.request_id,
+            attempt=order.attempt,
+            importer=order.importer,
+            num_tokens=len(event.token_ids),
+            prompt_hash=hash_prompt(self._cluster_key, event.token_ids),
+            num_choices=1,
+            ticket_id=event.ticket_id,
+        )
+        if event.sealed_block_ids:
+            self._exporter.seal(event.ticket_id, first_index=0, block_ids=event.sealed_block_ids)
+        self._exporter.finish(
+            event.ticket_id,
+            first_tokens=[FirstToken(event.last_token_id, ended=False)],
+            tail=None if event.tail is None else TailBlock(event.tail.block_id, event.tail.num_valid),
+        )
+        if not freezing.answer.done():
+            freezing.answer.set_result(FrozenSequence(issued.signed, event.num_output))
+
+    def on_freeze_refused(self, event: commands.FreezeRefused) -> None:
+        freezing = self._freezing.pop(event.ticket_id)
+        key = (freezing.order.router, freezing.order.handle)
+        if self._tickets.get(key) == event.ticket_id:
+            del self._tickets[key]
+        _answer(freezing.answer, event.error)
+
+    def on_thawed(self, event: commands.Thawed | commands.ThawRefused) -> None:
+        answer = self._thawing.get((event.router, event.handle))
+        if answer is None or answer.done():
+            return
+        if isinstance(event, commands.ThawRefused):
+            answer.set_exception(event.error)
+        else:
+            answer.set_result(None)
+
+    def release(self, ticket_id: bytes) -> None:
+        """The exporter's word that no lease of the ticket is left."""
+        self._post(commands.Release(ticket_id))
+
+
+def _answer(waiting: asyncio.Future[FrozenSequence], error: TandemError) -> None:
+    if not waiting.done():
+        waiting.set_exception(error)
