@@ -37,7 +37,7 @@ _NUM_REMEMBERED = 32  # moves, for the story of an illegal one
 
 
 class Outcome(StrEnum):
-    OK = "ok"  # every block was read and verified
+    OK = "ok"  # everything that was needed is there
     UNNEEDED = "unneeded"
     FAILED = "failed"
 
@@ -146,7 +146,9 @@ class Guards:
     same_count: Callable[[int, int], bool]
     same_prompt: Callable[[bytes, bytes], bool]
     pulled_again_once: Callable[[int], bool]  # (times it was pulled again) -> once more?
-    all_verified: Callable[[int, int], bool]  # (verified, all) -> may settle as ok
+    cached_left_alone: Callable[[int], int]  # (blocks that the pool shared) -> leading places that are never read into
+    tail_needed: Callable[[bool], bool]  # (the choice ended with its first token) -> its tail is read
+    all_complete: Callable[[int, int], bool]  # (places that need nothing more, all) -> may settle as ok
     admitted_when_valid: Callable[[bool], bool]  # (the exporter said: valid) -> may admit
     settled_when_quiet: Callable[[bool], bool]  # (a read is in flight) -> may settle
     quarantined_in_flight: Callable[[frozenset[int]], frozenset[int]]  # destinations -> those nobody may use yet
@@ -164,7 +166,9 @@ GUARDS = Guards(
     same_count=lambda expected, found: expected == found,
     same_prompt=lambda expected, found: expected == found,
     pulled_again_once=lambda num_times: num_times < 1,
-    all_verified=lambda num_verified, num_blocks: num_verified == num_blocks,
+    cached_left_alone=lambda num_cached: num_cached,
+    tail_needed=lambda has_ended: not has_ended,
+    all_complete=lambda num_complete, num_blocks: num_complete == num_blocks,
     admitted_when_valid=lambda valid: valid,
     settled_when_quiet=lambda is_reading: not is_reading,
     quarantined_in_flight=lambda destinations: destinations,

@@ -155,8 +155,10 @@ class GiveUp:
 @dataclass(frozen=True, slots=True)
 class Admit:
     sealed_block_ids: tuple[int, ...]
-    tail_block_ids: tuple[int, ...]
+    tail_block_ids: tuple[int, ...]  # those of ended choices hold nothing
     first_tokens: tuple[FirstToken, ...]
+    num_cached: int  # of the sealed ones, the pool's own
+    num_read: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,13 @@
 Owns which blocks were offered, read and verified, and what may happen to the local ones. Never touches blocks, sockets
 or the pool; the driver does.
 
-    ATTACHING --accepted--> RESERVING --reserved--> PULLING --all verified--> SETTLING --settled, valid--> ADMITTED
+    ATTACHING --accepted--> RESERVING --reserved--> PULLING --all complete--> SETTLING --settled, valid--> ADMITTED
         |                       |                      |                         |
         +-----------------------+----- any failure ----+----- or cancel ---------+-----> DRAINING --quiet--> ENDED
 
 What is offered before the reservation is remembered. Blocks are numbered by place: the prompt's full blocks in order,
-then one tail per choice. One read is in flight at a time.
+then one tail per choice. A place is complete when it needs nothing more: it was read and verified, or the pool had its
+content already, or it is the tail of a choice that ended with its first token. One read is in flight at a time.
 
 A read that fails while the exporter offers its blocks by another transport too is no failure yet: the channel is
 destroyed, and when nothing can write any more, what is missing is read by the next one.
@@ -141,7 +142,9 @@ class Import:
     finished: Finished | None = None
     num_asked: int = 0  # blocks asked of the pool
     local_block_ids: tuple[int, ...] = ()  # by place
-    verified: frozenset[int] = frozenset()
+    num_cached: int = 0  # leading blocks that the pool had already
+    num_needless: int = 0  # tails of choices that ended
+    complete: frozenset[int] = frozenset()
     pulled_again: frozenset[int] = frozenset()
     reading: Reading | None = None
     num_reads: int = 0
@@ -268,7 +271,18 @@ def _finished(state: Import, message: Finished, now_s: float, guards: Guards) ->
     if not guards.same_prompt(plan.prompt_hash, message.prompt_hash):
         return _give_up(state, now_s, guards, HandOffReason.PROMPT_MISMATCH)
     tails = (message.tail.block if message.tail else None,) * (plan.num_blocks - plan.num_sealed)
-    state = replace(state, finished=message, offered=state.offered[: plan.num_sealed] + tails)
+    needless = {
+        place
+        for place, first in enumerate(message.first_tokens, plan.num_sealed)
+        if tails and not guards.tail_needed(first.ended)
+    }
+    state = replace(
+        state,
+        finished=message,
+        offered=state.offered[: plan.num_sealed] + tails,
+        complete=state.complete | needless,
+        num_needless=len(needless),
+    )
     return _go_on(state, now_s, guards)
 
 
@@ -286,7 +300,9 @@ def _admit(state: Import) -> Step:
         raise illegal(state.history, "admitted unfinished")
     num_sealed = state.plan.num_sealed
     sealed, tails = state.local_block_ids[:num_sealed], state.local_block_ids[num_sealed:]
-    return _to(state, ImportPhase.ADMITTED), (Admit(sealed, tails, finished.first_tokens), Close())
+    num_read = state.plan.num_blocks - state.num_cached - state.num_needless
+    admit = Admit(sealed, tails, finished.first_tokens, state.num_cached, num_read)
+    return _to(state, ImportPhase.ADMITTED), (admit, Close())
 
 
 def _reserved(state: Import, block_ids: tuple[int, ...], num_cached: int, now_s: float, guards: Guards) -> Step:
@@ -296,10 +312,12 @@ def _reserved(state: Import, block_ids: tuple[int, ...], num_cached: int, now_s:
     if (
         state.phase in (ImportPhase.ATTACHING, ImportPhase.SETTLING, ImportPhase.ADMITTED)
         or len(local) != state.num_asked
+        or num_cached > state.plan.num_sealed
     ):
         raise illegal(state.history, f"{len(block_ids)} blocks reserved in {state.phase}, {state.num_asked} asked for")
     if state.phase is ImportPhase.RESERVING:
-        state = replace(_to(state, ImportPhase.PULLING), verified=frozenset(range(num_cached)))
+        cached = frozenset(range(guards.cached_left_alone(num_cached)))
+        state = replace(_to(state, ImportPhase.PULLING), num_cached=num_cached, complete=state.complete | cached)
     return _go_on(replace(state, local_block_ids=local), now_s, guards)
 
 
@@ -314,12 +332,12 @@ def _completed(state: Import, read_id: int, digests: tuple[bytes, ...], now_s: f
     state = replace(state, reading=None)
     if state.phase is ImportPhase.DRAINING:
         return _quiet(state, reading, guards)
-    verified, wrong = set(state.verified), set[int]()
+    complete, wrong = set(state.complete), set[int]()
     for place, digest in zip(reading.places, digests, strict=True):
         block = state.offered[place]
         good = block is not None and guards.same_digest(block.digest, digest)
-        (verified if good else wrong).add(place)
-    state = replace(state, verified=frozenset(verified))
+        (complete if good else wrong).add(place)
+    state = replace(state, complete=frozenset(complete))
     if not all(guards.pulled_again_once(int(place in state.pulled_again)) for place in wrong):
         return _give_up(state, now_s, guards, HandOffReason.DIGEST_MISMATCH, f"blocks {sorted(wrong)}, pulled twice")
     return _go_on(replace(state, pulled_again=state.pulled_again | wrong), now_s, guards)
@@ -419,7 +437,7 @@ def _go_on(state: Import, now_s: float, guards: Guards) -> Step:
         return state, (Reserve(num_lacking), *actions)
     if state.phase is not ImportPhase.PULLING or state.reading is not None:
         return state, ()
-    if state.finished is not None and guards.all_verified(len(state.verified), plan.num_blocks):
+    if state.finished is not None and guards.all_complete(len(state.complete), plan.num_blocks):
         return _settle_ok(state, now_s)
     return _read(state, now_s)
 
@@ -428,7 +446,7 @@ def _read(state: Import, now_s: float) -> Step:
     missing = tuple(
         (place, block, local)
         for place, (block, local) in enumerate(zip(state.offered, state.local_block_ids, strict=False))
-        if block is not None and place not in state.verified
+        if block is not None and place not in state.complete
     )
     if not missing:
         return state, ()

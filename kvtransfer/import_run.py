@@ -71,12 +71,13 @@ class ImportRun:
         signed_ticket: bytes,
         plan: machine.ImportPlan,
         handoff_id: int,
+        num_cached: int,
         blocks: BlockSource,
         linger_s: float,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._means, self._ticket, self._signed_ticket, self._plan = means, ticket, signed_ticket, plan
-        self._handoff_id, self._blocks = handoff_id, blocks
+        self._handoff_id, self._num_cached, self._blocks = handoff_id, num_cached, blocks
         self.answer: asyncio.Future[Admitted] = loop.create_future()
         self._ended = asyncio.Event()
         self._began_s = means.clock.now_s()
@@ -174,6 +175,7 @@ class ImportRun:
                         transports=list(endpoints),
                         layout=fingerprint_to_wire(self._means.layout),
                         endpoints=endpoints,
+                        cached_blocks=self._num_cached,
                     )
                 )
             case Renew():
@@ -268,7 +270,7 @@ class ImportRun:
 
     def _admit(self, action: events.Admit) -> None:
         now_s = self._means.clock.now_s()
-        kv_bytes = self._plan.num_blocks * self._means.wire.memory.block_bytes
+        kv_bytes = action.num_read * self._means.wire.memory.block_bytes
         self._count("ok", None)
         self._means.counters.moved(transport=self._ways.transport, num_bytes=kv_bytes)
         admitted = Admitted(action, self._ways.transport, kv_bytes, now_s - self._finished_s, now_s - self._began_s)

@@ -46,9 +46,11 @@ class Imported:
     """Verified and settled: the reserved blocks belong to the caller now."""
 
     sealed_block_ids: tuple[int, ...]  # in the prompt's order, shared by all choices
-    tail_block_ids: tuple[int, ...]  # one per choice; empty when the prompt ends on a block boundary
+    tail_block_ids: tuple[int, ...]  # one per choice; empty when the prompt ends on a block boundary. Those of choices
+    # that ended with their first token hold nothing
     first_tokens: tuple[FirstToken, ...]  # one per choice
     transport: str
+    num_cached: int  # leading sealed blocks that the pool had already; they were not read
     kv_bytes: int  # read over the transport and verified
     exposed_transfer_s: float  # from the end of prefill, as seen here, to settled
     total_s: float
@@ -96,10 +98,12 @@ class Importer:
         return len(self._runs)
 
     async def import_blocks(
-        self, *, handoff_id: int, signed_ticket: bytes, expected: Expected, blocks: BlockSource
+        self, *, handoff_id: int, signed_ticket: bytes, expected: Expected, blocks: BlockSource, num_cached: int = 0
     ) -> Imported:
         """Raises HandOffFailed; then nothing is reserved any more, and what a reader may still touch is quarantined.
-        Cancelling the awaiting task settles as unneeded and gives everything back before CancelledError goes on."""
+        Cancelling the awaiting task settles as unneeded and gives everything back before CancelledError goes on.
+
+        `num_cached`: leading blocks that the pool holds now; a word to the exporter, the reservation decides."""
         try:
             ticket = self._checked(signed_ticket, expected)
         except HandOffFailed as error:
@@ -111,6 +115,7 @@ class Importer:
             signed_ticket=signed_ticket,
             plan=self._plan(ticket),
             handoff_id=handoff_id,
+            num_cached=num_cached,
             blocks=blocks,
             linger_s=self._settings.lease_s,
         )
@@ -173,6 +178,7 @@ def _imported(admitted: Admitted) -> Imported:
         tail_block_ids=admitted.admit.tail_block_ids,
         first_tokens=admitted.admit.first_tokens,
         transport=admitted.transport,
+        num_cached=admitted.admit.num_cached,
         kv_bytes=admitted.kv_bytes,
         exposed_transfer_s=admitted.exposed_transfer_s,
         total_s=admitted.total_s,

@@ -152,6 +152,7 @@ class DecodeBlocks:
         self.changed = asyncio.Condition()
         self._waiting: list[int] = []
         self.granted: dict[int, tuple[int, ...]] = {}
+        self.cached: dict[int, tuple[int, ...]] = {}  # by hand-off: leading blocks that it shares with somebody
         self.asked = asyncio.Event()
 
     async def reserve(self, handoff_id: int, num_blocks: int) -> Reservation:
@@ -160,13 +161,15 @@ class DecodeBlocks:
         self._waiting.append(handoff_id)
         self.asked.set()
         try:
-            while self._waiting[0] != handoff_id or (block_ids := self.pool.reserve(num_blocks)) is None:
+            cached = self.cached.get(handoff_id, ())
+            while self._waiting[0] != handoff_id or (fresh := self.pool.reserve(num_blocks - len(cached))) is None:
                 async with self.changed:
                     await self.changed.wait()
         finally:
             self._waiting.remove(handoff_id)
-        self.granted[handoff_id] = block_ids
-        return Reservation(block_ids)
+        self.pool.share(cached)
+        self.granted[handoff_id] = cached + fresh
+        return Reservation(cached + fresh, len(cached))
 
     def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
         block_ids = self.granted.pop(handoff_id, ())
@@ -335,7 +338,11 @@ class Rig:
             ).all()
         )
         tail = self.source.raw[prefill.block_ids[-1]]
-        return same and all(bool((self.target.raw[block_id] == tail).all()) for block_id in imported.tail_block_ids)
+        return same and all(
+            bool((self.target.raw[block_id] == tail).all())
+            for block_id, first in zip(imported.tail_block_ids, imported.first_tokens, strict=False)
+            if not first.ended
+        )
 
     def check_clean(self) -> None:
         """Nothing is held, leased or quarantined on either side."""

@@ -74,6 +74,44 @@ async def test_choices_share_the_prompt_and_have_private_tails(rig: Rig) -> None
     await prefill.released.wait()
 
 
+async def test_blocks_that_the_pool_has_are_not_moved(rig: Rig) -> None:
+    prefill = rig.prefill(4 * BLOCK_SIZE + 1)
+    shared = rig.decode.pool.reserve(3)
+    assert shared is not None
+    rig.target.raw[list(shared)] = rig.source.raw[list(prefill.block_ids[:3])]
+    rig.decode.cached[1] = shared
+    prefill.compute()
+    async with asyncio.timeout(DEADLINE_S):
+        imported = await rig.start_import(prefill)
+        await prefill.released.wait()
+    assert rig.holds(prefill, imported)
+    assert imported.sealed_block_ids[:3] == shared and imported.num_cached == 3
+    assert {block_id for read in rig.watched.reads for block_id in read.local_block_ids}.isdisjoint(shared)
+    assert imported.kv_bytes == rig.counters.num_bytes == 2 * rig.target.block_bytes
+    rig.decode.finish(1)
+    rig.decode.pool.release(shared)
+
+
+async def test_cancelling_leaves_shared_blocks_to_those_who_have_them(rig: Rig) -> None:
+    rig.watched.is_holding = True
+    prefill = rig.prefill(3 * BLOCK_SIZE)
+    shared = rig.decode.pool.reserve(1)
+    assert shared is not None
+    rig.decode.cached[1] = shared
+    prefill.seal(3)
+    await rig.digested()
+    importing = rig.start_import(prefill)
+    read = await rig.read_arrived()
+    importing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await importing
+    assert rig.decode.pool.counts()["quarantined"] == 2 and rig.decode.pool.counts()["held"] == 1
+    read.gate.set()
+    async with asyncio.timeout(DEADLINE_S):
+        await prefill.released.wait()
+    rig.decode.pool.release(shared)
+
+
 async def test_many_hand_offs_go_on_side_by_side(rig: Rig) -> None:
     prefills = [rig.prefill(2 * BLOCK_SIZE + 1) for _ in range(8)]
     imports = [rig.start_import(prefill, handoff_id) for handoff_id, prefill in enumerate(prefills)]

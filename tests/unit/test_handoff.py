@@ -91,7 +91,7 @@ def _reading() -> _Importer:
 def _settling() -> _Importer:
     importer = _reading()
     importer.hear(FINISHED)
-    importer.feed(import_events.ReadCompleted(0, (b"d0", b"d1")), import_events.ReadCompleted(1, (b"d2", b"d2")))
+    importer.feed(import_events.ReadCompleted(0, (b"d0", b"d1")), import_events.ReadCompleted(1, (b"d2",)))
     assert importer.state.phase is ImportPhase.SETTLING
     return importer
 
@@ -113,10 +113,37 @@ def test_blocks_are_pulled_while_prefill_is_still_running() -> None:
 
 def test_every_choice_reads_its_own_copy_of_the_tail() -> None:
     importer = _reading()
-    importer.hear(FINISHED)
+    importer.hear(replace(FINISHED, first_tokens=(FirstToken(7, False), FirstToken(8, False))))
 
     assert importer.feed(import_events.ReadCompleted(0, (b"d0", b"d1"))) == (
         import_events.StartRead(1, (42, 42), (12, 13)),
+    )
+
+
+def test_tail_of_a_choice_that_ended_is_not_read() -> None:
+    importer = _reading()
+    importer.hear(FINISHED)
+
+    assert importer.feed(import_events.ReadCompleted(0, (b"d0", b"d1"))) == (import_events.StartRead(1, (42,), (12,)),)
+
+
+def test_prompt_that_the_pool_has_whole_reads_its_tail_and_settles() -> None:
+    importer = _Importer()
+    importer.hear(ACCEPTED)
+
+    assert importer.feed(import_events.Reserved((10, 11, 12, 13), num_cached=2)) == ()
+    assert importer.hear(Sealed(EPOCH, 0, BLOCKS), FINISHED) == (import_events.StartRead(0, (42,), (12,)),)
+    assert importer.feed(import_events.ReadCompleted(0, (b"d2",))) == (import_events.Send(Settle(EPOCH, Outcome.OK)),)
+    assert importer.hear(Settled(EPOCH, True))[0] == import_events.Admit((10, 11), (12, 13), TOKENS, 2, 1)
+
+
+def test_prompt_that_the_pool_has_whole_and_that_has_no_tail_settles_without_a_read() -> None:
+    importer = _Importer(replace(PLAN, num_tail_valid=0, num_tokens=32))
+    importer.hear(ACCEPTED)
+    importer.feed(import_events.Reserved((10, 11), num_cached=2))
+
+    assert importer.hear(replace(FINISHED, num_tokens=32, tail=None)) == (
+        import_events.Send(Settle(EPOCH, Outcome.OK)),
     )
 
 
@@ -125,7 +152,7 @@ def test_blocks_are_admitted_only_after_a_valid_settle() -> None:
     assert importer.actions[-1] == import_events.Send(Settle(EPOCH, Outcome.OK))
 
     assert importer.hear(Settled(EPOCH, True)) == (
-        import_events.Admit((10, 11), (12, 13), TOKENS),
+        import_events.Admit((10, 11), (12, 13), TOKENS, 0, 3),
         import_events.Close(),
     )
     assert importer.state.is_over
@@ -235,7 +262,7 @@ def test_failed_read_goes_on_by_another_transport_once_the_first_is_proven_quiet
     assert importer.hear(FINISHED) == ()  # nothing is read before
     assert importer.feed(import_events.ChannelDestroyed()) == (
         import_events.FallBack(FallBackReason.READ_FAILED),
-        import_events.StartRead(1, (40, 41, 42, 42), (10, 11, 12, 13)),
+        import_events.StartRead(1, (40, 41, 42), (10, 11, 12)),
     )
     assert importer.feed(import_events.ReadFailed(1, "reset"))[0] == import_events.GiveUp(
         HandOffReason.READ_FAILED, "reset"
@@ -326,7 +353,7 @@ def test_duplicates_and_any_order_are_harmless() -> None:
 
     actions = importer.feed(import_events.Reserved((10, 11, 12, 13)))
 
-    assert actions == (import_events.StartRead(0, (40, 41, 42, 42), (10, 11, 12, 13)),)
+    assert actions == (import_events.StartRead(0, (40, 41, 42), (10, 11, 12)),)
 
 
 def test_reservation_that_crosses_with_a_cancel_is_left_to_the_discard() -> None:

@@ -41,6 +41,8 @@ SCENARIOS = (
         decode_pool=1,
         kinds=frozenset({"report", "unopened", "cancel", "expiry"}),
     ),
+    Scenario("two blocks each, the first cached, two faults", blocks=(2, 2), decode_pool=1, cached=True),
+    Scenario("choices that end with their first token, one fault", blocks=(2, 2), ended=True, faults=1),
 )
 LONG_SCENARIOS = (
     Scenario(

@@ -8,6 +8,7 @@ from kvtransfer.import_machine import ImportPhase
 from tests.unit.handoff_model.machines import EXPORTER, Machines
 from tests.unit.handoff_model.moves import MOVES
 from tests.unit.handoff_model.scenario import (
+    CACHED,
     DEAD,
     DECODING,
     DESTROYING,
@@ -39,6 +40,7 @@ class Model:
             for ticket in range(len(scenario.blocks))
         )
         num_workers = max(scenario.workers)
+        cached = tuple(16 * (ticket + 1) for ticket in range(len(scenario.blocks)) if scenario.cached)
         draft = Draft(
             self.machines,
             (
@@ -47,8 +49,8 @@ class Model:
                 exports,
                 (0,) * scenario.prefill_pool,
                 (NOT_BEGUN, NOT_BEGUN),
-                ((FREE,) * scenario.decode_pool,) * num_workers,
-                ((0,) * scenario.decode_pool,) * num_workers,
+                ((FREE,) * scenario.decode_pool + (CACHED,) * len(cached),) * num_workers,
+                ((0,) * scenario.decode_pool + cached,) * num_workers,
                 ((),) * num_workers,
                 ((), ()),
                 (),
@@ -196,6 +198,6 @@ class Model:
         if draft.workers[0] != DEAD and len(draft.free_remote()) != self.machines.scenario.prefill_pool:
             return False
         for worker, (owners, claims) in enumerate(zip(draft.owners, draft.claims, strict=True), 1):
-            if draft.workers[worker] != DEAD and (claims or any(owner != FREE for owner in owners)):
+            if draft.workers[worker] != DEAD and (claims or any(owner not in (FREE, CACHED) for owner in owners)):
                 return False
         return True

@@ -80,7 +80,7 @@ def compute(draft: Draft, ticket: int) -> None:
         return
     wrong = draft.machines.scenario.wrong
     finish = exporting.Finish(
-        (FirstToken(1, False),),
+        (FirstToken(1, draft.machines.scenario.ended),),
         4 * (num_blocks - 1) + 1 + (wrong == "count"),
         bytes([ticket + 7 * (wrong == "prompt")]),
         Tail(sealed, 1),
@@ -126,7 +126,7 @@ def reserved(draft: Draft, handoff: int) -> None:
     block_ids = draft.granted[handoff]
     draft.granted = replaced(draft.granted, handoff, ())
     if draft.imports[handoff] >= 0:
-        draft.advance_import(handoff, import_events.Reserved(block_ids))
+        draft.advance_import(handoff, import_events.Reserved(block_ids, int(draft.machines.scenario.cached)))
 
 
 def decoded(draft: Draft, handoff: int) -> None:

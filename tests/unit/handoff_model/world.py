@@ -220,12 +220,15 @@ class Draft:
     def grant(self, worker: int) -> None:
         while self.claims[worker]:
             (handoff, num_blocks), *others = self.claims[worker]
+            scenario = self.machines.scenario
+            cached = (scenario.decode_pool + self.machines.tickets[handoff],) if scenario.cached else ()
+            num_fresh = num_blocks - len(cached)
             free = [block for block, owner in enumerate(self.owners[worker]) if owner == FREE]
-            if len(free) - num_blocks < self.machines.scenario.watermark:
+            if len(free) - num_fresh < scenario.watermark:
                 return
-            for block in free[:num_blocks]:
+            for block in free[:num_fresh]:
                 self.own(worker, block, handoff)
-            self.granted = replaced(self.granted, handoff, tuple(free[:num_blocks]))
+            self.granted = replaced(self.granted, handoff, (*cached, *free[:num_fresh]))
             self.claims = replaced(self.claims, worker, tuple(others))
 
     def own(self, worker: int, block: int, owner: int) -> None:
@@ -261,8 +264,9 @@ class Draft:
         ticket = machines.tickets[handoff]
         if not self.known[handoff] & TOLD_VALID:
             raise Violation("blocks are decoded whose lease nobody confirmed")
-        found = [self.contents[worker][block] for block in action.sealed_block_ids + action.tail_block_ids]
-        if found != [16 * (ticket + 1) + place for place in range(machines.scenario.blocks[ticket])]:
+        needed = action.sealed_block_ids + (() if machines.scenario.ended else action.tail_block_ids)
+        found = [self.contents[worker][block] for block in needed]
+        if found != [16 * (ticket + 1) + place for place in range(len(needed))]:
             raise Violation("blocks are decoded that hold something else than the prompt's KV")
         if machines.scenario.wrong:
             raise Violation(f"blocks are decoded although the exporter told another {machines.scenario.wrong}")
