@@ -6,12 +6,9 @@ RUNNING, STOPPED, DEAD = range(3)  # a worker
 NOT_BEGUN, ENDED, DECODING, DECODED, LOST = -1, -2, -3, -4, -5  # an importer that is no machine (any more)
 LAPSED, TOLD_VALID, DESTROYING = 1, 2, 4  # what the world knows about a hand-off, beside the machines
 FLYING, REPORTED, LANDED = range(3)  # a read: REPORTED as failed, but still able to write
-# Owner of a local block: none, or the pool's prefix cache for ever; else hand-off h: h holds it, h + 10 decodes with it,
-# h + 20 has it quarantined.
+# Owner of a local block: none, or the pool's prefix cache for ever; else hand-off h: h holds it, h + 10 decodes with
+# it, h + 20 has it quarantined.
 FREE, CACHED = -1, -2
-    -1,
-    -2,
-)  # owner of a local block: none, or the pool's prefix cache for ever; else hand-off h: h holds it, h + 10 decodes with it, h + 20 has it quarantined
 CORRUPT = 255
 READ_FAULTS = frozenset({"corrupt", "report", "unopened"})
 
