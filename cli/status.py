@@ -45,6 +45,15 @@ def status_object(address: str, status: admin_pb2.StatusResponse) -> dict[str, o
             "kv_transports": list(member.kv_transports),
             "last_seen_s": member.last_seen_s,
             "figures": dict(sorted(member.figures.items())),
+            "pairs": [
+                {
+                    "exporter": pair.exporter,
+                    "transport": pair.transport,
+                    "bytes_per_s": pair.bytes_per_s,
+                    "latency_s": pair.latency_s,
+                }
+                for pair in member.pairs
+            ],
         }
         for member in _sorted(status)
     ]

@@ -26,6 +26,7 @@ class Capacity:
     block_size: int
     max_num_seqs: int
     max_model_len: int
+    block_bytes: int = 0  # 0: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from cluster.worker_life import WorkerLife
 from kvtransfer.exporter import Exporter
 from kvtransfer.importer import Importer
 from kvtransfer.memory import PoolMemory
+from kvtransfer.pairs import PairBook
 from kvtransfer.service import KvTransferServicer
 from kvtransfer.telemetry import TelemetryCounters
 from kvtransfer.transports.available import available_transports
@@ -46,6 +47,7 @@ class WorkerTransfer:
                 client_tls=life.tls.client_context() if life.tls is not None else None,
             ),
         )
+        self.pairs = PairBook(self.transports.names)
         self.exporter = Exporter(
             member=life.member,
             address=life.address,
@@ -69,6 +71,7 @@ class WorkerTransfer:
             clock=clock,
             counters=self.counters,
             connect=life.connect,
+            pairs=self.pairs,
             unhealthy=lambda detail: life.fatal(InternalError(detail)),
         )
         servicer = KvTransferServicer(exporter=self.exporter)

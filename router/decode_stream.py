@@ -17,7 +17,8 @@ import grpc
 from cluster import wire
 from cluster.errors import InvalidRequest
 from cluster.member import Member
-from cluster.messages import MemberId
+from cluster.messages import MemberId, PairFigure
+from cluster.pair_wire import figures_from_wire
 from cluster.telemetry import Telemetry
 from router.decode_events import Failed, Lost, Sequences, Started, tokens_of
 from router.probe import nobody_listens
@@ -68,6 +69,7 @@ class DecodeStream:
         self._cancels: asyncio.Queue[tuple[int, ...] | None] = asyncio.Queue()
         self.connected = asyncio.Event()
         self.heartbeat = worker_pb2.Heartbeat()
+        self.pairs: tuple[PairFigure, ...] = ()  # how fast its hand-offs are, from the same heartbeat
 
     @property
     def num_sequences(self) -> int:
@@ -197,6 +199,7 @@ class DecodeStream:
                 self._on_failed(message.failed)
             case "heartbeat":
                 self.heartbeat = message.heartbeat
+                self.pairs = figures_from_wire(message.heartbeat.pairs)
 
     def _on_step(self, step: worker_pb2.StepOutput) -> None:
         for token in tokens_of(step):

@@ -15,7 +15,7 @@ import grpc
 
 from cluster.errors import NoWorkers
 from cluster.member import Member, MemberState, fingerprint_difference
-from cluster.messages import MemberId, Role
+from cluster.messages import MemberId, PairFigure, Role
 from cluster.telemetry import Telemetry
 from router.decode_stream import DecodeStream, StreamTiming
 from router.peer import DecodePeer, Peer, PrefillPeer
@@ -114,6 +114,8 @@ class Fleet:
                 waiting=peer.stream.heartbeat.waiting,
                 running=peer.stream.heartbeat.running,
                 free_blocks=peer.stream.heartbeat.free_blocks,
+                pairs=peer.stream.pairs,
+                kv_bytes_per_token=_kv_bytes_per_token(peer.member),
             )
             for peer in self._decodes.values()
             if self._may_get_work(peer) and peer.stream.connected.is_set()
@@ -136,6 +138,11 @@ class Fleet:
     def members(self) -> tuple[Member, ...]:
         """Routers too."""
         return self._members
+
+    def pairs(self, member: MemberId) -> tuple[PairFigure, ...]:
+        """How fast a decode worker's hand-offs are, as it said last."""
+        peer = self._decodes.get(member)
+        return peer.stream.pairs if peer is not None else ()
 
     def peer(self, member: MemberId) -> Peer | None:
         return self._prefills.get(member) or self._decodes.get(member)
@@ -259,6 +266,10 @@ class Fleet:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _kv_bytes_per_token(member: Member) -> float:
+    return member.capacity.block_bytes / member.capacity.block_size if member.capacity is not None else 0.0
 
 
 def _present(peers: Mapping[MemberId, _AnyPeer], member: MemberId) -> _AnyPeer:

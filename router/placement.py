@@ -7,7 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.messages import MemberId
+from cluster.messages import MemberId, PairFigure
+
+# A pair counts as slow when the prompt's KV would take it so much longer than the fastest known one: figures are
+# measurements, and small differences between them must not keep equals from taking turns.
+SLOW_FACTOR = 2.0
+SLOW_MARGIN_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +25,8 @@ class WorkerLoad:
     waiting: int = 0  # the worker's own figures, from its last heartbeat, over all routers
     running: int = 0
     free_blocks: int = 0
+    pairs: tuple[PairFigure, ...] = ()  # of a decode worker: how fast it reads each exporter; each one's first counts
+    kv_bytes_per_token: float = 0.0
 
     @property
     def depth(self) -> int:
@@ -52,7 +59,8 @@ class Policy(Protocol):
 
 
 class LeastLoaded:
-    """The pair whose workers have the least ahead; equals take turns."""
+    """The pair whose workers have the least ahead; of equals, none that is known to be slow to move the prompt's KV;
+    what is left takes turns."""
 
     def __init__(self) -> None:
         self._turns = _Turns()
@@ -61,7 +69,9 @@ class LeastLoaded:
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Placement | None:
         pairs = _pairs(prefills, decodes, request.avoid)
-        return self._turns.take(pairs, lambda load: load.depth)
+        least = min(map(_depth, pairs), default=0)
+        lightest = [pair for pair in pairs if _depth(pair) == least]
+        return self._turns.take(_without_slow(lightest, request.num_prompt_tokens), pairs)
 
 
 class RoundRobin:
@@ -74,17 +84,13 @@ class RoundRobin:
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Placement | None:
         pairs = _pairs(prefills, decodes, request.avoid)
-        return self._turns.take(pairs, lambda _: 0)
+        return self._turns.take(pairs, pairs)
 
 
 def policy(name: str) -> Policy:
     """The policy that `--placement` names."""
     policies: dict[str, type[LeastLoaded] | type[RoundRobin]] = {"least-loaded": LeastLoaded, "round-robin": RoundRobin}
     return policies[name]()
-
-
-class _Cost(Protocol):
-    def __call__(self, load: WorkerLoad, /) -> int: ...
 
 
 _Pair = tuple[WorkerLoad | None, WorkerLoad]
@@ -97,10 +103,11 @@ class _Turns:
         self._turn = 0
         self._last_turn: dict[MemberId, int] = {}
 
-    def take(self, pairs: Sequence[_Pair], cost: _Cost) -> Placement | None:
-        if not pairs:
+    def take(self, best: Sequence[_Pair], pairs: Sequence[_Pair]) -> Placement | None:
+        """Of the best, the one whose turn it is. Workers that are in none of the pairs are forgotten."""
+        if not best:
             return None
-        prefill, decode = min(pairs, key=lambda pair: self._rank(pair, cost))
+        prefill, decode = min(best, key=self._rank)
         self._turn += 1
         present = {load.member for pair in pairs for load in pair if load is not None}
         self._last_turn = {member: turn for member, turn in self._last_turn.items() if member in present}
@@ -109,10 +116,10 @@ class _Turns:
                 self._last_turn[load.member] = self._turn
         return Placement(prefill.member if prefill is not None else None, decode.member)
 
-    def _rank(self, pair: _Pair, cost: _Cost) -> tuple[int, int, str]:
+    def _rank(self, pair: _Pair) -> tuple[int, str]:
         loads = [load for load in pair if load is not None]
         turns = sum(self._last_turn.get(load.member, 0) for load in loads)
-        return sum(map(cost, loads)), turns, " ".join(str(load.member) for load in loads)
+        return turns, " ".join(str(load.member) for load in loads)
 
 
 def _pairs(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], avoid: frozenset[MemberId]) -> list[_Pair]:
@@ -121,6 +128,29 @@ def _pairs(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], avoid:
     prefills, decodes = _rather(prefills, avoid), _rather(decodes, avoid)
     disaggregated: list[_Pair] = [(p, d) for d in decodes for p in prefills if p.pairing == d.pairing]
     return disaggregated or [(None, d) for d in decodes]
+
+
+def _depth(pair: _Pair) -> int:
+    return sum(load.depth for load in pair if load is not None)
+
+
+def _without_slow(pairs: Sequence[_Pair], num_prompt_tokens: int) -> Sequence[_Pair]:
+    """A pair that nobody has measured yet stays: else nobody ever would."""
+    times_s = [_transfer_s(pair, num_prompt_tokens) for pair in pairs]
+    known_s = [time_s for time_s in times_s if time_s is not None]
+    if not known_s:
+        return pairs
+    limit_s = min(known_s) * SLOW_FACTOR + SLOW_MARGIN_S
+    return [pair for pair, time_s in zip(pairs, times_s, strict=True) if time_s is None or time_s <= limit_s]
+
+
+def _transfer_s(pair: _Pair, num_prompt_tokens: int) -> float | None:
+    """None: no figure, or nothing to transfer."""
+    prefill, decode = pair
+    if prefill is None:
+        return None
+    figure = next((figure for figure in decode.pairs if figure.exporter == prefill.member), None)
+    return figure.transfer_s(num_prompt_tokens * decode.kv_bytes_per_token) if figure is not None else None
 
 
 def _rather(loads: Sequence[WorkerLoad], avoid: Iterable[MemberId]) -> Sequence[WorkerLoad]:

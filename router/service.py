@@ -11,6 +11,7 @@ import grpc
 from cluster import wire
 from cluster.errors import InvalidRequest, TandemError, Unauthenticated
 from cluster.member import Member
+from cluster.pair_wire import figures_to_wire
 from router.fleet import Fleet
 from router.inference_wire import chat_from_wire, generate_request_from_wire, model_to_wire, output_to_wire
 from router.pipeline import Pipeline
@@ -103,6 +104,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             figures=figures,
             model=member.model,
             kv_transports=member.transports,
+            pairs=figures_to_wire(self._fleet.pairs(member.id)),
         )
 
 

@@ -3,8 +3,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.messages import MemberId
-from router.placement import LeastLoaded, Placement, RequestFacts, RoundRobin, WorkerLoad, policy
+from cluster.messages import MemberId, PairFigure
+from router.placement import (
+    SLOW_MARGIN_S,
+    LeastLoaded,
+    Placement,
+    RequestFacts,
+    RoundRobin,
+    WorkerLoad,
+    policy,
+)
 
 
 def load(name: str, assigned: int = 0, *, pairing: str = "a", waiting: int = 0, running: int = 0) -> WorkerLoad:
@@ -54,6 +62,52 @@ def test_who_failed_this_request_is_the_last_choice() -> None:
     prefills, decodes = [load("p0"), load("p1", 50)], [load("d0"), load("d1", 50)]
     assert names(LeastLoaded().choose(prefills, decodes, facts("p0", "d0"))) == ("p1", "d1")
     assert names(LeastLoaded().choose(prefills[:1], decodes[:1], facts("p0", "d0"))) == ("p0", "d0")
+
+
+def measured(name: str, assigned: int = 0, **bytes_per_s: float) -> WorkerLoad:
+    """A decode worker that has read of these exporters so fast; a prompt of 10 tokens has 1 MB of KV."""
+    pairs = [PairFigure(MemberId(exporter, "1"), "tcp", rate, 0.0) for exporter, rate in bytes_per_s.items()]
+    return WorkerLoad(MemberId(name, "1"), "a", assigned, pairs=tuple(pairs), kv_bytes_per_token=1e5)
+
+
+def chosen_of(prefills: list[WorkerLoad], decodes: list[WorkerLoad], times: int = 6) -> set[tuple[str | None, str]]:
+    turns = LeastLoaded()
+    return {names(turns.choose(prefills, decodes, facts())) for _ in range(times)}
+
+
+def test_of_equally_loaded_pairs_the_faster_one_wins() -> None:
+    prefills = [load("p0"), load("p1")]
+    assert chosen_of(prefills, [measured("d0", p0=1e7, p1=1e9)]) == {("p1", "d0")}
+    assert chosen_of(prefills[:1], [measured("d0", p0=1e7), measured("d1", p0=1e9)]) == {("p0", "d1")}
+
+
+def test_a_fast_link_does_not_outweigh_a_queue() -> None:
+    assert chosen_of([load("p0")], [measured("d0", p0=1e7), measured("d1", 1, p0=1e9)]) == {("p0", "d0")}
+
+
+def test_small_differences_of_speed_let_equals_take_turns() -> None:
+    prefills = [load("p0"), load("p1")]
+    assert chosen_of(prefills, [measured("d0", p0=1e8, p1=1.7e8)]) == {("p0", "d0"), ("p1", "d0")}
+    both_quick = [measured("d0", p0=1e6 / SLOW_MARGIN_S, p1=1e12)]  # one ten times the other, and nobody would notice
+    assert chosen_of(prefills, both_quick) == {("p0", "d0"), ("p1", "d0")}
+
+
+def test_a_pair_that_nobody_measured_is_tried() -> None:
+    assert chosen_of([load("p0"), load("p1")], [measured("d0", p0=1e9)]) == {("p0", "d0"), ("p1", "d0")}
+    assert chosen_of([load("p0"), load("p1")], [measured("d0", p0=1e7)]) == {("p0", "d0"), ("p1", "d0")}
+
+
+def test_the_first_figure_of_an_exporter_is_the_one_that_counts() -> None:
+    slow_way = PairFigure(MemberId("p0", "1"), "tcp", 1e3, 0.0)
+    shm_first = measured("d0", p0=1e9)
+    both = WorkerLoad(shm_first.member, "a", 0, pairs=(*shm_first.pairs, slow_way), kv_bytes_per_token=1e5)
+    assert chosen_of([load("p0")], [both, measured("d1", p0=1e9)]) == {("p0", "d0"), ("p0", "d1")}
+
+
+def test_latency_counts_for_short_prompts() -> None:
+    near = WorkerLoad(MemberId("d0", "1"), "a", 0, pairs=(PairFigure(MemberId("p0", "1"), "tcp", 1e9, 0.0),))
+    far = WorkerLoad(MemberId("d1", "1"), "a", 0, pairs=(PairFigure(MemberId("p0", "1"), "tcp", 1e9, 0.5),))
+    assert chosen_of([load("p0")], [near, far]) == {("p0", "d0")}
 
 
 def test_no_decode_worker_is_no_placement() -> None:
