@@ -38,6 +38,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
                 block_size=config.block_size,
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=engine.model_info.max_model_len,
+                block_bytes=engine.pool.block_bytes,
             ),
             transports=worker.transfer.transports.names,
             announce=announce,
