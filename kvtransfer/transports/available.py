@@ -4,16 +4,18 @@ A transport's module says of itself: `NAME`, `unavailable(means)`, `exporter(mea
 library inside of these, so that a missing one is a reason and no crash.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 
 from cluster.config import TRANSPORTS, TransferSettings
 from cluster.errors import ConfigError
-from kvtransfer.transports import shm, tcp
+from kvtransfer.transports import nixl, shm, tcp
 from kvtransfer.transports.base import ExporterTransport, ImporterTransport, TransportMeans
 
-_MODULES: Mapping[str, ModuleType] = {module.NAME: module for module in (shm, tcp)}
+_MODULES: Mapping[str, ModuleType] = {module.NAME: module for module in (nixl, shm, tcp)}
+# Why one that could work is left out all the same, unless the settings name it.
+_RESERVATIONS: Mapping[str, Callable[[TransportMeans], str]] = {nixl.NAME: nixl.not_worth_it}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ def available_transports(settings: TransferSettings, means: TransportMeans) -> A
             missing[name] = "not among --kv-transports"
         elif name not in _MODULES:
             missing[name] = "not part of this version"
-        elif reason := _MODULES[name].unavailable(means):
+        elif reason := _why_not(name, settings, means):
             missing[name] = reason
     impossible = [name for name in settings.forced_transports if name in missing]
     if impossible:
@@ -50,3 +52,11 @@ def available_transports(settings: TransferSettings, means: TransportMeans) -> A
         tuple(module.importer(means) for module in modules),
         missing,
     )
+
+
+def _why_not(name: str, settings: TransferSettings, means: TransportMeans) -> str:
+    if not settings.forced_transports and name in _RESERVATIONS and (reason := _RESERVATIONS[name](means)):
+        return reason
+    reason = _MODULES[name].unavailable(means)
+    assert isinstance(reason, str)
+    return reason

@@ -26,6 +26,9 @@ from kvtransfer.importer import Expected, Imported, Importer
 from kvtransfer.service import KvTransferServicer
 from kvtransfer.transports.base import Channel, ExporterTransport, ImporterTransport, TransportError
 from kvtransfer.transports.loopback import Fault, FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
+from kvtransfer.transports.nixl import NixlImporter
+from kvtransfer.transports.nixl_agent import why_not_loadable
+from kvtransfer.transports.nixl_exporter import NixlExporter
 from kvtransfer.transports.shm import ShmExporter, ShmImporter
 from kvtransfer.transports.tcp import TcpExporter, TcpImporter
 from kvtransfer.wire_format import NativeFormat
@@ -46,6 +49,7 @@ class Counters:
         self.handoffs: Counter[tuple[str, str, str, str]] = Counter()
         self.fallbacks: list[tuple[str, str, str]] = []
         self.num_bytes = 0
+        self.num_verified = self.num_unverified = 0
         self.num_digest_failures = 0
         self.num_quarantined = 0
         self.num_lapses = 0
@@ -55,6 +59,10 @@ class Counters:
 
     def moved(self, *, transport: str, num_bytes: int) -> None:
         self.num_bytes += num_bytes
+
+    def checked(self, *, num_verified: int, num_unverified: int) -> None:
+        self.num_verified += num_verified
+        self.num_unverified += num_unverified
 
     def digest_failure(self, *, transport: str) -> None:
         self.num_digest_failures += 1
@@ -361,6 +369,10 @@ def transports(
     if name == "tcp":
         exporter = TcpExporter(memory=source, host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0)
         return exporter, TcpImporter(memory=target)
+    if name == "nixl":
+        if reason := why_not_loadable():
+            pytest.skip(reason)
+        return NixlExporter(memory=source, linger_s=5.0), NixlImporter(memory=target, timeout_s=DEADLINE_S)
     network = LoopbackNetwork()
     return LoopbackExporter(memory=source, network=network), LoopbackImporter(
         memory=target, network=network, schedule=schedule

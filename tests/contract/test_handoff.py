@@ -10,7 +10,7 @@ from kvtransfer import tickets
 from tests.contract.handoff_rig import DEADLINE_S, IMPORTER, KEY, Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 
-TRANSPORTS = ["loopback", "tcp", "shm"]
+TRANSPORTS = ["loopback", "tcp", "shm", "nixl"]
 
 
 @pytest.fixture(params=TRANSPORTS)

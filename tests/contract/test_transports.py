@@ -14,7 +14,7 @@ from cluster.errors import ConfigError
 from cluster.messages import Epoch, MemberId
 from engine.pool import KvPool
 from kvtransfer.memory import PoolMemory
-from kvtransfer.transports import shm, tcp
+from kvtransfer.transports import nixl, shm, tcp
 from kvtransfer.transports.available import Available, available_transports
 from kvtransfer.transports.base import ExporterTransport, ImporterTransport, TransportError, TransportMeans, negotiate
 from kvtransfer.transports.host_memory import runs
@@ -56,7 +56,13 @@ def _shm(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTra
     return ShmExporter(memory=source), ShmImporter(memory=target)
 
 
-@pytest.fixture(params=[_loopback, _tcp, _shm], ids=["loopback", "tcp", "shm"])
+def _nixl(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
+    if reason := nixl.unavailable(means(source)):
+        pytest.skip(reason)
+    return nixl.exporter(means(source)), nixl.importer(means(target))
+
+
+@pytest.fixture(params=[_loopback, _tcp, _shm, _nixl], ids=["loopback", "tcp", "shm", "nixl"])
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     make: Callable[[KvPool, KvPool], tuple[ExporterTransport, ImporterTransport]] = request.param
     source, target = random_pool(NUM_BLOCKS, seed=1), random_pool(NUM_BLOCKS, seed=2)
@@ -276,11 +282,14 @@ async def test_a_cancelled_loopback_read_writes_on_until_its_channel_is_destroye
     await importer.close()
 
 
-def available(memory: PoolMemory, kv_transports: str = "auto") -> Available:
-    means = TransportMeans(
+def means(memory: PoolMemory) -> TransportMeans:
+    return TransportMeans(
         member=EPOCH.exporter, memory=memory, host="127.0.0.1", advertise_host="127.0.0.1", timeout_s=5.0
     )
-    return available_transports(TransferSettings(kv_transports=kv_transports), means)
+
+
+def available(memory: PoolMemory, kv_transports: str = "auto") -> Available:
+    return available_transports(TransferSettings(kv_transports=kv_transports), means(memory))
 
 
 @pytest.mark.parametrize("forced", ["shm,tcp", "tcp,shm", "tcp"])

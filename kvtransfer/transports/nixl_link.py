@@ -1,0 +1,167 @@
+"""One exporter as this importer reaches it: an agent of its own, and the thread that makes its progress.
+
+Every read of a link ends in one of two ways: complete, or with the agent destroyed. Both prove that nothing is written
+any more. So a read that fails or passes its deadline ends the link, and with it whatever else was being read there.
+"""
+
+import asyncio
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.nixl_agent import Descriptors, NixlAgent, NixlError, Region
+from kvtransfer.transports.nixl_endpoint import TOKEN_BYTES, NixlEndpoint
+from kvtransfer.transports.nixl_pace import Pace
+from kvtransfer.transports.sockets import joined
+
+_NUM_SCRATCH_ROWS = 1024
+_LONGEST_REST_S = 0.001
+
+
+@dataclass(slots=True)
+class _Read:
+    """Where from, where to, and what whoever waits for it is told."""
+
+    there: tuple[Region, Descriptors]
+    here: tuple[Region, Descriptors]
+    deadline_s: float
+    ended: "Future[None]"
+    number: int = 0  # as the agent knows it, once it has started
+
+
+class NixlLink:
+    """Made on the event loop. The agent belongs to the thread; `_posted` and `_closing` are shared under the lock."""
+
+    def __init__(self, *, pool: Region, there: NixlEndpoint, timeout_s: float) -> None:
+        self._pool, self._there, self._timeout_s = pool, there, timeout_s
+        self._scratch = torch.zeros((_NUM_SCRATCH_ROWS, TOKEN_BYTES), dtype=torch.uint8)
+        self._scratch_region = Region.of(self._scratch)
+        self._free_scratch = list(range(_NUM_SCRATCH_ROWS))
+        self._changed = threading.Condition()
+        self._posted: list[_Read] = []
+        self._closing = False
+        self._error = ""
+        self._destroyed: Future[None] = Future()
+        self._destroyed.set_running_or_notify_cancel()
+        self._thread = threading.Thread(target=self._run, name="kv-nixl-read", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closing
+
+    @property
+    def is_destroyed(self) -> bool:
+        return self._destroyed.done()
+
+    async def check_admission(self, slot: int, token: bytes) -> None:
+        """Whether the exporter's table has the token. The first one connects. Raises TransportError."""
+        if not self._free_scratch:
+            raise TransportError("too many channels are being opened to one exporter")
+        row = self._free_scratch.pop()
+        read = self._post((self._there.admissions, [slot]), (self._scratch_region, [row]))
+        read.add_done_callback(lambda _: self._free_scratch.append(row))
+        await asyncio.wrap_future(read)
+        if self._scratch[row].numpy().tobytes() != token:
+            raise TransportError("the exporter does not know this epoch")
+
+    def read(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> "Future[None]":
+        """Ends with the bytes in place, or with TransportError and the link destroyed; it cannot be cancelled."""
+        return self._post((self._there.pool, remote_block_ids), (self._pool, local_block_ids))
+
+    def close(self) -> None:
+        """Begins the end of the link. Reads in flight fail."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+
+    async def destroyed(self) -> None:
+        """Until the agent is gone; for ever if the library does not give it up."""
+        await joined(self._destroyed)
+
+    def _post(self, there: tuple[Region, Sequence[int]], here: tuple[Region, Sequence[int]]) -> "Future[None]":
+        source, target = _merged(there, here)
+        read = _Read(source, target, time.monotonic() + self._timeout_s, Future())
+        read.ended.set_running_or_notify_cancel()
+        with self._changed:
+            if self._closing:
+                raise TransportError(self._error or "the link to the exporter is closed")
+            self._posted.append(read)
+            self._changed.notify()
+        return read.ended
+
+    def _run(self) -> None:
+        reads: list[_Read] = []
+        error = "the link to the exporter is closed"
+        agent: NixlAgent | None = None
+        try:
+            agent = self._connected()
+            self._work(agent, reads)
+        except (NixlError, ImportError) as failure:
+            error = str(failure)
+        with self._changed:
+            self._closing, self._error = True, error
+            reads += self._posted
+        if agent is not None:
+            agent.destroy()
+        self._destroyed.set_result(None)
+        for read in reads:
+            read.ended.set_exception(TransportError(error))
+
+    def _connected(self) -> NixlAgent:
+        agent = NixlAgent(f"importer-{secrets.token_hex(8)}")
+        for region in (self._pool, self._scratch_region):
+            agent.register(region)
+        agent.connect(self._there.metadata)
+        return agent
+
+    def _work(self, agent: NixlAgent, reads: list[_Read]) -> None:
+        """Until the link closes. Raises NixlError when a read has failed or is late."""
+        pace = Pace(_LONGEST_REST_S)
+        while True:
+            with self._changed:
+                if not reads:
+                    self._changed.wait_for(lambda: self._posted or self._closing)
+                if self._closing:
+                    return
+                new, self._posted = self._posted, []
+            reads += new  # before they start: whatever happens then, each has an end
+            for read in new:
+                read.number = agent.start_read(read.there, read.here)
+                pace.hurry(time.monotonic())
+            self._advance(agent, reads, pace)
+
+    def _advance(self, agent: NixlAgent, reads: list[_Read], pace: Pace) -> None:
+        now_s = time.monotonic()
+        for read in tuple(reads):
+            if agent.is_complete(read.number):
+                reads.remove(read)
+                read.ended.set_result(None)
+                pace.hurry(now_s)
+            elif now_s > read.deadline_s:
+                raise NixlError(f"no answer from the exporter within {self._timeout_s:g} s")
+        if reads and (rest_s := pace.rest_s(now_s)):
+            with self._changed:
+                self._changed.wait_for(lambda: self._posted or self._closing, rest_s)
+
+
+def _merged(
+    there: tuple[Region, Sequence[int]], here: tuple[Region, Sequence[int]]
+) -> tuple[tuple[Region, Descriptors], tuple[Region, Descriptors]]:
+    """Rows that are neighbours on both sides become one piece."""
+    sources, targets = np.array(there[1], dtype=np.uint64), np.array(here[1], dtype=np.uint64)
+    is_first = np.ones(len(sources), dtype=bool)
+    is_first[1:] = (np.diff(sources) != 1) | (np.diff(targets) != 1)
+    firsts = np.flatnonzero(is_first)
+    lengths = np.diff(np.append(firsts, len(sources))).astype(np.uint64)
+    return (
+        (there[0], there[0].pieces(sources[firsts], lengths)),
+        (here[0], here[0].pieces(targets[firsts], lengths)),
+    )
