@@ -1,9 +1,9 @@
 """Names for runs of tokens: the hash of a prompt, and the chain of its blocks' hashes.
 
-Keyed (BLAKE2b, RFC 7693), so that nobody without the cluster's key can aim at a collision. A chain begins at a root that
-covers the tenant's salt, the adapter, and what the KV travelled as: two tenants never share a block, and KV that was
-quantised on its way is never taken for what was computed. 16 bytes each. Router and workers must agree, so it is here
-once. Standard library only, pure.
+Keyed (BLAKE2b, RFC 7693), so that nobody without the cluster's key can aim at a collision. A chain begins at a root
+that covers the tenant's salt, the adapter, and what the KV travelled as: two tenants never share a block, and KV that
+was quantised on its way is never taken for what was computed. 16 bytes each. Router and workers must agree, so it is
+here once. Standard library only, pure.
 """
 
 import hashlib
@@ -79,6 +79,9 @@ class NamelessChain(BlockChain):
 
     def extend(self, token_ids: Sequence[int]) -> None:
         pass
+
+    def parent_of(self, index: int) -> bytes:
+        return b""
 
     def copy(self) -> "BlockChain":
         return NamelessChain()

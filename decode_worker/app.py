@@ -7,6 +7,7 @@ from collections.abc import Callable
 from cluster.clock import MonotonicClock
 from cluster.config import WorkerConfig
 from cluster.errors import Unavailable
+from cluster.hashing import keyed_chains, nameless_chains
 from cluster.member import Capacity
 from cluster.pair_wire import figures_to_wire
 from cluster.worker_life import WorkerLife
@@ -63,9 +64,10 @@ class _Worker:
         self._loop = asyncio.get_running_loop()
         clock = MonotonicClock()
         limits = _limits(config, engine)
+        new_chain = keyed_chains(life.key, config.block_size) if config.prefix_caching == "on" else nameless_chains()
         self._heartbeat_s = config.heartbeat_s
         self.steps = StepLoop[commands.Command, commands.Event](
-            DecodeScheduler(limits),
+            DecodeScheduler(limits, new_chain=new_chain, wire_dtype=config.kv_wire_dtype),
             engine.runner,
             clock,
             self._emit,
@@ -85,6 +87,8 @@ class _Worker:
             vocab_size=engine.model_info.vocab_size,
             limits=limits,
             cluster_key=life.key,
+            new_chain=new_chain,
+            wire_dtype=config.kv_wire_dtype,
             stream_grace_s=config.stream_grace_s,
             inspections=inspections,
             telemetry=life.telemetry,
@@ -108,7 +112,7 @@ class _Worker:
                 _LOG.debug("the step thread is in a long step; the figures before it stand")
             else:
                 running, waiting = int(inspected.figures["running"]), int(inspected.figures["waiting"])
-                free_blocks = inspected.blocks["free"]
+                free_blocks = inspected.blocks["free"] + inspected.blocks["cached"]
             self.service.beat(
                 worker_pb2.Heartbeat(
                     step=self.steps.progress.steps,

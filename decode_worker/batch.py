@@ -4,7 +4,8 @@ Owns the block pool, the reservations of hand-offs and the order among sequences
 time. One rule settles every contest for slots and blocks: the older arrival goes first, and what a running sequence
 needs comes before anything that is not running.
 
-* A hand-off reserves all its blocks at once, above a watermark of free blocks for running and preempted sequences.
+* A hand-off reserves all its blocks at once, above a watermark of blocks that running and preempted sequences may take;
+  what is known of its prompt is shared, and only the rest counts.
 * A waiting sequence reserves its known tokens' blocks at once. Choices of one prompt share them, and part at its end.
 * A decoding sequence grows by one block when it crosses a boundary. When none is free the youngest sequence that holds
   blocks is preempted: its blocks are freed, and it waits, at its age, to be computed again from its known tokens. If
@@ -18,22 +19,25 @@ admission.
 
 from collections.abc import Iterator
 
+from cluster.hashing import NATIVE, NewChain
 from decode_worker.limits import DecodeLimits
-from decode_worker.reservations import Claim, Reservations
+from decode_worker.reservations import Claim, Grant, Reservations
 from decode_worker.sequences import ByAge, Sequence
 from engine.block_pool import BlockPool, BlockState
-from engine.schedule import blocks_for
+from engine.schedule import blocks_for, sealed_blocks
 from engine.step import BlockCopy
 
 
 class Batch:
     """A sequence is in exactly one of four places from `add_...` until `drop`."""
 
-    def __init__(self, limits: DecodeLimits) -> None:
+    def __init__(self, limits: DecodeLimits, new_chain: NewChain) -> None:
         self._limits = limits
+        self._new_chain = new_chain
         self.pool = BlockPool(limits.num_blocks)
         self.reservations = Reservations(self.pool)
         self.preemptions = 0
+        self.tokens_cached = 0
         self._running = ByAge()  # have blocks and a slot
         self._imported = ByAge()  # have blocks, wait for a slot
         self._waiting = ByAge()  # have nothing
@@ -58,16 +62,22 @@ class Batch:
     def add_waiting(self, sequence: Sequence) -> None:
         self._waiting.add(sequence)
 
-    def grant_reservations(self) -> list[tuple[int, tuple[int, ...]]]:
-        """(hand-off, blocks) of those whose turn it is."""
-        return self.reservations.grant(self._blocks_to_leave) if self.reservations.num_waiting else []
+    def grant_reservations(self) -> list[Grant]:
+        """Of those whose turn it is."""
+        granted = self.reservations.grant(self._blocks_to_leave) if self.reservations.num_waiting else []
+        self.tokens_cached += sum(grant.num_cached for grant in granted) * self._limits.block_size
+        return granted
 
     def join_imported(self) -> None:
         """What holds blocks takes the free slots, except those that an older waiting sequence can use now."""
+        if not len(self._imported):
+            return
         head = self._waiting.oldest
+        if head is not None and not self._may_take_blocks(head):
+            head = None
         for sequence in tuple(self._imported):
             num_slots = self._num_free_slots
-            if head is not None and head.rank < sequence.rank and self._may_take_blocks(head):
+            if head is not None and head.rank < sequence.rank:
                 num_slots -= len(head.choices)
             if num_slots < 1:
                 break
@@ -84,17 +94,30 @@ class Batch:
         return (sequence for sequence in self._running if sequence.num_left > 1)
 
     def start_waiting(self) -> Sequence | None:
-        """The oldest waiting sequence, running now, with its blocks; None while it has to wait."""
+        """The oldest waiting sequence, running now, with its blocks, of which those that were found are computed; None
+        while it has to wait."""
         sequence = self._waiting.oldest
         if sequence is None or len(sequence.choices) > self._num_free_slots or not self._may_take_blocks(sequence):
             return None
         num_shared = blocks_for(len(sequence.token_ids), self._limits.block_size)
-        block_ids = self.pool.reserve(self._num_needed(sequence))
+        cached = self._find(sequence)
+        block_ids = self.pool.reserve_beside(cached, self._num_needed(sequence) - len(cached))
         assert block_ids is not None
         sequence.block_ids, sequence.spare_ids = block_ids[:num_shared], block_ids[num_shared:]
+        sequence.num_computed = sequence.num_cached = len(cached) * self._limits.block_size
+        self.tokens_cached += sequence.num_cached
         self._waiting.remove(sequence)
         self._running.add(sequence)
         return sequence
+
+    def keep_sealed(self, sequence: Sequence) -> None:
+        """What it has filled since the last time can be found by others with the same beginning."""
+        num_sealed = sealed_blocks(sequence.num_computed, self._limits.block_size)
+        if num_sealed == sequence.num_kept:
+            return
+        chain, first, sequence.num_kept = sequence.chain, sequence.num_kept, num_sealed
+        chain.extend(sequence.token_ids)
+        self.pool.keep(sequence.block_ids[first:num_sealed], chain.hashes[first:num_sealed], chain.parent_of(first))
 
     def part(self, sequence: Sequence, numbers: Iterator[int]) -> list[Sequence]:
         """One running sequence per choice, on the same blocks. Each but the first has a spare for its own tail."""
@@ -108,7 +131,9 @@ class Batch:
                 group=sequence.group,
                 choices=(choice,),
                 token_ids=list(sequence.token_ids),
+                chain=sequence.chain.copy(),
                 num_computed=sequence.num_computed,
+                num_kept=sequence.num_kept,
                 block_ids=sequence.block_ids,
                 spare_ids=spare_ids[place : place + 1],
                 has_run=True,
@@ -203,7 +228,8 @@ class Batch:
         """By recompute: it waits at its age, with its tokens and nothing else."""
         self.preemptions += 1
         self.drop(sequence)
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_kept = 0
+        sequence.chain = self._new_chain(sequence.group.job.cache_salt, NATIVE)  # whatever it was imported as
         self._waiting.add(sequence)
 
     def _may_take_blocks(self, sequence: Sequence) -> bool:
@@ -213,8 +239,16 @@ class Batch:
             return False
         # The watermark is kept for sequences that ran before, and from nobody where nothing runs.
         spares = not sequence.has_run and (len(self._running) or len(self._imported))
-        num_left = self.pool.num_free - self._num_needed(sequence)
+        cached = self._find(sequence)
+        num_left = self.pool.num_available_beside(cached) - (self._num_needed(sequence) - len(cached))
         return num_left >= (self._limits.num_watermark_blocks if spares else 0)
+
+    def _find(self, sequence: Sequence) -> tuple[int, ...]:
+        """Blocks that hold the beginning of a waiting one's tokens. At least the last token is computed, in a block of
+        its own: its logits are wanted."""
+        sequence.chain.extend(sequence.token_ids)
+        num_wanted = sealed_blocks(len(sequence.token_ids) - 1, self._limits.block_size)
+        return self.pool.find(sequence.chain.hashes[:num_wanted])
 
     def _blocks_to_leave(self, claim: Claim) -> int:
         older = (sequence for sequence in self._waiting if sequence.group.number < claim.number)

@@ -12,10 +12,12 @@ from cluster.messages import DecodeJob, Inspect, Inspected, MemberId, SampledTok
 @dataclass(frozen=True, slots=True)
 class Reserve:
     """Set blocks aside for one hand-off: all at once, oldest hand-off first, above the watermark. Answered by Reserved
-    when they are there, or by Unreservable when they can never be."""
+    when they are there, or by Unreservable when they can never be. `block_hashes`: of the full blocks that come first;
+    what is known by them is not moved."""
 
     handoff_id: int
     num_blocks: int
+    block_hashes: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +98,11 @@ Command = Reserve | Discard | Quiet | AdmitImported | AdmitLocal | CancelSequenc
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
+    """The first `num_cached` hold their content already."""
+
     handoff_id: int
     block_ids: tuple[int, ...]
+    num_cached: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +115,13 @@ class Unreservable:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """These joined the batch. `queue_s`: from AdmitImported or AdmitLocal to the first step that holds them."""
+    """These joined the batch. `queue_s`: from AdmitImported or AdmitLocal to the first step that holds them.
+    `num_cached`: tokens whose KV was here before them."""
 
     router: MemberId
     handles: tuple[int, ...]
     queue_s: float
+    num_cached: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +163,7 @@ class Frozen:
     has but `last_token_id`, drawn last."""
 
     ticket_id: bytes
+    request_id: str
     token_ids: tuple[int, ...]
     last_token_id: int
     num_output: int
@@ -183,14 +191,5 @@ class ThawRefused:
 
 
 Event = (
-    Reserved
-    | Unreservable
-    | Started
-    | StepTokens
-    | Failed
-    | Frozen
-    | FreezeRefused
-    | Thawed
-    | ThawRefused
-    | Inspected
+    Reserved | Unreservable | Started | StepTokens | Failed | Frozen | FreezeRefused | Thawed | ThawRefused | Inspected
 )

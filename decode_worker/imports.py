@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cluster.errors import TandemError
-from cluster.hashing import hash_prompt
+from cluster.hashing import NewChain, hash_prompt
 from cluster.messages import DecodeJob, MemberId
 from decode_worker import commands
 from kvtransfer.block_source import Reservation
@@ -31,12 +31,16 @@ class Imports:
         *,
         importer: Importer,
         cluster_key: bytes,
+        new_chain: NewChain,
+        wire_dtype: str,
         post: Callable[[commands.Command], None],
         on_admitted: Callable[[DecodeJob, Imported, frozenset[int]], None],
         on_failed: Callable[[DecodeJob, TandemError], None],
     ) -> None:
         self._importer = importer
         self._cluster_key = cluster_key
+        self._new_chain = new_chain
+        self._wire_dtype = wire_dtype
         self._post = post
         self._on_admitted = on_admitted
         self._on_failed = on_failed
@@ -73,7 +77,7 @@ class Imports:
         """Waits until the step thread has set all of them aside. Raises HandOffFailed if it never can."""
         reservation: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
         self._reservations[handoff_id] = reservation
-        self._post(commands.Reserve(handoff_id, num_blocks))
+        self._post(commands.Reserve(handoff_id, num_blocks, self._block_hashes(self._imports[handoff_id].job)))
         try:
             return await reservation
         finally:
@@ -88,7 +92,7 @@ class Imports:
     def on_reserved(self, event: commands.Reserved) -> None:
         reservation = self._reservations.get(event.handoff_id)
         if reservation is not None and not reservation.done():
-            reservation.set_result(Reservation(event.block_ids))
+            reservation.set_result(Reservation(event.block_ids, event.num_cached))
 
     def on_unreservable(self, event: commands.Unreservable) -> None:
         reservation = self._reservations.get(event.handoff_id)
@@ -110,9 +114,13 @@ class Imports:
             self._admit(handoff_id, entry, imported)
 
     def _expected(self, job: DecodeJob) -> Expected:
-        """A ticket covers the prompt and, for a resumed sequence, the tokens that its client has already."""
-        token_ids = job.prompt_token_ids + job.sequences[0].committed_token_ids
+        token_ids = _token_ids(job)
         return Expected(len(token_ids), hash_prompt(self._cluster_key, token_ids), len(job.sequences))
+
+    def _block_hashes(self, job: DecodeJob) -> tuple[bytes, ...]:
+        chain = self._new_chain(job.cache_salt, self._wire_dtype)
+        chain.extend(_token_ids(job))
+        return tuple(chain.hashes)
 
     def _admit(self, handoff_id: int, entry: _Import, imported: Imported) -> None:
         self._post(
@@ -125,3 +133,8 @@ class Imports:
             )
         )
         self._on_admitted(entry.job, imported, frozenset(entry.cancelled_handles))
+
+
+def _token_ids(job: DecodeJob) -> tuple[int, ...]:
+    """What a ticket covers: the prompt and, for a resumed sequence, the tokens that its client has already."""
+    return job.prompt_token_ids + job.sequences[0].committed_token_ids

@@ -14,12 +14,14 @@ class Claim:
     number: int  # arrival, comparable with `Group.number`
     handoff_id: int
     num_blocks: int
+    block_hashes: tuple[bytes, ...]  # of the first of them, by which they may be found
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    number: int
+    claim: Claim
     block_ids: tuple[int, ...]
+    num_cached: int  # of the first of them, which were found
 
 
 class Reservations:
@@ -46,17 +48,19 @@ class Reservations:
         assert claim.handoff_id not in self._claims and claim.handoff_id not in self._grants, f"{claim} reserves twice"
         self._claims[claim.handoff_id] = claim
 
-    def grant(self, blocks_to_leave: Callable[[Claim], int]) -> list[tuple[int, tuple[int, ...]]]:
-        """Gives the oldest claims their blocks while enough others stay free. Answers (hand-off, blocks) for each."""
+    def grant(self, blocks_to_leave: Callable[[Claim], int]) -> list[Grant]:
+        """Gives the oldest claims their blocks while enough others stay available."""
         granted = []
         while (claim := self.oldest) is not None:
-            if self._pool.num_free - claim.num_blocks < blocks_to_leave(claim):
+            cached = self._pool.find(claim.block_hashes)
+            num_fresh = claim.num_blocks - len(cached)
+            if self._pool.num_available_beside(cached) - num_fresh < blocks_to_leave(claim):
                 break
-            block_ids = self._pool.reserve(claim.num_blocks)
+            block_ids = self._pool.reserve_beside(cached, num_fresh)
             assert block_ids is not None
             del self._claims[claim.handoff_id]
-            self._grants[claim.handoff_id] = Grant(claim.number, block_ids)
-            granted.append((claim.handoff_id, block_ids))
+            grant = self._grants[claim.handoff_id] = Grant(claim, block_ids, len(cached))
+            granted.append(grant)
         return granted
 
     def take(self, handoff_id: int) -> Grant | None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import count
 
 from cluster.errors import DeadlineExceeded, DuplicateRequest, InternalError, NotFound, QueueFull, TandemError
+from cluster.hashing import NATIVE, BlockChain, NewChain
 from cluster.messages import DecodeJob, Inspect, Inspected, MemberId, SampledToken, SequenceStart
 from decode_worker.batch import Batch
 from decode_worker.commands import (
@@ -35,7 +36,7 @@ from decode_worker.commands import (
 )
 from decode_worker.limits import DecodeLimits
 from decode_worker.offers import Offers
-from decode_worker.reservations import Claim
+from decode_worker.reservations import Claim, Grant
 from decode_worker.sequences import Group, Sequence
 from engine.deadlines import Deadlines
 from engine.schedule import ChunkBudget, blocks_for
@@ -46,9 +47,11 @@ from engine.stops import banned_token_ids, finish_reason
 class DecodeScheduler:
     """Implements `engine.step.Scheduler`."""
 
-    def __init__(self, limits: DecodeLimits) -> None:
+    def __init__(self, limits: DecodeLimits, *, new_chain: NewChain, wire_dtype: str = NATIVE) -> None:
         self._limits = limits
-        self._batch = Batch(limits)
+        self._new_chain = new_chain
+        self._wire_dtype = wire_dtype  # of the KV that is imported
+        self._batch = Batch(limits, new_chain)
         self._offers = Offers(self._batch.pool, limits.block_size)
         self._sequences: dict[tuple[MemberId, int], Sequence] = {}  # of every live (router, handle)
         self._groups: dict[int, Group] = {}
@@ -115,6 +118,7 @@ class DecodeScheduler:
         for sequence, chunk, drawn in zip(self._in_step, plan.chunks, result.tokens, strict=True):
             sequence.num_computed += len(chunk.token_ids)
             self._tokens_computed += len(chunk.token_ids)
+            self._batch.keep_sealed(sequence)
             if drawn:
                 tokens += self._append(sequence, drawn)
         self._tokens_drawn += len(tokens)
@@ -145,29 +149,37 @@ class DecodeScheduler:
             refusal = QueueFull(f"{self._limits.max_queue} hand-offs wait for blocks, which is --max-queue: try later")
         if refusal is not None:
             return (Unreservable(command.handoff_id, refusal),)
-        self._batch.reservations.claim(Claim(next(self._arrivals), command.handoff_id, command.num_blocks))
+        claim = Claim(next(self._arrivals), command.handoff_id, command.num_blocks, command.block_hashes)
+        self._batch.reservations.claim(claim)
         return ()
 
     def _grant_reservations(self) -> tuple[Event, ...]:
-        return tuple(Reserved(handoff_id, block_ids) for handoff_id, block_ids in self._batch.grant_reservations())
+        granted = self._batch.grant_reservations()
+        return tuple(Reserved(grant.claim.handoff_id, grant.block_ids, grant.num_cached) for grant in granted)
 
     def _admit_imported(self, command: AdmitImported, now_s: float) -> tuple[Event, ...]:
         job, grant = command.job, self._batch.reservations.take(command.handoff_id)
         if grant is None:
             return (_refused(job, InternalError(f"hand-off {command.handoff_id} has no blocks here")),)
         refusal = self._refusal(job) or self._limits.import_refusal(command, grant.block_ids)
-        if refusal is None and any(token_id is not None for token_id in command.first_tokens):
-            self._admit_choices(command, grant.number, now_s)
-        self._batch.pool.release(grant.block_ids)  # what no sequence shares is free now
+        if refusal is None:
+            chain = self._new_chain(job.cache_salt, self._wire_dtype)
+            chain.hashes = list(grant.claim.block_hashes)
+            self._batch.pool.keep(command.sealed_block_ids, chain.hashes, chain.parent_of(0))
+            if any(token_id is not None for token_id in command.first_tokens):
+                self._admit_choices(command, grant, chain, now_s)
+        self._batch.pool.release(grant.block_ids)  # what no sequence shares is free now, or cached
         return (_refused(job, refusal),) if refusal is not None else ()
 
-    def _admit_choices(self, command: AdmitImported, number: int, now_s: float) -> None:
-        group = self._new_group(number, command.job, now_s)
+    def _admit_choices(self, command: AdmitImported, grant: Grant, chain: BlockChain, now_s: float) -> None:
+        group = self._new_group(grant.claim.number, command.job, now_s)
         for index, (start, first_token_id) in enumerate(zip(command.job.sequences, command.first_tokens, strict=True)):
             if first_token_id is None:
                 continue
-            sequence = self._new_sequence(group, ((index, start),))
+            sequence = self._new_sequence(group, ((index, start),), chain.copy())
             sequence.num_computed = len(sequence.token_ids)
+            sequence.num_kept = len(command.sealed_block_ids)
+            sequence.num_cached = grant.num_cached * self._limits.block_size
             sequence.token_ids.append(first_token_id)
             sequence.block_ids = command.sealed_block_ids + command.tail_block_ids[index : index + 1]
             self._batch.pool.share(sequence.block_ids)
@@ -183,11 +195,11 @@ class DecodeScheduler:
         fresh = tuple((i, start) for i, start in enumerate(job.sequences) if not start.committed_token_ids)
         alone = [(i, start) for i, start in enumerate(job.sequences) if start.committed_token_ids]
         if fresh and self._limits.fit_together(len(job.prompt_token_ids), len(fresh)):
-            self._batch.add_waiting(self._new_sequence(group, fresh))
+            self._batch.add_waiting(self._new_sequence(group, fresh, self._new_chain(job.cache_salt, NATIVE)))
         else:
             alone += fresh
         for choice in alone:
-            self._batch.add_waiting(self._new_sequence(group, (choice,)))
+            self._batch.add_waiting(self._new_sequence(group, (choice,), self._new_chain(job.cache_salt, NATIVE)))
         return ()
 
     def _refusal(self, job: DecodeJob) -> TandemError | None:
@@ -202,10 +214,12 @@ class DecodeScheduler:
         self._deadlines.add(number, now_s + job.timeout_s)
         return group
 
-    def _new_sequence(self, group: Group, choices: tuple[tuple[int, SequenceStart], ...]) -> Sequence:
+    def _new_sequence(
+        self, group: Group, choices: tuple[tuple[int, SequenceStart], ...], chain: BlockChain
+    ) -> Sequence:
         """Of choices that go on from the same tokens. They are live from here on."""
         token_ids = list(group.job.prompt_token_ids + choices[0][1].committed_token_ids)
-        sequence = Sequence(next(self._numbers), group, choices, token_ids)
+        sequence = Sequence(next(self._numbers), group, choices, token_ids, chain)
         group.num_live += len(choices)
         for _, start in choices:
             self._sequences[group.job.router, start.handle] = sequence
@@ -221,6 +235,7 @@ class DecodeScheduler:
         sealed_ids, tail = self._offers.lease(command.ticket_id, sequence)
         return Frozen(
             ticket_id=command.ticket_id,
+            request_id=sequence.group.job.request_id,
             token_ids=tuple(sequence.token_ids[: sequence.num_computed]),
             last_token_id=sequence.token_ids[-1],
             num_output=sequence.num_output,
@@ -255,7 +270,8 @@ class DecodeScheduler:
         for number, sequences in first.items():
             handles = tuple(start.handle for sequence in sequences for _, start in sequence.choices)
             group = self._groups[number]
-            events.append(Started(group.job.router, handles, now_s - group.admitted_s))
+            num_cached = max(sequence.num_cached for sequence in sequences)
+            events.append(Started(group.job.router, handles, now_s - group.admitted_s, num_cached))
         return tuple(events)
 
     def _chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
@@ -335,6 +351,8 @@ class DecodeScheduler:
             "preemptions": self._batch.preemptions,
             "tokens_drawn": self._tokens_drawn,
             "tokens_computed": self._tokens_computed,
+            "tokens_cached": self._batch.tokens_cached,
+            "blocks_evicted": self._batch.pool.num_evicted,
             "sequences_done": self._sequences_done,
         }
         blocks = self._batch.pool.counts()

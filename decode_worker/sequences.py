@@ -8,6 +8,7 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from cluster.hashing import BlockChain
 from cluster.messages import DecodeJob, SequenceStart
 
 Rank = tuple[int, int]  # (arrival of the group, choice): less is older
@@ -31,7 +32,10 @@ class Sequence:
     group: Group
     choices: tuple[tuple[int, SequenceStart], ...]  # (index in the job, start)
     token_ids: list[int]
+    chain: BlockChain  # names of its full blocks
     num_computed: int = 0
+    num_kept: int = 0  # leading blocks that are sealed and in the prefix cache
+    num_cached: int = 0  # leading tokens whose KV was here before it
     block_ids: tuple[int, ...] = ()
     # Set aside for private copies of a shared tail: one per further choice before they part, then at most the own.
     spare_ids: tuple[int, ...] = ()

@@ -13,6 +13,7 @@ import grpc
 
 from cluster import wire
 from cluster.errors import Draining, HandOffFailed, InvalidRequest, TandemError, Unavailable
+from cluster.hashing import NewChain
 from cluster.messages import DecodeJob, Inspected, MemberId
 from cluster.telemetry import Telemetry
 from cluster.worker_service import Inspections
@@ -52,6 +53,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         vocab_size: int,
         limits: DecodeLimits,
         cluster_key: bytes,
+        new_chain: NewChain,
+        wire_dtype: str,
         stream_grace_s: float,
         inspections: Inspections,
         telemetry: Telemetry,
@@ -66,6 +69,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self.imports = Imports(
             importer=importer,
             cluster_key=cluster_key,
+            new_chain=new_chain,
+            wire_dtype=wire_dtype,
             post=steps.post,
             on_admitted=self._on_imported,
             on_failed=self._on_import_failed,
@@ -225,7 +230,9 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
     def _on_started(self, event: commands.Started) -> None:
         arrivals = [self._arrivals.pop((event.router, handle), None) for handle in event.handles]
-        started = worker_pb2.SequenceStarted(handles=event.handles, queue_s=event.queue_s, transport=_LOCAL)
+        started = worker_pb2.SequenceStarted(
+            handles=event.handles, queue_s=event.queue_s, transport=_LOCAL, num_cached=event.num_cached
+        )
         known = [arrival for arrival in arrivals if arrival is not None]
         if known and len(known) == len(arrivals):
             started.first_token_ids = wire.pack_ids([arrival.first_token_id for arrival in known])

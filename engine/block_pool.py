@@ -79,10 +79,20 @@ class BlockPool:
         """The blocks of the longest beginning of this chain that are here, to be shared before anything else."""
         return self._cache.match(block_hashes)
 
+    def reserve_beside(self, found: Sequence[int], num_blocks: int) -> tuple[int, ...] | None:
+        """Shares what was found and reserves so many more behind it; None, and neither, when there are fewer."""
+        if num_blocks > self.num_available_beside(found):
+            return None
+        self.share(found)
+        fresh = self.reserve(num_blocks)
+        assert fresh is not None
+        return (*found, *fresh)
+
     def keep(self, block_ids: Sequence[int], block_hashes: Sequence[bytes], parent: bytes) -> None:
-        """Consecutive sealed blocks of somebody who refers to them, the first of which continues `parent`: they can be
-        found from now on, and stay when nobody uses them, as long as there is room. Of equal ones the first is kept."""
-        for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
+        """Consecutive sealed blocks of somebody who refers to them, the first of which continues `parent`: those that
+        have a hash can be found from now on, and stay when nobody uses them, as long as there is room. The first of
+        equal ones is kept."""
+        for block_id, block_hash in zip(block_ids, block_hashes, strict=False):
             self._require(self._references[block_id] > 0, "keep", block_id)
             self._cache.add(block_id, block_hash, parent)
             parent = block_hash

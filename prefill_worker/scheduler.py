@@ -194,11 +194,9 @@ class PrefillScheduler:
         # At least the last token is computed: its logits are the answer. The block it is in stays this job's own.
         cached = self._pool.find(waiting.chain.hashes[: sealed_blocks(len(token_ids) - 1, self._block_size)])
         num_missing = blocks_for(len(token_ids), self._block_size) - len(cached)
-        if self._pool.num_available_beside(cached) < num_missing:
+        block_ids = self._pool.reserve_beside(cached, num_missing)
+        if block_ids is None:
             return None
-        self._pool.share(cached)
-        fresh = self._pool.reserve(num_missing)
-        assert fresh is not None
         num_cached = len(cached) * self._block_size
         self._tokens_cached += num_cached
         del self._queue[waiting.ticket_id]
@@ -207,7 +205,7 @@ class PrefillScheduler:
             ticket_id=waiting.ticket_id,
             job=waiting.job,
             has_importer=waiting.has_importer,
-            block_ids=cached + fresh,
+            block_ids=block_ids,
             chain=waiting.chain,
             num_cached=num_cached,
             num_computed=num_cached,
@@ -245,10 +243,8 @@ class PrefillScheduler:
         return (Sealed(running.ticket_id, first_index, newly_sealed),)
 
     def _keep(self, running: _Running, num_sealed: int) -> None:
-        first = running.num_kept
-        hashes = running.chain.hashes[first:num_sealed]
-        running.num_kept += len(hashes)
-        self._pool.keep(running.block_ids[first : running.num_kept], hashes, running.chain.parent_of(first))
+        chain, first, running.num_kept = running.chain, running.num_kept, num_sealed
+        self._pool.keep(running.block_ids[first:num_sealed], chain.hashes[first:num_sealed], chain.parent_of(first))
 
     def _finish(self, running: _Running, drawn: tuple[DrawnToken, ...], now_s: float) -> Event:
         num_valid = tail_length(len(running.job.token_ids), self._block_size)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from cluster.hashing import NATIVE, keyed_chains, nameless_chains
 from cluster.messages import DecodeJob, FinishReason, Inspect, Inspected, MemberId, Sampling, SequenceStart, TokenStops
 from decode_worker.commands import (
     AdmitImported,
@@ -66,11 +67,18 @@ class HandOff:
     handoff_id: int
     job: DecodeJob
     block_ids: tuple[int, ...] | None = None
+    num_cached: int = 0
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.job.prompt_token_ids + self.job.sequences[0].committed_token_ids
 
 
 @dataclass
 class DecodeBench:
     limits: DecodeLimits
+    prefix_caching: bool = True
+    wire_dtype: str = NATIVE
     now_s: float = 0.0
     choices: dict[int, Choice] = field(default_factory=dict)
     handoffs: dict[int, HandOff] = field(default_factory=dict)
@@ -83,7 +91,8 @@ class DecodeBench:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        self.scheduler = DecodeScheduler(self.limits)
+        self.new_chain = keyed_chains(b"key", self.limits.block_size) if self.prefix_caching else nameless_chains()
+        self.scheduler = DecodeScheduler(self.limits, new_chain=self.new_chain, wire_dtype=self.wire_dtype)
         self.runner = FakePagedRunner(self.limits.num_blocks, self.limits.block_size)
         self._next_handle = 0
         self._next_handoff = 0
@@ -100,6 +109,7 @@ class DecodeBench:
         stops: Iterable[int] = (),
         min_tokens: int = 0,
         timeout_s: float = 1e6,
+        salt: str = "",
     ) -> DecodeJob:
         """`committed`: how many tokens each choice has already; they are those of the serial run."""
         prompt = tuple(prompt)
@@ -110,7 +120,7 @@ class DecodeBench:
             handle, self._next_handle = self._next_handle, self._next_handle + 1
             known = self.serial(prompt, token_stops, seed=handle, num_output=counts[place])
             starts.append(SequenceStart(handle, seed=handle, committed_token_ids=known))
-        return DecodeJob("request", 0, ROUTER, prompt, Sampling(), token_stops, tuple(starts), None, timeout_s)
+        return DecodeJob("request", 0, ROUTER, prompt, Sampling(), token_stops, tuple(starts), None, timeout_s, salt)
 
     def serial(self, prompt: tuple[int, ...], stops: TokenStops, seed: int, num_output: int) -> tuple[int, ...]:
         """The first tokens of the output, whether or not they would have ended it."""
@@ -129,20 +139,23 @@ class DecodeBench:
         """Choices of a hand-off go on from the same tokens."""
         handoff = self.handoffs[self._next_handoff] = HandOff(self._next_handoff, job)
         self._next_handoff += 1
-        num_tokens = len(job.prompt_token_ids) + len(job.sequences[0].committed_token_ids)
-        self.apply(Reserve(handoff.handoff_id, self.limits.num_needed(num_tokens, len(job.sequences))))
+        num_blocks = self.limits.num_needed(len(handoff.token_ids), len(job.sequences))
+        chain = self.new_chain(job.cache_salt, self.wire_dtype)
+        chain.extend(handoff.token_ids)
+        self.apply(Reserve(handoff.handoff_id, num_blocks, tuple(chain.hashes)))
         return handoff
 
     def finish(self, handoff: HandOff) -> None:
         """The importer has read everything: writes it, and admits what did not end with its first token."""
         assert handoff.block_ids is not None
         del self.handoffs[handoff.handoff_id]
-        job, size = handoff.job, self.limits.block_size
-        token_ids = job.prompt_token_ids + job.sequences[0].committed_token_ids
+        job, size, token_ids = handoff.job, self.limits.block_size, handoff.token_ids
         num_sealed = len(token_ids) // size
         sealed_ids = handoff.block_ids[:num_sealed]
         tail_ids = handoff.block_ids[num_sealed:] if len(token_ids) % size else ()
         for place, token_id in enumerate(token_ids):
+            if place < handoff.num_cached * size:
+                continue  # not moved: it was here
             for block_id in sealed_ids[place // size : place // size + 1] or tail_ids:
                 self.runner.written[block_id][place % size] = token_id
         self._track(job)
@@ -247,11 +260,12 @@ class DecodeBench:
         return [handle for handle, choice in self.choices.items() if not choice.ended]
 
     def assert_idle(self) -> None:
-        """Everything ended, and every block is free."""
+        """Everything ended, and no block is in use."""
         inspected = self.inspect()
         assert inspected.violation == ""
         assert self.live == []
-        assert inspected.blocks["free"] == self.limits.num_blocks, inspected.blocks
+        assert inspected.blocks["free"] + inspected.blocks["cached"] == self.limits.num_blocks, inspected.blocks
+        assert self.prefix_caching or not inspected.blocks["cached"]
         assert inspected.figures["running"] == inspected.figures["waiting"] == 0
 
     def _track(self, job: DecodeJob) -> None:
@@ -277,10 +291,13 @@ class DecodeBench:
     def _take_in(self, events: tuple[Event, ...]) -> None:
         for event in events:
             match event:
-                case Reserved(handoff_id, block_ids):
-                    assert self.handoffs[handoff_id].block_ids is None, "reserved twice"
-                    self.handoffs[handoff_id].block_ids = block_ids
-                    for block_id in block_ids:
+                case Reserved(handoff_id, block_ids, num_cached):
+                    handoff = self.handoffs[handoff_id]
+                    assert handoff.block_ids is None, "reserved twice"
+                    handoff.block_ids, handoff.num_cached = block_ids, num_cached
+                    found = handoff.token_ids[: num_cached * self.limits.block_size]
+                    assert self.runner.read(block_ids[:num_cached], len(found)) == found
+                    for block_id in block_ids[num_cached:]:
                         self.runner.scribble(block_id, mark=handoff_id + 1)
                 case Unreservable():
                     del self.handoffs[event.handoff_id]

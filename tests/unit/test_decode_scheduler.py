@@ -23,18 +23,33 @@ from tests.unit.decode_bench import DecodeBench, HandOff, limits
 from tests.unit.fake_paged_runner import num_tokens
 
 
+def _prompt(num_shared: int, rest: list[int]) -> list[int]:
+    return [*range(1, num_shared + 1), *rest] or [1]
+
+
+# Many begin alike: what one sequence has computed, another one finds.
+_PROMPTS = st.builds(_prompt, st.integers(0, 10), st.lists(st.integers(1, 49), max_size=6))
+
+
 class _AnySchedule(RuleBasedStateMachine):
     """Arrivals, hand-offs that come, fail and linger, cancels, failing steps and deadlines, over pools too small."""
 
     @initialize(
-        num_blocks=st.integers(4, 12),
+        num_blocks=st.integers(4, 14),
         block_size=st.integers(1, 4),
         max_num_seqs=st.integers(1, 5),
         max_prefill_tokens=st.integers(1, 9),
         watermark=st.sampled_from([0.0, 0.1, 0.3]),
+        wire_dtype=st.sampled_from(["native", "int8"]),
     )
     def start(
-        self, num_blocks: int, block_size: int, max_num_seqs: int, max_prefill_tokens: int, watermark: float
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_prefill_tokens: int,
+        watermark: float,
+        wire_dtype: str,
     ) -> None:
         self.bench = DecodeBench(
             limits(
@@ -44,11 +59,12 @@ class _AnySchedule(RuleBasedStateMachine):
                 max_prefill_tokens=max_prefill_tokens,
                 watermark=watermark,
                 max_queue=5,
-            )
+            ),
+            wire_dtype=wire_dtype,
         )
 
     @rule(
-        prompt=st.lists(st.integers(1, 49), min_size=1, max_size=14),
+        prompt=_PROMPTS,
         max_tokens=st.integers(1, 12),
         num_committed=st.lists(st.integers(0, 3), min_size=1, max_size=3),
         min_tokens=st.integers(0, 4),
@@ -76,7 +92,7 @@ class _AnySchedule(RuleBasedStateMachine):
         self.bench.admit(job)
 
     @rule(
-        prompt=st.lists(st.integers(1, 49), min_size=1, max_size=14),
+        prompt=_PROMPTS,
         max_tokens=st.integers(1, 12),
         num_choices=st.integers(1, 3),
         stops=st.sets(st.integers(0, 49), max_size=10),
@@ -93,7 +109,8 @@ class _AnySchedule(RuleBasedStateMachine):
     @rule(data=st.data())
     def discard(self, data: st.DataObject) -> None:
         handoff = data.draw(st.sampled_from(list(self.bench.handoffs.values())))
-        lingering = data.draw(st.sets(st.sampled_from(handoff.block_ids))) if handoff.block_ids else set()
+        fresh_ids = (handoff.block_ids or ())[handoff.num_cached :]  # nothing is ever read into the others
+        lingering = data.draw(st.sets(st.sampled_from(fresh_ids))) if fresh_ids else set()
         self.bench.discard(handoff, lingering)
 
     @rule()
@@ -234,7 +251,7 @@ def test_a_long_prompt_does_not_hold_back_decodes() -> None:
 
 
 def test_with_a_backlog_steps_carry_exactly_the_budget() -> None:
-    bench = DecodeBench(limits(num_blocks=400, max_num_seqs=12))
+    bench = DecodeBench(limits(num_blocks=400, max_num_seqs=12), prefix_caching=False)
     for place in range(60):
         bench.admit(bench.job(range(1, 10 + 7 * (place % 9)), max_tokens=3))
 
@@ -357,7 +374,7 @@ def test_imports_do_not_keep_an_older_local_prompt_from_its_slots() -> None:
 
 
 def test_a_prompt_that_lacks_blocks_keeps_no_slot_from_a_younger_import() -> None:
-    bench = DecodeBench(limits(num_blocks=10, max_num_seqs=2))
+    bench = DecodeBench(limits(num_blocks=10, max_num_seqs=2), prefix_caching=False)
     bench.admit(bench.job(range(1, 9), max_tokens=30))
     (short,) = bench.admit(bench.job([5], max_tokens=12))
     bench.step()
@@ -623,7 +640,7 @@ def test_started_tells_the_time_in_the_queue_and_tokens_name_their_step() -> Non
         told.append(scheduler.complete(plan, bench.runner.run(plan), now_s + 1))
 
     assert [started for started, _ in told] == [
-        Started(job.router, (job.sequences[0].handle,), queue_s) for job, queue_s in ((first, 4.0), (second, 5.0))
+        Started(job.router, (job.sequences[0].handle,), queue_s, 0) for job, queue_s in ((first, 4.0), (second, 5.0))
     ]
     assert [tokens.step for _, tokens in told if isinstance(tokens, StepTokens)] == [1, 2]
 
@@ -635,3 +652,124 @@ def test_inspection_names_a_leaked_block_and_ends_nothing() -> None:
     violation = bench.inspect().violation
 
     assert violation == "users account for 0 references to block 0 (held, 1 references): ...reserve"
+
+
+def test_a_prefix_that_is_here_is_reserved_with_its_content_and_not_moved() -> None:
+    bench = DecodeBench(limits())
+    _imported(bench, bench.job(range(1, 19), max_tokens=4))
+
+    handoff = bench.reserve(bench.job([*range(1, 15), 40, 41], max_tokens=4))
+
+    assert handoff.num_cached == 3 and handoff.block_ids is not None
+    bench.finish(handoff)
+    bench.run()
+    bench.assert_idle()
+    assert bench.inspect().figures["tokens_cached"] == 12
+
+
+def test_what_was_generated_is_found_by_the_next_turn_of_a_conversation() -> None:
+    bench = DecodeBench(limits())
+    (first,) = _imported(bench, bench.job(range(1, 10), max_tokens=8))
+    bench.run()
+    answer = bench.choices[first].output
+
+    handoff = bench.reserve(bench.job([*range(1, 10), *answer, 30, 31], max_tokens=4))
+
+    assert handoff.num_cached == 16 // 4
+    bench.finish(handoff)
+    bench.run()
+    bench.assert_idle()
+
+
+def test_a_granted_prefix_is_neither_evicted_nor_reused_while_the_rest_is_moved() -> None:
+    bench = DecodeBench(limits(num_blocks=8))
+    _imported(bench, bench.job(range(1, 18), max_tokens=2))
+    bench.run()
+    handoff = bench.reserve(bench.job(range(1, 22), max_tokens=2))
+    assert handoff.num_cached == 4
+
+    bench.admit(bench.job(range(30, 37), max_tokens=6))
+    bench.run()
+    assert bench.inspect().blocks["cached"] <= 2
+
+    bench.finish(handoff)
+    bench.run()
+    bench.assert_idle()
+
+
+def test_the_watermark_counts_only_what_is_not_here_yet() -> None:
+    bench = DecodeBench(limits(num_blocks=10, watermark=0.2))
+    holder = bench.reserve(bench.job(range(1, 21), max_tokens=2))
+    bench.finish(holder)
+
+    known = bench.reserve(bench.job([*range(1, 21), 40, 41], max_tokens=2))
+    foreign = bench.reserve(bench.job(range(20, 42), max_tokens=2))
+
+    assert known.num_cached == 5 and len(known.block_ids or ()) == 6
+    assert foreign.block_ids is None
+
+
+def test_a_local_prompt_computes_only_what_is_not_here() -> None:
+    bench = DecodeBench(limits())
+    bench.admit(bench.job(range(1, 18), max_tokens=2))
+    bench.run()
+
+    bench.admit(bench.job([*range(1, 14), 40, 41], max_tokens=3, num_choices=3))
+    plan = bench.step()
+
+    assert plan is not None and num_tokens(plan) == 3
+    bench.run()
+    bench.assert_idle()
+
+
+def test_a_preempted_sequence_finds_what_it_had_computed_if_nobody_took_it() -> None:
+    bench = DecodeBench(limits(num_blocks=6))
+    bench.admit(bench.job([1, 2, 3], max_tokens=17))
+    (young,) = bench.admit(bench.job([4, 5, 6], max_tokens=17))
+    while bench.inspect().figures["preemptions"] == 0:
+        bench.step()
+    seen = bench.inspect().figures["tokens_cached"]
+
+    bench.run()
+
+    assert bench.inspect().figures["tokens_cached"] > seen
+    assert bench.choices[young].ended == FinishReason.LENGTH
+    bench.assert_idle()
+
+
+def test_quantised_kv_is_found_by_hand_offs_of_its_wire_dtype_only() -> None:
+    bench = DecodeBench(limits(), wire_dtype="int8")
+    _imported(bench, bench.job(range(1, 18), max_tokens=2))
+    bench.run()
+
+    (local,) = bench.admit(bench.job(range(1, 18), max_tokens=2))
+    plan = bench.step()
+    again = bench.reserve(bench.job(range(1, 18), max_tokens=2))
+
+    assert plan is not None and num_tokens(plan) == bench.limits.max_prefill_tokens
+    assert again.num_cached == 4
+    bench.finish(again)
+    bench.run()
+    assert len(bench.choices[local].output) == 2
+    bench.assert_idle()
+
+
+def test_an_import_that_is_refused_or_discarded_leaves_nothing_to_be_found() -> None:
+    bench = DecodeBench(limits())
+    discarded = bench.reserve(bench.job(range(1, 18), max_tokens=2))
+    bench.discard(discarded)
+    refused = bench.reserve(bench.job(range(1, 18), max_tokens=2))
+    assert refused.block_ids is not None
+    bench.scheduler.apply(AdmitImported(refused.handoff_id, refused.job, refused.block_ids[:4], (), (1,)), 0.0)
+
+    handoff = bench.reserve(bench.job(range(1, 18), max_tokens=2))
+
+    assert handoff.num_cached == 0
+
+
+def test_tenants_share_no_prefix_here() -> None:
+    bench = DecodeBench(limits())
+    _imported(bench, bench.job(range(1, 18), max_tokens=2, salt="a"))
+
+    assert bench.reserve(bench.job(range(1, 18), salt="b")).num_cached == 0
+    assert bench.reserve(bench.job(range(1, 18), salt="a")).num_cached == 4
