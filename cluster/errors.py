@@ -129,6 +129,7 @@ class HandOffReason(StrEnum):
     NO_COMMON_TRANSPORT = "no_common_transport"
     LEASE_LAPSED = "lease_lapsed"
     DIGEST_MISMATCH = "digest_mismatch"
+    UNVERIFIABLE = "unverifiable"  # the exporter gives no digests, and this importer verifies
     COUNT_MISMATCH = "count_mismatch"
     PROMPT_MISMATCH = "prompt_mismatch"
     READ_FAILED = "read_failed"

@@ -80,7 +80,10 @@ METRICS: dict[str, Metric] = {
     "tandem_decode_queue_seconds": _seconds("from verified KV to the first step that holds the sequence"),
     # hand-off
     "tandem_handoffs_total": _counter("hand-offs that ended", "side", "transport", "outcome", "reason"),
-    "tandem_kv_bytes_total": _counter("KV bytes that an importer read and verified", "transport"),
+    "tandem_kv_bytes_total": _counter("KV bytes that were read for hand-offs that ended well", "transport"),
+    "tandem_kv_verify_mode": _gauge("1 for the --kv-verify of this worker", "mode"),
+    "tandem_kv_blocks_verified_total": _counter("blocks read whose digest was compared"),
+    "tandem_kv_blocks_unverified_total": _counter("blocks read and taken as they came, because of --kv-verify"),
     "tandem_digest_failures_total": _counter("blocks whose digest did not match", "transport"),
     "tandem_transport_fallbacks_total": _counter(
         "hand-offs that left a transport for another", "broken", "taken", "reason"

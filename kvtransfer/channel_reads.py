@@ -33,9 +33,14 @@ class ChannelReads:
         self._taking_in: list[asyncio.Future[tuple[bytes, ...]]] = []
         self._is_destroyed = False
 
-    async def read(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> tuple[bytes, ...]:
-        """Digests of the local copies, in order. Raises TransportError, OSError, RuntimeError; then only `destroy` may
-        follow."""
+    async def read(
+        self,
+        remote_block_ids: Sequence[int],
+        local_block_ids: Sequence[int],
+        unverified: frozenset[int] = frozenset(),  # local blocks whose digests nobody wants
+    ) -> tuple[bytes, ...]:
+        """Digests of the local copies, in order, empty for those that nobody wants. Raises TransportError, OSError,
+        RuntimeError; then only `destroy` may follow."""
         loop = asyncio.get_running_loop()
         for start in range(0, len(remote_block_ids), self._piece_blocks):
             piece = slice(start, start + self._piece_blocks)
@@ -45,7 +50,9 @@ class ChannelReads:
                 raise TransportError("the channel was destroyed")
             num_bytes = len(local_block_ids[piece]) * self._wire.memory.block_bytes
             self._was_read(num_bytes, time.perf_counter() - began_s)
-            self._taking_in.append(loop.run_in_executor(self._verifier, self._take_in, tuple(local_block_ids[piece])))
+            self._taking_in.append(
+                loop.run_in_executor(self._verifier, self._take_in, tuple(local_block_ids[piece]), unverified)
+            )
         await asyncio.wait(self._taking_in)
         taken_in, self._taking_in = self._taking_in, []
         return tuple(chain.from_iterable(piece.result() for piece in taken_in))
@@ -60,8 +67,9 @@ class ChannelReads:
     async def release(self) -> None:
         await self._channel.release()
 
-    def _take_in(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
+    def _take_in(self, block_ids: tuple[int, ...], unverified: frozenset[int]) -> tuple[bytes, ...]:
         """Off the event loop. A block whose digest is wrong is read again, or dropped with the rest."""
-        digests = digest_blocks(self._wire.memory, block_ids)
+        wanted = [block_id for block_id in block_ids if block_id not in unverified]
+        digests = dict(zip(wanted, digest_blocks(self._wire.memory, wanted), strict=True))
         self._wire.decode(block_ids)
-        return digests
+        return tuple(digests.get(block_id, b"") for block_id in block_ids)

@@ -47,7 +47,7 @@ class RemoteBlock:
     """A written block in the exporter's pool."""
 
     block_id: int
-    digest: bytes
+    digest: bytes  # empty: its exporter does not compute them
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,7 @@ class Guards:
     same_epoch: Callable[[Epoch, Epoch], bool]
     # of the importer
     whole_reservation: Callable[[int, int], int]  # (all blocks, offered so far) -> how many to reserve now
+    exempt_as_drawn: Callable[[bool], bool]  # (not to be verified, as was drawn) -> is taken as it came
     same_digest: Callable[[bytes, bytes], bool]
     same_count: Callable[[int, int], bool]
     same_prompt: Callable[[bytes, bytes], bool]
@@ -162,6 +163,7 @@ class Guards:
 GUARDS = Guards(
     same_epoch=lambda ours, theirs: ours == theirs,
     whole_reservation=lambda num_blocks, num_offered: num_blocks,
+    exempt_as_drawn=lambda is_unverified: is_unverified,
     same_digest=lambda announced, found: announced == found,
     same_count=lambda expected, found: expected == found,
     same_prompt=lambda expected, found: expected == found,

@@ -117,7 +117,8 @@ def _sealed_to_wire(message: Sealed) -> kv_pb2.Sealed:
 
 
 def _sealed_from_wire(wire: kv_pb2.Sealed) -> Sealed:
-    block_ids, digests = unpack_ids(wire.block_ids), split_digests(wire.digests)
+    block_ids = unpack_ids(wire.block_ids)
+    digests = split_digests(wire.digests) if wire.digests else (b"",) * len(block_ids)
     if len(block_ids) != len(digests):
         raise ValueError(f"{len(block_ids)} blocks with {len(digests)} digests")
     blocks = tuple(RemoteBlock(block_id, digest) for block_id, digest in zip(block_ids, digests, strict=True))

@@ -2,9 +2,11 @@
 
 Events                                             what it means
     FromExporter(message)                          Accepted, Refused, Sealed, Finished, Failed or Settled
-    Reserved(block_ids, num_cached)                the pool gave them; the first num_cached hold their content already
+    Reserved(block_ids, num_cached, unverified)    the pool gave them; the first num_cached hold their content already,
+                                                   the places `unverified` are taken as they come
     Unreservable()                                 the pool never can
-    ReadCompleted(read_id, digests)                written and visible; digests of the local copies, in order
+    ReadCompleted(read_id, digests)                written and visible; digests of the local copies, in order, empty
+                                                   where none was asked for
     OpenFailed(read_id, detail)                    there is no channel: nothing was written, and nothing will be
     ReadFailed(read_id, detail)                    an error: it may still write
     ChannelDestroyed()                             nothing can write any more
@@ -14,7 +16,8 @@ Events                                             what it means
 Actions                                            what the driver does
     Send(message)                                  Attach, Renew or Settle
     Reserve(num_blocks)                            commands.Reserve; the answer is an event
-    StartRead(read_id, remote, local)              opens the channel first, if there is none
+    StartRead(read_id, remote, local, unverified)  opens the channel first, if there is none; no digests of the local
+                                                   blocks `unverified`
     DestroyChannel()                               ends in ChannelDestroyed
     FallBack(reason)                               the channel is gone or never was: the next read opens the next way's
     Discard(quarantined)                           commands.Discard, once, if Reserve was asked; Reserved may still come
@@ -42,6 +45,7 @@ class FromExporter:
 class Reserved:
     block_ids: tuple[int, ...]
     num_cached: int = 0
+    unverified: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,7 @@ class StartRead:
     read_id: int
     remote_block_ids: tuple[int, ...]
     local_block_ids: tuple[int, ...]
+    unverified: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

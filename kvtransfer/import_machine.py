@@ -8,8 +8,9 @@ or the pool; the driver does.
         +-----------------------+----- any failure ----+----- or cancel ---------+-----> DRAINING --quiet--> ENDED
 
 What is offered before the reservation is remembered. Blocks are numbered by place: the prompt's full blocks in order,
-then one tail per choice. A place is complete when it needs nothing more: it was read and verified, or the pool had its
-content already, or it is the tail of a choice that ended with its first token. One read is in flight at a time.
+then one tail per choice. A place is complete when it needs nothing more: it was read, and verified unless the
+reservation exempted it (--kv-verify), or the pool had its content already, or it is the tail of a choice that ended
+with its first token. One read is in flight at a time.
 
 A read that fails while the exporter offers its blocks by another transport too is no failure yet: the channel is
 destroyed, and when nothing can write any more, what is missing is read by the next one.
@@ -144,6 +145,7 @@ class Import:
     local_block_ids: tuple[int, ...] = ()  # by place
     num_cached: int = 0  # leading blocks that the pool had already
     num_needless: int = 0  # tails of choices that ended
+    unverified: frozenset[int] = frozenset()  # places that are taken as they come
     complete: frozenset[int] = frozenset()
     pulled_again: frozenset[int] = frozenset()
     reading: Reading | None = None
@@ -191,8 +193,8 @@ def advance(state: Import, event: Event, now_s: float, guards: Guards = GUARDS) 
             if state.phase in _OVER or not guards.same_epoch(state.plan.epoch, message.epoch):
                 return state, ()
             return _hear(state, message, now_s, guards)
-        case Reserved(block_ids, num_cached):
-            return _reserved(state, block_ids, num_cached, now_s, guards)
+        case Reserved():
+            return _reserved(state, event, now_s, guards)
         case Unreservable():
             return _give_up(state, now_s, guards, HandOffReason.NOT_ENOUGH_BLOCKS)
         case ReadCompleted(read_id, digests):
@@ -305,19 +307,26 @@ def _admit(state: Import) -> Step:
     return _to(state, ImportPhase.ADMITTED), (admit, Close())
 
 
-def _reserved(state: Import, block_ids: tuple[int, ...], num_cached: int, now_s: float, guards: Guards) -> Step:
+def _reserved(state: Import, event: Reserved, now_s: float, guards: Guards) -> Step:
     if state.phase is ImportPhase.ENDED or state.phase is ImportPhase.DRAINING:
         return state, ()  # crossed with the Discard
-    local = state.local_block_ids + block_ids
+    local = state.local_block_ids + event.block_ids
     if (
         state.phase in (ImportPhase.ATTACHING, ImportPhase.SETTLING, ImportPhase.ADMITTED)
         or len(local) != state.num_asked
-        or num_cached > state.plan.num_sealed
+        or event.num_cached > state.plan.num_sealed
     ):
-        raise illegal(state.history, f"{len(block_ids)} blocks reserved in {state.phase}, {state.num_asked} asked for")
+        raise illegal(
+            state.history, f"{len(event.block_ids)} blocks reserved in {state.phase}, {state.num_asked} asked for"
+        )
     if state.phase is ImportPhase.RESERVING:
-        cached = frozenset(range(guards.cached_left_alone(num_cached)))
-        state = replace(_to(state, ImportPhase.PULLING), num_cached=num_cached, complete=state.complete | cached)
+        cached = frozenset(range(guards.cached_left_alone(event.num_cached)))
+        state = replace(
+            _to(state, ImportPhase.PULLING),
+            num_cached=event.num_cached,
+            complete=state.complete | cached,
+            unverified=event.unverified,
+        )
     return _go_on(replace(state, local_block_ids=local), now_s, guards)
 
 
@@ -335,7 +344,8 @@ def _completed(state: Import, read_id: int, digests: tuple[bytes, ...], now_s: f
     complete, wrong = set(state.complete), set[int]()
     for place, digest in zip(reading.places, digests, strict=True):
         block = state.offered[place]
-        good = block is not None and guards.same_digest(block.digest, digest)
+        is_exempt = guards.exempt_as_drawn(place in state.unverified)
+        good = is_exempt or (block is not None and guards.same_digest(block.digest, digest))
         (complete if good else wrong).add(place)
     state = replace(state, complete=frozenset(complete))
     if not all(guards.pulled_again_once(int(place in state.pulled_again)) for place in wrong):
@@ -439,10 +449,10 @@ def _go_on(state: Import, now_s: float, guards: Guards) -> Step:
         return state, ()
     if state.finished is not None and guards.all_complete(len(state.complete), plan.num_blocks):
         return _settle_ok(state, now_s)
-    return _read(state, now_s)
+    return _read(state, now_s, guards)
 
 
-def _read(state: Import, now_s: float) -> Step:
+def _read(state: Import, now_s: float, guards: Guards) -> Step:
     missing = tuple(
         (place, block, local)
         for place, (block, local) in enumerate(zip(state.offered, state.local_block_ids, strict=False))
@@ -451,8 +461,16 @@ def _read(state: Import, now_s: float) -> Step:
     if not missing:
         return state, ()
     places, blocks, locals_ = zip(*missing, strict=True)
+    unverifiable = [
+        place for place, block in zip(places, blocks, strict=True) if not (block.digest or place in state.unverified)
+    ]
+    if unverifiable:
+        return _give_up(
+            state, now_s, guards, HandOffReason.UNVERIFIABLE, f"the exporter gives no digests of blocks {unverifiable}"
+        )
     reading = Reading(state.num_reads, places, now_s + state.plan.read_timeout_s)
-    start = StartRead(reading.read_id, tuple(block.block_id for block in blocks), locals_)
+    unverified = frozenset(local for place, _, local in missing if place in state.unverified)
+    start = StartRead(reading.read_id, tuple(block.block_id for block in blocks), locals_, unverified)
     return replace(state, reading=reading, num_reads=state.num_reads + 1), (start,)
 
 

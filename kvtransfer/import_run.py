@@ -6,6 +6,7 @@ its answer, until nothing of it can write to the pool any more.
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from cluster.messages import LayoutFingerprint, MemberId, Ticket
 from cluster.wire import fingerprint_to_wire
 from kvtransfer import import_events as events
 from kvtransfer import import_machine as machine
-from kvtransfer.block_source import BlockSource
+from kvtransfer.block_source import BlockSource, Reservation
 from kvtransfer.channel_reads import ChannelReads
 from kvtransfer.counters import TransferCounters
 from kvtransfer.deadline_timer import DeadlineTimer
@@ -27,10 +28,12 @@ from kvtransfer.import_call import ImportCall
 from kvtransfer.import_ways import ImportWays
 from kvtransfer.pairs import PairBook
 from kvtransfer.transports.base import ImporterTransport, TransportError
+from kvtransfer.verification import VerifyMode, unverified_places
 from kvtransfer.wire_format import WireFormat
 from tandem.v1 import kv_pb2
 
 _LOG = logging.getLogger(__name__)
+_DICE = random.SystemRandom()  # nobody can tell which blocks a sample takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class ImportMeans:
     wire: WireFormat
     layout: LayoutFingerprint
     transports: Mapping[str, ImporterTransport]  # best first
+    verify: VerifyMode
     pairs: PairBook
     channels: ExporterChannels
     verifier: ThreadPoolExecutor
@@ -208,7 +212,16 @@ class ImportRun:
             self._cause = error.detail if isinstance(error, HandOffFailed) else error.message
             self._take(events.Unreservable())
         else:
-            self._take(events.Reserved(reservation.block_ids, reservation.num_cached))
+            self._take(events.Reserved(reservation.block_ids, reservation.num_cached, self._unverified(reservation)))
+
+    def _unverified(self, reservation: Reservation) -> frozenset[int]:
+        return unverified_places(
+            self._means.verify,
+            num_cached=reservation.num_cached,
+            num_sealed=self._plan.num_sealed,
+            num_blocks=self._plan.num_blocks,
+            dice=_DICE,
+        )
 
     async def _read_blocks(self, read: events.StartRead) -> None:
         """Opens the channel with the first read. Digests are part of the read: what is not verified did not arrive."""
@@ -221,12 +234,12 @@ class ImportRun:
             self._take(events.OpenFailed(read.read_id, str(error)))
             return
         try:
-            digests = await self._reads.read(read.remote_block_ids, read.local_block_ids)
+            digests = await self._reads.read(read.remote_block_ids, read.local_block_ids, read.unverified)
         except (TransportError, OSError, RuntimeError) as error:
             self._has_failed(error)
             self._take(events.ReadFailed(read.read_id, str(error)))
         else:
-            self._count_damage(digests)
+            self._count_checked(digests)
             self._take(events.ReadCompleted(read.read_id, digests))
 
     def _has_failed(self, error: Exception) -> None:
@@ -234,11 +247,13 @@ class ImportRun:
         if not self._is_destroying:  # by ourselves, which says nothing about the way
             self._ways.failed()
 
-    def _count_damage(self, digests: Sequence[bytes]) -> None:
+    def _count_checked(self, digests: Sequence[bytes]) -> None:
+        num_unverified = digests.count(b"")
+        self._means.counters.checked(num_verified=len(digests) - num_unverified, num_unverified=num_unverified)
         reading = self._state.reading
         for place, digest in zip(reading.places if reading else (), digests, strict=False):
             offered = self._state.offered[place]
-            if offered is not None and offered.digest != digest:
+            if offered is not None and digest and offered.digest != digest:
                 self._means.counters.digest_failure(transport=self._ways.transport)
 
     async def _destroy(self) -> None:

@@ -27,6 +27,7 @@ from kvtransfer.import_machine import ImportPlan
 from kvtransfer.import_run import Admitted, ImportMeans, ImportRun
 from kvtransfer.pairs import PairBook
 from kvtransfer.transports.base import ImporterTransport
+from kvtransfer.verification import VerifyMode
 from kvtransfer.wire_format import WireFormat
 
 _LOG = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Verified and settled: the reserved blocks belong to the caller now."""
+    """Read, verified as --kv-verify says, and settled: the reserved blocks belong to the caller now."""
 
     sealed_block_ids: tuple[int, ...]  # in the prompt's order, shared by all choices
     tail_block_ids: tuple[int, ...]  # one per choice; empty when the prompt ends on a block boundary. Those of choices
@@ -51,7 +52,7 @@ class Imported:
     first_tokens: tuple[FirstToken, ...]  # one per choice
     transport: str
     num_cached: int  # leading sealed blocks that the pool had already; they were not read
-    kv_bytes: int  # read over the transport and verified
+    kv_bytes: int  # read over the transport, and verified as --kv-verify says
     exposed_transfer_s: float  # from the end of prefill, as seen here, to settled
     total_s: float
 
@@ -83,6 +84,7 @@ class Importer:
             wire=wire,
             layout=layout,
             transports={transport.name: transport for transport in transports},
+            verify=VerifyMode(settings.kv_verify),
             pairs=pairs or PairBook([transport.name for transport in transports]),
             channels=self._channels,
             verifier=self._verifier,

@@ -24,6 +24,12 @@ class TelemetryCounters:
         self._telemetry.count("tandem_kv_bytes_total", num_bytes, transport=transport)
         self._add("kv_bytes", num_bytes)
 
+    def checked(self, *, num_verified: int, num_unverified: int) -> None:
+        self._telemetry.count("tandem_kv_blocks_verified_total", num_verified)
+        self._telemetry.count("tandem_kv_blocks_unverified_total", num_unverified)
+        self._add("blocks_verified", num_verified)
+        self._add("blocks_unverified", num_unverified)
+
     def digest_failure(self, *, transport: str) -> None:
         self._telemetry.count("tandem_digest_failures_total", transport=transport)
         self._add("digest_failures")

@@ -1,5 +1,6 @@
 """Both halves of one worker: what others may read of it, and what it reads of others, over one set of transports."""
 
+import logging
 from collections.abc import Callable
 
 from cluster.clock import Clock
@@ -14,8 +15,11 @@ from kvtransfer.service import KvTransferServicer
 from kvtransfer.telemetry import TelemetryCounters
 from kvtransfer.transports.available import available_transports
 from kvtransfer.transports.base import TransportMeans
+from kvtransfer.verification import VerifyMode
 from kvtransfer.wire_format import NativeFormat
 from tandem.v1 import kv_pb2_grpc
+
+_LOG = logging.getLogger(__name__)
 
 
 class WorkerTransfer:
@@ -34,6 +38,7 @@ class WorkerTransfer:
         config = life.config
         self._block_bytes = pool.block_bytes
         self.counters = TelemetryCounters(life.telemetry)
+        self._say_what_is_verified(life)
         wire = NativeFormat(pool)
         self.transports = available_transports(
             config,
@@ -76,6 +81,13 @@ class WorkerTransfer:
         )
         servicer = KvTransferServicer(exporter=self.exporter)
         kv_pb2_grpc.add_KvTransferServicer_to_server(servicer, life.server.grpc)
+
+    @staticmethod
+    def _say_what_is_verified(life: WorkerLife) -> None:
+        mode = VerifyMode(life.config.kv_verify)
+        life.telemetry.gauge("tandem_kv_verify_mode", 1, mode=mode)
+        if mode.warning:
+            _LOG.warning(mode.warning)
 
     async def start(self) -> None:
         """Raises OSError."""

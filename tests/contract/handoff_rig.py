@@ -387,6 +387,7 @@ async def handoff_rig(
     num_blocks: int = 32,
     num_decode_blocks: int | None = None,
     settings: TransferSettings | None = None,
+    importer_settings: TransferSettings | None = None,  # None: the same
     exporter_clock: Clock | None = None,
     importer_layout: LayoutFingerprint = LAYOUT,
     exporter_member: MemberId = EXPORTER,
@@ -425,7 +426,7 @@ async def handoff_rig(
         layout=importer_layout,
         block_size=BLOCK_SIZE,
         key=KEY,
-        settings=settings,
+        settings=importer_settings or settings,
         transports=[watched, *watched_others],
         clock=MonotonicClock(),
         counters=counters,

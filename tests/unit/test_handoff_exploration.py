@@ -43,6 +43,8 @@ SCENARIOS = (
     ),
     Scenario("two blocks each, the first cached, two faults", blocks=(2, 2), decode_pool=1, cached=True),
     Scenario("choices that end with their first token, one fault", blocks=(2, 2), ended=True, faults=1),
+    Scenario("nothing is verified, two faults but no damage", prefill_pool=1, verified=0),
+    Scenario("a sample is verified, one fault but no damage", blocks=(2, 2), verified=1, faults=1),
 )
 LONG_SCENARIOS = (
     Scenario(

@@ -132,6 +132,7 @@ class Machines:
                 num_cached=0,
                 num_needless=0,
                 complete=frozenset(),
+                unverified=frozenset(),
                 pulled_again=frozenset(),
                 num_ways_left=0,
                 broken=None,

@@ -125,8 +125,11 @@ def renew(draft: Draft, handoff: int) -> None:
 def reserved(draft: Draft, handoff: int) -> None:
     block_ids = draft.granted[handoff]
     draft.granted = replaced(draft.granted, handoff, ())
+    scenario = draft.machines.scenario
     if draft.imports[handoff] >= 0:
-        draft.advance_import(handoff, import_events.Reserved(block_ids, int(draft.machines.scenario.cached)))
+        num_verified = len(block_ids) if scenario.verified is None else scenario.verified
+        unverified = frozenset(range(num_verified, len(block_ids)))
+        draft.advance_import(handoff, import_events.Reserved(block_ids, int(scenario.cached), unverified))
 
 
 def decoded(draft: Draft, handoff: int) -> None:

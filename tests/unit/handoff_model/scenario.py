@@ -34,6 +34,7 @@ class Scenario:
     kinds: frozenset[str] = frozenset({"loss", "expiry", "cancel", "stop", "death"})
     duplicates: bool = True
     renewals: bool = False
+    verified: int | None = None  # so many leading blocks only; the others are taken as they come
     cached: bool = False  # the decode workers have each prompt's first block already
     ended: bool = False  # every choice ends with its first token
     alternatives: int = 0  # further ways to the same blocks

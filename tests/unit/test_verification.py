@@ -1,0 +1,41 @@
+"""Which blocks of a hand-off are verified, by mode."""
+
+import random
+
+import pytest
+
+from kvtransfer.verification import VerifyMode, unverified_places
+
+
+def _verified(mode: VerifyMode, num_cached: int, num_sealed: int, num_blocks: int, seed: int = 0) -> set[int]:
+    unverified = unverified_places(
+        mode, num_cached=num_cached, num_sealed=num_sealed, num_blocks=num_blocks, dice=random.Random(seed)
+    )
+    return set(range(num_blocks)) - unverified
+
+
+def test_all_and_off_are_what_they_say() -> None:
+    assert _verified(VerifyMode.ALL, 0, 40, 41) == set(range(41))
+    assert _verified(VerifyMode.OFF, 0, 40, 41) == set()
+
+
+@pytest.mark.parametrize(("num_cached", "num_sealed", "num_blocks"), [(0, 1, 1), (7, 8, 10), (0, 0, 1), (8, 8, 9)])
+def test_a_sample_always_takes_something_that_is_read(num_cached: int, num_sealed: int, num_blocks: int) -> None:
+    for seed in range(50):
+        assert any(
+            place >= num_cached for place in _verified(VerifyMode.SAMPLE, num_cached, num_sealed, num_blocks, seed)
+        )
+
+
+def test_a_sample_is_one_in_sixteen_and_another_every_time() -> None:
+    samples = [frozenset(_verified(VerifyMode.SAMPLE, 32, 352, 352, seed) - set(range(32))) for seed in range(200)]
+
+    assert {len(sample) for sample in samples} == {20}
+    assert len(set(samples)) > 150
+    assert len(set().union(*samples)) > 300  # none is spared for ever
+
+
+def test_every_mode_but_all_says_what_is_not_verified() -> None:
+    assert not VerifyMode.ALL.warning
+    assert "one in 16" in VerifyMode.SAMPLE.warning
+    assert "no KV block" in VerifyMode.OFF.warning
