@@ -76,6 +76,9 @@ class EngineSettings:
     attention_backend: str = _setting(
         "auto", "auto, or the name of one back end", choices=("auto", "sdpa", "triton", "gather")
     )
+    pack_weights: str = _setting(
+        "auto", "lay bfloat16 weights out for this CPU's matrix units, once at load", choices=("auto", "off")
+    )
     num_threads: int = _setting(0, "threads of the model's computation; 0: one on CPU")
 
     def __post_init__(self) -> None:

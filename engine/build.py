@@ -10,6 +10,7 @@ from engine import capacity
 from engine.fingerprint import fingerprint
 from engine.loaded import LoadedModel, ModelInfo
 from engine.loading import load
+from engine.packed_weights import pack_weights
 from engine.pool import KvPool
 from engine.runner import ModelRunner
 
@@ -29,12 +30,16 @@ def build_engine(settings: EngineSettings) -> Engine:
     loaded = load(settings)
     num_blocks = capacity.num_blocks(settings, loaded.layout)
     pool = KvPool(loaded.layout, num_blocks, loaded.device)
+    layout_fingerprint = fingerprint(loaded)  # reads the weights: before they are packed
+    weights = (
+        pack_weights(loaded.model) if settings.pack_weights == "auto" else "weights: as they are (--pack-weights off)"
+    )
     return Engine(
         model_info=loaded.info,
         pool=pool,
         runner=ModelRunner(loaded, pool),
-        fingerprint=fingerprint(loaded),
-        report=_report(settings, loaded, num_blocks),
+        fingerprint=layout_fingerprint,
+        report=(*_report(settings, loaded, num_blocks), weights),
     )
 
 

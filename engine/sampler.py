@@ -31,7 +31,7 @@ def draw(logits: torch.Tensor, samples: Sequence[Sample]) -> list[DrawnToken]:
     """
     assert logits.shape[0] == len(samples), f"{logits.shape[0]} rows of logits for {len(samples)} samples"
     allowed = _without_banned(logits, samples)
-    token_ids = allowed.argmax(dim=-1)
+    token_ids = _argmax(allowed)
     random_rows = [row for row, sample in enumerate(samples) if sample.sampling.temperature > 0]
     for rows in _slices(random_rows, logits.shape[1]):
         index = torch.tensor(rows, device=logits.device)
@@ -39,6 +39,14 @@ def draw(logits: torch.Tensor, samples: Sequence[Sample]) -> list[DrawnToken]:
     chosen: list[int] = token_ids.tolist()
     logprobs = _logprobs(logits, samples, chosen)
     return [DrawnToken(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen)]
+
+
+def _argmax(scores: torch.Tensor) -> torch.Tensor:
+    """Of each row; the lowest among equals. On a CPU NumPy's, which is twenty times as quick as torch's for 16 bits."""
+    if scores.device.type != "cpu":
+        return scores.argmax(dim=-1)
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    return torch.from_numpy(wide.numpy().argmax(axis=-1))
 
 
 def _without_banned(logits: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
@@ -60,7 +68,7 @@ def _draw_random(logits: torch.Tensor, samples: list[Sample]) -> torch.Tensor:
     scores /= _column([sample.sampling.temperature for sample in samples], scores)
     scores = _filtered(scores, [sample.sampling for sample in samples])
     keys = torch.tensor([_noise_key(sample.seed, sample.position) for sample in samples], device=logits.device)
-    return _gumbel_noise(keys, logits.shape[1]).add_(scores).argmax(dim=-1)
+    return _argmax(_gumbel_noise(keys, logits.shape[1]).add_(scores))
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:

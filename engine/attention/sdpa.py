@@ -1,6 +1,6 @@
 """Attention on CPU: `scaled_dot_product_attention` for chunks, one batched product over gathered blocks for decodes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ class _Decodes:
     rows: torch.Tensor  # [decodes]
     block_ids: torch.Tensor  # [decodes, blocks], padded with the sequence's own
     visible: torch.Tensor  # [decodes, 1, 1, blocks * block_size]
+    vectors: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # indices by geometry, see _vectors
 
 
 class SdpaBackend:
@@ -111,6 +112,21 @@ def _attend_decodes(query: torch.Tensor, kv: LayerKv, decodes: _Decodes, options
 
 
 def _contexts(view: torch.Tensor, decodes: _Decodes) -> torch.Tensor:
-    """-> `[decodes, kv_heads, context, dim]`."""
-    tokens = take_blocks(view, decodes.block_ids.flatten())
-    return tokens.view(len(decodes.rows), -1, *view.shape[2:]).transpose(1, 2)
+    """-> `[decodes, kv_heads, context, dim]`, in memory in this order: the products would copy any other."""
+    num_blocks, block_size, num_kv_heads, dim = view.shape
+    per_block, rest = divmod(view.stride(0), dim)
+    if rest:  # layers of other sizes between them: the vectors of a head lie on no common grid
+        tokens = take_blocks(view, decodes.block_ids.flatten())
+        return tokens.view(len(decodes.rows), -1, *view.shape[2:]).transpose(1, 2)
+    geometry = (per_block, block_size, num_kv_heads)
+    if geometry not in decodes.vectors:
+        decodes.vectors[geometry] = _vectors(decodes.block_ids, *geometry)
+    grid = view.as_strided(((num_blocks - 1) * per_block + block_size * num_kv_heads, dim), (dim, 1))
+    return grid.index_select(0, decodes.vectors[geometry]).view(len(decodes.rows), num_kv_heads, -1, dim)
+
+
+def _vectors(block_ids: torch.Tensor, per_block: int, block_size: int, num_kv_heads: int) -> torch.Tensor:
+    """Where each head's vectors lie, counted in vectors from the layer's first: sequence by sequence, head by head."""
+    heads = torch.arange(num_kv_heads)[:, None, None]
+    places = torch.arange(block_size) * num_kv_heads
+    return (block_ids[:, None, :, None] * per_block + heads + places).flatten()

@@ -1,0 +1,69 @@
+"""Weights laid out once, at load, as this processor's matrix units want them. CPU and bfloat16 only.
+
+oneDNN repacks a plain weight in every product; for the few rows of a decode step that costs more than the product. A
+packed layer computes what the plain one did, and is compared with it before it takes its place. Float32 stays as it is:
+there a last bit may depend on the layout, and equal tokens are promised.
+"""
+
+from typing import TypeGuard
+
+import torch
+from torch import nn
+
+_ROWS_HINT = 64  # measured: packed for so many rows, products of 1 to 512 rows are as quick as packed for their own
+_MIN_FEATURES = 64
+_NUM_CHECKED_ROWS = 3
+_TOLERANCE = 4 * torch.finfo(torch.bfloat16).eps
+
+
+class PackedLinear(nn.Module):
+    """Stands where an nn.Linear stood; keeps its bias and, in place of its weight, the packed one."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS_HINT)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
+        return output
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def pack_weights(model: nn.Module) -> str:
+    """Packs what can be, in place; the model may only be called afterwards, its weights not read. Answers with a line
+    for the worker's report."""
+    if next(model.parameters()).device.type != "cpu" or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "weights: as they are"
+    linears = [
+        (owner, name, child)
+        for owner in model.modules()
+        for name, child in owner.named_children()
+        if _can_be_packed(child)
+    ]
+    for done, (owner, name, linear) in enumerate(linears):
+        packed = PackedLinear(linear)
+        if not _is_equal(packed, linear):
+            return f"weights: {done} of {len(linears)} products packed; {name} came out different packed, and stays"
+        setattr(owner, name, packed)
+    return f"weights: {len(linears)} products packed for bfloat16"
+
+
+def _can_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return (
+        type(module) is nn.Linear  # a subclass may compute something else
+        and module.weight.dtype == torch.bfloat16
+        and min(module.in_features, module.out_features) >= _MIN_FEATURES
+        and not (module._forward_hooks or module._forward_pre_hooks)
+    )
+
+
+@torch.inference_mode()
+def _is_equal(packed: PackedLinear, linear: nn.Linear) -> bool:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(_NUM_CHECKED_ROWS, linear.in_features, generator=generator).to(torch.bfloat16)
+    expected = linear(rows).float()
+    return bool((packed(rows).float() - expected).norm() <= _TOLERANCE * expected.norm().clamp(min=1e-20))

@@ -1,0 +1,99 @@
+"""Packed weights compute what plain ones do, and what cannot be packed stays as it is."""
+
+import pytest
+import torch
+from torch import nn
+
+from cluster.config import EngineSettings
+from engine import packed_weights
+from engine.build import build_engine
+from engine.loaded import LoadedModel
+from engine.loading import load
+from engine.packed_weights import PackedLinear, pack_weights
+from engine.pool import KvPool
+from engine.runner import ModelRunner
+from tests.golden.families import BLOCK_SIZE, FAMILIES
+from tests.golden.forced import make_sequences, num_blocks, run_step, staggered
+
+needs_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 products"
+)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_every_family_says_the_same_with_packed_weights(
+    name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_weights, "_MIN_FEATURES", 1)  # these models are small
+    folder = tmp_path_factory.mktemp(name)
+    FAMILIES[name].save(folder)
+    settings = EngineSettings(model=str(folder), dtype="bfloat16", device="cpu", block_size=BLOCK_SIZE)
+    loaded = load(settings)
+    plain = _logits(loaded)
+    pack_weights(loaded.model)
+    has_packed = any(isinstance(module, PackedLinear) for module in loaded.model.modules())
+    assert has_packed or name == "gpt2"  # whose products are no nn.Linear
+    packed = _logits(loaded)
+
+    errors = [
+        float((one - other).norm() / (other - other.mean()).norm()) for one, other in zip(packed, plain, strict=True)
+    ]
+    allowed = 2 * torch.finfo(torch.bfloat16).eps * len(loaded.layout.layers) ** 0.5  # as the probe at load allows
+    assert sorted(errors)[len(errors) // 2] <= allowed  # the median: a mixture's near-tie may fall otherwise in one row
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 65, 512])
+def test_one_layer_whatever_the_number_of_rows(num_rows: int, bias: bool) -> None:
+    linear = nn.Linear(320, 192, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
+    rows = torch.randn(1, num_rows, 320, dtype=torch.bfloat16)
+    output = PackedLinear(linear)(rows)
+    assert output.shape == (1, num_rows, 192)
+    torch.testing.assert_close(output, linear(rows))
+
+
+def test_float32_and_what_only_looks_like_a_linear_layer_stay() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(rows)
+
+    model = nn.Sequential(nn.Linear(128, 128), Scaled(128, 128).to(torch.bfloat16))
+    pack_weights(model)
+    assert [type(module) for module in model] == [nn.Linear, Scaled]
+
+
+@needs_bfloat16
+def test_a_layer_that_comes_out_different_is_left_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = nn.Linear(128, 128, dtype=torch.bfloat16).requires_grad_(False)
+    model = nn.Sequential(linear)
+    monkeypatch.setattr(PackedLinear, "forward", lambda self, rows: torch.zeros(len(rows), 128, dtype=torch.bfloat16))
+    assert "came out different packed" in pack_weights(model)
+    assert model[0] is linear
+
+
+@needs_bfloat16
+def test_an_engine_says_what_it_packed(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("llama")
+    FAMILIES["llama"].save(folder)
+
+    def report(pack: str) -> str:
+        settings = EngineSettings(model=str(folder), dtype="bfloat16", device="cpu", num_blocks=4, pack_weights=pack)
+        engine = build_engine(settings)
+        engine.pool.close()
+        return engine.report[-1]
+
+    assert "packed for bfloat16" in report("auto")
+    assert report("off") == "weights: as they are (--pack-weights off)"
+
+
+def _logits(loaded: LoadedModel) -> list[torch.Tensor]:
+    """Of every sampled row of a staggered run, in order."""
+    pool = KvPool(loaded.layout, num_blocks())
+    runner = ModelRunner(loaded, pool)
+    sequences = make_sequences(seed=1, vocab_size=loaded.info.vocab_size)
+    for members in staggered(sequences):
+        run_step(runner, members)
+    pool.close()
+    return [sequence.observed[place][0] for sequence in sequences for place in sorted(sequence.observed)]
