@@ -1,0 +1,42 @@
+"""The wire copy: KV as it travels, apart from the pool. Slot i belongs to block i, for as long as somebody holds it.
+
+Owns the memory: on CPU a memfd, so that another process on the host can read it in place; on a GPU a tensor. A slot
+in a memfd takes memory when it is first written.
+"""
+
+import mmap
+import os
+
+import torch
+
+
+class WireCopy:
+    """A PoolMemory. Zero at the start."""
+
+    def __init__(self, *, num_blocks: int, block_bytes: int, device: torch.device) -> None:
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self.memfd: int | None = None
+        if device.type == "cpu":
+            self.memfd, flat = _shared_memory(num_blocks * block_bytes)
+        else:
+            flat = torch.zeros(num_blocks * block_bytes, dtype=torch.uint8, device=device)
+        self.raw = flat.view(num_blocks, block_bytes)
+
+    def close(self) -> None:
+        """Ends this process's use of the memory."""
+        self.raw = torch.empty(0, 0, dtype=torch.uint8)
+        if self.memfd is not None:
+            os.close(self.memfd)
+            self.memfd = None
+
+
+def _shared_memory(num_bytes: int) -> tuple[int, torch.Tensor]:
+    memfd = os.memfd_create("tandem-kv-wire", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(memfd, num_bytes)
+        mapping = mmap.mmap(memfd, num_bytes, mmap.MAP_SHARED)
+    except BaseException:
+        os.close(memfd)
+        raise
+    return memfd, torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive

@@ -1,0 +1,26 @@
+"""The wire dtypes by name: what a worker's `--kv-wire-dtype` stands for."""
+
+from collections.abc import Callable, Mapping
+
+from kvtransfer.kv_groups import BlockTable
+from kvtransfer.memory import PoolMemory
+from kvtransfer.wire_codecs import Codec, Fp8Codec, Int4Codec, Int8Codec
+from kvtransfer.wire_format import NativeFormat, WireFormat
+from kvtransfer.wire_quantised import QuantisedBlocks, QuantisedFormat
+
+_CODECS: Mapping[str, Callable[[], Codec]] = {"int8": Int8Codec, "fp8": Fp8Codec, "int4": Int4Codec}
+
+
+class WireDtype:
+    def __init__(self, name: str) -> None:
+        """One of those that `--kv-wire-dtype` takes."""
+        self.name = name
+        self._codec = None if name == "native" else _CODECS[name]()
+
+    def copy_bytes(self, table: BlockTable) -> int:
+        """What the wire copy takes for each block of the pool. Raises ConfigError for blocks that cannot travel so."""
+        return 0 if self._codec is None else QuantisedBlocks(table, self._codec).slot_bytes
+
+    def format(self, pool: PoolMemory, table: BlockTable) -> WireFormat:
+        """Raises ConfigError as `copy_bytes`."""
+        return NativeFormat(pool) if self._codec is None else QuantisedFormat(pool, table, self._codec)
