@@ -154,6 +154,11 @@ class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
         TransferSettings.__post_init__(self)
         _require(bool(self.model), "--model is needed: a local folder or a hub name")
         _require_port("port", self.port)
+        _require(
+            0 < self.heartbeat_s <= self.member_lease_s / 2,
+            f"--heartbeat-s must be positive and at most half of --member-lease-s, {self.member_lease_s:g} s: a router that"
+            f" hears nothing for that long gives a worker up; not {self.heartbeat_s:g}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

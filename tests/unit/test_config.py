@@ -120,6 +120,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("cluster_name", ""),
         ("port", 65536),
         ("dtype", "int3"),
+        ("heartbeat_s", 0.0),
+        ("heartbeat_s", 3.0),
     ],
 )
 def test_a_setting_out_of_its_range_is_refused_and_named(name: str, value: object) -> None:
