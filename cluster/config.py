@@ -156,8 +156,8 @@ class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
         _require_port("port", self.port)
         _require(
             0 < self.heartbeat_s <= self.member_lease_s / 2,
-            f"--heartbeat-s must be positive and at most half of --member-lease-s, {self.member_lease_s:g} s: a router that"
-            f" hears nothing for that long gives a worker up; not {self.heartbeat_s:g}",
+            f"--heartbeat-s must be positive and at most half of --member-lease-s, {self.member_lease_s:g} s, not"
+            f" {self.heartbeat_s:g}: a router that hears nothing for a lease gives a worker up",
         )
 
 
