@@ -18,6 +18,7 @@ class Started:
     queue_s: float
     kv_bytes: int
     transport: str
+    num_cached: int  # tokens whose KV was there already
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,6 +214,7 @@ class DecodeStream:
             queue_s=started.queue_s,
             kv_bytes=started.kv_bytes,
             transport=started.transport,
+            num_cached=started.num_cached,
         )
         for owner in self._owners_of(started.handles):
             owner.events.put_nowait(event)

@@ -32,6 +32,7 @@ def generate_request_from_wire(message: inference_pb2.GenerateRequest, timeout_s
         n=message.n or 1,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         timeout_s=timeout_s,
+        cache_salt=message.cache_salt,
     )
 
 

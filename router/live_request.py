@@ -39,11 +39,12 @@ class LiveRequest:
         self._outbox = outbox
         self._clock = clock
         self._attempts = itertools.count(1)
+        self._num_cached: int | None = None  # prompt tokens that its first prefill found
 
     @property
     def usage(self) -> Usage:
         completion_tokens = sum(choice.num_committed for choice in self.choices)
-        return Usage(len(self.request.prompt_token_ids), completion_tokens)
+        return Usage(len(self.request.prompt_token_ids), completion_tokens, self._num_cached or 0)
 
     def next_attempt(self) -> int:
         return next(self._attempts)
@@ -73,6 +74,7 @@ class LiveRequest:
             num_committed=len(committed),
             importer=importer,
             timeout_s=self.time_left_s(),
+            cache_salt=self.request.cache_salt,
         )
 
     def decode_job(
@@ -91,6 +93,7 @@ class LiveRequest:
             ),
             signed_ticket=ticket,
             timeout_s=self.time_left_s(),
+            cache_salt=self.request.cache_salt,
         )
 
     def dispatched(self) -> None:
@@ -98,8 +101,9 @@ class LiveRequest:
         if not self._has_tokens:
             self._enter(PhaseName.PREFILL_QUEUE)
 
-    def prefilled(self, prefill_s: float, prefill: MemberId) -> None:
+    def prefilled(self, prefill_s: float, prefill: MemberId, *, num_cached: int) -> None:
         """First tokens are here; what the client waits for from now on is the transfer, unless other choices go on."""
+        self._found(num_cached)
         self.ledger.member(str(prefill))
         if not self._has_tokens:
             self._enter(PhaseName.PREFILL, began_ago_s=prefill_s)
@@ -108,6 +112,7 @@ class LiveRequest:
 
     def started(self, started: Started, decode: MemberId) -> None:
         """Sequences join the decode worker's batch; without first tokens their prefill begins there."""
+        self._found(started.num_cached)
         self.ledger.member(str(decode))
         self.ledger.moved(started.transport, started.kv_bytes)
         if self.ledger.phase is PhaseName.TRANSFER:
@@ -124,6 +129,11 @@ class LiveRequest:
         self.failed_members.add(member)
         self.ledger.reason(reason)
         self._enter(PhaseName.RETRY)
+
+    def _found(self, num_cached: int) -> None:
+        """The first prefill's word counts: a later attempt may find what an earlier one left."""
+        if self._num_cached is None:
+            self._num_cached = min(num_cached, len(self.request.prompt_token_ids))
 
     @property
     def _has_tokens(self) -> bool:

@@ -165,6 +165,7 @@ class _Request(_Strict):
     min_tokens: int = Field(0, description="no end before this many tokens")
     ignore_eos: bool = Field(False, description="go on past the model's own end")
     stop_token_ids: list[int] = Field([], description="token ids that end the text like EOS")
+    cache_salt: str = Field("", description="prompts share KV with those of the same salt only")
     return_token_ids: bool = Field(False, description="adds token_ids to every choice")
 
     @model_validator(mode="after")
@@ -197,6 +198,7 @@ class _Request(_Strict):
             ),
             n=self.n,
             logprobs=logprobs,
+            cache_salt=self.cache_salt,
         )
 
 

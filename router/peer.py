@@ -146,6 +146,7 @@ class Peer:
 class FirstTokens:
     tokens: tuple[SampledToken, ...]  # one per choice
     prefill_s: float
+    num_cached: int  # tokens of the prompt that were not computed
 
 
 _RpcCall: TypeAlias = "grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillEvent]"
@@ -165,7 +166,11 @@ class PrefillCall:
     async def first_tokens(self) -> FirstTokens:
         """After `ticket`. Raises TandemError."""
         message = (await self._next("first_tokens")).first_tokens
-        return FirstTokens(tuple(map(wire.sampled_token_from_wire, message.tokens)), message.prefill_s)
+        return FirstTokens(
+            tokens=tuple(map(wire.sampled_token_from_wire, message.tokens)),
+            prefill_s=message.prefill_s,
+            num_cached=message.num_cached + message.num_pulled,
+        )
 
     async def _next(self, expected: str) -> worker_pb2.PrefillEvent:
         event = await self._peer.read(self._call)

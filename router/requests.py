@@ -65,6 +65,7 @@ class GenerateRequest:
     n: int = 1
     logprobs: int | None = None  # None: none; k: the chosen token's and those of the k most likely
     timeout_s: float | None = None
+    cache_salt: str = ""  # KV of equal beginnings is shared among requests of one salt only
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class ChoiceDelta:
 class Usage:
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, that were not computed
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 1024
 MAX_REQUEST_ID_CHARACTERS = 128
+MAX_CACHE_SALT_CHARACTERS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class ResolvedRequest:
     stop_strings: tuple[str, ...]
     named_stop_token_ids: frozenset[int]  # the client's own: only these are told as a stop's cause
     seeds: tuple[int, ...]  # one per choice; a retry draws the same tokens
+    cache_salt: str
 
 
 def check(request: GenerateRequest, model: ModelInfo) -> None:
@@ -45,6 +47,10 @@ def check(request: GenerateRequest, model: ModelInfo) -> None:
     _require(
         request.logprobs is None or 0 <= request.logprobs <= MAX_LOGPROBS,
         f"logprobs must be from 0 to {MAX_LOGPROBS}, not {request.logprobs}",
+    )
+    _require(
+        len(request.cache_salt) <= MAX_CACHE_SALT_CHARACTERS,
+        f"cache_salt must have at most {MAX_CACHE_SALT_CHARACTERS} characters",
     )
     _require(
         request.timeout_s is None or 0 < request.timeout_s < math.inf,
@@ -84,6 +90,7 @@ def resolve(request: GenerateRequest, prompt_token_ids: tuple[int, ...], model: 
         stop_strings=request.stop.stop,
         named_stop_token_ids=frozenset(request.stop.stop_token_ids),
         seeds=tuple(_choice_seed(seed, choice) for choice in range(request.n)),
+        cache_salt=request.cache_salt,
     )
 
 

@@ -27,6 +27,7 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: int  # the chosen token's log-probability and those of this many most likely ones
+    cache_salt: str  # KV of equal beginnings is shared among requests of one salt only
 
 
 def generate_request(
@@ -64,6 +65,7 @@ def generate_request(
         ),
         n=options.get("n", 1),
         logprobs=options.get("logprobs"),
+        cache_salt=options.get("cache_salt", ""),
     )
 
 

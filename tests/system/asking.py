@@ -25,6 +25,7 @@ def question(
     stop_token_ids: Sequence[int] = (),
     logprobs: int | None = None,
     request_id: str = "",
+    cache_salt: str = "",
 ) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(
         request_id=request_id,
@@ -39,6 +40,7 @@ def question(
         ),
         n=n,
         logprobs=logprobs,
+        cache_salt=cache_salt,
     )
 
 
@@ -63,6 +65,11 @@ class Answer:
     def ledger(self) -> inference_pb2.Ledger:
         assert self.summary is not None, "the stream ended without its summary"
         return self.summary.ledger
+
+    @property
+    def usage(self) -> inference_pb2.Usage:
+        assert self.summary is not None, "the stream ended without its summary"
+        return self.summary.usage
 
     def take(self, response: inference_pb2.GenerateResponse) -> None:
         for delta in response.deltas:

@@ -30,7 +30,7 @@ async def served(api_key: str = "", **settings: object) -> AsyncIterator[tuple[R
         )
         inference = InferenceService(pipeline=router.pipeline, tokenization=router.tokenization)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.grpc)
-        admin = AdminService(pipeline=router.pipeline, fleet=router.fleet)
+        admin = AdminService(pipeline=router.pipeline, fleet=router.fleet, migrations=router.migrations)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, server.grpc)
         port = server.bind("127.0.0.1", 0)
         await server.start()
@@ -63,10 +63,11 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
 
 async def test_a_generation_streams_and_ends_with_usage_and_ledger() -> None:
     async with served() as (router, channel):
-        await router.add_prefill("p0")
-        await router.add_decode("d0")
+        prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
+        prefill.num_cached = 3
         await router.connected()
-        responses = await collect(channel, generate_request(request_id="mine", logprobs=1))
+        responses = await collect(channel, generate_request(request_id="mine", logprobs=1, cache_salt="tenant"))
+        assert prefill.jobs[0].cache_salt == decode.jobs[0].cache_salt == "tenant"
         deltas = [delta for response in responses for delta in response.deltas]
         tokens = [token_id for delta in deltas for token_id in wire.unpack_ids(delta.token_ids)]
         assert tokens == expected_tokens(router, ask())
@@ -74,7 +75,7 @@ async def test_a_generation_streams_and_ends_with_usage_and_ledger() -> None:
         assert [logprobs.chosen.token_id for delta in deltas for logprobs in delta.logprobs] == tokens
         assert deltas[-1].finish_reason == "length"
         usage, ledger = responses[-1].summary.usage, responses[-1].summary.ledger
-        assert (usage.prompt_tokens, usage.completion_tokens) == (4, 8)
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (4, 8, 3)
         assert sum(phase.duration_s for phase in ledger.phases) == pytest.approx(ledger.wall_s, rel=0.02)
         assert not any(response.HasField("summary") for response in responses[:-1])
 

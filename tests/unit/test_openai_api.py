@@ -174,6 +174,7 @@ def test_prompts_come_as_text_tokens_or_lists_of_either(shared: Endpoint) -> Non
 
 def test_sampling_and_stop_fields_arrive(shared: Endpoint) -> None:
     extensions = {"top_k": 5, "min_p": 0.1, "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [9]}
+    extensions |= {"cache_salt": "tenant"}
     shared.client.completions.create(
         model="demo_model",
         prompt="x",
@@ -195,6 +196,7 @@ def test_sampling_and_stop_fields_arrive(shared: Endpoint) -> None:
     )
     assert (stop.max_tokens, stop.min_tokens, stop.ignore_eos) == (9, 2, True)
     assert (stop.stop, stop.stop_token_ids) == (("\n",), (9,))
+    assert request.cache_salt == "tenant"
 
 
 def test_what_is_not_said_is_left_to_the_model(shared: Endpoint) -> None:
