@@ -61,6 +61,7 @@ METRICS: dict[str, Metric] = {
     "tandem_phase_seconds": _seconds("parts of a request's life; they sum to its wall time", "phase"),
     "tandem_retries_total": _counter("legs of a request that were tried again", "leg", "reason"),
     "tandem_local_prefills_total": _counter("prompts that were prefilled on a decode worker", "reason"),
+    "tandem_migrations_total": _counter("sequences that were to move to another decode worker", "outcome", "reason"),
     "tandem_stale_messages_total": _counter("messages of an attempt that is no longer current; dropped"),
     "tandem_buffered_tokens": _gauge("tokens waiting for clients to read them"),
     "tandem_members": _gauge("members of the cluster, as this router sees it", "role", "state"),

@@ -20,6 +20,7 @@ from router.admission import Admission
 from router.decode_stream import StreamTiming
 from router.fleet import Fleet
 from router.http_server import HttpServer
+from router.migration import Migrations
 from router.openai_api import build_app
 from router.outbox import Outboxes
 from router.pipeline import Pipeline, PipelineSettings
@@ -81,12 +82,15 @@ class _Router:
             timing=StreamTiming(silence_s=config.member_lease_s, grace_s=config.stream_grace_s),
             telemetry=telemetry,
         )
+        placement = policy(config.placement)
+        migrations = Migrations(router=self.member.id, fleet=self._fleet, policy=placement, telemetry=telemetry)
         self._pipeline = Pipeline(
             router=self.member.id,
             tokenization=tokenization,
             admission=Admission(config.max_live_requests),
-            policy=policy(config.placement),
+            policy=placement,
             fleet=self._fleet,
+            migrations=migrations,
             outboxes=self._outboxes,
             settings=PipelineSettings(request_timeout_s=config.request_timeout_s, max_attempts=config.max_attempts),
             clock=clock,
@@ -101,7 +105,7 @@ class _Router:
             max_message_bytes=config.max_message_bytes,
         )
         inference = InferenceService(pipeline=self._pipeline, tokenization=tokenization)
-        admin = AdminService(pipeline=self._pipeline, fleet=self._fleet)
+        admin = AdminService(pipeline=self._pipeline, fleet=self._fleet, migrations=migrations)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, self._grpc.grpc)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._grpc.grpc)
 

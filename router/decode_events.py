@@ -1,11 +1,12 @@
-"""What a decode worker says about the sequences of one attempt, and the queue in which the attempt finds it."""
+"""What an attempt hears about its sequences at one decode worker, and the queue in which it finds it."""
 
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
 from cluster import wire
-from cluster.messages import SampledToken, TokenLogprobs
+from cluster.messages import MemberId, SampledToken, TokenLogprobs
 from tandem.v1 import worker_pb2
 
 
@@ -43,7 +44,28 @@ class Lost:
     detail: str
 
 
-DecodeEvent = Started | Token | Failed | Lost
+class MoveOutcome(StrEnum):
+    MOVED = "moved"  # the sequence goes on at the other worker
+    KEPT = "kept"  # it went on where it was
+    RESTARTED = "restarted"  # neither had it any more: it is prefilled again
+    ENDED = "ended"  # before it could be moved
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """Not the worker's word but this router's own: the sequence is to go on at another decode worker."""
+
+    handle: int
+    target: MemberId | None  # None: placement chooses
+    outcome: asyncio.Future[MoveOutcome]
+
+    def settle(self, outcome: MoveOutcome) -> None:
+        """The first outcome counts."""
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+
+DecodeEvent = Started | Token | Failed | Lost | Move
 
 
 class Sequences:
@@ -52,10 +74,25 @@ class Sequences:
     def __init__(self, handles: tuple[int, ...]) -> None:
         self.handles = handles
         self.live = set(handles)
+        self.started: set[int] = set()  # that have joined the worker's batch
         self.events: asyncio.Queue[DecodeEvent] = asyncio.Queue()  # bounded by the request's own max_tokens
 
     async def next(self) -> DecodeEvent:
         return await self.events.get()
+
+    def part(self, handle: int) -> "Sequences":
+        """One of them by itself, with what was said about it and not heard yet."""
+        parted = Sequences((handle,))
+        parted.started = self.started & parted.live
+        self.live.discard(handle)
+        for _ in range(self.events.qsize()):
+            event = self.events.get_nowait()
+            is_its_own = isinstance(event, Token | Move) and event.handle == handle
+            if is_its_own or not isinstance(event, Token | Move):
+                parted.events.put_nowait(event)
+            if not is_its_own:
+                self.events.put_nowait(event)
+        return parted
 
 
 def tokens_of(step: worker_pb2.StepOutput) -> Iterator[Token]:

@@ -20,7 +20,7 @@ from cluster.member import Member
 from cluster.messages import MemberId, PairFigure
 from cluster.pair_wire import figures_from_wire
 from cluster.telemetry import Telemetry
-from router.decode_events import Failed, Lost, Sequences, Started, tokens_of
+from router.decode_events import Failed, Lost, Move, MoveOutcome, Sequences, Started, tokens_of
 from router.probe import nobody_listens
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
@@ -64,6 +64,7 @@ class DecodeStream:
         self._on_change = on_change
         self._telemetry = telemetry
         self._owners: dict[int, Sequences] = {}
+        self._moves: dict[int, Move] = {}  # that were asked for and have no outcome yet
         self._doubtful: set[int] = set()  # silent since the last connection broke
         self._told_at_s: dict[int, float] = {}  # when the worker was last told to cancel, on this connection
         self._cancels: asyncio.Queue[tuple[int, ...] | None] = asyncio.Queue()
@@ -85,6 +86,29 @@ class DecodeStream:
         finally:
             self.cancel(sequences, tuple(sequences.live))
 
+    @contextmanager
+    def part(self, sequences: Sequences, handle: int) -> Iterator[Sequences]:
+        """One of an attempt's handles by itself; cancelled on leaving, if it has not ended."""
+        parted = self._owners[handle] = sequences.part(handle)
+        try:
+            yield parted
+        finally:
+            self.cancel(parted, tuple(parted.live))
+
+    def movable(self) -> list[int]:
+        """Sequences that run at the worker and are not being moved, the oldest first."""
+        return [h for h, owner in self._owners.items() if h in owner.started and h not in self._moves]
+
+    def ask_to_move(self, handle: int, target: MemberId | None) -> Move | None:
+        """Tells the attempt that has it. None: it has ended, or is being moved already."""
+        owner = self._owners.get(handle)
+        if owner is None or handle in self._moves:
+            return None
+        move = self._moves[handle] = Move(handle, target, asyncio.get_running_loop().create_future())
+        move.outcome.add_done_callback(lambda _: self._moves.pop(handle))
+        owner.events.put_nowait(move)
+        return move
+
     def cancel(self, sequences: Sequences, handles: tuple[int, ...]) -> None:
         """The worker need not go on with these; what it still says about them is dropped."""
         for handle in handles:
@@ -97,6 +121,8 @@ class DecodeStream:
         sequences.live.discard(handle)
         self._owners.pop(handle, None)
         self._doubtful.discard(handle)
+        if handle in self._moves:
+            self._moves[handle].settle(MoveOutcome.ENDED)
 
     async def run(self) -> str:
         """Returns why the worker is lost. However it ends, every attempt on it has heard of it then."""

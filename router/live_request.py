@@ -81,6 +81,16 @@ class LiveRequest:
         self, sequences: dict[int, Choice], attempt: int, router: MemberId, ticket: bytes | None
     ) -> DecodeJob:
         """`sequences`: handle -> choice. Without a ticket the prompt is prefilled on the decode worker."""
+        starts = tuple(SequenceStart(handle, choice.seed, choice.committed) for handle, choice in sequences.items())
+        return self._decode_job(starts, attempt, router, ticket)
+
+    def moved_job(self, handle: int, choice: Choice, attempt: int, router: MemberId, ticket: bytes) -> DecodeJob:
+        """A running sequence's ticket covers all its tokens but the last, which is the hand-off's first token."""
+        return self._decode_job((SequenceStart(handle, choice.seed, choice.committed[:-1]),), attempt, router, ticket)
+
+    def _decode_job(
+        self, starts: tuple[SequenceStart, ...], attempt: int, router: MemberId, ticket: bytes | None
+    ) -> DecodeJob:
         return DecodeJob(
             request_id=self.request_id,
             attempt=attempt,
@@ -88,9 +98,7 @@ class LiveRequest:
             prompt_token_ids=self.request.prompt_token_ids,
             sampling=self.request.sampling,
             stops=self.request.stops,
-            sequences=tuple(
-                SequenceStart(handle, choice.seed, choice.committed) for handle, choice in sequences.items()
-            ),
+            sequences=starts,
             signed_ticket=ticket,
             timeout_s=self.time_left_s(),
             cache_salt=self.request.cache_salt,
@@ -124,6 +132,10 @@ class LiveRequest:
     def decoding(self) -> None:
         """A token came from a decode worker."""
         self._enter(PhaseName.DECODE)
+
+    def moving(self) -> None:
+        """A sequence is frozen: what its client waits for from now on is the transfer."""
+        self._enter(PhaseName.TRANSFER)
 
     def failed(self, reason: str, member: MemberId) -> None:
         self.failed_members.add(member)

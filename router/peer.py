@@ -15,9 +15,9 @@ from typing import TypeAlias, TypeVar
 import grpc
 
 from cluster import wire
-from cluster.errors import Cancelled, TandemError, Unavailable, WorkerLost
+from cluster.errors import Cancelled, DeadlineExceeded, TandemError, Unavailable, WorkerLost
 from cluster.member import Member
-from cluster.messages import DecodeJob, PrefillJob, SampledToken
+from cluster.messages import DecodeJob, MemberId, PrefillJob, SampledToken
 from cluster.rpc_errors import error_from_rpc
 from router.decode_events import Sequences
 from router.decode_stream import DecodeStream
@@ -260,6 +260,31 @@ class DecodePeer(Peer):
         """Handles on the stream for one attempt; what has not ended on leaving is cancelled."""
         with self.assign(num_sequences), self.stream.open(num_sequences) as sequences:
             yield sequences
+
+    @contextmanager
+    def part(self, sequences: Sequences, handle: int) -> Iterator[Sequences]:
+        """One of an attempt's sequences by itself."""
+        with self.assign(1), self.stream.part(sequences, handle) as parted:
+            yield parted
+
+    async def freeze(
+        self, handle: int, *, router: MemberId, importer: MemberId, attempt: int
+    ) -> worker_pb2.FreezeResponse:
+        """Raises TandemError; NotFound: it does not decode there, and nothing has happened."""
+        request = worker_pb2.FreezeRequest(router=str(router), handle=handle, importer=str(importer), attempt=attempt)
+        return await self._in_time(self._stub.Freeze(request, timeout=_OWN_CALL_S))
+
+    async def thaw(self, handle: int, new_handle: int, *, router: MemberId) -> None:
+        """Raises TandemError."""
+        request = worker_pb2.ThawRequest(router=str(router), handle=handle, new_handle=new_handle)
+        await self._in_time(self._stub.Thaw(request, timeout=_OWN_CALL_S))
+
+    async def _in_time(self, answer: Awaitable[Answer]) -> Answer:
+        """The deadline of such a call is this router's patience, never the request's end."""
+        try:
+            return await self._unless_lost(answer)
+        except DeadlineExceeded as error:
+            raise WorkerLost(f"decode worker {self.member.id} did not answer within {_OWN_CALL_S:g} s") from error
 
     async def start(self, job: DecodeJob) -> None:
         """Raises TandemError."""

@@ -23,6 +23,7 @@ from router.failures import AttemptFailed
 from router.fleet import Fleet
 from router.ledger import LedgerRecorder, PhaseName
 from router.live_request import LiveRequest
+from router.migration import Migrations
 from router.outbox import Outbox, Outboxes
 from router.placement import Placement, Policy, RequestFacts
 from router.requests import ChatPrompt, GenerateRequest, Output, Prompt, Summary, TextPrompt, TokenPrompt
@@ -62,6 +63,7 @@ class Pipeline:
         admission: Admission,
         policy: Policy,
         fleet: Fleet,
+        migrations: Migrations,
         outboxes: Outboxes,
         settings: PipelineSettings,
         clock: Clock,
@@ -73,6 +75,7 @@ class Pipeline:
         self._admission = admission
         self._policy = policy
         self._fleet = fleet
+        self._migrations = migrations
         self._outboxes = outboxes
         self._settings = settings
         self._clock = clock
@@ -180,7 +183,7 @@ class Pipeline:
         self, live: LiveRequest, choices: Sequence[Choice], placement: Placement, local_reason: str
     ) -> None:
         """One try at both legs. Raises AttemptFailed; what the client has by then is committed."""
-        attempt = Attempt(live, choices, fleet=self._fleet, router=self._router)
+        attempt = Attempt(live, choices, fleet=self._fleet, migrations=self._migrations, router=self._router)
         if placement.prefill is None or local_reason:
             self._note_local(live, local_reason)
             await attempt.on_decode(placement.decode)

@@ -19,11 +19,19 @@ async def running(work: Coroutine[None, None, Answer]) -> AsyncIterator[asyncio.
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def all_of(works: Iterable[Coroutine[None, None, None]]) -> None:
-    """All at once; the first error ends the others and is the one raised."""
+@asynccontextmanager
+async def branches() -> AsyncIterator[asyncio.TaskGroup]:
+    """Tasks that are started one by one. The block ends when all have; the first error, of a task or of the block,
+    ends the others and is the one raised."""
     try:
         async with asyncio.TaskGroup() as group:
-            for work in works:
-                group.create_task(work)
+            yield group
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors
+
+
+async def all_of(works: Iterable[Coroutine[None, None, None]]) -> None:
+    """All at once; the first error ends the others and is the one raised."""
+    async with branches() as group:
+        for work in works:
+            group.create_task(work)

@@ -14,6 +14,7 @@ from cluster.member import Member
 from cluster.pair_wire import figures_to_wire
 from router.fleet import Fleet
 from router.inference_wire import chat_from_wire, generate_request_from_wire, model_to_wire, output_to_wire
+from router.migration import Migrations
 from router.pipeline import Pipeline
 from router.tokenization import Tokenization
 from router.validation import check_model
@@ -68,9 +69,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    def __init__(self, *, pipeline: Pipeline, fleet: Fleet) -> None:
+    def __init__(self, *, pipeline: Pipeline, fleet: Fleet, migrations: Migrations) -> None:
         self._pipeline = pipeline
         self._fleet = fleet
+        self._migrations = migrations
 
     async def Status(self, request: admin_pb2.StatusRequest, context: _Context) -> admin_pb2.StatusResponse:
         members = await asyncio.gather(*(self._status(member) for member in self._fleet.members()))
@@ -82,6 +84,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             raise InvalidRequest(f"no worker {request.member_id!r} is connected to this router; `status` lists them")
         await peer.drain()
         return admin_pb2.DrainResponse()
+
+    async def Migrate(self, request: admin_pb2.MigrateRequest, context: _Context) -> admin_pb2.MigrateResponse:
+        count = await self._migrations.migrate(request.source, request.target, request.max_sequences)
+        return admin_pb2.MigrateResponse(num_moved=count.num_moved, num_kept=count.num_kept)
 
     async def _status(self, member: Member) -> admin_pb2.MemberStatus:
         """A worker that does not answer is listed without figures, and with how long it has been silent."""

@@ -13,6 +13,7 @@ from cluster.telemetry import Telemetry
 from router.admission import Admission
 from router.decode_stream import StreamTiming
 from router.fleet import Fleet
+from router.migration import Migrations
 from router.outbox import Outboxes
 from router.pipeline import Pipeline, PipelineSettings
 from router.placement import policy
@@ -62,6 +63,7 @@ class RouterUnderTest:
         silence_s: float = 20.0,
         grace_s: float = 1.0,
         placement: str = "least-loaded",
+        migration_patience_s: float = 10.0,
     ) -> None:
         self.store = Store()
         self.telemetry = Telemetry()
@@ -79,12 +81,21 @@ class RouterUnderTest:
             timing=StreamTiming(silence_s=silence_s, grace_s=grace_s),
             telemetry=self.telemetry,
         )
+        chooser = policy(placement)
+        self.migrations = Migrations(
+            router=self.member.id,
+            fleet=self.fleet,
+            policy=chooser,
+            telemetry=self.telemetry,
+            patience_s=migration_patience_s,
+        )
         self.pipeline = Pipeline(
             router=self.member.id,
             tokenization=self.tokenization,
             admission=self.admission,
-            policy=policy(placement),
+            policy=chooser,
             fleet=self.fleet,
+            migrations=self.migrations,
             outboxes=self.outboxes,
             settings=PipelineSettings(request_timeout_s=request_timeout_s, max_attempts=max_attempts),
             clock=MonotonicClock(),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from cluster import wire
-from cluster.errors import TandemError, Unavailable
+from cluster.errors import NotFound, TandemError, Unavailable
 from cluster.member import Member, MemberState
 from cluster.messages import (
     DecodeJob,
@@ -69,6 +69,15 @@ class Gate:
     async def passed(self) -> None:
         self.reached.set()
         await self._open.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A sequence, and the index of its next token."""
+
+    job: DecodeJob
+    start: SequenceStart
+    index: int
 
 
 @dataclass(slots=True)
@@ -190,6 +199,10 @@ class ScriptedDecode(ScriptedWorker):
         self.voice = Gate()  # closed: says nothing, no heartbeat either, as a stopped process
         self.streams: dict[str, asyncio.Queue[worker_pb2.WorkerMessage | None]] = {}
         self.running: dict[int, asyncio.Task[None]] = {}
+        self.progress: dict[int, Progress] = {}  # of each sequence that makes tokens, by handle
+        self.frozen: dict[int, Progress] = {}
+        self.before_freezing, self.after_freezing, self.before_thawing = Gate(), Gate(), Gate()
+        self.thaw_refusals: list[TandemError] = []
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(_Decode(self), self.server.grpc)
 
     async def die(self) -> None:
@@ -213,7 +226,11 @@ class ScriptedDecode(ScriptedWorker):
 
     async def sequence(self, job: DecodeJob, start: SequenceStart, first: SampledToken | None) -> None:
         """One sequence, a token at a time."""
-        index = len(start.committed_token_ids) + (first is not None)
+        await self.go_on(Progress(job, start, len(start.committed_token_ids) + (first is not None)))
+
+    async def go_on(self, progress: Progress) -> None:
+        job, start, index = progress.job, progress.start, progress.index
+        self.progress[start.handle] = progress
         while True:
             if self.pause_at is not None and index >= self.pause_at:
                 self.paused.set()
@@ -221,8 +238,10 @@ class ScriptedDecode(ScriptedWorker):
             token = sampled(job.prompt_token_ids, start.seed, index, job.stops, job.sampling.num_logprobs)
             self.send(job.router, worker_pb2.WorkerMessage(step=self._step(start.handle, index, token)))
             if token.finish_reason is not None:
+                del self.progress[start.handle]
                 return
             index += 1
+            self.progress[start.handle] = Progress(job, start, index)
             await asyncio.sleep(0)  # gives the loop to the others, as a step would
 
     def _step(self, handle: int, index: int, token: SampledToken) -> worker_pb2.StepOutput:
@@ -274,11 +293,41 @@ class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
         finally:
             reader.cancel()
 
+    async def Freeze(self, request: worker_pb2.FreezeRequest, context: _Context) -> worker_pb2.FreezeResponse:
+        worker = self._worker
+        await worker.before_freezing.passed()
+        progress = worker.progress.pop(request.handle, None)
+        if progress is None:
+            raise NotFound("it does not decode here")
+        worker.running.pop(request.handle).cancel()
+        worker.frozen[request.handle] = progress
+        ticket = f"{worker.id} {request.handle} {request.attempt} for {request.importer}".encode()
+        job, start = progress.job, progress.start
+        last = sampled(job.prompt_token_ids, start.seed, progress.index - 1, job.stops, None)
+        worker.store.finished[ticket] = asyncio.get_running_loop().create_future()
+        worker.store.finished[ticket].set_result((last,))
+        await worker.after_freezing.passed()
+        return worker_pb2.FreezeResponse(ticket=ticket, num_output=progress.index)
+
+    async def Thaw(self, request: worker_pb2.ThawRequest, context: _Context) -> worker_pb2.ThawResponse:
+        worker = self._worker
+        await worker.before_thawing.passed()
+        if worker.thaw_refusals:
+            raise worker.thaw_refusals.pop(0)
+        progress = worker.frozen.pop(request.handle, None)
+        if progress is None:
+            raise NotFound("it is not frozen here")
+        progress = replace(progress, start=replace(progress.start, handle=request.new_handle))
+        worker.running[request.new_handle] = asyncio.create_task(worker.go_on(progress))
+        return worker_pb2.ThawResponse()
+
     async def _read(self, messages: AsyncIterator[Any]) -> None:
         async for message in messages:
             handles = wire.unpack_ids(message.cancel.handles)
             self._worker.cancelled_handles.update(handles)
             for handle in handles:
+                self._worker.progress.pop(handle, None)
+                self._worker.frozen.pop(handle, None)
                 if task := self._worker.running.pop(handle, None):
                     task.cancel()
             self._worker.cancelled.set()
