@@ -5,7 +5,7 @@ Owns the inspections under way. The step thread runs check() and answers; nothin
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import grpc
 
@@ -45,7 +45,8 @@ class Inspections:
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """`more_figures` adds what the event loop knows: hand-offs, leases, streams."""
+    """`more_figures` adds what the event loop knows: hand-offs, leases, streams. `measure_pair` times the ways from
+    another worker's memory to this one's; None: this one imports nothing."""
 
     def __init__(
         self,
@@ -54,7 +55,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         inspections: Inspections,
         more_figures: Callable[[], dict[str, float]],
         request_drain: Callable[[], None],
+        measure_pair: Callable[[worker_pb2.MeasurePairRequest], Awaitable[worker_pb2.MeasurePairResponse]]
+        | None = None,
     ) -> None:
+        self._measure_pair = measure_pair
         self._member = member
         self._inspections = inspections
         self._more_figures = more_figures
@@ -76,3 +80,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.DrainWorkerResponse:
         self._request_drain()
         return worker_pb2.DrainWorkerResponse()
+
+    async def MeasurePair(
+        self, request: worker_pb2.MeasurePairRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> worker_pb2.MeasurePairResponse:
+        if self._measure_pair is None:
+            raise Unavailable(f"{self._member} imports no KV; ask a decode worker")
+        return await self._measure_pair(request)

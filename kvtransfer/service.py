@@ -1,4 +1,5 @@
-"""The gRPC face of the exporter: one HandOff call is one hand-off. Owns nothing that outlives a call."""
+"""The gRPC face of the exporter: one HandOff call is one hand-off, one OpenProbe opens a measurement. Owns nothing that
+outlives a call."""
 
 import asyncio
 import logging
@@ -6,18 +7,20 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from cluster.errors import HandOffReason, InvalidRequest
+from cluster.errors import HandOffReason, InvalidRequest, Unavailable
 from kvtransfer.export_call import ExportCall
 from kvtransfer.exporter import Exporter
 from kvtransfer.handoff_wire import IMPORTER_METADATA, renew_or_settle_from_wire
+from kvtransfer.probe_opening import ProbeOpening
 from tandem.v1 import kv_pb2, kv_pb2_grpc
 
 _LOG = logging.getLogger(__name__)
 
 
 class KvTransferServicer(kv_pb2_grpc.KvTransferServicer):
-    def __init__(self, *, exporter: Exporter) -> None:
-        self._exporter = exporter
+    def __init__(self, *, exporter: Exporter, probes: ProbeOpening | None = None) -> None:
+        """`probes` None: nobody may measure here."""
+        self._exporter, self._probes = exporter, probes
 
     async def HandOff(
         self,
@@ -36,6 +39,15 @@ class KvTransferServicer(kv_pb2_grpc.KvTransferServicer):
             await asyncio.wait([reader])
             if not reader.cancelled() and reader.exception() is not None:
                 _LOG.error("hand-off %d of %s", call.number, call.importer, exc_info=reader.exception())
+
+    async def OpenProbe(
+        self,
+        request: kv_pb2.OpenProbeRequest,
+        context: grpc.aio.ServicerContext[kv_pb2.OpenProbeRequest, kv_pb2.OpenProbeResponse],
+    ) -> kv_pb2.OpenProbeResponse:
+        if self._probes is None:
+            raise Unavailable("nobody may measure here")
+        return self._probes.open(request)
 
     async def _read(self, messages: AsyncIterator[kv_pb2.ImporterMessage], call: ExportCall) -> None:
         try:
