@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from cluster.errors import HandOffReason
 from cluster.messages import Epoch
 from kvtransfer.counters import TransferCounters
-from kvtransfer.handoff import Accepted, ExporterMessage, Refused, Settled
+from kvtransfer.handoff import Accepted, ExporterMessage, Finished, Refused, Settled
 from kvtransfer.handoff_wire import to_wire
 from kvtransfer.transports.base import ExporterTransport
 from tandem.v1 import kv_pb2
@@ -43,9 +43,11 @@ class ExportCall:
         while (message := await self._outbox.get()) is not None:
             yield message
 
-    def send(self, message: ExporterMessage) -> None:
-        """Refused and Settled are the last."""
+    def send(self, message: ExporterMessage, *, age_s: float) -> None:
+        """Refused and Settled are the last. `age_s`: since the prefill's last step, for Finished."""
         wire = to_wire(message)
+        if isinstance(message, Finished):
+            wire.finished.age_s = age_s
         if isinstance(message, Accepted):
             assert self.attached is not None, "accepted before it was attached"
             self._admit(self.attached, wire.accepted)

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -48,6 +49,15 @@ class TailBlock:
     num_valid: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Blocks that wait for their digests, and what the ticket's machine hears then."""
+
+    ticket_id: bytes
+    block_ids: tuple[int, ...]
+    event: Callable[[tuple[RemoteBlock, ...]], machine.Event]
+
+
 class Exporter:
     """All methods are for the event loop's thread; none but `start` and `close` waits."""
 
@@ -79,6 +89,8 @@ class Exporter:
         self._tickets: dict[bytes, TicketExport] = {}
         self._calls: set[ExportCall] = set()
         self._next_call = 0
+        self._written: deque[_Written] = deque()
+        self._is_digesting = False
         # One thread: digests leave in the order in which blocks were sealed.
         self._digester = ThreadPoolExecutor(1, "kv-digest")
 
@@ -100,6 +112,7 @@ class Exporter:
             call.end()
             self.end_call(call)
         assert not self._tickets, f"{len(self._tickets)} tickets outlive every attempt on them"
+        self._written.clear()
         for transport in self._transports:
             await transport.close()
         await asyncio.to_thread(self._digester.shutdown, cancel_futures=True)
@@ -138,12 +151,20 @@ class Exporter:
         """These are written and will not change; first_index counts in the ticket's order."""
         self._after_digests(ticket_id, tuple(block_ids), lambda blocks: machine.SealBlocks(first_index, blocks))
 
-    def finish(self, ticket_id: bytes, *, first_tokens: Sequence[FirstToken], tail: TailBlock | None) -> None:
+    def finish(
+        self,
+        ticket_id: bytes,
+        *,
+        first_tokens: Sequence[FirstToken],
+        tail: TailBlock | None,
+        ended_s: float | None = None,  # when the last step ended, by this exporter's clock; None: now
+    ) -> None:
         """Prefill is done; comes after its last `seal`."""
 
         export = self._tickets.get(ticket_id)
         if export is None:
             return
+        export.ended_s = self._clock.now_s() if ended_s is None else ended_s
         ticket, firsts = export.ticket, tuple(first_tokens)
 
         def finished(blocks: tuple[RemoteBlock, ...]) -> machine.Event:
@@ -201,20 +222,39 @@ class Exporter:
         """Feeds the event to the ticket's machine when the blocks' digests are known, in the order of the calls."""
         if ticket_id not in self._tickets:
             return  # released meanwhile: nobody wants to know
+        self._written.append(_Written(ticket_id, block_ids, event))
+        if not self._is_digesting:
+            self._is_digesting = True
+            asyncio.get_running_loop().call_soon(self._digest_next)  # with what else the same step has written
 
-        def done(digests: asyncio.Future[tuple[bytes, ...]]) -> None:
-            export = self._tickets.get(ticket_id)
-            if export is None or digests.cancelled():
+    def _digest_next(self) -> None:
+        """What waits longest, and what follows it of the same ticket: it is digested in one go and leaves together."""
+        if not self._written:
+            self._is_digesting = False
+            return
+        batch = [self._written.popleft()]
+        while self._written and self._written[0].ticket_id == batch[0].ticket_id:
+            batch.append(self._written.popleft())
+        block_ids = tuple(block_id for written in batch for block_id in written.block_ids)
+        digesting = asyncio.wrap_future(self._digester.submit(self._prepare, block_ids))
+        digesting.add_done_callback(lambda digests: self._on_digests(batch, digests))
+
+    def _on_digests(self, batch: Sequence[_Written], digests: asyncio.Future[tuple[bytes, ...]]) -> None:
+        if digests.cancelled():
+            return  # by `close`
+        self._digest_next()
+        error = digests.exception()
+        left = iter(digests.result() if error is None else ())
+        for written in batch:
+            export = self._tickets.get(written.ticket_id)
+            if export is None:
                 return
-            error = digests.exception()
             if error is not None:
                 _LOG.error("request %s: digests failed", export.ticket.request_id, exc_info=error)
                 export.take(machine.Fail(HandOffReason.PREFILL_FAILED, "the exporter could not read its blocks"))
             else:
-                blocks = tuple(map(RemoteBlock, block_ids, digests.result()))
-                export.take(event(blocks))
-
-        asyncio.wrap_future(self._digester.submit(self._prepare, block_ids)).add_done_callback(done)
+                blocks = tuple(RemoteBlock(block_id, next(left)) for block_id in written.block_ids)
+                export.take(written.event(blocks))
 
     def _prepare(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
         """Off the event loop: what travels, and its digests; empty ones where this worker computes none."""

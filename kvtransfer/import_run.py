@@ -198,7 +198,7 @@ class ImportRun:
             ways += [(other.transport, other.endpoint) for other in accepted.alternatives]
             message = replace(message, num_alternatives=self._ways.take(ways))
         if isinstance(message, Finished):
-            self._finished_s = self._means.clock.now_s()
+            self._finished_s = self._means.clock.now_s() - max(0.0, wire.finished.age_s)
         self._take(events.FromExporter(message))
 
     def _on_call_ended(self, error: str) -> None:

@@ -53,7 +53,7 @@ class Imported:
     transport: str
     num_cached: int  # leading sealed blocks that the pool had already; they were not read
     kv_bytes: int  # read over the transport, and verified as --kv-verify says
-    exposed_transfer_s: float  # from the end of prefill, as seen here, to settled
+    exposed_transfer_s: float  # from the end of the prefill's last step to settled
     total_s: float
 
 

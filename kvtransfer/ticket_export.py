@@ -28,6 +28,7 @@ class TicketExport:
         released: "Callable[[TicketExport], None]",
     ) -> None:
         self.ticket = ticket
+        self.ended_s = 0.0  # when its last step ended; said with Finished
         self._state = machine.export(ticket.exporter, ticket.ticket_id, ticket.attempt, policy)
         self._linger_s = policy.lease_s
         self._clock, self._counters = clock, counters
@@ -76,7 +77,7 @@ class TicketExport:
             call.count("failed", message.reason)
         if isinstance(message, Settled):
             call.count("ok" if message.valid else "failed", None if message.valid else HandOffReason.LEASE_LAPSED)
-        call.send(message)
+        call.send(message, age_s=self._clock.now_s() - self.ended_s)
 
     def _on_attempt_ended(self, attempt: int, how: LeasePhase, event: machine.Event) -> None:
         """No further read of this attempt."""

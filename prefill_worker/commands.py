@@ -75,6 +75,7 @@ class Finished:
     num_cached: int  # tokens that were found in the prefix cache and not computed
     queue_s: float
     prefill_s: float
+    ended_s: float  # when its last step ended
 
 
 @dataclass(frozen=True, slots=True)

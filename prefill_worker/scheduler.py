@@ -260,7 +260,9 @@ class PrefillScheduler:
             SampledToken(token.token_id, token.logprobs, finish_reason(running.job.stops, token.token_id, num_output))
             for token in drawn
         )
-        return Finished(running.ticket_id, tokens, tail, running.num_cached, running.queue_s, now_s - running.started_s)
+        return Finished(
+            running.ticket_id, tokens, tail, running.num_cached, running.queue_s, now_s - running.started_s, now_s
+        )
 
     def _end(self, running: _Running) -> None:
         """The computation is over: drops its references. What is leased stays so until Release."""

@@ -174,6 +174,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             event.ticket_id,
             first_tokens=[FirstToken(token.token_id, token.finish_reason is not None) for token in event.tokens],
             tail=None if event.tail is None else TailBlock(event.tail.block_id, event.tail.num_valid),
+            ended_s=event.ended_s,
         )
 
     def _on_failed(self, event: commands.Failed) -> None:

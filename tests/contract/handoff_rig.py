@@ -324,8 +324,9 @@ class Rig:
 
     async def digested(self) -> None:
         """The exporter has digests of all that was sealed."""
-        await asyncio.wrap_future(self.exporter._digester.submit(lambda: None))
-        await asyncio.sleep(0)
+        while self.exporter._is_digesting:
+            await asyncio.wrap_future(self.exporter._digester.submit(lambda: None))
+            await asyncio.sleep(0)
 
     async def all_quiet(self) -> None:
         """No read is left that might still write."""

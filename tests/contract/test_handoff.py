@@ -1,12 +1,16 @@
 """One contract for hand-offs, whatever the transport: real pools, real gRPC, real sockets and shared memory."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from cluster.clock import MonotonicClock
 from cluster.errors import HandOffReason
 from kvtransfer import tickets
+from kvtransfer.digest import digest_blocks
+from kvtransfer.handoff import FirstToken
+from kvtransfer.memory import PoolMemory
 from tests.contract.handoff_rig import DEADLINE_S, IMPORTER, KEY, Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 
@@ -54,6 +58,40 @@ async def test_blocks_arrive_while_later_ones_are_not_sealed(rig: Rig) -> None:
     assert 0 <= imported.exposed_transfer_s <= imported.total_s
     rig.decode.finish(1)
     await prefill.released.wait()
+
+
+async def test_exposed_time_begins_with_the_end_of_prefill_not_with_the_news_of_it(rig: Rig) -> None:
+    prefill = rig.prefill(2 * BLOCK_SIZE)
+    importing = rig.start_import(prefill)
+    prefill.seal(2)
+    ended_s = MonotonicClock().now_s() - 5.0
+    rig.exporter.finish(prefill.ticket_id, first_tokens=[FirstToken(1, False)], tail=None, ended_s=ended_s)
+    async with asyncio.timeout(DEADLINE_S):
+        imported = await importing
+        await prefill.released.wait()
+    assert 5.0 <= imported.exposed_transfer_s < 5.0 + imported.total_s
+    rig.decode.finish(1)
+
+
+async def test_what_one_step_writes_is_digested_in_one_go(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[int] = []
+
+    def digested(memory: PoolMemory, block_ids: Sequence[int]) -> tuple[bytes, ...]:
+        batches.append(len(block_ids))
+        return digest_blocks(memory, block_ids)
+
+    monkeypatch.setattr("kvtransfer.exporter.digest_blocks", digested)
+    prefill, other = rig.prefill(3 * BLOCK_SIZE + 1), rig.prefill(BLOCK_SIZE)
+    importing = rig.start_import(prefill), rig.start_import(other, 2)
+    prefill.compute()  # three blocks and the tail
+    other.compute()
+    async with asyncio.timeout(DEADLINE_S):
+        assert rig.holds(prefill, await importing[0]) and rig.holds(other, await importing[1])
+        await prefill.released.wait()
+        await other.released.wait()
+    assert batches == [4, 1]
+    rig.decode.finish(1)
+    rig.decode.finish(2)
 
 
 async def test_choices_share_the_prompt_and_have_private_tails(rig: Rig) -> None:
