@@ -18,6 +18,8 @@ from decode_worker.scheduler import DecodeScheduler
 from decode_worker.service import DecodeService
 from engine.build import Engine, build_engine
 from engine.step_loop import StepLoop
+from kvtransfer.probe import Destination
+from kvtransfer.wire_dtypes import WireDtype
 from kvtransfer.worker_transfer import WorkerTransfer
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
@@ -27,7 +29,7 @@ _LOG = logging.getLogger("tandem.decode")
 async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
     """Until the worker is asked to stop; then drains. Raises ConfigError, ModelRefused, Fenced."""
     config = life.config
-    engine = await asyncio.to_thread(build_engine, config)
+    engine = await asyncio.to_thread(build_engine, config, WireDtype(config.kv_wire_dtype))
     for line in engine.report:
         _LOG.info(line)
     worker = _Worker(life, engine)
@@ -42,7 +44,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
                 block_size=config.block_size,
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=engine.model_info.max_model_len,
-                block_bytes=engine.pool.block_bytes,
+                block_bytes=worker.transfer.block_bytes,
             ),
             transports=worker.transfer.transports.names,
             announce=announce,
@@ -77,7 +79,12 @@ class _Worker:
         inspections = Inspections(self.steps.post)
         self._inspections = inspections
         self.transfer = WorkerTransfer(
-            life=life, pool=engine.pool, layout=engine.fingerprint, release=self._release, clock=clock
+            life=life,
+            pool=engine.pool,
+            table=engine.pool.layout,
+            layout=engine.fingerprint,
+            release=self._release,
+            clock=clock,
         )
         self.service = DecodeService(
             member=life.member,
@@ -98,6 +105,7 @@ class _Worker:
             inspections=inspections,
             more_figures=self._figures,
             request_drain=life.request_drain,
+            measure_pair=self.transfer.probe(self._probe_destination()).measure,
         )
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self.service, life.server.grpc)
         worker_pb2_grpc.add_WorkerServicer_to_server(workers, life.server.grpc)
@@ -123,6 +131,13 @@ class _Worker:
                 )
             )
             await asyncio.sleep(self._heartbeat_s)
+
+    def _probe_destination(self) -> Destination:
+        async def num_free() -> int:
+            return (await self._inspections.inspect()).blocks["free"]
+
+        imports = self.service.imports
+        return Destination(blocks=imports, new_id=imports.new_id, num_free=num_free)
 
     def _emit(self, events: tuple[commands.Event, ...]) -> None:
         """From the step thread to the event loop."""

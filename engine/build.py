@@ -24,13 +24,13 @@ class Engine:
     report: tuple[str, ...]  # lines for the worker to print
 
 
-def build_engine(settings: EngineSettings) -> Engine:
+def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.NATIVE) -> Engine:
     """Loads, probes, and takes the pool's memory. Raises ConfigError and ModelRefused."""
     torch.set_num_threads(settings.num_threads or 1)  # workers share a host's cores: two threads that fight stall both
-    loaded = load(settings)
-    num_blocks = capacity.num_blocks(settings, loaded.layout)
+    loaded = load(settings, wire)
+    num_blocks = capacity.num_blocks(settings, loaded.layout, wire)
     pool = KvPool(loaded.layout, num_blocks, loaded.device)
-    layout_fingerprint = fingerprint(loaded)  # reads the weights: before they are packed
+    layout_fingerprint = fingerprint(loaded, wire.name)  # reads the weights: before they are packed
     weights = (
         pack_weights(loaded.model) if settings.pack_weights == "auto" else "weights: as they are (--pack-weights off)"
     )

@@ -16,12 +16,13 @@ _IGNORED_KEYS = frozenset({"_name_or_path", "transformers_version", "architectur
 _HASH_THREADS = 4  # hashing leaves the interpreter's lock; it should take no longer than reading the weights did
 
 
-def fingerprint(loaded: LoadedModel) -> LayoutFingerprint:
+def fingerprint(loaded: LoadedModel, wire_dtype: str = "native") -> LayoutFingerprint:
     return LayoutFingerprint(
         weights=weights_digest(loaded.model),
         model_config=config_digest(loaded.model.config),
         dtype=loaded.layout.dtype,
         block_table=loaded.layout.digest(),
+        wire_dtype=wire_dtype,
     )
 
 

@@ -24,7 +24,7 @@ from engine.probe import check_equal
 from engine.trace import trace
 
 
-def load(settings: EngineSettings) -> LoadedModel:
+def load(settings: EngineSettings, wire: capacity.WireSpace = capacity.NATIVE) -> LoadedModel:
     """The model of the settings, probed. Raises ConfigError, or ModelRefused when the model cannot be served."""
     register()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a worker's log is no terminal
@@ -50,7 +50,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         name=settings.model_name,
         architecture=type(model).__name__,
         vocab_size=config.get_text_config().vocab_size,
-        max_model_len=capacity.max_model_len(settings, layout, limit),
+        max_model_len=capacity.max_model_len(settings, layout, limit, wire),
         eos_token_ids=_eos_token_ids(generation, config),
         dtype=layout.dtype,
         default_sampling=_default_sampling(generation),

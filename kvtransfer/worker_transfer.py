@@ -9,14 +9,17 @@ from cluster.messages import LayoutFingerprint
 from cluster.worker_life import WorkerLife
 from kvtransfer.exporter import Exporter
 from kvtransfer.importer import Importer
+from kvtransfer.kv_groups import BlockTable
 from kvtransfer.memory import PoolMemory
 from kvtransfer.pairs import PairBook
+from kvtransfer.probe import Destination, PairProbe, ProbeMeans
+from kvtransfer.probe_opening import ProbeOpening
 from kvtransfer.service import KvTransferServicer
 from kvtransfer.telemetry import TelemetryCounters
 from kvtransfer.transports.available import available_transports
 from kvtransfer.transports.base import TransportMeans
 from kvtransfer.verification import VerifyMode
-from kvtransfer.wire_format import NativeFormat
+from kvtransfer.wire_dtypes import WireDtype
 from tandem.v1 import kv_pb2_grpc
 
 _LOG = logging.getLogger(__name__)
@@ -30,16 +33,21 @@ class WorkerTransfer:
         *,
         life: WorkerLife,
         pool: PoolMemory,
+        table: BlockTable,  # of the pool
         layout: LayoutFingerprint,
         release: Callable[[bytes], None],  # as Exporter's
         clock: Clock,
     ) -> None:
         """Raises ConfigError when a transport that the settings name cannot work here."""
         config = life.config
-        self._block_bytes = pool.block_bytes
         self.counters = TelemetryCounters(life.telemetry)
         self._say_what_is_verified(life)
-        wire = NativeFormat(pool)
+        wire = WireDtype(config.kv_wire_dtype).format(pool, table)
+        self.block_bytes = wire.memory.block_bytes  # as they travel
+        ratio = self.block_bytes / pool.block_bytes
+        _LOG.info(
+            "KV travels as %s: %d bytes a block, %.3f of the pool's", config.kv_wire_dtype, self.block_bytes, ratio
+        )
         self.transports = available_transports(
             config,
             TransportMeans(
@@ -79,8 +87,30 @@ class WorkerTransfer:
             pairs=self.pairs,
             unhealthy=lambda detail: life.fatal(InternalError(detail)),
         )
-        servicer = KvTransferServicer(exporter=self.exporter)
+        self._probe_means = ProbeMeans(
+            member=life.member,
+            layout=layout,
+            key=life.key,
+            block_bytes=wire.memory.block_bytes,
+            transports=self.transports,
+            connect=life.connect,
+            pairs=self.pairs,
+            clock=clock,
+        )
+        self._opening = ProbeOpening(
+            member=life.member,
+            address=life.address,
+            memory=wire.memory,
+            layout=layout,
+            key=life.key,
+            transports=self.transports,
+        )
+        servicer = KvTransferServicer(exporter=self.exporter, probes=self._opening)
         kv_pb2_grpc.add_KvTransferServicer_to_server(servicer, life.server.grpc)
+
+    def probe(self, destination: Destination) -> PairProbe:
+        """To measure others' memory from here."""
+        return PairProbe(self._probe_means, destination)
 
     @staticmethod
     def _say_what_is_verified(life: WorkerLife) -> None:
@@ -95,11 +125,12 @@ class WorkerTransfer:
 
     async def close(self) -> None:
         """After the server: whoever reads here is cut off, and what is read elsewhere is given up."""
+        self._opening.close()
         await self.importer.close()
         await self.exporter.close()
 
     def figures(self) -> dict[str, float]:
         return self.counters.totals | {
             "live_tickets": float(self.exporter.num_live_tickets),
-            "block_bytes": float(self._block_bytes),
+            "block_bytes": float(self.block_bytes),
         }

@@ -12,6 +12,7 @@ from cluster.worker_life import WorkerLife
 from cluster.worker_service import Inspections, WorkerService
 from engine.build import Engine, build_engine
 from engine.step_loop import StepLoop
+from kvtransfer.wire_dtypes import WireDtype
 from kvtransfer.worker_transfer import WorkerTransfer
 from prefill_worker import commands
 from prefill_worker.scheduler import PrefillScheduler
@@ -24,7 +25,7 @@ _LOG = logging.getLogger("tandem.prefill")
 async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
     """Until the worker is asked to stop; then drains. Raises ConfigError, ModelRefused, Fenced."""
     config = life.config
-    engine = await asyncio.to_thread(build_engine, config)
+    engine = await asyncio.to_thread(build_engine, config, WireDtype(config.kv_wire_dtype))
     for line in engine.report:
         _LOG.info(line)
     worker = _Worker(life, engine)
@@ -38,7 +39,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
                 block_size=config.block_size,
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=engine.model_info.max_model_len,
-                block_bytes=engine.pool.block_bytes,
+                block_bytes=worker.transfer.block_bytes,
             ),
             transports=worker.transfer.transports.names,
             announce=announce,
@@ -68,7 +69,12 @@ class _Worker:
         )
         inspections = Inspections(self.steps.post)
         self.transfer = WorkerTransfer(
-            life=life, pool=engine.pool, layout=engine.fingerprint, release=self._release, clock=clock
+            life=life,
+            pool=engine.pool,
+            table=engine.pool.layout,
+            layout=engine.fingerprint,
+            release=self._release,
+            clock=clock,
         )
         self.service = PrefillService(
             steps=self.steps,

@@ -17,6 +17,7 @@ from engine.build import Engine, build_engine
 from engine.estimate import estimate, read_config
 from engine.fingerprint import config_digest, weights_digest
 from engine.loading import load
+from kvtransfer.wire_dtypes import WireDtype
 from tests.golden.families import FAMILIES
 
 KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4  # layers, K and V, heads, dim, float32
@@ -190,3 +191,21 @@ def test_the_estimate_from_the_config_is_what_the_pool_takes(tmp_path: Path, nam
     FAMILIES[name].save(tmp_path)
     loaded = load(settings(tmp_path))
     assert estimate(read_config(str(tmp_path)), "float32").bytes_per_token == loaded.layout.kv_bytes_per_token
+
+
+@pytest.mark.parametrize("wire_dtype", ["native", "int8", "int4"])
+def test_memory_holds_the_pool_and_its_wire_copy(folder: Path, engines: list[Engine], wire_dtype: str) -> None:
+    wire = WireDtype(wire_dtype)
+    engines.append(build_engine(settings(folder, num_blocks=0, kv_cache_memory="1MiB"), wire))
+
+    pool = engines[0].pool
+    block_bytes = pool.block_bytes + wire.copy_bytes(pool.layout)
+    assert pool.num_blocks == (1 << 20) // block_bytes
+    assert wire.format(pool, pool.layout).memory.num_blocks == pool.num_blocks
+    assert engines[0].fingerprint.wire_dtype == wire_dtype
+
+
+def test_memory_for_a_block_but_not_its_wire_copy_is_refused(folder: Path) -> None:
+    block_bytes = 16 * KV_BYTES_PER_TOKEN
+    with pytest.raises(ConfigError, match="holds no block"):
+        build_engine(settings(folder, num_blocks=0, kv_cache_memory=str(block_bytes + 8)), WireDtype("int8"))
