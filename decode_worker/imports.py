@@ -53,10 +53,15 @@ class Imports:
 
     def start(self, job: DecodeJob) -> None:
         """Pulls the job's KV and admits it."""
-        handoff_id, self._next_id = self._next_id, self._next_id + 1
+        handoff_id = self.new_id()
         entry = self._imports[handoff_id] = _Import(job)
         entry.task = asyncio.create_task(self._run(handoff_id, entry), name=f"import {job.request_id}")
         entry.task.add_done_callback(lambda _: self._imports.pop(handoff_id))
+
+    def new_id(self) -> int:
+        """Of a hand-off, or of whatever else reserves blocks as one does."""
+        self._next_id += 1
+        return self._next_id
 
     def cancel(self, router: MemberId, handles: frozenset[int]) -> None:
         """An import of which nobody waits for any choice ends; one that goes on remembers the cancelled ones."""
@@ -77,7 +82,8 @@ class Imports:
         """Waits until the step thread has set all of them aside. Raises HandOffFailed if it never can."""
         reservation: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
         self._reservations[handoff_id] = reservation
-        self._post(commands.Reserve(handoff_id, num_blocks, self._block_hashes(self._imports[handoff_id].job)))
+        entry = self._imports.get(handoff_id)
+        self._post(commands.Reserve(handoff_id, num_blocks, self._block_hashes(entry.job) if entry is not None else ()))
         try:
             return await reservation
         finally:
