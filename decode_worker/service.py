@@ -132,10 +132,14 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         connection = object()
         stream = self._streams.connect(router, connection)
         reader = asyncio.create_task(self._read(router, request_iterator), name=f"read {router}")
+        # Nobody is spoken to who is not heard: its cancels would be lost.
+        reader.add_done_callback(lambda _: self._streams.disconnect(router, connection))
         try:
             yield worker_pb2.WorkerMessage(hello=worker_pb2.WorkerHello(worker=str(self._member)))
             async for message in stream.drain(connection):
                 yield message
+            if reader.done():
+                reader.result()  # raises what made it end
         finally:
             reader.cancel()
             self._streams.disconnect(router, connection)

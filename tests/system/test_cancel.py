@@ -226,3 +226,10 @@ async def test_a_first_token_that_ends_it_leaves_decode_without_a_sequence(clust
 
 
 _LEG = ("tokens_drawn", "tokens_computed", "handoffs_ok_shm", "kv_bytes", "local_prefills", "sequences_done")
+
+
+async def test_a_message_that_cannot_be_read_ends_the_stream_and_not_only_the_listening(cluster: LocalCluster) -> None:
+    async with _as_router(cluster, "decode0") as (_, stream):
+        await stream.write(worker_pb2.RouterMessage(cancel=worker_pb2.CancelSequences(handles=b"odd")))
+        async with asyncio.timeout(_DEADLINE_S):
+            assert await stream.code() is grpc.StatusCode.INVALID_ARGUMENT
