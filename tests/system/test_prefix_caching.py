@@ -1,0 +1,98 @@
+"""Prompts that begin alike, with real processes: what is found is neither computed nor moved, and changes no token."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from tandem.v1 import inference_pb2
+from tests.system.asking import Answer, ask, asked, question
+from tests.system.local_cluster import LocalCluster
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+_BLOCK_SIZE = 16
+_NUM_BLOCKS = 56  # less than the requests below need at once, and much less than they could share
+_FLAGS = ("--dtype", "float32", "--max-prefill-tokens", "64", "--num-blocks", str(_NUM_BLOCKS), "--max-num-seqs", "8")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def small_pools(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
+    cluster = LocalCluster(redis_url, tmp_path_factory.mktemp("prefixes"), flags=_FLAGS)
+    try:
+        yield await cluster.start(prefill=1, decode=1)
+    finally:
+        codes = await cluster.stop()
+    assert set(codes.values()) == {0}, cluster.output()[-4000:]
+
+
+def _tokens(seed: int, length: int) -> tuple[int, ...]:
+    numbers = random.Random(seed)
+    return tuple(numbers.randrange(10, 900) for _ in range(length))
+
+
+async def test_a_prefix_is_computed_and_moved_once(small_pools: LocalCluster) -> None:
+    prompt = _tokens(1, 10 * _BLOCK_SIZE + 3)
+    first = await ask(small_pools, question(prompt, max_tokens=8))
+    again = await ask(small_pools, question(prompt, max_tokens=8))
+    longer = await ask(small_pools, question(prompt + first.token_ids + _tokens(2, 20), max_tokens=8))
+
+    assert again.token_ids == first.token_ids
+    assert [answer.usage.cached_tokens for answer in (first, again, longer)] == [0, 160, 160]
+    block_bytes = int((await small_pools.inspect("decode0")).figures["block_bytes"])
+    # Of the third prompt decode had ten blocks; what it generated after the first did not fill the eleventh.
+    assert [answer.ledger.kv_bytes // block_bytes for answer in (first, again, longer)] == [11, 1, 2]
+    await small_pools.until_free()
+
+
+async def test_tenants_see_nothing_of_each_other(small_pools: LocalCluster) -> None:
+    prompt = _tokens(3, 5 * _BLOCK_SIZE)
+    cached = []
+    for salt in ("a", "b", "a"):
+        answer = await ask(small_pools, question(prompt, max_tokens=4, cache_salt=salt))
+        cached.append((answer.usage.cached_tokens, answer.ledger.kv_bytes > 0))
+
+    assert cached == [(0, True), (0, True), (64, False)]
+
+
+@pytest.mark.timeout(180)
+async def test_answers_are_those_of_requests_that_share_nothing(small_pools: LocalCluster) -> None:
+    """Many at once over pools too small for all, several choices, clients that leave; then each by itself."""
+    requests = [_request(number) for number in range(36)]
+    before = await small_pools.figures("prefill")
+    slots = asyncio.Semaphore(8)
+
+    async def one(number: int) -> Answer | None:
+        async with slots:
+            if number % 6 == 5:
+                await _leave_early(small_pools, requests[number])
+                return None
+            return await ask(small_pools, requests[number])
+
+    shared = await asyncio.gather(*map(one, range(len(requests))))
+    after, decode = await small_pools.figures("prefill"), await small_pools.figures("decode")
+
+    assert after["tokens_cached"] - before["tokens_cached"] > 1000
+    assert after["blocks_evicted"] > 0 and decode["blocks_evicted"] > 0
+    for number, answer in enumerate(shared):
+        if answer is not None:
+            requests[number].cache_salt = f"alone {number}"
+            alone = await ask(small_pools, requests[number])
+            assert alone.usage.cached_tokens == 0
+            assert alone.choices == answer.choices, f"request {number} of {after}"
+    await small_pools.until_free()
+
+
+def _request(number: int) -> inference_pb2.GenerateRequest:
+    beginning = _tokens(100 + number % 3, 9 * _BLOCK_SIZE + 5)
+    middle = _tokens(200 + number % 7, (number % 4) * 11)
+    prompt = beginning + middle + _tokens(300 + number, number % 5)
+    return question(prompt, max_tokens=6 + number % 20, n=1 + 2 * (number % 4 == 3), ignore_eos=True)
+
+
+async def _leave_early(cluster: LocalCluster, request: inference_pb2.GenerateRequest) -> None:
+    async with asked(cluster, request) as answer:
+        await answer.until(2)
+        answer.go_away()
