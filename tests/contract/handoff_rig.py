@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import grpc
 import pytest
+import torch
 
 from cluster.clock import Clock, MonotonicClock
 from cluster.config import TransferSettings
@@ -23,6 +24,7 @@ from engine.pool import KvPool
 from kvtransfer.block_source import Reservation
 from kvtransfer.exporter import Exporter, FirstToken, TailBlock
 from kvtransfer.importer import Expected, Imported, Importer
+from kvtransfer.memory import PoolMemory
 from kvtransfer.service import KvTransferServicer
 from kvtransfer.transports.base import Channel, ExporterTransport, ImporterTransport, TransportError
 from kvtransfer.transports.loopback import Fault, FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
@@ -31,7 +33,7 @@ from kvtransfer.transports.nixl_agent import why_not_loadable
 from kvtransfer.transports.nixl_exporter import NixlExporter
 from kvtransfer.transports.shm import ShmExporter, ShmImporter
 from kvtransfer.transports.tcp import TcpExporter, TcpImporter
-from kvtransfer.wire_format import NativeFormat
+from kvtransfer.wire_dtypes import WireDtype
 from tandem.v1 import kv_pb2_grpc
 from tests.contract.kv_pools import BLOCK_SIZE, random_pool
 
@@ -258,10 +260,12 @@ class Rig:
     decode: DecodeBlocks
     counters: Counters
     address: str
+    arriving: PoolMemory  # what the importer's transports fill
     prefills: dict[bytes, Prefill] = field(default_factory=dict)
     unhealthy: asyncio.Event = field(default_factory=asyncio.Event)
     alternatives: list[WatchedTransport] = field(default_factory=list)
     schedule: FaultSchedule = field(default_factory=FaultSchedule)
+    wire_dtype: str = "native"
     dice: random.Random = field(default_factory=lambda: random.Random(7))
 
     def prefill(self, num_tokens: int, *, num_choices: int = 1, attempt: int = 1) -> Prefill:
@@ -336,17 +340,24 @@ class Rig:
                     await self.decode.changed.wait()
 
     def flip_a_bit(self, block_id: int) -> None:
-        self.target.raw[block_id, -1] ^= 4
+        self.arriving.raw[block_id, -1] ^= 4
+
+    def sent(self) -> torch.Tensor:
+        """The source's blocks as whoever pulls them should have them."""
+        copy = KvPool(self.source.layout, self.source.num_blocks)
+        copy.raw.copy_(self.source.raw)
+        wire = WireDtype(self.wire_dtype).format(copy, copy.layout)
+        wire.encode(range(copy.num_blocks))
+        wire.decode(range(copy.num_blocks))
+        return copy.raw
 
     def holds(self, prefill: Prefill, imported: Imported) -> bool:
         """Every block is there, byte for byte."""
-        num_full = prefill.num_full
+        sent, num_full = self.sent(), prefill.num_full
         same = bool(
-            (
-                self.target.raw[list(imported.sealed_block_ids)] == self.source.raw[list(prefill.block_ids[:num_full])]
-            ).all()
+            (self.target.raw[list(imported.sealed_block_ids)] == sent[list(prefill.block_ids[:num_full])]).all()
         )
-        tail = self.source.raw[prefill.block_ids[-1]]
+        tail = sent[prefill.block_ids[-1]]
         return same and all(
             bool((self.target.raw[block_id] == tail).all())
             for block_id, first in zip(imported.tail_block_ids, imported.first_tokens, strict=False)
@@ -363,7 +374,7 @@ class Rig:
 
 
 def transports(
-    name: str, source: KvPool, target: KvPool, schedule: FaultSchedule
+    name: str, source: PoolMemory, target: PoolMemory, schedule: FaultSchedule
 ) -> tuple[ExporterTransport, ImporterTransport]:
     if name == "shm":
         return ShmExporter(memory=source), ShmImporter(memory=target)
@@ -391,6 +402,7 @@ async def handoff_rig(
     importer_settings: TransferSettings | None = None,  # None: the same
     exporter_clock: Clock | None = None,
     importer_layout: LayoutFingerprint = LAYOUT,
+    wire_dtype: str = "native",
     exporter_member: MemberId = EXPORTER,
     wall_clock: Callable[[], float] = lambda: 1_000.0,
     faults: Mapping[int, Fault] | None = None,
@@ -398,8 +410,12 @@ async def handoff_rig(
     settings = settings or TransferSettings()
     source, target = random_pool(num_blocks, seed=1), random_pool(num_blocks, seed=2)
     schedule, unhealthy = FaultSchedule(faults), asyncio.Event()
-    exporter_side, importer_side = transports(transport, source, target, schedule)
-    others = [transports(name, source, target, schedule) for name in alternatives]
+    if wire_dtype != "native":
+        source.tensor.normal_(generator=torch.Generator().manual_seed(3))
+    wires = [WireDtype(wire_dtype).format(pool, pool.layout) for pool in (source, target)]
+    memories = wires[0].memory, wires[1].memory
+    exporter_side, importer_side = transports(transport, *memories, schedule)
+    others = [transports(name, *memories, schedule) for name in alternatives]
     watched_others = [WatchedTransport(side) for _, side in others]
     watched, counters, decode = (
         WatchedTransport(importer_side),
@@ -411,7 +427,7 @@ async def handoff_rig(
     exporter = Exporter(
         member=exporter_member,
         address=f"127.0.0.1:{port}",
-        wire=NativeFormat(source),
+        wire=wires[0],
         layout=LAYOUT,
         key=KEY,
         settings=settings,
@@ -423,7 +439,7 @@ async def handoff_rig(
     )
     importer = Importer(
         member=IMPORTER,
-        wire=NativeFormat(target),
+        wire=wires[1],
         layout=importer_layout,
         block_size=BLOCK_SIZE,
         key=KEY,
@@ -445,9 +461,11 @@ async def handoff_rig(
         decode,
         counters,
         f"127.0.0.1:{port}",
+        wires[1].memory,
         unhealthy=unhealthy,
         alternatives=watched_others,
         schedule=schedule,
+        wire_dtype=wire_dtype,
     )
     kv_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(exporter=exporter), server)
     await exporter.start()
