@@ -124,7 +124,7 @@ class Peer:
         try:
             await asyncio.wait((work, lost), return_when=asyncio.FIRST_COMPLETED)
             if not work.done() or (work.cancelled() and self._lost.is_set()):  # the channel closes with the peer
-                raise WorkerLost(f"{self.member.role} worker {self.member.id} is lost: {self._lost_detail}")
+                raise self._worker_lost()
             result = work.result()
             self._last_seen_s = asyncio.get_running_loop().time()
             return result
@@ -133,6 +133,9 @@ class Peer:
         finally:
             work.cancel()
             lost.cancel()
+
+    def _worker_lost(self) -> WorkerLost:
+        return WorkerLost(f"{self.member.role} worker {self.member.id} is lost: {self._lost_detail}")
 
     def _judged(self, error: TandemError) -> TandemError:
         """A call that did not get through, or that the worker cut off, makes it suspect; a refusal does not."""
@@ -272,12 +275,12 @@ class DecodePeer(Peer):
     ) -> worker_pb2.FreezeResponse:
         """Raises TandemError; NotFound: it does not decode there, and nothing has happened."""
         request = worker_pb2.FreezeRequest(router=str(router), handle=handle, importer=str(importer), attempt=attempt)
-        return await self._in_time(self._stub.Freeze(request, timeout=_OWN_CALL_S))
+        return await self._in_time(self._calls.Freeze(request, timeout=_OWN_CALL_S))
 
     async def thaw(self, handle: int, new_handle: int, *, router: MemberId) -> None:
         """Raises TandemError."""
         request = worker_pb2.ThawRequest(router=str(router), handle=handle, new_handle=new_handle)
-        await self._in_time(self._stub.Thaw(request, timeout=_OWN_CALL_S))
+        await self._in_time(self._calls.Thaw(request, timeout=_OWN_CALL_S))
 
     async def _in_time(self, answer: Awaitable[Answer]) -> Answer:
         """The deadline of such a call is this router's patience, never the request's end."""
@@ -288,4 +291,11 @@ class DecodePeer(Peer):
 
     async def start(self, job: DecodeJob) -> None:
         """Raises TandemError."""
-        await self._unless_lost(self._stub.Start(wire.decode_job_to_wire(job), timeout=job.timeout_s))
+        await self._unless_lost(self._calls.Start(wire.decode_job_to_wire(job), timeout=job.timeout_s))
+
+    @property
+    def _calls(self) -> worker_pb2_grpc.DecodeWorkerStub:
+        """Raises WorkerLost: whoever still holds this peer must not use its closed channel."""
+        if self._lost.is_set():
+            raise self._worker_lost()
+        return self._stub

@@ -6,7 +6,7 @@ calls broken.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -203,6 +203,7 @@ class ScriptedDecode(ScriptedWorker):
         self.frozen: dict[int, Progress] = {}
         self.before_freezing, self.after_freezing, self.before_thawing = Gate(), Gate(), Gate()
         self.thaw_refusals: list[TandemError] = []
+        self._changed = asyncio.Event()
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(_Decode(self), self.server.grpc)
 
     async def die(self) -> None:
@@ -220,6 +221,16 @@ class ScriptedDecode(ScriptedWorker):
         for stream in self.streams.values():
             while not stream.empty():
                 stream.get_nowait()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Looks again whenever a sequence went on, froze, thawed or was cancelled."""
+        async with asyncio.timeout(10):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    def changed(self) -> None:
+        self._changed.set()
 
     def send(self, router: MemberId, message: worker_pb2.WorkerMessage) -> None:
         self.streams[str(router)].put_nowait(message)
@@ -239,9 +250,11 @@ class ScriptedDecode(ScriptedWorker):
             self.send(job.router, worker_pb2.WorkerMessage(step=self._step(start.handle, index, token)))
             if token.finish_reason is not None:
                 del self.progress[start.handle]
+                self.changed()
                 return
             index += 1
             self.progress[start.handle] = Progress(job, start, index)
+            self.changed()
             await asyncio.sleep(0)  # gives the loop to the others, as a step would
 
     def _step(self, handle: int, index: int, token: SampledToken) -> worker_pb2.StepOutput:
@@ -331,6 +344,7 @@ class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
                 if task := self._worker.running.pop(handle, None):
                     task.cancel()
             self._worker.cancelled.set()
+            self._worker.changed()
 
     async def _serve(self, job: DecodeJob) -> None:
         """From the ticket to the last token."""

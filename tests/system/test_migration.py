@@ -1,0 +1,438 @@
+"""A running sequence that moves, or stays after all: whatever fails on the way, the client gets every token once."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+
+from cluster.errors import (
+    DeadlineExceeded,
+    HandOffReason,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    PromptTooLong,
+    QueueFull,
+    TandemError,
+)
+from router.migration import MigrationCount
+from router.requests import GenerateRequest
+from tests.system.router_harness import Answer, RouterUnderTest, ask, expected_tokens, router_under_test
+from tests.system.scripted_workers import ScriptedDecode, ScriptedPrefill
+
+MOVED, KEPT, NOTHING = MigrationCount(1, 0), MigrationCount(0, 1), MigrationCount(0, 0)
+
+
+class Stage:
+    """A router, a prefill worker and two decode workers; requests begin at the first one, which pauses at token 5."""
+
+    def __init__(
+        self, router: RouterUnderTest, prefill: ScriptedPrefill, source: ScriptedDecode, target: ScriptedDecode
+    ) -> None:
+        self.router, self.prefill, self.source, self.target = router, prefill, source, target
+
+    async def migrate(self, source: str = "d0", target: str = "", max_sequences: int = 0) -> MigrationCount:
+        async with asyncio.timeout(10):
+            return await self.router.migrations.migrate(source, target, max_sequences)
+
+    def migrating(self) -> "asyncio.Task[MigrationCount]":
+        return asyncio.create_task(self.migrate())
+
+    def count(self, outcome: str, reason: str = "") -> float:
+        return self.router.telemetry.value("tandem_migrations_total", outcome=outcome, reason=reason)
+
+    @asynccontextmanager
+    async def streaming(self, request: GenerateRequest) -> AsyncIterator["asyncio.Task[Answer]"]:
+        """The request's sequences have drawn five tokens each at the source."""
+        self.source.pause_at = 5
+        answer, has_five = Answer(), asyncio.Event()
+
+        async def read() -> Answer:
+            async for output in self.router.pipeline.generate(request):
+                answer.take(output)
+                if len(answer.token_ids) == request.n and all(len(ids) >= 5 for ids in answer.token_ids.values()):
+                    has_five.set()
+            return answer
+
+        answering = asyncio.create_task(read())
+        async with asyncio.timeout(10):
+            await has_five.wait()
+        try:
+            yield answering
+        finally:
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+
+    async def complete(self, answering: "asyncio.Task[Answer]", request: GenerateRequest) -> Answer:
+        """The client's whole answer, which must be what it would have been."""
+        async with asyncio.timeout(20):
+            answer = await answering
+        expected = [expected_tokens(self.router, request, choice) for choice in range(request.n)]
+        assert [answer.token_ids[choice] for choice in range(request.n)] == expected
+        ledger = answer.summary.ledger
+        assert sum(phase.duration_s for phase in ledger.phases) == pytest.approx(ledger.wall_s, rel=0.02)
+        return answer
+
+
+@asynccontextmanager
+async def stage(**settings: object) -> AsyncIterator[Stage]:
+    async with router_under_test(**settings) as router:
+        prefill, source = await router.add_prefill("p0"), await router.add_decode("d0")
+        await router.connected()
+        target = ScriptedDecode("d1", router.store)
+        on_stage = Stage(router, prefill, source, target)
+        router.made.append(target)
+        await target.start()
+        try:
+            yield on_stage
+        finally:
+            stream_handles = [peer.stream.num_sequences for peer in router.fleet._decodes.values()]
+            assert not any(stream_handles), "a handle outlives its request"
+
+
+async def _joined(on: Stage) -> None:
+    """The target comes after the requests: so they began at the source."""
+    on.router.workers.append(on.target)
+    on.router.register()
+    await on.router.connected_to(on.target)
+
+
+async def _none_frozen(decode: ScriptedDecode) -> None:
+    await decode.until(lambda: not decode.frozen)
+
+
+async def _all_cancelled(decode: ScriptedDecode) -> None:
+    handles = {start.handle for job in decode.jobs for start in job.sequences}
+    await decode.until(lambda: handles <= decode.cancelled_handles)
+
+
+async def test_a_stream_goes_on_at_the_target_and_its_client_sees_nothing() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await _joined(on)
+        assert await on.migrate() == MOVED
+        answer = await on.complete(answering, request)
+        (job,) = on.target.jobs
+        assert job.sequences[0].committed_token_ids == tuple(answer.token_ids[0][:4])
+        assert job.attempt == 2
+        assert on.source.cancelled_handles == {on.source.jobs[0].sequences[0].handle}
+        ledger = answer.summary.ledger
+        assert ledger.members == (str(on.prefill.id), str(on.source.id), str(on.target.id))
+        assert (ledger.reasons, ledger.kv_bytes) == ((), 800)
+        assert len(on.prefill.jobs) == 1
+        assert on.count("moved") == 1
+        assert on.router.telemetry.value("tandem_retries_total", leg="decode", reason="worker_lost") == 0
+
+
+async def test_every_choice_moves_by_itself() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20, n=3)) as answering:
+        await _joined(on)
+        assert await on.migrate(max_sequences=1) == MOVED
+        assert await on.migrate() == MigrationCount(2, 0)
+        await on.complete(answering, request)
+        assert [len(job.sequences) for job in on.target.jobs] == [1, 1, 1]
+        assert {job.attempt for job in on.target.jobs} == {2, 3, 4}
+
+
+async def test_choices_that_stay_are_not_disturbed() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20, n=3)) as answering:
+        await _joined(on)
+        assert await on.migrate(max_sequences=1) == MOVED
+        on.source.resumed.set()
+        await on.complete(answering, request)
+        assert len(on.target.jobs) == len(on.source.jobs) == 1
+
+
+async def test_to_and_fro_as_often_as_one_likes() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20, n=2)) as answering:
+        await _joined(on)
+        on.target.pause_at = 5
+        for _ in range(40):
+            assert await on.migrate("d0", "d1") == MigrationCount(2, 0)
+            assert await on.migrate("d1", "d0") == MigrationCount(2, 0)
+        await _none_frozen(on.source)
+        await _none_frozen(on.target)
+        on.source.resumed.set()
+        await on.complete(answering, request)
+        assert on.count("moved") == 160
+
+
+async def test_logprobs_and_a_stop_string_span_the_move() -> None:
+    async with stage() as on:
+        tokens = expected_tokens(on.router, ask(max_tokens=40))
+        text = on.router.tokenization.decode(tokens)
+        begun = len(on.router.tokenization.decode(tokens[:5]))
+        stop = text[begun - 2 : begun + 2]
+        request = ask(max_tokens=40, stop=(stop,), logprobs=1)
+        async with on.streaming(request) as answering:
+            await _joined(on)
+            await on.migrate()
+            async with asyncio.timeout(10):
+                answer = await answering
+        assert answer.text[0] == text[: text.index(stop)]
+        assert answer.finish_reasons[0] == "stop"
+        logprobs = [item for output in answer.outputs for delta in output.deltas for item in delta.logprobs]
+        assert [item.token_id for item in logprobs] == answer.token_ids[0]
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [QueueFull("full"), PromptTooLong("its pool is smaller"), InternalError("broken")],
+    ids=lambda e: e.reason,
+)
+async def test_a_target_that_refuses_leaves_the_sequence_where_it_was(refusal: TandemError) -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await _joined(on)
+        on.target.refusals = [refusal]
+        assert await on.migrate() == KEPT
+        on.source.resumed.set()
+        answer = await on.complete(answering, request)
+        assert answer.summary.ledger.reasons == ()
+        assert on.count("kept", refusal.reason) == 1
+        assert len(on.prefill.jobs) == len(on.source.jobs) == 1
+
+
+@pytest.mark.parametrize("reason", [HandOffReason.DIGEST_MISMATCH, HandOffReason.NOT_ENOUGH_BLOCKS])
+async def test_a_failed_hand_off_leaves_it_where_it_was(reason: HandOffReason) -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await _joined(on)
+        on.target.handoff_failures = [str(reason)]
+        assert await on.migrate() == KEPT
+        assert on.count("kept", reason) == 1
+        assert await on.migrate() == MOVED  # it can be tried again
+        await on.complete(answering, request)
+
+
+async def test_a_target_that_starts_from_another_token_is_not_gone_on_from() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await _joined(on)
+        on.target.first_token_offset = 1
+        assert await on.migrate() == KEPT
+        on.source.resumed.set()
+        await on.complete(answering, request)
+        assert on.count("kept", "first_token_mismatch") == 1
+        async with asyncio.timeout(10):
+            await on.target.cancelled.wait()
+
+
+async def test_a_target_that_dies_while_it_pulls() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await _joined(on)
+        on.target.transfer.close()
+        moving = on.migrating()
+        async with asyncio.timeout(10):
+            await on.target.transfer.reached.wait()
+        await on.target.die()
+        assert await moving == KEPT
+        on.source.resumed.set()
+        answer = await on.complete(answering, request)
+        assert answer.summary.ledger.reasons == ()
+
+
+async def test_a_target_that_does_not_begin_in_time_is_given_up_and_told() -> None:
+    async with stage(migration_patience_s=0.3) as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await _joined(on)
+        on.target.transfer.close()
+        assert await on.migrate() == KEPT
+        async with asyncio.timeout(10):
+            await on.target.cancelled.wait()
+        on.target.transfer.open()  # it wakes up too late: nobody listens
+        on.source.resumed.set()
+        await on.complete(answering, request)
+        assert on.count("kept", "timeout") == 1
+
+
+async def test_a_source_that_dies_before_it_is_frozen_is_an_ordinary_failover() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await _joined(on)
+        on.source.before_freezing.close()
+        moving = on.migrating()
+        async with asyncio.timeout(10):
+            await on.source.before_freezing.reached.wait()
+        await on.source.die()
+        assert await moving == KEPT
+        answer = await on.complete(answering, request)
+        assert answer.summary.ledger.reasons == ("decode_worker_lost",)
+        assert on.prefill.jobs[-1].num_committed == 5
+        assert on.count("restarted", "worker_lost") == 1
+
+
+async def test_a_source_that_dies_while_the_target_pulls() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await _joined(on)
+        on.target.transfer.close()
+        on.target.handoff_failures = [str(HandOffReason.EXPORTER_LOST)]
+        moving = on.migrating()
+        async with asyncio.timeout(10):
+            await on.target.transfer.reached.wait()
+        await on.source.die()
+        await on.router.until_gone(on.source)
+        on.target.transfer.open()
+        assert await moving == KEPT
+        answer = await on.complete(answering, request)
+        assert len(answer.summary.ledger.reasons) == 1
+        assert on.prefill.jobs[-1].num_committed == 5
+
+
+async def test_a_source_that_dies_after_the_target_has_begun_is_not_missed() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await _joined(on)
+        on.target.pause_at = 5
+        assert await on.migrate() == MOVED
+        await on.source.die()
+        await on.router.until_gone(on.source)
+        on.target.resumed.set()
+        answer = await on.complete(answering, request)
+        assert answer.summary.ledger.reasons == ()
+
+
+async def test_a_thaw_that_fails_is_an_ordinary_failover() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await _joined(on)
+        on.target.refusals = [QueueFull("full")]
+        on.source.thaw_refusals = [NotFound("it expired")]
+        assert await on.migrate() == KEPT
+        answer = await on.complete(answering, request)
+        assert answer.summary.ledger.reasons == ("decode_not_found",)
+        assert on.count("restarted", "not_found") == 1
+
+
+async def test_a_sequence_that_ends_first_gives_its_last_tokens_from_where_it_was() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=8)) as answering:
+        await _joined(on)
+        on.source.before_freezing.close()
+        moving = on.migrating()
+        async with asyncio.timeout(10):
+            await on.source.before_freezing.reached.wait()
+        on.source.resumed.set()
+        await on.source.until(lambda: not on.source.progress)
+        on.source.before_freezing.open()
+        assert (await moving).num_moved == 0
+        await on.complete(answering, request)
+        assert on.target.jobs == []
+
+
+async def test_tokens_that_arrive_after_the_freeze_was_answered_come_first() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await _joined(on)
+        on.source.voice.close()
+        on.source.pause_at = 9
+        on.source.resumed.set()
+        on.source.resumed = asyncio.Event()
+        await on.source.until(lambda: [p.index for p in on.source.progress.values()] == [9])
+        on.source.after_freezing.close()
+        moving = on.migrating()
+        async with asyncio.timeout(10):
+            await on.source.after_freezing.reached.wait()
+        on.source.after_freezing.open()
+        await on.router.fleet.decode(on.source.id).inspect()  # the freeze's answer is on its way before this one
+        assert on.target.jobs == []
+        on.source.voice.open()
+        assert await moving == MOVED
+        await on.complete(answering, request)
+        assert len(on.target.jobs[0].sequences[0].committed_token_ids) == 8
+
+
+async def test_tokens_that_were_lost_are_not_waited_for_for_ever() -> None:
+    async with stage(migration_patience_s=0.3) as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await _joined(on)
+        on.source.voice.close()
+        on.source.pause_at = 9
+        on.source.resumed.set()
+        on.source.resumed = asyncio.Event()
+        await on.source.until(lambda: [p.index for p in on.source.progress.values()] == [9])
+        on.source.lose_messages()
+        assert await on.migrate() == KEPT
+        answer = await on.complete(answering, request)
+        assert answer.summary.ledger.reasons == ("decode_worker_lost",)
+
+
+@pytest.mark.parametrize("where", ["freezing", "frozen", "pulling", "thawing"])
+async def test_a_client_that_leaves_during_the_move_frees_both_workers(where: str) -> None:
+    async with stage() as on, on.streaming(ask(max_tokens=20)) as answering:
+        await _joined(on)
+        gate = {
+            "freezing": on.source.before_freezing,
+            "frozen": on.source.after_freezing,
+            "pulling": on.target.transfer,
+            "thawing": on.source.before_thawing,
+        }[where]
+        gate.close()
+        on.target.refusals = [QueueFull("full")] if where == "thawing" else []
+        moving = on.migrating()
+        async with asyncio.timeout(10):
+            await gate.reached.wait()
+            answering.cancel()
+            assert await moving == NOTHING
+        await _all_cancelled(on.source)
+        await _all_cancelled(on.target)
+        assert on.source.frozen == {}
+        gate.open()
+
+
+async def test_a_deadline_that_passes_during_the_move_says_so() -> None:
+    async with stage() as on, on.streaming(ask(max_tokens=20, timeout_s=1.0)) as answering:
+        await _joined(on)
+        on.target.transfer.close()
+        moving = on.migrating()
+        with pytest.raises(DeadlineExceeded, match="in phase transfer"):
+            await answering
+        assert await moving == NOTHING
+        on.target.transfer.open()
+
+
+async def test_one_sequence_is_moved_once_at_a_time() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await _joined(on)
+        on.target.transfer.close()
+        moving = on.migrating()
+        async with asyncio.timeout(10):
+            await on.target.transfer.reached.wait()
+        assert await on.migrate() == NOTHING
+        on.target.transfer.open()
+        assert await moving == MOVED
+        await on.complete(answering, request)
+
+
+async def test_an_operator_who_goes_away_does_not_stop_the_move() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await _joined(on)
+        on.target.transfer.close()
+        moving = on.migrating()
+        async with asyncio.timeout(10):
+            await on.target.transfer.reached.wait()
+        moving.cancel()
+        on.target.transfer.open()
+        await on.complete(answering, request)
+        assert on.count("moved") == 1
+
+
+async def test_what_cannot_be_asked_for_is_refused_by_name() -> None:
+    async with stage() as on:
+        for source, target in (("d7", ""), ("p0", ""), ("d0", "d7")):
+            with pytest.raises(NotFound, match=r"no decode worker '[dp][07]'"):
+                await on.migrate(source, target)
+        with pytest.raises(InvalidRequest, match="source and target"):
+            await on.migrate("d0", str(on.source.id))
+        assert await on.migrate("d0") == NOTHING
+
+
+async def test_without_another_decode_worker_everything_stays() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        assert await on.migrate() == KEPT
+        assert on.count("kept", "no_workers") == 1
+        on.source.resumed.set()
+        await on.complete(answering, request)
+
+
+async def test_a_sequence_that_has_not_begun_is_left_alone() -> None:
+    async with stage() as on:
+        await _joined(on)
+        for decode in (on.source, on.target):
+            decode.transfer.close()
+        async with aclosing(on.router.pipeline.generate(ask())) as outputs:
+            await anext(outputs)
+            for name in ("d0", "d1"):
+                assert await on.migrate(name) == NOTHING
+            for decode in (on.source, on.target):
+                decode.transfer.open()
