@@ -22,7 +22,6 @@ class PairState(StrEnum):
     POISONED = "poisoned"  # nothing is sent on it any more
     ABORTING = "aborting"
     UNUSABLE = "unusable"  # until a time
-    LOST = "lost"  # an abort hangs in the library: never again in this process
 
 
 _LIVE = frozenset(
@@ -40,7 +39,6 @@ _MOVES: Mapping[str, frozenset[PairState]] = {
     "poison": _LIVE,
     "abort": frozenset({PairState.POISONED}),
     "aborted": frozenset({PairState.ABORTING}),
-    "lose": frozenset({PairState.ABORTING}),
 }
 
 
@@ -76,10 +74,6 @@ class PairLife:
         self._was_warm = False
         self._history: deque[PairState] = deque([PairState.ABSENT], _HISTORY)
 
-    @property
-    def is_live(self) -> bool:
-        return self.state in _LIVE
-
     def can_begin(self, now_s: float) -> bool:
         """A communicator may be made: none is there, and the last failure is long enough ago."""
         if self.state is PairState.UNUSABLE:
@@ -88,6 +82,11 @@ class PairLife:
 
     def is_overdue(self, now_s: float) -> bool:
         return self.deadline_s is not None and now_s > self.deadline_s
+
+    def is_promising(self, now_s: float) -> bool:
+        """There is a communicator that works as far as is known, or one may be made. A call that hangs in the library
+        keeps a pair out for good."""
+        return self.can_begin(now_s) or (self.state in _LIVE and not self.is_overdue(now_s))
 
     def begin(self, now_s: float) -> None:
         if not self.can_begin(now_s):
@@ -122,7 +121,7 @@ class PairLife:
 
     def poison(self, why: str) -> None:
         """Whatever is live ends here; only an abort may follow. Of several reasons the first one counts."""
-        if self.is_live:
+        if self.state in _LIVE:
             self.why = why
             self._move("poison", PairState.POISONED, None)
 
@@ -142,9 +141,6 @@ class PairLife:
             return
         self._usable_from_s = now_s + min(self._limits.retry_s * 2**doublings, self._limits.max_retry_s)
         self._move("aborted", PairState.UNUSABLE, None)
-
-    def lose(self) -> None:
-        self._move("lose", PairState.LOST, None)
 
     def _move(self, move: str, state: PairState, deadline_s: float | None) -> None:
         if self.state not in _MOVES[move]:

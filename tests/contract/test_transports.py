@@ -19,9 +19,13 @@ from kvtransfer.transports.available import Available, available_transports
 from kvtransfer.transports.base import ExporterTransport, ImporterTransport, TransportError, TransportMeans, negotiate
 from kvtransfer.transports.host_memory import runs
 from kvtransfer.transports.loopback import Fault, FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
+from kvtransfer.transports.nccl_exporter import NcclExporter
+from kvtransfer.transports.nccl_importer import NcclImporter
+from kvtransfer.transports.nccl_pair import PairLimits
 from kvtransfer.transports.shm import ShmExporter, ShmImporter
 from kvtransfer.transports.tcp import TcpExporter, TcpImporter
 from tests.contract.kv_pools import random_pool
+from tests.contract.socket_nccl import SocketNccl
 
 NUM_BLOCKS = 24
 EPOCH = Epoch(MemberId("p0", "a1"), b"t" * 16, 1)
@@ -62,7 +66,14 @@ def _nixl(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTr
     return nixl.exporter(means(source)), nixl.importer(means(target))
 
 
-@pytest.fixture(params=[_loopback, _tcp, _shm, _nixl], ids=["loopback", "tcp", "shm", "nixl"])
+def _nccl(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
+    """Everything but NCCL itself: what a GPU is needed for stands in test_nccl.py."""
+    limits, library = PairLimits(transfer_s=5.0), SocketNccl()
+    exporter = NcclExporter(memory=source, library=library, host="127.0.0.1", advertise_host="127.0.0.1", limits=limits)
+    return exporter, NcclImporter(memory=target, library=library, limits=limits)
+
+
+@pytest.fixture(params=[_loopback, _tcp, _shm, _nixl, _nccl], ids=["loopback", "tcp", "shm", "nixl", "nccl"])
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     make: Callable[[KvPool, KvPool], tuple[ExporterTransport, ImporterTransport]] = request.param
     source, target = random_pool(NUM_BLOCKS, seed=1), random_pool(NUM_BLOCKS, seed=2)

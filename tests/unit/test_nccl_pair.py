@@ -26,7 +26,6 @@ EVENTS: dict[str, tuple[Callable[[PairLife], None], set[PairState]]] = {
     "abort": (lambda life: life.abort(NOW_S), {PairState.POISONED}),
     "aborted": (lambda life: life.aborted(NOW_S), {PairState.ABORTING}),
     "closed": (lambda life: life.aborted(NOW_S, failed=False), {PairState.ABORTING}),
-    "lose": (lambda life: life.lose(), {PairState.ABORTING}),
 }
 PATHS: dict[PairState, list[str]] = {
     PairState.ABSENT: [],
@@ -38,7 +37,6 @@ PATHS: dict[PairState, list[str]] = {
     PairState.POISONED: ["begin", "poison"],
     PairState.ABORTING: ["begin", "poison", "abort"],
     PairState.UNUSABLE: ["begin", "poison", "abort", "aborted"],
-    PairState.LOST: ["begin", "poison", "abort", "lose"],
 }
 
 
@@ -78,7 +76,6 @@ def test_nothing_is_transferred_without_a_warm_communicator_and_an_abort_ends_ev
             assert state is PairState.ABORTING
         if state is PairState.IDLE:
             assert before in (PairState.WARMING, PairState.TRANSFERRING)
-        assert before is not PairState.LOST
 
 
 def test_every_step_that_waits_for_somebody_has_its_deadline() -> None:
@@ -94,6 +91,21 @@ def test_every_step_that_waits_for_somebody_has_its_deadline() -> None:
         assert (life.deadline_s is not None) == waits
         assert not life.is_overdue(NOW_S)
         assert life.is_overdue(NOW_S + 1000) == waits
+
+
+def test_a_call_that_hangs_keeps_its_pair_out_for_good() -> None:
+    for state in (PairState.INITIALISING, PairState.WARMING, PairState.TRANSFERRING, PairState.ABORTING):
+        life = life_in(state)
+        assert life.is_promising(NOW_S) == (state is not PairState.ABORTING)
+        assert not life.is_promising(NOW_S + 10_000)
+        life.poison("it hangs")
+        assert not life.is_promising(NOW_S + 10_000)
+
+
+def test_a_pair_is_promising_where_it_works_or_may_be_tried() -> None:
+    assert life_in(PairState.ABSENT).is_promising(NOW_S) and life_in(PairState.IDLE).is_promising(NOW_S + 10_000)
+    unusable = life_in(PairState.UNUSABLE)
+    assert not unusable.is_promising(NOW_S + 9.9) and unusable.is_promising(NOW_S + 10.0)
 
 
 def test_a_transfer_out_of_order_is_refused() -> None:
