@@ -33,7 +33,10 @@ async def test_a_seed_gives_the_same_tokens_twice_and_another_seed_others(cluste
 
 async def test_choices_share_the_prompts_blocks(cluster: LocalCluster) -> None:
     num_choices = 3
-    answer = await ask(cluster, question(_PROMPT, max_tokens=6, n=num_choices, sampling=_WARM, ignore_eos=True))
+    request = question(
+        _PROMPT, max_tokens=6, n=num_choices, sampling=_WARM, ignore_eos=True, cache_salt="with nobody else"
+    )
+    answer = await ask(cluster, request)
     block_bytes = (await cluster.inspect(cluster.workers("decode")[0])).figures["block_bytes"]
     num_full = len(_PROMPT) // _BLOCK_SIZE
     assert answer.ledger.kv_bytes == (num_full + num_choices) * block_bytes, "full blocks once, a tail per choice"

@@ -1,10 +1,18 @@
 """Which cached block goes first, and how those who follow the cache hear of it."""
 
+import json
+import os
+from pathlib import Path
+
 import pytest
 
+from engine.block_pool import BlockPool
 from engine.prefix_cache import CacheEvent, PrefixCache
 
 _ROOT = b"root"
+# Mooncake's conversation trace (Qin et al., FAST 2025), first 2,000 rows: prompts as ids of blocks of 512 tokens.
+_TRACES = Path(os.environ.get("TRACES", Path(__file__).parents[3] / "shared" / "traces"))
+_TRACE = _TRACES / "conversation_trace.head2000.jsonl"
 
 
 def _cached(*chains: bytes) -> PrefixCache:
@@ -89,3 +97,27 @@ def test_check_finds_a_block_in_use_that_could_be_evicted() -> None:
     cache.check(in_use=set())
     with pytest.raises(AssertionError, match="idle"):
         cache.check(in_use={0})
+
+
+@pytest.mark.skipif(not _TRACE.exists(), reason=f"no {_TRACE.name} where TRACES says")
+@pytest.mark.parametrize(("num_blocks", "blocks_hit", "tokens_hit"), [(60_000, 0.289, 0.294), (12_000, 0.222, 0.226)])
+def test_hit_rates_on_real_conversations(num_blocks: int, blocks_hit: float, tokens_hit: float) -> None:
+    """The first pool holds everything: no cache finds more. In the second the least recently used go."""
+    pool = BlockPool(num_blocks)
+    num_blocks_hit = num_tokens_hit = num_blocks_asked = num_tokens_asked = 0
+    for line in _TRACE.read_text().splitlines():
+        row = json.loads(line)
+        hashes = [b"%d" % block for block in row["hash_ids"]]
+        found = pool.find(hashes)
+        block_ids = pool.reserve_beside(found, len(hashes) - len(found))
+        assert block_ids is not None
+        pool.keep(block_ids, hashes, _ROOT)
+        pool.release(block_ids)
+        num_blocks_hit += len(found)
+        num_blocks_asked += len(hashes)
+        num_tokens_hit += min(512 * len(found), row["input_length"])
+        num_tokens_asked += row["input_length"]
+
+    pool.check()
+    assert num_blocks_hit / num_blocks_asked == pytest.approx(blocks_hit, abs=0.001)
+    assert num_tokens_hit / num_tokens_asked == pytest.approx(tokens_hit, abs=0.001)
