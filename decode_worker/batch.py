@@ -154,8 +154,10 @@ class Batch:
         return (BlockCopy(source, target),)
 
     def decodes(self, sequence: Sequence) -> bool:
-        """It runs, its start was told, and nobody else writes to its blocks: it can be frozen."""
-        return sequence in self._running and sequence.has_run and sequence.num_left == 1 and not sequence.spare_ids
+        """Its start was told, its last token is one of its own, and nobody else writes to its blocks: it can be
+        frozen."""
+        is_between_tokens = sequence.num_left == 1 and sequence.num_output > 0
+        return sequence in self._running and sequence.has_run and is_between_tokens and not sequence.spare_ids
 
     def freeze(self, sequence: Sequence) -> None:
         """Between two steps: it is in none until `thaw`."""

@@ -1,4 +1,4 @@
-"""A sequence that leaves a decode worker, or stays after all: its tokens are those of a serial run, no block is lost."""
+"""A sequence that leaves a decode worker, or stays after all: its tokens are those of a serial run, no block leaks."""
 
 import pytest
 from hypothesis import settings
@@ -224,6 +224,16 @@ def test_what_does_not_decode_here_is_refused_by_name() -> None:
     assert refused == prefilling
     assert all(isinstance(refusal.error, NotFound) for refusal in bench.refused_moves)
     assert "does not decode here" in str(bench.refused_moves[0].error)
+
+
+def test_a_prompt_that_lacks_one_token_is_no_decoding_sequence() -> None:
+    bench = DecodeBench(limits(max_prefill_tokens=4))
+    handles = bench.admit(bench.job(range(1, 6), num_choices=2, max_tokens=4))
+    bench.step()
+
+    assert all(bench.freeze(handle) is None for handle in handles)
+    bench.run()
+    bench.assert_idle()
 
 
 def test_a_sequence_that_ended_first_is_not_found() -> None:
