@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--stop-token-ids", metavar="IDS", type=_ids, help="end with one of these: 1,2,3")
     sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of sequence")
     sampling.add_argument("--logprobs", type=int, metavar="K", help="with --json: and those of the K likeliest tokens")
+    sampling.add_argument("--cache-salt", metavar="TEXT", help="share KV with requests of the same salt only")
     sampling.add_argument("--timeout-s", type=float, metavar="X", default=600.0, help="deadline (default: 600)")
 
 
