@@ -13,7 +13,7 @@ SOAK_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all soak check proto clean
+.PHONY: help demo test test-all soak bench-engine check proto clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -29,6 +29,9 @@ test-all: $(VENV)/.test ## the tests and the long ones
 
 soak: $(VENV)/.test ## a cluster at full rate for ten minutes, with KV reads that go wrong; SOAK_ARGS="--minutes 1"
 	@$(BIN)/python -m tests.soak $(SOAK_ARGS)
+
+bench-engine: $(VENV)/.test ## one core: Tandem's colocated worker, vLLM (VLLM_PYTHON=its environment's Python), the limits
+	@$(BIN)/python -m benchmarks.engine --write
 
 check: $(VENV)/.test ## ruff and strict mypy
 	$(BIN)/ruff check .
