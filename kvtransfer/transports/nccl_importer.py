@@ -4,6 +4,7 @@ The library is called on one thread per pair. Hand-offs with one exporter read o
 """
 
 import asyncio
+import contextlib
 import secrets
 import socket
 import struct
@@ -23,13 +24,12 @@ from kvtransfer.transports.nccl_exporter import ENDPOINT, IMPORTER, NAME
 from kvtransfer.transports.nccl_library import IMPORTER_RANK, NcclFailed, NcclLibrary, Piece
 from kvtransfer.transports.nccl_link import NcclLink
 from kvtransfer.transports.nccl_pair import PairLife, PairLimits
-from kvtransfer.transports.sockets import connect, joined
+from kvtransfer.transports.sockets import connect
 
 _Address = tuple[str, int]
 
 _MAX_PAIRS = 32  # communicators that are kept: each holds device memory
 _MAX_STUCK = 4  # threads lost in the library; then this process makes no more communicators
-_LOOK_S = 1.0  # how soon an idle pair notices that its peer is gone
 
 
 class NcclImporter:
@@ -159,7 +159,7 @@ class _Pair:
         if self._thread is not None:
             self._thread.end()
         link = self.link = NcclLink(connection, self._library, self._life, self._slot)
-        self._thread = LoneThread("kv-nccl-pair", idle=link.look, idle_s=_LOOK_S)
+        self._thread = LoneThread("kv-nccl-pair", idle=link.look, idle_s=limits.look_s)
         agreeing = self._thread.submit(lambda: _agree(link, hello, limits))
         timeout_s = limits.agree_s + limits.initialise_s + limits.warm_s
         if not await _ends_within(agreeing, timeout_s):
@@ -202,10 +202,10 @@ class NcclChannel:
     async def destroy(self) -> None:
         """A transfer that is under way may end by itself for a moment: that proves as much, and spares the pair."""
         self._open = False
-        if self._read is not None and not self._read.cancel() and not self._read.done():
-            if not await _ends_within(self._read, self._limits.grace_s):
-                self.link.poison("a hand-off gave its read up")
-            await joined(self._read)
+        read, limits = self._read, self._limits
+        if read is not None and not read.cancel() and not await _ends_within(read, limits.grace_s):
+            self.link.poison("a hand-off gave its read up")
+            await _ends_within(read, None)
         self._ended(self)
 
     async def release(self) -> None:
@@ -268,13 +268,19 @@ def _make_communicator(link: NcclLink, hello: messages.Hello, limits: PairLimits
     link.warmed()
 
 
-async def _ends_within(future: "Future[None]", timeout_s: float) -> bool:
-    """However it ends."""
-    ended = asyncio.create_task(joined(future))
-    done, _ = await asyncio.wait([ended], timeout=timeout_s)
-    if not done:
-        ended.cancel()
-    return bool(done)
+async def _ends_within(future: "Future[None]", timeout_s: float | None) -> bool:
+    """However it ends, and with nobody who waits for it when it never does."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell(_: "Future[None]") -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
+            loop.call_soon_threadsafe(ended.set)
+
+    future.add_done_callback(tell)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await ended.wait()
+    return future.done()
 
 
 def _parse_endpoint(endpoint: bytes) -> tuple[_Address, bytes]:

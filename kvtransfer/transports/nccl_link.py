@@ -5,6 +5,7 @@ the exporter and the importer say to each other stands in their own files.
 """
 
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -183,11 +184,12 @@ class NcclLink:
         self.quiet.set()
 
     def _peer_is_gone(self) -> bool:
+        """Looks without waiting, whatever the socket's timeout."""
         try:
-            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
+            poll = select.poll()
+            poll.register(self.connection, select.POLLIN)
+            return bool(poll.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
+        except (OSError, ValueError):  # closed by another thread
             return True
 
 

@@ -1,0 +1,317 @@
+"""The `nccl` transport: pairs made on demand, kept, ended and rebuilt, and calls that hang in the library.
+
+The library is played by sockets where its behaviour is the subject. The real one, by cupy, is used where it is
+installed: as far as it goes without a GPU, and all the way on one.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from cluster.messages import Epoch, MemberId
+from engine.pool import KvPool
+from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.nccl_exporter import NcclExporter
+from kvtransfer.transports.nccl_importer import NcclChannel, NcclImporter
+from kvtransfer.transports.nccl_pair import PairLimits
+from tests.contract.kv_pools import random_pool
+from tests.contract.socket_nccl import SocketNccl
+
+NUM_BLOCKS = 16
+DEADLINE_S = 20.0
+# Long where a test must not run into it, short where it waits for it.
+LIMITS = PairLimits(abort_s=2.0, grace_s=0.05, look_s=0.02, retry_s=60.0)
+
+
+def epoch(number: int) -> Epoch:
+    return Epoch(MemberId("p0", "a1"), bytes([number]) * 16, 1)
+
+
+@dataclass
+class Side:
+    """An exporter and an importer, each with its own library and pool."""
+
+    exports: SocketNccl
+    imports: SocketNccl
+    source: KvPool
+    target: KvPool
+    exporter: NcclExporter
+    importer: NcclImporter
+
+    async def open(self, number: int = 1) -> NcclChannel:
+        return await self.importer.open(epoch(number), self.exporter.admit(epoch(number)))
+
+    async def moves_blocks(self, number: int = 1) -> bool:
+        self.target.raw.zero_()
+        channel = await self.open(number)
+        await channel.read([3, 4, 9], [1, 2, 0])
+        await channel.release()
+        return torch.equal(self.target.raw[[1, 2, 0]], self.source.raw[[3, 4, 9]])
+
+
+@asynccontextmanager
+async def sides(
+    limits: PairLimits = LIMITS, *, exports: SocketNccl | None = None, imports: SocketNccl | None = None
+) -> AsyncIterator[Side]:
+    exports, imports = exports or SocketNccl(), imports or SocketNccl()
+    source, target = random_pool(NUM_BLOCKS, seed=1), random_pool(NUM_BLOCKS, seed=2)
+    exporter = NcclExporter(memory=source, library=exports, host="127.0.0.1", advertise_host="127.0.0.1", limits=limits)
+    importer = NcclImporter(memory=target, library=imports, limits=limits)
+    await exporter.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield Side(exports, imports, source, target, exporter, importer)
+    finally:
+        exports.let_go()
+        imports.let_go()
+        await importer.close()
+        await exporter.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110  (threads bring it about)
+            await asyncio.sleep(0.005)
+
+
+async def test_a_pairs_communicator_is_made_once_and_kept() -> None:
+    async with sides() as side:
+        for number in range(1, 4):
+            assert await side.moves_blocks(number)
+        assert len(side.exports.communicators) == len(side.imports.communicators) == 1
+        assert not side.exports.communicators[0].is_aborted
+
+
+async def test_hand_offs_that_open_at_once_share_one_communicator() -> None:
+    async with sides() as side:
+        channels = await asyncio.gather(*(side.open(number) for number in range(1, 6)))
+        await asyncio.gather(*(channel.read([i], [i]) for i, channel in enumerate(channels)))
+        assert torch.equal(side.target.raw[:5], side.source.raw[:5])
+        assert len(side.imports.communicators) == 1
+
+
+@pytest.mark.parametrize("who", ["exports", "imports"])
+async def test_an_initialisation_that_hangs_is_left_behind_and_the_pair_given_up(who: str) -> None:
+    limits = replace(LIMITS, initialise_s=0.1, agree_s=0.1, warm_s=0.1)
+    async with sides(limits, **{who: SocketNccl(hang="connect")}) as side:
+        begun_s = time.monotonic()
+        with pytest.raises(TransportError, match="did not initialise in time"):
+            await side.open()
+        for _ in range(3):  # at once from now on: nothing is tried that would cost another thread
+            with pytest.raises(TransportError):
+                await side.open()
+        assert time.monotonic() - begun_s < DEADLINE_S / 2
+        await until(lambda: not side.exporter.reachable(side.importer.endpoint()))
+
+
+@pytest.mark.parametrize("who", ["exports", "imports"])
+@pytest.mark.parametrize("call", ["unique_id", "connect", "done"])
+async def test_an_initialisation_that_fails_frees_both_sides_and_is_not_tried_for_a_while(who: str, call: str) -> None:
+    if (who, call) == ("imports", "unique_id"):
+        pytest.skip("only the exporter makes one")
+    limits = replace(LIMITS, initialise_s=0.3, warm_s=0.3, agree_s=0.3)
+    async with sides(limits, **{who: SocketNccl(fail=call)}) as side:
+        with pytest.raises(TransportError):
+            await side.open()
+        with pytest.raises(TransportError):
+            await side.open()
+        await until(lambda: not side.exporter.reachable(side.importer.endpoint()))
+        for communicator in side.exports.communicators + side.imports.communicators:
+            await until(lambda it=communicator: it.is_aborted)  # type: ignore[misc]
+
+
+async def test_a_pair_that_failed_is_tried_again_when_its_pause_is_over() -> None:
+    limits = replace(LIMITS, retry_s=0.2, agree_s=0.5, initialise_s=0.5, warm_s=0.5)
+    async with sides(limits, exports=SocketNccl(fail="unique_id")) as side:
+        with pytest.raises(TransportError):
+            await side.open()
+        side.exports.fail = ""
+        await until(lambda: side.exporter.reachable(side.importer.endpoint()))
+        moved = False
+        while not moved:  # the importer's pause began a little later than the exporter's
+            with suppress(TransportError):
+                moved = await side.moves_blocks()
+
+
+async def test_the_loss_of_the_exporter_ends_a_read_at_once_and_leaves_nothing_writing() -> None:
+    async with sides() as side:
+        channel = await side.open()
+        side.imports.hang = "done"  # as a kernel that waits for its peer
+        read = asyncio.create_task(channel.read([0], [0]))
+        await until(side.imports.hanging.is_set)
+        closing = asyncio.create_task(side.exporter.close())
+        await until(lambda: side.imports.communicators[0].is_aborted)
+        side.imports.hang = ""
+        with pytest.raises(TransportError):
+            await read
+        await channel.destroy()
+        await closing
+
+
+async def test_a_lost_communicator_is_rebuilt_at_the_next_hand_off() -> None:
+    async with sides() as side:
+        assert await side.moves_blocks(1)
+        side.importer._pairs[next(iter(side.importer._pairs))].link.poison("cut")  # type: ignore[union-attr]
+        await until(lambda: side.exports.communicators[0].is_aborted)
+        await until(lambda: side.imports.communicators[0].is_aborted)
+        assert await side.moves_blocks(2)
+        assert len(side.imports.communicators) == 2
+
+
+async def test_an_idle_pair_gives_its_communicator_back_when_the_exporter_is_gone() -> None:
+    async with sides() as side:
+        assert await side.moves_blocks()
+        await side.exporter.close()
+        await until(lambda: side.imports.communicators[0].is_aborted)
+
+
+async def test_a_cancelled_read_that_does_not_end_is_proven_quiet_by_the_abort() -> None:
+    async with sides() as side:
+        channel, other = await side.open(1), await side.open(2)
+        side.imports.hang = "done"
+        read = asyncio.create_task(channel.read([0], [0]))
+        await until(side.imports.hanging.is_set)
+        waiting = asyncio.create_task(other.read([1], [1]))
+        await asyncio.sleep(0)
+        read.cancel()
+        with suppress(asyncio.CancelledError):
+            await read
+        destroying = asyncio.create_task(channel.destroy())
+        await until(lambda: side.imports.communicators[0].is_aborted)
+        assert not destroying.done()  # the stream still says that it works: nothing is proven
+        side.imports.hang = ""
+        await destroying
+        with pytest.raises(TransportError):
+            await waiting
+        await other.destroy()
+        assert await side.moves_blocks(3)
+
+
+async def test_a_cancelled_read_that_ends_by_itself_costs_no_communicator() -> None:
+    async with sides(replace(LIMITS, grace_s=DEADLINE_S)) as side:
+        channel = await side.open()
+        side.imports.hang = "done"
+        read = asyncio.create_task(channel.read([0], [0]))
+        await until(side.imports.hanging.is_set)
+        read.cancel()
+        with suppress(asyncio.CancelledError):
+            await read
+        destroying = asyncio.create_task(channel.destroy())
+        await asyncio.sleep(0)
+        side.imports.hang = ""
+        await destroying
+        assert await side.moves_blocks(2)
+        assert len(side.imports.communicators) == 1
+
+
+async def test_a_read_that_waits_for_its_turn_is_cancelled_without_harm() -> None:
+    async with sides() as side:
+        first, second = await side.open(1), await side.open(2)
+        side.imports.hang = "done"
+        reads = [asyncio.create_task(first.read([0], [0]))]
+        await until(side.imports.hanging.is_set)
+        reads.append(asyncio.create_task(second.read([1], [1])))
+        await asyncio.sleep(0)
+        before = side.target.raw[1].clone()
+        reads[1].cancel()
+        with suppress(asyncio.CancelledError):
+            await reads[1]
+        await second.destroy()
+        side.imports.hang = ""
+        await reads[0]
+        assert torch.equal(side.target.raw[1], before)
+        assert len(side.imports.communicators) == 1 and await side.moves_blocks(3)
+
+
+async def test_a_transfer_past_its_deadline_ends_the_communicator() -> None:
+    async with sides(replace(LIMITS, transfer_s=0.2)) as side:
+        channel = await side.open()
+        side.exports.hang = "done"
+        await channel.read([0], [0])
+        with pytest.raises(TransportError):  # the exporter's side never ended
+            await channel.read([1], [1])
+        await until(lambda: side.exports.communicators[0].is_aborted)
+        await channel.destroy()
+
+
+async def test_an_abort_that_hangs_proves_nothing_and_stops_nobody() -> None:
+    async with sides(replace(LIMITS, abort_s=0.2)) as side:
+        channel = await side.open()
+        side.imports.hang = "done"
+        read = asyncio.create_task(channel.read([0], [0]))
+        await until(side.imports.hanging.is_set)
+        side.imports.hanging.clear()
+        side.imports.hang = "abort"
+        side.importer._pairs[next(iter(side.importer._pairs))].link.poison("cut")  # type: ignore[union-attr]
+        await until(side.imports.hanging.is_set)
+        destroying = asyncio.create_task(channel.destroy())
+        with pytest.raises(TransportError):
+            await side.open(2)
+        done, _ = await asyncio.wait([destroying, read], timeout=0.3)
+        assert not done
+        side.imports.let_go()
+        await destroying
+        with suppress(TransportError):
+            await read
+
+
+async def test_one_pairs_hang_does_not_stop_another_pair() -> None:
+    limits = replace(LIMITS, initialise_s=5.0)
+    imports = SocketNccl()
+    target = random_pool(NUM_BLOCKS, seed=2)
+    importer = NcclImporter(memory=target, library=imports, limits=limits)
+    stuck = SocketNccl(hang="connect")
+    exporters = []
+    for library in (stuck, SocketNccl()):
+        source = random_pool(NUM_BLOCKS, seed=1)
+        exporter = NcclExporter(
+            memory=source, library=library, host="127.0.0.1", advertise_host="127.0.0.1", limits=limits
+        )
+        await exporter.start()
+        exporters.append(exporter)
+    async with asyncio.timeout(DEADLINE_S):
+        opening = asyncio.create_task(importer.open(epoch(1), exporters[0].admit(epoch(1))))
+        await until(stuck.hanging.is_set)
+        channel = await importer.open(epoch(2), exporters[1].admit(epoch(2)))
+        await channel.read([5], [5])
+        assert torch.equal(target.raw[5], random_pool(NUM_BLOCKS, seed=1).raw[5])
+        assert not opening.done()
+        stuck.let_go()
+        await opening
+        await importer.close()
+        for exporter in exporters:
+            await exporter.close()
+
+
+async def test_nobody_is_asked_who_has_another_nccl_or_the_same_gpu() -> None:
+    async with sides(exports=SocketNccl(device=b"gpu-0"), imports=SocketNccl(device=b"gpu-1")) as side:
+        assert side.exporter.reachable(side.importer.endpoint())
+        assert not side.exporter.reachable(b"")
+        for other in (SocketNccl(device=b"gpu-0"), SocketNccl(device=b"gpu-1", version=21_805)):
+            importer = NcclImporter(memory=side.target, library=other, limits=LIMITS)
+            assert not side.exporter.reachable(importer.endpoint())
+
+
+async def test_another_version_is_refused_without_harm_to_the_pair() -> None:
+    imports = SocketNccl(version=21_805)
+    async with sides(imports=imports) as side:
+        with pytest.raises(TransportError, match="NCCL 22807 here, 21805 there"):
+            await side.open()
+        imports._version = 22_807
+        assert await side.moves_blocks()
+
+
+async def test_a_refused_read_costs_no_communicator() -> None:
+    async with sides() as side:
+        channel = await side.open(1)
+        side.exporter.revoke(epoch(1))
+        with pytest.raises(TransportError, match="does not know this epoch"):
+            await channel.read([0], [0])
+        await channel.destroy()
+        assert await side.moves_blocks(2)
+        assert len(side.imports.communicators) == 1
