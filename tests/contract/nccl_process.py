@@ -1,0 +1,45 @@
+"""An exporter over the real NCCL in a process of its own. Not a test: tests/contract/test_nccl_wheels.py starts it.
+
+Prints one endpoint per line, then serves until its input ends. The pool is on the GPU where there is one.
+"""
+
+import asyncio
+import sys
+
+import torch
+
+from engine.pool import KvPool
+from kvtransfer.transports.nccl_cupy import cupy_nccl
+from kvtransfer.transports.nccl_exporter import NcclExporter
+from kvtransfer.transports.nccl_pair import PairLimits
+from tests.contract.kv_pools import LAYOUT, random_pool
+from tests.contract.test_nccl import NUM_BLOCKS, epoch
+
+NUM_EPOCHS = 8
+LIMITS = PairLimits(agree_s=10.0, initialise_s=30.0, warm_s=20.0, transfer_s=20.0, retry_s=300.0)
+
+
+def device_pool(seed: int) -> KvPool:
+    """Random bytes, the same for one seed wherever they lie."""
+    host = random_pool(NUM_BLOCKS, seed=seed)
+    if not torch.cuda.is_available():
+        return host
+    pool = KvPool(LAYOUT, NUM_BLOCKS, "cuda")
+    pool.raw.copy_(host.raw)
+    torch.cuda.synchronize()
+    return pool
+
+
+async def main() -> None:
+    exporter = NcclExporter(
+        memory=device_pool(seed=1), library=cupy_nccl(0), host="127.0.0.1", advertise_host="127.0.0.1", limits=LIMITS
+    )
+    await exporter.start()
+    for number in range(NUM_EPOCHS):
+        print(exporter.admit(epoch(number)).hex(), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await exporter.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
