@@ -12,7 +12,7 @@ from cluster.process import ExitStatus
 from tandem.errors import TandemError as ClientError
 
 # Each has HELP, add_arguments(parser) and run(arguments) -> exit status.
-_VERBS = ("up", "status", "generate", "certs", "estimate", "bench")
+_VERBS = ("up", "status", "generate", "doctor", "migrate", "certs", "estimate", "bench")
 _INTERRUPTED = 130
 
 

@@ -29,19 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def open_client(arguments: argparse.Namespace) -> Client:
     """Raises ConfigError when there is no address to be found, or no file of authorities."""
     address = find_address(arguments.address)
-    return Client(address, _api_key(arguments), tls_ca=_tls_ca(arguments, address))
+    return Client(address, _api_key(arguments), tls_ca=tls_ca(arguments, address))
 
 
 def open_async_client(arguments: argparse.Namespace) -> AsyncClient:
     """As open_client, on the running loop."""
     address = find_address(arguments.address)
-    return AsyncClient(address, _api_key(arguments), tls_ca=_tls_ca(arguments, address))
+    return AsyncClient(address, _api_key(arguments), tls_ca=tls_ca(arguments, address))
 
 
 def open_channel(arguments: argparse.Namespace) -> grpc.Channel:
     """For calls that the client library does not have. Raises as open_client."""
     address = find_address(arguments.address)
-    return channel.open_channel(address, tls_ca=_tls_ca(arguments, address))
+    return channel.open_channel(address, tls_ca=tls_ca(arguments, address))
 
 
 def metadata(arguments: argparse.Namespace) -> Sequence[tuple[str, str]]:
@@ -50,7 +50,8 @@ def metadata(arguments: argparse.Namespace) -> Sequence[tuple[str, str]]:
     return [("authorization", f"Bearer {key}")] if key else []
 
 
-def _tls_ca(arguments: argparse.Namespace, address: str) -> str | None:
+def tls_ca(arguments: argparse.Namespace, address: str) -> str | None:
+    """PEM file with the authorities to judge the router by; None: it is reached in plaintext. Raises ConfigError."""
     path = find_tls_ca(arguments.tls_ca, address)
     if path is not None and not os.access(path, os.R_OK):
         raise ConfigError(f"cannot read --tls-ca {path}")

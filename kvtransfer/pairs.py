@@ -12,6 +12,7 @@ from cluster.messages import MemberId, PairFigure
 from kvtransfer.read_fit import ReadFit
 
 MAX_PAIRS = 256
+DOES_NOT_REACH = "does not reach from one to the other: they share no host, or no such device"
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 60.0
 

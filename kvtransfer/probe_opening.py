@@ -16,6 +16,7 @@ from cluster.member import fingerprint_difference
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
 from cluster.wire import epoch_to_wire, fingerprint_from_wire, member_from_wire, pack_ids
 from kvtransfer.memory import PoolMemory
+from kvtransfer.pairs import DOES_NOT_REACH
 from kvtransfer.tickets import TICKET_ID_BYTES
 from kvtransfer.transports.available import Available
 from tandem.v1 import kv_pb2
@@ -100,7 +101,7 @@ class ProbeOpening:
             elif name in request.transports and offered[name].reachable(request.endpoints[name]):
                 path.endpoint = offered[name].admit(epoch)
             elif name in request.transports:
-                path.reason = "does not reach from one to the other: they share no host, or no such device"
+                path.reason = DOES_NOT_REACH
             paths.append(path)
         return paths
 

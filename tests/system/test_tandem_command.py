@@ -180,6 +180,63 @@ def test_bench_measures_what_it_sent(tandem: Command) -> None:
     assert 0 < figures["ttft_s"]["p50"] <= figures["e2e_s"]["p50"]
 
 
+def test_doctor_measures_every_way_between_a_pair_and_says_why_not_the_others(tandem: Command) -> None:
+    status, output = tandem("doctor", "--json")
+    told = json.loads(output)
+    assert status == 0, told
+    (pair,) = told["pairs"]
+    assert (pair["importer"], pair["exporter"], pair["chosen"]) == ("decode-0", "prefill-0", "shm")
+    paths = {path["transport"]: path for path in pair["paths"]}
+    for name in ("shm", "tcp"):
+        assert paths[name]["bytes_per_s"] > 0 and paths[name]["reason"] == ""
+    for name in ("cuda_ipc", "nccl", "nixl"):
+        assert paths[name]["bytes_per_s"] == 0 and paths[name]["reason"]
+    assert {"python", "torch", "RDMA devices", "transport shm"} <= {found["subject"] for found in told["machine"]}
+    status, text = tandem("doctor", "--pair", "decode-0", "prefill-0", "--blocks", "8")
+    assert status == 0 and "decode-0 reads prefill-0" in text and "GB/s" in text
+    status, text = tandem("doctor", "--pair", "decode-0", "nobody")
+    assert status == 2 and "no worker nobody" in text
+
+
+def test_requests_beside_a_measurement_are_undisturbed(up: Up, tandem: Command) -> None:
+    address = up.until("ready http=").split("grpc=")[1].strip()
+    with Client(address) as client:
+
+        def outputs(count: int) -> list[tuple[int, ...]]:
+            prompts = (tuple(range(5 + number, 105 + number)) for number in range(count))
+            running = [
+                client.generate(token_ids=ids, max_tokens=6, temperature=0.0, ignore_eos=True) for ids in prompts
+            ]
+            return [generation.result().token_ids for generation in running]
+
+        # These first: what was asked before is not moved again.
+        beside: list[list[tuple[int, ...]]] = []
+        requests = threading.Thread(target=lambda: beside.append(outputs(6)))
+        requests.start()
+        statuses = [tandem("doctor", "--pair", "decode-0", "prefill-0")[0] for _ in range(2)]
+        requests.join(DEADLINE_S)
+        assert beside == [outputs(6)]
+    assert statuses == [0, 0]
+    _, output = tandem("status", "--json")
+    blocks = {member["member"]: member["figures"] for member in json.loads(output)["members"]}
+    for member in ("prefill-0", "decode-0"):
+        assert blocks[member]["blocks_held"] == blocks[member]["blocks_quarantined"] == 0
+
+
+def test_what_doctor_measured_is_published(tandem: Command) -> None:
+    """With the decode worker's next heartbeat."""
+    assert tandem("doctor", "--blocks", "8")[0] == 0
+    deadline_s = time.monotonic() + DEADLINE_S
+    while True:
+        _, output = tandem("status", "--json")
+        members = {member["member"]: member for member in json.loads(output)["members"]}
+        pairs = {pair["transport"]: pair for pair in members["decode-0"]["pairs"]}
+        if {"shm", "tcp"} <= set(pairs) or time.monotonic() > deadline_s:
+            break
+    assert pairs["tcp"]["bytes_per_s"] > 0 and pairs["tcp"]["latency_s"] >= 0
+    assert pairs["shm"]["exporter"] == f"prefill-0@{members['prefill-0']['incarnation']}"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

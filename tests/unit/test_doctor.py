@@ -1,0 +1,102 @@
+"""What `tandem doctor` makes of what it found."""
+
+import argparse
+import json
+
+import pytest
+
+from cli import doctor
+from cli.machine import Finding, look
+from cli.pair_report import PairReport, report, unmeasured
+from kvtransfer.pairs import DOES_NOT_REACH
+from tandem.v1 import worker_pb2
+
+BOTH = ("shm", "tcp")
+
+
+def answer(**paths: float | str) -> worker_pb2.MeasurePairResponse:
+    """Best first: GB/s, or why not."""
+    message = worker_pb2.MeasurePairResponse(num_bytes=1 << 20)
+    for transport, found in paths.items():
+        if isinstance(found, str):
+            message.paths.add(transport=transport, reason=found)
+        else:
+            message.paths.add(transport=transport, bytes_per_s=found * 1e9, latency_s=50e-6)
+    return message
+
+
+def test_the_first_way_that_works_is_the_chosen_one() -> None:
+    told = report("d0", "p0", answer(shm=8.0, tcp=1.0, nccl="no GPU"), shared=BOTH)
+    assert (told.chosen, told.problems, told.advice) == ("shm", (), "")
+    lines = told.as_text().splitlines()
+    assert lines[0] == "d0 reads p0, 1 MiB at most at once"
+    assert [line.split()[:4] for line in lines[2:4]] == [["shm", "yes", "8.00", "50"], ["tcp", "-", "1.00", "50"]]
+    assert lines[4].split(maxsplit=4)[-1] == "no GPU"
+
+
+def test_a_way_that_both_have_and_that_breaks_is_a_problem() -> None:
+    told = report("d0", "p0", answer(shm="mapping the pool: denied", tcp=1.0), shared=BOTH)
+    assert told.chosen == "tcp"
+    assert told.problems == ("shm: mapping the pool: denied",)
+    assert "problem: shm: mapping the pool: denied" in told.as_text()
+
+
+def test_hosts_apart_and_transports_that_one_lacks_are_no_problem() -> None:
+    told = report("d0", "p0", answer(shm=f"on p0: {DOES_NOT_REACH}", tcp=1.0, nccl="on d0: no GPU"), shared=BOTH)
+    assert told.problems == ()
+    assert told.chosen == "tcp"
+
+
+def test_a_pair_without_any_way_is_a_problem() -> None:
+    told = report("d0", "p0", answer(shm=f"on p0: {DOES_NOT_REACH}"), shared=("shm",))
+    assert told.chosen == ""
+    assert told.problems == ("no transport works between them: prompts are prefilled on the decode worker",)
+
+
+def test_a_way_that_comes_later_and_is_much_faster_is_pointed_out() -> None:
+    assert report("d0", "p0", answer(shm=1.0, tcp=1.4), shared=BOTH).advice == ""
+    assert (
+        report("d0", "p0", answer(shm=1.0, tcp=2.0), shared=BOTH).advice
+        == "tcp was faster here: --kv-transports tcp,shm"
+    )
+
+
+def test_this_machine_can_run_the_tests_and_is_told_so() -> None:
+    findings = {finding.subject: finding for finding in look()}
+    assert not [finding for finding in findings.values() if finding.is_problem and finding.subject != "CUDA"]
+    assert findings["transport tcp"].text.startswith("works here")
+    assert findings["torch"].text.startswith("2.")
+
+
+@pytest.mark.parametrize(
+    ("machine", "cluster", "status"),
+    [
+        ([Finding("python", "fine")], doctor.ClusterReport("r:1", (), ()), 0),
+        ([Finding("python", "3.8", True)], doctor.ClusterReport("r:1", (), ()), 1),
+        ([], doctor.ClusterReport("r:1", (), ("prefill-0 has not answered for 9.0 s",)), 1),
+        ([], doctor.ClusterReport("r:1", (unmeasured("d0", "p0", "it does not answer"),), ()), 1),
+        ([], doctor.ClusterReport("r:1", (report("d0", "p0", answer(shm=1.0), shared=BOTH),), ()), 0),
+    ],
+)
+@pytest.mark.parametrize("as_json", [True, False])
+def test_the_exit_status_says_whether_something_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    machine: list[Finding],
+    cluster: doctor.ClusterReport,
+    status: int,
+    as_json: bool,
+) -> None:
+    monkeypatch.setattr(doctor, "look", lambda: machine)
+    monkeypatch.setattr(doctor, "_cluster_report", lambda arguments: cluster)
+    assert doctor.run(argparse.Namespace(json=as_json)) == status
+    output = capsys.readouterr().out
+    for problem in (*cluster.problems, *(problem for pair in cluster.pairs for problem in pair.problems)):
+        assert problem in output
+    if as_json:
+        assert json.loads(output)["router"] == "r:1"
+
+
+def test_a_report_is_whole_in_json() -> None:
+    told: PairReport = report("d0", "p0", answer(tcp=1.0), shared=BOTH)
+    assert json.loads(json.dumps(told.as_json()))["paths"][0]["transport"] == "tcp"
