@@ -78,7 +78,7 @@ class LocalCluster:
         self._model = model
         self._flags = tuple(flags)
         self._credentials = credentials
-        self._name = f"test-{os.urandom(4).hex()}"
+        self.name = f"test-{os.urandom(4).hex()}"
 
     async def start(
         self, *, prefill: int = 1, decode: int = 1, routers: int = 1, router_flags: Sequence[str] = ()
@@ -207,7 +207,7 @@ class LocalCluster:
 
     def _cluster_flags(self) -> tuple[str, ...]:
         key = str(self._directory / "cluster.key")
-        return ("--redis", self.redis_url, "--cluster-name", self._name, "--cluster-key-file", key)
+        return ("--redis", self.redis_url, "--cluster-name", self.name, "--cluster-key-file", key)
 
     async def _until_ready(self, member: Member) -> None:
         stdout = member.process.stdout

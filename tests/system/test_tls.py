@@ -1,5 +1,7 @@
 """A cluster whose members speak TLS: it answers, over encrypted KV too, and who has no certificate stays outside."""
 
+import asyncio
+import dataclasses
 import http.client
 import json
 import ssl
@@ -9,12 +11,18 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from cli.__main__ import main
+from cluster.messages import MemberId, Role
+from cluster.registry import Registry
+from cluster.serving import GrpcServer
+from cluster.telemetry import Telemetry
 from tandem.client import AsyncClient
 from tandem.errors import Unavailable
 from tandem.v1 import worker_pb2, worker_pb2_grpc
-from tests.certificates import Certificates, client_credentials, make_certificates
+from tests.certificates import Certificates, client_credentials, load, make_certificates
 from tests.system.local_cluster import LocalCluster
 
+DEADLINE_S = 60.0
 PROMPT = "def read(path):\n"
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -48,6 +56,18 @@ async def test_a_cluster_with_tls_answers(tls_cluster: LocalCluster, certificate
         result = await client.generate(PROMPT, max_tokens=8, temperature=0.0).result()
     assert len(result.choices[0].token_ids) == 8
     assert (await tls_cluster.figures("decode"))["local_prefills"] == 0  # its KV came over the wire
+
+
+async def test_doctor_reaches_workers_with_a_members_certificate(
+    tls_cluster: LocalCluster, certificates: Certificates, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = ("--address", tls_cluster.members["router0"].grpc_address)
+    assert await asyncio.to_thread(main, ["doctor", *address, *certificates.flags(), "--json"]) == 0
+    (pair,) = json.loads(capsys.readouterr().out)["pairs"]
+    assert pair["chosen"] == "tcp" and pair["paths"][0]["bytes_per_s"] > 0
+    without = ["doctor", *address, "--tls-ca", str(certificates.authority.cert)]
+    assert await asyncio.to_thread(main, without) == 2
+    assert "give --tls-cert and --tls-key of a member" in capsys.readouterr().err
 
 
 async def test_https_answers(tls_cluster: LocalCluster, certificates: Certificates) -> None:
@@ -86,16 +106,26 @@ async def test_outsiders_stay_outside(tls_cluster: LocalCluster, certificates: C
 
 
 async def test_a_worker_of_another_authority_gets_no_work(
-    tls_cluster: LocalCluster, certificates: Certificates
+    tls_cluster: LocalCluster, certificates: Certificates, redis_url: str
 ) -> None:
-    """It registers, for it knows the Redis and has the key; the router does not speak with it, and says why."""
-    flags = (*tls_cluster.joining_flags(), *certificates.stranger_flags())
-    stranger = await tls_cluster.start_member("decode1", "decode_worker", flags)
+    """It registers, for it knows the Redis; the router does not speak with it, and says why."""
+    credentials = load(certificates.stranger, certificates.other_authority).member_credentials()
+    server = GrpcServer(service_names=[], telemetry=Telemetry(), credentials=credentials)
+    address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+    await server.start()
+    registry = Registry(url=redis_url, cluster_name=tls_cluster.name, lease_s=60.0)
+    decode = next(member for member in await registry.members() if member.role is Role.DECODE)
+    stranger = dataclasses.replace(decode, id=MemberId("decode1", "s"), address=address)
     router = tls_cluster.members["router0"]
-    while not (told := [line for line in router.output if "worker does not answer" in line and "decode1" in line]):
-        await tls_cluster.status()
-    assert "not of an authority that is trusted here" in told[0]
-    status = {member.member_id: member for member in (await tls_cluster.status()).members}
-    assert not status["decode1"].figures and status["decode0"].figures
-    stranger.process.terminate()
-    assert await stranger.exit_code() == 0
+    try:
+        await registry.register(stranger)
+        async with asyncio.timeout(DEADLINE_S):
+            while not (told := [line for line in router.output if "worker does not answer" in line]):
+                await tls_cluster.status()
+        assert "decode1" in told[0] and "not of an authority that is trusted here" in told[0]
+        status = {member.member_id: member for member in (await tls_cluster.status()).members}
+        assert not status["decode1"].figures and status["decode0"].figures
+    finally:
+        await registry.leave(stranger)
+        await registry.close()
+        await server.stop(0.0)
