@@ -9,6 +9,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 
 from cluster.messages import Epoch
@@ -18,7 +19,6 @@ from kvtransfer.transports.nixl_agent import Region, why_not_loadable
 from kvtransfer.transports.nixl_endpoint import MAGIC, NixlEndpoint
 from kvtransfer.transports.nixl_exporter import NixlExporter
 from kvtransfer.transports.nixl_link import NixlLink
-from kvtransfer.transports.sockets import joined
 
 NAME = "nixl"
 
@@ -63,7 +63,7 @@ class NixlImporter:
     def __init__(self, *, memory: PoolMemory, timeout_s: float) -> None:
         self._pool, self._timeout_s = Region.of(memory.raw), timeout_s
         self._peers: OrderedDict[bytes, _Peer] = OrderedDict()  # by the exporter's metadata; longest unused first
-        self._ending: set[NixlLink] = set()
+        self._ending: set[asyncio.Task[None]] = set()
         self._channels: set[NixlChannel] = set()
 
     @property
@@ -73,7 +73,6 @@ class NixlImporter:
     @property
     def num_links(self) -> int:
         """Agents that this importer has at the moment, those that are being destroyed included."""
-        self._ending = {link for link in self._ending if not link.is_destroyed}
         return len(self._peers) + len(self._ending)
 
     def endpoint(self) -> bytes:
@@ -99,9 +98,15 @@ class NixlImporter:
             peer.link.close()
         for channel in tuple(self._channels):
             await channel.destroy()
-        for link in [*(peer.link for peer in self._peers.values()), *self._ending]:
-            await link.destroyed()
+        for peer in self._peers.values():
+            self._end(peer)
         self._peers.clear()
+        await self.settled()
+
+    async def settled(self) -> None:
+        """Until the agents of links that have ended are gone."""
+        while self._ending:
+            await asyncio.wait(tuple(self._ending))
 
     def _peer(self, member_id: str, there: NixlEndpoint) -> _Peer:
         peer = self._peers.get(there.metadata)
@@ -120,8 +125,8 @@ class NixlImporter:
 
     def _leave(self, peer: _Peer) -> None:
         peer.num_users -= 1
-        newest = {peer.member_id: key for key, peer in self._peers.items()}
-        idle = {key: peer for key, peer in self._peers.items() if peer.num_users == 0}
+        newest = {known.member_id: key for key, known in self._peers.items()}
+        idle = {key: known for key, known in self._peers.items() if known.num_users == 0}
         surplus = len(idle) - _MAX_IDLE_LINKS
         for place, (key, unused) in enumerate(idle.items()):
             if place < surplus or newest[unused.member_id] != key or not unused.link.is_open:
@@ -130,7 +135,9 @@ class NixlImporter:
 
     def _end(self, peer: _Peer) -> None:
         peer.link.close()
-        self._ending.add(peer.link)
+        ending = asyncio.create_task(peer.link.destroyed())
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
 
 
 class NixlChannel:
@@ -156,12 +163,22 @@ class NixlChannel:
         """A read in flight may complete for a moment, which is proof and spares others on the link; then the agent is
         destroyed. Never returns if the library does not give the agent up."""
         self._open = False
-        if self._read is not None:
-            await asyncio.wait([asyncio.wrap_future(self._read)], timeout=_GRACE_S)
-            if not self._read.done():
+        read = self._read
+        if read is not None:
+            if not await _ended_within(read, _GRACE_S):
                 self._link.close()
-            await joined(self._read)
+            await _ended_within(read, None)
         self._ended()
 
     async def release(self) -> None:
         await self.destroy()
+
+
+async def _ended_within(read: "Future[None]", timeout_s: float | None) -> bool:
+    """In whatever way; what it raised was told to whoever started it."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    read.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await ended.wait()
+    return read.done()

@@ -23,6 +23,11 @@ import torch
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 _LOAD_HINT = "install the extra `nixl`"
 
+# Only reads that need nothing of the exporter's processor. What UCX emulates over messages (plain TCP, shared memory
+# where the kernel forbids reading another process) aborts the exporter when a reader goes away in mid-read. The
+# environment has the last word: UCX_PROTO_EMULATION_ENABLE=y.
+_UCX_SETTINGS = "PROTO_EMULATION_ENABLE=n"
+
 Descriptors = npt.NDArray[np.uint64]  # [pieces, 3]: address, bytes, device
 _Answer = TypeVar("_Answer")
 
@@ -76,7 +81,7 @@ class NixlAgent:
         api = _api()
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._agent: Any = _called(lambda: api.nixl_agent(name, config))
-        _called(lambda: self._agent.create_backend("UCX"))
+        _called(lambda: self._agent.create_backend("UCX", {"engine_config": _UCX_SETTINGS}))
         self._peer = ""
         self._reads: dict[int, Any] = {}  # handles of those that were started and are not known to be complete
         self._num_reads = 0

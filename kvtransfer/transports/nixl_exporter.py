@@ -49,6 +49,11 @@ class NixlExporter:
     def name(self) -> str:
         return "nixl"
 
+    @property
+    def num_free_slots(self) -> int:
+        """For how many more epochs there is room."""
+        return len(self._free_slots)
+
     async def start(self) -> None:
         """Raises OSError."""
         ready: Future[bytes] = Future()

@@ -47,6 +47,7 @@ class NixlLink:
         self._changed = threading.Condition()
         self._posted: list[_Read] = []
         self._closing = False
+        self._has_read = False
         self._error = ""
         self._destroyed: Future[None] = Future()
         self._destroyed.set_running_or_notify_cancel()
@@ -56,10 +57,6 @@ class NixlLink:
     @property
     def is_open(self) -> bool:
         return not self._closing
-
-    @property
-    def is_destroyed(self) -> bool:
-        return self._destroyed.done()
 
     async def check_admission(self, slot: int, token: bytes) -> None:
         """Whether the exporter's table has the token. The first one connects. Raises TransportError."""
@@ -106,6 +103,8 @@ class NixlLink:
             self._work(agent, reads)
         except (NixlError, ImportError) as failure:
             error = str(failure)
+            if not self._has_read:
+                error += "; the exporter is gone, or no RDMA, GPU or shared memory leads to it"
         with self._changed:
             self._closing, self._error = True, error
             reads += self._posted
@@ -142,6 +141,7 @@ class NixlLink:
         now_s = time.monotonic()
         for read in tuple(reads):
             if agent.is_complete(read.number):
+                self._has_read = True
                 reads.remove(read)
                 read.ended.set_result(None)
                 pace.hurry(now_s)

@@ -1,0 +1,76 @@
+"""Two network namespaces joined by one cable, for tests that cut it. Root and the `ip` command are needed."""
+
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+INTERFACE = "kv0"  # its name on both sides
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    namespace: str
+    address: str
+
+    def command(self, *arguments: str) -> list[str]:
+        """The same command, inside."""
+        return ["ip", "netns", "exec", self.namespace, *arguments]
+
+
+@dataclass(frozen=True, slots=True)
+class Cable:
+    first: Side
+    second: Side
+
+    def cut(self) -> None:
+        """What is sent from either side is lost, and nobody is told."""
+        _ip("-n", self.second.namespace, "link", "set", INTERFACE, "down")
+
+    def heal(self) -> None:
+        """Returns when both sides see it."""
+        _ip("-n", self.second.namespace, "link", "set", INTERFACE, "up")
+        for side in (self.first, self.second):
+            while "state UP" not in _ip("-n", side.namespace, "link", "show", INTERFACE):
+                pass
+
+
+@contextmanager
+def joined_namespaces() -> Iterator[Cable]:
+    """Skips the test, with the reason, where namespaces may not be made."""
+    if shutil.which("ip") is None:
+        pytest.skip("no `ip` command here")
+    name = f"tandem-{secrets.token_hex(4)}"
+    cable = Cable(Side(f"{name}-1", "10.231.7.1"), Side(f"{name}-2", "10.231.7.2"))
+    made = []
+    try:
+        for side in (cable.first, cable.second):
+            try:
+                _ip("netns", "add", side.namespace)
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+            made.append(side)
+        _join(cable)
+        yield cable
+    finally:
+        for side in made:
+            _ip("netns", "del", side.namespace)
+
+
+def _join(cable: Cable) -> None:
+    first, second = cable.first, cable.second
+    ends = ("type", "veth", "peer", "name", INTERFACE, "netns", second.namespace)
+    _ip("link", "add", INTERFACE, "netns", first.namespace, *ends)
+    for side in (first, second):
+        _ip("-n", side.namespace, "address", "add", f"{side.address}/24", "dev", INTERFACE)
+        _ip("-n", side.namespace, "link", "set", INTERFACE, "up")
+        _ip("-n", side.namespace, "link", "set", "lo", "up")
+    cable.heal()
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout

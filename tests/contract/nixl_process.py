@@ -1,0 +1,181 @@
+"""One side of a NIXL read in a process of its own, to be stopped, killed and cut off; test_nixl.py starts it.
+
+Forked from a server that has imported everything but the library, so that a start costs no imports.
+"""
+
+import asyncio
+import ctypes
+import multiprocessing
+import os
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from cluster.messages import Epoch, MemberId
+from kvtransfer.transports.base import Channel, TransportError
+from kvtransfer.transports.nixl import NixlImporter
+from kvtransfer.transports.nixl_exporter import NixlExporter
+
+NUM_BLOCKS = 2048
+BLOCK_BYTES = 65536
+EPOCH = Epoch(MemberId("p0", "a1"), b"t" * 16, 1)
+DEADLINE_S = 20.0
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([__name__])
+_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
+
+
+class BytePool:
+    """PoolMemory, every byte the same, large enough for a read to be caught in the middle."""
+
+    def __init__(self, byte: int) -> None:
+        self.num_blocks, self.block_bytes = NUM_BLOCKS, BLOCK_BYTES
+        self.memfd: int | None = None
+        self.raw = torch.full((NUM_BLOCKS, BLOCK_BYTES), byte, dtype=torch.uint8)
+
+    def holds(self, byte: int) -> bool:
+        return bool((self.raw == byte).all())
+
+    async def first_bytes(self, read: "asyncio.Task[None]") -> None:
+        """Until some of the read has arrived, or it has ended."""
+        ended = threading.Event()
+        read.add_done_callback(lambda _: ended.set())
+        before = int(self.raw[0, 0])
+
+        def look() -> None:
+            while int(self.raw[0, 0]) == before and not ended.wait(0.0002):
+                pass
+
+        await asyncio.to_thread(look)
+
+
+class Process:
+    """The test's end. One question is under way at a time."""
+
+    def __init__(self, connection: "Connection[object, object]", process_id: int) -> None:
+        self._connection, self.process_id = connection, process_id
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process_id, number)
+
+    async def answer(self) -> object:
+        return await asyncio.to_thread(self._receive)
+
+    async def ask(self, *words: object) -> object:
+        self._connection.send(words)
+        return await self.answer()
+
+    def _receive(self) -> object:
+        assert self._connection.poll(DEADLINE_S), "no answer"
+        return self._connection.recv()
+
+
+@asynccontextmanager
+async def process(
+    role: "Callable[[Connection[object, object], float], None]",
+    argument: float,
+    *,
+    environment: Mapping[str, str] | None = None,
+    namespace: str = "",
+) -> AsyncIterator[Process]:
+    """Killed in the end."""
+    mine, theirs = _FORKS.Pipe()
+    started = _FORKS.Process(target=_begin, args=(role, theirs, argument, environment or {}, namespace), daemon=True)
+    await asyncio.to_thread(started.start)
+    theirs.close()
+    assert started.pid is not None
+    try:
+        yield Process(mine, started.pid)
+    finally:
+        started.kill()
+        await asyncio.to_thread(started.join)
+        mine.close()
+
+
+def exporting(connection: "Connection[object, object]", byte: float) -> None:
+    """Tells its endpoint and serves."""
+    asyncio.run(_export(connection, int(byte)))
+
+
+def importing(connection: "Connection[object, object]", timeout_s: float) -> None:
+    """Does what it is asked: `open` an endpoint, `read` until the first bytes are there, `end` of the read, `destroy`,
+    `fill` the pool, does the pool hold (`holds`) only this byte."""
+    asyncio.run(_import(connection, timeout_s))
+
+
+def _begin(
+    role: "Callable[[Connection[object, object], float], None]",
+    connection: "Connection[object, object]",
+    argument: float,
+    environment: Mapping[str, str],
+    namespace: str,
+) -> None:
+    for name in [name for name in os.environ if name.startswith("UCX_")]:  # of the test that started the server
+        del os.environ[name]
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    if namespace:
+        _enter(namespace)
+    role(connection, argument)
+
+
+def _enter(namespace: str) -> None:
+    """As `ip netns exec` does it: with the namespace's own view of /sys, where UCX looks for interfaces."""
+    library = ctypes.CDLL(None)
+    with Path("/run/netns", namespace).open() as entrance:
+        assert library.setns(entrance.fileno(), _CLONE_NEWNET) == 0
+    assert library.unshare(_CLONE_NEWNS) == 0
+    for mount in (["--make-rslave", "/"], ["-t", "sysfs", namespace, "/sys"]):
+        subprocess.run(["mount", *mount], check=True)
+
+
+async def _export(connection: "Connection[object, object]", byte: int) -> None:
+    exporter = NixlExporter(memory=BytePool(byte), linger_s=5.0)
+    await exporter.start()
+    connection.send(exporter.admit(EPOCH))
+    await asyncio.Event().wait()
+
+
+async def _import(connection: "Connection[object, object]", timeout_s: float) -> None:
+    importer = _Importer(timeout_s)
+    while True:
+        words = await asyncio.to_thread(connection.recv)
+        try:
+            connection.send(await importer.obey(words))
+        except TransportError as error:
+            connection.send(f"error: {error}")
+
+
+class _Importer:
+    def __init__(self, timeout_s: float) -> None:
+        self._pool = BytePool(0)
+        self._transport = NixlImporter(memory=self._pool, timeout_s=timeout_s)
+        self._channel: Channel | None = None
+        self._read: asyncio.Task[None] | None = None
+
+    async def obey(self, words: object) -> object:
+        match words:
+            case ("open", bytes() as endpoint):
+                self._channel = await self._transport.open(EPOCH, endpoint)
+            case ("read",):
+                assert self._channel is not None
+                blocks = list(range(NUM_BLOCKS))
+                self._read = asyncio.create_task(self._channel.read(blocks, blocks))
+                await self._pool.first_bytes(self._read)
+            case ("end",):
+                assert self._read is not None
+                await self._read
+            case ("destroy",):
+                assert self._channel is not None
+                await self._channel.destroy()
+            case ("fill", int() as byte):
+                self._pool.raw.fill_(byte)
+            case ("holds", int() as byte):
+                return self._pool.holds(byte)
+        return "ok"

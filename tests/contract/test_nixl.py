@@ -1,0 +1,310 @@
+"""What only NIXL promises: reads that need no processor of the exporter's, and quiet after the agent's destruction."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.config import TransferSettings
+from cluster.messages import Epoch, MemberId
+from kvtransfer.transports import nixl
+from kvtransfer.transports.available import available_transports
+from kvtransfer.transports.base import Channel, TransportError, TransportMeans
+from kvtransfer.transports.nixl import NixlImporter
+from kvtransfer.transports.nixl_agent import why_not_loadable
+from kvtransfer.transports.nixl_endpoint import NixlEndpoint
+from kvtransfer.transports.nixl_exporter import NixlExporter
+from kvtransfer.transports.nixl_pace import Pace
+from tests.contract.kv_pools import random_pool
+from tests.contract.namespaces import INTERFACE, joined_namespaces
+from tests.contract.nixl_process import (
+    DEADLINE_S,
+    EPOCH,
+    NUM_BLOCKS,
+    BytePool,
+    Process,
+    exporting,
+    importing,
+    process,
+)
+
+pytestmark = pytest.mark.skipif(bool(why_not_loadable()), reason=why_not_loadable())
+
+PATTERN = 0x5A
+# UCX's stand-in for one-sided reads, which the product refuses: the one way to lose a peer in mid-read without RDMA.
+EMULATED = {"UCX_TLS": "tcp,self", "UCX_PROTO_EMULATION_ENABLE": "y", "UCX_LOG_LEVEL": "fatal"}
+ALL_BLOCKS = list(range(NUM_BLOCKS))
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For agents that this process makes."""
+    for name, value in EMULATED.items():
+        monkeypatch.setenv(name, value)
+
+
+@asynccontextmanager
+async def importer(pool: BytePool, timeout_s: float = DEADLINE_S) -> AsyncIterator[NixlImporter]:
+    transport = NixlImporter(memory=pool, timeout_s=timeout_s)
+    try:
+        yield transport
+    finally:
+        async with asyncio.timeout(DEADLINE_S):
+            await transport.close()
+        assert transport.num_links == 0
+
+
+@asynccontextmanager
+async def exporter(byte: int) -> AsyncIterator[NixlExporter]:
+    transport = NixlExporter(memory=BytePool(byte), linger_s=5.0)
+    await transport.start()
+    try:
+        yield transport
+    finally:
+        await transport.close()
+
+
+def resources() -> tuple[int, int]:
+    """Open descriptors, threads that are ours."""
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("kv-nixl")]
+    return len(os.listdir("/proc/self/fd")), len(ours)
+
+
+@pytest.mark.usefixtures("emulated")
+async def test_a_stopped_exporter_ends_the_read_at_its_deadline_and_writes_nothing_when_it_wakes() -> None:
+    pool = BytePool(0)
+    async with (
+        process(exporting, 7, environment=EMULATED) as there,
+        importer(pool, timeout_s=1.0) as here,
+        exporter(9) as another,
+    ):
+        channel = await here.open(EPOCH, await _endpoint(there))
+        read = asyncio.create_task(channel.read(ALL_BLOCKS, ALL_BLOCKS))
+        await pool.first_bytes(read)
+        there.signal(signal.SIGSTOP)
+        with pytest.raises(TransportError, match="no answer from the exporter within 1 s"):
+            await read
+        await channel.destroy()
+        assert not pool.holds(7)  # it was caught in the middle
+        pool.raw.fill_(PATTERN)
+        there.signal(signal.SIGCONT)
+        await _read_something_else(here, another, pool)
+        assert bool((pool.raw[1:] == PATTERN).all())
+
+
+@pytest.mark.usefixtures("emulated")
+async def test_a_cancelled_read_of_a_stopped_exporter_is_quiet_once_its_channel_is_destroyed() -> None:
+    pool = BytePool(0)
+    async with process(exporting, 7, environment=EMULATED) as there, importer(pool) as here, exporter(9) as another:
+        channel = await here.open(EPOCH, await _endpoint(there))
+        read = asyncio.create_task(channel.read(ALL_BLOCKS, ALL_BLOCKS))
+        await pool.first_bytes(read)
+        there.signal(signal.SIGSTOP)
+        read.cancel()
+        with suppress(asyncio.CancelledError):
+            await read
+        async with asyncio.timeout(DEADLINE_S / 2):  # long before the read's own deadline
+            await channel.destroy()
+        pool.raw.fill_(PATTERN)
+        there.signal(signal.SIGCONT)
+        await _read_something_else(here, another, pool)
+        assert bool((pool.raw[1:] == PATTERN).all())
+
+
+async def _endpoint(exporter: Process) -> bytes:
+    endpoint = await exporter.answer()
+    assert isinstance(endpoint, bytes)
+    return endpoint
+
+
+async def _read_something_else(here: NixlImporter, another: NixlExporter, pool: BytePool) -> None:
+    """The importer works with others, and what a woken exporter would send has had the time of a connection and a read
+    of 64 MiB to arrive."""
+    channel = await here.open(EPOCH, another.admit(EPOCH))
+    await channel.read(range(1024), [0] * 1024)
+    assert bool((pool.raw[0] == 9).all())
+    await channel.release()
+
+
+@pytest.mark.usefixtures("emulated")
+async def test_a_killed_exporter_fails_the_read_at_once_and_its_successor_is_read() -> None:
+    pool = BytePool(0)
+    async with importer(pool) as here:
+        async with process(exporting, 7, environment=EMULATED) as there:
+            channel = await here.open(EPOCH, await _endpoint(there))
+            read = asyncio.create_task(channel.read(ALL_BLOCKS, ALL_BLOCKS))
+            await pool.first_bytes(read)
+            there.signal(signal.SIGKILL)
+            async with asyncio.timeout(DEADLINE_S / 2):  # the read's deadline is later
+                with pytest.raises(TransportError):
+                    await read
+            await channel.destroy()
+        async with process(exporting, 8, environment=EMULATED) as again:
+            channel = await here.open(EPOCH, await _endpoint(again))
+            await channel.read(ALL_BLOCKS, ALL_BLOCKS)
+            assert pool.holds(8)
+            await channel.release()
+            assert here.num_links == 1
+
+
+async def test_reads_need_nothing_of_the_exporters_processor() -> None:
+    """Stopped, it is read; killed, it is not."""
+    pool = BytePool(0)
+    async with process(exporting, 7) as there, importer(pool) as here:
+        _require_reading(there.process_id)
+        channel = await here.open(EPOCH, await _endpoint(there))
+        there.signal(signal.SIGSTOP)
+        await channel.read(ALL_BLOCKS, ALL_BLOCKS)
+        assert pool.holds(7)
+        there.signal(signal.SIGKILL)
+        async with asyncio.timeout(DEADLINE_S / 2):
+            with pytest.raises(TransportError):
+                await _read_until_it_fails(channel)  # the kernel frees a killed process's memory in its own time
+        await channel.destroy()
+
+
+async def _read_until_it_fails(channel: Channel) -> None:
+    while True:
+        await channel.read([0], [0])
+
+
+def _require_reading(process_id: int) -> None:
+    try:
+        os.close(os.open(f"/proc/{process_id}/mem", os.O_RDONLY))
+    except PermissionError:
+        pytest.skip("this kernel lets no process read another's memory")
+
+
+async def test_an_importer_that_is_killed_in_mid_read_harms_neither_the_exporter_nor_its_other_readers() -> None:
+    pool = BytePool(0)
+    async with exporter(7) as there, importer(pool) as here, process(importing, 10.0) as dying:
+        _require_reading(dying.process_id)
+        endpoint = there.admit(EPOCH)
+        channel = await here.open(EPOCH, endpoint)
+        assert await dying.ask("open", endpoint) == "ok"
+        assert await dying.ask("read") == "ok"
+        dying.signal(signal.SIGKILL)
+        await channel.read(ALL_BLOCKS, ALL_BLOCKS)
+        assert pool.holds(7)
+        assert there.reachable(here.endpoint())
+
+
+async def test_a_cut_link_ends_the_read_at_its_deadline_and_the_importer_works_when_it_is_healed() -> None:
+    environment = EMULATED | {"UCX_NET_DEVICES": INTERFACE}
+    with joined_namespaces() as cable:
+        there = cable.first.namespace
+        async with (
+            process(exporting, 7, environment=environment, namespace=there) as lost,
+            process(exporting, 8, environment=environment, namespace=there) as healthy,
+            process(importing, 1.0, environment=environment, namespace=cable.second.namespace) as reading,
+        ):
+            assert await reading.ask("open", await lost.answer()) == "ok"
+            assert await reading.ask("read") == "ok"
+            cable.cut()
+            assert "no answer from the exporter within 1 s" in str(await reading.ask("end"))
+            assert await reading.ask("destroy") == "ok"
+            assert await reading.ask("fill", PATTERN) == "ok"
+            cable.heal()
+            other = await healthy.answer()
+            assert await reading.ask("holds", PATTERN) is True
+            assert await reading.ask("open", other) == "ok"
+            assert await reading.ask("read") == "ok"
+            assert await reading.ask("end") == "ok"
+            assert await reading.ask("holds", 8) is True
+
+
+async def test_where_reads_would_be_emulated_no_channel_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    async with exporter(7) as there, importer(BytePool(0)) as here:
+        with pytest.raises(TransportError, match="no RDMA, GPU or shared memory leads to it"):
+            await here.open(EPOCH, there.admit(EPOCH))
+
+
+async def test_nothing_is_left_of_links_that_have_ended() -> None:
+    async with importer(BytePool(0)) as here:
+        async with exporter(1) as there:  # the library's own threads and files come with the first
+            await (await here.open(EPOCH, there.admit(EPOCH))).release()
+        before = resources()
+        for start in range(3):
+            async with exporter(2) as there:
+                epoch = replace(EPOCH, exporter=MemberId("p0", f"start {start}"))
+                channel = await here.open(epoch, there.admit(epoch))
+                await channel.read([start], [start])
+                await channel.release()
+        await here.settled()
+        assert here.num_links == 1
+        assert resources() == before
+
+
+async def test_hand_offs_with_one_exporter_share_a_link_and_a_cancelled_one_spares_the_other() -> None:
+    pool = BytePool(0)
+    async with exporter(7) as there, importer(pool) as here:
+        first, second = [await here.open(EPOCH, there.admit(EPOCH)) for _ in range(2)]
+        assert here.num_links == 1
+        reads = [asyncio.create_task(channel.read(ALL_BLOCKS, ALL_BLOCKS)) for channel in (first, second)]
+        await asyncio.sleep(0)
+        reads[0].cancel()
+        with suppress(asyncio.CancelledError):
+            await reads[0]
+        await first.destroy()
+        await reads[1]
+        assert pool.holds(7)
+        await second.release()
+
+
+async def test_an_endpoint_that_was_damaged_never_reaches_the_library() -> None:
+    async with exporter(7) as there, importer(BytePool(0)) as here:
+        endpoint = there.admit(EPOCH)
+        flipped = [bytes([*endpoint[:at], endpoint[at] ^ 1, *endpoint[at + 1 :]]) for at in range(0, len(endpoint), 7)]
+        for damaged in [b"", endpoint[:-1], endpoint + b"\0", *flipped]:
+            with pytest.raises(TransportError, match="not an endpoint"):
+                await here.open(EPOCH, damaged)
+        assert here.num_links == 0
+        parsed = NixlEndpoint.parse(endpoint)
+        for wrong in (replace(parsed, slot=10**6), replace(parsed, token=bytes(16))):
+            with pytest.raises(TransportError, match="contradicts itself"):
+                await here.open(EPOCH, wrong.pack())
+
+
+async def test_more_epochs_than_the_table_holds_are_refused_not_confused() -> None:
+    async with exporter(7) as there, importer(BytePool(0)) as here:
+        free = there.num_free_slots
+        epochs = [Epoch(EPOCH.exporter, EPOCH.ticket_id, attempt) for attempt in range(free + 1)]
+        endpoints = [there.admit(epoch) for epoch in epochs]
+        assert there.num_free_slots == 0
+        with pytest.raises(TransportError, match="does not know this epoch"):
+            await here.open(epochs[-1], endpoints[-1])
+        await (await here.open(epochs[-2], endpoints[-2])).release()
+        for epoch in epochs:
+            there.revoke(epoch)
+        assert there.num_free_slots == free
+
+
+def test_it_is_left_out_without_rdma_or_under_tls_unless_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pool = random_pool(2, seed=1)
+    means = TransportMeans(
+        member=EPOCH.exporter, memory=pool, host="127.0.0.1", advertise_host="127.0.0.1", timeout_s=5.0
+    )
+    monkeypatch.setattr(nixl, "_RDMA_DEVICES", tmp_path / "infiniband")
+    assert "no RDMA device" in available_transports(TransferSettings(), means).missing["nixl"]
+    assert available_transports(TransferSettings(kv_transports="nixl,tcp"), means).names == ("nixl", "tcp")
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    assert "nixl" in available_transports(TransferSettings(), means).names
+
+
+def test_polling_rests_longer_and_longer_until_something_happens() -> None:
+    pace = Pace(0.001)
+    pace.hurry(10.0)
+    assert pace.rest_s(10.0005) == 0.0
+    rests = [pace.rest_s(11.0) for _ in range(8)]
+    assert rests[0] == 50e-6 and rests == sorted(rests) and rests[-1] == 0.001
+    pace.hurry(12.0)
+    assert pace.rest_s(12.0) == 0.0
