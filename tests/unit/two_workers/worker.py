@@ -1,0 +1,229 @@
+"""One worker without its model: a real pool of bytes and its accounts, the real exporter and the real importer over it.
+
+It stands in for the step thread alone: reserves, writes, seals, keeps, shares and frees. Whatever is freed is written
+over at once, so that a read of a block that is no longer the ticket's finds something else.
+"""
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from cluster.config import TransferSettings
+from cluster.errors import HandOffFailed, HandOffReason
+from cluster.messages import LayoutFingerprint, MemberId
+from engine.block_pool import BlockPool
+from engine.pool import KvPool
+from kvtransfer import exporter as exporter_module
+from kvtransfer import importer as importer_module
+from kvtransfer.block_source import Reservation
+from kvtransfer.exporter import Exporter
+from kvtransfer.importer import Importer
+from kvtransfer.service import KvTransferServicer
+from kvtransfer.transports.loopback import FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
+from kvtransfer.wire_format import NativeFormat
+from tests.contract.handoff_rig import Counters
+from tests.contract.kv_pools import BLOCK_SIZE, LAYOUT, random_pool
+from tests.unit.two_workers.calls import Calls
+from tests.unit.two_workers.virtual_time import Inline, LoopClock
+
+KEY = b"k" * 32
+ROOT = b"root"
+_FINGERPRINT = LayoutFingerprint("weights", "config", "float32", "table")
+
+
+class _Named:
+    """A loopback transport under a name of its own: two ways between the same pools."""
+
+    def __init__(self, name: str, inner: Any) -> None:
+        self._name, self._inner = name, inner
+
+    def __getattr__(self, name: str) -> Any:
+        return self._name if name == "name" else getattr(self._inner, name)
+
+
+@dataclass
+class Claim:
+    num_blocks: int
+    hashes: Sequence[bytes]
+    granted: "asyncio.Future[Reservation]"
+
+
+class Worker:
+    """`address` is the key in `connect`'s book; a worker that took the place of a dead one has another."""
+
+    def __init__(
+        self,
+        *,
+        member: MemberId,
+        num_blocks: int,
+        settings: TransferSettings,
+        network: LoopbackNetwork,
+        schedules: Mapping[str, FaultSchedule],  # by transport, best first
+        connect: Callable[[str], Calls],
+    ) -> None:
+        self.member, self.address = member, str(member)
+        self.settings = settings
+        self.pool = BlockPool(num_blocks)
+        self.memory: KvPool = random_pool(num_blocks, seed=1)
+        self.clock, self.counters = LoopClock(), Counters()
+        self.is_dead = False
+        self._claims: dict[int, Claim] = {}  # oldest first
+        self._granted: dict[int, Reservation] = {}
+        self._leased: dict[bytes, tuple[int, ...]] = {}
+        with (
+            mock.patch.object(exporter_module, "ThreadPoolExecutor", return_value=Inline()),
+            mock.patch.object(importer_module, "ThreadPoolExecutor", return_value=Inline()),
+        ):
+            self.exporter = Exporter(
+                member=member,
+                address=self.address,
+                wire=NativeFormat(self.memory),
+                layout=_FINGERPRINT,
+                key=KEY,
+                settings=settings,
+                transports=[_Named(name, LoopbackExporter(memory=self.memory, network=network)) for name in schedules],
+                release=self._release,
+                clock=self.clock,
+                counters=self.counters,
+                wall_clock=lambda: 1_000.0,
+            )
+            self.importer = Importer(
+                member=member,
+                wire=NativeFormat(self.memory),
+                layout=_FINGERPRINT,
+                block_size=BLOCK_SIZE,
+                key=KEY,
+                settings=settings,
+                transports=[
+                    _Named(name, LoopbackImporter(memory=self.memory, network=network, schedule=schedule))
+                    for name, schedule in schedules.items()
+                ],
+                clock=LoopClock(),
+                counters=self.counters,
+                connect=connect,  # type: ignore[arg-type]
+                wall_clock=lambda: 1_000.0,
+            )
+        self.calls = Calls(KvTransferServicer(exporter=self.exporter))
+
+    # The step thread's part
+
+    def begin(self, ticket_id: bytes, hashes: Sequence[bytes], num_blocks: int) -> Reservation | None:
+        """All blocks of a prompt, leased; the leading ones shared with others where they are here. None: no room."""
+        found = self.pool.find(hashes)
+        block_ids = self.pool.reserve_beside(found, num_blocks - len(found))
+        if block_ids is not None:
+            self.pool.lease(block_ids)
+            self._leased[ticket_id] = block_ids
+            return Reservation(block_ids, len(found))
+        return None
+
+    def write(self, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
+        for block_id, content in zip(block_ids, contents, strict=True):
+            self.memory.raw[block_id] = _bytes(content)
+
+    def holds(self, block_id: int, content: bytes) -> bool:
+        return bool((self.memory.raw[block_id] == _bytes(content)).all())
+
+    def let_go(self, block_ids: Sequence[int]) -> None:
+        """One reference less; what is free then is written over."""
+        self.pool.release(block_ids)
+        self._freed(block_ids)
+
+    def _release(self, ticket_id: bytes) -> None:
+        """A second one for a ticket raises KeyError."""
+        block_ids = self._leased.pop(ticket_id)
+        self.pool.end_lease(block_ids)
+        self._freed(block_ids)
+
+    def _freed(self, block_ids: Sequence[int]) -> None:
+        for block_id in set(block_ids):
+            if self.pool.state(block_id) == "free":
+                self.memory.raw[block_id] = 0xEE
+        self._grant()
+
+    # BlockSource: whole reservations, oldest first
+
+    def expect(self, handoff_id: int, hashes: Sequence[bytes]) -> None:
+        """By these the blocks of a hand-off may be found."""
+        self._claims[handoff_id] = Claim(0, hashes, asyncio.get_running_loop().create_future())
+
+    async def reserve(self, handoff_id: int, num_blocks: int) -> Reservation:
+        if num_blocks > self.pool.num_blocks:
+            raise HandOffFailed(HandOffReason.NOT_ENOUGH_BLOCKS, f"{num_blocks} of {self.pool.num_blocks}")
+        claim = self._claims.pop(handoff_id)
+        claim.num_blocks = num_blocks
+        self._claims[handoff_id] = claim  # the youngest
+        self._grant()
+        return await asyncio.shield(claim.granted)
+
+    def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
+        self._claims.pop(handoff_id, None)
+        reservation = self._granted.pop(handoff_id, None)
+        if reservation is not None:
+            assert quarantined.isdisjoint(reservation.block_ids[: reservation.num_cached]), (
+                "shared blocks are read into"
+            )
+            self.pool.quarantine(sorted(quarantined))
+            self.let_go([block_id for block_id in reservation.block_ids if block_id not in quarantined])
+
+    def quiet(self, block_ids: frozenset[int]) -> None:
+        self.pool.end_quarantine(sorted(block_ids))
+        self._freed(sorted(block_ids))
+
+    def forget(self, handoff_id: int) -> None:
+        """It ended before it asked."""
+        self._claims.pop(handoff_id, None)
+
+    def take(self, handoff_id: int) -> tuple[int, ...]:
+        """The hand-off's references are the sequence's now."""
+        return self._granted.pop(handoff_id).block_ids
+
+    def _grant(self) -> None:
+        for handoff_id, claim in tuple(self._claims.items()):
+            if claim.num_blocks == 0:
+                continue  # it has not asked yet
+            found = self.pool.find(claim.hashes)[: claim.num_blocks]
+            block_ids = self.pool.reserve_beside(found, claim.num_blocks - len(found))
+            if block_ids is None:
+                return  # nobody overtakes
+            del self._claims[handoff_id]
+            self._granted[handoff_id] = Reservation(block_ids, len(found))
+            claim.granted.set_result(self._granted[handoff_id])
+
+    # Life and death
+
+    async def die(self) -> None:
+        """Nothing of it runs on, and nobody is told."""
+        self.is_dead = True
+        self.calls.die()
+        for run in tuple(self.importer._runs.values()):
+            await run.abandon()
+
+    def check(self) -> None:
+        self.pool.check()
+        leases = Counter(block_id for block_ids in self._leased.values() for block_id in block_ids)
+        self.pool.check_leases(leases)
+        assert self.counters.num_quarantined == self.pool.counts()["quarantined"]
+
+    def check_idle(self) -> None:
+        """Nothing is held, leased or quarantined for anybody."""
+        self.check()
+        counts = self.pool.counts()
+        assert counts["free"] + counts["cached"] == self.pool.num_blocks, counts
+        assert self.exporter.num_live_tickets == 0 and self.importer.num_live == 0
+        assert not self._claims and not self._granted
+
+
+def content_of(*parts: object) -> bytes:
+    """What a block of this prompt and place holds; also its hash."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
+
+
+def _bytes(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).repeat(LAYOUT.block_bytes // len(content))
