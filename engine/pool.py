@@ -1,7 +1,8 @@
 """The KV memory of one worker: one allocation. Owns the bytes; never decides who uses which block.
 
 On CPU the pool lies in a memfd that is mapped shared, so that another process on the host can be given the file
-descriptor and read blocks in place. On CUDA it is an ordinary tensor.
+descriptor and read blocks in place. On CUDA its pages are exported as a file for the same purpose, where the driver
+can, and it is an ordinary tensor elsewhere.
 """
 
 import mmap
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.cuda_memory import CudaMemory, NotExportable
 from engine.layout import BlockLayout, LayerPlace
 from engine.step import BlockCopy
 
@@ -27,11 +29,14 @@ class KvPool:
         self.block_bytes = layout.block_bytes
         self.device = torch.device(device)
         self.memfd: int | None = None
+        self.cuda_file: int | None = None
+        self.cuda_file_bytes = 0
+        self.why_no_cuda_file = "the pool is not on a GPU"
         num_bytes = num_blocks * layout.block_bytes
         if self.device.type == "cpu":
             self.memfd, flat = _shared_memory(num_bytes)
         else:
-            flat = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+            flat = self._cuda_memory(num_bytes)
         self.raw = flat.view(num_blocks, layout.block_bytes)
         self.tensor = self.raw.view(TORCH_DTYPES[layout.dtype])
         self.layers = tuple(self._views(place) for place in layout.layers)  # (K, V) of each layer
@@ -54,6 +59,18 @@ class KvPool:
         if self.memfd is not None:
             os.close(self.memfd)
             self.memfd = None
+        if self.cuda_file is not None:
+            os.close(self.cuda_file)
+            self.cuda_file = None
+
+    def _cuda_memory(self, num_bytes: int) -> torch.Tensor:
+        try:
+            memory = CudaMemory(num_bytes, self.device)
+        except NotExportable as error:
+            self.why_no_cuda_file = str(error)
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        self.cuda_file, self.cuda_file_bytes, self.why_no_cuda_file = memory.file, memory.num_bytes, ""
+        return memory.tensor
 
     def _views(self, place: LayerPlace) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer over all blocks: strided `[num_blocks, block_size, num_kv_heads, head_dim]`."""
