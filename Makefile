@@ -13,7 +13,7 @@ SOAK_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all soak bench-engine check proto clean
+.PHONY: help demo test test-all soak bench-engine bench-overlap check proto clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -37,6 +37,9 @@ check: $(VENV)/.test ## ruff and strict mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PACKAGES)
+
+bench-overlap: $(VENV)/.test ## how much of a transfer prefill hides, and what digests cost; about two minutes
+	@$(BIN)/python -m benchmarks.overlap
 
 proto: $(VENV)/.test ## the Python stubs in tandem/v1 anew from proto/
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. --pyi_out=. $(PROTOS)
