@@ -10,7 +10,7 @@ from cli.child import ChildSpec
 from cluster.config import RouterConfig, WorkerConfig
 
 # A secret goes where `ps` does not show it.
-_BY_ENVIRONMENT = frozenset({"api_key"})
+_BY_ENVIRONMENT = frozenset({"api_key", "redis"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -260,8 +261,14 @@ def echo(config: WorkerConfig | RouterConfig) -> str:
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         if value != item.default:
-            shown.append(f"{item.name}={'***' if item.name == 'api_key' else value}")
+            shown.append(f"{item.name}={_shown(item.name, value)}")
     return " ".join(shown)
+
+
+def _shown(name: str, value: object) -> object:
+    if name == "redis":  # user and password before the host, and what may stand behind a question mark
+        return re.sub(r"\?.*", "?***", re.sub(r"//[^/]*@", "//***@", str(value)))
+    return "***" if name == "api_key" else value
 
 
 def parse_bytes(text: str) -> int:

@@ -154,6 +154,18 @@ def test_the_echo_shows_what_was_changed_and_no_secret() -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://10.0.0.5:6379/0", "redis://10.0.0.5:6379/0"),
+        ("rediss://me:hunter2@redis.example:6380/0", "rediss://***@redis.example:6380/0"),
+        ("redis://:hunter@2@h:1/0?password=hunter2", "redis://***@h:1/0?***"),
+    ],
+)
+def test_the_echo_shows_where_redis_is_and_not_its_password(url: str, shown: str) -> None:
+    assert echo(load_config(RouterConfig, {"model": "m", "redis": url}, {})) == f"redis={shown} model=m"
+
+
+@pytest.mark.parametrize(
     ("text", "num_bytes"), [("7", 7), ("7B", 7), ("1.5KiB", 1536), ("2MiB", 2 << 20), ("3GiB", 3 << 30)]
 )
 def test_sizes_are_read_with_their_unit(text: str, num_bytes: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from cli import health
 from cli.__main__ import main
 from cli.certificates import Pair
 from cluster.config import RouterConfig
@@ -191,3 +192,14 @@ def test_tandem_certs_makes_what_members_need(tmp_path: Path, capsys: pytest.Cap
     for key in tmp_path.glob("*.key"):
         assert stat.S_IMODE(key.stat().st_mode) == 0o600
     assert main(["certs", str(tmp_path), "--host", "a,DNS:b"]) == 2
+
+
+async def test_a_containers_health_check_shows_the_members_own_certificate(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(certificates.loaded().member_credentials()) as address:
+        assert await asyncio.to_thread(health.main, [address]) == 1
+        files = {"CA": certificates.authority.cert, "CERT": certificates.member.cert, "KEY": certificates.member.key}
+        for name, path in files.items():
+            monkeypatch.setenv(f"TANDEM_TLS_{name}", str(path))
+        assert await asyncio.to_thread(health.main, [address]) == 0
