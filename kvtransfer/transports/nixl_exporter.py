@@ -127,7 +127,7 @@ class NixlExporter:
                 pace.hurry(now_s)
             if now_s > self._serve_until_s:
                 self._wanted.clear()
-                if now_s > self._serve_until_s:  # still, after the event would tell
+                if now_s > self._serve_until_s and not self._closing.is_set():  # still, and from here the event tells
                     self._wanted.wait()
             elif rest_s := pace.rest_s(now_s):
                 self._closing.wait(rest_s)

@@ -25,7 +25,7 @@ _NUM_SCRATCH_ROWS = 1024
 _LONGEST_REST_S = 0.001
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Read:
     """Where from, where to, and what whoever waits for it is told."""
 
@@ -96,8 +96,8 @@ class NixlLink:
 
     def _run(self) -> None:
         reads: list[_Read] = []
+        agent = None
         error = "the link to the exporter is closed"
-        agent: NixlAgent | None = None
         try:
             agent = self._connected()
             self._work(agent, reads)
@@ -105,6 +105,10 @@ class NixlLink:
             error = str(failure)
             if not self._has_read:
                 error += "; the exporter is gone, or no RDMA, GPU or shared memory leads to it"
+        finally:
+            self._end(agent, reads, error)
+
+    def _end(self, agent: NixlAgent | None, reads: list[_Read], error: str) -> None:
         with self._changed:
             self._closing, self._error = True, error
             reads += self._posted
