@@ -52,7 +52,7 @@ def plans(draw: st.DrawFn, size: int = _PER_PLAN) -> Plan:
     return Plan(
         hand_offs=tuple(draw(st.lists(_hand_offs, min_size=size, max_size=size))),
         mishaps=tuple(draw(st.lists(_mishaps, max_size=6))),
-        faults=draw(st.dictionaries(st.integers(0, 4 * size), st.sampled_from(kinds), max_size=size)),
+        faults=draw(st.dictionaries(st.integers(0, 2 * size), st.sampled_from(kinds), min_size=2, max_size=size)),
         verify=verify,
         num_blocks=draw(st.integers(7, 40)),
     )

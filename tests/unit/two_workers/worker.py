@@ -9,15 +9,14 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import torch
 
 from cluster.config import TransferSettings
 from cluster.errors import HandOffFailed, HandOffReason
-from cluster.messages import LayoutFingerprint, MemberId
-from engine.block_pool import BlockPool
+from cluster.messages import Epoch, LayoutFingerprint, MemberId
+from engine.block_pool import BlockPool, BlockState
 from engine.pool import KvPool
 from kvtransfer import exporter as exporter_module
 from kvtransfer import importer as importer_module
@@ -25,7 +24,13 @@ from kvtransfer.block_source import Reservation
 from kvtransfer.exporter import Exporter
 from kvtransfer.importer import Importer
 from kvtransfer.service import KvTransferServicer
-from kvtransfer.transports.loopback import FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
+from kvtransfer.transports.loopback import (
+    FaultSchedule,
+    LoopbackChannel,
+    LoopbackExporter,
+    LoopbackImporter,
+    LoopbackNetwork,
+)
 from kvtransfer.wire_format import NativeFormat
 from tests.contract.handoff_rig import Counters
 from tests.contract.kv_pools import BLOCK_SIZE, LAYOUT, random_pool
@@ -34,17 +39,51 @@ from tests.unit.two_workers.virtual_time import Inline, LoopClock
 
 KEY = b"k" * 32
 ROOT = b"root"
+_FREED = 0xEE  # every byte of a free block
 _FINGERPRINT = LayoutFingerprint("weights", "config", "float32", "table")
 
 
-class _Named:
-    """A loopback transport under a name of its own: two ways between the same pools."""
+class _Exports(LoopbackExporter):
+    """Loopback under a name of its own: there are two ways between the same pools."""
 
-    def __init__(self, name: str, inner: Any) -> None:
-        self._name, self._inner = name, inner
+    def __init__(self, name: str, memory: KvPool, network: LoopbackNetwork) -> None:
+        super().__init__(memory=memory, network=network)
+        self._name = name
 
-    def __getattr__(self, name: str) -> Any:
-        return self._name if name == "name" else getattr(self._inner, name)
+    @property
+    def name(self) -> str:
+        return self._name
+
+
+class _Imports(LoopbackImporter):
+    """The same; and before a read begins, its destination is looked at."""
+
+    def __init__(
+        self,
+        name: str,
+        memory: KvPool,
+        network: LoopbackNetwork,
+        schedule: FaultSchedule,
+        check_destination: Callable[[int], None],
+    ) -> None:
+        super().__init__(memory=memory, network=network, schedule=schedule)
+        self._name, self._check_destination = name, check_destination
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def open(self, epoch: Epoch, exporter_endpoint: bytes) -> LoopbackChannel:
+        channel = await super().open(epoch, exporter_endpoint)
+        read = channel.read
+
+        async def looked_at(remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
+            for block_id in local_block_ids:
+                self._check_destination(block_id)
+            await read(remote_block_ids, local_block_ids)
+
+        channel.read = looked_at  # type: ignore[method-assign]
+        return channel
 
 
 @dataclass
@@ -72,7 +111,9 @@ class Worker:
         self.pool = BlockPool(num_blocks)
         self.memory: KvPool = random_pool(num_blocks, seed=1)
         self.clock, self.counters = LoopClock(), Counters()
+        self.memory.raw.fill_(_FREED)
         self.is_dead = False
+        self._violations: list[str] = []
         self._claims: dict[int, Claim] = {}  # oldest first
         self._granted: dict[int, Reservation] = {}
         self._leased: dict[bytes, tuple[int, ...]] = {}
@@ -87,7 +128,7 @@ class Worker:
                 layout=_FINGERPRINT,
                 key=KEY,
                 settings=settings,
-                transports=[_Named(name, LoopbackExporter(memory=self.memory, network=network)) for name in schedules],
+                transports=[_Exports(name, self.memory, network) for name in schedules],
                 release=self._release,
                 clock=self.clock,
                 counters=self.counters,
@@ -101,7 +142,7 @@ class Worker:
                 key=KEY,
                 settings=settings,
                 transports=[
-                    _Named(name, LoopbackImporter(memory=self.memory, network=network, schedule=schedule))
+                    _Imports(name, self.memory, network, schedule, self._check_destination)
                     for name, schedule in schedules.items()
                 ],
                 clock=LoopClock(),
@@ -143,8 +184,8 @@ class Worker:
 
     def _freed(self, block_ids: Sequence[int]) -> None:
         for block_id in set(block_ids):
-            if self.pool.state(block_id) == "free":
-                self.memory.raw[block_id] = 0xEE
+            if self.pool.state(block_id) == BlockState.FREE:
+                self.memory.raw[block_id] = _FREED
         self._grant()
 
     # BlockSource: whole reservations, oldest first
@@ -196,6 +237,12 @@ class Worker:
             self._granted[handoff_id] = Reservation(block_ids, len(found))
             claim.granted.set_result(self._granted[handoff_id])
 
+    def _check_destination(self, block_id: int) -> None:
+        """Remembers what is wrong for `check`: whoever reads would take an error for his transport's."""
+        owners = [r for r in self._granted.values() if block_id in r.block_ids[r.num_cached :]]
+        if len(owners) != 1:
+            self._violations.append(f"a read into block {block_id}, reserved for {len(owners)} readers")
+
     # Life and death
 
     async def die(self) -> None:
@@ -206,6 +253,9 @@ class Worker:
             await run.abandon()
 
     def check(self) -> None:
+        assert not self._violations, self._violations
+        free = [block_id for block_id in range(self.pool.num_blocks) if self.pool.state(block_id) == BlockState.FREE]
+        assert bool((self.memory.raw[free] == _FREED).all()), "somebody wrote into a free block"
         self.pool.check()
         leases = Counter(block_id for block_ids in self._leased.values() for block_id in block_ids)
         self.pool.check_leases(leases)

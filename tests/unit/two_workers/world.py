@@ -57,7 +57,7 @@ class Mishap:
 class Plan:
     hand_offs: tuple[HandOff, ...]
     mishaps: tuple[Mishap, ...] = ()
-    faults: dict[int, Fault] = field(default_factory=dict)  # of the first transport, by step
+    faults: dict[int, Fault] = field(default_factory=dict)  # of each transport, by step
     verify: str = "all"
     num_blocks: int = 12
 
@@ -72,11 +72,11 @@ class World:
             max_lease_s=12.0,
             attach_timeout_s=10.0,
             read_timeout_s=2.0,
-            quarantine_s=1.0,
+            quarantine_s=4.0,  # longer than what is held up waits
             kv_verify=plan.verify,
         )
         self._network = LoopbackNetwork()
-        self._faulty = FaultSchedule(plan.faults)
+        self._schedules = {name: FaultSchedule(plan.faults) for name in ("shm", "tcp")}
         self._book: dict[str, Calls] = {}
         self._num_begun = [0, 0]
         self._workers = [self._new_worker(place) for place in (0, 1)]
@@ -107,7 +107,7 @@ class World:
             num_blocks=self._plan.num_blocks,
             settings=self._settings,
             network=self._network,
-            schedules={"shm": self._faulty, "tcp": FaultSchedule()},
+            schedules=self._schedules,
             connect=lambda address: self._book[address],
         )
         self._book[worker.address] = worker.calls
@@ -238,7 +238,8 @@ class World:
         """What was delayed or stopped goes on now and then."""
         while True:
             await asyncio.sleep(_RESUME_EVERY_S)
-            self._faulty.resume()
+            for schedule in self._schedules.values():
+                schedule.resume()
 
 
 class _Prompt:
