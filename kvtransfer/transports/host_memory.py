@@ -1,6 +1,6 @@
 """A pool's blocks as rows of an array in this process's memory: the pool itself on a CPU, a pinned copy on a GPU.
 
-Called on transports' own threads, never on the event loop: a copy from or to a GPU waits for it.
+A copy from or to a GPU waits for it: called on transports' own threads, and on the event loop only where there is none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,6 +11,9 @@ import numpy.typing as npt
 import torch
 
 from kvtransfer.memory import PoolMemory
+
+# So much is copied by the event loop's thread in less time than it takes to wake another one and be woken by it.
+SHORT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,11 @@ class HostMemory:
     def __init__(self, memory: PoolMemory) -> None:
         self._raw = memory.raw
         self._pool_array = None if memory.raw.is_cuda else memory.raw.numpy()
+
+    @property
+    def is_pool(self) -> bool:
+        """What is written to `incoming` rows is in the pool at once: `arrived` waits for nothing."""
+        return self._pool_array is not None
 
     def outgoing(self, block_ids: Sequence[int]) -> Rows:
         """The blocks' bytes as they are now."""

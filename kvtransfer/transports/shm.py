@@ -23,7 +23,7 @@ import numpy.typing as npt
 from cluster.messages import Epoch
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportError, TransportMeans
-from kvtransfer.transports.host_memory import HostMemory, runs
+from kvtransfer.transports.host_memory import SHORT_BYTES, HostMemory, runs
 from kvtransfer.transports.sockets import joined
 
 NAME = "shm"
@@ -233,8 +233,11 @@ class ShmChannel:
         assert len(remote_block_ids) == len(local_block_ids)
         if not self._open or self._read is not None:
             raise TransportError("the channel is closed or poisoned")
-        if any(block_id >= len(self._remote) for block_id in remote_block_ids):
+        if max(remote_block_ids, default=0) >= len(self._remote):
             raise TransportError(f"a block past the {len(self._remote)} of the exporter's pool")
+        if self._memory.is_pool and len(local_block_ids) * self._remote.shape[1] <= SHORT_BYTES:
+            self._copy(remote_block_ids, local_block_ids)
+            return
         self._read = self._copiers.submit(self._copy, tuple(remote_block_ids), tuple(local_block_ids))
         await asyncio.wrap_future(self._read)
         self._read = None
@@ -248,7 +251,7 @@ class ShmChannel:
     async def release(self) -> None:
         await self.destroy()
 
-    def _copy(self, remote_block_ids: tuple[int, ...], local_block_ids: tuple[int, ...]) -> None:
+    def _copy(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
         rows = self._memory.incoming(local_block_ids)
         for source, target, length in runs(remote_block_ids, rows.indices):
             rows.array[target : target + length] = self._remote[source : source + length]

@@ -2,9 +2,13 @@
 
 import asyncio
 import socket
+import ssl
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from kvtransfer.memory import PoolMemory
 from kvtransfer.transports import nixl, shm, tcp
 from kvtransfer.transports.available import Available, available_transports
 from kvtransfer.transports.base import ExporterTransport, ImporterTransport, TransportError, TransportMeans, negotiate
+from kvtransfer.transports.cuda_ipc import CudaIpcExporter, CudaIpcImporter
 from kvtransfer.transports.host_memory import runs
 from kvtransfer.transports.loopback import Fault, FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
 from kvtransfer.transports.nccl_exporter import NcclExporter
@@ -24,6 +29,9 @@ from kvtransfer.transports.nccl_importer import NcclImporter
 from kvtransfer.transports.nccl_pair import PairLimits
 from kvtransfer.transports.shm import ShmExporter, ShmImporter
 from kvtransfer.transports.tcp import TcpExporter, TcpImporter
+from kvtransfer.transports.tcp_messages import ANNOUNCEMENT, ANSWER, MAGIC, pack_endpoint
+from tests.certificates import Certificates, load, make_certificates
+from tests.contract.host_access import ExportedPool, HostAccess
 from tests.contract.kv_pools import random_pool
 from tests.contract.socket_nccl import SocketNccl
 
@@ -46,6 +54,12 @@ class Rig:
         await channel.read([0], [0])
 
 
+def _read_by_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every read were long."""
+    monkeypatch.setattr(tcp, "SHORT_BYTES", 0)
+    monkeypatch.setattr(shm, "SHORT_BYTES", 0)
+
+
 def _loopback(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
     network = LoopbackNetwork()
     return LoopbackExporter(memory=source, network=network), LoopbackImporter(memory=target, network=network)
@@ -56,8 +70,33 @@ def _tcp(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTra
     return exporter, TcpImporter(memory=target)
 
 
+def _tcp_by_thread(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
+    return _tcp(source, target)
+
+
+def _tls(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
+    certificates = _certificates().loaded()
+    exporter = TcpExporter(
+        memory=source,
+        host="127.0.0.1",
+        advertise_host="127.0.0.1",
+        send_timeout_s=5.0,
+        tls=certificates.server_context(),
+    )
+    return exporter, TcpImporter(memory=target, tls=certificates.client_context())
+
+
+@lru_cache
+def _certificates() -> Certificates:
+    return make_certificates(Path(tempfile.mkdtemp(prefix="tandem-tls-")))
+
+
 def _shm(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
     return ShmExporter(memory=source), ShmImporter(memory=target)
+
+
+def _shm_by_thread(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
+    return _shm(source, target)
 
 
 def _nixl(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
@@ -73,9 +112,14 @@ def _nccl(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTr
     return exporter, NcclImporter(memory=target, library=library, limits=limits)
 
 
-@pytest.fixture(params=[_loopback, _tcp, _shm, _nixl, _nccl], ids=["loopback", "tcp", "shm", "nixl", "nccl"])
-async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+@pytest.fixture(
+    params=[_loopback, _tcp, _tcp_by_thread, _tls, _shm, _shm_by_thread, _nixl, _nccl],
+    ids=["loopback", "tcp", "tcp by thread", "tcp with TLS", "shm", "shm by thread", "nixl", "nccl"],
+)
+async def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
     make: Callable[[KvPool, KvPool], tuple[ExporterTransport, ImporterTransport]] = request.param
+    if make in (_tcp_by_thread, _shm_by_thread):
+        _read_by_thread(monkeypatch)
     source, target = random_pool(NUM_BLOCKS, seed=1), random_pool(NUM_BLOCKS, seed=2)
     exporter, importer = make(source, target)
     await exporter.start()
@@ -166,12 +210,17 @@ async def test_destroying_the_channel_of_a_cancelled_read_proves_it_quiet(rig: R
     assert torch.equal(rig.target.raw[1:], after[1:])
 
 
-async def test_a_tcp_exporter_that_stopped_is_left_by_destroying_the_channel() -> None:
+@pytest.mark.parametrize("is_short", [True, False])
+async def test_a_tcp_exporter_that_stopped_is_left_by_destroying_the_channel(
+    is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It accepts and never answers: no read of it ends by itself."""
+    if not is_short:
+        _read_by_thread(monkeypatch)
     target = random_pool(4, seed=3)
     importer = TcpImporter(memory=target)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        endpoint = tcp._ENDPOINT.pack(b"k" * 16, silent.getsockname()[1]) + b"127.0.0.1"
+        endpoint = pack_endpoint(b"k" * 16, "127.0.0.1", silent.getsockname()[1])
         channel = await importer.open(EPOCH, endpoint)
         read = asyncio.create_task(channel.read([0], [0]))
         peer, _ = await asyncio.to_thread(silent.accept)
@@ -182,6 +231,88 @@ async def test_a_tcp_exporter_that_stopped_is_left_by_destroying_the_channel() -
             with pytest.raises(TransportError):
                 await read
     await importer.close()
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+async def test_a_tcp_exporter_that_stops_in_mid_answer_writes_nothing_once_the_channel_is_destroyed(
+    is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_short:
+        _read_by_thread(monkeypatch)
+    target = random_pool(4, seed=3)
+    importer = TcpImporter(memory=target)
+    with socket.create_server(("127.0.0.1", 0)) as half:
+        channel = await importer.open(EPOCH, pack_endpoint(b"k" * 16, "127.0.0.1", half.getsockname()[1]))
+        read = asyncio.create_task(channel.read([0], [1]))
+        peer, _ = await asyncio.to_thread(half.accept)
+        with peer:
+            await asyncio.to_thread(peer.recv, ANNOUNCEMENT.size)
+            answer = ANSWER.pack(MAGIC, EPOCH.ticket_id, EPOCH.attempt, 1, False, target.block_bytes)
+            await asyncio.to_thread(peer.sendall, answer + b"x" * 10)
+            async with asyncio.timeout(5):
+                while bytes(target.raw[1, :10].numpy()) != b"x" * 10:  # noqa: ASYNC110 - memory has no events
+                    await asyncio.sleep(0)
+            await channel.destroy()
+            before = target.raw.clone()
+            with suppress(OSError):
+                await asyncio.to_thread(peer.sendall, b"y" * 100)
+            with pytest.raises(TransportError):
+                await read
+    assert torch.equal(target.raw, before)
+    await importer.close()
+
+
+async def test_a_long_read_is_in_order_whatever_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More blocks than one system call takes, in pools larger than any socket's buffer."""
+    source, target = random_pool(3000, seed=1, layers=16), random_pool(3000, seed=2, layers=16)
+    order = torch.randperm(3000, generator=torch.Generator().manual_seed(3)).tolist()
+    for make in (_tcp, _shm, _tls):
+        target.raw.zero_()
+        exporter, importer = make(source, target)
+        await exporter.start()
+        channel = await importer.open(EPOCH, exporter.admit(EPOCH))
+        await channel.read(order, range(3000))
+        assert torch.equal(target.raw, source.raw[order])
+        await channel.release()
+        await importer.close()
+        await exporter.close()
+
+
+@pytest.mark.parametrize("who", ["plain", "of another authority", "without certificate"])
+async def test_who_has_no_certificate_of_the_cluster_cannot_read_over_tcp(who: str) -> None:
+    source, target = random_pool(4, seed=1), random_pool(4, seed=2)
+    exporter, _ = _tls(source, target)
+    await exporter.start()
+    certificates = _certificates()
+    contexts = {
+        "plain": None,
+        "of another authority": load(certificates.stranger, certificates.other_authority).client_context(),
+        "without certificate": ssl.create_default_context(cafile=str(certificates.authority.cert)),
+    }
+    importer = TcpImporter(memory=target, tls=contexts[who])
+    before = target.raw.clone()
+    with pytest.raises(TransportError):
+        await _open_and_read(importer, exporter.admit(EPOCH))
+    assert torch.equal(target.raw, before)
+    await importer.close()
+    await exporter.close()
+
+
+async def _open_and_read(importer: TcpImporter, endpoint: bytes) -> None:
+    """With TLS 1.3 the importer learns only from its first read that it was refused."""
+    channel = await importer.open(EPOCH, endpoint)
+    await channel.read([0], [0])
+
+
+async def test_an_importer_that_wants_tls_reads_from_nobody_else() -> None:
+    source, target = random_pool(4, seed=1), random_pool(4, seed=2)
+    exporter, _ = _tcp(source, target)
+    await exporter.start()
+    importer = TcpImporter(memory=target, tls=_certificates().loaded().client_context())
+    with pytest.raises(TransportError):
+        await importer.open(EPOCH, exporter.admit(EPOCH))
+    await importer.close()
+    await exporter.close()
 
 
 async def test_an_idle_tcp_connection_that_ended_is_not_used_again() -> None:
