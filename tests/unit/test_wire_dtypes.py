@@ -237,3 +237,22 @@ def test_blocks_that_cannot_be_grouped_are_refused_with_what_to_change(wire_dtyp
     with pytest.raises(ConfigError, match=r"50 elements of 5 tokens cannot be divided.* --block-size of 32 they can"):
         WireDtype(wire_dtype).copy_bytes(layout)
     WireDtype(wire_dtype).copy_bytes(lay_out([LayerShape(1, 10, 10)], 32, "bfloat16"))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("wire_dtype", QUANTISED)
+@pytest.mark.parametrize("layout", [SMALL, UNLIKE], ids=["small", "unlike"])
+def test_a_gpu_makes_the_same_bytes_and_restores_the_same_numbers(wire_dtype: str, layout: BlockLayout) -> None:
+    pool, on_gpu = pool_of(layout, 8), KvPool(layout, 8, "cuda")
+    pool.tensor[1, 5] = torch.nan
+    on_gpu.raw.copy_(pool.raw)
+    host, device = (WireDtype(wire_dtype).format(one, layout) for one in (pool, on_gpu))
+    for block_ids in ([6, 1, 3], [0, 2], [4, 5, 7]):
+        host.encode(block_ids)
+        device.encode(block_ids)
+    assert torch.equal(device.memory.raw.cpu(), host.memory.raw)
+    for wire in (host, device):
+        wire.decode([7, 1, 2])
+    restored = on_gpu.tensor.cpu()
+    assert torch.equal(restored.nan_to_num(9), pool.tensor.nan_to_num(9))
