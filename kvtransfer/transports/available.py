@@ -10,10 +10,10 @@ from types import ModuleType
 
 from cluster.config import TRANSPORTS, TransferSettings
 from cluster.errors import ConfigError
-from kvtransfer.transports import nccl, nixl, shm, tcp
+from kvtransfer.transports import cuda_ipc, nccl, nixl, shm, tcp
 from kvtransfer.transports.base import ExporterTransport, ImporterTransport, TransportMeans
 
-_MODULES: Mapping[str, ModuleType] = {module.NAME: module for module in (nccl, nixl, shm, tcp)}
+_MODULES: Mapping[str, ModuleType] = {module.NAME: module for module in (cuda_ipc, nccl, nixl, shm, tcp)}
 # Why one that could work is left out all the same, unless the settings name it.
 _RESERVATIONS: Mapping[str, Callable[[TransportMeans], str]] = {
     nccl.NAME: nccl.not_worth_it,

@@ -1,0 +1,128 @@
+"""One GPU's view of another process's pool: mapping its exported pages, and copying blocks out of them.
+
+Owns its stream. Called on transports' threads, never on the event loop: a copy is waited for.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from kvtransfer.memory import PoolMemory
+from kvtransfer.transports.base import TransportError
+
+
+class Mapping(Protocol):
+    """Pages of another process. Unmapped when nothing refers to it any more."""
+
+    @property
+    def address(self) -> int: ...
+
+
+class PoolAccess(Protocol):
+    """What `cuda_ipc` needs of a device: two implementations, CUDA's and the tests'."""
+
+    def device(self) -> str:
+        """Names the GPU of the local pool."""
+        ...
+
+    def reaches(self, device: str) -> bool:
+        """May a GPU of this name read the local pool? True where only trying can tell."""
+        ...
+
+    def map(self, file: int, num_bytes: int) -> Mapping:
+        """For reading. Takes `file` over. Raises TransportError."""
+        ...
+
+    def copy(self, source: Mapping, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """Into the local pool; done, and visible to the device, when it returns."""
+        ...
+
+
+class CudaMapping:
+    """See Mapping."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.address = address
+        weakref.finalize(self, _unmap, address, num_bytes).atexit = False
+
+
+class CudaAccess:
+    """See PoolAccess."""
+
+    def __init__(self, memory: PoolMemory) -> None:
+        self._pool = memory.raw
+        self._index = memory.raw.get_device()
+        self._lock = threading.Lock()  # over the stream
+        self._stream: torch.cuda.Stream | None = None
+
+    def device(self) -> str:
+        return str(torch.cuda.get_device_properties(self._index).uuid)
+
+    def reaches(self, device: str) -> bool:
+        for index in range(torch.cuda.device_count()):
+            if str(torch.cuda.get_device_properties(index).uuid) == device:
+                return index == self._index or torch.cuda.can_device_access_peer(index, self._index)
+        return True  # not visible to this process
+
+    def map(self, file: int, num_bytes: int) -> CudaMapping:
+        from cuda.bindings import driver
+
+        with torch.cuda.device(self._index):
+            torch.cuda.current_stream().synchronize()  # the device's context is there
+            kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+            try:
+                handle = _checked(driver.cuMemImportFromShareableHandle(file, kind))
+            finally:
+                os.close(file)
+            try:
+                address = _map_for_reading(driver, handle, num_bytes, self._index)
+            finally:
+                driver.cuMemRelease(handle)  # the mapping keeps the pages
+        return CudaMapping(address, num_bytes)
+
+    def copy(self, source: Mapping, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """On a stream of its own: neither waits for the engine's steps, nor they for it. Nobody uses the destination,
+        and the source was completed before it was offered."""
+        from kvtransfer.transports.cuda_copy import copy_blocks
+
+        with self._lock, torch.cuda.device(self._index):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._stream):
+                ids = torch.tensor([source_ids, target_ids], dtype=torch.int64, device=self._pool.device)
+                copy_blocks(source.address, ids[0], self._pool, ids[1])
+                self._stream.synchronize()
+
+
+def _map_for_reading(driver: Any, handle: Any, num_bytes: int, index: int) -> int:
+    address = _checked(driver.cuMemAddressReserve(num_bytes, 0, 0, 0))
+    try:
+        _checked(driver.cuMemMap(address, num_bytes, 0, handle, 0))
+        access = driver.CUmemAccessDesc()
+        access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = index
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+        _checked(driver.cuMemSetAccess(address, num_bytes, [access], 1))
+    except TransportError:
+        driver.cuMemUnmap(address, num_bytes)
+        driver.cuMemAddressFree(address, num_bytes)
+        raise
+    return int(address)
+
+
+def _unmap(address: int, num_bytes: int) -> None:
+    from cuda.bindings import driver
+
+    driver.cuMemUnmap(address, num_bytes)
+    driver.cuMemAddressFree(address, num_bytes)
+
+
+def _checked(answer: tuple[Any, ...]) -> Any:
+    status, *results = answer
+    if int(status) != 0:
+        raise TransportError(f"the driver answers {status.name}")
+    return results[0] if results else None

@@ -1,0 +1,80 @@
+"""PoolAccess over host memory: what `cuda_ipc` does with pages of a GPU, with a memfd in their place."""
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.pool import KvPool
+from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.cuda_access import Mapping
+
+
+@dataclass
+class ExportedPool:
+    """ExportedMemory whose pages are a CPU pool's file."""
+
+    pool: KvPool
+    why_no_cuda_file: str = ""
+    memfd: int | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        return self.pool.block_bytes
+
+    @property
+    def raw(self) -> torch.Tensor:
+        return self.pool.raw
+
+    @property
+    def cuda_file(self) -> int | None:
+        return self.pool.memfd
+
+    @property
+    def cuda_file_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+class HostMapping:
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._mapping = mapping
+        self.address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+
+
+class HostAccess:
+    """`held` copies wait for `go`; `fail` makes mapping fail."""
+
+    def __init__(self, pool: KvPool, device: str = "gpu-0", reaches: Sequence[str] = ("gpu-0",)) -> None:
+        self._pool, self._device, self._reaches = pool, device, reaches
+        self.fail = False
+        self.copying, self.go = threading.Event(), threading.Event()
+        self.go.set()
+
+    def device(self) -> str:
+        return self._device
+
+    def reaches(self, device: str) -> bool:
+        return device in self._reaches
+
+    def map(self, file: int, num_bytes: int) -> HostMapping:
+        try:
+            if self.fail:
+                raise TransportError("the driver answers CUDA_ERROR_NOT_SUPPORTED")
+            return HostMapping(mmap.mmap(file, num_bytes))
+        finally:
+            os.close(file)
+
+    def copy(self, source: Mapping, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        self.copying.set()
+        assert self.go.wait(20)
+        size = self._pool.block_bytes
+        for source_id, target_id in zip(source_ids, target_ids, strict=True):
+            ctypes.memmove(self._pool.raw[target_id].data_ptr(), source.address + source_id * size, size)

@@ -1,0 +1,223 @@
+"""The `cuda_ipc` transport: the hand-over of the pool's pages, and what a dead exporter leaves behind.
+
+Here with a file in host memory in place of a GPU's pages; on a GPU between two processes.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.messages import Epoch
+from engine.pool import KvPool
+from kvtransfer.transports import cuda_ipc
+from kvtransfer.transports.base import TransportError, TransportMeans
+from kvtransfer.transports.cuda_access import CudaAccess
+from kvtransfer.transports.cuda_ipc import CudaIpcExporter, CudaIpcImporter
+from tests.contract.cuda_ipc_process import EPOCH, LAYOUT, NUM_BLOCKS, patterned_pool
+from tests.contract.host_access import ExportedPool, HostAccess
+from tests.contract.kv_pools import random_pool
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60.0
+with_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@asynccontextmanager
+async def two_sides(
+    source: KvPool, target: KvPool
+) -> AsyncIterator[tuple[CudaIpcExporter, CudaIpcImporter, HostAccess]]:
+    exporter = CudaIpcExporter(memory=ExportedPool(source), access=HostAccess(source))
+    access = HostAccess(target)
+    importer = CudaIpcImporter(memory=target, access=access)
+    await exporter.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield exporter, importer, access
+    finally:
+        access.go.set()
+        await importer.close()
+        await exporter.close()
+
+
+async def test_one_mapping_serves_every_hand_off_with_an_exporter() -> None:
+    source, target = random_pool(8, seed=1), random_pool(8, seed=2)
+    async with two_sides(source, target) as (exporter, importer, _):
+        for attempt in range(3):
+            epoch = Epoch(EPOCH.exporter, EPOCH.ticket_id, attempt)
+            channel = await importer.open(epoch, exporter.admit(epoch))
+            await channel.read([7, 0], [1, 3])
+            await channel.release()
+        assert importer.num_mappings == 1
+        assert torch.equal(target.raw[[1, 3]], source.raw[[7, 0]])
+
+
+async def test_the_end_of_the_exporter_ends_the_mapping_and_not_the_copy_in_flight() -> None:
+    source, target = random_pool(8, seed=1), random_pool(8, seed=2)
+    async with two_sides(source, target) as (exporter, importer, access):
+        endpoint = exporter.admit(EPOCH)
+        channel = await importer.open(EPOCH, endpoint)
+        access.go.clear()
+        read = asyncio.create_task(channel.read([5], [6]))
+        assert await asyncio.to_thread(access.copying.wait, DEADLINE_S)
+        await exporter.close()
+        while importer.num_mappings:  # noqa: ASYNC110  (the loop's reader brings it about)
+            await asyncio.sleep(0.005)
+        access.go.set()
+        await read
+        assert torch.equal(target.raw[6], source.raw[5])
+        with pytest.raises(TransportError):
+            await importer.open(EPOCH, endpoint)
+
+
+async def test_destroying_a_channel_waits_for_its_copy() -> None:
+    source, target = random_pool(8, seed=1), random_pool(8, seed=2)
+    async with two_sides(source, target) as (exporter, importer, access):
+        channel = await importer.open(EPOCH, exporter.admit(EPOCH))
+        access.go.clear()
+        read = asyncio.create_task(channel.read([5], [6]))
+        assert await asyncio.to_thread(access.copying.wait, DEADLINE_S)
+        read.cancel()
+        with suppress(asyncio.CancelledError):
+            await read
+        destroying = asyncio.create_task(channel.destroy())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not destroying.done()
+        access.go.set()
+        await destroying
+        assert torch.equal(target.raw[6], source.raw[5])
+
+
+async def test_pages_that_cannot_be_mapped_leave_nothing_open() -> None:
+    source, target = random_pool(8, seed=1), random_pool(8, seed=2)
+    async with two_sides(source, target) as (exporter, importer, access):
+        access.fail = True
+        open_files = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            with pytest.raises(TransportError, match="CUDA_ERROR_NOT_SUPPORTED"):
+                await importer.open(EPOCH, exporter.admit(EPOCH))
+        assert importer.num_mappings == 0
+        access.fail = False
+        await (await importer.open(EPOCH, exporter.admit(EPOCH))).read([0], [0])
+        assert len(os.listdir("/proc/self/fd")) <= open_files + 4  # the mapping, and one connection's two ends
+
+
+async def test_a_pool_of_other_blocks_is_refused() -> None:
+    source, target = random_pool(8, seed=1), random_pool(8, seed=2, layers=3)
+    async with two_sides(source, target) as (exporter, importer, _):
+        with pytest.raises(TransportError, match="not of blocks of"):
+            await importer.open(EPOCH, exporter.admit(EPOCH))
+
+
+async def test_it_is_offered_on_one_host_to_gpus_that_reach_each_other() -> None:
+    source = random_pool(2, seed=1)
+    exporter = CudaIpcExporter(memory=ExportedPool(source), access=HostAccess(source, reaches=["gpu-0", "gpu-1"]))
+    for device, expected in (("gpu-0", True), ("gpu-1", True), ("gpu-2", False)):
+        importer = CudaIpcImporter(memory=source, access=HostAccess(source, device=device))
+        assert exporter.reachable(importer.endpoint()) is expected
+        assert not exporter.reachable(b"elsewhere" + importer.endpoint())
+        await importer.close()
+    assert not exporter.reachable(b"")
+
+
+def test_a_pool_that_is_not_exported_is_not_offered() -> None:
+    pool = random_pool(2, seed=1)
+
+    def means(memory: object) -> TransportMeans:
+        return TransportMeans(
+            member=EPOCH.exporter,
+            memory=memory,  # type: ignore[arg-type]
+            host="::",
+            advertise_host="::1",
+            timeout_s=1.0,
+        )
+
+    assert cuda_ipc.unavailable(means(pool)) == "the pool is not on a GPU"
+    assert cuda_ipc.unavailable(means(ExportedPool(pool, why_no_cuda_file="no driver"))) == "no driver"
+    assert cuda_ipc.unavailable(means(ExportedPool(pool))) == ""
+
+
+@asynccontextmanager
+async def exporter_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, bytes]]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.contract.cuda_ipc_process",
+        cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield process, bytes.fromhex((await process.stdout.readline()).decode())
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@pytest.mark.cuda
+@with_gpu
+async def test_blocks_move_between_two_processes_on_the_device() -> None:
+    target, expected = KvPool(LAYOUT, NUM_BLOCKS, "cuda"), patterned_pool(seed=1)
+    assert target.why_no_cuda_file == ""
+    importer = CudaIpcImporter(memory=target, access=CudaAccess(target))
+    async with exporter_process() as (_, endpoint):
+        channel = await importer.open(EPOCH, endpoint)
+        remote, local = list(range(0, 400, 3)), list(range(133, -1, -1))
+        await channel.read(remote, local)
+        assert torch.equal(target.raw[local], expected.raw[remote])
+        assert not target.raw[134:].any()
+        await channel.release()
+        await importer.close()
+
+
+@pytest.mark.cuda
+@with_gpu
+async def test_an_exporter_killed_in_mid_copy_leaves_its_pages_to_the_reader() -> None:
+    target, expected = KvPool(LAYOUT, NUM_BLOCKS, "cuda"), patterned_pool(seed=1)
+    importer = CudaIpcImporter(memory=target, access=CudaAccess(target))
+    async with exporter_process() as (process, endpoint):
+        channel = await importer.open(EPOCH, endpoint)
+        everything = list(range(NUM_BLOCKS))
+        # Blocks again and again, so that the copy is still under way when its source's owner is gone for good.
+        reads = 200
+        read = asyncio.create_task(channel.read(everything * reads, everything * reads))
+        await asyncio.sleep(0)
+        process.kill()
+        await process.wait()
+        await read
+        assert torch.equal(target.raw, expected.raw)
+        while importer.num_mappings:  # noqa: ASYNC110  (the loop's reader brings it about)
+            await asyncio.sleep(0.005)
+        with pytest.raises(TransportError):
+            await importer.open(EPOCH, endpoint)
+        await channel.release()
+    torch.cuda.synchronize()  # the device is as well as before
+    await importer.close()
+
+
+@pytest.mark.cuda
+@with_gpu
+async def test_the_pages_of_a_dead_exporter_are_given_back_when_the_importer_lets_go() -> None:
+    target = KvPool(LAYOUT, NUM_BLOCKS, "cuda")
+    importer = CudaIpcImporter(memory=target, access=CudaAccess(target))
+    free_before = torch.cuda.mem_get_info()[0]
+    async with exporter_process() as (process, endpoint):
+        channel = await importer.open(EPOCH, endpoint)
+        await channel.release()
+        del channel
+        process.kill()
+        await process.wait()
+        while importer.num_mappings:  # noqa: ASYNC110  (the loop's reader brings it about)
+            await asyncio.sleep(0.005)
+    pool_bytes = NUM_BLOCKS * LAYOUT.block_bytes
+    assert torch.cuda.mem_get_info()[0] > free_before - pool_bytes // 2
+    await importer.close()
