@@ -112,9 +112,15 @@ def _nccl(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTr
     return exporter, NcclImporter(memory=target, library=library, limits=limits)
 
 
+def _cuda_ipc(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
+    """With a file in host memory in the place of a GPU's pages; a GPU's stand in test_cuda_ipc.py."""
+    exporter = CudaIpcExporter(memory=ExportedPool(source), access=HostAccess(source))
+    return exporter, CudaIpcImporter(memory=target, access=HostAccess(target))
+
+
 @pytest.fixture(
-    params=[_loopback, _tcp, _tcp_by_thread, _tls, _shm, _shm_by_thread, _nixl, _nccl],
-    ids=["loopback", "tcp", "tcp by thread", "tcp with TLS", "shm", "shm by thread", "nixl", "nccl"],
+    params=[_loopback, _tcp, _tcp_by_thread, _tls, _shm, _shm_by_thread, _nixl, _nccl, _cuda_ipc],
+    ids=["loopback", "tcp", "tcp by thread", "tcp with TLS", "shm", "shm by thread", "nixl", "nccl", "cuda_ipc"],
 )
 async def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
     make: Callable[[KvPool, KvPool], tuple[ExporterTransport, ImporterTransport]] = request.param
