@@ -167,6 +167,12 @@ class LocalCluster:
             )
         return status
 
+    async def migrate(self, source: str, target: str = "") -> admin_pb2.MigrateResponse:
+        request = admin_pb2.MigrateRequest(source=source, target=target)
+        async with self.channel() as channel:
+            count: admin_pb2.MigrateResponse = await admin_pb2_grpc.AdminStub(channel).Migrate(request, timeout=60)
+        return count
+
     async def inspect(self, name: str) -> worker_pb2.InspectResponse:
         """The worker's own account, after its check()."""
         async with self.channel(name) as channel:

@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from tests.faults.control import FaultControl
 from tests.faults.faulty_transport import Fault
-from tests.system.asking import Answer, ask, question
+from tests.system.asking import Answer, ask, asked, question
 from tests.system.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
@@ -213,3 +213,17 @@ async def test_more_than_either_side_has_blocks_for_waits_its_turn(whole: Suite)
     """Thirteen blocks each, ninety-six in every pool."""
     answers = await asyncio.gather(*(whole.ask() for _ in range(48)))
     assert not any(answer.ledger.reasons for answer, _ in answers)
+
+
+async def test_a_sequence_that_cannot_move_goes_on_where_it_was(whole: Suite) -> None:
+    """Each decode worker here has a transport of its own: none can read another."""
+    request = question(range(30, 90), max_tokens=250, n=2, ignore_eos=True)
+    undisturbed = await ask(whole.cluster, request)
+    async with asked(whole.cluster, request) as answer:
+        await answer.until(5)
+        moves = [await whole.cluster.migrate(name) for _ in range(3) for name in whole.cluster.workers("decode")]
+        assert not answer.finish_reasons, "it was over before it was to move"
+        await answer.end()
+    assert answer.choices == undisturbed.choices
+    assert not answer.ledger.reasons
+    assert (sum(move.num_moved for move in moves), sum(move.num_kept for move in moves)) == (0, 6)
