@@ -39,8 +39,9 @@ class FaultSchedule:
         self.holding = asyncio.Event()  # set as soon as a block is dropped, delayed or stopped
 
     def resume(self) -> None:
-        """What was delayed or stopped goes on."""
+        """What was delayed or stopped until now goes on."""
         self._resumed.set()
+        self._resumed = asyncio.Event()
         self._running.set()
 
     async def next_step(self) -> Fault | None:

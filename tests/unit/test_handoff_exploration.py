@@ -41,12 +41,18 @@ SCENARIOS = (
         decode_pool=1,
         kinds=frozenset({"report", "unopened", "cancel", "expiry"}),
     ),
-    Scenario("two blocks each, the first cached, two faults", blocks=(2, 2), decode_pool=1, cached=True),
+    Scenario("two blocks each, the first cached, one fault", blocks=(2, 2), decode_pool=1, cached=True, faults=1),
     Scenario("choices that end with their first token, one fault", blocks=(2, 2), ended=True, faults=1),
     Scenario("nothing is verified, two faults but no damage", prefill_pool=1, verified=0),
     Scenario("a sample is verified, one fault but no damage", blocks=(2, 2), verified=1, faults=1),
+    Scenario("finished before anybody attaches, two faults", finished=True, decode_pool=1),
+    Scenario(
+        "second importer while the first one reads, one fault", blocks=(2,), workers=(1, 2), hedged=True, faults=1
+    ),
 )
 LONG_SCENARIOS = (
+    Scenario("two blocks each, the first cached, two faults", blocks=(2, 2), decode_pool=1, cached=True),
+    Scenario("second importer while the first one reads, two faults", blocks=(1,), workers=(1, 2), hedged=True),
     Scenario(
         "a second transport, every fault, two faults",
         alternatives=1,

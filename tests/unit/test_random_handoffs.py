@@ -54,7 +54,7 @@ def plans(draw: st.DrawFn, size: int = _PER_PLAN) -> Plan:
         mishaps=tuple(draw(st.lists(_mishaps, max_size=6))),
         faults=draw(st.dictionaries(st.integers(0, 2 * size), st.sampled_from(kinds), min_size=2, max_size=size)),
         verify=verify,
-        num_blocks=draw(st.integers(7, 40)),
+        num_blocks=draw(st.integers(7, 60)),
     )
 
 

@@ -6,7 +6,7 @@ from kvtransfer import export_machine as exporting
 from kvtransfer.handoff import GUARDS, Guards
 from kvtransfer.import_machine import ImportPhase
 from tests.unit.handoff_model.machines import EXPORTER, Machines
-from tests.unit.handoff_model.moves import MOVES
+from tests.unit.handoff_model.moves import MOVES, compute
 from tests.unit.handoff_model.scenario import (
     CACHED,
     DEAD,
@@ -58,6 +58,10 @@ class Model:
                 (0, 0),
             ),
         )
+        if scenario.finished:
+            for ticket, num_blocks in enumerate(scenario.blocks):
+                for _ in range(num_blocks):
+                    compute(draft, ticket)
         draft.begin(0)
         if not scenario.is_retry:
             draft.begin(1)
@@ -138,7 +142,7 @@ class Model:
             machines.scenario.is_retry
             and draft.imports[1] == NOT_BEGUN
             and draft.workers[0] == RUNNING == draft.workers[machines.scenario.workers[1]]
-            and draft.has_failed(0)
+            and (machines.scenario.hedged or draft.has_failed(0))
             and exporting.can_reissue(machines.exports[draft.exports[0]], 2, machines.guards)
         )
 

@@ -37,6 +37,8 @@ class Scenario:
     verified: int | None = None  # so many leading blocks only; the others are taken as they come
     cached: bool = False  # the decode workers have each prompt's first block already
     ended: bool = False  # every choice ends with its first token
+    finished: bool = False  # every prefill, before anybody attaches: what a frozen sequence's ticket is
+    hedged: bool = False  # the second attempt does not wait for the first one's failure
     alternatives: int = 0  # further ways to the same blocks
     wrong: str = ""  # the exporter lies about: prompt, count, digest
 
