@@ -27,7 +27,12 @@ from kvtransfer.importer import Expected, Imported, Importer
 from kvtransfer.memory import PoolMemory
 from kvtransfer.service import KvTransferServicer
 from kvtransfer.transports.base import Channel, ExporterTransport, ImporterTransport, TransportError
+from kvtransfer.transports.cuda_ipc import CudaIpcExporter, CudaIpcImporter
 from kvtransfer.transports.loopback import Fault, FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
+from kvtransfer.transports.nccl_exporter import NcclExporter
+from kvtransfer.transports.nccl_importer import NcclImporter
+from kvtransfer.transports.nccl_library import NcclLibrary
+from kvtransfer.transports.nccl_pair import PairLimits
 from kvtransfer.transports.nixl import NixlImporter
 from kvtransfer.transports.nixl_agent import why_not_loadable
 from kvtransfer.transports.nixl_exporter import NixlExporter
@@ -35,7 +40,9 @@ from kvtransfer.transports.shm import ShmExporter, ShmImporter
 from kvtransfer.transports.tcp import TcpExporter, TcpImporter
 from kvtransfer.wire_dtypes import WireDtype
 from tandem.v1 import kv_pb2_grpc
+from tests.contract.host_access import ExportedPool, HostAccess
 from tests.contract.kv_pools import BLOCK_SIZE, random_pool
+from tests.contract.socket_nccl import SocketNccl
 
 KEY = b"k" * 32
 EXPORTER = MemberId("p0", "a1")
@@ -385,10 +392,26 @@ def transports(
         if reason := why_not_loadable():
             pytest.skip(reason)
         return NixlExporter(memory=source, linger_s=5.0), NixlImporter(memory=target, timeout_s=DEADLINE_S)
+    if name in ("nccl", "broken nccl"):
+        library = SocketNccl(fail="connect" if name == "broken nccl" else "")
+        return nccl_sides(library, source, target)
+    if name == "cuda_ipc":
+        pages = ExportedPool(source)
+        return CudaIpcExporter(memory=pages, access=HostAccess(source)), CudaIpcImporter(
+            memory=target, access=HostAccess(target)
+        )
     network = LoopbackNetwork()
     return LoopbackExporter(memory=source, network=network), LoopbackImporter(
         memory=target, network=network, schedule=schedule
     )
+
+
+def nccl_sides(
+    library: NcclLibrary, source: PoolMemory, target: PoolMemory, limits: PairLimits | None = None
+) -> tuple[NcclExporter, NcclImporter]:
+    limits, here = limits or PairLimits(transfer_s=5.0), "127.0.0.1"
+    exporter = NcclExporter(memory=source, library=library, host=here, advertise_host=here, limits=limits)
+    return exporter, NcclImporter(memory=target, library=library, limits=limits)
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.pool import KvPool
+from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportError
 from kvtransfer.transports.cuda_access import Mapping
 
@@ -18,7 +18,7 @@ from kvtransfer.transports.cuda_access import Mapping
 class ExportedPool:
     """ExportedMemory whose pages are a CPU pool's file."""
 
-    pool: KvPool
+    pool: PoolMemory
     why_no_cuda_file: str = ""
     memfd: int | None = None
 
@@ -52,7 +52,7 @@ class HostMapping:
 class HostAccess:
     """`held` copies wait for `go`; `fail` makes mapping fail."""
 
-    def __init__(self, pool: KvPool, device: str = "gpu-0", reaches: Sequence[str] = ("gpu-0",)) -> None:
+    def __init__(self, pool: PoolMemory, device: str = "gpu-0", reaches: Sequence[str] = ("gpu-0",)) -> None:
         self._pool, self._device, self._reaches = pool, device, reaches
         self.fail = False
         self.copying, self.go = threading.Event(), threading.Event()

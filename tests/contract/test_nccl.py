@@ -19,7 +19,8 @@ from kvtransfer.transports.base import TransportError
 from kvtransfer.transports.nccl_exporter import NcclExporter
 from kvtransfer.transports.nccl_importer import NcclChannel, NcclImporter
 from kvtransfer.transports.nccl_pair import PairLimits
-from tests.contract.kv_pools import random_pool
+from tests.contract.handoff_rig import handoff_rig
+from tests.contract.kv_pools import BLOCK_SIZE, random_pool
 from tests.contract.socket_nccl import SocketNccl
 
 NUM_BLOCKS = 16
@@ -315,3 +316,29 @@ async def test_a_refused_read_costs_no_communicator() -> None:
         await channel.destroy()
         assert await side.moves_blocks(2)
         assert len(side.imports.communicators) == 1
+
+
+@pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"])
+async def test_whole_hand_offs_go_over_it(transport: str) -> None:
+    async with handoff_rig(transport) as rig:
+        for number in range(1, 4):
+            prefill = rig.prefill(3 * BLOCK_SIZE + 1)
+            prefill.compute()
+            imported = await rig.start_import(prefill, number)
+            await prefill.released.wait()
+            assert rig.holds(prefill, imported) and imported.transport == transport
+            rig.decode.finish(number)
+        rig.check_clean()
+
+
+async def test_a_hand_off_whose_communicator_cannot_be_made_goes_on_by_tcp() -> None:
+    async with handoff_rig("broken nccl", alternatives=["tcp"]) as rig:
+        prefill = rig.prefill(2 * BLOCK_SIZE + 1)
+        prefill.compute()
+        async with asyncio.timeout(DEADLINE_S):
+            imported = await rig.start_import(prefill)
+            await prefill.released.wait()
+        assert rig.holds(prefill, imported) and imported.transport == "tcp"
+        assert rig.counters.fallbacks == [("nccl", "tcp", "open_failed")]
+        rig.decode.finish(1)
+        rig.check_clean()
