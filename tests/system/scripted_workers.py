@@ -18,6 +18,7 @@ from cluster.messages import (
     FinishReason,
     LayoutFingerprint,
     MemberId,
+    PairFigure,
     PrefillJob,
     Role,
     SampledToken,
@@ -25,6 +26,7 @@ from cluster.messages import (
     TokenLogprobs,
     TokenStops,
 )
+from cluster.pair_wire import figures_to_wire
 from cluster.serving import GrpcServer
 from cluster.telemetry import Telemetry
 from tandem.v1 import worker_pb2, worker_pb2_grpc
@@ -188,6 +190,7 @@ class ScriptedDecode(ScriptedWorker):
         self.refusals: list[TandemError] = []
         self.handoff_failures: list[str] = []  # reasons, one per attempt with a ticket
         self.started = asyncio.Event()  # a job came
+        self.pairs: tuple[PairFigure, ...] = ()  # what its heartbeats say of its hand-offs
         self.transfer = Gate()
         self.pause_at: int | None = None  # no token from this index on, until resumed
         self.paused = asyncio.Event()
@@ -299,7 +302,7 @@ class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
             yield worker_pb2.WorkerMessage(hello=worker_pb2.WorkerHello(worker=str(worker.id)))
             while True:
                 await worker.voice.passed()
-                message = await _or_heartbeat(outgoing)
+                message = await _or_heartbeat(outgoing, worker.pairs)
                 if message is None:
                     raise Unavailable("the connection is told to break")
                 yield message
@@ -374,12 +377,16 @@ class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
                 worker.running[start.handle] = sequences.create_task(worker.sequence(job, start, first))
 
 
-async def _or_heartbeat(outgoing: "asyncio.Queue[worker_pb2.WorkerMessage | None]") -> worker_pb2.WorkerMessage | None:
+async def _or_heartbeat(
+    outgoing: "asyncio.Queue[worker_pb2.WorkerMessage | None]", pairs: Sequence[PairFigure]
+) -> worker_pb2.WorkerMessage | None:
     try:
         async with asyncio.timeout(_HEARTBEAT_S):
             return await outgoing.get()
     except TimeoutError:
-        return worker_pb2.WorkerMessage(heartbeat=worker_pb2.Heartbeat(step=1, free_blocks=10))
+        return worker_pb2.WorkerMessage(
+            heartbeat=worker_pb2.Heartbeat(step=1, free_blocks=10, pairs=figures_to_wire(pairs))
+        )
 
 
 class _About(worker_pb2_grpc.WorkerServicer):

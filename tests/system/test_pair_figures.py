@@ -1,0 +1,50 @@
+"""How fast a pair is travels from the decode worker's heartbeat into the choice of the next pair."""
+
+import asyncio
+
+from cluster.messages import MemberId, PairFigure
+from tests.system.router_harness import PROMPT, RouterUnderTest, answer_to, ask, router_under_test
+
+DEADLINE_S = 10.0
+
+
+def figure(exporter: MemberId, latency_s: float) -> PairFigure:
+    return PairFigure(exporter, "tcp", 1e9, latency_s)
+
+
+async def until_known(router: RouterUnderTest, member: MemberId, pairs: tuple[PairFigure, ...]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while router.fleet.pairs(member) != pairs:
+            await answer_to(router, ask())  # its own traffic lets heartbeats through
+
+
+async def test_a_pair_that_heartbeats_call_slow_gets_no_request_while_a_fast_one_is_free() -> None:
+    async with router_under_test() as router:
+        near, far = await router.add_prefill("prefill-0"), await router.add_prefill("prefill-1")
+        decode = await router.add_decode("decode-0")
+        await router.connected()
+        decode.pairs = (figure(near.id, 0.0), figure(far.id, 1.0))
+        await until_known(router, decode.id, decode.pairs)
+        far_jobs, near_jobs = len(far.jobs), len(near.jobs)
+        for number in range(4):
+            await answer_to(router, ask(prompt=(*PROMPT, number + 1)))
+        assert (len(near.jobs) - near_jobs, len(far.jobs) - far_jobs) == (4, 0)
+        decode.pairs = (figure(near.id, 0.0), figure(far.id, 0.0))
+        await until_known(router, decode.id, decode.pairs)
+        far_jobs, near_jobs = len(far.jobs), len(near.jobs)
+        for number in range(4):
+            await answer_to(router, ask(prompt=(*PROMPT, number + 1)))
+        assert (len(near.jobs) - near_jobs, len(far.jobs) - far_jobs) == (2, 2)
+
+
+async def test_a_worker_that_left_has_no_figures() -> None:
+    async with router_under_test() as router:
+        decode = await router.add_decode("decode-0")
+        decode.pairs = (figure(MemberId("prefill-0", "1"), 0.0),)
+        await router.connected()
+        await until_known(router, decode.id, decode.pairs)
+        await decode.die()
+        async with asyncio.timeout(DEADLINE_S):
+            while router.fleet.peer(decode.id) is not None:
+                await router.fleet.changed()
+        assert router.fleet.pairs(decode.id) == ()
