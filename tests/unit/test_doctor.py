@@ -8,8 +8,9 @@ import pytest
 from cli import doctor
 from cli.machine import Finding, look
 from cli.pair_report import PairReport, report, unmeasured
+from cluster.errors import ConfigError
 from kvtransfer.pairs import DOES_NOT_REACH
-from tandem.v1 import worker_pb2
+from tandem.v1 import admin_pb2, worker_pb2
 
 BOTH = ("shm", "tcp")
 
@@ -95,6 +96,27 @@ def test_the_exit_status_says_whether_something_is_wrong(
         assert problem in output
     if as_json:
         assert json.loads(output)["router"] == "r:1"
+
+
+def test_a_worker_that_cannot_be_asked_makes_a_problem_of_its_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TANDEM_TLS_CA", raising=False)
+    importer = admin_pb2.MemberStatus(member_id="d0", incarnation="1", role="decode", address="127.0.0.1:1")
+    exporter = admin_pb2.MemberStatus(member_id="p0", incarnation="1", role="prefill", address="127.0.0.1:1")
+    arguments = argparse.Namespace(address="127.0.0.1:2", tls_ca=None, tls_cert=None, tls_key=None, blocks=0)
+    told = doctor._measured(importer, exporter, arguments)
+    assert (told.importer, told.exporter, told.paths) == ("d0", "p0", ())
+    assert "127.0.0.1:1" in told.problems[0]
+
+
+def test_every_decode_worker_is_paired_with_every_prefill_worker_or_the_two_that_were_named() -> None:
+    roles = {"r": "router", "p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
+    members = [admin_pb2.MemberStatus(member_id=name, role=role) for name, role in roles.items()]
+    pairs = [(importer.member_id, exporter.member_id) for importer, exporter in doctor._wanted(members, None)]
+    assert pairs == [("d0", "p0"), ("d0", "p1"), ("d1", "p0"), ("d1", "p1")]
+    ((importer, exporter),) = doctor._wanted(members, ["d0", "d1"])
+    assert (importer.member_id, exporter.member_id) == ("d0", "d1")
+    with pytest.raises(ConfigError, match="no worker r; there are d0, d1, p0, p1"):
+        list(doctor._wanted(members, ["d0", "r"]))
 
 
 def test_a_report_is_whole_in_json() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 import ssl
 import stat
 from collections.abc import AsyncIterator, Callable
@@ -14,6 +15,7 @@ import pytest
 from cli import health
 from cli.__main__ import main
 from cli.certificates import Pair
+from cli.last_cluster import LastCluster, find_tls_ca, remember
 from cluster.config import RouterConfig
 from cluster.errors import ConfigError
 from cluster.serving import GrpcServer, is_serving, open_channel
@@ -177,6 +179,16 @@ async def echoed(server_context: ssl.SSLContext, client_context: ssl.SSLContext)
                 return await reader.readexactly(5)
             finally:
                 writer.close()
+
+
+def test_the_authority_is_taken_from_the_flag_then_the_variable_then_the_last_cluster(tmp_path: Path) -> None:
+    environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    assert find_tls_ca(None, "h:1", environment) is None
+    remember(LastCluster("h:1", "h:2", os.getpid(), tls_ca="/last/ca.crt"), environment)
+    assert find_tls_ca(None, "h:1", environment) == "/last/ca.crt"
+    assert find_tls_ca(None, "elsewhere:1", environment) is None, "another cluster's is no authority for this one"
+    assert find_tls_ca(None, "h:1", environment | {"TANDEM_TLS_CA": "/a"}) == "/a"
+    assert find_tls_ca("/b", "h:1", environment | {"TANDEM_TLS_CA": "/a"}) == "/b"
 
 
 def test_tandem_certs_makes_what_members_need(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
