@@ -10,7 +10,7 @@ import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from cluster.errors import InvalidRequest, NotFound, NoWorkers, TandemError, WorkerLost
+from cluster.errors import InvalidRequest, NotFound, NoWorkers, Overloaded, TandemError, WorkerLost
 from cluster.messages import MemberId
 from cluster.telemetry import Telemetry
 from router.decode_events import Move, MoveOutcome
@@ -51,7 +51,7 @@ class Migrations:
         fleet: Fleet,
         policy: Policy,
         telemetry: Telemetry,
-        patience_s: float = 10.0,  # for what the source has sent to arrive, and for the target to begin
+        patience_s: float = 30.0,  # for what the source has sent to arrive, and for the target to begin
     ) -> None:
         self._router = router
         self._fleet = fleet
@@ -94,13 +94,13 @@ class Migrations:
     async def _carry(self, live: LiveRequest, source: DecodeLeg, move: Move) -> _Carried:
         try:
             target = self._target(live, source, move.target)
-        except NoWorkers as error:
+        except (NoWorkers, Overloaded) as error:
             return _Carried(source, MoveOutcome.KEPT, error.reason)
         migration = _Migration(live, source, target, router=self._router, patience_s=self._patience_s)
         return await migration.run()
 
     def _target(self, live: LiveRequest, source: DecodeLeg, named: MemberId | None) -> DecodePeer:
-        """Placement's choice among those that may get work and fit. Raises NoWorkers."""
+        """Placement's choice among those that may get work, fit and have room. Raises NoWorkers, Overloaded."""
         (choice,) = source.owners.values()
         facts = RequestFacts(
             num_prompt_tokens=len(live.request.prompt_token_ids) + choice.num_committed,
@@ -111,8 +111,12 @@ class Migrations:
         targets = [load for load in self._fleet.decode_loads() if load.member != source.worker]
         if named is not None:
             targets = [load for load in targets if load.member == named]
+        num_tokens = facts.num_prompt_tokens
+        roomy = [load for load in targets if _has_room(load, self._fleet.decode(load.member), num_tokens)]
+        if targets and not roomy:
+            raise Overloaded(f"no other decode worker has room for {num_tokens} tokens now")
         exporter = WorkerLoad(member=source.worker, pairing=source.decode.pairing, assigned=0)
-        placement = self._policy.choose([exporter], targets, facts)
+        placement = self._policy.choose([exporter], roomy, facts)
         if placement is None or placement.prefill is None:
             raise NoWorkers("no other decode worker can take the sequence now")
         return self._fleet.decode(placement.decode)
@@ -128,6 +132,15 @@ class Migrations:
         self._telemetry.count("tandem_migrations_total", outcome=outcome, reason=reason)
         fields = {"request_id": live.request_id, "source": str(source.worker), "reason": reason}
         _LOG.info("move of a sequence: %s", outcome, extra=fields)
+
+
+def _has_room(load: WorkerLoad, target: DecodePeer, num_tokens: int) -> bool:
+    """As far as is known: a client waits as long as its frozen sequence queues."""
+    capacity = target.member.capacity
+    is_known = load.running or load.waiting or load.free_blocks
+    if capacity is None or not is_known:
+        return True
+    return load.depth < capacity.max_num_seqs and load.free_blocks * capacity.block_size > num_tokens
 
 
 class _Migration:

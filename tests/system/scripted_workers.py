@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from cluster import wire
 from cluster.errors import NotFound, TandemError, Unavailable
-from cluster.member import Member, MemberState
+from cluster.member import Capacity, Member, MemberState
 from cluster.messages import (
     DecodeJob,
     FinishReason,
@@ -97,6 +97,7 @@ class ScriptedWorker:
         self.role = role
         self.state = MemberState.READY
         self.fingerprint = FINGERPRINT
+        self.capacity: Capacity | None = None
         self.drained = asyncio.Event()
         self.server = GrpcServer(service_names=["tandem.v1.Worker"], telemetry=Telemetry())
         self.address = ""
@@ -112,6 +113,7 @@ class ScriptedWorker:
             state=self.state,
             fingerprint=self.fingerprint,
             transports=("tcp",),
+            capacity=self.capacity,
         )
 
     async def start(self, port: int = 0) -> None:

@@ -16,6 +16,7 @@ from cluster.errors import (
     QueueFull,
     TandemError,
 )
+from cluster.member import Capacity
 from router.migration import MigrationCount
 from router.requests import GenerateRequest
 from tests.system.router_harness import Answer, RouterUnderTest, ask, expected_tokens, router_under_test
@@ -421,6 +422,26 @@ async def test_without_another_decode_worker_everything_stays() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         assert await on.migrate() == KEPT
         assert on.count("kept", "no_workers") == 1
+        on.source.resumed.set()
+        await on.complete(answering, request)
+
+
+@pytest.mark.parametrize(
+    "capacity",
+    [Capacity(10, 1, max_num_seqs=8, max_model_len=100), Capacity(10, 16, max_num_seqs=0, max_model_len=100)],
+    ids=["blocks", "slots"],
+)
+async def test_nobody_is_sent_to_where_it_would_queue(capacity: Capacity) -> None:
+    """Scripted workers say that they have ten free blocks."""
+    async with stage() as on, on.streaming(request := ask(prompt=tuple(range(5, 25)), max_tokens=20)) as answering:
+        on.target.capacity = capacity
+        await _joined(on)
+        peer = on.router.fleet.decode(on.target.id)
+        async with asyncio.timeout(10):
+            while not peer.stream.heartbeat.free_blocks:
+                await peer.inspect()
+        assert await on.migrate() == KEPT
+        assert on.count("kept", "overloaded") == 1
         on.source.resumed.set()
         await on.complete(answering, request)
 
