@@ -69,7 +69,7 @@ class EngineSettings:
     device: str = _setting("auto", "cpu, cuda, cuda:N; auto: cuda where there is one")
     block_size: int = _setting(16, "tokens per KV block")
     num_blocks: int = _setting(0, "blocks in the pool; 0: from --kv-cache-memory")
-    kv_cache_memory: str = _setting("256MiB", "memory of the pool: bytes, or with KiB, MiB, GiB")
+    kv_cache_memory: str = _setting("256MiB", "memory of the pool and its wire copy: bytes, or KiB, MiB, GiB")
     max_model_len: int = _setting(0, "most tokens of prompt and continuation; 0: the model's own limit")
     max_num_seqs: int = _setting(64, "most sequences in one step")
     max_prefill_tokens: int = _setting(512, "most prompt tokens in one step: the size of a chunk")
