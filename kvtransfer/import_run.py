@@ -75,13 +75,12 @@ class ImportRun:
         signed_ticket: bytes,
         plan: machine.ImportPlan,
         handoff_id: int,
-        num_cached: int,
         blocks: BlockSource,
         linger_s: float,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._means, self._ticket, self._signed_ticket, self._plan = means, ticket, signed_ticket, plan
-        self._handoff_id, self._num_cached, self._blocks = handoff_id, num_cached, blocks
+        self._handoff_id, self._blocks = handoff_id, blocks
         self.answer: asyncio.Future[Admitted] = loop.create_future()
         self._ended = asyncio.Event()
         self._began_s = means.clock.now_s()
@@ -153,7 +152,7 @@ class ImportRun:
                 case events.DestroyChannel():
                     self._keep(self._destroy())
                 case events.FallBack(reason):
-                    self._ways.fall_back(reason, self._cause)
+                    self._fall_back(reason)
                 case events.Discard(quarantined):
                     self._discard(quarantined)
                 case events.Quiet(block_ids):
@@ -179,7 +178,6 @@ class ImportRun:
                         transports=list(endpoints),
                         layout=fingerprint_to_wire(self._means.layout),
                         endpoints=endpoints,
-                        cached_blocks=self._num_cached,
                     )
                 )
             case Renew():
@@ -275,6 +273,11 @@ class ImportRun:
             self._reservation.cancel()
         self._means.counters.quarantined(len(quarantined))
         self._blocks.discard(self._handoff_id, quarantined)
+
+    def _fall_back(self, reason: events.FallBackReason) -> None:
+        if reason is events.FallBackReason.READ_TIMEOUT:  # nobody else says so: the read had not failed
+            self._ways.failed()
+        self._ways.fall_back(reason, self._cause)
 
     def _give_up(self, action: events.GiveUp) -> None:
         outcome = "unneeded" if action.reason is HandOffReason.CANCELLED else "failed"

@@ -100,12 +100,10 @@ class Importer:
         return len(self._runs)
 
     async def import_blocks(
-        self, *, handoff_id: int, signed_ticket: bytes, expected: Expected, blocks: BlockSource, num_cached: int = 0
+        self, *, handoff_id: int, signed_ticket: bytes, expected: Expected, blocks: BlockSource
     ) -> Imported:
         """Raises HandOffFailed; then nothing is reserved any more, and what a reader may still touch is quarantined.
-        Cancelling the awaiting task settles as unneeded and gives everything back before CancelledError goes on.
-
-        `num_cached`: leading blocks that the pool holds now; a word to the exporter, the reservation decides."""
+        Cancelling the awaiting task settles as unneeded and gives everything back before CancelledError goes on."""
         try:
             ticket = self._checked(signed_ticket, expected)
         except HandOffFailed as error:
@@ -117,7 +115,6 @@ class Importer:
             signed_ticket=signed_ticket,
             plan=self._plan(ticket),
             handoff_id=handoff_id,
-            num_cached=num_cached,
             blocks=blocks,
             linger_s=self._settings.lease_s,
         )

@@ -64,6 +64,13 @@ async def test_a_read_that_never_ends_is_destroyed_and_finished_by_the_next_tran
         assert rig.holds(prefill, imported)
         assert rig.counters.fallbacks == [("shm", "tcp", "read_timeout")]
         rig.decode.finish(1)
+        again = rig.prefill(BLOCK_SIZE)
+        again.compute()
+        async with asyncio.timeout(DEADLINE_S):
+            assert (await rig.start_import(again, 2)).transport == "tcp"  # the other one is not tried for a while
+            await again.released.wait()
+        assert len(rig.counters.fallbacks) == 1
+        rig.decode.finish(2)
         rig.check_clean()
 
 
