@@ -23,11 +23,9 @@ nobody reads any more.
 Events and actions are in `import_events`.
 """
 
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import replace
 
 from cluster.errors import HandOffReason
-from cluster.messages import Epoch
 from kvtransfer.handoff import (
     GUARDS,
     Accepted,
@@ -38,7 +36,6 @@ from kvtransfer.handoff import (
     Guards,
     Outcome,
     Refused,
-    RemoteBlock,
     Renew,
     Sealed,
     Settle,
@@ -72,106 +69,12 @@ from kvtransfer.import_events import (
     Tick,
     Unreservable,
 )
+from kvtransfer.import_state import ANSWERED, MOVES, NEVER_S, Reading
+from kvtransfer.import_state import Import as Import
+from kvtransfer.import_state import ImportPhase as ImportPhase
+from kvtransfer.import_state import ImportPlan as ImportPlan
 
-
-class ImportPhase(StrEnum):
-    ATTACHING = "attaching"
-    RESERVING = "reserving"
-    PULLING = "pulling"
-    SETTLING = "settling"
-    DRAINING = "draining"
-    ADMITTED = "admitted"
-    ENDED = "ended"
-
-
-_MOVES = {
-    ImportPhase.ATTACHING: {ImportPhase.RESERVING, ImportPhase.DRAINING},
-    ImportPhase.RESERVING: {ImportPhase.PULLING, ImportPhase.DRAINING},
-    ImportPhase.PULLING: {ImportPhase.SETTLING, ImportPhase.DRAINING},
-    ImportPhase.SETTLING: {ImportPhase.ADMITTED, ImportPhase.DRAINING},
-    ImportPhase.DRAINING: {ImportPhase.ENDED},
-    ImportPhase.ADMITTED: set[ImportPhase](),
-    ImportPhase.ENDED: set[ImportPhase](),
-}
-_NEVER_S = float("inf")
-_OVER = (ImportPhase.DRAINING, ImportPhase.ADMITTED, ImportPhase.ENDED)  # the request has its answer
-
-
-Step = tuple["Import", tuple[Action, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class ImportPlan:
-    """What the request itself says about the KV it is to receive, and how long each wait may take."""
-
-    epoch: Epoch
-    num_sealed: int  # full blocks of the prompt
-    num_choices: int
-    num_tail_valid: int  # tokens in the partly filled last block; 0: there is none
-    num_tokens: int
-    prompt_hash: bytes
-    attach_timeout_s: float  # for Accepted
-    read_timeout_s: float  # for one read
-    quarantine_s: float  # for a dead read to end by itself, then for the destruction of its channel
-    timeout_s: float  # for the hand-off as a whole
-
-    @property
-    def num_blocks(self) -> int:
-        return self.num_sealed + (self.num_choices if self.num_tail_valid else 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The read in flight."""
-
-    read_id: int
-    places: tuple[int, ...]
-    deadline_s: float | None  # None: it is dead already
-
-
-@dataclass(frozen=True, slots=True)
-class Import:
-    """One attempt. Sets of places are frozensets; `offered` has a hole for what was not announced yet."""
-
-    plan: ImportPlan
-    deadline_s: float  # of the hand-off as a whole; in DRAINING: of the wait for quiet
-    phase: ImportPhase = ImportPhase.ATTACHING
-    wait_until_s: float | None = None  # ATTACHING: for Accepted; SETTLING: for Settled
-    lease_s: float = 0.0  # as the exporter told
-    renew_at_s: float | None = None
-    offered: tuple[RemoteBlock | None, ...] = ()  # by place
-    finished: Finished | None = None
-    num_asked: int = 0  # blocks asked of the pool
-    local_block_ids: tuple[int, ...] = ()  # by place
-    num_cached: int = 0  # leading blocks that the pool had already
-    num_needless: int = 0  # tails of choices that ended
-    unverified: frozenset[int] = frozenset()  # places that are taken as they come
-    complete: frozenset[int] = frozenset()
-    pulled_again: frozenset[int] = frozenset()
-    reading: Reading | None = None
-    num_reads: int = 0
-    is_connected: bool = True  # the call stands, and Settle has not been sent on it
-    num_ways_left: int = 0  # transports that were offered and not tried
-    is_destroying: bool = False
-    broken: FallBackReason | None = None  # why the channel is being destroyed, when another way is to follow
-    failure: HandOffReason | None = None
-    history: tuple[str, ...] = field(default=(), compare=False)
-
-    @property
-    def is_over(self) -> bool:
-        """Nothing more will happen: forget it."""
-        return self.phase in (ImportPhase.ADMITTED, ImportPhase.ENDED)
-
-    @property
-    def next_deadline_s(self) -> float | None:
-        """When to Tick, at the latest. None: nothing is waited for, or (in DRAINING) the worker must restart."""
-        if self.is_over:
-            return None
-        deadlines = [self.deadline_s, self.wait_until_s, self.renew_at_s]
-        deadlines.append(self.reading.deadline_s if self.reading else None)
-        return min(
-            (deadline_s for deadline_s in deadlines if deadline_s is not None and deadline_s != _NEVER_S), default=None
-        )
+Step = tuple[Import, tuple[Action, ...]]
 
 
 def begin(plan: ImportPlan, now_s: float) -> Step:
@@ -190,7 +93,7 @@ def advance(state: Import, event: Event, now_s: float, guards: Guards = GUARDS) 
     state = _remember(state, event)
     match event:
         case FromExporter(message):
-            if state.phase in _OVER or not guards.same_epoch(state.plan.epoch, message.epoch):
+            if state.phase in ANSWERED or not guards.same_epoch(state.plan.epoch, message.epoch):
                 return state, ()
             return _hear(state, message, now_s, guards)
         case Reserved():
@@ -483,7 +386,7 @@ def _settle_ok(state: Import, now_s: float) -> Step:
 
 def _give_up(state: Import, now_s: float, guards: Guards, reason: HandOffReason, detail: str = "") -> Step:
     """The request has its answer. Ends at once unless a read is in flight."""
-    if state.phase in _OVER:
+    if state.phase in ANSWERED:
         return state, ()
     actions: list[Action] = [GiveUp(reason, detail)]
     reading = state.reading
@@ -526,12 +429,12 @@ def _destroy(state: Import, now_s: float) -> Step:
     if state.phase is not ImportPhase.DRAINING:
         return state, ()
     if state.is_destroying:
-        return replace(state, deadline_s=_NEVER_S), (ReportUnhealthy(),)
+        return replace(state, deadline_s=NEVER_S), (ReportUnhealthy(),)
     return replace(state, is_destroying=True, deadline_s=now_s + state.plan.quarantine_s), (DestroyChannel(),)
 
 
 def _to(state: Import, phase: ImportPhase) -> Import:
-    if phase not in _MOVES[state.phase]:
+    if phase not in MOVES[state.phase]:
         raise illegal(state.history, f"{state.phase} to {phase}")
     return replace(state, phase=phase)
 
