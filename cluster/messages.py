@@ -132,6 +132,15 @@ class PairFigure:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixHolder:
+    """A worker that is believed to hold the KV of the first `num_tokens` of a prompt."""
+
+    member: MemberId
+    address: str  # of its gRPC server
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillJob:
     """One attempt at one prefill, as a prefill worker is asked for it."""
 
@@ -145,6 +154,7 @@ class PrefillJob:
     importer: MemberId | None  # None: nobody will come for the KV
     timeout_s: float
     cache_salt: str = ""  # prefixes are shared among jobs of one salt only
+    prefix_holders: tuple[PrefixHolder, ...] = ()  # the longest first
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from cluster.messages import (
     LayoutFingerprint,
     MemberId,
     PrefillJob,
+    PrefixHolder,
     SampledToken,
     Sampling,
     SequenceStart,
@@ -100,6 +101,10 @@ def prefill_job_to_wire(job: PrefillJob) -> worker_pb2.PrefillRequest:
         importer=str(job.importer) if job.importer is not None else "",
         timeout_s=job.timeout_s,
         cache_salt=job.cache_salt,
+        prefix_holders=[
+            worker_pb2.PrefixHolder(member=str(holder.member), address=holder.address, num_tokens=holder.num_tokens)
+            for holder in job.prefix_holders
+        ],
     )
 
 
@@ -122,6 +127,10 @@ def prefill_job_from_wire(message: worker_pb2.PrefillRequest) -> PrefillJob:
         importer=member_from_wire(message.importer) if message.importer else None,
         timeout_s=message.timeout_s,
         cache_salt=message.cache_salt,
+        prefix_holders=tuple(
+            PrefixHolder(member_from_wire(holder.member), holder.address, holder.num_tokens)
+            for holder in message.prefix_holders
+        ),
     )
 
 
@@ -203,13 +212,14 @@ def finish_reason_from_wire(text: str) -> FinishReason | None:
 
 
 def first_tokens_to_wire(
-    tokens: Iterable[SampledToken], *, queue_s: float, prefill_s: float, num_cached: int
+    tokens: Iterable[SampledToken], *, queue_s: float, prefill_s: float, num_cached: int, num_pulled: int = 0
 ) -> worker_pb2.FirstTokens:
     return worker_pb2.FirstTokens(
         tokens=[sampled_token_to_wire(token) for token in tokens],
         queue_s=queue_s,
         prefill_s=prefill_s,
         num_cached=num_cached,
+        num_pulled=num_pulled,
     )
 
 

@@ -84,6 +84,7 @@ class _Worker:
             table=engine.pool.layout,
             layout=engine.fingerprint,
             release=self._release,
+            ask_for_prefix=self._ask_for_prefix,
             clock=clock,
         )
         self.service = DecodeService(
@@ -91,6 +92,7 @@ class _Worker:
             steps=self.steps,
             importer=self.transfer.importer,
             exporter=self.transfer.exporter,
+            prefixes=self.transfer.prefixes,
             vocab_size=engine.model_info.vocab_size,
             limits=limits,
             cluster_key=life.key,
@@ -138,6 +140,9 @@ class _Worker:
 
         imports = self.service.imports
         return Destination(blocks=imports, new_id=imports.new_id, num_free=num_free)
+
+    def _ask_for_prefix(self, ticket_id: bytes, block_hashes: tuple[bytes, ...], min_blocks: int) -> None:
+        self.steps.post(commands.OfferPrefix(ticket_id, block_hashes, min_blocks))
 
     def _emit(self, events: tuple[commands.Event, ...]) -> None:
         """From the step thread to the event loop."""

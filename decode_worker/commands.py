@@ -93,7 +93,28 @@ class Release:
     ticket_id: bytes
 
 
-Command = Reserve | Discard | Quiet | AdmitImported | AdmitLocal | CancelSequences | Freeze | Thaw | Release | Inspect
+@dataclass(frozen=True, slots=True)
+class OfferPrefix:
+    """Lease the leading blocks of this chain that are here to a ticket, until Release. Answered by PrefixOffered."""
+
+    ticket_id: bytes
+    block_hashes: tuple[bytes, ...]
+    min_blocks: int
+
+
+Command = (
+    Reserve
+    | Discard
+    | Quiet
+    | AdmitImported
+    | AdmitLocal
+    | CancelSequences
+    | Freeze
+    | Thaw
+    | OfferPrefix
+    | Release
+    | Inspect
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +211,24 @@ class ThawRefused:
     error: TandemError
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixOffered:
+    """Nothing is leased when fewer blocks than wanted are here."""
+
+    ticket_id: bytes
+    block_ids: tuple[int, ...]
+
+
 Event = (
-    Reserved | Unreservable | Started | StepTokens | Failed | Frozen | FreezeRefused | Thawed | ThawRefused | Inspected
+    Reserved
+    | Unreservable
+    | Started
+    | StepTokens
+    | Failed
+    | Frozen
+    | FreezeRefused
+    | Thawed
+    | ThawRefused
+    | PrefixOffered
+    | Inspected
 )

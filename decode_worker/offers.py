@@ -1,4 +1,5 @@
-"""Blocks of frozen sequences that other workers may read, by ticket. Pure. Owned by the decode scheduler.
+"""Blocks that other workers may read, of frozen sequences and of prefixes, by ticket. Pure. Owned by the decode
+scheduler.
 
 A ticket pins its blocks until it is released, whatever becomes of the sequence meanwhile. One block may be in several:
 choices of one prompt are frozen one by one.
@@ -36,6 +37,16 @@ class Offers:
         self._tickets[ticket_id] = sealed_ids if tail is None else (*sealed_ids, tail.block_id)
         self._pool.lease(self._tickets[ticket_id])
         return sealed_ids, tail
+
+    def lease_prefix(self, ticket_id: bytes, block_hashes: tuple[bytes, ...], min_blocks: int) -> tuple[int, ...]:
+        """Cached blocks that begin like this; none when they are fewer."""
+        assert ticket_id not in self._tickets, f"ticket {ticket_id.hex()} used twice"
+        block_ids = self._pool.find(block_hashes)
+        if len(block_ids) < min_blocks:
+            return ()
+        self._tickets[ticket_id] = block_ids
+        self._pool.lease_found(block_ids)
+        return block_ids
 
     def release(self, ticket_id: bytes) -> None:
         """Nobody reads them any more. Unknown: nothing was leased to it."""

@@ -22,6 +22,8 @@ from decode_worker.commands import (
     Freeze,
     FreezeRefused,
     Frozen,
+    OfferPrefix,
+    PrefixOffered,
     Quiet,
     Release,
     Reserve,
@@ -85,6 +87,9 @@ class DecodeScheduler:
                 events = (self._freeze(command),)
             case Thaw():
                 events = (self._thaw(command),)
+            case OfferPrefix(ticket_id, block_hashes, min_blocks):
+                leased = self._offers.lease_prefix(ticket_id, block_hashes, min_blocks)
+                events = (PrefixOffered(ticket_id, leased),)
             case Release(ticket_id):
                 self._offers.release(ticket_id)
             case Inspect(inspection_id):

@@ -25,6 +25,7 @@ from decode_worker.streams import RouterStreams
 from engine.step_loop import StepLoop
 from kvtransfer.exporter import Exporter
 from kvtransfer.importer import Imported, Importer
+from kvtransfer.prefix_offers import PrefixOffers
 from tandem.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 
 _LOCAL = "local"
@@ -50,6 +51,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         steps: StepLoop[commands.Command, commands.Event],
         importer: Importer,
         exporter: Exporter,
+        prefixes: PrefixOffers,
         vocab_size: int,
         limits: DecodeLimits,
         cluster_key: bytes,
@@ -63,6 +65,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._steps = steps
         self._vocab_size = vocab_size
         self._limits = limits
+        self._prefixes = prefixes
         self._inspections = inspections
         self._telemetry = telemetry
         self._streams = RouterStreams(grace_s=stream_grace_s, on_gone=self._on_router_gone)
@@ -164,6 +167,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                     self.exports.on_freeze_refused(event)
                 case commands.Thawed() | commands.ThawRefused():
                     self.exports.on_thawed(event)
+                case commands.PrefixOffered():
+                    self._prefixes.on_offered(event.ticket_id, event.block_ids)
                 case Inspected():
                     self._inspections.on_inspected(event)
 

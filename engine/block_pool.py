@@ -128,6 +128,12 @@ class BlockPool:
             self._leases[block_id] = self._leases.get(block_id, 0) + 1
         self._story.append(("lease", tuple(block_ids)))
 
+    def lease_found(self, block_ids: Sequence[int]) -> None:
+        """Pins what was found, whether or not somebody refers to it."""
+        self.share(block_ids)
+        self.lease(block_ids)
+        self.release(block_ids)
+
     def end_lease(self, block_ids: Sequence[int]) -> None:
         """One lease less on each. Without one, what nobody refers to becomes free. In a sequence's order."""
         for block_id in reversed(block_ids):

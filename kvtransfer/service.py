@@ -11,6 +11,7 @@ from cluster.errors import HandOffReason, InvalidRequest, Unavailable
 from kvtransfer.export_call import ExportCall
 from kvtransfer.exporter import Exporter
 from kvtransfer.handoff_wire import IMPORTER_METADATA, renew_or_settle_from_wire
+from kvtransfer.prefix_offers import PrefixOffers
 from kvtransfer.probe_opening import ProbeOpening
 from tandem.v1 import kv_pb2, kv_pb2_grpc
 
@@ -18,9 +19,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class KvTransferServicer(kv_pb2_grpc.KvTransferServicer):
-    def __init__(self, *, exporter: Exporter, probes: ProbeOpening | None = None) -> None:
-        """`probes` None: nobody may measure here."""
-        self._exporter, self._probes = exporter, probes
+    def __init__(
+        self, *, exporter: Exporter, probes: ProbeOpening | None = None, prefixes: PrefixOffers | None = None
+    ) -> None:
+        """`probes` None: nobody may measure here. `prefixes` None: none are kept here."""
+        self._exporter, self._probes, self._prefixes = exporter, probes, prefixes
 
     async def HandOff(
         self,
@@ -48,6 +51,13 @@ class KvTransferServicer(kv_pb2_grpc.KvTransferServicer):
         if self._probes is None:
             raise Unavailable("nobody may measure here")
         return self._probes.open(request)
+
+    async def OfferPrefix(
+        self,
+        request: kv_pb2.OfferPrefixRequest,
+        context: grpc.aio.ServicerContext[kv_pb2.OfferPrefixRequest, kv_pb2.OfferPrefixResponse],
+    ) -> kv_pb2.OfferPrefixResponse:
+        return kv_pb2.OfferPrefixResponse() if self._prefixes is None else await self._prefixes.offer(request)
 
     async def _read(self, messages: AsyncIterator[kv_pb2.ImporterMessage], call: ExportCall) -> None:
         try:

@@ -12,6 +12,7 @@ from kvtransfer.importer import Importer
 from kvtransfer.kv_groups import BlockTable
 from kvtransfer.memory import PoolMemory
 from kvtransfer.pairs import PairBook
+from kvtransfer.prefix_offers import AskForPrefix, PrefixOffers
 from kvtransfer.probe import Destination, PairProbe, ProbeMeans
 from kvtransfer.probe_opening import ProbeOpening
 from kvtransfer.service import KvTransferServicer
@@ -36,6 +37,7 @@ class WorkerTransfer:
         table: BlockTable,  # of the pool
         layout: LayoutFingerprint,
         release: Callable[[bytes], None],  # as Exporter's
+        ask_for_prefix: AskForPrefix,
         clock: Clock,
     ) -> None:
         """Raises ConfigError when a transport that the settings name cannot work here."""
@@ -105,7 +107,10 @@ class WorkerTransfer:
             key=life.key,
             transports=self.transports,
         )
-        servicer = KvTransferServicer(exporter=self.exporter, probes=self._opening)
+        self.prefixes = PrefixOffers(
+            exporter=self.exporter, block_size=config.block_size, ask=ask_for_prefix, release=release
+        )
+        servicer = KvTransferServicer(exporter=self.exporter, probes=self._opening, prefixes=self.prefixes)
         kv_pb2_grpc.add_KvTransferServicer_to_server(servicer, life.server.grpc)
 
     def probe(self, destination: Destination) -> PairProbe:

@@ -6,15 +6,17 @@ from collections.abc import Callable
 
 from cluster.clock import MonotonicClock
 from cluster.config import WorkerConfig
-from cluster.hashing import keyed_chains, nameless_chains
+from cluster.hashing import NATIVE, NewChain, keyed_chains, nameless_chains
 from cluster.member import Capacity
 from cluster.worker_life import WorkerLife
 from cluster.worker_service import Inspections, WorkerService
 from engine.build import Engine, build_engine
 from engine.step_loop import StepLoop
+from kvtransfer.exporter_channels import ExporterChannels
 from kvtransfer.wire_dtypes import WireDtype
 from kvtransfer.worker_transfer import WorkerTransfer
 from prefill_worker import commands
+from prefill_worker.prefix_pulls import PrefixPulls, PullMeans
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
 from tandem.v1 import worker_pb2_grpc
@@ -48,6 +50,8 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
     finally:
         await life.end()
         await worker.transfer.close()
+        if worker.pulls is not None:
+            await worker.pulls.close()
         await asyncio.to_thread(worker.steps.stop)
 
 
@@ -59,8 +63,9 @@ class _Worker:
         self._loop = asyncio.get_running_loop()
         self._released = asyncio.Event()
         clock = MonotonicClock()
+        new_chain = keyed_chains(life.key, config.block_size) if config.prefix_caching == "on" else nameless_chains()
         self.steps = StepLoop[commands.Command, commands.Event](
-            _scheduler(config, engine, life.key),
+            _scheduler(config, engine, new_chain),
             engine.runner,
             clock,
             self._emit,
@@ -74,11 +79,28 @@ class _Worker:
             table=engine.pool.layout,
             layout=engine.fingerprint,
             release=self._release,
+            ask_for_prefix=self._ask_for_prefix,
             clock=clock,
         )
+        means = PullMeans(
+            member=life.member,
+            importer=self.transfer.importer,
+            pairs=self.transfer.pairs,
+            channels=ExporterChannels(life.connect),
+            block_size=config.block_size,
+            block_bytes=self.transfer.block_bytes,
+            new_chain=new_chain,
+            clock=clock,
+            telemetry=life.telemetry,
+        )
+        # What was quantised on its way would not be what is computed here.
+        pulls = config.prefix_caching == "on" and config.kv_wire_dtype == NATIVE
+        self.pulls = PrefixPulls(means, self.steps.post) if pulls else None
         self.service = PrefillService(
             steps=self.steps,
             exporter=self.transfer.exporter,
+            prefixes=self.transfer.prefixes,
+            pulls=self.pulls,
             vocab_size=engine.model_info.vocab_size,
             cluster_key=life.key,
             inspections=inspections,
@@ -87,7 +109,7 @@ class _Worker:
         workers = WorkerService(
             member=life.member,
             inspections=inspections,
-            more_figures=self.transfer.figures,
+            more_figures=self._figures,
             request_drain=life.request_drain,
         )
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self.service, life.server.grpc)
@@ -100,6 +122,12 @@ class _Worker:
             self._released.clear()
             await self._released.wait()
 
+    def _figures(self) -> dict[str, float]:
+        return self.transfer.figures() | (self.pulls.figures() if self.pulls is not None else {})
+
+    def _ask_for_prefix(self, ticket_id: bytes, block_hashes: tuple[bytes, ...], min_blocks: int) -> None:
+        self.steps.post(commands.OfferPrefix(ticket_id, block_hashes, min_blocks))
+
     def _emit(self, events: tuple[commands.Event, ...]) -> None:
         """From the step thread to the event loop."""
         self._loop.call_soon_threadsafe(self.service.on_events, events)
@@ -109,12 +137,12 @@ class _Worker:
         self._released.set()
 
 
-def _scheduler(config: WorkerConfig, engine: Engine, key: bytes) -> PrefillScheduler:
+def _scheduler(config: WorkerConfig, engine: Engine, new_chain: NewChain) -> PrefillScheduler:
     return PrefillScheduler(
         num_blocks=engine.pool.num_blocks,
         block_size=config.block_size,
         max_prefill_tokens=config.max_prefill_tokens,
         max_num_seqs=config.max_num_seqs,
         max_queue=config.max_queue,
-        new_chain=keyed_chains(key, config.block_size) if config.prefix_caching == "on" else nameless_chains(),
+        new_chain=new_chain,
     )

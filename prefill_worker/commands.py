@@ -32,7 +32,56 @@ class Release:
     ticket_id: bytes
 
 
-Command = Submit | Cancel | Release | Inspect
+@dataclass(frozen=True, slots=True)
+class FindPrefix:
+    """How many leading blocks of this chain are here? Answered by PrefixFound."""
+
+    question_id: int
+    block_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OfferPrefix:
+    """Lease the leading blocks of this chain that are here to a ticket, until Release. Answered by PrefixOffered."""
+
+    ticket_id: bytes
+    block_hashes: tuple[bytes, ...]
+    min_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReservePull:
+    """Set blocks aside for a prefix that another worker has: now, or not at all. Answered by PullReserved."""
+
+    pull_id: int
+    block_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitPull:
+    """Its blocks are verified and settled: whoever begins like this finds them from now on."""
+
+    pull_id: int
+    root: bytes
+    block_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardPull:
+    """It failed: forget its blocks. Those that a reader may still write to go to quarantine."""
+
+    pull_id: int
+    quarantined_block_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """Nobody can write to these quarantined blocks any more: free them."""
+
+    block_ids: frozenset[int]
+
+
+Command = Submit | Cancel | Release | FindPrefix | OfferPrefix | ReservePull | AdmitPull | DiscardPull | Quiet | Inspect
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,4 +133,27 @@ class Failed:
     error: TandemError
 
 
-Event = Accepted | Refused | Sealed | Finished | Failed | Inspected
+@dataclass(frozen=True, slots=True)
+class PrefixFound:
+    question_id: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixOffered:
+    """Nothing is leased when fewer blocks than wanted are here."""
+
+    ticket_id: bytes
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PullReserved:
+    """The first `num_cached` hold their content already. None: there is no room."""
+
+    pull_id: int
+    block_ids: tuple[int, ...] | None
+    num_cached: int
+
+
+Event = Accepted | Refused | Sealed | Finished | Failed | PrefixFound | PrefixOffered | PullReserved | Inspected

@@ -26,17 +26,27 @@ from engine.step import Chunk, DrawnToken, Sample, StepPlan, StepResult
 from engine.stops import banned_token_ids, finish_reason
 from prefill_worker.commands import (
     Accepted,
+    AdmitPull,
     Cancel,
     Command,
+    DiscardPull,
     Event,
     Failed,
+    FindPrefix,
     Finished,
+    OfferPrefix,
+    PrefixFound,
+    PrefixOffered,
+    PullReserved,
+    Quiet,
     Refused,
     Release,
+    ReservePull,
     Sealed,
     Submit,
     Tail,
 )
+from prefill_worker.pulled_blocks import PulledBlocks
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +92,7 @@ class PrefillScheduler:
         new_chain: NewChain,
     ) -> None:
         self._pool = BlockPool(num_blocks)
+        self._pulled = PulledBlocks(self._pool)
         self._block_size = block_size
         self._max_prefill_tokens = max_prefill_tokens
         self._max_num_seqs = max_num_seqs
@@ -106,6 +117,21 @@ class PrefillScheduler:
                 return self._abort(ticket_id, Cancelled("the prefill was cancelled"))
             case Release(ticket_id):
                 self._release(ticket_id)
+                return ()
+            case FindPrefix(question_id, block_hashes):
+                return (PrefixFound(question_id, len(self._pool.find(block_hashes))),)
+            case OfferPrefix():
+                return (self._offer_prefix(command),)
+            case ReservePull():
+                return (self._reserve_pull(command),)
+            case AdmitPull(pull_id, root, block_hashes):
+                self._pulled.admit(pull_id, block_hashes, root)
+                return ()
+            case DiscardPull(pull_id, quarantined):
+                self._pulled.discard(pull_id, quarantined)
+                return ()
+            case Quiet(block_ids):
+                self._pool.end_quarantine(sorted(block_ids))
                 return ()
             case Inspect(inspection_id):
                 return (self._inspect(inspection_id),)
@@ -157,6 +183,8 @@ class PrefillScheduler:
         for running in self._running.values():
             for block_id in running.block_ids:
                 references[block_id] += 1
+        for block_id in self._pulled.block_ids:
+            references[block_id] += 1
         self._pool.check_references(references)
         leases = Counter(block_id for block_ids in self._leased.values() for block_id in block_ids)
         for running in self._running.values():
@@ -295,6 +323,24 @@ class PrefillScheduler:
         elif ticket_id in self._queue:
             self._queue[ticket_id].has_importer = False
 
+    def _offer_prefix(self, command: OfferPrefix) -> Event:
+        assert command.ticket_id not in self._leased, f"ticket {command.ticket_id.hex()} used twice"
+        block_ids = self._pool.find(command.block_hashes)
+        if len(block_ids) < command.min_blocks:
+            return PrefixOffered(command.ticket_id, ())
+        self._leased[command.ticket_id] = block_ids
+        self._pool.lease_found(block_ids)
+        return PrefixOffered(command.ticket_id, block_ids)
+
+    def _reserve_pull(self, command: ReservePull) -> Event:
+        """What waits in the queue may need comes first."""
+        waiting = (blocks_for(len(waiting.job.token_ids), self._block_size) for waiting in self._queue.values())
+        granted = self._pulled.reserve(command.pull_id, command.block_hashes, num_to_leave=sum(waiting))
+        if granted is None:
+            return PullReserved(command.pull_id, None, 0)
+        block_ids, num_cached = granted
+        return PullReserved(command.pull_id, block_ids, num_cached)
+
     def _find_running(self, ticket_id: bytes) -> _Running | None:
         return next((running for running in self._running.values() if running.ticket_id == ticket_id), None)
 
@@ -317,6 +363,7 @@ class PrefillScheduler:
             "waiting": len(self._queue),
             "running": len(self._running),
             "leased_tickets": len(self._leased),
+            "pulls": len(self._pulled),
             "steps": self._steps,
             "tokens_computed": self._tokens_computed,
             "tokens_cached": self._tokens_cached,

@@ -20,7 +20,9 @@ from cluster.worker_service import Inspections
 from engine.step_loop import StepLoop
 from kvtransfer import tickets
 from kvtransfer.exporter import Exporter, FirstToken, TailBlock
+from kvtransfer.prefix_offers import PrefixOffers
 from prefill_worker import commands
+from prefill_worker.prefix_pulls import PrefixPulls
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 _Outcome = commands.Finished | commands.Failed
@@ -43,6 +45,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         *,
         steps: StepLoop[commands.Command, commands.Event],
         exporter: Exporter,
+        prefixes: PrefixOffers,
+        pulls: PrefixPulls | None,  # None: every prompt is computed here
         vocab_size: int,
         cluster_key: bytes,
         inspections: Inspections,
@@ -50,6 +54,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     ) -> None:
         self._steps = steps
         self._exporter = exporter
+        self._prefixes = prefixes
+        self._pulls = pulls
         self._vocab_size = vocab_size
         self._cluster_key = cluster_key
         self._inspections = inspections
@@ -66,6 +72,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         ticket_id = secrets.token_bytes(16)
         call = self._open(ticket_id, job)
         try:
+            num_pulled = 0 if self._pulls is None else await self._pulls.fetch(job)
             self._steps.post(commands.Submit(ticket_id, job))
             # Shielded: a wait that is cancelled would cancel what it waits for, as if the attempt had ended.
             ticket = await asyncio.shield(call.accepted)
@@ -73,8 +80,13 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             outcome = await asyncio.shield(call.outcome)
             if isinstance(outcome, commands.Failed):
                 raise outcome.error
+            num_pulled = min(num_pulled, outcome.num_cached)  # what came may have been evicted again
             first_tokens = wire.first_tokens_to_wire(
-                outcome.tokens, queue_s=outcome.queue_s, prefill_s=outcome.prefill_s, num_cached=outcome.num_cached
+                outcome.tokens,
+                queue_s=outcome.queue_s,
+                prefill_s=outcome.prefill_s,
+                num_cached=outcome.num_cached - num_pulled,
+                num_pulled=num_pulled,
             )
             yield worker_pb2.PrefillEvent(first_tokens=first_tokens)
         finally:
@@ -101,6 +113,11 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                     self._on_finished(event)
                 case commands.Failed():
                     self._on_failed(event)
+                case commands.PrefixFound() | commands.PullReserved():
+                    if self._pulls is not None:
+                        self._pulls.on_event(event)
+                case commands.PrefixOffered():
+                    self._prefixes.on_offered(event.ticket_id, event.block_ids)
                 case Inspected():
                     self._inspections.on_inspected(event)
 
@@ -169,6 +186,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._telemetry.observe("tandem_prefill_seconds", event.prefill_s)
         call = self._calls.get(event.ticket_id)
         if call is not None:
+            if self._pulls is not None:
+                self._pulls.prefilled(len(call.job.token_ids) - event.num_cached, event.prefill_s)
             call.outcome.set_result(event)  # the client's first token before anything that may take time
         self._exporter.finish(
             event.ticket_id,

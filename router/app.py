@@ -25,6 +25,8 @@ from router.openai_api import build_app
 from router.outbox import Outboxes
 from router.pipeline import Pipeline, PipelineSettings
 from router.placement import policy
+from router.prefix_beliefs import PrefixBeliefs
+from router.prefix_memory import PrefixMemory
 from router.service import AdminService, ApiKeyInterceptor, InferenceService
 from router.tokenization import Tokenization
 from tandem.v1 import admin_pb2_grpc, inference_pb2_grpc
@@ -91,6 +93,7 @@ class _Router:
             policy=placement,
             fleet=self._fleet,
             migrations=migrations,
+            prefixes=PrefixBeliefs(self._fleet, PrefixMemory()),
             outboxes=self._outboxes,
             settings=PipelineSettings(request_timeout_s=config.request_timeout_s, max_attempts=config.max_attempts),
             clock=clock,

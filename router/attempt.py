@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from cluster.errors import InternalError
+from cluster.hashing import BlockChain
 from cluster.messages import MemberId
 from router.choice import Choice
 from router.decode_events import Move
@@ -17,6 +18,7 @@ from router.fleet import Fleet
 from router.live_request import LiveRequest
 from router.migration import Migrations
 from router.peer import FirstTokens
+from router.prefix_beliefs import PrefixBeliefs
 from router.running import branches, running
 
 
@@ -28,12 +30,14 @@ class Attempt:
         *,
         fleet: Fleet,
         migrations: Migrations,
+        prefixes: PrefixBeliefs,
         router: MemberId,
     ) -> None:
         self._live = live
         self._choices = choices
         self._fleet = fleet
         self._migrations = migrations
+        self._prefixes = prefixes
         self._router = router
         self._number = live.next_attempt()
 
@@ -44,7 +48,9 @@ class Attempt:
         with DecodeLeg(self._live, decode, self._choices, exporter=prefill_id) as decoding:
             self._live.dispatched()
             with leg(PREFILL, prefill_id):
-                job = self._live.prefill_job(self._choices, self._number, importer=decode_id)
+                chain = self._chain(prefill_id, self._choices[0].committed)
+                holders = self._prefixes.holders(chain, besides=prefill_id)
+                job = self._live.prefill_job(self._choices, self._number, decode_id, holders)
                 prefill = self._fleet.prefill(prefill_id)
                 async with prefill.prefill(job) as call:
                     ticket = await call.ticket()
@@ -52,12 +58,15 @@ class Attempt:
                     with prefill.abandoned_unless_taken(ticket) as taken:
                         async with running(start) as starting:
                             self._deliver_first(await call.first_tokens(), prefill_id)
+                            self._prefixes.note(chain, prefill_id)
                             decoding.cancel_ended()
                             if decoding.sequences.live:
                                 with leg(DECODE, decode_id):
                                     await starting
                                 taken()
+                                self._prefixes.note(chain, decode_id)
             await self._follow(decoding)
+            self._note_outputs(decode_id)
 
     async def first_token_only(self, prefill_id: MemberId) -> None:
         """One token is missing: prefill gives it, and there is nothing to decode."""
@@ -76,6 +85,16 @@ class Attempt:
                 self._live.dispatched()
                 await decode.start(self._live.decode_job(decoding.owners, self._number, self._router, ticket=None))
                 await self._follow(decoding)
+                self._note_outputs(decode_id)
+
+    def _chain(self, worker: MemberId, committed: tuple[int, ...]) -> BlockChain:
+        request = self._live.request
+        return self._prefixes.chain(worker, request.prompt_token_ids + committed, request.cache_salt)
+
+    def _note_outputs(self, decode_id: MemberId) -> None:
+        """The next turn of a conversation begins with these. The last token's KV was never computed."""
+        for choice in self._choices:
+            self._prefixes.note(self._chain(decode_id, choice.committed[:-1]), decode_id)
 
     def _deliver_first(self, first: FirstTokens, prefill_id: MemberId) -> None:
         if len(first.tokens) != len(self._choices):

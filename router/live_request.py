@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cluster.clock import Clock
 from cluster.errors import DeadlineExceeded
-from cluster.messages import DecodeJob, MemberId, PrefillJob, SampledToken, SequenceStart
+from cluster.messages import DecodeJob, MemberId, PrefillJob, PrefixHolder, SampledToken, SequenceStart
 from router.choice import Choice
 from router.decode_events import Started
 from router.ledger import LedgerRecorder, PhaseName
@@ -60,7 +60,13 @@ class LiveRequest:
         """To the client, exactly once. Raises OutOfOrder."""
         self._outbox.put(choice.append(index, token))
 
-    def prefill_job(self, choices: Sequence[Choice], attempt: int, importer: MemberId | None) -> PrefillJob:
+    def prefill_job(
+        self,
+        choices: Sequence[Choice],
+        attempt: int,
+        importer: MemberId | None,
+        prefix_holders: tuple[PrefixHolder, ...] = (),
+    ) -> PrefillJob:
         """`choices` share what they have committed."""
         committed = choices[0].committed
         assert all(choice.committed == committed for choice in choices)
@@ -75,6 +81,7 @@ class LiveRequest:
             importer=importer,
             timeout_s=self.time_left_s(),
             cache_salt=self.request.cache_salt,
+            prefix_holders=prefix_holders,
         )
 
     def decode_job(

@@ -26,6 +26,7 @@ from router.live_request import LiveRequest
 from router.migration import Migrations
 from router.outbox import Outbox, Outboxes
 from router.placement import Placement, Policy, RequestFacts
+from router.prefix_beliefs import PrefixBeliefs
 from router.requests import ChatPrompt, GenerateRequest, Output, Prompt, Summary, TextPrompt, TokenPrompt
 from router.running import all_of, running
 from router.tokenization import Tokenization
@@ -64,6 +65,7 @@ class Pipeline:
         policy: Policy,
         fleet: Fleet,
         migrations: Migrations,
+        prefixes: PrefixBeliefs,
         outboxes: Outboxes,
         settings: PipelineSettings,
         clock: Clock,
@@ -76,6 +78,7 @@ class Pipeline:
         self._policy = policy
         self._fleet = fleet
         self._migrations = migrations
+        self._prefixes = prefixes
         self._outboxes = outboxes
         self._settings = settings
         self._clock = clock
@@ -183,7 +186,14 @@ class Pipeline:
         self, live: LiveRequest, choices: Sequence[Choice], placement: Placement, local_reason: str
     ) -> None:
         """One try at both legs. Raises AttemptFailed; what the client has by then is committed."""
-        attempt = Attempt(live, choices, fleet=self._fleet, migrations=self._migrations, router=self._router)
+        attempt = Attempt(
+            live,
+            choices,
+            fleet=self._fleet,
+            migrations=self._migrations,
+            prefixes=self._prefixes,
+            router=self._router,
+        )
         if placement.prefill is None or local_reason:
             self._note_local(live, local_reason)
             await attempt.on_decode(placement.decode)

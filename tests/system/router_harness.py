@@ -17,6 +17,8 @@ from router.migration import Migrations
 from router.outbox import Outboxes
 from router.pipeline import Pipeline, PipelineSettings
 from router.placement import policy
+from router.prefix_beliefs import PrefixBeliefs
+from router.prefix_memory import PrefixMemory
 from router.requests import GenerateRequest, Output, SamplingParams, StopConditions, Summary, TokenPrompt
 from router.running import running
 from router.tokenization import Tokenization
@@ -96,6 +98,7 @@ class RouterUnderTest:
             policy=chooser,
             fleet=self.fleet,
             migrations=self.migrations,
+            prefixes=PrefixBeliefs(self.fleet, PrefixMemory()),
             outboxes=self.outboxes,
             settings=PipelineSettings(request_timeout_s=request_timeout_s, max_attempts=max_attempts),
             clock=MonotonicClock(),

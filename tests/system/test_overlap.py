@@ -22,6 +22,7 @@ from engine.step import Runner, StepPlan, StepResult
 from engine.step_loop import StepLoop
 from kvtransfer.exporter import Exporter
 from kvtransfer.importer import Expected, Importer
+from kvtransfer.prefix_offers import PrefixOffers
 from kvtransfer.service import KvTransferServicer
 from kvtransfer.transports.base import Channel, ImporterTransport
 from kvtransfer.transports.shm import ShmExporter, ShmImporter
@@ -202,6 +203,13 @@ async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
     service = PrefillService(
         steps=steps,
         exporter=exporter,
+        prefixes=PrefixOffers(
+            exporter=exporter,
+            block_size=settings.block_size,
+            ask=lambda ticket_id, block_hashes, min_blocks: None,
+            release=lambda ticket_id: None,
+        ),
+        pulls=None,
         vocab_size=engine.model_info.vocab_size,
         cluster_key=_KEY,
         inspections=Inspections(steps.post),

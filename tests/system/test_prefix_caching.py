@@ -96,3 +96,23 @@ async def _leave_early(cluster: LocalCluster, request: inference_pb2.GenerateReq
     async with asked(cluster, request) as answer:
         await answer.until(2)
         answer.go_away()
+
+
+async def test_a_prefix_comes_from_another_worker_where_that_is_cheaper(cluster: LocalCluster) -> None:
+    """Prefill workers take turns: the one that did not compute a prompt pulls it, as soon as it knows that it helps."""
+    for number in range(8):  # until both know what computing costs them
+        await ask(cluster, question(_tokens(400 + number, 40), max_tokens=2))
+    before = await cluster.figures("prefill")
+
+    for number in range(20):
+        prompt = _tokens(500 + number, 40 * _BLOCK_SIZE + 1)
+        first, again = [await ask(cluster, question(prompt, max_tokens=6)) for _ in range(2)]
+        assert again.token_ids == first.token_ids
+        after = await cluster.figures("prefill")
+        if after["tokens_pulled"] > before["tokens_pulled"]:
+            break
+
+    pulled = after["tokens_pulled"] - before["tokens_pulled"]
+    assert pulled == 40 * _BLOCK_SIZE == again.usage.cached_tokens, f"{before} {after}"
+    assert first.ledger.members[0] != again.ledger.members[0]
+    await cluster.until_free()

@@ -18,7 +18,17 @@ from cluster.errors import (
     TandemError,
 )
 from cluster.messages import DecodeJob, FinishReason
-from decode_worker.commands import AdmitImported, AdmitLocal, Failed, Quiet, Started, StepTokens
+from decode_worker.commands import (
+    AdmitImported,
+    AdmitLocal,
+    Failed,
+    OfferPrefix,
+    PrefixOffered,
+    Quiet,
+    Release,
+    Started,
+    StepTokens,
+)
 from tests.unit.decode_bench import DecodeBench, HandOff, limits
 from tests.unit.fake_paged_runner import num_tokens
 
@@ -773,3 +783,23 @@ def test_tenants_share_no_prefix_here() -> None:
 
     assert bench.reserve(bench.job(range(1, 18), salt="b")).num_cached == 0
     assert bench.reserve(bench.job(range(1, 18), salt="a")).num_cached == 4
+
+
+def test_a_prefix_is_offered_to_other_workers_and_pinned_until_released() -> None:
+    bench = DecodeBench(limits(num_blocks=6))
+    (handle,) = _imported(bench, bench.job(range(1, 10), max_tokens=8))
+    bench.run()
+    known = (*range(1, 10), *bench.choices[handle].output)
+    chain = bench.new_chain("", "native")
+    chain.extend(known)
+
+    (few,) = bench.scheduler.apply(OfferPrefix(b"few", tuple(chain.hashes), 5), 0.0)
+    (offered,) = bench.scheduler.apply(OfferPrefix(b"ticket", tuple(chain.hashes), 4), 0.0)
+
+    assert isinstance(few, PrefixOffered) and few.block_ids == ()
+    assert isinstance(offered, PrefixOffered) and bench.runner.read(offered.block_ids, 16) == known[:16]
+    bench.admit(bench.job(range(30, 35), max_tokens=4))
+    bench.run()
+    assert bench.runner.read(offered.block_ids, 16) == known[:16]
+    bench.apply(Release(b"ticket"))
+    bench.assert_idle()

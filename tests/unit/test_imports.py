@@ -45,9 +45,12 @@ PURE = [
     "kvtransfer.pairs",
     "kvtransfer.read_fit",
     "prefill_worker.commands",
+    "prefill_worker.pull_choice",
+    "prefill_worker.pulled_blocks",
     "prefill_worker.scheduler",
     "router.admission",
     "router.placement",
+    "router.prefix_memory",
 ]
 # Deciding modules among them: neither read a clock nor wait.
 CLOCKLESS = [name for name in PURE if name not in ("cluster.clock", "cluster.config")]

@@ -9,19 +9,26 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from cluster.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequest, PromptTooLong, QueueFull
-from cluster.hashing import keyed_chains, nameless_chains
+from cluster.hashing import NATIVE, BlockChain, keyed_chains, nameless_chains
 from cluster.messages import FinishReason, Inspect, Inspected, MemberId, PrefillJob, Sampling, TokenStops
 from engine.step import Sample, StepPlan
 from engine.stops import banned_token_ids, finish_reason
 from prefill_worker.commands import (
     Accepted,
+    AdmitPull,
     Cancel,
     Command,
+    DiscardPull,
     Event,
     Failed,
     Finished,
+    OfferPrefix,
+    PrefixOffered,
+    PullReserved,
+    Quiet,
     Refused,
     Release,
+    ReservePull,
     Sealed,
     Submit,
     Tail,
@@ -80,6 +87,16 @@ class _Prefill:
 
 
 @dataclass
+class _Pull:
+    """What the importer of a prefix knows."""
+
+    token_ids: tuple[int, ...]
+    chain: BlockChain
+    block_ids: tuple[int, ...] | None = None
+    num_cached: int = 0
+
+
+@dataclass
 class _Bench:
     """Drives a PrefillScheduler on the fake runner; judges first tokens, and leased blocks after every step."""
 
@@ -92,18 +109,23 @@ class _Bench:
     now_s: float = 0.0
     tickets: dict[bytes, _Prefill] = field(default_factory=dict)
     refused: list[Refused] = field(default_factory=list)
+    pulls: dict[int, _Pull] = field(default_factory=dict)
+    offered: dict[bytes, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)  # blocks, their tokens
+    quarantined: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self.new_chain = keyed_chains(b"key", self.block_size) if self.prefix_caching else nameless_chains()
         self.scheduler = PrefillScheduler(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             max_prefill_tokens=self.max_prefill_tokens,
             max_num_seqs=self.max_num_seqs,
             max_queue=self.max_queue,
-            new_chain=keyed_chains(b"key", self.block_size) if self.prefix_caching else nameless_chains(),
+            new_chain=self.new_chain,
         )
         self.runner = FakePagedRunner(self.num_blocks, self.block_size)
         self._next_ticket = 0
+        self._next_pull = 0
 
     def submit(self, job: PrefillJob) -> bytes:
         ticket_id, self._next_ticket = self._next_ticket.to_bytes(4, "big"), self._next_ticket + 1
@@ -113,6 +135,41 @@ class _Bench:
 
     def release(self, ticket_id: bytes) -> None:
         self.tickets[ticket_id].released = True
+        self.apply(Release(ticket_id))
+
+    def pull(self, token_ids: Iterable[int]) -> int:
+        """Full blocks that another worker has."""
+        pull_id, self._next_pull = self._next_pull, self._next_pull + 1
+        pull = self.pulls[pull_id] = _Pull(tuple(token_ids), self.new_chain("", NATIVE))
+        pull.chain.extend(pull.token_ids)
+        self.apply(ReservePull(pull_id, tuple(pull.chain.hashes)))
+        return pull_id
+
+    def finish_pull(self, pull_id: int) -> None:
+        """The importer has read and verified everything."""
+        pull = self.pulls.pop(pull_id)
+        assert pull.block_ids is not None
+        for place, token_id in enumerate(pull.token_ids):
+            if place >= pull.num_cached * self.block_size:
+                self.runner.written[pull.block_ids[place // self.block_size]][place % self.block_size] = token_id
+        self.apply(AdmitPull(pull_id, pull.chain.parent_of(0), tuple(pull.chain.hashes)))
+
+    def discard_pull(self, pull_id: int, quarantined: Iterable[int] = ()) -> None:
+        del self.pulls[pull_id]
+        self.quarantined |= set(quarantined)
+        self.apply(DiscardPull(pull_id, frozenset(quarantined)))
+
+    def offer(self, token_ids: Iterable[int], min_blocks: int = 1) -> bytes:
+        ticket_id, self._next_ticket = self._next_ticket.to_bytes(4, "big"), self._next_ticket + 1
+        token_ids = tuple(token_ids)
+        chain = self.new_chain("", NATIVE)
+        chain.extend(token_ids)
+        self.offered[ticket_id] = (), token_ids
+        self.apply(OfferPrefix(ticket_id, tuple(chain.hashes), min_blocks))
+        return ticket_id
+
+    def end_offer(self, ticket_id: bytes) -> None:
+        del self.offered[ticket_id]
         self.apply(Release(ticket_id))
 
     def apply(self, command: Command) -> None:
@@ -129,6 +186,9 @@ class _Bench:
         self.scheduler.check()
         for prefill in self.tickets.values():
             self._check_pinned(prefill)
+        for block_ids, token_ids in self.offered.values():
+            num_tokens = len(block_ids) * self.block_size
+            assert self.runner.read(block_ids, num_tokens) == token_ids[:num_tokens], "an offered block changed"
         return plan
 
     def run(self) -> list[StepPlan]:
@@ -168,6 +228,17 @@ class _Bench:
                 case Refused(ticket_id, error):
                     self.refused.append(event)
                     del self.tickets[ticket_id]
+                case PullReserved(pull_id, None):
+                    del self.pulls[pull_id]
+                case PullReserved(pull_id, block_ids, num_cached) if block_ids is not None:
+                    pull = self.pulls[pull_id]
+                    pull.block_ids, pull.num_cached = block_ids, num_cached
+                    found = pull.token_ids[: num_cached * self.block_size]
+                    assert self.runner.read(block_ids[:num_cached], len(found)) == found
+                    for block_id in block_ids[num_cached:]:
+                        self.runner.scribble(block_id, mark=pull_id + 1)
+                case PrefixOffered(ticket_id, block_ids):
+                    self.offered[ticket_id] = block_ids, self.offered[ticket_id][1]
                 case Accepted() | Inspected():
                     pass
 
@@ -228,6 +299,39 @@ class _AnySchedule(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         self.bench.release(data.draw(st.sampled_from(list(self.bench.tickets))))
 
+    @rule(num_tokens=st.integers(1, 16))
+    def pull(self, num_tokens: int) -> None:
+        num_blocks = num_tokens // self.bench.block_size
+        if num_blocks:
+            self.bench.pull(range(1, num_blocks * self.bench.block_size + 1))
+
+    @precondition(lambda self: self.bench.pulls)
+    @rule(data=st.data())
+    def finish_pull(self, data: st.DataObject) -> None:
+        self.bench.finish_pull(data.draw(st.sampled_from(list(self.bench.pulls))))
+
+    @precondition(lambda self: self.bench.pulls)
+    @rule(data=st.data())
+    def discard_pull(self, data: st.DataObject) -> None:
+        pull_id = data.draw(st.sampled_from(list(self.bench.pulls)))
+        pull = self.bench.pulls[pull_id]
+        fresh_ids = (pull.block_ids or ())[pull.num_cached :]
+        self.bench.discard_pull(pull_id, data.draw(st.sets(st.sampled_from(fresh_ids))) if fresh_ids else set())
+
+    @precondition(lambda self: self.bench.quarantined)
+    @rule()
+    def quiet(self) -> None:
+        self.bench.apply(Quiet(frozenset({self.bench.quarantined.pop()})))
+
+    @rule(num_tokens=st.integers(1, 16), min_blocks=st.integers(1, 3))
+    def offer(self, num_tokens: int, min_blocks: int) -> None:
+        self.bench.offer(range(1, num_tokens + 1), min_blocks)
+
+    @precondition(lambda self: self.bench.offered)
+    @rule(data=st.data())
+    def end_offer(self, data: st.DataObject) -> None:
+        self.bench.end_offer(data.draw(st.sampled_from(list(self.bench.offered))))
+
     @rule()
     def failing_step(self) -> None:
         self.bench.step(RuntimeError("out of memory"))
@@ -242,6 +346,11 @@ class _AnySchedule(RuleBasedStateMachine):
         if not hasattr(self, "bench"):
             return
         bench = self.bench
+        for ticket_id in list(bench.offered):
+            bench.end_offer(ticket_id)
+        for pull_id in list(bench.pulls):
+            bench.discard_pull(pull_id)
+        bench.apply(Quiet(frozenset(bench.quarantined)))
         bench.run()
         while pinned := [ticket_id for ticket_id, prefill in bench.tickets.items() if prefill.pinned]:
             bench.release(pinned[0])
@@ -567,3 +676,47 @@ def test_without_prefix_caching_nothing_is_found_or_kept() -> None:
         finished = bench.tickets[ticket_id].finished
         assert finished is not None and finished.num_cached == 0
     assert bench.inspect().blocks["free"] == bench.num_blocks
+
+
+def test_a_pulled_prefix_is_found_by_the_prompt_that_it_was_pulled_for() -> None:
+    bench = _Bench()
+    bench.finish_pull(bench.pull(range(1, 17)))
+
+    ticket_id = bench.submit(_job(range(1, 20)))
+    (plan,) = bench.run()
+
+    assert num_tokens(plan) == 3
+    finished = bench.tickets[ticket_id].finished
+    assert finished is not None and finished.num_cached == 16
+
+
+def test_a_pull_shares_what_is_here_and_takes_nothing_that_a_waiting_prompt_needs() -> None:
+    bench = _Bench(num_blocks=10, max_num_seqs=1, max_prefill_tokens=4)
+    bench.submit(_job(range(30, 50), imported=False))
+    bench.submit(_job(range(60, 76), imported=False))
+    bench.step()
+
+    refused = bench.pull(range(1, 17))
+    assert refused not in bench.pulls
+    bench.run()
+    bench.finish_pull(bench.pull(range(1, 17)))
+    longer = bench.pull(range(1, 25))
+    assert bench.pulls[longer].num_cached == 4 and len(bench.pulls[longer].block_ids or ()) == 6
+    bench.discard_pull(longer)
+    bench.assert_none_in_use()
+
+
+def test_an_offer_pins_what_is_here_until_it_is_released_and_too_little_pins_nothing() -> None:
+    bench = _Bench(num_blocks=6)
+    bench.submit(_job(range(1, 14), imported=False))
+    bench.run()
+
+    few, offered = bench.offer(range(1, 9), min_blocks=3), bench.offer(range(1, 30), min_blocks=3)
+    assert (len(bench.offered[few][0]), len(bench.offered[offered][0])) == (0, 3)
+    assert bench.inspect().blocks["leased"] == 3
+    bench.submit(_job(range(30, 43), imported=False))
+    assert bench.step() is None
+
+    bench.end_offer(offered)
+    bench.run()
+    bench.assert_none_in_use()

@@ -12,6 +12,7 @@ from cluster.messages import (
     LayoutFingerprint,
     MemberId,
     PrefillJob,
+    PrefixHolder,
     SampledToken,
     Sampling,
     SequenceStart,
@@ -49,6 +50,7 @@ PREFILL_JOBS = st.builds(
     importer=st.none() | MEMBERS,
     timeout_s=TIMEOUT,
     cache_salt=st.text(max_size=5),
+    prefix_holders=st.lists(st.builds(PrefixHolder, MEMBERS, NAME, U32), max_size=2).map(tuple),
 )
 SEQUENCES = st.lists(
     st.builds(SequenceStart, U32, U64, IDS), min_size=1, max_size=3, unique_by=lambda start: start.handle

@@ -1,0 +1,82 @@
+"""What this worker's prefix cache holds, offered to another worker under a ticket of its own.
+
+Lives on the event loop. Owns the questions to the step thread, which finds the blocks and leases them. Such a ticket is
+whole at once: sealed blocks only, no tail, and no choice that goes on from it.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from cluster import wire
+from cluster.errors import InvalidRequest
+from cluster.hashing import HASH_BYTES
+from kvtransfer import tickets
+from kvtransfer.exporter import Exporter
+from tandem.v1 import kv_pb2
+
+
+class AskForPrefix(Protocol):
+    def __call__(self, ticket_id: bytes, block_hashes: tuple[bytes, ...], min_blocks: int) -> None:
+        """To the step thread; `on_offered` has the answer."""
+        ...
+
+
+class PrefixOffers:
+    def __init__(
+        self, *, exporter: Exporter, block_size: int, ask: AskForPrefix, release: Callable[[bytes], None]
+    ) -> None:
+        """`release`: the leases of a ticket that was never issued."""
+        self._exporter = exporter
+        self._block_size = block_size
+        self._ask = ask
+        self._release = release
+        self._asked: dict[bytes, asyncio.Future[tuple[int, ...]]] = {}
+
+    async def offer(self, request: kv_pb2.OfferPrefixRequest) -> kv_pb2.OfferPrefixResponse:
+        """Raises InvalidRequest."""
+        importer = wire.member_from_wire(request.importer)
+        hashes = _hashes(request.block_hashes)
+        block_ids, ticket_id = await self._find(hashes, max(1, request.min_blocks))
+        if not block_ids:
+            return kv_pb2.OfferPrefixResponse()
+        issued = self._exporter.issue(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            importer=importer,
+            num_tokens=len(block_ids) * self._block_size,
+            prompt_hash=hashes[len(block_ids) - 1],  # it covers all before it
+            num_choices=0,
+            ticket_id=ticket_id,
+        )
+        self._exporter.seal(ticket_id, first_index=0, block_ids=block_ids)
+        self._exporter.finish(ticket_id, first_tokens=(), tail=None)
+        return kv_pb2.OfferPrefixResponse(ticket=issued.signed, num_blocks=len(block_ids))
+
+    def on_offered(self, ticket_id: bytes, block_ids: tuple[int, ...]) -> None:
+        """The step thread has leased these to the ticket; none: too few are here."""
+        answer = self._asked.get(ticket_id)
+        if answer is not None and not answer.done():
+            answer.set_result(block_ids)
+        elif block_ids:
+            self._release(ticket_id)
+
+    async def _find(self, hashes: Sequence[bytes], min_blocks: int) -> tuple[tuple[int, ...], bytes]:
+        ticket_id = secrets.token_bytes(tickets.TICKET_ID_BYTES)
+        answer = self._asked[ticket_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._ask(ticket_id, tuple(hashes), min_blocks)
+            return await answer, ticket_id
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled() and answer.result():
+                self._release(ticket_id)  # leased, and nobody to tell
+            raise
+        finally:
+            del self._asked[ticket_id]
+
+
+def _hashes(packed: bytes) -> tuple[bytes, ...]:
+    if not packed or len(packed) % HASH_BYTES:
+        raise InvalidRequest(f"block hashes must be a positive multiple of {HASH_BYTES} bytes, not {len(packed)}")
+    return tuple(packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES))
