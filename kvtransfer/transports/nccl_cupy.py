@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 from kvtransfer.transports.nccl_library import EXPORTER_RANK, IMPORTER_RANK, NcclFailed, Piece
 
-_MAX_OPERATIONS = 512  # of one group
 _WARM_BYTES = 1 << 20
 _LEAST_VERSION = 2_18_00  # communicators with a configuration, which cupy asks for
 _SHARING_VERSION = 2_30_00  # two ranks may share a GPU
@@ -126,10 +125,9 @@ class CupyCommunicator:
         there is nothing on another stream to wait for."""
         from cupy.cuda import nccl
 
-        for start in range(0, len(pieces), _MAX_OPERATIONS):
-            with self._calls, _group():
-                for piece in pieces[start : start + _MAX_OPERATIONS]:
-                    call(piece.address, piece.num_bytes, nccl.NCCL_UINT8, self._peer, self._stream.ptr)
+        with self._calls, _group():
+            for piece in pieces:
+                call(piece.address, piece.num_bytes, nccl.NCCL_UINT8, self._peer, self._stream.ptr)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from kvtransfer.transports.nccl_library import Communicator, NcclFailed, NcclLib
 from kvtransfer.transports.nccl_pair import IllegalMove, PairLife, PairState
 from kvtransfer.transports.sockets import shut_down
 
+_MAX_GROUP = 512  # operations
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.00005, 0.002
 
 
@@ -80,7 +81,7 @@ class NcclLink:
         self._take_slot()
         try:
             announce()
-            self._perform(lambda communicator: communicator.send(pieces))
+            self._perform(pieces, lambda communicator, group: communicator.send(group))
         finally:
             self._slot.release()
         self._move(self._life.end_transfer)
@@ -90,7 +91,7 @@ class NcclLink:
         self._move(lambda: self._life.start_transfer(number, time.monotonic()))
         self._take_slot()
         try:
-            self._perform(lambda communicator: communicator.receive(pieces))
+            self._perform(pieces, lambda communicator, group: communicator.receive(group))
         finally:
             self._slot.release()
         self._move(self._life.end_transfer)
@@ -142,11 +143,14 @@ class NcclLink:
         if not self._slot.acquire(timeout=self.time_left_s() or -1):
             raise TransportError("other transfers on this device did not end in time")
 
-    def _perform(self, begin: Callable[[Communicator], None]) -> None:
-        assert self._communicator is not None
+    def _perform(self, pieces: Sequence[Piece], begin: Callable[[Communicator, Sequence[Piece]], None]) -> None:
+        """Group by group: the library's queue of work never fills up, so no call waits in it for the peer."""
+        communicator = self._communicator
+        assert communicator is not None
         try:
-            begin(self._communicator)
-            self._wait(self._communicator)
+            for start in range(0, len(pieces), _MAX_GROUP):
+                begin(communicator, pieces[start : start + _MAX_GROUP])
+                self._wait(communicator)
         except NcclFailed as error:
             raise TransportError(f"NCCL: {error}") from error
 

@@ -80,6 +80,7 @@ class SocketCommunicator:
         self._library, self._connection, self._rank = library, connection, rank
         self._work: queue.SimpleQueue[Sequence[Piece] | None] = queue.SimpleQueue()
         self._begun, self._completed = 0, 0
+        self.most_begun = 0  # groups that were in the queue at once
         self.is_aborted = False
         self._scratch = ctypes.create_string_buffer(16)
         self._stream = threading.Thread(target=self._run, daemon=True)
@@ -115,6 +116,7 @@ class SocketCommunicator:
     def _begin(self, pieces: Sequence[Piece]) -> None:
         assert not self.is_aborted
         self._begun += 1
+        self.most_begun = max(self.most_begun, self._begun - self._completed)
         self._work.put(pieces)
 
     def _run(self) -> None:
