@@ -40,6 +40,7 @@ PURE = [
     "kvtransfer.handoff",
     "kvtransfer.import_events",
     "kvtransfer.import_machine",
+    "kvtransfer.import_state",
     "kvtransfer.leases",
     "kvtransfer.transports.nccl_pair",
     "kvtransfer.pairs",
@@ -169,7 +170,7 @@ def test_every_package_is_installed_by_name() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = {
         ".".join(path.parent.relative_to(ROOT).parts)
-        for package in OURS
+        for package in OURS - {"benchmarks"}  # these run from the checkout
         for path in (ROOT / package).rglob("__init__.py")
     }
     assert sorted(listed) == sorted(found)
