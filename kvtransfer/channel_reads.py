@@ -14,7 +14,7 @@ from kvtransfer.digest import digest_blocks
 from kvtransfer.transports.base import Channel, TransportError
 from kvtransfer.wire_format import WireFormat
 
-_PIECE_BYTES = 4 << 20  # long enough to lose a round trip in it; measured best with shm and tcp
+PIECE_BYTES = 4 << 20  # long enough to lose a round trip in it; measured best with shm and tcp
 
 
 class ChannelReads:
@@ -29,7 +29,7 @@ class ChannelReads:
     ) -> None:
         self._channel, self._wire, self._verifier = channel, wire, verifier
         self._was_read = was_read
-        self._piece_blocks = max(1, _PIECE_BYTES // wire.memory.block_bytes)
+        self._piece_blocks = max(1, PIECE_BYTES // wire.memory.block_bytes)
         self._taking_in: list[asyncio.Future[tuple[bytes, ...]]] = []
         self._is_destroyed = False
 

@@ -20,6 +20,7 @@ from cluster.messages import Epoch, LayoutFingerprint, MemberId
 from cluster.rpc_errors import error_from_rpc
 from cluster.wire import epoch_from_wire, fingerprint_to_wire, member_from_wire, unpack_ids
 from kvtransfer.block_source import BlockSource
+from kvtransfer.channel_reads import PIECE_BYTES
 from kvtransfer.pairs import PairBook
 from kvtransfer.probe_opening import MAX_BYTES, sign_probe
 from kvtransfer.read_fit import Estimate, ReadFit
@@ -35,7 +36,7 @@ _QUIET_S = 3.0
 _WARM_UP_S = 0.25  # per way; what is measured then takes about three times as long
 _SHARE_OF_FREE = 4  # one block of so many that are free
 _SMALL_READS = 5
-_LARGE_READS = 3
+_LARGE_READS = 2
 
 # How a read can fail; the latter two are memory and device.
 _READ_ERRORS = (TransportError, OSError, RuntimeError)
@@ -200,16 +201,17 @@ class PairProbe:
 
     async def _read_and_fit(self, way: "_Way", channel: Channel, local: Sequence[int]) -> Estimate:
         largest = await self._warm_up(way, channel, local)
-        sizes = [1] * _SMALL_READS + [largest] * _LARGE_READS
-        sizes += [largest >> shift for shift in (1, 2, 3) if largest >> shift > 1]
+        sizes = [largest] * _LARGE_READS
+        sizes += [largest >> shift for shift in (2, 4, 6) if largest >> shift > 1]
+        sizes += [1] * _SMALL_READS
         fit = ReadFit()
         for num_blocks in sizes:
-            seconds = await self._read(channel, way.remote[:num_blocks], local[:num_blocks])
-            num_bytes = num_blocks * self._means.block_bytes
-            fit.add(num_bytes, seconds)
-            self._means.pairs.read_completed(
-                way.epoch.exporter, way.transport.name, num_bytes, seconds, self._means.clock.now_s()
-            )
+            for piece, seconds in await self._read(channel, way.remote[:num_blocks], local[:num_blocks]):
+                num_bytes = piece * self._means.block_bytes
+                fit.add(num_bytes, seconds)
+                self._means.pairs.read_completed(
+                    way.epoch.exporter, way.transport.name, num_bytes, seconds, self._means.clock.now_s()
+                )
         estimate = fit.estimate()
         assert estimate is not None, "fewer reads than an estimate needs"
         return estimate
@@ -218,16 +220,23 @@ class PairProbe:
         """Blocks of the largest read that time allows: connections are made and pages touched by then."""
         spent_s, num_blocks = 0.0, 1
         while True:
-            spent_s += await self._read(channel, way.remote[:num_blocks], local[:num_blocks])
+            pieces = await self._read(channel, way.remote[:num_blocks], local[:num_blocks])
+            spent_s += sum(seconds for _, seconds in pieces)
             if spent_s >= _WARM_UP_S or num_blocks == len(way.remote):
                 return num_blocks
             num_blocks = min(2 * num_blocks, len(way.remote))
 
-    async def _read(self, channel: Channel, remote: Sequence[int], local: Sequence[int]) -> float:
-        began_s = self._means.clock.now_s()
-        async with asyncio.timeout(_READ_S):
-            await channel.read(remote, local)
-        return self._means.clock.now_s() - began_s
+    async def _read(self, channel: Channel, remote: Sequence[int], local: Sequence[int]) -> list[tuple[int, float]]:
+        """In pieces, as hand-offs read: blocks and seconds of each."""
+        piece_blocks = max(1, PIECE_BYTES // self._means.block_bytes)
+        pieces = []
+        for start in range(0, len(remote), piece_blocks):
+            began_s = self._means.clock.now_s()
+            async with asyncio.timeout(_READ_S):
+                await channel.read(remote[start : start + piece_blocks], local[start : start + piece_blocks])
+            num_blocks = min(piece_blocks, len(remote) - start)
+            pieces.append((num_blocks, self._means.clock.now_s() - began_s))
+        return pieces
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class _Gated(NativeFormat):
 def pools(monkeypatch: pytest.MonkeyPatch) -> tuple[KvPool, KvPool]:
     """In pieces of three blocks."""
     source, target = random_pool(NUM_BLOCKS, seed=1), random_pool(NUM_BLOCKS, seed=2)
-    monkeypatch.setattr(channel_reads, "_PIECE_BYTES", 3 * source.block_bytes + 1)
+    monkeypatch.setattr(channel_reads, "PIECE_BYTES", 3 * source.block_bytes + 1)
     return source, target
 
 
