@@ -16,6 +16,7 @@ import torch
 
 from cluster.messages import Epoch, MemberId
 from engine.pool import KvPool
+from kvtransfer.transports import nccl_importer
 from kvtransfer.transports.base import TransportError
 from kvtransfer.transports.nccl_exporter import NcclExporter
 from kvtransfer.transports.nccl_importer import NcclChannel, NcclImporter
@@ -201,6 +202,18 @@ async def test_an_idle_pair_gives_its_communicator_back_when_the_exporter_is_gon
         assert await side.moves_blocks()
         await side.exporter.close()
         await until(lambda: side.imports.communicators[0].is_aborted)
+
+
+async def test_pairs_past_the_bound_give_their_communicators_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_importer, "_MAX_PAIRS", 1)
+    async with sides() as first, sides() as second:
+        importer = first.importer
+        assert await first.moves_blocks()
+        channel = await importer.open(epoch(1), second.exporter.admit(epoch(1)))
+        await until(lambda: first.imports.communicators[0].is_aborted and first.exports.communicators[0].is_aborted)
+        await channel.read([3], [3])
+        await channel.release()
+        assert await first.moves_blocks(2)  # and they are made again when they are needed
 
 
 async def test_a_cancelled_read_that_does_not_end_is_proven_quiet_by_the_abort() -> None:

@@ -1,0 +1,61 @@
+"""A thread for calls that may never return."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.transports.lone_thread import LoneThread
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 20.0
+
+
+def test_calls_run_in_order_and_their_errors_go_to_whoever_waits() -> None:
+    thread = LoneThread("test", idle=lambda: None, idle_s=60.0)
+    names: list[str] = []
+    futures = [thread.submit(lambda: names.append(threading.current_thread().name)) for _ in range(3)]
+    failing = thread.submit(lambda: 1 // 0)
+    after = thread.submit(lambda: 7)
+    assert after.result(DEADLINE_S) == 7 and names == ["test"] * 3
+    assert [future.result() for future in futures] == [None] * 3
+    with pytest.raises(ZeroDivisionError):
+        failing.result()
+    thread.end()
+
+
+def test_what_has_not_begun_can_be_cancelled_and_what_was_asked_before_the_end_is_done() -> None:
+    thread, begun, go_on = LoneThread("test", idle=lambda: None, idle_s=60.0), threading.Event(), threading.Event()
+
+    def hold() -> bool:
+        begun.set()
+        return go_on.wait(DEADLINE_S)
+
+    held, waiting, last = thread.submit(hold), thread.submit(lambda: 1), thread.submit(lambda: 2)
+    thread.end()
+    assert begun.wait(DEADLINE_S)
+    assert not held.cancel() and waiting.cancel()
+    go_on.set()
+    assert held.result(DEADLINE_S) and last.result(DEADLINE_S) == 2
+
+
+def test_it_looks_around_when_nothing_is_asked() -> None:
+    looked = threading.Event()
+    thread = LoneThread("test", idle=looked.set, idle_s=0.001)
+    assert looked.wait(DEADLINE_S)
+    thread.end()
+
+
+def test_a_call_that_hangs_does_not_keep_the_process_alive() -> None:
+    program = (
+        "import threading\n"
+        "from kvtransfer.transports.lone_thread import LoneThread\n"
+        "begun = threading.Event()\n"
+        "thread = LoneThread('stuck', idle=begun.set, idle_s=60.0)\n"
+        "thread.submit(lambda: (begun.set(), threading.Event().wait()))\n"
+        "assert begun.wait(20)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=DEADLINE_S, check=False)
+    assert ended.returncode == 0
