@@ -1,6 +1,11 @@
 """TransferCounters over the process's Telemetry."""
 
+import logging
+
 from cluster.telemetry import Telemetry
+from kvtransfer.verification import VerifyMode
+
+_LOG = logging.getLogger(__name__)
 
 
 class TelemetryCounters:
@@ -13,6 +18,12 @@ class TelemetryCounters:
     @property
     def totals(self) -> dict[str, float]:
         return dict(self._totals)
+
+    def verifies(self, mode: VerifyMode) -> None:
+        """At start. What is not verified is said loudly."""
+        self._telemetry.gauge("tandem_kv_verify_mode", 1, mode=mode)
+        if mode.warning:
+            _LOG.warning(mode.warning)
 
     def handoff(self, *, side: str, transport: str, outcome: str, reason: str) -> None:
         self._telemetry.count("tandem_handoffs_total", side=side, transport=transport, outcome=outcome, reason=reason)

@@ -43,7 +43,7 @@ class WorkerTransfer:
         """Raises ConfigError when a transport that the settings name cannot work here."""
         config = life.config
         self.counters = TelemetryCounters(life.telemetry)
-        self._say_what_is_verified(life)
+        self.counters.verifies(VerifyMode(config.kv_verify))
         wire = WireDtype(config.kv_wire_dtype).format(pool, table)
         self.block_bytes = wire.memory.block_bytes  # as they travel
         ratio = self.block_bytes / pool.block_bytes
@@ -116,13 +116,6 @@ class WorkerTransfer:
     def probe(self, destination: Destination) -> PairProbe:
         """To measure others' memory from here."""
         return PairProbe(self._probe_means, destination)
-
-    @staticmethod
-    def _say_what_is_verified(life: WorkerLife) -> None:
-        mode = VerifyMode(life.config.kv_verify)
-        life.telemetry.gauge("tandem_kv_verify_mode", 1, mode=mode)
-        if mode.warning:
-            _LOG.warning(mode.warning)
 
     async def start(self) -> None:
         """Raises OSError."""

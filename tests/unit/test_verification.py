@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from cluster.telemetry import Telemetry
+from kvtransfer.telemetry import TelemetryCounters
 from kvtransfer.verification import VerifyMode, unverified_places
 
 
@@ -35,7 +37,16 @@ def test_a_sample_is_one_in_sixteen_and_another_every_time() -> None:
     assert len(set().union(*samples)) > 300  # none is spared for ever
 
 
-def test_every_mode_but_all_says_what_is_not_verified() -> None:
-    assert not VerifyMode.ALL.warning
-    assert "one in 16" in VerifyMode.SAMPLE.warning
-    assert "no KV block" in VerifyMode.OFF.warning
+@pytest.mark.parametrize(
+    ("mode", "said"), [(VerifyMode.ALL, ""), (VerifyMode.SAMPLE, "one in 16"), (VerifyMode.OFF, "no KV block")]
+)
+def test_what_is_not_verified_is_said_at_start_and_shown(
+    mode: VerifyMode, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    telemetry = Telemetry()
+
+    TelemetryCounters(telemetry).verifies(mode)
+
+    assert [record.levelname for record in caplog.records] == (["WARNING"] if said else [])
+    assert said in caplog.text
+    assert telemetry.value("tandem_kv_verify_mode", mode=mode) == 1
