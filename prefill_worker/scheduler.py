@@ -1,12 +1,12 @@
 """Which prompts the prefill worker computes next, and whose blocks are whose. Pure: no clock, no model, no waiting.
 
 Owns the block pool and the queue. A prompt waits in the bounded queue holding nothing; it starts when its whole
-prompt's blocks can be reserved at once, oldest first, nobody overtaking; it advances by chunks; its blocks are leased
-as they are sealed when an importer will come for them, and stay leased, whatever becomes of the job, until Release.
+prompt's blocks can be had at once, oldest first, nobody overtaking: those that hold its beginning already are shared,
+the rest is reserved. It advances by chunks over the rest. Its blocks are leased as they are sealed when an importer will
+come for them, and stay leased, whatever becomes of the job, until Release; they are kept for prompts that begin alike.
 """
 
 from collections import Counter
-from dataclasses import dataclass
 
 from cluster.errors import (
     Cancelled,
@@ -17,7 +17,7 @@ from cluster.errors import (
     QueueFull,
     TandemError,
 )
-from cluster.hashing import NATIVE, BlockChain, NewChain
+from cluster.hashing import NATIVE, NewChain
 from cluster.messages import Inspect, Inspected, PrefillJob, SampledToken
 from engine.block_pool import BlockPool
 from engine.deadlines import Deadlines
@@ -46,36 +46,8 @@ from prefill_worker.commands import (
     Submit,
     Tail,
 )
+from prefill_worker.jobs import Running, Waiting
 from prefill_worker.pulled_blocks import PulledBlocks
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    ticket_id: bytes
-    job: PrefillJob
-    submitted_s: float
-    has_importer: bool  # turns False when Release says that nobody will come
-    chain: BlockChain
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    number: int
-    ticket_id: bytes
-    job: PrefillJob
-    has_importer: bool
-    block_ids: tuple[int, ...]
-    chain: BlockChain
-    num_cached: int  # leading tokens that were in the cache
-    queue_s: float
-    started_s: float
-    num_computed: int
-    num_leased: int = 0  # leading blocks that are sealed and leased
-    num_kept: int = 0  # leading blocks that are sealed and in the prefix cache
-
-    @property
-    def num_left(self) -> int:
-        return len(self.job.token_ids) - self.num_computed
 
 
 class PrefillScheduler:
@@ -98,8 +70,8 @@ class PrefillScheduler:
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue
         self._new_chain = new_chain
-        self._queue: dict[bytes, _Waiting] = {}  # oldest first
-        self._running: dict[int, _Running] = {}  # oldest first, by number
+        self._queue: dict[bytes, Waiting] = {}  # oldest first
+        self._running: dict[int, Running] = {}  # oldest first, by number
         self._leased: dict[bytes, tuple[int, ...]] = {}  # what ended tickets still have pinned
         self._deadlines: Deadlines[bytes] = Deadlines()
         self._next_number = 0
@@ -196,7 +168,7 @@ class PrefillScheduler:
         refusal = self._refusal(job)
         if refusal is not None:
             return Refused(ticket_id, refusal)
-        self._queue[ticket_id] = _Waiting(
+        self._queue[ticket_id] = Waiting(
             ticket_id, job, now_s, has_importer=job.importer is not None, chain=self._new_chain(job.cache_salt, NATIVE)
         )
         self._deadlines.add(ticket_id, now_s + job.timeout_s)
@@ -215,7 +187,7 @@ class PrefillScheduler:
             return QueueFull(f"{len(self._queue)} prefills are waiting and --max-queue is {self._max_queue}: try later")
         return None
 
-    def _start_oldest(self, now_s: float) -> _Running | None:
+    def _start_oldest(self, now_s: float) -> Running | None:
         waiting = next(iter(self._queue.values()))
         token_ids = waiting.job.token_ids
         waiting.chain.extend(token_ids)
@@ -228,7 +200,7 @@ class PrefillScheduler:
         num_cached = len(cached) * self._block_size
         self._tokens_cached += num_cached
         del self._queue[waiting.ticket_id]
-        running = _Running(
+        running = Running(
             number=self._next_number,
             ticket_id=waiting.ticket_id,
             job=waiting.job,
@@ -244,7 +216,7 @@ class PrefillScheduler:
         self._running[running.number] = running
         return running
 
-    def _chunk(self, running: _Running, num_tokens: int) -> Chunk:
+    def _chunk(self, running: Running, num_tokens: int) -> Chunk:
         start, end = running.num_computed, running.num_computed + num_tokens
         job = running.job
         samples: tuple[Sample, ...] = ()
@@ -259,7 +231,7 @@ class PrefillScheduler:
             samples=samples,
         )
 
-    def _seal(self, running: _Running) -> tuple[Event, ...]:
+    def _seal(self, running: Running) -> tuple[Event, ...]:
         """Blocks that are written for ever: kept for others with the same beginning, and offered to the importer."""
         num_sealed = sealed_blocks(running.num_computed, self._block_size)
         self._keep(running, num_sealed)
@@ -270,11 +242,11 @@ class PrefillScheduler:
         first_index, running.num_leased = running.num_leased, num_sealed
         return (Sealed(running.ticket_id, first_index, newly_sealed),)
 
-    def _keep(self, running: _Running, num_sealed: int) -> None:
+    def _keep(self, running: Running, num_sealed: int) -> None:
         chain, first, running.num_kept = running.chain, running.num_kept, num_sealed
         self._pool.keep(running.block_ids[first:num_sealed], chain.hashes[first:num_sealed], chain.parent_of(first))
 
-    def _finish(self, running: _Running, drawn: tuple[DrawnToken, ...], now_s: float) -> Event:
+    def _finish(self, running: Running, drawn: tuple[DrawnToken, ...], now_s: float) -> Event:
         num_valid = tail_length(len(running.job.token_ids), self._block_size)
         tail = None
         if running.has_importer and num_valid:
@@ -292,7 +264,7 @@ class PrefillScheduler:
             running.ticket_id, tokens, tail, running.num_cached, running.queue_s, now_s - running.started_s, now_s
         )
 
-    def _end(self, running: _Running) -> None:
+    def _end(self, running: Running) -> None:
         """The computation is over: drops its references. What is leased stays so until Release."""
         del self._running[running.number]
         self._deadlines.discard(running.ticket_id)
@@ -341,7 +313,7 @@ class PrefillScheduler:
         block_ids, num_cached = granted
         return PullReserved(command.pull_id, block_ids, num_cached)
 
-    def _find_running(self, ticket_id: bytes) -> _Running | None:
+    def _find_running(self, ticket_id: bytes) -> Running | None:
         return next((running for running in self._running.values() if running.ticket_id == ticket_id), None)
 
     def _expiry(self, ticket_id: bytes) -> DeadlineExceeded:
