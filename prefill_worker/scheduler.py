@@ -2,8 +2,8 @@
 
 Owns the block pool and the queue. A prompt waits in the bounded queue holding nothing; it starts when its whole
 prompt's blocks can be had at once, oldest first, nobody overtaking: those that hold its beginning already are shared,
-the rest is reserved. It advances by chunks over the rest. Its blocks are leased as they are sealed when an importer will
-come for them, and stay leased, whatever becomes of the job, until Release; they are kept for prompts that begin alike.
+the rest is reserved and computed by chunks. Its blocks are leased as they are sealed when an importer will come for
+them, and stay leased, whatever becomes of the job, until Release; they are kept for prompts that begin alike.
 """
 
 from collections import Counter
