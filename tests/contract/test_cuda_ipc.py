@@ -15,6 +15,7 @@ import torch
 
 from cluster.messages import Epoch
 from engine.pool import KvPool
+from kvtransfer.digest import digest_blocks
 from kvtransfer.transports import cuda_ipc
 from kvtransfer.transports.base import TransportError, TransportMeans
 from kvtransfer.transports.cuda_access import CudaAccess
@@ -174,6 +175,7 @@ async def test_blocks_move_between_two_processes_on_the_device() -> None:
         remote, local = list(range(0, 400, 3)), list(range(133, -1, -1))
         await channel.read(remote, local)
         assert torch.equal(target.raw[local], expected.raw[remote])
+        assert digest_blocks(target, local) == digest_blocks(expected, remote)
         assert not target.raw[134:].any()
         await channel.release()
         await importer.close()

@@ -14,7 +14,7 @@ from kvtransfer.memory import PoolMemory
 from tests.contract.handoff_rig import DEADLINE_S, IMPORTER, KEY, Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 
-TRANSPORTS = ["loopback", "tcp", "shm", "nixl"]
+TRANSPORTS = ["loopback", "tcp", "shm", "nixl", "nccl", "cuda_ipc"]
 
 
 @pytest.fixture(params=TRANSPORTS)

@@ -12,7 +12,7 @@ from kvtransfer.transports.loopback import Fault
 from tests.contract.handoff_rig import DEADLINE_S, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 
-TRANSPORTS = ["loopback", "tcp", "shm", "nixl"]
+TRANSPORTS = ["loopback", "tcp", "shm", "nixl", "nccl", "cuda_ipc"]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -363,19 +363,6 @@ async def test_a_refused_read_costs_no_communicator() -> None:
         assert len(side.imports.communicators) == 1
 
 
-@pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"])
-async def test_whole_hand_offs_go_over_it(transport: str) -> None:
-    async with handoff_rig(transport) as rig:
-        for number in range(1, 4):
-            prefill = rig.prefill(3 * BLOCK_SIZE + 1)
-            prefill.compute()
-            imported = await rig.start_import(prefill, number)
-            await prefill.released.wait()
-            assert rig.holds(prefill, imported) and imported.transport == transport
-            rig.decode.finish(number)
-        rig.check_clean()
-
-
 async def test_a_hand_off_whose_communicator_cannot_be_made_goes_on_by_tcp() -> None:
     async with handoff_rig("broken nccl", alternatives=["tcp"]) as rig:
         prefill = rig.prefill(2 * BLOCK_SIZE + 1)
