@@ -10,10 +10,11 @@ PIP_ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt $(PIP_ARGS)
 PYTEST_ARGS ?=
 SOAK_ARGS ?=
+BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all soak bench-engine bench-overlap check proto clean
+.PHONY: help demo test test-all soak bench-engine bench-overlap bench-kv check proto clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -37,6 +38,9 @@ check: $(VENV)/.test ## ruff and strict mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PACKAGES)
+
+bench-kv: $(VENV)/.test ## how fast KV moves by each transport, beside the limits measured in the same run; BENCH_ARGS=--quick
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.kv $(BENCH_ARGS)
 
 bench-overlap: $(VENV)/.test ## how much of a transfer prefill hides, and what digests cost; about two minutes
 	@$(BIN)/python -m benchmarks.overlap

@@ -35,14 +35,16 @@ class Rows:
 
 def runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """(source, target, length) of the longest stretches that are consecutive on both sides."""
-    assert len(sources) == len(targets)
-    start = 0
-    for end in range(1, len(sources) + 1):
-        length = end - start
-        if end < len(sources) and sources[end] == sources[start] + length and targets[end] == targets[start] + length:
+    first_source = first_target = length = 0
+    for source, target in zip(sources, targets, strict=True):
+        if length and source == first_source + length and target == first_target + length:
+            length += 1
             continue
-        yield sources[start], targets[start], length
-        start = end
+        if length:
+            yield first_source, first_target, length
+        first_source, first_target, length = source, target, 1
+    if length:
+        yield first_source, first_target, length
 
 
 class HostMemory:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from kvtransfer.transports.sockets import advanced
 
+_LOT_BYTES = 64 << 10  # worth being woken for; fits into any socket's buffer
+
 
 class LoopReceiver:
     """Over one blocking socket without TLS. At most one `fill` at a time."""
@@ -24,6 +26,7 @@ class LoopReceiver:
         self._take()
         if not self._left:
             return
+        self._want(sum(map(len, self._left)))
         loop = asyncio.get_running_loop()
         self._filled = loop.create_future()
         loop.add_reader(self._connection, self._on_readable, self._filled)
@@ -31,6 +34,7 @@ class LoopReceiver:
             await self._filled
         finally:
             self.abort()
+        self._want(1)
 
     def abort(self) -> None:
         """Nothing is written any more; a `fill` that waits fails."""
@@ -49,8 +53,14 @@ class LoopReceiver:
         except OSError as error:
             filled.set_exception(error)
         else:
-            if not self._left:
+            if self._left:
+                self._want(sum(map(len, self._left)))
+            else:
                 filled.set_result(None)
+
+    def _want(self, num_bytes: int) -> None:
+        """The loop is woken when so many are there, or a good part of them, or the end."""
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(num_bytes, _LOT_BYTES))
 
     def _take(self) -> None:
         """What is there already."""

@@ -254,7 +254,10 @@ class ShmChannel:
     def _copy(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
         rows = self._memory.incoming(local_block_ids)
         for source, target, length in runs(remote_block_ids, rows.indices):
-            rows.array[target : target + length] = self._remote[source : source + length]
+            if length == 1:
+                rows.array[target] = self._remote[source]
+            else:
+                rows.array[target : target + length] = self._remote[source : source + length]
         self._memory.arrived(rows, local_block_ids)
 
 

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 _MAX_VIEWS = 1024  # per system call: what the kernel takes
 _CONNECT_TIMEOUT_S = 5.0
 # Between two processes of one host, what is on its way should stay in a cache: with the buffers that the kernel would
-# choose it is half as fast. A real link needs those.
-_LOCAL_BUFFER_BYTES = 512 << 10
+# choose a read is half as fast. A real link needs the kernel's. Set once: changes between reads make them slower.
+_LOCAL_BUFFER_BYTES = 1 << 20
 
 
 async def connect(address: tuple[str, int], tls: ssl.SSLContext | None = None) -> socket.socket:
@@ -47,17 +47,6 @@ def tune(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LOCAL_BUFFER_BYTES)
 
 
-def limit_waits(connection: socket.socket, timeout_s: float | None) -> None:
-    """A send or receive that makes no progress for so long raises OSError; None: waits for ever."""
-    if isinstance(connection, ssl.SSLSocket):
-        connection.settimeout(timeout_s)
-        return
-    # Left to the kernel, a call goes on until all is done; Python's own timeout would make it return piece by piece.
-    packed = struct.pack("ll", int(timeout_s or 0), round(((timeout_s or 0) % 1) * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
-
-
 def shut_down(connection: socket.socket) -> None:
     """Ends both directions, which wakes whoever waits on it; the descriptor stays until its thread is joined."""
     with contextlib.suppress(OSError):  # not connected any more
@@ -67,24 +56,43 @@ def shut_down(connection: socket.socket) -> None:
 
 def receive(connection: socket.socket, num_bytes: int) -> bytes | None:
     """Exactly so many bytes; None when the peer ended the connection before the first. Raises OSError."""
-    data = bytearray(num_bytes)
-    if not _fill(connection, [memoryview(data)]):
+    flags = 0 if isinstance(connection, ssl.SSLSocket) else socket.MSG_WAITALL
+    data = connection.recv(num_bytes, flags)
+    if not data:
         return None
-    return bytes(data)
+    while len(data) < num_bytes:
+        more = connection.recv(num_bytes - len(data), flags)
+        if not more:
+            raise ConnectionResetError("the peer ended the connection in the middle of a message")
+        data += more
+    return data
 
 
 def receive_into(connection: socket.socket, views: Sequence[memoryview]) -> None:
     """Fills every view. Raises OSError, ConnectionError when the peer ends before that."""
-    if not _fill(connection, views):
-        raise ConnectionResetError("the peer ended the connection")
+    for first in range(0, len(views), _MAX_VIEWS):
+        left = list(views[first : first + _MAX_VIEWS])
+        while left:
+            if isinstance(connection, ssl.SSLSocket):
+                num_bytes = connection.recv_into(left[0])  # what one record holds
+            else:
+                num_bytes = connection.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
+            if num_bytes == 0:
+                raise ConnectionResetError("the peer ended the connection")
+            left = advanced(left, num_bytes)
 
 
-def send(connection: socket.socket, views: Sequence[memoryview]) -> None:
-    """Raises OSError."""
+def send(connection: socket.socket, views: Sequence[memoryview], timeout_s: float) -> None:
+    """All of it. Raises OSError; also when the peer takes nothing for so long."""
     if isinstance(connection, ssl.SSLSocket):
+        connection.settimeout(timeout_s)
         for view in views:
             connection.sendall(view)
+        connection.settimeout(None)
         return
+    # The kernel's own timeout, not Python's: with that one, a call would return whenever the buffer is full.
+    packed = struct.pack("ll", int(timeout_s), round(timeout_s % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
     for first in range(0, len(views), _MAX_VIEWS):
         left = list(views[first : first + _MAX_VIEWS])
         while left:
@@ -106,26 +114,3 @@ async def joined(future: "Future[None]") -> None:
     await asyncio.wait([waiter])
     if not waiter.cancelled():
         waiter.exception()
-
-
-def _fill(connection: socket.socket, views: Sequence[memoryview]) -> bool:
-    """False: the peer ended before the first byte."""
-    is_first = True
-    for first in range(0, len(views), _MAX_VIEWS):
-        left = list(views[first : first + _MAX_VIEWS])
-        while left:
-            num_bytes = _receive_some(connection, left)
-            if num_bytes == 0 and is_first:
-                return False
-            if num_bytes == 0:
-                raise ConnectionResetError("the peer ended the connection in the middle of a message")
-            is_first = False
-            left = advanced(left, num_bytes)
-    return True
-
-
-def _receive_some(connection: socket.socket, views: list[memoryview]) -> int:
-    """All of them, unless the peer ends or waits too long; with TLS what one record holds."""
-    if isinstance(connection, ssl.SSLSocket):
-        return connection.recv_into(views[0])
-    return connection.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]

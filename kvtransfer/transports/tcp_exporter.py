@@ -11,7 +11,7 @@ import threading
 from cluster.messages import Epoch
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.host_memory import HostMemory
-from kvtransfer.transports.sockets import limit_waits, receive, send, shut_down, tune
+from kvtransfer.transports.sockets import receive, send, shut_down, tune
 from kvtransfer.transports.tcp_messages import ANNOUNCEMENT, ANSWER, MAGIC, TOKEN_BYTES, pack_endpoint
 
 _MAX_CONNECTIONS = 512
@@ -111,10 +111,10 @@ class TcpExporter:
             connection.settimeout(_HELLO_TIMEOUT_S)
             if isinstance(connection, ssl.SSLSocket):
                 connection.do_handshake()
-            connection.settimeout(None)
-            limit_waits(connection, _HELLO_TIMEOUT_S)
-            while self._answer(connection):
-                limit_waits(connection, None)  # an idle importer may come back any time; keepalive finds dead hosts
+            announcement = receive(connection, ANNOUNCEMENT.size)
+            connection.settimeout(None)  # an idle importer may come back at any time; keepalive finds dead hosts
+            while announcement is not None and self._answer(connection, announcement):
+                announcement = receive(connection, ANNOUNCEMENT.size)
         except OSError:
             pass  # the importer is gone or does not read: its own deadline tells it
         finally:
@@ -122,24 +122,21 @@ class TcpExporter:
                 del self._connections[connection]
             connection.close()
 
-    def _answer(self, connection: socket.socket) -> bool:
+    def _answer(self, connection: socket.socket, announcement: bytes) -> bool:
         """One read. False when the connection is to be closed: its end, or somebody who may not read here."""
-        announcement = receive(connection, ANNOUNCEMENT.size)
-        if announcement is None:
-            return False
-        limit_waits(connection, self._send_timeout_s)
         magic, ticket_id, attempt, number, token, num_blocks = ANNOUNCEMENT.unpack(announcement)
         admitted = hmac.compare_digest(self._tokens.get((ticket_id, attempt), b""), token)
         if magic != MAGIC or not admitted or num_blocks > self._num_blocks:
             connection.sendall(ANSWER.pack(MAGIC, ticket_id, attempt, number, True, 0))
             return False
-        packed = receive(connection, 4 * num_blocks)
+        packed = receive(connection, 4 * num_blocks) if num_blocks else b""
         if packed is None:
             return False
         block_ids = struct.unpack(f"<{num_blocks}I", packed)
         if max(block_ids, default=0) >= self._num_blocks:
             connection.sendall(ANSWER.pack(MAGIC, ticket_id, attempt, number, True, 0))
             return False
-        answer = ANSWER.pack(MAGIC, ticket_id, attempt, number, False, num_blocks * self._block_bytes)
-        send(connection, [memoryview(answer), *self._memory.outgoing(block_ids).views()])
+        num_bytes = num_blocks * self._block_bytes
+        answer = ANSWER.pack(MAGIC, ticket_id, attempt, number, False, num_bytes)
+        send(connection, [memoryview(answer), *self._memory.outgoing(block_ids).views()], self._send_timeout_s)
         return True

@@ -1,0 +1,122 @@
+"""The exporter's process: a pool, one transport over it, hand-offs over gRPC, and what the limits need of this side.
+
+Speaks JSON, one object per line: it begins with what the importer must know, then answers requests until its standard
+input ends.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+
+import grpc
+
+from benchmarks.kv_nixl import BareExporter
+from benchmarks.kv_parties import EPOCH, EXPORTER, IMPORTER, KEY, LAYOUT, PROMPT_HASH, load_tls, means_of, module_of
+from benchmarks.kv_shapes import BLOCK_SIZE, source_pool
+from benchmarks.kv_sockets import PlainServer
+from cluster.clock import MonotonicClock
+from cluster.config import TransferSettings
+from cluster.telemetry import Telemetry
+from kvtransfer.exporter import Exporter, FirstToken
+from kvtransfer.service import KvTransferServicer
+from kvtransfer.telemetry import TelemetryCounters
+from kvtransfer.transports.base import ExporterTransport
+from kvtransfer.wire_format import NativeFormat
+from tandem.v1 import kv_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What the process says first. Bytes as hexadecimal digits."""
+
+    pid: int
+    memfd: int
+    endpoint: str  # of the transport, for EPOCH
+    plain_port: int
+    bare_nixl: str  # the bare agent's metadata; empty without the library
+    address: int  # of the pool in that process
+
+
+class Offers:
+    """Hand-offs that are sealed and digested before their importer comes."""
+
+    def __init__(self, exporter: Exporter) -> None:
+        self._exporter = exporter
+        self._num_issued = 0
+
+    async def make(self, block_ids: list[int]) -> bytes:
+        self._num_issued += 1
+        issued = self._exporter.issue(
+            request_id=f"request-{self._num_issued}",
+            attempt=1,
+            importer=IMPORTER,
+            num_tokens=len(block_ids) * BLOCK_SIZE,
+            prompt_hash=PROMPT_HASH,
+            num_choices=1,
+        )
+        self._exporter.seal(issued.ticket_id, first_index=0, block_ids=block_ids)
+        self._exporter.finish(issued.ticket_id, first_tokens=[FirstToken(1, False)], tail=None)
+        await asyncio.wrap_future(self._exporter._digester.submit(lambda: None))
+        return issued.signed
+
+
+async def serve(transport_name: str, num_blocks: int, certificates: str) -> None:
+    tls = load_tls(certificates)
+    pool = source_pool(num_blocks)
+    transport: ExporterTransport = module_of(transport_name).exporter(means_of(EXPORTER, pool, tls))
+    server = grpc.aio.server()
+    if tls is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        port = server.add_secure_port("127.0.0.1:0", tls.member_credentials())
+    exporter = Exporter(
+        member=EXPORTER,
+        address=f"127.0.0.1:{port}",
+        wire=NativeFormat(pool),
+        layout=LAYOUT,
+        key=KEY,
+        settings=TransferSettings(),
+        transports=[transport],
+        release=lambda ticket_id: None,
+        clock=MonotonicClock(),
+        counters=TelemetryCounters(Telemetry()),
+    )
+    kv_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(exporter=exporter), server)
+    await exporter.start()
+    await server.start()
+    assert pool.memfd is not None
+    bare = BareExporter(pool) if transport_name == "nixl" else None
+    hello = Hello(
+        pid=os.getpid(),
+        memfd=pool.memfd,
+        endpoint=transport.admit(EPOCH).hex(),
+        plain_port=PlainServer(pool, tls.server_context() if tls else None).port,
+        bare_nixl=bare.metadata.hex() if bare else "",
+        address=pool.raw.data_ptr(),
+    )
+    _say(asdict(hello))
+    await _answer(Offers(exporter))
+    await exporter.close()
+    await server.stop(None)
+
+
+async def _answer(offers: Offers) -> None:
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        signed = await offers.make(json.loads(line)["offer"])
+        _say({"ticket": signed.hex()})
+
+
+def _say(message: dict[str, object]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--transport", required=True)
+    parser.add_argument("--blocks", type=int, required=True)
+    parser.add_argument("--certificates", default="")
+    arguments = parser.parse_args()
+    asyncio.run(serve(arguments.transport, arguments.blocks, arguments.certificates))
