@@ -72,8 +72,9 @@ METRICS: dict[str, Metric] = {
     "tandem_prefill_refused_total": _counter("prefills refused by the worker", "reason"),
     "tandem_prefill_failed_total": _counter("prefills that failed after they were accepted", "reason"),
     "tandem_prefill_queue_seconds": _seconds("from acceptance of a prefill to its first chunk"),
-    "tandem_prefix_pulls_total": _counter("prefixes asked of other workers: ok, or why they were computed", "outcome"),
     "tandem_prefill_seconds": _seconds("from a prefill's first chunk to its first token"),
+    "tandem_prefix_cached_tokens_total": _counter("tokens whose KV was found here, not computed or moved; decode too"),
+    "tandem_prefix_pulls_total": _counter("prefixes asked of other workers: ok, or why they were computed", "outcome"),
     # decode worker
     "tandem_decode_starts_total": _counter("decode attempts taken in, by where their KV comes from", "source"),
     "tandem_decode_import_failed_total": _counter("hand-offs that left a decode attempt without its KV", "reason"),

@@ -249,6 +249,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             started.kv_bytes = known[0].kv_bytes
             started.transport = known[0].transport
         self._telemetry.observe("tandem_decode_queue_seconds", event.queue_s)
+        self._telemetry.count("tandem_prefix_cached_tokens_total", event.num_cached)
         self._streams.send(event.router, worker_pb2.WorkerMessage(started=started))
 
     def _on_step(self, event: commands.StepTokens) -> None:

@@ -184,6 +184,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     def _on_finished(self, event: commands.Finished) -> None:
         self._telemetry.observe("tandem_prefill_queue_seconds", event.queue_s)
         self._telemetry.observe("tandem_prefill_seconds", event.prefill_s)
+        self._telemetry.count("tandem_prefix_cached_tokens_total", event.num_cached)
         call = self._calls.get(event.ticket_id)
         if call is not None:
             if self._pulls is not None:
