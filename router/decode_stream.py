@@ -66,7 +66,7 @@ class DecodeStream:
         self._owners: dict[int, Sequences] = {}
         self._moves: dict[int, Move] = {}  # that were asked for and have no outcome yet
         self._doubtful: set[int] = set()  # silent since the last connection broke
-        self._told_at_s: dict[int, float] = {}  # when the worker was last told to cancel, on this connection
+        self._told_at_s: dict[int, float] = {}  # when the worker was last told to cancel, the latest last
         self._cancels: asyncio.Queue[tuple[int, ...] | None] = asyncio.Queue()
         self.connected = asyncio.Event()
         self.heartbeat = worker_pb2.Heartbeat()
@@ -180,18 +180,19 @@ class DecodeStream:
         return "the worker ended the stream"
 
     def _fresh_cancels(self) -> asyncio.Queue[tuple[int, ...] | None]:
-        """A queue for the next connection, with what the last one did not send."""
-        unsent, self._cancels = self._cancels, asyncio.Queue()
-        while not unsent.empty():
-            handles = unsent.get_nowait()
-            if handles is not None:
-                self._cancels.put_nowait(handles)
+        """A queue for the next connection, with everything that the worker was told: what was on its way when the last
+        one broke did not arrive, and a frozen sequence says nothing that would bring it up again."""
+        self._cancels = asyncio.Queue()
+        if self._told_at_s:
+            self._cancels.put_nowait(tuple(self._told_at_s))
         return self._cancels
 
     def _tell(self, handles: tuple[int, ...]) -> None:
-        if len(self._told_at_s) > _MAX_TOLD:
-            self._told_at_s.clear()
-        self._told_at_s.update(dict.fromkeys(handles, asyncio.get_running_loop().time()))
+        for handle in handles:
+            self._told_at_s.pop(handle, None)
+            self._told_at_s[handle] = asyncio.get_running_loop().time()
+        while len(self._told_at_s) > _MAX_TOLD:
+            del self._told_at_s[next(iter(self._told_at_s))]
         self._cancels.put_nowait(handles)
 
     async def _outgoing(
@@ -203,7 +204,6 @@ class DecodeStream:
 
     def _on_connected(self) -> None:
         """What was said while nobody listened may be lost: who stays silent from here on is tried again."""
-        self._told_at_s.clear()
         self._doubtful = set(self._owners)
         if self._doubtful:
             asyncio.get_running_loop().call_later(self._timing.grace_s, self._give_up_doubtful)

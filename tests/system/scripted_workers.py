@@ -208,6 +208,7 @@ class ScriptedDecode(ScriptedWorker):
         self.frozen: dict[int, Progress] = {}
         self.before_freezing, self.after_freezing, self.before_thawing = Gate(), Gate(), Gate()
         self.thaw_refusals: list[TandemError] = []
+        self.is_deaf = False  # what routers say on its streams is lost
         self._changed = asyncio.Event()
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(_Decode(self), self.server.grpc)
 
@@ -341,6 +342,8 @@ class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
 
     async def _read(self, messages: AsyncIterator[Any]) -> None:
         async for message in messages:
+            if self._worker.is_deaf:
+                continue
             handles = wire.unpack_ids(message.cancel.handles)
             self._worker.cancelled_handles.update(handles)
             for handle in handles:

@@ -382,6 +382,20 @@ async def test_a_deadline_that_passes_during_the_move_says_so() -> None:
         on.target.transfer.open()
 
 
+async def test_a_cancel_that_was_lost_with_its_connection_is_said_again() -> None:
+    """A frozen sequence says nothing that would remind the router of it."""
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await _joined(on)
+        on.source.is_deaf = True
+        assert await on.migrate() == MOVED
+        await on.complete(answering, request)
+        assert on.source.frozen
+        on.source.break_streams()
+        await on.router.until_gone(on.source)
+        on.source.is_deaf = False
+        await _none_frozen(on.source)
+
+
 async def test_one_sequence_is_moved_once_at_a_time() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await _joined(on)
