@@ -2,7 +2,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := tandem cluster engine kvtransfer prefill_worker decode_worker router cli deploy tests
+PACKAGES := tandem cluster engine kvtransfer prefill_worker decode_worker router cli deploy benchmarks tests
 PROTOS := $(wildcard proto/tandem/v1/*.proto)
 
 # More for pip, such as an index of CPU-only torch wheels: make demo PIP_ARGS="--extra-index-url URL"
