@@ -1,7 +1,7 @@
 """Sequences on their way out of this worker: frozen here, their KV offered to another decode worker.
 
-Owns which sequence has which ticket, and the questions to the step thread about them. A ticket ends by itself; what
-becomes of its sequence is the router's word, or its deadline's. Never touches a block.
+Owns which sequence has which ticket, and the questions to the step thread about them. A ticket ends by itself, and then
+its sequence does not wait for the router's word for ever. Never touches a block.
 """
 
 import asyncio
@@ -15,6 +15,8 @@ from cluster.messages import MemberId
 from decode_worker import commands
 from kvtransfer import tickets
 from kvtransfer.exporter import Exporter, FirstToken, TailBlock
+
+_WORD_S = 60.0  # after a ticket's end, for its router to thaw or cancel the sequence
 
 Key = tuple[MemberId, int]  # a router and its handle
 
@@ -42,12 +44,22 @@ class _Freezing:
 
 
 class Exports:
-    """Runs on the worker's event loop. `post` reaches the step thread."""
+    """Runs on the worker's event loop. `post` reaches the step thread; `on_forgotten` the service."""
 
-    def __init__(self, *, exporter: Exporter, cluster_key: bytes, post: Callable[[commands.Command], None]) -> None:
+    def __init__(
+        self,
+        *,
+        exporter: Exporter,
+        cluster_key: bytes,
+        post: Callable[[commands.Command], None],
+        on_forgotten: Callable[[MemberId, int], None],
+        word_s: float = _WORD_S,
+    ) -> None:
         self._exporter = exporter
         self._cluster_key = cluster_key
         self._post = post
+        self._on_forgotten = on_forgotten
+        self._word_s = word_s
         self._tickets: dict[Key, bytes] = {}  # of the sequences that are frozen, or about to be
         self._freezing: dict[bytes, _Freezing] = {}
         self._thawing: dict[Key, asyncio.Future[None]] = {}  # by the new handle
@@ -131,6 +143,14 @@ class Exports:
     def release(self, ticket_id: bytes) -> None:
         """The exporter's word that no lease of the ticket is left."""
         self._post(commands.Release(ticket_id))
+        key = next((key for key, known in self._tickets.items() if known == ticket_id), None)
+        if key is not None:
+            asyncio.get_running_loop().call_later(self._word_s, self._look_after, key, ticket_id)
+
+    def _look_after(self, key: Key, ticket_id: bytes) -> None:
+        """Nobody can import it any more, and its router, if it lives, has forgotten it."""
+        if self._tickets.get(key) == ticket_id:
+            self._on_forgotten(*key)
 
 
 def _answer(waiting: asyncio.Future[FrozenSequence], error: TandemError) -> None:

@@ -78,7 +78,9 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             on_admitted=self._on_imported,
             on_failed=self._on_import_failed,
         )
-        self.exports = Exports(exporter=exporter, cluster_key=cluster_key, post=steps.post)
+        self.exports = Exports(
+            exporter=exporter, cluster_key=cluster_key, post=steps.post, on_forgotten=self._on_forgotten
+        )
         self._live: dict[MemberId, set[int]] = {}
         self._arrivals: dict[tuple[MemberId, int], _Arrival] = {}
         self._draining = False
@@ -211,6 +213,10 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self.imports.cancel(router, handles)
         self._steps.post(commands.CancelSequences(router, handles))
         self._forget(router, handles)
+
+    def _on_forgotten(self, router: MemberId, handle: int) -> None:
+        self._steps.post(commands.CancelSequences(router, frozenset({handle})))
+        self._fail(router, (handle,), Unavailable(f"sequence {handle} was frozen, and nobody has thawed it"))
 
     def _on_router_gone(self, router: MemberId) -> None:
         handles = frozenset(self._live.get(router, ()))

@@ -47,7 +47,14 @@ class Worker:
             clock=self.clock,
             counters=Counters(),
         )
-        self.exports = Exports(exporter=self.exporter, cluster_key=KEY, post=self.posted.append)
+        self.forgotten: asyncio.Queue[tuple[MemberId, int]] = asyncio.Queue()
+        self.exports = Exports(
+            exporter=self.exporter,
+            cluster_key=KEY,
+            post=self.posted.append,
+            on_forgotten=lambda router, handle: self.forgotten.put_nowait((router, handle)),
+            word_s=0.01,
+        )
         (self.handle,) = self.bench.admit(self.bench.job(range(1, 7), max_tokens=20))
         self.bench.step()
         self.bench.step()
@@ -245,3 +252,11 @@ async def test_a_ticket_nobody_came_for_ends_and_the_sequence_stays_frozen(worke
     assert worker.blocks() == {"held": 2}
     assert worker.bench.inspect().figures["frozen"] == 1
     worker.exporter.end_call(call)
+
+
+async def test_a_sequence_whose_router_never_says_what_becomes_of_it_does_not_wait_for_ever(worker: Worker) -> None:
+    frozen = await worker.frozen()
+    worker.exporter.end_call((await worker.attach(frozen.signed_ticket))[0])
+
+    async with asyncio.timeout(10):
+        assert await worker.forgotten.get() == (ROUTER, worker.handle)
