@@ -46,8 +46,8 @@ class NcclExporter:
     def __init__(
         self, *, memory: PoolMemory, library: NcclLibrary, host: str, advertise_host: str, limits: PairLimits
     ) -> None:
-        self._base, self._num_blocks, self._block_bytes = memory.raw.data_ptr(), memory.num_blocks, memory.block_bytes
-        self._memory = memory  # keeps the bytes where they are
+        self._raw = memory.raw  # keeps the bytes where they are as long as a thread may read them
+        self._num_blocks, self._block_bytes = memory.num_blocks, memory.block_bytes
         self._library, self._limits = library, limits
         self._host, self._advertise_host = host, advertise_host
         self._tokens: dict[tuple[bytes, int], bytes] = {}  # by (ticket id, attempt)
@@ -228,5 +228,5 @@ class NcclExporter:
         return hmac.compare_digest(token, entry.token)
 
     def _pieces(self, runs: tuple[messages.Run, ...]) -> list[Piece]:
-        size = self._block_bytes
-        return [Piece(self._base + run.first_block * size, run.num_blocks * size) for run in runs]
+        base, size = self._raw.data_ptr(), self._block_bytes
+        return [Piece(base + run.first_block * size, run.num_blocks * size) for run in runs]

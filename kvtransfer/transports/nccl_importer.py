@@ -182,7 +182,8 @@ class NcclChannel:
     ) -> None:
         self.link = link
         self._thread, self._entry, self._limits, self._ended = thread, entry, limits, ended
-        self._base, self._block_bytes, self._num_blocks = memory.raw.data_ptr(), memory.block_bytes, memory.num_blocks
+        self._raw = memory.raw  # keeps the bytes where they are as long as a thread may write them
+        self._block_bytes, self._num_blocks = memory.block_bytes, memory.num_blocks
         self._open = True
         self._read: Future[None] | None = None  # in flight, or ended by anything but success
 
@@ -193,8 +194,8 @@ class NcclChannel:
             raise TransportError("the channel is closed or poisoned")
         stretches = list(runs(remote_block_ids, local_block_ids)) if remote_block_ids else []
         remote = tuple(messages.Run(source, length) for source, _, length in stretches)
-        size = self._block_bytes
-        pieces = [Piece(self._base + target * size, length * size) for _, target, length in stretches]
+        base, size = self._raw.data_ptr(), self._block_bytes
+        pieces = [Piece(base + target * size, length * size) for _, target, length in stretches]
         self._read = self._thread.submit(lambda: self._receive(remote, pieces))
         await asyncio.wrap_future(self._read)
         self._read = None

@@ -188,7 +188,7 @@ async def test_a_receive_that_nobody_answers_is_aborted_in_time(monkeypatch: pyt
         process.send_signal(19)  # SIGSTOP: it will not send
         communicator = channel.link._communicator
         assert communicator is not None
-        address = channel._base
+        address = channel._raw.data_ptr()
         pair = channel._thread
         await asyncio.wrap_future(pair.submit(lambda: communicator.receive([Piece(address, channel._block_bytes)])))
         assert not await asyncio.wrap_future(pair.submit(communicator.is_done))
