@@ -61,6 +61,50 @@ def joined_namespaces() -> Iterator[Cable]:
             _ip("netns", "del", side.namespace)
 
 
+@dataclass(frozen=True, slots=True)
+class FarHost:
+    """A namespace that only one cable joins to this machine, as another host would be."""
+
+    near_address: str  # ours, as the far side sees it
+    side: Side
+    near_interface: str
+
+    def cut(self) -> None:
+        """What is sent from either side is lost, and nobody is told."""
+        _ip("-n", self.side.namespace, "link", "set", INTERFACE, "down")
+
+    def heal(self) -> None:
+        """Returns when this side sees it."""
+        _ip("-n", self.side.namespace, "link", "set", INTERFACE, "up")
+        while "state UP" not in _ip("link", "show", self.near_interface):
+            pass
+
+
+@contextmanager
+def far_host() -> Iterator[FarHost]:
+    """Skips the test, with the reason, where namespaces may not be made."""
+    if shutil.which("ip") is None:
+        pytest.skip("no `ip` command here")
+    name = secrets.token_hex(4)
+    network = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(250)}"
+    host = FarHost(f"{network}.1", Side(f"tandem-{name}", f"{network}.2"), f"kv{name}")
+    namespace = host.side.namespace
+    try:
+        _ip("netns", "add", namespace)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+    try:
+        _ip("link", "add", INTERFACE, "netns", namespace, "type", "veth", "peer", "name", host.near_interface)
+        _ip("address", "add", f"{host.near_address}/24", "dev", host.near_interface)
+        _ip("-n", namespace, "address", "add", f"{host.side.address}/24", "dev", INTERFACE)
+        _ip("link", "set", host.near_interface, "up")
+        _ip("-n", namespace, "link", "set", "lo", "up")
+        host.heal()
+        yield host
+    finally:
+        _ip("netns", "del", namespace)  # the cable goes with it
+
+
 def _join(cable: Cable) -> None:
     first, second = cable.first, cable.second
     ends = ("type", "veth", "peer", "name", INTERFACE, "netns", second.namespace)

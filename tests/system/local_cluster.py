@@ -91,19 +91,22 @@ class LocalCluster:
         await asyncio.gather(*(self.start_member(f"router{i}", "router", ports) for i in range(routers)))
         return self
 
-    async def start_member(self, name: str, module: str, flags: Sequence[str] = ()) -> Member:
-        member = await self.spawn(name, module, flags)
+    async def start_member(
+        self, name: str, module: str, flags: Sequence[str] = (), *, wrapper: Sequence[str] = ()
+    ) -> Member:
+        """`wrapper`: a command that runs the process, such as one that puts it on another network."""
+        member = await self.spawn(name, module, flags, wrapper=wrapper)
         try:
             await asyncio.wait_for(self._until_ready(member), _START_TIMEOUT_S)
         except (TimeoutError, RuntimeError) as error:
             raise RuntimeError(f"{name} did not become ready ({error}); it said:\n" + "".join(member.output)) from None
         return member
 
-    async def spawn(self, name: str, module: str, flags: Sequence[str] = ()) -> Member:
+    async def spawn(self, name: str, module: str, flags: Sequence[str] = (), *, wrapper: Sequence[str] = ()) -> Member:
         """Without waiting for it."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")}
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module, *self._cluster_flags(), "--member-id", name),
+            *(*wrapper, sys.executable, "-m", module, *self._cluster_flags(), "--member-id", name),
             *("--model", str(self._model), *flags),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
