@@ -199,10 +199,12 @@ class TcpChannel:
     ) -> None:
         if connection.send(announcement, socket.MSG_DONTWAIT) < len(announcement):
             raise TransportError("the exporter does not take announcements")  # they fit into any idle socket
-        answer = bytearray(ANSWER.size)
-        await self._receiver.fill([memoryview(answer)])
-        self._check_answer(answer, len(local_block_ids))
-        await self._receiver.fill(self._memory.incoming(local_block_ids).views())
+
+        def body(answer: bytes) -> list[memoryview]:
+            self._check_answer(answer, len(local_block_ids))
+            return self._memory.incoming(local_block_ids).views()
+
+        await self._receiver.receive(ANSWER.size, len(local_block_ids) * self._block_bytes, body)
 
     def _receive_on_thread(
         self, connection: socket.socket, announcement: bytes, local_block_ids: tuple[int, ...]
@@ -216,7 +218,7 @@ class TcpChannel:
         receive_into(connection, rows.views())
         self._memory.arrived(rows, local_block_ids)
 
-    def _check_answer(self, answer: bytes | bytearray, num_blocks: int) -> None:
+    def _check_answer(self, answer: bytes, num_blocks: int) -> None:
         magic, ticket_id, attempt, answered, refused, num_bytes = ANSWER.unpack(answer)
         expected = (MAGIC, self._epoch.ticket_id, self._epoch.attempt, self._number)
         if (magic, ticket_id, attempt, answered) != expected:

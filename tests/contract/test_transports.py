@@ -245,7 +245,7 @@ async def test_a_tcp_exporter_that_stops_in_mid_answer_writes_nothing_once_the_c
 ) -> None:
     if not is_short:
         _read_by_thread(monkeypatch)
-    target = random_pool(4, seed=3)
+    target = random_pool(4, seed=3, layers=600)
     importer = TcpImporter(memory=target)
     with socket.create_server(("127.0.0.1", 0)) as half:
         channel = await importer.open(EPOCH, pack_endpoint(b"k" * 16, "127.0.0.1", half.getsockname()[1]))
@@ -254,7 +254,7 @@ async def test_a_tcp_exporter_that_stops_in_mid_answer_writes_nothing_once_the_c
         with peer:
             await asyncio.to_thread(peer.recv, ANNOUNCEMENT.size)
             answer = ANSWER.pack(MAGIC, EPOCH.ticket_id, EPOCH.attempt, 1, False, target.block_bytes)
-            await asyncio.to_thread(peer.sendall, answer + b"x" * 10)
+            await asyncio.to_thread(peer.sendall, answer + b"x" * 100_000)
             async with asyncio.timeout(5):
                 while bytes(target.raw[1, :10].numpy()) != b"x" * 10:  # noqa: ASYNC110 - memory has no events
                     await asyncio.sleep(0)
