@@ -12,7 +12,7 @@ _MAX_VIEWS = 1024  # per system call: what the kernel takes
 _CONNECT_TIMEOUT_S = 5.0
 # Between two processes of one host, what is on its way should stay in a cache: with the buffers that the kernel would
 # choose a read is half as fast. A real link needs the kernel's. Set once: changes between reads make them slower.
-_LOCAL_BUFFER_BYTES = 1 << 20
+_LOCAL_BUFFER_BYTES = 256 << 10
 
 
 async def connect(address: tuple[str, int], tls: ssl.SSLContext | None = None) -> socket.socket:
