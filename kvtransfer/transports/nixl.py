@@ -153,10 +153,14 @@ class NixlChannel:
         assert len(remote_block_ids) == len(local_block_ids)
         if not self._open or self._read is not None:
             raise TransportError("the channel is closed or poisoned")
-        if any(block_id >= self._num_remote_blocks for block_id in remote_block_ids):
+        if not remote_block_ids:
+            return
+        if max(remote_block_ids) >= self._num_remote_blocks:
             raise TransportError(f"a block past the {self._num_remote_blocks} of the exporter's pool")
         self._read = self._link.read(remote_block_ids, local_block_ids)
-        await asyncio.wrap_future(self._read)
+        if not self._read.done():
+            await asyncio.wrap_future(self._read)
+        self._read.result()
         self._read = None
 
     async def destroy(self) -> None:

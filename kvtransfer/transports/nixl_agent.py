@@ -65,11 +65,12 @@ class Region:
     def kind(self) -> str:
         return "DRAM" if self.device is None else "VRAM"
 
-    def pieces(self, first_rows: npt.NDArray[np.uint64], num_rows: npt.NDArray[np.uint64]) -> Descriptors:
-        described = np.empty((len(first_rows), 3), dtype=np.uint64)
-        described[:, 0] = np.uint64(self.address) + first_rows * np.uint64(self.row_bytes)
-        described[:, 1] = num_rows * np.uint64(self.row_bytes)
-        described[:, 2] = self.device or 0
+    def pieces(self, first_rows: npt.NDArray[np.int64], num_rows: npt.NDArray[np.int64]) -> Descriptors:
+        described = np.zeros((len(first_rows), 3), dtype=np.uint64)
+        described[:, 0] = first_rows * self.row_bytes + self.address
+        described[:, 1] = num_rows * self.row_bytes
+        if self.device is not None:
+            described[:, 2] = self.device
         return described
 
 
@@ -103,27 +104,28 @@ class NixlAgent:
         """Its number, for `is_complete`. Raises NixlError."""
         (source, source_pieces), (target, target_pieces) = there, here
         self._num_reads += 1
+        number = self._num_reads
 
         def started() -> None:
-            handle = self._reads[self._num_reads] = self._agent.initialize_xfer(
-                "READ",
-                self._agent.get_xfer_descs(target_pieces, target.kind),
-                self._agent.get_xfer_descs(source_pieces, source.kind),
-                self._peer,
-            )
-            self._agent.transfer(handle)
+            agent = self._agent
+            targets = agent.get_xfer_descs(target_pieces, target.kind)
+            sources = agent.get_xfer_descs(source_pieces, source.kind)
+            self._reads[number] = agent.initialize_xfer("READ", targets, sources, self._peer)
+            self._settle(number, agent.transfer(self._reads[number]))
 
         _called(started)
-        return self._num_reads
+        return number
 
     def is_complete(self, number: int) -> bool:
-        """Makes progress. True once, when every byte has arrived. Raises NixlError."""
-        handle = self._reads[number]
-        if _called(lambda: self._agent.check_xfer_state(handle)) != "DONE":
-            return False
-        del self._reads[number]
-        _called(lambda: self._agent.release_xfer_handle(handle))
-        return True
+        """Makes progress. Every byte has arrived. Raises NixlError."""
+        handle = self._reads.get(number)
+        if handle is not None:
+            _called(lambda: self._settle(number, self._agent.check_xfer_state(handle)))
+        return number not in self._reads
+
+    def _settle(self, number: int, state: str) -> None:
+        if state == "DONE":
+            self._reads.pop(number).release()
 
     def make_progress(self) -> None:
         """For reads by others: UCX answers some of them, and every new connection, in here. Raises NixlError."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.host_memory import runs
 from kvtransfer.transports.nixl_agent import Descriptors, NixlAgent, NixlError, Region
 from kvtransfer.transports.nixl_endpoint import TOKEN_BYTES, NixlEndpoint
 from kvtransfer.transports.nixl_pace import Pace
@@ -23,6 +24,9 @@ from kvtransfer.transports.sockets import joined
 
 _NUM_SCRATCH_ROWS = 1024
 _LONGEST_REST_S = 0.001
+_FEW_ROWS = 64  # up to here plain Python is faster than numpy
+_ON_THE_SPOT_BYTES = 1 << 20
+_ON_THE_SPOT_S = 100e-6
 
 
 @dataclass(slots=True, eq=False)
@@ -33,11 +37,19 @@ class _Read:
     here: tuple[Region, Descriptors]
     deadline_s: float
     ended: "Future[None]"
-    number: int = 0  # as the agent knows it, once it has started
+    number: int = 0  # once it has started
+    error: str = ""  # why it cannot go on
+
+    @property
+    def is_small(self) -> bool:
+        """Of host memory, and moved in less time than it takes to wake a thread and to be woken by it."""
+        host_only = self.there[0].device is None and self.here[0].device is None
+        return host_only and int(self.here[1][:, 1].sum()) <= _ON_THE_SPOT_BYTES
 
 
 class NixlLink:
-    """Made on the event loop. The agent belongs to the thread; `_posted` and `_closing` are shared under the lock."""
+    """Made on the event loop, which posts reads and ends the link. The agent belongs to the thread while reads are in
+    flight and before the first; else the event loop may use it. What both see is under the lock."""
 
     def __init__(self, *, pool: Region, there: NixlEndpoint, timeout_s: float) -> None:
         self._pool, self._there, self._timeout_s = pool, there, timeout_s
@@ -47,7 +59,9 @@ class NixlLink:
         self._changed = threading.Condition()
         self._posted: list[_Read] = []
         self._closing = False
+        self._num_in_flight = 0
         self._has_read = False
+        self._agent: NixlAgent | None = None
         self._error = ""
         self._destroyed: Future[None] = Future()
         self._destroyed.set_running_or_notify_cancel()
@@ -87,33 +101,55 @@ class NixlLink:
         source, target = _merged(there, here)
         read = _Read(source, target, time.monotonic() + self._timeout_s, Future())
         read.ended.set_running_or_notify_cancel()
+        if self._is_idle() and read.is_small and self._done_on_the_spot(read):
+            read.ended.set_result(None)
+            return read.ended
         with self._changed:
             if self._closing:
                 raise TransportError(self._error or "the link to the exporter is closed")
             self._posted.append(read)
+            self._num_in_flight += 1
             self._changed.notify()
         return read.ended
 
+    def _is_idle(self) -> bool:
+        """The thread waits for a post or the end, which both come from here: until then the agent is ours."""
+        with self._changed:
+            return self._has_read and self._num_in_flight == 0 and not self._closing
+
+    def _done_on_the_spot(self, read: _Read) -> bool:
+        """If not, the thread goes on with it."""
+        assert self._agent is not None
+        try:
+            read.number = self._agent.start_read(read.there, read.here)
+            until_s = time.monotonic() + _ON_THE_SPOT_S
+            while not self._agent.is_complete(read.number):
+                if time.monotonic() > until_s:
+                    return False
+        except NixlError as error:
+            read.error = str(error)
+            return False
+        return True
+
     def _run(self) -> None:
         reads: list[_Read] = []
-        agent = None
         error = "the link to the exporter is closed"
         try:
-            agent = self._connected()
-            self._work(agent, reads)
+            self._agent = self._connected()
+            self._work(self._agent, reads)
         except (NixlError, ImportError) as failure:
             error = str(failure)
             if not self._has_read:
                 error += "; the exporter is gone, or no RDMA, GPU or shared memory leads to it"
         finally:
-            self._end(agent, reads, error)
+            self._end(reads, error)
 
-    def _end(self, agent: NixlAgent | None, reads: list[_Read], error: str) -> None:
+    def _end(self, reads: list[_Read], error: str) -> None:
         with self._changed:
             self._closing, self._error = True, error
             reads += self._posted
-        if agent is not None:
-            agent.destroy()
+        if self._agent is not None:
+            self._agent.destroy()
         self._destroyed.set_result(None)
         for read in reads:
             read.ended.set_exception(TransportError(error))
@@ -137,7 +173,9 @@ class NixlLink:
                 new, self._posted = self._posted, []
             reads += new  # before they start: whatever happens then, each has an end
             for read in new:
-                read.number = agent.start_read(read.there, read.here)
+                if read.error:
+                    raise NixlError(read.error)
+                read.number = read.number or agent.start_read(read.there, read.here)
                 pace.hurry(time.monotonic())
             self._advance(agent, reads, pace)
 
@@ -145,8 +183,10 @@ class NixlLink:
         now_s = time.monotonic()
         for read in tuple(reads):
             if agent.is_complete(read.number):
-                self._has_read = True
                 reads.remove(read)
+                with self._changed:
+                    self._has_read = True
+                    self._num_in_flight -= 1  # with the last one the agent is not the thread's any more
                 read.ended.set_result(None)
                 pace.hurry(now_s)
             elif now_s > read.deadline_s:
@@ -160,12 +200,14 @@ def _merged(
     there: tuple[Region, Sequence[int]], here: tuple[Region, Sequence[int]]
 ) -> tuple[tuple[Region, Descriptors], tuple[Region, Descriptors]]:
     """Rows that are neighbours on both sides become one piece."""
-    sources, targets = np.array(there[1], dtype=np.uint64), np.array(here[1], dtype=np.uint64)
-    is_first = np.ones(len(sources), dtype=bool)
-    is_first[1:] = (np.diff(sources) != 1) | (np.diff(targets) != 1)
-    firsts = np.flatnonzero(is_first)
-    lengths = np.diff(np.append(firsts, len(sources))).astype(np.uint64)
-    return (
-        (there[0], there[0].pieces(sources[firsts], lengths)),
-        (here[0], here[0].pieces(targets[firsts], lengths)),
-    )
+    (source, source_rows), (target, target_rows) = there, here
+    if len(source_rows) <= _FEW_ROWS:
+        stretches = np.array(list(runs(source_rows, target_rows)), dtype=np.int64)  # [pieces, 3]
+        sources, targets, lengths = stretches.T
+    else:
+        rows = np.array((source_rows, target_rows), dtype=np.int64)  # [2, rows]
+        ends = np.flatnonzero((rows[:, 1:] - rows[:, :-1] != 1).any(axis=0)) + 1
+        firsts = np.concatenate(([0], ends))
+        lengths = np.concatenate((ends, [rows.shape[1]])) - firsts
+        sources, targets = rows[:, firsts]
+    return (source, source.pieces(sources, lengths)), (target, target.pieces(targets, lengths))
