@@ -71,7 +71,9 @@ class Migrations:
         async def moved(handle: int) -> MoveOutcome:
             async with slots:
                 move = leaving.stream.ask_to_move(handle, going_to)
-                return await move.outcome if move is not None else MoveOutcome.ENDED
+                if move is None:
+                    return MoveOutcome.ENDED
+                return await asyncio.shield(move.outcome)  # goes on when whoever asked does not wait
 
         handles = leaving.stream.movable()[: max_sequences or None]
         outcomes = await asyncio.gather(*map(moved, handles))

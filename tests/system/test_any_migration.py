@@ -102,7 +102,7 @@ async def _nothing_is_left(worker: ScriptedDecode) -> None:
     await worker.until(lambda: not worker.frozen and not worker.progress)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 async def test_any_moves_among_any_failures_change_no_token(seed: int) -> None:
     chance = random.Random(seed)
     num_moved = 0.0
