@@ -5,7 +5,6 @@ FAULTS_REPORT set, a table of what each fault cost is written there.
 """
 
 import asyncio
-import importlib.util
 import os
 import signal
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from kvtransfer.transports.nixl_agent import why_not_loadable
 from tests.faults.control import FaultControl
 from tests.faults.faulty_transport import Fault
 from tests.system.asking import Answer, ask, asked, question
@@ -145,7 +145,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 def _is_installed(name: str) -> bool:
-    return name != "nixl" or importlib.util.find_spec("nixl") is not None
+    return name != "nixl" or not why_not_loadable()
 
 
 @pytest.mark.parametrize(
