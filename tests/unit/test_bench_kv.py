@@ -1,0 +1,42 @@
+"""make bench-kv on small sizes: the figures are computed from the samples, and every column really moves the blocks."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.kv import measure
+from benchmarks.kv_shapes import Shape
+from benchmarks.kv_table import Cell, as_json, as_markdown
+
+TINY = (Shape("64 KB", 1, False, 1), Shape("5 x 64 KB", 5, True, 1))
+ABOUT = {"processor": "2 x none", "kernel": "Linux", "commit": "0000", "date": "today"}
+
+
+def test_ratios_are_of_medians_to_the_fastest_limit() -> None:
+    cell = Cell("tcp", "1 GB", 10**9, {"slow": [4.0, 4.0], "fast": [3.0, 1.0, 0.5]}, [2.0, 9.0, 1.0], [4.0], [8.0])
+    figures = cell.figures()
+    assert (figures["limit"], figures["limit_gb_per_s"]) == ("fast", 1.0)
+    assert (figures["data_path_gb_per_s"], figures["data_path_ratio"]) == (0.5, 0.5)
+    assert (figures["verified_ratio"], figures["hand_off_ratio"]) == (0.25, 0.125)
+    assert "| `tcp` | 1 GB | 1.00 | fast | 0.50 (0.50) | 0.25 (0.25) | 0.12 (0.12) | 2000.0 ms |" in as_markdown(
+        [cell], ABOUT
+    )
+
+
+@pytest.mark.parametrize("row", ["shm", "tcp"])
+async def test_every_column_is_measured_between_two_processes(row: str) -> None:
+    cells = await measure([row], TINY, num_pool_blocks=16)
+    kept = json.loads(as_json(cells, ABOUT))
+    assert [cell["shape"] for cell in kept["cells"]] == ["64 KB", "5 x 64 KB"]
+    for cell in kept["cells"]:
+        samples = [cell["data_path_s"], cell["verified_s"], cell["hand_off_s"], *cell["limits_s"].values()]
+        assert all(len(each) == 1 and each[0] > 0 for each in samples)
+
+
+def test_the_table_that_is_kept_is_computed_from_the_samples_that_are_kept() -> None:
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    kept = json.loads((results / "kv.json").read_text())
+    cells = [Cell(**{name: value for name, value in cell.items() if name != "figures"}) for cell in kept["cells"]]
+    assert as_markdown(cells, kept["about"]) == (results / "kv.md").read_text()
+    assert json.loads(as_json(cells, kept["about"])) == kept
