@@ -1,6 +1,7 @@
 """The exploration's own pool of blocks gives and takes as the decode worker's does."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -15,13 +16,19 @@ from tests.unit.handoff_model.world import Draft
 _SCENARIO = Scenario(
     "walk", blocks=(2, 2), prefill_pool=4, decode_pool=4, watermark=1, kinds=frozenset({"loss", "cancel", "expiry"})
 )
+_CACHED = replace(_SCENARIO, decode_pool=2, cached=True)
 
 
 class _Twin:
     """The production pool and reservations, told what the model's machines want done."""
 
-    def __init__(self) -> None:
-        self.pool = BlockPool(_SCENARIO.decode_pool)
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self.num_shared = 2 if scenario.cached else 0  # each prompt's first block, which somebody else keeps
+        self.pool = BlockPool(scenario.decode_pool + self.num_shared)
+        shared = self.pool.reserve(self.num_shared) or ()
+        for ticket, block_id in enumerate(shared):
+            self.pool.keep([block_id], [bytes([ticket])], b"root")
         self._reservations = Reservations(self.pool)
         self._ours: dict[int, tuple[int, ...]] = {}  # by hand-off: our ids of the blocks that were granted
         self._model_ids: dict[int, tuple[int, ...]] = {}
@@ -30,7 +37,7 @@ class _Twin:
     def apply(self, handoff: int, action: Do) -> None:
         match action:
             case import_events.Reserve(num_blocks):
-                self._reservations.claim(Claim(handoff, handoff, num_blocks))
+                self._reservations.claim(Claim(handoff, handoff, num_blocks, (bytes([handoff]),)))
             case import_events.Discard(quarantined):
                 self._reservations.discard(handoff, frozenset(self._translated(handoff, quarantined)))
             case import_events.Quiet(block_ids):
@@ -46,18 +53,23 @@ class _Twin:
         self.pool.release(self._decoding.pop(handoff))
 
     def grant(self, world: Draft) -> None:
-        for handoff, block_ids in self._reservations.grant(lambda claim: _SCENARIO.watermark):
-            self._ours[handoff] = block_ids
+        for grant in self._reservations.grant(lambda claim: self._scenario.watermark):
+            handoff = grant.claim.handoff_id
+            self._ours[handoff] = grant.block_ids
             self._model_ids[handoff] = world.granted[handoff]
-            assert len(block_ids) == len(world.granted[handoff]), "the model has not granted it"
+            assert len(grant.block_ids) == len(world.granted[handoff]), "the model has not granted it"
+            assert grant.num_cached == int(self._scenario.cached)
 
     def _translated(self, handoff: int, block_ids: frozenset[int]) -> list[int]:
         ours = dict(zip(self._model_ids.get(handoff, ()), self._ours.get(handoff, ()), strict=True))
         return [ours[block_id] for block_id in sorted(block_ids)]
 
 
+@pytest.mark.parametrize("scenario", [_SCENARIO, _CACHED], ids=["nothing cached", "first blocks cached"])
 @pytest.mark.parametrize("seed", range(40))
-def test_model_gives_and_takes_blocks_as_the_decode_worker_does(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_gives_and_takes_blocks_as_the_decode_worker_does(
+    seed: int, scenario: Scenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted: list[tuple[int, Do]] = []
     perform = Draft.perform
 
@@ -66,8 +78,8 @@ def test_model_gives_and_takes_blocks_as_the_decode_worker_does(seed: int, monke
         perform(self, handoff, actions)
 
     monkeypatch.setattr(Draft, "perform", record)
-    rng, model, twin = random.Random(seed), Model(_SCENARIO), _Twin()
-    world, faults_left = model.first(), _SCENARIO.faults
+    rng, model, twin = random.Random(seed), Model(scenario), _Twin(scenario)
+    world, faults_left = model.first(), scenario.faults
     while True:
         choices: list[tuple[bool, World, list[tuple[int, Do]]]] = []
         wanted.clear()
@@ -83,7 +95,7 @@ def test_model_gives_and_takes_blocks_as_the_decode_worker_does(seed: int, monke
         world = next_world
 
     assert model.is_good_end(world)
-    assert twin.pool.num_free == _SCENARIO.decode_pool
+    assert twin.pool.num_free == scenario.decode_pool
 
 
 def _follow(twin: _Twin, before: Draft, after: Draft, actions: list[tuple[int, Do]]) -> None:
@@ -98,4 +110,4 @@ def _follow(twin: _Twin, before: Draft, after: Draft, actions: list[tuple[int, D
     counts = twin.pool.counts()
     assert counts["free"] == owners.count(FREE)
     assert counts["quarantined"] == sum(owner >= 20 for owner in owners)
-    assert counts["held"] == sum(0 <= owner < 20 for owner in owners)
+    assert counts["held"] == sum(0 <= owner < 20 for owner in owners) + twin.num_shared
