@@ -5,6 +5,7 @@ router does with a client that goes away is told by the pools of both sides.
 """
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -73,6 +74,11 @@ def _cancel(*handles: int) -> worker_pb2.RouterMessage:
     return worker_pb2.RouterMessage(cancel=worker_pb2.CancelSequences(handles=wire.pack_ids(handles)))
 
 
+def _nobodys() -> str:
+    """A salt by which nothing is found: all of the prompt is computed, and moved."""
+    return secrets.token_hex(8)
+
+
 def _decode_job(prompt: tuple[int, ...], ticket: bytes | None, *, n: int = 1) -> DecodeJob:
     return DecodeJob(
         request_id="cancelled",
@@ -84,6 +90,7 @@ def _decode_job(prompt: tuple[int, ...], ticket: bytes | None, *, n: int = 1) ->
         sequences=tuple(SequenceStart(handle, handle, ()) for handle in range(n)),
         signed_ticket=ticket,
         timeout_s=_DEADLINE_S,
+        cache_salt=_nobodys(),
     )
 
 
@@ -98,6 +105,7 @@ def _prefill_job(importer: str | None, *, n: int = 1) -> PrefillJob:
         num_committed=0,
         importer=wire.member_from_wire(importer) if importer else None,
         timeout_s=_DEADLINE_S,
+        cache_salt=_nobodys(),
     )
 
 
@@ -177,7 +185,7 @@ async def test_a_client_that_goes_away_mid_decode_leaves_nothing(cluster: LocalC
 
 async def test_a_client_that_goes_away_mid_prefill_leaves_nothing(cluster: LocalCluster) -> None:
     before = await cluster.figures("prefill")
-    async with asked(cluster, question(_LONG, max_tokens=8)):
+    async with asked(cluster, question(_LONG, max_tokens=8, cache_salt=_nobodys())):
         async with asyncio.timeout(_DEADLINE_S):
             while (await cluster.figures("prefill"))["tokens_computed"] == before["tokens_computed"]:
                 pass
@@ -186,7 +194,7 @@ async def test_a_client_that_goes_away_mid_prefill_leaves_nothing(cluster: Local
 
 
 async def test_a_client_that_goes_away_mid_transfer_leaves_nothing(cluster: LocalCluster) -> None:
-    async with asked(cluster, question(_LONG, max_tokens=8, n=3)):
+    async with asked(cluster, question(_LONG, max_tokens=8, n=3, cache_salt=_nobodys())):
         async with asyncio.timeout(_DEADLINE_S):
             while not any([await cluster.blocks_in_use(name) for name in cluster.workers("decode")]):
                 pass

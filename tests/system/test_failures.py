@@ -33,8 +33,9 @@ async def _kill(cluster: LocalCluster, *names: str) -> None:
 
 
 async def test_a_prefill_worker_killed_in_the_middle_costs_time_only(cluster: LocalCluster) -> None:
-    request = question(_LONG, max_tokens=8, ignore_eos=True)
+    request = question(_LONG, max_tokens=8, ignore_eos=True, cache_salt="undisturbed")
     undisturbed = await ask(cluster, request)
+    request.cache_salt = "nothing is computed yet"
     async with asked(cluster, request) as answer:
         victim = await _busy(cluster, "prefill")
         await _kill(cluster, victim)
