@@ -67,7 +67,7 @@ def _version(package: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer samples, at most 64 MB")
+    parser.add_argument("--quick", action="store_true", help="fewer samples, at most 64 MB; kept nowhere")
     parser.add_argument("--transports", default=",".join(_ROWS), help="lines of the table, comma-separated")
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder for kv.md and kv.json")
     arguments = parser.parse_args()
@@ -81,9 +81,10 @@ def main() -> None:
     about = machine.about() | {name: _version(name) for name in _PACKAGES} | {"flags": " ".join(sys.argv[1:])}
     table = as_markdown(cells, about)
     print(table)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "kv.md").write_text(table)
-    (arguments.output / "kv.json").write_text(as_json(cells, about))
+    if not arguments.quick:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "kv.md").write_text(table)
+        (arguments.output / "kv.json").write_text(as_json(cells, about))
 
 
 if __name__ == "__main__":
