@@ -40,12 +40,6 @@ class _Read:
     number: int = 0  # once it has started
     error: str = ""  # why it cannot go on
 
-    @property
-    def is_small(self) -> bool:
-        """Of host memory, and moved in less time than it takes to wake a thread and to be woken by it."""
-        host_only = self.there[0].device is None and self.here[0].device is None
-        return host_only and int(self.here[1][:, 1].sum()) <= _ON_THE_SPOT_BYTES
-
 
 class NixlLink:
     """Made on the event loop, which posts reads and ends the link. The agent belongs to the thread while reads are in
@@ -101,7 +95,7 @@ class NixlLink:
         source, target = _merged(there, here)
         read = _Read(source, target, time.monotonic() + self._timeout_s, Future())
         read.ended.set_running_or_notify_cancel()
-        if self._is_idle() and read.is_small and self._done_on_the_spot(read):
+        if _is_short(there, here) and self._is_idle() and self._done_on_the_spot(read):
             read.ended.set_result(None)
             return read.ended
         with self._changed:
@@ -194,6 +188,12 @@ class NixlLink:
         if reads and (rest_s := pace.rest_s(now_s)):
             with self._changed:
                 self._changed.wait_for(lambda: self._posted or self._closing, rest_s)
+
+
+def _is_short(there: tuple[Region, Sequence[int]], here: tuple[Region, Sequence[int]]) -> bool:
+    """Of host memory, and moved in less time than it takes to wake a thread and to be woken by it."""
+    host_only = there[0].device is None and here[0].device is None
+    return host_only and len(here[1]) * here[0].row_bytes <= _ON_THE_SPOT_BYTES
 
 
 def _merged(
