@@ -5,7 +5,7 @@ A plan is values only, so that a failing one can be made smaller and told.
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.config import TransferSettings
@@ -261,8 +261,5 @@ class _Prompt:
         ]
 
 
-def run_plan(plan: Plan) -> Coroutine[None, None, "Counter[str]"]:
-    async def run() -> "Counter[str]":
-        return await World(plan).run()
-
-    return run()
+async def run_plan(plan: Plan) -> "Counter[str]":
+    return await World(plan).run()
