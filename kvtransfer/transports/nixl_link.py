@@ -72,10 +72,12 @@ class NixlLink:
             raise TransportError("too many channels are being opened to one exporter")
         row = self._free_scratch.pop()
         read = self._post((self._there.admissions, [slot]), (self._scratch_region, [row]))
-        read.add_done_callback(lambda _: self._free_scratch.append(row))
-        await asyncio.wrap_future(read)
-        if self._scratch[row].numpy().tobytes() != token:
-            raise TransportError("the exporter does not know this epoch")
+        try:
+            await asyncio.wrap_future(read)
+            if self._scratch[row].numpy().tobytes() != token:
+                raise TransportError("the exporter does not know this epoch")
+        finally:  # at once, or when a read that nobody waits for any more has ended
+            read.add_done_callback(lambda _: self._free_scratch.append(row))
 
     def read(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> "Future[None]":
         """Ends with the bytes in place, or with TransportError and the link destroyed; it cannot be cancelled."""
