@@ -31,6 +31,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _FLAGS = (
     *("--dtype", "float32", "--max-prefill-tokens", "64", "--num-blocks", "512", "--kv-transports", "shm,tcp"),
     *("--lease-s", "2", "--max-lease-s", "3", "--read-timeout-s", "3", "--quarantine-s", "1"),
+    *("--prefix-caching", "off"),  # or the same questions would soon need no reads
 )
 
 
