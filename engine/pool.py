@@ -7,6 +7,7 @@ can, and it is an ordinary tensor elsewhere.
 
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -30,11 +31,13 @@ class KvPool:
         self.device = torch.device(device)
         self.memfd: int | None = None
         self.cuda_file: int | None = None
+        self._closers: list[weakref.finalize[[int], KvPool]] = []  # of its files; they run once, by `close` or without
         self.cuda_file_bytes = 0
         self.why_no_cuda_file = "the pool is not on a GPU"
         num_bytes = num_blocks * layout.block_bytes
         if self.device.type == "cpu":
             self.memfd, flat = _shared_memory(num_bytes)
+            self._closers.append(weakref.finalize(self, os.close, self.memfd))
         else:
             flat = self._cuda_memory(num_bytes)
         self.raw = flat.view(num_blocks, layout.block_bytes)
@@ -56,12 +59,9 @@ class KvPool:
         gone."""
         self.layers = ()
         self.tensor = self.raw = torch.empty(0, 0, dtype=torch.uint8)
-        if self.memfd is not None:
-            os.close(self.memfd)
-            self.memfd = None
-        if self.cuda_file is not None:
-            os.close(self.cuda_file)
-            self.cuda_file = None
+        for close in self._closers:
+            close()
+        self.memfd = self.cuda_file = None
 
     def _cuda_memory(self, num_bytes: int) -> torch.Tensor:
         try:
@@ -70,6 +70,7 @@ class KvPool:
             self.why_no_cuda_file = str(error)
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         self.cuda_file, self.cuda_file_bytes, self.why_no_cuda_file = memory.file, memory.num_bytes, ""
+        self._closers.append(weakref.finalize(self, os.close, memory.file))
         return memory.tensor
 
     def _views(self, place: LayerPlace) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,7 @@ in a memfd takes memory when it is first written.
 
 import mmap
 import os
+import weakref
 
 import torch
 
@@ -19,6 +20,7 @@ class WireCopy:
         self.memfd: int | None = None
         if device.type == "cpu":
             self.memfd, flat = _shared_memory(num_blocks * block_bytes)
+            self._close_file = weakref.finalize(self, os.close, self.memfd)  # once, by `close` or without
         else:
             flat = torch.zeros(num_blocks * block_bytes, dtype=torch.uint8, device=device)
         self.raw = flat.view(num_blocks, block_bytes)
@@ -27,7 +29,7 @@ class WireCopy:
         """Ends this process's use of the memory."""
         self.raw = torch.empty(0, 0, dtype=torch.uint8)
         if self.memfd is not None:
-            os.close(self.memfd)
+            self._close_file()
             self.memfd = None
 
 
