@@ -17,7 +17,7 @@ BENCH_ARGS ?=
 .PHONY: help demo test test-all soak bench-engine bench-overlap bench-kv check proto clean
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
 
 demo: $(VENV)/.base ## one prompt through a router, a prefill and a decode worker on the demo model
 	@$(BIN)/python -m cli.demo
