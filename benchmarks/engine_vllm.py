@@ -15,7 +15,8 @@ import time
 def main(model: str) -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0")
-    answers, sys.stdout = sys.stdout, sys.stderr  # its own lines must not come between the answers
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what its processes print must not come between the answers
     import vllm
     from vllm import LLM, SamplingParams
 
