@@ -13,6 +13,9 @@ from engine.loading import load
 from engine.packed_weights import pack_weights
 from engine.pool import KvPool
 from engine.runner import ModelRunner
+from engine.step import Chunk, StepPlan
+
+_ONE_TOKEN = StepPlan((Chunk(sequence_id=0, token_ids=(0,), start=0, block_ids=(0,)),))  # of a pool nobody uses yet
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,13 +34,14 @@ def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.N
     num_blocks = capacity.num_blocks(settings, loaded.layout, wire)
     pool = KvPool(loaded.layout, num_blocks, loaded.device)
     layout_fingerprint = fingerprint(loaded, wire.name)  # reads the weights: before they are packed
-    weights = (
-        pack_weights(loaded.model) if settings.pack_weights == "auto" else "weights: as they are (--pack-weights off)"
-    )
+    runner = ModelRunner(loaded, pool)
+    weights = "weights: as they are (--pack-weights off)"
+    if settings.pack_weights == "auto":
+        weights = pack_weights(loaded.model, lambda: runner.logits(_ONE_TOKEN))
     return Engine(
         model_info=loaded.info,
         pool=pool,
-        runner=ModelRunner(loaded, pool),
+        runner=runner,
         fingerprint=layout_fingerprint,
         report=(*_report(settings, loaded, num_blocks), weights),
     )

@@ -5,6 +5,7 @@ packed layer computes what the plain one did, and is compared with it before it 
 there a last bit may depend on the layout, and equal tokens are promised.
 """
 
+from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
 import torch
@@ -33,9 +34,26 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
-def pack_weights(model: nn.Module) -> str:
-    """Packs what can be, in place; the model may only be called afterwards, its weights not read. Answers with a line
-    for the worker's report."""
+class _Watched(nn.Linear):
+    """An nn.Linear for the time of one call of its model: it notices when its weight is read by others than itself."""
+
+    @property
+    def weight(self) -> nn.Parameter:  # type: ignore[override]
+        self._is_read = True
+        return self._plain()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(rows, self._plain(), self.bias)
+
+    def _plain(self) -> nn.Parameter:
+        weight = self._parameters["weight"]
+        assert weight is not None
+        return weight
+
+
+def pack_weights(model: nn.Module, run: Callable[[], object]) -> str:
+    """Packs what can be, in place; the model may only be called afterwards, its weights not read. `run` calls it once,
+    so that layers whose weights the model itself reads stay. Answers with a line for the worker's report."""
     if next(model.parameters()).device.type != "cpu" or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "weights: as they are"
     linears = [
@@ -44,6 +62,8 @@ def pack_weights(model: nn.Module) -> str:
         for name, child in owner.named_children()
         if _can_be_packed(child)
     ]
+    read = _read_by_others([linear for _, _, linear in linears], run)
+    linears = [found for found in linears if found[2] not in read]
     for done, (owner, name, linear) in enumerate(linears):
         packed = PackedLinear(linear)
         if not _is_equal(packed, linear):
@@ -52,9 +72,22 @@ def pack_weights(model: nn.Module) -> str:
     return f"weights: {len(linears)} products packed for bfloat16"
 
 
+def _read_by_others(linears: Sequence[nn.Linear], run: Callable[[], object]) -> set[nn.Linear]:
+    for linear in linears:
+        linear.__class__ = _Watched
+    try:
+        run()
+        return {linear for linear in linears if vars(linear).pop("_is_read", False)}
+    finally:
+        for linear in linears:
+            linear.__class__ = nn.Linear
+
+
 def _can_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:
     return (
         type(module) is nn.Linear  # a subclass may compute something else
+        and "forward" not in vars(module)  # so may one that was wrapped
+        and type(module.weight.data) is torch.Tensor  # a quantised one only looks like bfloat16
         and module.weight.dtype == torch.bfloat16
         and min(module.in_features, module.out_features) >= _MIN_FEATURES
         and not (module._forward_hooks or module._forward_pre_hooks)

@@ -46,6 +46,13 @@ async def two_sides(
         await exporter.close()
 
 
+async def _unmapped(importer: CudaIpcImporter) -> None:
+    """The loop's reader brings it about."""
+    async with asyncio.timeout(DEADLINE_S):
+        while importer.num_mappings:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
 async def test_one_mapping_serves_every_hand_off_with_an_exporter() -> None:
     source, target = random_pool(8, seed=1), random_pool(8, seed=2)
     async with two_sides(source, target) as (exporter, importer, _):
@@ -67,8 +74,7 @@ async def test_the_end_of_the_exporter_ends_the_mapping_and_not_the_copy_in_flig
         read = asyncio.create_task(channel.read([5], [6]))
         assert await asyncio.to_thread(access.copying.wait, DEADLINE_S)
         await exporter.close()
-        while importer.num_mappings:  # noqa: ASYNC110  (the loop's reader brings it about)
-            await asyncio.sleep(0.005)
+        await _unmapped(importer)
         access.go.set()
         await read
         assert torch.equal(target.raw[6], source.raw[5])
@@ -197,8 +203,7 @@ async def test_an_exporter_killed_in_mid_copy_leaves_its_pages_to_the_reader() -
         await process.wait()
         await read
         assert torch.equal(target.raw, expected.raw)
-        while importer.num_mappings:  # noqa: ASYNC110  (the loop's reader brings it about)
-            await asyncio.sleep(0.005)
+        await _unmapped(importer)
         with pytest.raises(TransportError):
             await importer.open(EPOCH, endpoint)
         await channel.release()
@@ -218,8 +223,7 @@ async def test_the_pages_of_a_dead_exporter_are_given_back_when_the_importer_let
         del channel
         process.kill()
         await process.wait()
-        while importer.num_mappings:  # noqa: ASYNC110  (the loop's reader brings it about)
-            await asyncio.sleep(0.005)
+        await _unmapped(importer)
     pool_bytes = NUM_BLOCKS * LAYOUT.block_bytes
     assert torch.cuda.mem_get_info()[0] > free_before - pool_bytes // 2
     await importer.close()

@@ -89,6 +89,9 @@ async def _soak(
             *(_ask_on(cluster, questions, expected, ends_s, seed + i, soak) for i in range(_CONCURRENCY))
         )
         soak.seconds = time.monotonic() - began_s
+        soak.members_lost = [m.name for m in cluster.members.values() if m.process.returncode is not None]
+        if watching.done():
+            watching.result()  # raises what ended the watch
         watching.cancel()
         await _account(cluster, soak)
     finally:
@@ -126,7 +129,8 @@ async def _ask_on(
 async def _watch(cluster: LocalCluster, soak: Soak, duration_s: float) -> None:
     """Memory and descriptors of every member, 40 times."""
     while True:
-        for name, member in cluster.members.items():
+        for name in (name for name, member in cluster.members.items() if member.process.returncode is None):
+            member = cluster.members[name]
             resident = int(Path(f"/proc/{member.process.pid}/statm").read_text().split()[1]) * _PAGE_BYTES
             soak.rss_mb.setdefault(name, []).append(round(resident / 1e6, 1))
             soak.descriptors.setdefault(name, []).append(len(os.listdir(f"/proc/{member.process.pid}/fd")))

@@ -21,6 +21,7 @@ class Soak:
     reasons: dict[str, int] = field(default_factory=dict)  # in the ledgers of the answers
     rss_mb: dict[str, list[float]] = field(default_factory=dict)  # by member, sampled evenly
     descriptors: dict[str, list[int]] = field(default_factory=dict)
+    members_lost: list[str] = field(default_factory=list)  # ended by themselves: nobody was to die
     blocks_left: dict[str, dict[str, int]] = field(default_factory=dict)  # neither free nor cached at the end
 
     @property
@@ -31,7 +32,7 @@ class Soak:
     @property
     def is_good(self) -> bool:
         is_flat = all(ratio < _MAX_GROWTH for ratio in self.growth.values())
-        is_whole = not (self.num_wrong or self.num_failed or any(self.blocks_left.values()))
+        is_whole = not (self.num_wrong or self.num_failed or self.members_lost or any(self.blocks_left.values()))
         return is_flat and is_whole and bool(self.faults) and self.num_answers > 0
 
     def as_markdown(self) -> str:
@@ -44,6 +45,7 @@ class Soak:
             f"**{'good' if self.is_good else 'NOT GOOD'}**",
             "",
             f"- answers: {self.num_answers} ({rate:.1f} a second), wrong {self.num_wrong}, failed {self.num_failed}",
+            f"- members that ended by themselves: {', '.join(self.members_lost) or 'none'}",
             f"- blocks left: {sum(sum(left.values()) for left in self.blocks_left.values())}",
             f"- faults injected: {_told(self.faults)}",
             f"- reasons in the answers' ledgers: {_told(self.reasons)}",

@@ -15,12 +15,13 @@ def _whole() -> Soak:
 
 def test_only_a_run_with_faults_and_without_harm_is_good() -> None:
     assert _whole().is_good
-    harmed = [_whole() for _ in range(5)]
+    harmed = [_whole() for _ in range(6)]
     harmed[0].num_wrong = 1
     harmed[1].num_failed = 1
     harmed[2].faults = {}
     harmed[3].rss_mb = {"decode0": [10.0, 10.0, 10.4, 10.6]}
     harmed[4].blocks_left = {"decode0": {"quarantined": 1}}
+    harmed[5].members_lost = ["decode0"]
     assert not any(soak.is_good for soak in harmed)
     assert "NOT GOOD" in harmed[0].as_markdown() and "wrong 1" in harmed[0].as_markdown()
 

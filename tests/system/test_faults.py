@@ -64,6 +64,7 @@ class Suite:
                 await asyncio.wait((asking, injected), return_when=asyncio.FIRST_COMPLETED)
                 if not asking.done():
                     return asking
+                await asking  # it was answered, and right
 
     async def ask(self) -> tuple[Answer, float]:
         began_s = time.monotonic()
@@ -72,10 +73,11 @@ class Suite:
         return answer, time.monotonic() - began_s
 
     async def exporter_of_the_held_read(self) -> str:
-        while True:
-            for name in self.cluster.workers("prefill"):
-                if (await self.cluster.inspect(name)).figures["live_tickets"]:
-                    return name
+        async with asyncio.timeout(_DEADLINE_S):
+            while True:
+                for name in self.cluster.workers("prefill"):
+                    if (await self.cluster.inspect(name)).figures["live_tickets"]:
+                        return name
 
     async def digest_failures(self, transport: str) -> float:
         return (await self.cluster.inspect(f"decode-{transport}")).figures.get("digest_failures", 0.0)

@@ -77,7 +77,7 @@ async def test_a_cable_cut_in_the_middle_of_a_hand_off(two_hosts: TwoHosts) -> N
     while True:
         await near.order(Fault.HELD)
         injected = asyncio.create_task(near.injected())
-        asking = await _ask_until(cluster, injected)
+        asking = await _ask_until(cluster, injected, undisturbed.token_ids)
         if (await cluster.inspect("prefill-far")).figures["live_tickets"]:
             break  # what is held comes from the other host
         near.let_go()
@@ -116,14 +116,17 @@ async def _heal(two_hosts: TwoHosts) -> None:
     await two_hosts.cluster.until_free()
 
 
-async def _ask_until(cluster: LocalCluster, event: "asyncio.Task[Fault]") -> "asyncio.Task[Answer]":
-    """Asks again and again until it happens; that question is still open."""
+async def _ask_until(
+    cluster: LocalCluster, event: "asyncio.Task[Fault]", tokens: tuple[int, ...]
+) -> "asyncio.Task[Answer]":
+    """Asks again and again until it happens, and is answered right; that question is still open."""
     async with asyncio.timeout(_DEADLINE_S):
         while True:
             asking = asyncio.create_task(ask(cluster, _QUESTION))
             await asyncio.wait((asking, event), return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
                 return asking
+            assert (await asking).token_ids == tokens
 
 
 @asynccontextmanager

@@ -31,7 +31,7 @@ def test_every_family_says_the_same_with_packed_weights(
     settings = EngineSettings(model=str(folder), dtype="bfloat16", device="cpu", block_size=BLOCK_SIZE)
     loaded = load(settings)
     plain = _logits(loaded)
-    pack_weights(loaded.model)
+    pack_weights(loaded.model, lambda: None)
     has_packed = any(isinstance(module, PackedLinear) for module in loaded.model.modules())
     assert has_packed or name == "gpt2"  # whose products are no nn.Linear
     packed = _logits(loaded)
@@ -60,8 +60,41 @@ def test_float32_and_what_only_looks_like_a_linear_layer_stay() -> None:
             return 2 * super().forward(rows)
 
     model = nn.Sequential(nn.Linear(128, 128), Scaled(128, 128).to(torch.bfloat16))
-    pack_weights(model)
+    pack_weights(model, lambda: None)
     assert [type(module) for module in model] == [nn.Linear, Scaled]
+
+
+class _Borrowing(nn.Module):
+    """Calls one layer, and reads the weight of the other, as some mixtures' routers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.read = (nn.Linear(128, 128, bias=False, dtype=torch.bfloat16) for _ in range(2))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.called(rows), self.read.weight)
+
+
+@needs_bfloat16
+def test_a_weight_that_the_model_reads_itself_stays() -> None:
+    model = _Borrowing().requires_grad_(False)
+    rows = torch.randn(2, 128, dtype=torch.bfloat16)
+    plain = model(rows)
+    pack_weights(model, lambda: model(rows))
+    assert isinstance(model.called, PackedLinear)
+    assert type(model.read) is nn.Linear
+    torch.testing.assert_close(model(rows), plain)
+
+
+def test_a_weight_that_only_looks_like_bfloat16_stays() -> None:
+    class Quantised(torch.Tensor):
+        pass
+
+    linear = nn.Linear(128, 128, dtype=torch.bfloat16).requires_grad_(False)
+    linear.weight = nn.Parameter(linear.weight.data.as_subclass(Quantised), requires_grad=False)
+    model = nn.Sequential(linear)
+    pack_weights(model, lambda: None)
+    assert model[0] is linear
 
 
 @needs_bfloat16
@@ -69,7 +102,7 @@ def test_a_layer_that_comes_out_different_is_left_and_said(monkeypatch: pytest.M
     linear = nn.Linear(128, 128, dtype=torch.bfloat16).requires_grad_(False)
     model = nn.Sequential(linear)
     monkeypatch.setattr(PackedLinear, "forward", lambda self, rows: torch.zeros(len(rows), 128, dtype=torch.bfloat16))
-    assert "came out different packed" in pack_weights(model)
+    assert "came out different packed" in pack_weights(model, lambda: None)
     assert model[0] is linear
 
 
