@@ -6,7 +6,7 @@ import sys
 
 from cli.table import bytes_text, table
 from cli.up import DEMO_MODEL
-from cluster.config import parse_bytes
+from cluster.engine_settings import parse_bytes
 from cluster.errors import ConfigError
 from engine.estimate import estimate, read_config
 

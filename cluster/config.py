@@ -12,126 +12,79 @@ import os
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cluster.engine_settings import EngineSettings, require, setting
 from cluster.errors import ConfigError
 
 _ENVIRONMENT_PREFIX = "TANDEM_"
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRANSPORTS = ("cuda_ipc", "nccl", "nixl", "shm", "tcp")  # best first
-
-
-def _setting(default: Any, text: str, *, choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": text, "choices": choices})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
     """What every process of a cluster needs to find and trust the others."""
 
-    redis: str = _setting("", "URL of the Redis that holds the registry, redis://host:port/db")
-    cluster_name: str = _setting("tandem", "prefix of every key in Redis; members of one name form one cluster")
-    cluster_key_file: str = _setting("", "file with the key that signs tickets; made at first start where missing")
-    host: str = _setting("127.0.0.1", "address to bind to")
-    advertise_host: str = _setting("", "address under which others reach this process; default: --host")
-    member_id: str = _setting("", "name of this member; default: role and a random suffix")
-    member_lease_s: float = _setting(5.0, "a member that does not renew for so long gets no new work")
-    drain_grace_s: float = _setting(30.0, "how long a drained process may take to finish its work")
-    tls_cert: str = _setting("", "PEM file with this process's certificate chain; with --tls-key and --tls-ca: mTLS")
-    tls_key: str = _setting("", "PEM file with the key of --tls-cert")
-    tls_ca: str = _setting("", "PEM file with the authorities whose certificates members must have")
-    log_level: str = _setting("info", "least severe that is logged", choices=("debug", "info", "warning", "error"))
-    log_format: str = _setting("text", "form of a line of the log", choices=("text", "json"))
+    redis: str = setting("", "URL of the Redis that holds the registry, redis://host:port/db")
+    cluster_name: str = setting("tandem", "prefix of every key in Redis; members of one name form one cluster")
+    cluster_key_file: str = setting("", "file with the key that signs tickets; made at first start where missing")
+    host: str = setting("127.0.0.1", "address to bind to")
+    advertise_host: str = setting("", "address under which others reach this process; default: --host")
+    member_id: str = setting("", "name of this member; default: role and a random suffix")
+    member_lease_s: float = setting(5.0, "a member that does not renew for so long gets no new work")
+    drain_grace_s: float = setting(30.0, "how long a drained process may take to finish its work")
+    tls_cert: str = setting("", "PEM file with this process's certificate chain; with --tls-key and --tls-ca: mTLS")
+    tls_key: str = setting("", "PEM file with the key of --tls-cert")
+    tls_ca: str = setting("", "PEM file with the authorities whose certificates members must have")
+    log_level: str = setting("info", "least severe that is logged", choices=("debug", "info", "warning", "error"))
+    log_format: str = setting("text", "form of a line of the log", choices=("text", "json"))
 
     def __post_init__(self) -> None:
-        _require(self.member_lease_s > 0, f"--member-lease-s must be positive, not {self.member_lease_s}")
-        _require(self.drain_grace_s >= 0, f"--drain-grace-s must not be negative, not {self.drain_grace_s}")
-        _require("@" not in self.member_id, f"--member-id must not contain '@': {self.member_id!r}")
-        _require(bool(self.cluster_name), "--cluster-name must not be empty")
-        _require(
+        require(self.member_lease_s > 0, f"--member-lease-s must be positive, not {self.member_lease_s}")
+        require(self.drain_grace_s >= 0, f"--drain-grace-s must not be negative, not {self.drain_grace_s}")
+        require("@" not in self.member_id, f"--member-id must not contain '@': {self.member_id!r}")
+        require(bool(self.cluster_name), "--cluster-name must not be empty")
+        require(
             len({bool(self.tls_cert), bool(self.tls_key), bool(self.tls_ca)}) == 1,
             "--tls-cert, --tls-key and --tls-ca belong together: give all three or none",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """The model, and the memory and the steps it runs in."""
-
-    model: str = _setting("", "local folder or hub name of the model")
-    served_model_name: str = _setting("", "name that clients use; default: last part of --model")
-    load_format: str = _setting(
-        "auto", "auto reads the weights; dummy makes random ones from the config alone", choices=("auto", "dummy")
-    )
-    dtype: str = _setting("auto", "computation and KV dtype; auto: the checkpoint's", choices=_DTYPES)
-    device: str = _setting("auto", "cpu, cuda, cuda:N; auto: cuda where there is one")
-    block_size: int = _setting(16, "tokens per KV block")
-    num_blocks: int = _setting(0, "blocks in the pool; 0: from --kv-cache-memory")
-    kv_cache_memory: str = _setting("256MiB", "memory of the pool and its wire copy: bytes, or KiB, MiB, GiB")
-    max_model_len: int = _setting(0, "most tokens of prompt and continuation; 0: the model's own limit")
-    max_num_seqs: int = _setting(64, "most sequences in one step")
-    max_prefill_tokens: int = _setting(512, "most prompt tokens in one step: the size of a chunk")
-    max_queue: int = _setting(256, "most requests waiting in a worker; one more is refused")
-    attention_backend: str = _setting(
-        "auto", "auto, or the name of one back end", choices=("auto", "sdpa", "triton", "gather")
-    )
-    pack_weights: str = _setting(
-        "auto", "lay bfloat16 weights out for this CPU's matrix units, once at load", choices=("auto", "off")
-    )
-    num_threads: int = _setting(0, "threads of the model's computation; 0: one on CPU")
-
-    def __post_init__(self) -> None:
-        _require(self.block_size >= 1, f"--block-size must be at least 1, not {self.block_size}")
-        _require(self.num_blocks >= 0, f"--num-blocks must not be negative, not {self.num_blocks}")
-        _require(self.max_num_seqs >= 1, f"--max-num-seqs must be at least 1, not {self.max_num_seqs}")
-        _require(
-            self.max_prefill_tokens >= 1, f"--max-prefill-tokens must be at least 1, not {self.max_prefill_tokens}"
-        )
-        _require(self.max_queue >= 1, f"--max-queue must be at least 1, not {self.max_queue}")
-        _require(self.max_model_len >= 0, f"--max-model-len must not be negative, not {self.max_model_len}")
-        _require(self.num_threads >= 0, f"--num-threads must not be negative, not {self.num_threads}")
-        parse_bytes(self.kv_cache_memory)
-
-    @property
-    def model_name(self) -> str:
-        return self.served_model_name or Path(self.model.rstrip("/")).name
-
-
-@dataclass(frozen=True, kw_only=True)
 class TransferSettings:
     """How KV moves between workers."""
 
-    kv_transports: str = _setting(
+    kv_transports: str = setting(
         "auto", "transports that may be used, best first, comma-separated; auto: all that work here"
     )
-    kv_verify: str = _setting(
+    kv_verify: str = setting(
         "all", "blocks whose digest is verified after a hand-off", choices=("all", "sample", "off")
     )
-    kv_wire_dtype: str = _setting(
+    kv_wire_dtype: str = setting(
         "native", "what KV travels as; every worker's the same", choices=("native", "int8", "fp8", "int4")
     )
-    prefix_caching: str = _setting("on", "keep KV for prompts that begin alike", choices=("on", "off"))
-    lease_s: float = _setting(5.0, "an exporter keeps a ticket's blocks so long after the importer's last renewal")
-    max_lease_s: float = _setting(120.0, "no renewal extends a lease beyond this")
-    attach_timeout_s: float = _setting(
+    prefix_caching: str = setting("on", "keep KV for prompts that begin alike", choices=("on", "off"))
+    lease_s: float = setting(5.0, "an exporter keeps a ticket's blocks so long after the importer's last renewal")
+    max_lease_s: float = setting(120.0, "no renewal extends a lease beyond this")
+    attach_timeout_s: float = setting(
         60.0, "a ticket nobody attached to is dropped after this, counted from its first block"
     )
-    read_timeout_s: float = _setting(30.0, "an importer gives up a single read after this")
-    quarantine_s: float = _setting(
+    read_timeout_s: float = setting(30.0, "an importer gives up a single read after this")
+    quarantine_s: float = setting(
         10.0, "a dead read's channel is destroyed after this, if the read has not ended by itself"
     )
-    watermark: float = _setting(0.05, "share of a decode pool that imports leave free for running sequences")
+    watermark: float = setting(0.05, "share of a decode pool that imports leave free for running sequences")
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.forced_transports) - set(TRANSPORTS))
-        _require(self.kv_transports.strip(" ,") != "", f"--kv-transports names none; known: {', '.join(TRANSPORTS)}")
-        _require(not unknown, f"--kv-transports: unknown {', '.join(unknown)}; known: {', '.join(TRANSPORTS)}")
-        _require(0 < self.lease_s <= self.max_lease_s, "--lease-s must be positive and at most --max-lease-s")
+        require(self.kv_transports.strip(" ,") != "", f"--kv-transports names none; known: {', '.join(TRANSPORTS)}")
+        require(not unknown, f"--kv-transports: unknown {', '.join(unknown)}; known: {', '.join(TRANSPORTS)}")
+        require(0 < self.lease_s <= self.max_lease_s, "--lease-s must be positive and at most --max-lease-s")
         for name in ("attach_timeout_s", "read_timeout_s", "quarantine_s"):
-            _require(getattr(self, name) > 0, f"{_flag(name)} must be positive, not {getattr(self, name)}")
-        _require(0 <= self.watermark < 1, f"--watermark must be in [0, 1), not {self.watermark}")
+            require(getattr(self, name) > 0, f"{_flag(name)} must be positive, not {getattr(self, name)}")
+        require(0 <= self.watermark < 1, f"--watermark must be in [0, 1), not {self.watermark}")
 
     @property
     def forced_transports(self) -> tuple[str, ...]:
@@ -145,17 +98,17 @@ class TransferSettings:
 class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
     """A prefill or decode worker."""
 
-    port: int = _setting(0, "gRPC port; 0: a free one")
-    heartbeat_s: float = _setting(1.0, "time between two heartbeats to each router")
-    stream_grace_s: float = _setting(2.0, "a router whose stream broke may come back for so long")
+    port: int = setting(0, "gRPC port; 0: a free one")
+    heartbeat_s: float = setting(1.0, "time between two heartbeats to each router")
+    stream_grace_s: float = setting(2.0, "a router whose stream broke may come back for so long")
 
     def __post_init__(self) -> None:
         ClusterSettings.__post_init__(self)
         EngineSettings.__post_init__(self)
         TransferSettings.__post_init__(self)
-        _require(bool(self.model), "--model is needed: a local folder or a hub name")
+        require(bool(self.model), "--model is needed: a local folder or a hub name")
         _require_port("port", self.port)
-        _require(
+        require(
             0 < self.heartbeat_s <= self.member_lease_s / 2,
             f"--heartbeat-s must be positive and at most half of --member-lease-s, {self.member_lease_s:g} s, not"
             f" {self.heartbeat_s:g}: a router that hears nothing for a lease gives a worker up",
@@ -166,30 +119,30 @@ class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
 class RouterConfig(ClusterSettings):
     """A router."""
 
-    model: str = _setting("", "local folder or hub name of the model; only its tokenizer and configuration are read")
-    served_model_name: str = _setting("", "name that clients use; default: last part of --model")
-    port: int = _setting(8000, "HTTP port; 0: a free one")
-    grpc_port: int = _setting(50051, "gRPC port; 0: a free one")
-    api_key: str = _setting("", "clients must send it as a bearer token; empty: none is asked for")
-    placement: str = _setting("least-loaded", "how workers are chosen", choices=("least-loaded", "round-robin"))
-    max_model_len: int = _setting(0, "most tokens of prompt and continuation; 0: the model's own limit")
-    max_live_requests: int = _setting(1024, "requests served at once; one more is refused")
-    max_buffered_tokens: int = _setting(1_000_000, "tokens waiting for slow clients; past it the slowest are cancelled")
-    max_message_bytes: int = _setting(4 * 1024 * 1024, "largest request taken")
-    request_timeout_s: float = _setting(600.0, "deadline of a request that brings none")
-    max_attempts: int = _setting(3, "tries at each leg of a request")
-    stream_grace_s: float = _setting(2.0, "a worker whose stream broke may come back for so long")
+    model: str = setting("", "local folder or hub name of the model; only its tokenizer and configuration are read")
+    served_model_name: str = setting("", "name that clients use; default: last part of --model")
+    port: int = setting(8000, "HTTP port; 0: a free one")
+    grpc_port: int = setting(50051, "gRPC port; 0: a free one")
+    api_key: str = setting("", "clients must send it as a bearer token; empty: none is asked for")
+    placement: str = setting("least-loaded", "how workers are chosen", choices=("least-loaded", "round-robin"))
+    max_model_len: int = setting(0, "most tokens of prompt and continuation; 0: the model's own limit")
+    max_live_requests: int = setting(1024, "requests served at once; one more is refused")
+    max_buffered_tokens: int = setting(1_000_000, "tokens waiting for slow clients; past it the slowest are cancelled")
+    max_message_bytes: int = setting(4 * 1024 * 1024, "largest request taken")
+    request_timeout_s: float = setting(600.0, "deadline of a request that brings none")
+    max_attempts: int = setting(3, "tries at each leg of a request")
+    stream_grace_s: float = setting(2.0, "a worker whose stream broke may come back for so long")
 
     def __post_init__(self) -> None:
         ClusterSettings.__post_init__(self)
-        _require(bool(self.model), "--model is needed: a local folder or a hub name")
+        require(bool(self.model), "--model is needed: a local folder or a hub name")
         _require_port("port", self.port)
         _require_port("grpc_port", self.grpc_port)
         for name in ("max_attempts", "max_live_requests", "max_buffered_tokens", "max_message_bytes"):
-            _require(getattr(self, name) >= 1, f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
-        _require(self.max_model_len >= 0, f"--max-model-len must not be negative, not {self.max_model_len}")
-        _require(self.request_timeout_s > 0, f"--request-timeout-s must be positive, not {self.request_timeout_s}")
-        _require(self.stream_grace_s >= 0, f"--stream-grace-s must not be negative, not {self.stream_grace_s}")
+            require(getattr(self, name) >= 1, f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
+        require(self.max_model_len >= 0, f"--max-model-len must not be negative, not {self.max_model_len}")
+        require(self.request_timeout_s > 0, f"--request-timeout-s must be positive, not {self.request_timeout_s}")
+        require(self.stream_grace_s >= 0, f"--stream-grace-s must not be negative, not {self.stream_grace_s}")
 
     @property
     def model_name(self) -> str:
@@ -269,18 +222,6 @@ def _shown(name: str, value: object) -> object:
     if name == "redis":  # user and password before the host, and what may stand behind a question mark
         return re.sub(r"\?.*", "?***", re.sub(r"//[^/]*@", "//***@", str(value)))
     return "***" if name == "api_key" else value
-
-
-def parse_bytes(text: str) -> int:
-    """'1048576', '512KiB', '256MiB', '2GiB' -> bytes. Raises ConfigError."""
-    units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1}
-    unit = next((unit for unit in units if text.endswith(unit)), "")
-    try:
-        num_bytes = int(float(text.removesuffix(unit)) * units.get(unit, 1))
-    except (ValueError, OverflowError):
-        raise ConfigError(f"not a size: {text!r}; write bytes, or a number with KiB, MiB or GiB") from None
-    _require(num_bytes > 0, f"a size must be positive, not {text!r}")
-    return num_bytes
 
 
 _GROUPS: dict[type, str] = {
@@ -367,9 +308,4 @@ def _converted(config_type: type[Config], name: str, value: object) -> object:
 
 
 def _require_port(name: str, port: int) -> None:
-    _require(0 <= port < 1 << 16, f"{_flag(name)} must be from 0 to 65535, not {port}")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
+    require(0 <= port < 1 << 16, f"{_flag(name)} must be from 0 to 65535, not {port}")

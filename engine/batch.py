@@ -25,7 +25,7 @@ class PackedBatch:
     block_tables: torch.Tensor  # [sequences, most blocks of any]
     query_starts: torch.Tensor  # [sequences + 1], where each chunk begins in the row
     context_lens: torch.Tensor  # [sequences], tokens that the chunk's last token sees, itself included
-    logit_rows: torch.Tensor  # [chunks with samples], the row of each one's last token
+    logit_rows: torch.Tensor  # [rows], of each chunk with samples its last token's, and those its guesses follow
     fresh_blocks: torch.Tensor | None  # begun by this step and not filled by it
     rows: tuple[slice, ...]  # of each chunk
     query_lens: tuple[int, ...]
@@ -36,11 +36,17 @@ def pack(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> Pack
     """Raises nothing: a plan whose blocks do not hold its tokens is our own fault."""
     for chunk in chunks:
         assert chunk.token_ids, chunk
-        assert len(chunk.block_ids) * block_size >= chunk.start + len(chunk.token_ids), chunk
+        assert len(chunk.block_ids) * block_size >= chunk.end, chunk
+        assert not chunk.num_guesses or len(chunk.samples) == chunk.num_guesses + 1 <= len(chunk.token_ids), chunk
     query_lens = tuple(len(chunk.token_ids) for chunk in chunks)
     starts = tuple(chunk.start for chunk in chunks)
     ends = tuple(itertools.accumulate(query_lens, initial=0))
-    sampled = [end - 1 for chunk, end in zip(chunks, ends[1:], strict=True) if chunk.samples]
+    sampled = [
+        row
+        for chunk, end in zip(chunks, ends[1:], strict=True)
+        if chunk.samples
+        for row in range(end - 1 - chunk.num_guesses, end)
+    ]
     fresh = _fresh_blocks(chunks, block_size)
 
     lens = torch.tensor(query_lens)
@@ -77,8 +83,7 @@ def _block_tables(chunks: Sequence[Chunk]) -> torch.Tensor:
 def _fresh_blocks(chunks: Sequence[Chunk], block_size: int) -> list[int]:
     fresh = []
     for chunk in chunks:
-        end = chunk.start + len(chunk.token_ids)
-        begun = end // block_size * block_size
-        if end > begun >= chunk.start:
+        begun = chunk.end // block_size * block_size
+        if chunk.end > begun >= chunk.start:
             fresh.append(chunk.block_ids[begun // block_size])
     return fresh

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cluster.config import EngineSettings
+from cluster.engine_settings import EngineSettings
 from cluster.messages import LayoutFingerprint
 from engine import capacity
 from engine.fingerprint import fingerprint
@@ -34,7 +34,7 @@ def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.N
     num_blocks = capacity.num_blocks(settings, loaded.layout, wire)
     pool = KvPool(loaded.layout, num_blocks, loaded.device)
     layout_fingerprint = fingerprint(loaded, wire.name)  # reads the weights: before they are packed
-    runner = ModelRunner(loaded, pool)
+    runner = ModelRunner(loaded.forward(pool), pool)
     weights = "weights: as they are (--pack-weights off)"
     if settings.pack_weights == "auto":
         weights = pack_weights(loaded.model, lambda: runner.logits(_ONE_TOKEN))

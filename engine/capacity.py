@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from cluster.config import EngineSettings, parse_bytes
+from cluster.engine_settings import EngineSettings, parse_bytes
 from cluster.errors import ConfigError
 from engine.layout import BlockLayout
 

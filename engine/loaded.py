@@ -6,7 +6,9 @@ from transformers import PreTrainedModel
 
 from cluster.messages import Sampling
 from engine.attention.registry import Capability
+from engine.forward import PlainForward
 from engine.layout import BlockLayout
+from engine.pool import KvPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +33,7 @@ class LoadedModel:
     layout: BlockLayout
     attention: Capability
     device: str
+
+    def forward(self, pool: KvPool) -> PlainForward:
+        """Its own modules over this pool, with a back end of their own."""
+        return PlainForward(self.model, pool, self.attention.build())

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from cluster.config import EngineSettings
+from cluster.engine_settings import EngineSettings
 from cluster.errors import ConfigError, ModelRefused
 from cluster.messages import Sampling
 from engine import capacity

@@ -54,6 +54,12 @@ class KvPool:
         targets = torch.tensor([copy.target for copy in copies], device=self.device)
         self.tensor[targets] = self.tensor[sources]
 
+    def zero_positions(self, block_ids: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Of all layers: as if nothing had been written there. Both `[positions]`."""
+        for keys, values in self.layers:
+            keys[block_ids, offsets] = 0
+            values[block_ids, offsets] = 0
+
     def close(self) -> None:
         """Ends this process's use of the memory. It is returned when the last tensor on it, here or elsewhere, is
         gone."""

@@ -195,7 +195,7 @@ def _packed_logits(loaded: LoadedModel, short: _Sequence, long: _Sequence) -> tu
     last, longest chunks, and stands before it in the row."""
     pool = KvPool(loaded.layout, len(short.block_ids) + len(long.block_ids), loaded.device)
     pool.tensor.fill_(_STALE)
-    runner = ModelRunner(loaded, pool)
+    runner = ModelRunner(loaded.forward(pool), pool)
     rows: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     chunks = (short.chunks(), long.chunks())
     num_steps = max(map(len, chunks))

@@ -32,6 +32,14 @@ class Chunk:
     start: int  # position of the first of them; positions before it are in the blocks already
     block_ids: tuple[int, ...]  # all blocks of the sequence, up to the last position written here
     samples: tuple[Sample, ...] = ()  # empty unless the chunk ends the known tokens; n for the n choices of a prompt
+    # So many of token_ids, the last ones, are guesses at tokens not drawn yet. Then there is one sample more than
+    # guesses, for one choice: sample i draws the token that guess i stands for, the last one draws what follows them.
+    num_guesses: int = 0
+
+    @property
+    def end(self) -> int:
+        """Position after the last token computed."""
+        return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +64,9 @@ class DrawnToken:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`tokens[i]` has one DrawnToken per `plan.chunks[i].samples`. When it is returned, everything the step wrote to
-    the pool is visible to any reader of it (on a GPU: an event behind the last write has completed)."""
+    """`tokens[i]` has one DrawnToken per `plan.chunks[i].samples`; with guesses, only those that were right and one
+    more, and the KV of the wrong ones is zero again. When it is returned, everything the step wrote to the pool is
+    visible to any reader of it (on a GPU: an event behind the last write has completed)."""
 
     tokens: tuple[tuple[DrawnToken, ...], ...]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cluster.config import EngineSettings
+from cluster.engine_settings import EngineSettings
 from engine.loaded import LoadedModel
 from engine.loading import load
 from engine.pool import KvPool
@@ -48,7 +48,7 @@ def sequences(golden: Golden) -> list[Forced]:
 @pytest.fixture
 def runner(golden: Golden) -> Iterator[ModelRunner]:
     pool = KvPool(golden.loaded.layout, num_blocks())
-    yield ModelRunner(golden.loaded, pool)
+    yield ModelRunner(golden.loaded.forward(pool), pool)
     pool.close()
 
 
@@ -67,7 +67,10 @@ def test_paged_logits_and_greedy_tokens_are_the_models_own(
 def test_handed_over_logits_and_greedy_tokens_are_the_models_own(golden: Golden, sequences: list[Forced]) -> None:
     prefill_pool, decode_pool = (KvPool(golden.loaded.layout, num_blocks()) for _ in range(2))
     decode_pool.tensor.fill_(7.0)  # what earlier sequences left behind
-    prefill, decode = ModelRunner(golden.loaded, prefill_pool), ModelRunner(golden.loaded, decode_pool)
+    prefill, decode = (
+        ModelRunner(golden.loaded.forward(prefill_pool), prefill_pool),
+        ModelRunner(golden.loaded.forward(decode_pool), decode_pool),
+    )
     batch_sizes = set()
     running: list[Forced] = []
 

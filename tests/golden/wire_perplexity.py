@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from cluster.config import EngineSettings
+from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
 from engine.loaded import LoadedModel
 from engine.loading import load
@@ -71,7 +71,10 @@ class HandedOver:
         loaded = demo_model()
         num_blocks = -(-NUM_TOKENS // BLOCK_SIZE)
         self._source, self._target = KvPool(loaded.layout, num_blocks), KvPool(loaded.layout, num_blocks)
-        self._prefill, self._decode = ModelRunner(loaded, self._source), ModelRunner(loaded, self._target)
+        self._prefill, self._decode = (
+            ModelRunner(loaded.forward(self._source), self._source),
+            ModelRunner(loaded.forward(self._target), self._target),
+        )
         self._blocks = tuple(range(num_blocks))
         self._layout = loaded.layout
 

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from cluster.config import EngineSettings
+from cluster.engine_settings import EngineSettings
 from cluster.errors import ConfigError, ModelRefused
 from cluster.messages import Sampling
 from engine.build import Engine, build_engine

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import RouterConfig, WorkerConfig, echo, load_config, parse_arguments, parse_bytes
+from cluster.config import RouterConfig, WorkerConfig, echo, load_config, parse_arguments
+from cluster.engine_settings import parse_bytes
 from cluster.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 ALLOWED: dict[str, set[str]] = {
     "tandem": set(),
     "cluster": {"tandem"},
-    "engine": {"cluster.messages", "cluster.errors", "cluster.config", "cluster.clock"},
+    "engine": {"cluster.messages", "cluster.errors", "cluster.engine_settings", "cluster.clock"},
     "kvtransfer": {"cluster", "tandem"},
     "prefill_worker": {"engine", "kvtransfer", "cluster", "tandem"},
     "decode_worker": {"engine", "kvtransfer", "cluster", "tandem"},
@@ -26,6 +26,7 @@ OURS = {*ALLOWED, "simulator", "cli", "deploy", "benchmarks"}
 PURE = [
     "cluster.config",
     "cluster.clock",
+    "cluster.engine_settings",
     "cluster.errors",
     "cluster.hashing",
     "cluster.member",

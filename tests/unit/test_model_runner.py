@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.config import EngineSettings
+from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
 from engine.build import Engine, build_engine
 from engine.step import BlockCopy, Chunk, DrawnToken, Sample, StepPlan

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cluster.config import EngineSettings
+from cluster.engine_settings import EngineSettings
 from engine import packed_weights
 from engine.build import build_engine
 from engine.loaded import LoadedModel
@@ -124,7 +124,7 @@ def test_an_engine_says_what_it_packed(tmp_path_factory: pytest.TempPathFactory)
 def _logits(loaded: LoadedModel) -> list[torch.Tensor]:
     """Of every sampled row of a staggered run, in order."""
     pool = KvPool(loaded.layout, num_blocks())
-    runner = ModelRunner(loaded, pool)
+    runner = ModelRunner(loaded.forward(pool), pool)
     sequences = make_sequences(seed=1, vocab_size=loaded.info.vocab_size)
     for members in staggered(sequences):
         run_step(runner, members)

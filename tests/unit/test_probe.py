@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from cluster.config import EngineSettings
+from cluster.engine_settings import EngineSettings
 from cluster.errors import ModelRefused
 from engine.attention.interface import ATTENTION_NAME
 from engine.loaded import LoadedModel

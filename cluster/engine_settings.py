@@ -1,0 +1,71 @@
+"""The settings of the model, its memory and its steps, and what every other group of settings is made with. Pure."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def setting(default: Any, text: str, *, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"help": text, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """The model, and the memory and the steps it runs in."""
+
+    model: str = setting("", "local folder or hub name of the model")
+    served_model_name: str = setting("", "name that clients use; default: last part of --model")
+    load_format: str = setting(
+        "auto", "auto reads the weights; dummy makes random ones from the config alone", choices=("auto", "dummy")
+    )
+    dtype: str = setting("auto", "computation and KV dtype; auto: the checkpoint's", choices=DTYPES)
+    device: str = setting("auto", "cpu, cuda, cuda:N; auto: cuda where there is one")
+    block_size: int = setting(16, "tokens per KV block")
+    num_blocks: int = setting(0, "blocks in the pool; 0: from --kv-cache-memory")
+    kv_cache_memory: str = setting("256MiB", "memory of the pool and its wire copy: bytes, or KiB, MiB, GiB")
+    max_model_len: int = setting(0, "most tokens of prompt and continuation; 0: the model's own limit")
+    max_num_seqs: int = setting(64, "most sequences in one step")
+    max_prefill_tokens: int = setting(512, "most prompt tokens in one step: the size of a chunk")
+    max_queue: int = setting(256, "most requests waiting in a worker; one more is refused")
+    attention_backend: str = setting(
+        "auto", "auto, or the name of one back end", choices=("auto", "sdpa", "triton", "gather")
+    )
+    pack_weights: str = setting(
+        "auto", "lay bfloat16 weights out for this CPU's matrix units, once at load", choices=("auto", "off")
+    )
+    num_threads: int = setting(0, "threads of the model's computation; 0: one on CPU")
+
+    def __post_init__(self) -> None:
+        require(self.block_size >= 1, f"--block-size must be at least 1, not {self.block_size}")
+        require(self.num_blocks >= 0, f"--num-blocks must not be negative, not {self.num_blocks}")
+        require(self.max_num_seqs >= 1, f"--max-num-seqs must be at least 1, not {self.max_num_seqs}")
+        require(self.max_prefill_tokens >= 1, f"--max-prefill-tokens must be at least 1, not {self.max_prefill_tokens}")
+        require(self.max_queue >= 1, f"--max-queue must be at least 1, not {self.max_queue}")
+        require(self.max_model_len >= 0, f"--max-model-len must not be negative, not {self.max_model_len}")
+        require(self.num_threads >= 0, f"--num-threads must not be negative, not {self.num_threads}")
+        parse_bytes(self.kv_cache_memory)
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or Path(self.model.rstrip("/")).name
+
+
+def parse_bytes(text: str) -> int:
+    """'1048576', '512KiB', '256MiB', '2GiB' -> bytes. Raises ConfigError."""
+    units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1}
+    unit = next((unit for unit in units if text.endswith(unit)), "")
+    try:
+        num_bytes = int(float(text.removesuffix(unit)) * units.get(unit, 1))
+    except (ValueError, OverflowError):
+        raise ConfigError(f"not a size: {text!r}; write bytes, or a number with KiB, MiB or GiB") from None
+    require(num_bytes > 0, f"a size must be positive, not {text!r}")
+    return num_bytes
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)

@@ -1,0 +1,90 @@
+/* Kernels for CPUs with AVX-512 BF16: what engine/cpu/ calls through ctypes. C11, no library but libm, no state.
+ *
+ * bf16 values are uint16_t. Tensors are row-major; strides are counted in elements. Nothing here allocates: scratch is
+ * handed in. No function fails; what cannot be is asserted by the caller.
+ *
+ * A row of a result depends on that row alone: not on the other rows of the call, nor on how a sequence was cut into
+ * chunks. Every sum runs in one order: products over the input features from the first to the last, attention over tiles
+ * of positions counted from the sequence's beginning. So a token computed alone, among others, or in a long chunk has the
+ * same bits.
+ */
+#ifndef TANDEM_KERNELS_H
+#define TANDEM_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef uint16_t bf16;
+
+enum { TANDEM_SILU = 0, TANDEM_GELU_TANH = 1 };
+
+/* A product y = x W^T + b. `panels`: W as td_pack laid it out. bias may be NULL. */
+typedef struct {
+    const bf16 *panels;
+    const float *bias;
+    int64_t in_features, out_features;
+} td_product;
+
+/* Norm weights are float32, already with whatever the model adds to them (Gemma: 1). NULL: the layer has no such norm. */
+typedef struct {
+    const float *input_norm;          /* [hidden], before attention */
+    const float *query_norm;          /* see td_model.norms_whole_rows */
+    const float *key_norm;
+    const float *attention_out_norm;  /* [hidden], of what attention adds to the residual */
+    const float *ffn_norm;            /* [hidden], before the feed-forward */
+    const float *ffn_out_norm;        /* [hidden], of what the feed-forward adds */
+    td_product qkv;                   /* rows: all query heads, all key heads, all value heads */
+    td_product out;
+    td_product gate_up;               /* rows: gate, then up; the packing may interleave them */
+    td_product down;
+    bf16 *keys, *values;              /* of the pool's block 0 in this layer: [block_size, kv_heads, head_dim] */
+    int64_t window;                   /* a token sees so many, itself included; 0: all before it */
+    int64_t rotary;                   /* which of td_step.cos / sin */
+} td_layer;
+
+typedef struct {
+    int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, intermediate;
+    int64_t rotary_dim;               /* leading elements of a head that are rotated, in halves (rotate_half) */
+    int64_t activation;
+    int64_t norms_whole_rows;         /* query_norm, key_norm: 0: [head_dim], of each head; 1: of all heads as one row */
+    float norm_eps, scaling, softcap; /* softcap 0: none */
+    int64_t block_size, block_elems;  /* the pool's; block_elems: from one block to the next */
+    const td_layer *layers;
+    const float *final_norm;
+    td_product head;
+} td_model;
+
+/* One step: the arrays of engine/batch.py's PackedBatch, int64, on the CPU. */
+typedef struct {
+    int64_t num_tokens, num_sequences, num_logit_rows, table_stride;
+    const int64_t *slot_blocks, *slot_offsets;   /* [tokens] */
+    const int64_t *block_tables;                 /* [sequences, table_stride] */
+    const int64_t *query_starts;                 /* [sequences + 1] */
+    const int64_t *context_lens;                 /* [sequences] */
+    const int64_t *logit_rows;                   /* [logit rows] */
+    const float *cos[2], *sin[2];                /* [tokens, rotary_dim] */
+    float *hidden;                               /* [tokens, hidden]: the embeddings; the residual stream */
+    float *logits;                               /* [logit rows, vocab] */
+    void *scratch;
+} td_step;
+
+int64_t td_version(void);
+/* 1 where this processor, and the system's saving of its registers, can run the rest. Always safe to call. */
+int64_t td_supported(void);
+
+/* bf16 elements that a packed weight takes, and the packing of `weight`: [out_features, in_features] with this stride. */
+int64_t td_packed_elems(int64_t out_features, int64_t in_features);
+void td_pack(const bf16 *weight, int64_t stride, int64_t out_features, int64_t in_features, bf16 *panels);
+
+/* Bytes of scratch that a step of so many tokens needs at most. */
+int64_t td_scratch_bytes(const td_model *model, int64_t num_tokens);
+/* All layers, the final norm and the head. */
+void td_run(const td_model *model, const td_step *step);
+
+/* The parts, for tests and measurements. */
+void td_linear(const bf16 *x, int64_t rows, const td_product *product, float *y);
+void td_rms_norm(const float *x, int64_t rows, int64_t width, const float *weight, float eps, bf16 *y);
+void td_attend(const td_model *model, const td_layer *layer, const td_step *step, const bf16 *query, bf16 *output,
+               void *scratch);
+
+#endif
