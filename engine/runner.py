@@ -14,7 +14,7 @@ from engine.step import Chunk, DrawnToken, StepPlan, StepResult
 class ModelRunner:
     """Runs one Forward over one pool; called by the step thread alone.
 
-    A block is zeroed when a step begins it without filling it, and so are the places of guesses that came out wrong: the
+    A block is zeroed when a step begins it without filling it, and so are the places of wrong guesses: the
     positions after a sequence's last token are zero at all times, and a tail is offered as it lies.
     """
 
