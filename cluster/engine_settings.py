@@ -7,6 +7,7 @@ from typing import Any
 from cluster.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+SCHEDULING_POLICIES = ("fcfs", "shortest", "mlfq", "deadline", "priority", "static")  # of engine/policies.py
 
 
 def setting(default: Any, text: str, *, choices: tuple[str, ...] = ()) -> Any:
@@ -31,6 +32,7 @@ class EngineSettings:
     max_num_seqs: int = setting(64, "most sequences in one step")
     max_prefill_tokens: int = setting(512, "most prompt tokens in one step: the size of a chunk")
     max_queue: int = setting(256, "most requests waiting in a worker; one more is refused")
+    scheduling_policy: str = setting("fcfs", "who goes first in a worker", choices=SCHEDULING_POLICIES)
     attention_backend: str = setting(
         "auto", "auto, or the name of one back end", choices=("auto", "sdpa", "triton", "gather")
     )
@@ -38,6 +40,14 @@ class EngineSettings:
         "auto", "lay bfloat16 weights out for this CPU's matrix units, once at load", choices=("auto", "off")
     )
     num_threads: int = setting(0, "threads of the model's computation; 0: one on CPU")
+    speculation: str = setting(
+        "off", "guess tokens ahead: from the sequence itself, or by a draft model", choices=("off", "prompt", "draft")
+    )
+    draft_model: str = setting("", "local folder or hub name of the draft model, with --speculation draft")
+    num_guesses: int = setting(4, "most tokens guessed ahead in a step; fewer where few come true")
+    deterministic: str = setting(
+        "off", "tokens do not depend on batch, chunking or worker; costs speed", choices=("off", "on")
+    )
 
     def __post_init__(self) -> None:
         require(self.block_size >= 1, f"--block-size must be at least 1, not {self.block_size}")
@@ -48,6 +58,9 @@ class EngineSettings:
         require(self.max_model_len >= 0, f"--max-model-len must not be negative, not {self.max_model_len}")
         require(self.num_threads >= 0, f"--num-threads must not be negative, not {self.num_threads}")
         parse_bytes(self.kv_cache_memory)
+        require(self.num_guesses >= 1, f"--num-guesses must be at least 1, not {self.num_guesses}")
+        drafts = self.speculation == "draft"
+        require(bool(self.draft_model) == drafts, "--speculation draft and --draft-model go together")
 
     @property
     def model_name(self) -> str:

@@ -4,6 +4,7 @@ A step computes a packed batch of chunks. A chunk is a run of consecutive tokens
 of one, or the single newest token of a decoding sequence. Prefill chunks and decodes may share a step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -24,6 +25,14 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """Asks the runner's draft model for guesses at what will follow the token that a chunk draws."""
+
+    token_ids: Sequence[int]  # known of the whole sequence, without guesses: the scheduler's own list, read in the step
+    max_guesses: int
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Consecutive tokens of one sequence to compute in this step."""
 
@@ -35,6 +44,7 @@ class Chunk:
     # So many of token_ids, the last ones, are guesses at tokens not drawn yet. Then there is one sample more than
     # guesses, for one choice: sample i draws the token that guess i stands for, the last one draws what follows them.
     num_guesses: int = 0
+    draft: DraftRequest | None = None  # only with samples for one choice
 
     @property
     def end(self) -> int:
@@ -66,9 +76,12 @@ class DrawnToken:
 class StepResult:
     """`tokens[i]` has one DrawnToken per `plan.chunks[i].samples`; with guesses, only those that were right and one
     more, and the KV of the wrong ones is zero again. When it is returned, everything the step wrote to the pool is
-    visible to any reader of it (on a GPU: an event behind the last write has completed)."""
+    visible to any reader of it (on a GPU: an event behind the last write has completed).
+
+    `guesses`: for each chunk what its DraftRequest brought, at most what it asked for; empty without any request."""
 
     tokens: tuple[tuple[DrawnToken, ...], ...]
+    guesses: tuple[tuple[int, ...], ...] = ()
 
 
 class Runner(Protocol):
