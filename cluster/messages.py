@@ -155,6 +155,8 @@ class PrefillJob:
     timeout_s: float
     cache_salt: str = ""  # prefixes are shared among jobs of one salt only
     prefix_holders: tuple[PrefixHolder, ...] = ()  # the longest first
+    priority: int = 0  # less goes first, where the worker's policy asks for it
+    is_batch: bool = False  # uses only what nothing else wants
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,9 @@ class DecodeJob:
     sequences: tuple[SequenceStart, ...]
     signed_ticket: bytes | None  # a serialized tandem.v1.SignedTicket
     timeout_s: float
-    cache_salt: str = ""  # as of PrefillJob
+    cache_salt: str = ""  # this and what follows: as of PrefillJob
+    priority: int = 0
+    is_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
