@@ -1,7 +1,11 @@
 /* Kernels for CPUs with AVX-512 BF16: what engine/cpu/ calls through ctypes. C11, no library but libm, no state.
+ * Built from all .c files of this folder into one shared object, with
+ *     -O3 -std=c11 -ffp-contract=off -fno-math-errno -shared -fPIC
+ * and no option that names a processor: the files choose their instructions, and td_supported() uses none of them.
  *
  * bf16 values are uint16_t. Tensors are row-major; strides are counted in elements. Nothing here allocates: scratch is
- * handed in. No function fails; what cannot be is asserted by the caller.
+ * handed in, aligned to 64 bytes. No function fails; what cannot be is asserted by the caller: in_features are even,
+ * head_dim is a multiple of 16 of at most 256, rotary_dim is even, the heads are a multiple of the KV heads.
  *
  * A row of a result depends on that row alone: not on the other rows of the call, nor on how a sequence was cut into
  * chunks. Every sum runs in one order: products over the input features from the first to the last, attention over tiles
@@ -18,7 +22,7 @@ typedef uint16_t bf16;
 
 enum { TANDEM_SILU = 0, TANDEM_GELU_TANH = 1 };
 
-/* A product y = x W^T + b. `panels`: W as td_pack laid it out. bias may be NULL. */
+/* A product y = x W^T + b. `panels`: W as td_pack laid it out, aligned to 64 bytes. bias may be NULL. */
 typedef struct {
     const bf16 *panels;
     const float *bias;
@@ -35,7 +39,7 @@ typedef struct {
     const float *ffn_out_norm;        /* [hidden], of what the feed-forward adds */
     td_product qkv;                   /* rows: all query heads, all key heads, all value heads */
     td_product out;
-    td_product gate_up;               /* rows: gate, then up; the packing may interleave them */
+    td_product gate_up;               /* of td_pack_gate_up; out_features: 2 * intermediate; bias: gate, then up */
     td_product down;
     bf16 *keys, *values;              /* of the pool's block 0 in this layer: [block_size, kv_heads, head_dim] */
     int64_t window;                   /* a token sees so many, itself included; 0: all before it */
@@ -54,7 +58,7 @@ typedef struct {
     td_product head;
 } td_model;
 
-/* One step: the arrays of engine/batch.py's PackedBatch, int64, on the CPU. */
+/* One step: the arrays of engine/batch.py's PackedBatch, int64, on the CPU. At most as many logit rows as tokens. */
 typedef struct {
     int64_t num_tokens, num_sequences, num_logit_rows, table_stride;
     const int64_t *slot_blocks, *slot_offsets;   /* [tokens] */
@@ -63,7 +67,7 @@ typedef struct {
     const int64_t *context_lens;                 /* [sequences] */
     const int64_t *logit_rows;                   /* [logit rows] */
     const float *cos[2], *sin[2];                /* [tokens, rotary_dim] */
-    float *hidden;                               /* [tokens, hidden]: the embeddings; the residual stream */
+    float *hidden;                               /* [tokens, hidden]: the embeddings; overwritten */
     float *logits;                               /* [logit rows, vocab] */
     void *scratch;
 } td_step;
@@ -75,14 +79,19 @@ int64_t td_supported(void);
 /* bf16 elements that a packed weight takes, and the packing of `weight`: [out_features, in_features] with this stride. */
 int64_t td_packed_elems(int64_t out_features, int64_t in_features);
 void td_pack(const bf16 *weight, int64_t stride, int64_t out_features, int64_t in_features, bf16 *panels);
+/* The same for two weights of [intermediate, in_features], in turns; as many elements as 2 * intermediate features. */
+void td_pack_gate_up(const bf16 *gate, int64_t gate_stride, const bf16 *up, int64_t up_stride, int64_t intermediate,
+                     int64_t in_features, bf16 *panels);
 
 /* Bytes of scratch that a step of so many tokens needs at most. */
 int64_t td_scratch_bytes(const td_model *model, int64_t num_tokens);
 /* All layers, the final norm and the head. */
 void td_run(const td_model *model, const td_step *step);
 
-/* The parts, for tests and measurements. */
-void td_linear(const bf16 *x, int64_t rows, const td_product *product, float *y);
+/* The parts, for tests and measurements. td_linear's scratch: td_linear_scratch_bytes(rows). td_attend, whose output is
+ * [tokens, heads, head_dim] as its query is, takes no more scratch than a step. */
+int64_t td_linear_scratch_bytes(int64_t rows);
+void td_linear(const bf16 *x, int64_t rows, const td_product *product, float *y, void *scratch);
 void td_rms_norm(const float *x, int64_t rows, int64_t width, const float *weight, float eps, bf16 *y);
 void td_attend(const td_model *model, const td_layer *layer, const td_step *step, const bf16 *query, bf16 *output,
                void *scratch);
