@@ -105,6 +105,8 @@ def prefill_job_to_wire(job: PrefillJob) -> worker_pb2.PrefillRequest:
             worker_pb2.PrefixHolder(member=str(holder.member), address=holder.address, num_tokens=holder.num_tokens)
             for holder in job.prefix_holders
         ],
+        priority=job.priority,
+        is_batch=job.is_batch,
     )
 
 
@@ -131,6 +133,8 @@ def prefill_job_from_wire(message: worker_pb2.PrefillRequest) -> PrefillJob:
             PrefixHolder(member_from_wire(holder.member), holder.address, holder.num_tokens)
             for holder in message.prefix_holders
         ),
+        priority=message.priority,
+        is_batch=message.is_batch,
     )
 
 
@@ -146,6 +150,8 @@ def decode_job_to_wire(job: DecodeJob) -> worker_pb2.StartRequest:
         ticket=job.signed_ticket or b"",
         timeout_s=job.timeout_s,
         cache_salt=job.cache_salt,
+        priority=job.priority,
+        is_batch=job.is_batch,
     )
 
 
@@ -169,6 +175,8 @@ def decode_job_from_wire(message: worker_pb2.StartRequest) -> DecodeJob:
         signed_ticket=message.ticket or None,
         timeout_s=message.timeout_s,
         cache_salt=message.cache_salt,
+        priority=message.priority,
+        is_batch=message.is_batch,
     )
 
 

@@ -33,6 +33,8 @@ def generate_request_from_wire(message: inference_pb2.GenerateRequest, timeout_s
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         timeout_s=timeout_s,
         cache_salt=message.cache_salt,
+        priority=message.priority,
+        is_batch=message.is_batch,
     )
 
 

@@ -82,6 +82,8 @@ class LiveRequest:
             timeout_s=self.time_left_s(),
             cache_salt=self.request.cache_salt,
             prefix_holders=prefix_holders,
+            priority=self.request.priority,
+            is_batch=self.request.is_batch,
         )
 
     def decode_job(
@@ -109,6 +111,8 @@ class LiveRequest:
             signed_ticket=ticket,
             timeout_s=self.time_left_s(),
             cache_salt=self.request.cache_salt,
+            priority=self.request.priority,
+            is_batch=self.request.is_batch,
         )
 
     def dispatched(self) -> None:

@@ -41,7 +41,6 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "service_tier": ("auto", "default"),
     "store": (False,),
     "metadata": ({},),
     "echo": (False,),
@@ -159,6 +158,7 @@ class _Request(_Strict):
     seed: int | None = Field(None, description="same seed, same prompt, same tokens")
     stop: Annotated[list[str], BeforeValidator(_one_or_more)] = Field([], description="a string, or up to 16")
     user: str | None = Field(None, description="accepted; changes nothing")
+    service_tier: Literal["auto", "default", "flex"] = Field("auto", description="flex: served with what is left over")
     # What vLLM's clients know beyond OpenAI's fields.
     top_k: int | None = Field(None, description="0 or -1 keeps all tokens")
     min_p: float | None = Field(None, description="drops tokens less likely than this share of the likeliest")
@@ -166,6 +166,7 @@ class _Request(_Strict):
     ignore_eos: bool = Field(False, description="go on past the model's own end")
     stop_token_ids: list[int] = Field([], description="token ids that end the text like EOS")
     cache_salt: str = Field("", description="prompts share KV with those of the same salt only")
+    priority: int = Field(0, description="less goes first, where the workers' policy asks for it")
     return_token_ids: bool = Field(False, description="adds token_ids to every choice")
 
     @model_validator(mode="after")
@@ -199,6 +200,8 @@ class _Request(_Strict):
             n=self.n,
             logprobs=logprobs,
             cache_salt=self.cache_salt,
+            priority=self.priority,
+            is_batch=self.service_tier == "flex",
         )
 
 

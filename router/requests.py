@@ -66,6 +66,8 @@ class GenerateRequest:
     logprobs: int | None = None  # None: none; k: the chosen token's and those of the k most likely
     timeout_s: float | None = None
     cache_salt: str = ""  # KV of equal beginnings is shared among requests of one salt only
+    priority: int = 0  # less goes first, where the workers' policy asks for it
+    is_batch: bool = False  # uses only what nothing else wants
 
 
 @dataclass(frozen=True, slots=True)

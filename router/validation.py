@@ -33,6 +33,8 @@ class ResolvedRequest:
     named_stop_token_ids: frozenset[int]  # the client's own: only these are told as a stop's cause
     seeds: tuple[int, ...]  # one per choice; a retry draws the same tokens
     cache_salt: str
+    priority: int
+    is_batch: bool
 
 
 def check(request: GenerateRequest, model: ModelInfo) -> None:
@@ -52,6 +54,7 @@ def check(request: GenerateRequest, model: ModelInfo) -> None:
         len(request.cache_salt) <= MAX_CACHE_SALT_CHARACTERS,
         f"cache_salt must have at most {MAX_CACHE_SALT_CHARACTERS} characters",
     )
+    _require(-(1 << 31) <= request.priority < 1 << 31, f"priority must fit 32 bits with sign, not {request.priority}")
     _require(
         request.timeout_s is None or 0 < request.timeout_s < math.inf,
         f"the request's timeout must be positive, not {request.timeout_s}",
@@ -91,6 +94,8 @@ def resolve(request: GenerateRequest, prompt_token_ids: tuple[int, ...], model: 
         named_stop_token_ids=frozenset(request.stop.stop_token_ids),
         seeds=tuple(_choice_seed(seed, choice) for choice in range(request.n)),
         cache_salt=request.cache_salt,
+        priority=request.priority,
+        is_batch=request.is_batch,
     )
 
 

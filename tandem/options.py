@@ -28,6 +28,8 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     logprobs: int  # the chosen token's log-probability and those of this many most likely ones
     cache_salt: str  # KV of equal beginnings is shared among requests of one salt only
+    priority: int  # less goes first, where the workers' scheduling policy asks for it
+    is_batch: bool  # the batch class: uses only what no other request wants
 
 
 def generate_request(
@@ -66,6 +68,8 @@ def generate_request(
         n=options.get("n", 1),
         logprobs=options.get("logprobs"),
         cache_salt=options.get("cache_salt", ""),
+        priority=options.get("priority", 0),
+        is_batch=options.get("is_batch", False),
     )
 
 

@@ -161,10 +161,13 @@ def test_every_option_reaches_the_router() -> None:
             ignore_eos=True,
             logprobs=0,
             cache_salt="tenant",
+            priority=-2,
+            is_batch=True,
         ).result()
     request = generation_request(servicer)
     assert (request.request_id, request.model, request.n, request.logprobs) == ("mine", "m", 3, 0)
     assert request.HasField("logprobs") and request.cache_salt == "tenant"
+    assert (request.priority, request.is_batch) == (-2, True)
     assert unpack_ids(request.token_ids) == (1, 2**32 - 1)
     sampling, stop = request.sampling, request.stop
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 4, 0.25, 0.125)

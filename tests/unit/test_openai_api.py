@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
@@ -174,7 +174,7 @@ def test_prompts_come_as_text_tokens_or_lists_of_either(shared: Endpoint) -> Non
 
 def test_sampling_and_stop_fields_arrive(shared: Endpoint) -> None:
     extensions = {"top_k": 5, "min_p": 0.1, "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [9]}
-    extensions |= {"cache_salt": "tenant"}
+    extensions |= {"cache_salt": "tenant", "priority": -3}
     shared.client.completions.create(
         model="demo_model",
         prompt="x",
@@ -196,7 +196,16 @@ def test_sampling_and_stop_fields_arrive(shared: Endpoint) -> None:
     )
     assert (stop.max_tokens, stop.min_tokens, stop.ignore_eos) == (9, 2, True)
     assert (stop.stop, stop.stop_token_ids) == (("\n",), (9,))
-    assert request.cache_salt == "tenant"
+    assert (request.cache_salt, request.priority, request.is_batch) == ("tenant", -3, False)
+
+
+@pytest.mark.parametrize(("tier", "is_batch"), [("flex", True), ("default", False), ("auto", False)])
+def test_the_flex_tier_is_the_batch_class(
+    shared: Endpoint, tier: Literal["flex", "default", "auto"], is_batch: bool
+) -> None:
+    shared.client.chat.completions.create(model="", messages=USER, service_tier=tier)
+    request = shared.pipeline.seen[-1]
+    assert (request.is_batch, request.priority) == (is_batch, 0)
 
 
 def test_what_is_not_said_is_left_to_the_model(shared: Endpoint) -> None:
@@ -358,7 +367,6 @@ def refused(answer: httpx.Response, status: int, code: str, param: str | None, *
         ("response_format", {"type": "json_object"}),
         ("echo", True),
         ("best_of", 1),
-        ("service_tier", "flex"),
         ("made_up", None),
         ("timeout", 3),
     ],
@@ -366,6 +374,12 @@ def refused(answer: httpx.Response, status: int, code: str, param: str | None, *
 def test_a_field_that_does_nothing_here_is_refused_by_name(shared: Endpoint, field: str, value: object) -> None:
     answer = shared.post("/v1/completions", {"prompt": "x", field: value})
     refused(answer, 400, "unsupported_field", field, f"'{field}'")
+
+
+@pytest.mark.parametrize("tier", ["priority", "scale", "fast", True])
+def test_a_service_tier_that_is_not_here_is_refused_with_those_that_are(shared: Endpoint, tier: object) -> None:
+    answer = shared.post("/v1/completions", {"prompt": "x", "service_tier": tier})
+    refused(answer, 400, "invalid_request", "service_tier", "'auto'", "'default'", "'flex'")
 
 
 def test_the_client_of_openai_sees_which_field_it_was(shared: Endpoint) -> None:

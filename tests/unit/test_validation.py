@@ -54,6 +54,8 @@ def test_sampling_out_of_range_is_refused_by_name_and_value(sampling: SamplingPa
         (replace(REQUEST, request_id="a" * 129), "request_id"),
         (replace(REQUEST, request_id="a\nb"), "printable"),
         (replace(REQUEST, cache_salt="a" * 257), "cache_salt.*256"),
+        (replace(REQUEST, priority=1 << 31), "priority.*2147483648"),
+        (replace(REQUEST, priority=-(1 << 31) - 1), "priority"),
         (replace(REQUEST, timeout_s=0.0), "timeout"),
         (replace(REQUEST, timeout_s=math.inf), "timeout"),
         (replace(REQUEST, stop=StopConditions(max_tokens=0)), "max_tokens.*0"),

@@ -24,6 +24,7 @@ from tandem.v1 import worker_pb2
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
+I32 = st.integers(-(2**31), 2**31 - 1)
 F32 = st.floats(0, 2, width=32)
 IDS = st.lists(U32, max_size=40).map(tuple)
 TOKENS = st.lists(U32, min_size=1, max_size=40).map(tuple)
@@ -51,6 +52,8 @@ PREFILL_JOBS = st.builds(
     timeout_s=TIMEOUT,
     cache_salt=st.text(max_size=5),
     prefix_holders=st.lists(st.builds(PrefixHolder, MEMBERS, NAME, U32), max_size=2).map(tuple),
+    priority=I32,
+    is_batch=st.booleans(),
 )
 SEQUENCES = st.lists(
     st.builds(SequenceStart, U32, U64, IDS), min_size=1, max_size=3, unique_by=lambda start: start.handle
@@ -67,6 +70,8 @@ DECODE_JOBS = st.builds(
     signed_ticket=st.none() | st.binary(min_size=1, max_size=20),
     timeout_s=TIMEOUT,
     cache_salt=st.text(max_size=5),
+    priority=I32,
+    is_batch=st.booleans(),
 )
 
 
