@@ -31,6 +31,11 @@ class ModelShape:
         return ((attention, self.hidden), (self.hidden, self.hidden), (gated, self.hidden), (self.hidden, gated // 2))
 
     @property
+    def attention_width(self) -> int:
+        """Features of all heads of all layers: each pair of a query and a key costs four times as many operations."""
+        return self.layers * self.heads * self.head_dim
+
+    @property
     def layer_params(self) -> int:
         return sum(out * into for out, into in self.products)
 
@@ -83,3 +88,8 @@ MODELS = (
     ModelShape("Qwen2.5-0.5B", "qwen2", 896, 4864, 24, 14, 2, 151936),
 )
 LOADS = (Load(1, 256, 64), Load(4, 1024, 128), Load(16, 256, 64), Load(64, 256, 64))
+
+
+def prompt(load: Load, index: int) -> list[int]:
+    """Token ids of one sequence; no two of a load begin alike."""
+    return [(7 * position + 13 * index) % 40_000 + 10 for position in range(load.tokens_in)]

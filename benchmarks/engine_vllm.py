@@ -2,8 +2,8 @@
 
     python engine_vllm.py MODEL_FOLDER
 
-Reads one JSON object per line ({"sequences", "tokens_in", "tokens_out"}), answers each with {"first_s", "all_s"}:
-seconds for one token of every sequence, and for all. Imports nothing of Tandem.
+Says {"version", "flags"}, then answers each line {"prompts", "tokens_out"} with its seconds. LOAD_FORMAT in
+the environment: dummy or auto. Imports nothing of Tandem.
 """
 
 import json
@@ -11,33 +11,30 @@ import os
 import sys
 import time
 
+_FLAGS = {
+    "load_format": os.environ.get("LOAD_FORMAT", "dummy"),
+    "dtype": "bfloat16",
+    "skip_tokenizer_init": True,
+    "enable_prefix_caching": False,
+    "max_model_len": 2048,
+    "max_num_seqs": 64,
+}
+
 
 def main(model: str) -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0")
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what its processes print must not come between the answers
     import vllm
     from vllm import LLM, SamplingParams
 
-    engine = LLM(
-        model=model,
-        load_format="dummy",
-        dtype="bfloat16",
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        max_model_len=2048,
-        max_num_seqs=64,
-    )
+    engine = LLM(model=model, **_FLAGS)
 
-    def seconds(load: dict[str, int], tokens_out: int) -> float:
-        prompts = [
-            {"prompt_token_ids": [(7 * i + 13 * s) % 40000 + 10 for i in range(load["tokens_in"])]}
-            for s in range(load["sequences"])
-        ]
+    def seconds(prompts: list[list[int]], tokens_out: int) -> float:
         params = SamplingParams(temperature=0.0, max_tokens=tokens_out, ignore_eos=True, detokenize=False)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         began_s = time.perf_counter()
-        outputs = engine.generate(prompts, params, use_tqdm=False)
+        outputs = engine.generate(inputs, params, use_tqdm=False)
         assert all(len(output.outputs[0].token_ids) == tokens_out for output in outputs)
         return time.perf_counter() - began_s
 
@@ -45,10 +42,10 @@ def main(model: str) -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
-    say({"version": vllm.__version__})
+    say({"version": vllm.__version__, "flags": " ".join(f"{name}={value}" for name, value in _FLAGS.items())})
     for line in sys.stdin:
         load = json.loads(line)
-        say({"first_s": seconds(load, 1), "all_s": seconds(load, load["tokens_out"])})
+        say(seconds(load["prompts"], load["tokens_out"]))
 
 
 if __name__ == "__main__":
