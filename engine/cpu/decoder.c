@@ -1,0 +1,155 @@
+/* A step through all layers. Owns the order of the parts and the division of scratch among them. */
+#include <string.h>
+
+#include "norms.h"
+#include "products.h"
+#include "tile.h"
+
+int64_t td_attend_bytes(const td_model *model);
+
+/* Scratch, for as many rows as the step has tokens. */
+typedef struct {
+    bf16 *normed;     /* [tokens, hidden] */
+    float *heads;     /* [tokens, all query, key and value heads] */
+    bf16 *query;      /* [tokens, heads, head_dim] */
+    bf16 *attended;   /* [tokens, heads, head_dim] */
+    bf16 *activated;  /* [tokens, intermediate] */
+    float *delta;     /* [tokens, hidden]: what a part adds, where it is normed first */
+    float *kept;      /* [tokens, hidden]: the residual stream of the rows that are still of use */
+    float *tiles;     /* of products */
+    void *attention;
+    char *end;
+} Scratch;
+
+static void *take(char **place, int64_t bytes) {
+    void *taken = *place;
+    *place += td_align(bytes);
+    return taken;
+}
+
+static Scratch divide(const td_model *model, int64_t tokens, char *scratch) {
+    char *place = scratch;
+    int64_t query = model->num_heads * model->head_dim, kv = model->num_kv_heads * model->head_dim;
+    Scratch parts;
+    parts.normed = take(&place, tokens * model->hidden * 2);
+    parts.heads = take(&place, tokens * (query + 2 * kv) * 4);
+    parts.query = take(&place, tokens * query * 2);
+    parts.attended = take(&place, tokens * query * 2);
+    parts.activated = take(&place, tokens * model->intermediate * 2);
+    parts.delta = take(&place, tokens * model->hidden * 4);
+    parts.kept = take(&place, tokens * model->hidden * 4);
+    parts.tiles = take(&place, td_linear_scratch_bytes(tokens));
+    parts.attention = take(&place, td_attend_bytes(model));
+    parts.end = place;
+    return parts;
+}
+
+int64_t td_scratch_bytes(const td_model *model, int64_t num_tokens) {
+    static char none[1];
+    return divide(model, num_tokens, none).end - none;
+}
+
+TD_VECTOR_BEGIN
+
+/* The leading elements of one head are rotated in halves; `out` gets the head in bf16. */
+static void rotate(const float *x, int64_t dim, int64_t rotary_dim, const float *cos, const float *sin, bf16 *out) {
+    int64_t half = rotary_dim / 2;
+    for (int64_t i = 0; i < half; i += LANES) {
+        __mmask16 lanes = first_lanes(half - i);
+        __m512 a = _mm512_maskz_loadu_ps(lanes, x + i), b = _mm512_maskz_loadu_ps(lanes, x + half + i);
+        __m512 low = _mm512_mul_ps(b, _mm512_maskz_loadu_ps(lanes, sin + i));
+        __m512 high = _mm512_mul_ps(a, _mm512_maskz_loadu_ps(lanes, sin + half + i));
+        store_bf16(out + i, lanes, _mm512_fmsub_ps(a, _mm512_maskz_loadu_ps(lanes, cos + i), low));
+        store_bf16(out + half + i, lanes, _mm512_fmadd_ps(b, _mm512_maskz_loadu_ps(lanes, cos + half + i), high));
+    }
+    td_round(x + rotary_dim, dim - rotary_dim, out + rotary_dim);
+}
+
+/* Query and key norms, rotation; keys and values go to their places in the pool. */
+static void place_heads(const td_model *model, const td_layer *layer, const td_step *step, const Scratch *parts) {
+    int64_t dim = model->head_dim, heads = model->num_heads, kv_heads = model->num_kv_heads;
+    int64_t whole = model->norms_whole_rows;
+    for (int64_t token = 0; token < step->num_tokens; token++) {
+        float *query = parts->heads + token * (heads + 2 * kv_heads) * dim, *key = query + heads * dim;
+        const float *cos = step->cos[layer->rotary] + token * model->rotary_dim;
+        const float *sin = step->sin[layer->rotary] + token * model->rotary_dim;
+        int64_t place =
+            step->slot_blocks[token] * model->block_elems + step->slot_offsets[token] * kv_heads * dim;
+        if (layer->query_norm && whole) td_norm_in_place(query, heads * dim, layer->query_norm, model->norm_eps);
+        if (layer->key_norm && whole) td_norm_in_place(key, kv_heads * dim, layer->key_norm, model->norm_eps);
+        for (int64_t head = 0; head < heads; head++) {
+            if (layer->query_norm && !whole)
+                td_norm_in_place(query + head * dim, dim, layer->query_norm, model->norm_eps);
+            rotate(query + head * dim, dim, model->rotary_dim, cos, sin, parts->query + (token * heads + head) * dim);
+        }
+        for (int64_t head = 0; head < kv_heads; head++) {
+            if (layer->key_norm && !whole) td_norm_in_place(key + head * dim, dim, layer->key_norm, model->norm_eps);
+            rotate(key + head * dim, dim, model->rotary_dim, cos, sin, layer->keys + place + head * dim);
+        }
+        td_round(key + kv_heads * dim, kv_heads * dim, layer->values + place);
+    }
+}
+
+TD_VECTOR_END
+
+/* What goes into a product: normed where the layer norms it, and in bf16. */
+static void enter(const td_model *model, const float *hidden, int64_t rows, const float *norm, bf16 *out) {
+    if (norm)
+        td_rms_norm(hidden, rows, model->hidden, norm, model->norm_eps, out);
+    else
+        td_round(hidden, rows * model->hidden, out);
+}
+
+/* The product goes onto the residual stream, normed before where the layer norms it. */
+static void leave(const td_model *model, const bf16 *x, int64_t rows, const td_product *product, const float *norm,
+                  const Scratch *parts, float *hidden) {
+    int64_t width = model->hidden;
+    td_end end = {norm ? td_store : td_add, norm ? parts->delta : hidden, width, 0};
+    td_multiply(x, rows, product, &end, parts->tiles);
+    if (!norm) return;
+    for (int64_t row = 0; row < rows; row++)
+        td_norm_in_place(parts->delta + row * width, width, norm, model->norm_eps);
+    td_add_rows(hidden, parts->delta, rows * width);
+}
+
+static void attention(const td_model *model, const td_layer *layer, const td_step *step, const Scratch *parts) {
+    td_end heads = {td_store, parts->heads, layer->qkv.out_features, 0};
+    enter(model, step->hidden, step->num_tokens, layer->input_norm, parts->normed);
+    td_multiply(parts->normed, step->num_tokens, &layer->qkv, &heads, parts->tiles);
+    place_heads(model, layer, step, parts);
+    td_attend(model, layer, step, parts->query, parts->attended, parts->attention);
+}
+
+static void feed_forward(const td_model *model, const td_layer *layer, int64_t rows, const Scratch *parts,
+                         float *hidden) {
+    td_end activated = {td_activate, parts->activated, model->intermediate, model->activation};
+    enter(model, hidden, rows, layer->ffn_norm, parts->normed);
+    td_multiply(parts->normed, rows, &layer->gate_up, &activated, parts->tiles);
+    leave(model, parts->activated, rows, &layer->down, layer->ffn_out_norm, parts, hidden);
+}
+
+/* Behind the last layer's attention only rows with logits are of use: they move together. */
+static void keep_logit_rows(const td_model *model, const td_step *step, const Scratch *parts) {
+    int64_t width = model->num_heads * model->head_dim;
+    for (int64_t i = 0; i < step->num_logit_rows; i++) {
+        int64_t row = step->logit_rows[i];
+        memcpy(parts->kept + i * model->hidden, step->hidden + row * model->hidden, model->hidden * 4);
+        memcpy(parts->query + i * width, parts->attended + row * width, width * 2); /* queries are done with */
+    }
+}
+
+void td_run(const td_model *model, const td_step *step) {
+    Scratch parts = divide(model, step->num_tokens, step->scratch);
+    for (int64_t i = 0; i < model->num_layers; i++) {
+        const td_layer *layer = &model->layers[i];
+        int last = i + 1 == model->num_layers;
+        int64_t rows = last ? step->num_logit_rows : step->num_tokens;
+        float *hidden = last ? parts.kept : step->hidden;
+        attention(model, layer, step, &parts);
+        if (last) keep_logit_rows(model, step, &parts);
+        leave(model, last ? parts.query : parts.attended, rows, &layer->out, layer->attention_out_norm, &parts, hidden);
+        feed_forward(model, layer, rows, &parts, hidden);
+    }
+    enter(model, parts.kept, step->num_logit_rows, model->final_norm, parts.normed);
+    td_linear(parts.normed, step->num_logit_rows, &model->head, step->logits, parts.tiles);
+}

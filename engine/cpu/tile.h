@@ -1,0 +1,136 @@
+/* What the kernels share: the vector instructions, the register tile of every product, packing, exponentials. Included
+ * by each file that computes, and by none that must run on any processor.
+ */
+#ifndef TANDEM_TILE_H
+#define TANDEM_TILE_H
+
+#include <immintrin.h>
+#include <string.h>
+
+#include "kernels.h"
+
+/* Between these two, functions are compiled for the processors that td_supported() accepts. */
+#ifdef __clang__
+#define TD_VECTOR_BEGIN                                                                                               \
+    _Pragma("clang attribute push(__attribute__((target(\"avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma\"))), "  \
+            "apply_to = function)")
+#define TD_VECTOR_END _Pragma("clang attribute pop")
+#else
+#define TD_VECTOR_BEGIN _Pragma("GCC target(\"avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma\")")
+#define TD_VECTOR_END
+#endif
+#define TD_INLINE static inline __attribute__((always_inline, unused))
+#define TD_UNROLL _Pragma("GCC unroll 16")
+
+enum {
+    LANES = 16,                    /* floats of a register */
+    TILE_ROWS = 6,                 /* 6 x 4 accumulators, 4 registers of weights and one of x fill the 32 there are */
+    TILE_VECTORS = 4,
+    PANEL = TILE_VECTORS * LANES,  /* columns of a packed matrix that lie together: [in_features / 2][PANEL][2] */
+};
+
+static inline int64_t td_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t td_max(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t td_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t td_align(int64_t bytes) { return (bytes + 63) & ~(int64_t)63; }
+
+TD_VECTOR_BEGIN
+
+/* The first `count` of 16 lanes; none below zero. */
+TD_INLINE __mmask16 first_lanes(int64_t count) {
+    return count >= LANES ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1);
+}
+
+/* Rounded to nearest, ties to even. */
+TD_INLINE void store_bf16(bf16 *place, __mmask16 lanes, __m512 x) {
+    _mm256_mask_storeu_epi16(place, lanes, (__m256i)_mm512_cvtneps_pbh(x));
+}
+
+/* acc[rows][vectors] += a[rows][2 * pairs] times the panel b; `rows` and `vectors` are constants where it is inlined.
+ * One accumulator runs through all of k, so a row's sums do not know how many rows go with it. Of what `ahead` points
+ * to, `fetched` cache lines are asked for with each pair.
+ */
+TD_INLINE void multiply(__m512 acc[TILE_ROWS][TILE_VECTORS], const int rows, const bf16 *a, int64_t a_stride,
+                        const bf16 *b, int64_t pairs, const char *ahead, const int fetched) {
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        __m512bh w[TILE_VECTORS];
+        TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++)
+            w[v] = (__m512bh)_mm512_load_si512(b + (pair * PANEL + v * LANES) * 2);
+        TD_UNROLL for (int r = 0; r < rows; r++) {
+            int two;
+            memcpy(&two, a + r * a_stride + pair * 2, sizeof two);
+            __m512bh x = (__m512bh)_mm512_set1_epi32(two);
+            TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], x, w[v]);
+        }
+        TD_UNROLL for (int line = 0; line < fetched; line++)
+            _mm_prefetch(ahead + (pair * fetched + line) * 64, _MM_HINT_T0);
+    }
+}
+
+/* 2^x, within 3e-7 of it; 0 far below, infinite far above. */
+TD_INLINE __m512 exp2_ps(__m512 x) {
+    __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 part = _mm512_sub_ps(x, whole); /* of [-1/2, 1/2] */
+    __m512 y = _mm512_set1_ps(1.3333558e-3f);
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(9.6181291e-3f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(5.5504109e-2f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(2.4022651e-1f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(6.9314718e-1f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(y, whole);
+}
+
+/* x / (1 + e^-z) */
+TD_INLINE __m512 times_sigmoid(__m512 x, __m512 z) {
+    __m512 e = exp2_ps(_mm512_mul_ps(z, _mm512_set1_ps(-1.44269504f)));
+    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
+}
+
+/* Columns of 16 rows of 16 pairs become rows: `out` has a stride of one panel row, and its first `pairs` are written. */
+TD_INLINE void transpose_pairs(__m512i in[LANES], bf16 *out, int64_t pairs) {
+    __m512i a[LANES], b[LANES];
+    TD_UNROLL for (int i = 0; i < LANES; i += 2) {
+        a[i] = _mm512_unpacklo_epi32(in[i], in[i + 1]);
+        a[i + 1] = _mm512_unpackhi_epi32(in[i], in[i + 1]);
+    }
+    TD_UNROLL for (int i = 0; i < LANES; i += 4) {
+        b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+        b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+        b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+    TD_UNROLL for (int i = 0; i < 4; i++) { /* b[i], b[4 + i], ...: column i of every quarter */
+        a[i] = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88);
+        a[4 + i] = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd);
+        a[8 + i] = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88);
+        a[12 + i] = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xdd);
+    }
+    TD_UNROLL for (int i = 0; i < 4; i++) {
+        b[i] = _mm512_shuffle_i32x4(a[i], a[8 + i], 0x88);
+        b[4 + i] = _mm512_shuffle_i32x4(a[4 + i], a[12 + i], 0x88);
+        b[8 + i] = _mm512_shuffle_i32x4(a[i], a[8 + i], 0xdd);
+        b[12 + i] = _mm512_shuffle_i32x4(a[4 + i], a[12 + i], 0xdd);
+    }
+    TD_UNROLL for (int i = 0; i < LANES; i++)
+        if (i < pairs) _mm512_store_si512(out + i * PANEL * 2, b[i]);
+}
+
+/* One panel of up to 64 rows of `width` elements (even); rows that are NULL are zero. */
+TD_INLINE void pack_rows(const bf16 *const rows[PANEL], int64_t width, bf16 *panel) {
+    for (int64_t pair = 0; pair < width / 2; pair += LANES) {
+        int64_t pairs = td_min(width / 2 - pair, LANES);
+        __mmask16 lanes = first_lanes(pairs);
+        for (int first = 0; first < PANEL; first += LANES) {
+            __m512i in[LANES];
+            TD_UNROLL for (int r = 0; r < LANES; r++) {
+                const bf16 *row = rows[first + r];
+                in[r] = row ? _mm512_maskz_loadu_epi32(lanes, row + pair * 2) : _mm512_setzero_si512();
+            }
+            transpose_pairs(in, panel + (pair * PANEL + first) * 2, pairs);
+        }
+    }
+}
+
+TD_VECTOR_END
+
+#endif
