@@ -7,7 +7,9 @@ from typing import Any
 from cluster.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-SCHEDULING_POLICIES = ("fcfs", "shortest", "mlfq", "deadline", "priority", "static")  # of engine/policies.py
+GPU_MEMORY_UTILIZATION = 0.9
+# Of engine/policies.py.
+SCHEDULING_POLICIES = ("fcfs", "shortest", "mlfq", "deadline", "priority", "static", "static-sorted")
 
 
 def setting(default: Any, text: str, *, choices: tuple[str, ...] = ()) -> Any:

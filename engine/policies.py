@@ -6,6 +6,7 @@ with the order, and what it may take from whom, is its own business.
 """
 
 from dataclasses import dataclass
+from math import log2
 from typing import Protocol
 
 from cluster.engine_settings import SCHEDULING_POLICIES
@@ -78,6 +79,7 @@ def make_policy(name: str) -> Policy:
         EarliestDeadline(),
         Priorities(),
         StaticBatching(),
+        StaticBatching("static-sorted", window=64),
     )
     by_name = {policy.name: policy for policy in policies}
     assert tuple(by_name) == SCHEDULING_POLICIES
@@ -103,14 +105,16 @@ class FirstCome:
 
 @dataclass(frozen=True, slots=True)
 class StaticBatching:
-    """In order of arrival, in batches that nobody joins or leaves: the baseline."""
+    """In order of arrival, in batches that nobody joins or leaves: the baseline. Each `window` of arrivals is sorted by
+    prompt length, so that a batch's lengths are alike; 1 leaves them as they came."""
 
     name: str = "static"
+    window: int = 1
     is_preemptive: bool = False
     is_static: bool = True
 
     def rank(self, work: Work, now_s: float) -> Rank:
-        return ()
+        return (work.arrival // self.window, work.num_prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +160,12 @@ class SkipJoinMlfq:
         return raised if used < self._quantum(raised) else level
 
     def _level_by_service(self, work: Work) -> int:
-        level, last = 0, self.num_levels - 1
-        while level < last and self._quantum(level) <= _service(work, work.num_prompt):
-            level += 1
-        used = _service(work, work.num_done)
-        while level < last and self._quantum(level) <= used:
-            used -= self._quantum(level)
-            level += 1
-        return level
+        # Quanta double, so levels are logarithms: the first whose quantum is more than the prompt's cost, and from
+        # there as many down as quanta fit into what was served, since q + 2q + ... + 2^(n-1) q = (2^n - 1) q.
+        prompt_cost = _service(work, work.num_prompt)
+        joined = int(log2(prompt_cost / self.quantum)) + 1 if prompt_cost >= self.quantum else 0
+        used_up = int(log2(_service(work, work.num_done) / self._quantum(joined) + 1))
+        return min(joined + used_up, self.num_levels - 1)
 
     def _quantum(self, level: int) -> float:
         return self.quantum * 2.0**level

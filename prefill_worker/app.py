@@ -11,6 +11,7 @@ from cluster.member import Capacity
 from cluster.worker_life import WorkerLife
 from cluster.worker_service import Inspections, WorkerService
 from engine.build import Engine, build_engine
+from engine.policies import make_policy
 from engine.step_loop import StepLoop
 from kvtransfer.exporter_channels import ExporterChannels
 from kvtransfer.wire_dtypes import WireDtype
@@ -145,4 +146,5 @@ def _scheduler(config: WorkerConfig, engine: Engine, new_chain: NewChain) -> Pre
         max_num_seqs=config.max_num_seqs,
         max_queue=config.max_queue,
         new_chain=new_chain,
+        policy=make_policy(config.scheduling_policy),
     )

@@ -1,12 +1,15 @@
 """Which prompts the prefill worker computes next, and whose blocks are whose. Pure: no clock, no model, no waiting.
 
 Owns the block pool and the queue. A prompt waits in the bounded queue holding nothing; it starts when its whole
-prompt's blocks can be had at once, oldest first, nobody overtaking: those that hold its beginning already are shared,
-the rest is reserved and computed by chunks. Its blocks are leased as they are sealed when an importer will come for
-them, and stay leased, whatever becomes of the job, until Release; they are kept for prompts that begin alike.
+prompt's blocks can be had at once, in the policy's order, nobody overtaking: those that hold its beginning already are
+shared, the rest is reserved and computed by chunks. One that runs may be passed over, and keeps its blocks: by those
+that a preemptive policy puts first, and by everybody when it is of the batch class. Blocks are leased as they are
+sealed when an importer will come for them, and stay leased, whatever becomes of the job, until Release; they are kept
+for prompts that begin alike.
 """
 
 from collections import Counter
+from itertools import count
 
 from cluster.errors import (
     Cancelled,
@@ -21,6 +24,7 @@ from cluster.hashing import NATIVE, NewChain
 from cluster.messages import Inspect, Inspected, PrefillJob, SampledToken
 from engine.block_pool import BlockPool
 from engine.deadlines import Deadlines
+from engine.policies import FirstCome, Policy
 from engine.schedule import ChunkBudget, blocks_for, sealed_blocks, tail_length
 from engine.step import Chunk, DrawnToken, Sample, StepPlan, StepResult
 from engine.stops import banned_token_ids, finish_reason
@@ -48,6 +52,9 @@ from prefill_worker.commands import (
 )
 from prefill_worker.jobs import Running, Waiting
 from prefill_worker.pulled_blocks import PulledBlocks
+from prefill_worker.turns import in_order, note_turns
+
+_FIRST_COME = FirstCome()
 
 
 class PrefillScheduler:
@@ -62,6 +69,7 @@ class PrefillScheduler:
         max_num_seqs: int,
         max_queue: int,
         new_chain: NewChain,
+        policy: Policy = _FIRST_COME,
     ) -> None:
         self._pool = BlockPool(num_blocks)
         self._pulled = PulledBlocks(self._pool)
@@ -70,11 +78,12 @@ class PrefillScheduler:
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue
         self._new_chain = new_chain
+        self._policy = policy
         self._queue: dict[bytes, Waiting] = {}  # oldest first
-        self._running: dict[int, Running] = {}  # oldest first, by number
+        self._running: dict[int, Running] = {}  # by number
         self._leased: dict[bytes, tuple[int, ...]] = {}  # what ended tickets still have pinned
         self._deadlines: Deadlines[bytes] = Deadlines()
-        self._next_number = 0
+        self._numbers = count()
         self._steps = 0
         self._tokens_computed = 0
         self._tokens_cached = 0
@@ -116,16 +125,19 @@ class PrefillScheduler:
 
     def plan(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
         budget = ChunkBudget(self._max_prefill_tokens)
-        chunks, events = [], list[Event]()
-        for running in self._running.values():
-            if budget.left:
-                chunks.append(self._chunk(running, budget.take(running.num_left)))
-        while budget.left and self._queue and len(chunks) < self._max_num_seqs:
-            started = self._start_oldest(now_s)
-            if started is None:
+        chunks, events, may_start = list[Chunk](), list[Event](), True
+        for job in in_order(self._policy, self._running.values(), self._queue.values(), now_s):
+            if isinstance(job, Waiting):
+                started = self._start(job, now_s) if may_start else None
+                if started is None:
+                    may_start = False  # nobody overtakes it
+                    continue
+                events += self._seal(started)
+                job = started
+            chunks.append(self._chunk(job, budget.take(job.num_left)))
+            if not budget.left or len(chunks) == self._max_num_seqs:
                 break
-            events += self._seal(started)
-            chunks.append(self._chunk(started, budget.take(started.num_left)))
+        note_turns(self._running.values(), {chunk.sequence_id for chunk in chunks}, now_s)
         return tuple(events), StepPlan(tuple(chunks)) if chunks else None
 
     def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:
@@ -169,7 +181,12 @@ class PrefillScheduler:
         if refusal is not None:
             return Refused(ticket_id, refusal)
         self._queue[ticket_id] = Waiting(
-            ticket_id, job, now_s, has_importer=job.importer is not None, chain=self._new_chain(job.cache_salt, NATIVE)
+            number=next(self._numbers),
+            ticket_id=ticket_id,
+            job=job,
+            submitted_s=now_s,
+            has_importer=job.importer is not None,
+            chain=self._new_chain(job.cache_salt, NATIVE),
         )
         self._deadlines.add(ticket_id, now_s + job.timeout_s)
         return Accepted(ticket_id)
@@ -187,8 +204,8 @@ class PrefillScheduler:
             return QueueFull(f"{len(self._queue)} prefills are waiting and --max-queue is {self._max_queue}: try later")
         return None
 
-    def _start_oldest(self, now_s: float) -> Running | None:
-        waiting = next(iter(self._queue.values()))
+    def _start(self, waiting: Waiting, now_s: float) -> Running | None:
+        """None: its blocks cannot be had now."""
         token_ids = waiting.job.token_ids
         waiting.chain.extend(token_ids)
         # At least the last token is computed: its logits are the answer. The block it is in stays this job's own.
@@ -201,7 +218,7 @@ class PrefillScheduler:
         self._tokens_cached += num_cached
         del self._queue[waiting.ticket_id]
         running = Running(
-            number=self._next_number,
+            number=waiting.number,
             ticket_id=waiting.ticket_id,
             job=waiting.job,
             has_importer=waiting.has_importer,
@@ -211,8 +228,9 @@ class PrefillScheduler:
             num_computed=num_cached,
             queue_s=now_s - waiting.submitted_s,
             started_s=now_s,
+            waited_s=now_s - waiting.submitted_s,
+            num_before_wait=num_cached,
         )
-        self._next_number += 1
         self._running[running.number] = running
         return running
 
