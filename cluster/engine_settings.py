@@ -41,6 +41,9 @@ class EngineSettings:
     pack_weights: str = setting(
         "auto", "lay bfloat16 weights out for this CPU's matrix units, once at load", choices=("auto", "off")
     )
+    cpu_kernels: str = setting(
+        "auto", "compiled kernels for bfloat16 on CPUs; on: also where auto does without", choices=("auto", "on", "off")
+    )
     num_threads: int = setting(0, "threads of the model's computation; 0: one on CPU")
     speculation: str = setting(
         "off", "guess tokens ahead: from the sequence itself, or by a draft model", choices=("off", "prompt", "draft")
