@@ -14,7 +14,7 @@ from pathlib import Path
 from cli.last_cluster import LastCluster, forget, remember
 from cli.layout import Pools, threads_per_worker
 from cli.local_cluster import LocalCluster, Plan, first_of
-from cluster.config import RouterConfig, TransferSettings, add_flags, load_config
+from cluster.config import RouterConfig, TransferSettings, add_flags, load_config, require_one_quantisation
 from cluster.engine_settings import EngineSettings
 from cluster.errors import ConfigError
 from cluster.identity import advertised_host
@@ -35,6 +35,7 @@ class UpConfig(EngineSettings, TransferSettings, RouterConfig):
         EngineSettings.__post_init__(self)
         TransferSettings.__post_init__(self)
         RouterConfig.__post_init__(self)
+        require_one_quantisation(self.kv_cache_dtype, self.kv_wire_dtype)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

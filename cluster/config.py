@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.engine_settings import EngineSettings, require, setting
+from cluster.engine_settings import EngineSettings, require, require_lengths, setting
 from cluster.errors import ConfigError
 
 _ENVIRONMENT_PREFIX = "TANDEM_"
@@ -94,6 +94,15 @@ class TransferSettings:
         return tuple(name.strip() for name in self.kv_transports.split(",") if name.strip())
 
 
+def require_one_quantisation(kv_cache_dtype: str, kv_wire_dtype: str) -> None:
+    """Raises ConfigError."""
+    require(
+        kv_cache_dtype == "auto" or kv_wire_dtype == "native",
+        f"--kv-wire-dtype {kv_wire_dtype} cannot go with --kv-cache-dtype {kv_cache_dtype}: KV of 8 bits travels as it"
+        " is; leave --kv-wire-dtype native",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
     """A prefill or decode worker."""
@@ -106,6 +115,7 @@ class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
         ClusterSettings.__post_init__(self)
         EngineSettings.__post_init__(self)
         TransferSettings.__post_init__(self)
+        require_one_quantisation(self.kv_cache_dtype, self.kv_wire_dtype)
         require(bool(self.model), "--model is needed: a local folder or a hub name")
         _require_port("port", self.port)
         require(
@@ -126,6 +136,8 @@ class RouterConfig(ClusterSettings):
     api_key: str = setting("", "clients must send it as a bearer token; empty: none is asked for")
     placement: str = setting("least-loaded", "how workers are chosen", choices=("least-loaded", "round-robin"))
     max_model_len: int = setting(0, "most tokens of prompt and continuation; 0: the model's own limit")
+    max_input_length: int = setting(0, "most tokens of a prompt; 0: what --max-model-len leaves")
+    max_output_length: int = setting(0, "most tokens of a continuation; 0: what --max-model-len leaves")
     max_live_requests: int = setting(1024, "requests served at once; one more is refused")
     max_buffered_tokens: int = setting(1_000_000, "tokens waiting for slow clients; past it the slowest are cancelled")
     max_message_bytes: int = setting(4 * 1024 * 1024, "largest request taken")
@@ -140,7 +152,7 @@ class RouterConfig(ClusterSettings):
         _require_port("grpc_port", self.grpc_port)
         for name in ("max_attempts", "max_live_requests", "max_buffered_tokens", "max_message_bytes"):
             require(getattr(self, name) >= 1, f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
-        require(self.max_model_len >= 0, f"--max-model-len must not be negative, not {self.max_model_len}")
+        require_lengths(self.max_model_len, self.max_input_length, self.max_output_length)
         require(self.request_timeout_s > 0, f"--request-timeout-s must be positive, not {self.request_timeout_s}")
         require(self.stream_grace_s >= 0, f"--stream-grace-s must not be negative, not {self.stream_grace_s}")
 

@@ -25,12 +25,24 @@ class EngineSettings:
     load_format: str = setting(
         "auto", "auto reads the weights; dummy makes random ones from the config alone", choices=("auto", "dummy")
     )
-    dtype: str = setting("auto", "computation and KV dtype; auto: the checkpoint's", choices=DTYPES)
+    dtype: str = setting("auto", "computation dtype; auto: the checkpoint's", choices=DTYPES)
+    kv_cache_dtype: str = setting(
+        "auto", "dtype of the KV in the pool; auto: --dtype; fp8: e4m3", choices=("auto", "int8", "fp8")
+    )
     device: str = setting("auto", "cpu, cuda, cuda:N; auto: cuda where there is one")
     block_size: int = setting(16, "tokens per KV block")
     num_blocks: int = setting(0, "blocks in the pool; 0: from --kv-cache-memory")
-    kv_cache_memory: str = setting("256MiB", "memory of the pool and its wire copy: bytes, or KiB, MiB, GiB")
+    kv_cache_memory: str = setting(
+        "auto",
+        "memory of the pool and its wire copy: bytes, or KiB, MiB, GiB; auto: 256MiB on a CPU, measured on a GPU",
+    )
+    gpu_memory_utilization: float = setting(
+        GPU_MEMORY_UTILIZATION, "share of the GPU's memory in use once the pool is there; the pool gets what is left"
+    )
     max_model_len: int = setting(0, "most tokens of prompt and continuation; 0: the model's own limit")
+    max_input_length: int = setting(0, "most tokens of a prompt; 0: what --max-model-len leaves")
+    max_output_length: int = setting(0, "most tokens of a continuation; 0: what --max-model-len leaves")
+    swap_space: str = setting("1GiB", "host memory for KV of preempted sequences: bytes, or KiB, MiB, GiB; 0: none")
     max_num_seqs: int = setting(64, "most sequences in one step")
     max_prefill_tokens: int = setting(512, "most prompt tokens in one step: the size of a chunk")
     max_queue: int = setting(256, "most requests waiting in a worker; one more is refused")
@@ -60,12 +72,22 @@ class EngineSettings:
         require(self.max_num_seqs >= 1, f"--max-num-seqs must be at least 1, not {self.max_num_seqs}")
         require(self.max_prefill_tokens >= 1, f"--max-prefill-tokens must be at least 1, not {self.max_prefill_tokens}")
         require(self.max_queue >= 1, f"--max-queue must be at least 1, not {self.max_queue}")
-        require(self.max_model_len >= 0, f"--max-model-len must not be negative, not {self.max_model_len}")
+        require_lengths(self.max_model_len, self.max_input_length, self.max_output_length)
         require(self.num_threads >= 0, f"--num-threads must not be negative, not {self.num_threads}")
-        parse_bytes(self.kv_cache_memory)
+        require(
+            0 < self.gpu_memory_utilization <= 1,
+            f"--gpu-memory-utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}",
+        )
+        if self.kv_cache_memory != "auto":
+            parse_bytes(self.kv_cache_memory)
+        require(self.swap_bytes >= 0, "--swap-space is a size, or 0")
         require(self.num_guesses >= 1, f"--num-guesses must be at least 1, not {self.num_guesses}")
         drafts = self.speculation == "draft"
         require(bool(self.draft_model) == drafts, "--speculation draft and --draft-model go together")
+
+    @property
+    def swap_bytes(self) -> int:
+        return 0 if self.swap_space.strip() == "0" else parse_bytes(self.swap_space)
 
     @property
     def model_name(self) -> str:
@@ -82,6 +104,21 @@ def parse_bytes(text: str) -> int:
         raise ConfigError(f"not a size: {text!r}; write bytes, or a number with KiB, MiB or GiB") from None
     require(num_bytes > 0, f"a size must be positive, not {text!r}")
     return num_bytes
+
+
+def require_lengths(max_model_len: int, max_input_length: int, max_output_length: int) -> None:
+    """0 is no limit of its own. Raises ConfigError."""
+    lengths = {
+        "--max-model-len": max_model_len,
+        "--max-input-length": max_input_length,
+        "--max-output-length": max_output_length,
+    }
+    for flag, length in lengths.items():
+        require(length >= 0, f"{flag} must not be negative, not {length}")
+        require(
+            not max_model_len or length <= max_model_len,
+            f"{flag} {length} is more than the {max_model_len} tokens of --max-model-len",
+        )
 
 
 def require(condition: bool, message: str) -> None:

@@ -1,10 +1,25 @@
 """How many blocks the pool gets, and how long a sequence may be so that it fits the model and the pool. Pure."""
 
+import dataclasses
+from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.engine_settings import EngineSettings, parse_bytes
 from cluster.errors import ConfigError
 from engine.layout import BlockLayout
+
+_CPU_POOL = "256MiB"
+MARGIN_BYTES = 1 << 30  # of a GPU: for CUDA graphs and kernels' workspaces, which the profiling run does not see
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """What the profiling run found, in bytes. The pool gets what all this leaves of the allowed share."""
+
+    total: int
+    weights: int
+    largest_step: int  # what it takes beyond the weights, while it runs
+    others: int  # other processes', and this one's outside torch
 
 
 class WireSpace(Protocol):
@@ -28,6 +43,39 @@ class NativeSpace:
 
 
 NATIVE = NativeSpace()
+
+
+def with_pool_memory(settings: EngineSettings, device: str) -> EngineSettings:
+    """`--kv-cache-memory auto` as what it means on a CPU; on a GPU it stays auto, until a profiling run says."""
+    if settings.kv_cache_memory == "auto" and device == "cpu":
+        return dataclasses.replace(settings, kv_cache_memory=_CPU_POOL)
+    return settings
+
+
+def is_measured(settings: EngineSettings) -> bool:
+    """Whether the pool's size is to be found by a profiling run."""
+    return not settings.num_blocks and settings.kv_cache_memory == "auto"
+
+
+def measured(
+    settings: EngineSettings, memory: GpuMemory, layout: BlockLayout, wire: WireSpace = NATIVE
+) -> EngineSettings:
+    """The settings with the pool's memory in them. Raises ConfigError with the numbers when it cannot hold one sequence
+    of `--max-model-len`, or one block where that is not given."""
+    share = settings.gpu_memory_utilization
+    taken = memory.weights + memory.largest_step + memory.others + MARGIN_BYTES
+    left = int(share * memory.total) - taken
+    longest = settings.max_model_len or layout.block_size
+    needed = layout.num_blocks_for(longest) * _block_bytes(layout, wire)
+    if left < needed:
+        raise ConfigError(
+            f"--gpu-memory-utilization {share:g} of {_gib(memory.total)} leaves {_gib(max(left, 0))} for KV, and a "
+            f"sequence of {longest} tokens takes {_gib(needed)}: the weights take {_gib(memory.weights)}, the largest "
+            f"step {_gib(memory.largest_step)}, other processes {_gib(memory.others)}, and {_gib(MARGIN_BYTES)} are "
+            "kept for CUDA graphs; give a larger share, a smaller --max-model-len, --max-prefill-tokens or "
+            "--max-num-seqs, or --kv-cache-dtype int8"
+        )
+    return dataclasses.replace(settings, kv_cache_memory=str(left))
 
 
 def num_blocks(settings: EngineSettings, layout: BlockLayout, wire: WireSpace = NATIVE) -> int:
@@ -55,10 +103,13 @@ def check_length(wanted: int, limit: int | None) -> None:
 
 
 def max_model_len(settings: EngineSettings, layout: BlockLayout, limit: int | None, wire: WireSpace = NATIVE) -> int:
-    """A given length must fit the pool (ConfigError with both numbers); the model's own is cut to it."""
+    """A given length must fit the pool (ConfigError with both numbers); the model's own is cut to it. Before the pool
+    is measured, it is what the pool may be asked for."""
     check_length(settings.max_model_len, limit)
-    pool_tokens = num_blocks(settings, layout, wire) * layout.block_size
     longest = settings.max_model_len
+    if is_measured(settings):
+        return longest or limit or 0
+    pool_tokens = num_blocks(settings, layout, wire) * layout.block_size
     if longest > pool_tokens:
         raise ConfigError(
             f"--max-model-len {longest} does not fit the KV pool of {pool_tokens} tokens: give --max-model-len "
@@ -69,3 +120,7 @@ def max_model_len(settings: EngineSettings, layout: BlockLayout, limit: int | No
 
 def _block_bytes(layout: BlockLayout, wire: WireSpace) -> int:
     return layout.block_bytes + wire.copy_bytes(layout)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f} GiB"

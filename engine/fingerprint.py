@@ -20,10 +20,16 @@ def fingerprint(loaded: LoadedModel, wire_dtype: str = "native") -> LayoutFinger
     return LayoutFingerprint(
         weights=weights_digest(loaded.model),
         model_config=config_digest(loaded.model.config),
-        dtype=loaded.layout.dtype,
+        dtype=_dtype(loaded),
         block_table=loaded.layout.digest(),
         wire_dtype=wire_dtype,
     )
+
+
+def _dtype(loaded: LoadedModel) -> str:
+    """What is computed in and what KV is kept in: workers that refuse each other say both."""
+    computed, kept = loaded.info.dtype, loaded.layout.dtype
+    return computed if computed == kept else f"{computed} with {kept} KV"
 
 
 def weights_digest(model: PreTrainedModel) -> str:

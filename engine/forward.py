@@ -14,6 +14,7 @@ from engine.attention.interface import KV_KEYWORD, AttentionOptions, LayerKv
 from engine.attention.registry import AttentionBackend
 from engine.batch import PackedBatch
 from engine.pool import KvPool
+from engine.quantised_kv import quantise
 
 
 class Forward(Protocol):
@@ -55,7 +56,16 @@ class _PagedKv:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         keys, values = self.pool.layers[layer]
-        place = (self.batch.slot_blocks, self.batch.slot_offsets)
-        keys.index_put_(place, key)
-        values.index_put_(place, value)
-        return self.backend.attend(query, LayerKv(key, value, keys, values), self.batch, options)
+        if not self.pool.scales:
+            self._write(keys, key)
+            self._write(values, value)
+            return self.backend.attend(query, LayerKv(key, value, keys, values), self.batch, options)
+        scales = self.pool.scales[layer]
+        for view, scale_view, states in zip((keys, values), scales, (key, value), strict=True):
+            codes, found = quantise(states, view.dtype)
+            self._write(view, codes)
+            self._write(scale_view, found)
+        return self.backend.attend(query, LayerKv(key, value, keys, values, *scales), self.batch, options)
+
+    def _write(self, view: torch.Tensor, states: torch.Tensor) -> None:
+        view.index_put_((self.batch.slot_blocks, self.batch.slot_offsets), states)

@@ -3,6 +3,7 @@
 What cannot be loaded, or would be silently wrong, is refused with ModelRefused before anything starts.
 """
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def load(settings: EngineSettings, wire: capacity.WireSpace = capacity.NATIVE) -
     register()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a worker's log is no terminal
     device = _device(settings.device)
+    settings = capacity.with_pool_memory(settings, device)
     config = _read_config(settings.model)
     limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit is not None:
@@ -36,10 +38,13 @@ def load(settings: EngineSettings, wire: capacity.WireSpace = capacity.NATIVE) -
     model = _build(settings, config, device)
     generation = model.generation_config or GenerationConfig.from_model_config(config)
     traces = trace(model)
-    layout = lay_out([layer.shape for layer in traces], settings.block_size, traces[0].dtype)
+    shapes, dtype = [layer.shape for layer in traces], traces[0].dtype
+    kv_dtype = dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
+    layout = lay_out(shapes, settings.block_size, kv_dtype)
     needs = registry.Needs(
         device=device.partition(":")[0],
-        dtype=layout.dtype,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
         head_dims=frozenset(dim for layer in traces for dim in (layer.shape.key_dim, layer.shape.value_dim)),
         block_size=settings.block_size,
         window=any(layer.window for layer in traces),
@@ -52,13 +57,14 @@ def load(settings: EngineSettings, wire: capacity.WireSpace = capacity.NATIVE) -
         vocab_size=config.get_text_config().vocab_size,
         max_model_len=capacity.max_model_len(settings, layout, limit, wire),
         eos_token_ids=_eos_token_ids(generation, config),
-        dtype=layout.dtype,
+        dtype=dtype,
         default_sampling=_default_sampling(generation),
     )
     attention = registry.choose(settings.attention_backend, needs)
-    loaded = LoadedModel(model=model, info=info, layout=layout, attention=attention, device=device)
+    whole = lay_out(shapes, settings.block_size, dtype)  # 8 bits in the pool would hide what the probe is there to find
+    loaded = LoadedModel(model=model, info=info, layout=whole, attention=attention, device=device)
     check_equal(loaded, chunk_tokens=settings.max_prefill_tokens)
-    return loaded
+    return dataclasses.replace(loaded, layout=layout)
 
 
 def _device(wanted: str) -> str:

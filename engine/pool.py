@@ -17,11 +17,14 @@ from engine.layout import BlockLayout, LayerPlace
 from engine.step import BlockCopy
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_QUANTISED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_SCALE_DTYPE = torch.bfloat16
 
 
 class KvPool:
-    """`tensor` is `[num_blocks, block_elems]` in the KV dtype, `raw` the same bytes as `[num_blocks, block_bytes]`.
-    Zero at the start. Not thread-safe: written by the step thread and, into blocks set aside for it, by an importer."""
+    """`tensor` is `[num_blocks, block_elems]` in the KV dtype, `raw` the same bytes as `[num_blocks, block_bytes]`; in
+    a pool of 8 bits `tensor` is those bytes as well. Zero at the start. Not thread-safe: written by the step thread
+    and, into blocks set aside for it, by an importer."""
 
     def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
         assert num_blocks >= 1
@@ -41,8 +44,10 @@ class KvPool:
         else:
             flat = self._cuda_memory(num_bytes)
         self.raw = flat.view(num_blocks, layout.block_bytes)
-        self.tensor = self.raw.view(TORCH_DTYPES[layout.dtype])
+        self.tensor = self.raw.view(TORCH_DTYPES.get(layout.dtype, torch.int8))
         self.layers = tuple(self._views(place) for place in layout.layers)  # (K, V) of each layer
+        # Theirs, [num_blocks, block_size, num_kv_heads], in a pool of 8 bits.
+        self.scales = tuple(self._scale_views(place) for place in layout.layers) if layout.has_scales else ()
 
     @property
     def num_tokens(self) -> int:
@@ -56,14 +61,14 @@ class KvPool:
 
     def zero_positions(self, block_ids: torch.Tensor, offsets: torch.Tensor) -> None:
         """Of all layers: as if nothing had been written there. Both `[positions]`."""
-        for keys, values in self.layers:
+        for keys, values in (*self.layers, *self.scales):
             keys[block_ids, offsets] = 0
             values[block_ids, offsets] = 0
 
     def close(self) -> None:
         """Ends this process's use of the memory. It is returned when the last tensor on it, here or elsewhere, is
         gone."""
-        self.layers = ()
+        self.layers = self.scales = ()
         self.tensor = self.raw = torch.empty(0, 0, dtype=torch.uint8)
         for close in self._closers:
             close()
@@ -81,17 +86,21 @@ class KvPool:
 
     def _views(self, place: LayerPlace) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer over all blocks: strided `[num_blocks, block_size, num_kv_heads, head_dim]`."""
-        views = []
-        for offset, dim in ((place.key_offset, place.shape.key_dim), (place.value_offset, place.shape.value_dim)):
-            heads = place.shape.num_kv_heads
-            views.append(
-                self.tensor.as_strided(
-                    (self.num_blocks, self.layout.block_size, heads, dim),
-                    (self.layout.block_elems, heads * dim, dim, 1),
-                    offset,
-                )
-            )
-        return views[0], views[1]
+        dtype = _QUANTISED_DTYPES.get(self.layout.dtype, self.tensor.dtype)
+        heads, shape = place.shape.num_kv_heads, place.shape
+        keys = self._strided(dtype, place.key_offset, heads, shape.key_dim)
+        return keys, self._strided(dtype, place.value_offset, heads, shape.value_dim)
+
+    def _scale_views(self, place: LayerPlace) -> tuple[torch.Tensor, torch.Tensor]:
+        heads = place.shape.num_kv_heads
+        keys = self._strided(_SCALE_DTYPE, place.key_scale_offset, heads, 1)
+        return keys[..., 0], self._strided(_SCALE_DTYPE, place.value_scale_offset, heads, 1)[..., 0]
+
+    def _strided(self, dtype: torch.dtype, offset: int, heads: int, dim: int) -> torch.Tensor:
+        whole = self.raw.view(dtype)
+        return whole.as_strided(
+            (self.num_blocks, self.layout.block_size, heads, dim), (whole.stride(0), heads * dim, dim, 1), offset
+        )
 
 
 def _shared_memory(num_bytes: int) -> tuple[int, torch.Tensor]:

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping
 
+from cluster.errors import ConfigError
 from kvtransfer.kv_groups import BlockTable
 from kvtransfer.memory import PoolMemory
 from kvtransfer.wire_codecs import Codec, Fp8Codec, Int4Codec, Int8Codec
 from kvtransfer.wire_format import NativeFormat, WireFormat
 from kvtransfer.wire_quantised import QuantisedBlocks, QuantisedFormat
 
+_NATIVE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
 _CODECS: Mapping[str, Callable[[], Codec]] = {"int8": Int8Codec, "fp8": Fp8Codec, "int4": Int4Codec}
 
 
@@ -19,7 +21,11 @@ class WireDtype:
 
     def copy_bytes(self, table: BlockTable) -> int:
         """What the wire copy takes for each block of the pool. Raises ConfigError for blocks that cannot travel so."""
-        return 0 if self._codec is None else QuantisedBlocks(table, self._codec).slot_bytes
+        if self._codec is None:
+            return 0
+        if table.dtype not in _NATIVE_DTYPES:
+            raise ConfigError(f"--kv-wire-dtype must be native: the pool keeps KV as {table.dtype} already")
+        return QuantisedBlocks(table, self._codec).slot_bytes
 
     def format(self, pool: PoolMemory, table: BlockTable) -> WireFormat:
         """Raises ConfigError as `copy_bytes`."""

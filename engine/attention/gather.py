@@ -7,6 +7,7 @@ import torch
 from engine.attention.dense import attend_dense, visibility
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.batch import PackedBatch
+from engine.quantised_kv import restore
 
 
 class GatherBackend:
@@ -37,8 +38,19 @@ def gather_context(kv: LayerKv, batch: PackedBatch, sequence: int, options: Atte
     first_block = 0 if options.sliding_window is None else max(0, start + 1 - options.sliding_window) // block_size
     block_ids = batch.block_tables[sequence, first_block : -(-end // block_size)]
     first = first_block * block_size
-    keys, values = (take_blocks(view, block_ids)[: end - first] for view in (kv.keys, kv.values))
+    keys, values = (
+        take_elements(view, scales, block_ids, kv.new_keys.dtype)[: end - first]
+        for view, scales in ((kv.keys, kv.key_scales), (kv.values, kv.value_scales))
+    )
     return Context(first=first, start=start, keys=keys, values=values)
+
+
+def take_elements(
+    view: torch.Tensor, scales: torch.Tensor | None, block_ids: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """As `take_blocks`, with codes restored to `dtype`."""
+    taken = take_blocks(view, block_ids)
+    return taken if scales is None else restore(taken, take_blocks(scales, block_ids), dtype)
 
 
 def take_blocks(view: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,9 @@ class LayerKv:
     new_values: torch.Tensor
     keys: torch.Tensor  # [num_blocks, block_size, kv_heads, dim]
     values: torch.Tensor
+    # Of int8 or float8 keys and values, [num_blocks, block_size, kv_heads]; None: they are in the query's dtype.
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
 
 
 class KvAccess(Protocol):

@@ -11,6 +11,10 @@ from engine.attention.gather import GatherBackend
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.attention.sdpa import SdpaBackend
 from engine.batch import PackedBatch
+from engine.layout import SCALED
+
+NATIVE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
+ALL_DTYPES = NATIVE_DTYPES | SCALED
 
 
 class AttentionBackend(Protocol):
@@ -27,6 +31,7 @@ class Needs:
 
     device: str  # cpu, cuda
     dtype: str
+    kv_dtype: str  # of the pool
     head_dims: frozenset[int]  # of K and of V
     block_size: int
     window: bool
@@ -41,7 +46,8 @@ class Capability:
     name: str
     build: Callable[[], AttentionBackend]
     devices: frozenset[str]
-    dtypes: frozenset[str] = frozenset({"float32", "bfloat16", "float16"})
+    dtypes: frozenset[str] = NATIVE_DTYPES
+    kv_dtypes: frozenset[str] = NATIVE_DTYPES
     max_head_dim: int | None = None
     block_sizes: frozenset[int] | None = None  # None: any
     window: bool = True
@@ -55,6 +61,8 @@ class Capability:
             reasons.append(f"runs on {'/'.join(sorted(self.devices))}, not {needs.device}")
         if needs.dtype not in self.dtypes:
             reasons.append(f"does not know {needs.dtype}")
+        if needs.kv_dtype not in self.kv_dtypes:
+            reasons.append(f"reads no {needs.kv_dtype} KV")
         if self.max_head_dim is not None and max(needs.head_dims) > self.max_head_dim:
             reasons.append(f"takes heads up to {self.max_head_dim}, not {max(needs.head_dims)}")
         if self.block_sizes is not None and needs.block_size not in self.block_sizes:
@@ -73,8 +81,8 @@ def _triton() -> AttentionBackend:
 
 CAPABILITIES = (  # best first
     Capability("triton", _triton, devices=frozenset({"cuda"}), max_head_dim=256),
-    Capability("sdpa", SdpaBackend, devices=frozenset({"cpu"})),
-    Capability("gather", GatherBackend, devices=frozenset({"cpu", "cuda"})),
+    Capability("sdpa", SdpaBackend, devices=frozenset({"cpu"}), kv_dtypes=ALL_DTYPES),
+    Capability("gather", GatherBackend, devices=frozenset({"cpu", "cuda"}), kv_dtypes=ALL_DTYPES),
 )
 
 

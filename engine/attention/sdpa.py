@@ -9,6 +9,7 @@ from engine.attention.dense import attend_dense, visibility
 from engine.attention.gather import Context, attend_sequence, gather_context, take_blocks
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.batch import PackedBatch
+from engine.quantised_kv import restore
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,8 +74,9 @@ class SdpaBackend:
 
 
 def _context(kv: LayerKv, batch: PackedBatch, sequence: int, options: AttentionOptions) -> Context:
-    """A sequence's first chunk sees itself alone, and that need not be fetched from the pool."""
-    if batch.starts[sequence]:
+    """A sequence's first chunk sees itself alone, and that need not be fetched from the pool. Where the pool keeps
+    fewer bits it is fetched: how a prompt was cut must not decide which of its tokens are seen rounded."""
+    if batch.starts[sequence] or kv.key_scales is not None:
         return gather_context(kv, batch, sequence, options)
     rows = batch.rows[sequence]
     return Context(first=0, start=0, keys=kv.new_keys[rows], values=kv.new_values[rows])
@@ -102,13 +104,20 @@ def _attend_decodes(query: torch.Tensor, kv: LayerKv, decodes: _Decodes, options
     ours = query[decodes.rows]
     output = attend_dense(
         ours.view(len(ours), num_kv_heads, -1, ours.shape[-1]),  # [decodes, kv_heads, group, dim]
-        _contexts(kv.keys, decodes),
-        _contexts(kv.values, decodes),
+        _elements(kv.keys, kv.key_scales, decodes, query.dtype),
+        _elements(kv.values, kv.value_scales, decodes, query.dtype),
         decodes.visible,
         None if options.sinks is None else options.sinks.view(num_kv_heads, -1, 1),
         options,
     )
     return output.flatten(1, 2)
+
+
+def _elements(view: torch.Tensor, scales: torch.Tensor | None, decodes: _Decodes, dtype: torch.dtype) -> torch.Tensor:
+    contexts = _contexts(view, decodes)
+    if scales is None:
+        return contexts
+    return restore(contexts, _contexts(scales.unsqueeze(-1), decodes).squeeze(-1), dtype)
 
 
 def _contexts(view: torch.Tensor, decodes: _Decodes) -> torch.Tensor:

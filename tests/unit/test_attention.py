@@ -187,8 +187,8 @@ def test_gather_on_a_gpu(options: str) -> None:
     hold_equal(backend("gather"), make_case(SHAPES["grouped"], OPTIONS[options], "float32", "cuda"), "float32")
 
 
-CPU_NEEDS = Needs("cpu", "float32", frozenset({64}), 16, window=True, softcap=True, sinks=True)
-CUDA_NEEDS = Needs("cuda", "bfloat16", frozenset({128}), 16, window=True, softcap=True, sinks=True)
+CPU_NEEDS = Needs("cpu", "float32", "float32", frozenset({64}), 16, window=True, softcap=True, sinks=True)
+CUDA_NEEDS = Needs("cuda", "bfloat16", "bfloat16", frozenset({128}), 16, window=True, softcap=True, sinks=True)
 
 
 def test_the_best_back_end_that_can_is_chosen() -> None:
@@ -198,7 +198,7 @@ def test_the_best_back_end_that_can_is_chosen() -> None:
 
 
 def test_heads_too_wide_for_the_kernel_fall_back_to_gathering() -> None:
-    wide = Needs("cuda", "bfloat16", frozenset({512}), 16, window=False, softcap=False, sinks=False)
+    wide = Needs("cuda", "bfloat16", "bfloat16", frozenset({512}), 16, window=False, softcap=False, sinks=False)
     assert choose("auto", wide).name == "gather"
 
 

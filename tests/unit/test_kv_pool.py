@@ -61,9 +61,51 @@ def test_whatever_changes_a_bytes_meaning_changes_the_digest(layout: BlockLayout
         lay_out(UNEVEN, block_size=4, dtype="bfloat16"),
         lay_out(UNEVEN[::-1], block_size=4, dtype="float32"),
         lay_out(UNEVEN[:2], block_size=4, dtype="float32"),
+        lay_out(UNEVEN, block_size=4, dtype="int8"),
+        lay_out(UNEVEN, block_size=4, dtype="fp8"),
     ]
-    assert len({layout.digest(), *(other.digest() for other in others)}) == 5
+    assert len({layout.digest(), *(other.digest() for other in others)}) == 7
     assert lay_out(UNEVEN, block_size=4, dtype="float32").digest() == layout.digest()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_codes_and_scales_share_no_byte_and_lie_inside_their_block(dtype: str, block_size: int) -> None:
+    layout = lay_out(UNEVEN, block_size, dtype)
+    pool = KvPool(layout, num_blocks=3)
+    views = [view for layer in (*pool.layers, *pool.scales) for view in layer]
+    for view in views:
+        as_bytes = view.unsqueeze(-1).view(torch.uint8)  # what one view wrote another one finds
+        as_bytes += 1
+
+    num_used = sum(view.numel() * view.element_size() for view in views)
+    assert int((pool.raw == 1).sum()) == num_used
+    assert int(pool.raw.count_nonzero()) == num_used
+    num_padding = layout.block_bytes - num_used // pool.num_blocks
+    assert num_padding < 2 * 16
+    assert layout.block_bytes % 16 == 0
+    pool.close()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_eight_bits_take_little_more_than_half_of_sixteen(dtype: str) -> None:
+    shapes = [LayerShape(8, 128, 128)] * 32
+    halved = lay_out(shapes, 16, dtype).block_bytes / lay_out(shapes, 16, "bfloat16").block_bytes
+    assert 0.5 < halved < 0.51
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "fp8"])
+def test_zeroed_positions_are_zero_in_every_layer_and_no_others(dtype: str) -> None:
+    pool = KvPool(lay_out(UNEVEN, 4, dtype), num_blocks=2)
+    views = [view for layer in (*pool.layers, *pool.scales) for view in layer]
+    for view in views:
+        view.copy_(torch.ones(view.shape))
+    pool.zero_positions(torch.tensor([1, 1]), torch.tensor([2, 3]))
+
+    for view in views:
+        assert not view[1, 2:].float().any()
+        assert view[1, :2].float().all() and view[0].float().all()
+    pool.close()
 
 
 def test_raw_is_the_same_memory(pool: KvPool) -> None:
