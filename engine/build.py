@@ -1,15 +1,17 @@
 """From settings to a running engine's parts. Prints nothing: `Engine.report` is what a worker prints at its start."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 
-from cluster.engine_settings import EngineSettings
+from cluster.engine_settings import GPU_MEMORY_UTILIZATION, EngineSettings
 from cluster.messages import LayoutFingerprint
 from engine import capacity
 from engine.fingerprint import fingerprint
 from engine.loaded import LoadedModel, ModelInfo
 from engine.loading import load
+from engine.memory_profile import measure
 from engine.packed_weights import pack_weights
 from engine.pool import KvPool
 from engine.runner import ModelRunner
@@ -31,6 +33,9 @@ def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.N
     """Loads, probes, and takes the pool's memory. Raises ConfigError and ModelRefused."""
     torch.set_num_threads(settings.num_threads or 1)  # workers share a host's cores: two threads that fight stall both
     loaded = load(settings, wire)
+    settings = capacity.with_pool_memory(settings, loaded.device)
+    if capacity.is_measured(settings):
+        settings, loaded = _measured(settings, loaded, wire)
     num_blocks = capacity.num_blocks(settings, loaded.layout, wire)
     pool = KvPool(loaded.layout, num_blocks, loaded.device)
     layout_fingerprint = fingerprint(loaded, wire.name)  # reads the weights: before they are packed
@@ -47,11 +52,25 @@ def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.N
     )
 
 
+def _measured(
+    settings: EngineSettings, loaded: LoadedModel, wire: capacity.WireSpace
+) -> tuple[EngineSettings, LoadedModel]:
+    """The pool's memory, and the longest sequence that fits it. Raises ConfigError."""
+    settings = capacity.measured(settings, measure(loaded, settings), loaded.layout, wire)
+    longest = capacity.max_model_len(settings, loaded.layout, loaded.info.max_model_len, wire)
+    return settings, dataclasses.replace(loaded, info=dataclasses.replace(loaded.info, max_model_len=longest))
+
+
 def _report(settings: EngineSettings, loaded: LoadedModel, num_blocks: int) -> tuple[str, ...]:
     layout, longest = loaded.layout, loaded.info.max_model_len
     num_longest = num_blocks // layout.num_blocks_for(longest)
-    lines = [f"KV: {num_blocks * layout.block_size} tokens, {num_longest} sequences of max length"]
+    lines = [
+        f"KV: {num_blocks * layout.block_size} tokens, {num_longest} sequences of max length; {layout.dtype}, "
+        f"{layout.kv_bytes_per_token} bytes a token"
+    ]
     limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
     if not settings.max_model_len and limit is not None and longest < limit:
         lines.append(f"max length: {longest} tokens, the model's {limit} cut to what the KV pool holds")
-    return (*lines, f"attention: {loaded.attention.name} on {loaded.device}, {layout.dtype}")
+    if loaded.device == "cpu" and settings.gpu_memory_utilization != GPU_MEMORY_UTILIZATION:
+        lines.append(f"--gpu-memory-utilization {settings.gpu_memory_utilization:g} changes nothing on a CPU")
+    return (*lines, f"attention: {loaded.attention.name} on {loaded.device}, {loaded.info.dtype}")

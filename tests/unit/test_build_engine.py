@@ -50,7 +50,7 @@ def test_the_start_says_how_much_fits(folder: Path, engines: list[Engine]) -> No
     engines.append(build_engine(settings(folder, max_model_len=100)))
 
     assert engines[0].pool.num_blocks == 16
-    assert engines[0].report[0] == "KV: 256 tokens, 2 sequences of max length"
+    assert engines[0].report[0] == "KV: 256 tokens, 2 sequences of max length; float32, 512 bytes a token"
 
 
 def test_memory_sizes_the_pool(folder: Path, engines: list[Engine]) -> None:
