@@ -43,6 +43,7 @@ class EngineSettings:
     max_input_length: int = setting(0, "most tokens of a prompt; 0: what --max-model-len leaves")
     max_output_length: int = setting(0, "most tokens of a continuation; 0: what --max-model-len leaves")
     swap_space: str = setting("1GiB", "host memory for KV of preempted sequences: bytes, or KiB, MiB, GiB; 0: none")
+    swap_space: str = setting("1GiB", "host memory for KV of preempted sequences: bytes, or KiB, MiB, GiB; 0: none")
     max_num_seqs: int = setting(64, "most sequences in one step")
     max_prefill_tokens: int = setting(512, "most prompt tokens in one step: the size of a chunk")
     max_queue: int = setting(256, "most requests waiting in a worker; one more is refused")
@@ -81,9 +82,14 @@ class EngineSettings:
         if self.kv_cache_memory != "auto":
             parse_bytes(self.kv_cache_memory)
         require(self.swap_bytes >= 0, "--swap-space is a size, or 0")
+        require(self.swap_bytes >= 0, "--swap-space is a size, or 0")
         require(self.num_guesses >= 1, f"--num-guesses must be at least 1, not {self.num_guesses}")
         drafts = self.speculation == "draft"
         require(bool(self.draft_model) == drafts, "--speculation draft and --draft-model go together")
+
+    @property
+    def swap_bytes(self) -> int:
+        return 0 if self.swap_space.strip() == "0" else parse_bytes(self.swap_space)
 
     @property
     def swap_bytes(self) -> int:

@@ -14,9 +14,11 @@ from cluster.worker_life import WorkerLife
 from cluster.worker_service import Inspections, WorkerService
 from decode_worker import commands
 from decode_worker.limits import DecodeLimits
+from decode_worker.preemption_cost import PreemptionCost
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.service import DecodeService
 from engine.build import Engine, build_engine
+from engine.host_blocks import HostBlocks, SwappingRunner, open_host_blocks
 from engine.step_loop import StepLoop
 from kvtransfer.probe import Destination
 from kvtransfer.wire_dtypes import WireDtype
@@ -30,9 +32,10 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
     """Until the worker is asked to stop; then drains. Raises ConfigError, ModelRefused, Fenced."""
     config = life.config
     engine = await asyncio.to_thread(build_engine, config, WireDtype(config.kv_wire_dtype))
-    for line in engine.report:
+    host_blocks, swap_report = open_host_blocks(engine.pool, config.swap_bytes)
+    for line in (*engine.report, swap_report):
         _LOG.info(line)
-    worker = _Worker(life, engine)
+    worker = _Worker(life, engine, host_blocks)
     await worker.transfer.start()
     worker.steps.start()
     beats = asyncio.create_task(worker.beat(), name="heartbeats")
@@ -61,16 +64,17 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
 class _Worker:
     """The parts that know each other; built whole, before anything starts."""
 
-    def __init__(self, life: WorkerLife, engine: Engine) -> None:
+    def __init__(self, life: WorkerLife, engine: Engine, host_blocks: HostBlocks | None) -> None:
         config = life.config
         self._loop = asyncio.get_running_loop()
         clock = MonotonicClock()
-        limits = _limits(config, engine)
+        limits = _limits(config, engine, host_blocks)
+        cost = PreemptionCost(host_blocks.copy_s_per_block() if host_blocks else None)
         new_chain = keyed_chains(life.key, config.block_size) if config.prefix_caching == "on" else nameless_chains()
         self._heartbeat_s = config.heartbeat_s
         self.steps = StepLoop[commands.Command, commands.Event](
-            DecodeScheduler(limits, new_chain=new_chain, wire_dtype=config.kv_wire_dtype),
-            engine.runner,
+            DecodeScheduler(limits, new_chain=new_chain, wire_dtype=config.kv_wire_dtype, cost=cost),
+            SwappingRunner(engine.runner, host_blocks) if host_blocks else engine.runner,
             clock,
             self._emit,
             on_error=lambda error: _LOG.error("a step failed", exc_info=error),
@@ -159,7 +163,7 @@ class _Worker:
         }
 
 
-def _limits(config: WorkerConfig, engine: Engine) -> DecodeLimits:
+def _limits(config: WorkerConfig, engine: Engine, host_blocks: HostBlocks | None) -> DecodeLimits:
     return DecodeLimits(
         num_blocks=engine.pool.num_blocks,
         block_size=config.block_size,
@@ -168,4 +172,5 @@ def _limits(config: WorkerConfig, engine: Engine) -> DecodeLimits:
         max_prefill_tokens=config.max_prefill_tokens,
         max_queue=config.max_queue,
         watermark=config.watermark,
+        num_swap_slots=host_blocks.num_slots if host_blocks else 0,
     )

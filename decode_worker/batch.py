@@ -8,8 +8,9 @@ needs comes before anything that is not running.
   what is known of its prompt is shared, and only the rest counts.
 * A waiting sequence reserves its known tokens' blocks at once. Choices of one prompt share them, and part at its end.
 * A decoding sequence grows by one block when it crosses a boundary. When none is free the youngest sequence that holds
-  blocks is preempted: its blocks are freed, and it waits, at its age, to be computed again from its known tokens. If
-  the youngest is the one that wants to grow, it skips steps, keeping what it has, until an older one ends or takes it.
+  blocks is preempted: its blocks are freed, and it waits, at its age, to be brought back from the swap space or
+  computed again from its known tokens. If the youngest is the one that wants to grow, it skips steps, keeping what it
+  has, until an older one ends or takes it.
 * A frozen sequence keeps its blocks and gives up its slot; thawed, it is one that has blocks and waits for a slot.
 
 Nothing waits in a circle: the oldest sequence gets every block except those of hand-offs under way, in or out, and of
@@ -21,8 +22,10 @@ from collections.abc import Iterator
 
 from cluster.hashing import NATIVE, NewChain
 from decode_worker.limits import DecodeLimits
+from decode_worker.preemption_cost import PreemptionCost
 from decode_worker.reservations import Claim, Grant, Reservations
 from decode_worker.sequences import ByAge, Sequence
+from decode_worker.swapping import SwapSpace
 from engine.block_pool import BlockPool, BlockState
 from engine.schedule import blocks_for, sealed_blocks
 from engine.step import BlockCopy
@@ -31,16 +34,17 @@ from engine.step import BlockCopy
 class Batch:
     """A sequence is in exactly one of four places from `add_...` until `drop`."""
 
-    def __init__(self, limits: DecodeLimits, new_chain: NewChain) -> None:
+    def __init__(self, limits: DecodeLimits, new_chain: NewChain, cost: PreemptionCost) -> None:
         self._limits = limits
         self._new_chain = new_chain
         self.pool = BlockPool(limits.num_blocks)
+        self.swaps = SwapSpace(limits.num_swap_slots, cost)
         self.reservations = Reservations(self.pool)
         self.preemptions = 0
         self.tokens_cached = 0
         self._running = ByAge()  # have blocks and a slot
         self._imported = ByAge()  # have blocks, wait for a slot
-        self._waiting = ByAge()  # have nothing
+        self._waiting = ByAge()  # have nothing here
         self._frozen = ByAge()  # have blocks, and may go on elsewhere
 
     @property
@@ -93,19 +97,33 @@ class Batch:
         """The running sequences with more than that, oldest first."""
         return (sequence for sequence in self._running if sequence.num_left > 1)
 
+    def resume_swapped(self) -> Iterator[Sequence]:
+        """Waiting sequences whose turn it is and that decode again at once: they need nothing of a prompt's budget."""
+        while (sequence := self._waiting.oldest) is not None:
+            if sequence.swapped is None or sequence.num_left > 1 or self.start_waiting() is not sequence:
+                return
+            yield sequence
+
     def start_waiting(self) -> Sequence | None:
-        """The oldest waiting sequence, running now, with its blocks, of which those that were found are computed; None
-        while it has to wait."""
+        """The oldest waiting sequence, running now, with its blocks, of which those that were found or swapped out are
+        computed; None while it has to wait."""
         sequence = self._waiting.oldest
         if sequence is None or len(sequence.choices) > self._num_free_slots or not self._may_take_blocks(sequence):
             return None
-        num_shared = blocks_for(len(sequence.token_ids), self._limits.block_size)
         cached = self._find(sequence)
+        if sequence.swapped is not None and not self._may_come_back(sequence, len(cached)):
+            return None
+        num_shared = blocks_for(len(sequence.token_ids), self._limits.block_size)
         block_ids = self.pool.reserve_beside(cached, self._num_needed(sequence) - len(cached))
         assert block_ids is not None
         sequence.block_ids, sequence.spare_ids = block_ids[:num_shared], block_ids[num_shared:]
-        sequence.num_computed = sequence.num_cached = len(cached) * self._limits.block_size
-        self.tokens_cached += sequence.num_cached
+        num_found = len(cached) * self._limits.block_size
+        if sequence.swapped is not None:
+            self.swaps.bring_in(sequence, len(cached))
+            sequence.num_computed, sequence.num_kept = max(sequence.num_computed, num_found), len(cached)
+        else:
+            sequence.num_computed = sequence.num_cached = num_found
+            self.tokens_cached += num_found
         self._waiting.remove(sequence)
         self._running.add(sequence)
         return sequence
@@ -172,9 +190,17 @@ class Batch:
         self._frozen.remove(sequence)
         self._imported.add(sequence)
 
+    def end_step(self, *, has_failed: bool) -> None:
+        """Before anything else is done with the outcome of a plan."""
+        for sequence in self.swaps.end_step():
+            if has_failed:  # nobody knows whether it was copied
+                self.swaps.lose(sequence)
+                self._forget(sequence)
+
     def drop(self, sequence: Sequence) -> None:
         """Takes it out, and its references with it."""
         self._place(sequence).remove(sequence)
+        self.swaps.discard(sequence)
         self.pool.release(sequence.block_ids + sequence.spare_ids)
         sequence.block_ids = sequence.spare_ids = ()
 
@@ -199,6 +225,7 @@ class Batch:
             references[block_id] += 1
         self.pool.check_references(references)
         assert not any(sequence.block_ids or sequence.spare_ids for sequence in self._waiting), "one waits with blocks"
+        self.swaps.check(list(self._waiting))
         everywhere = (*self._running, *self._imported, *self._waiting, *self._frozen)
         present = [sequence.number for sequence in everywhere]
         assert sorted(present) == sorted(live), f"sequences {present} are here, {live} are live"
@@ -227,12 +254,40 @@ class Batch:
         return not sequence.spare_ids and self.pool.state(sequence.block_ids[-1]) is BlockState.LEASED
 
     def _preempt(self, sequence: Sequence) -> None:
-        """By recompute: it waits at its age, with its tokens and nothing else."""
+        """It waits at its age, with its tokens, and with its KV in the swap space where that is the cheaper way."""
         self.preemptions += 1
+        num_staying = self._num_staying(sequence)
+        block_ids = sequence.block_ids[num_staying : blocks_for(sequence.num_computed, self._limits.block_size)]
         self.drop(sequence)
+        num_tokens = sequence.num_computed - num_staying * self._limits.block_size
+        self.swaps.take_out(sequence, num_staying, block_ids, num_tokens)
+        if sequence.swapped is None:
+            self._forget(sequence)
+        self._waiting.add(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Nothing of a waiting sequence is computed any more."""
         sequence.num_computed = sequence.num_kept = 0
         sequence.chain = self._new_chain(sequence.group.job.cache_salt, NATIVE)  # whatever it was imported as
-        self._waiting.add(sequence)
+
+    def _num_staying(self, sequence: Sequence) -> int:
+        """Its leading blocks that others use too, and that it will find again if it comes back before those end."""
+        found = self.pool.find(sequence.chain.hashes[: sequence.num_kept])
+        pairs = zip(found, sequence.block_ids, strict=False)
+        stays = (self.pool.num_users(other) > (other == own) for other, own in pairs)
+        return next((place for place, stay in enumerate(stays) if not stay), len(found))
+
+    def _may_come_back(self, sequence: Sequence, num_found: int) -> bool:
+        """A swapped one: its copy is there, and so is what it shares. If that will not come, it is computed again."""
+        assert sequence.swapped is not None
+        if self.swaps.is_leaving(sequence):
+            return False
+        if num_found >= sequence.swapped.first:
+            return True
+        if not self.swaps.inward:  # else it may be what an older one is bringing back
+            self.swaps.lose(sequence)
+            self._forget(sequence)
+        return False
 
     def _may_take_blocks(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence could have its blocks now: there are enough, and no older hand-off wants them."""

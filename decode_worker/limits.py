@@ -23,6 +23,7 @@ class DecodeLimits:
     max_prefill_tokens: int
     max_queue: int
     watermark: float
+    num_swap_slots: int = 0  # blocks that fit into the swap space
 
     @property
     def num_watermark_blocks(self) -> int:

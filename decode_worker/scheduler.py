@@ -38,6 +38,7 @@ from decode_worker.commands import (
 )
 from decode_worker.limits import DecodeLimits
 from decode_worker.offers import Offers
+from decode_worker.preemption_cost import PreemptionCost
 from decode_worker.reservations import Claim, Grant
 from decode_worker.sequences import Group, Sequence
 from engine.deadlines import Deadlines
@@ -49,16 +50,25 @@ from engine.stops import banned_token_ids, finish_reason
 class DecodeScheduler:
     """Implements `engine.step.Scheduler`."""
 
-    def __init__(self, limits: DecodeLimits, *, new_chain: NewChain, wire_dtype: str = NATIVE) -> None:
+    def __init__(
+        self,
+        limits: DecodeLimits,
+        *,
+        new_chain: NewChain,
+        wire_dtype: str = NATIVE,
+        cost: PreemptionCost | None = None,
+    ) -> None:
         self._limits = limits
         self._new_chain = new_chain
         self._wire_dtype = wire_dtype  # of the KV that is imported
-        self._batch = Batch(limits, new_chain)
+        self._cost = cost or PreemptionCost()
+        self._batch = Batch(limits, new_chain, self._cost)
         self._offers = Offers(self._batch.pool, limits.block_size)
         self._sequences: dict[tuple[MemberId, int], Sequence] = {}  # of every live (router, handle)
         self._groups: dict[int, Group] = {}
         self._deadlines: Deadlines[int] = Deadlines()  # by group number
         self._in_step: list[Sequence] = []  # of the plan that is being computed, in its order
+        self._planned_s = 0.0
         self._started: tuple[Event, ...] = ()  # told with the outcome of their first step
         self._arrivals = count()
         self._numbers = count()
@@ -102,7 +112,7 @@ class DecodeScheduler:
 
     def plan(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
         self._batch.join_imported()
-        decoding = self._batch.decoding()
+        decoding = [*self._batch.decoding(), *self._batch.resume_swapped()]
         budget = ChunkBudget(self._limits.max_prefill_tokens, len(decoding))
         parts = [(sequence, 1) for sequence in decoding]
         for sequence in self._batch.prefilling():
@@ -110,15 +120,19 @@ class DecodeScheduler:
                 parts.append((sequence, budget.take(sequence.num_left)))
         while budget.left and (started := self._batch.start_waiting()) is not None:
             parts.append((started, budget.take(started.num_left)))
-        if not parts:
+        swaps_out, swaps_in = self._batch.swaps.outward, self._batch.swaps.inward
+        if not parts and not swaps_out:
             return (), None
         copies = tuple(copy for sequence in decoding for copy in self._batch.own_tail(sequence))
-        self._in_step = [sequence for sequence, _ in parts]
+        self._planned_s, self._in_step = now_s, [sequence for sequence, _ in parts]
         self._started = self._first_runs(now_s)
-        return (), StepPlan(tuple(self._chunk(sequence, num_tokens) for sequence, num_tokens in parts), copies)
+        chunks = tuple(self._chunk(sequence, num_tokens) for sequence, num_tokens in parts)
+        return (), StepPlan(chunks, copies, swaps_out, swaps_in)
 
     def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:
         self._steps += 1
+        self._batch.end_step(has_failed=False)
+        self._measure(plan, result, now_s)
         tokens: list[SequenceToken] = []
         for sequence, chunk, drawn in zip(self._in_step, plan.chunks, result.tokens, strict=True):
             sequence.num_computed += len(chunk.token_ids)
@@ -132,6 +146,7 @@ class DecodeScheduler:
 
     def fail(self, plan: StepPlan, error: Exception, now_s: float) -> tuple[Event, ...]:
         self._steps += 1
+        self._batch.end_step(has_failed=True)
         reason = InternalError(f"the step of these sequences failed: {type(error).__name__}: {error}")
         handles: dict[int, list[int]] = {}
         for sequence in self._in_step:
@@ -309,6 +324,12 @@ class DecodeScheduler:
                 self._end_choice(router, handle)
         return tokens
 
+    def _measure(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
+        self._cost.observe_copies(len(plan.swaps_out) + len(plan.swaps_in), result.swap_s)
+        lengths = [len(chunk.token_ids) for chunk in plan.chunks]
+        num_prompt = sum(length for length in lengths if length > 1)
+        self._cost.observe_compute(num_prompt, sum(lengths), now_s - self._planned_s - result.swap_s)
+
     # Ends
 
     def _expire(self, group: Group) -> Event:
@@ -359,6 +380,7 @@ class DecodeScheduler:
             "tokens_cached": self._batch.tokens_cached,
             "blocks_evicted": self._batch.pool.num_evicted,
             "sequences_done": self._sequences_done,
+            **self._batch.swaps.figures,
         }
         blocks = self._batch.pool.counts()
         return Inspected(inspection_id, blocks, {name: float(n) for name, n in figures.items()}, violation)

@@ -24,9 +24,19 @@ class Group:
     num_live: int  # choices that have not ended
 
 
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """Where the KV of a preempted sequence is: its first blocks are shared and will be found again, the others lie in
+    slots of host memory."""
+
+    first: int
+    slots: tuple[int, ...]
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`token_ids`: prompt, committed and drawn tokens. KV of the first `num_computed` of them is in `block_ids`."""
+    """`token_ids`: prompt, committed and drawn tokens. KV of the first `num_computed` of them is in `block_ids`, or
+    swapped out."""
 
     number: int  # the runner's name for it
     group: Group
@@ -39,6 +49,7 @@ class Sequence:
     block_ids: tuple[int, ...] = ()
     # Set aside for private copies of a shared tail: one per further choice before they part, then at most the own.
     spare_ids: tuple[int, ...] = ()
+    swapped: Swapped | None = None  # only while it waits
     has_run: bool = False  # has been in a step; if it waits, it was preempted
 
     @property

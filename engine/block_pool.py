@@ -75,6 +75,10 @@ class BlockPool:
         self._story.append(("reserve", block_ids))
         return block_ids
 
+    def num_users(self, block_id: int) -> int:
+        """References and leases."""
+        return self._references[block_id] + self._leases.get(block_id, 0)
+
     def find(self, block_hashes: Sequence[bytes]) -> tuple[int, ...]:
         """The blocks of the longest beginning of this chain that are here, to be shared before anything else."""
         return self._cache.match(block_hashes)

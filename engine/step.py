@@ -54,16 +54,28 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A block to copy inside the pool before anything else in the step."""
+    """A block to copy inside the pool before anything is computed."""
 
     source: int
     target: int
 
 
 @dataclass(frozen=True, slots=True)
+class BlockSwap:
+    """A block and the slot of host memory that it is copied to, or from."""
+
+    block_id: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
+    """In this order: blocks are swapped out, swapped in, copied, and computed."""
+
     chunks: tuple[Chunk, ...]
     copies: tuple[BlockCopy, ...] = ()
+    swaps_out: tuple[BlockSwap, ...] = ()
+    swaps_in: tuple[BlockSwap, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +90,12 @@ class StepResult:
     more, and the KV of the wrong ones is zero again. When it is returned, everything the step wrote to the pool is
     visible to any reader of it (on a GPU: an event behind the last write has completed).
 
-    `guesses`: for each chunk what its DraftRequest brought, at most what it asked for; empty without any request."""
+    `guesses`: for each chunk what its DraftRequest brought, at most what it asked for; empty without any request.
+    `swap_s`: how long the swaps took."""
 
     tokens: tuple[tuple[DrawnToken, ...], ...]
     guesses: tuple[tuple[int, ...], ...] = ()
+    swap_s: float = 0.0
 
 
 class Runner(Protocol):

@@ -27,6 +27,7 @@ from decode_worker.commands import (
     Unreservable,
 )
 from decode_worker.limits import DecodeLimits
+from decode_worker.preemption_cost import PreemptionCost
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequences import Sequence
 from engine.step import Sample, StepPlan
@@ -92,7 +93,10 @@ class DecodeBench:
 
     def __post_init__(self) -> None:
         self.new_chain = keyed_chains(b"key", self.limits.block_size) if self.prefix_caching else nameless_chains()
-        self.scheduler = DecodeScheduler(self.limits, new_chain=self.new_chain, wire_dtype=self.wire_dtype)
+        self.cost = PreemptionCost()
+        self.scheduler = DecodeScheduler(
+            self.limits, new_chain=self.new_chain, wire_dtype=self.wire_dtype, cost=self.cost
+        )
         self.runner = FakePagedRunner(self.limits.num_blocks, self.limits.block_size)
         self._next_handle = 0
         self._next_handoff = 0
@@ -267,6 +271,7 @@ class DecodeBench:
         assert inspected.blocks["free"] + inspected.blocks["cached"] == self.limits.num_blocks, inspected.blocks
         assert self.prefix_caching or not inspected.blocks["cached"]
         assert inspected.figures["running"] == inspected.figures["waiting"] == 0
+        assert inspected.figures["swap_slots_used"] == 0
 
     def _track(self, job: DecodeJob) -> None:
         for start in job.sequences:

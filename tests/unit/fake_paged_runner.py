@@ -26,11 +26,16 @@ class FakePagedRunner:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.written: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.host: dict[int, list[int | None]] = {}  # by slot
         self._block_size = block_size
         self.plans: list[StepPlan] = []
 
     def run(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
+        for swap in plan.swaps_out:
+            self.host[swap.slot] = list(self.written[swap.block_id])
+        for swap in plan.swaps_in:
+            self.written[swap.block_id] = self.host.pop(swap.slot)
         for copy in plan.copies:
             self.written[copy.target] = list(self.written[copy.source])
         for chunk in plan.chunks:

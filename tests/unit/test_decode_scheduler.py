@@ -51,6 +51,8 @@ class _AnySchedule(RuleBasedStateMachine):
         max_prefill_tokens=st.integers(1, 9),
         watermark=st.sampled_from([0.0, 0.1, 0.3]),
         wire_dtype=st.sampled_from(["native", "int8"]),
+        num_swap_slots=st.sampled_from([0, 3, 20]),
+        is_computing_dear=st.booleans(),
     )
     def start(
         self,
@@ -60,6 +62,8 @@ class _AnySchedule(RuleBasedStateMachine):
         max_prefill_tokens: int,
         watermark: float,
         wire_dtype: str,
+        num_swap_slots: int,
+        is_computing_dear: bool,
     ) -> None:
         self.bench = DecodeBench(
             limits(
@@ -69,9 +73,13 @@ class _AnySchedule(RuleBasedStateMachine):
                 max_prefill_tokens=max_prefill_tokens,
                 watermark=watermark,
                 max_queue=5,
+                num_swap_slots=num_swap_slots,
             ),
             wire_dtype=wire_dtype,
         )
+        # As dear as four tokens: what has one open block is computed again.
+        self.bench.cost.copy_s_per_block = 1.0
+        self.bench.cost.compute_s_per_token = 9.0 if is_computing_dear else 0.5
 
     @rule(
         prompt=_PROMPTS,

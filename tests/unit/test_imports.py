@@ -32,6 +32,7 @@ PURE = [
     "cluster.member",
     "cluster.messages",
     "decode_worker.commands",
+    "decode_worker.preemption_cost",
     "decode_worker.scheduler",
     "engine.block_pool",
     "engine.policies",
