@@ -35,6 +35,7 @@ PURE = [
     "decode_worker.preemption_cost",
     "decode_worker.scheduler",
     "engine.block_pool",
+    "engine.length_prediction",
     "engine.policies",
     "engine.prefix_cache",
     "engine.schedule",

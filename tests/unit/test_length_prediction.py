@@ -1,0 +1,113 @@
+"""Lengths are predicted from those that ended, and corrected by what a sequence has outlived."""
+
+import random
+
+import pytest
+
+from engine.length_prediction import LengthPredictor
+from tests.unit.scheduling.traces import conversation_rows
+
+NO_CAP = 1 << 20
+BIN = 2**0.25  # an estimate is the upper edge of the bin that it falls into
+
+
+def taught(lengths: list[int], *, quantile: float = 0.5, tenant: str = "", num_prompt: int = 100) -> LengthPredictor:
+    predictor = LengthPredictor(quantile)
+    for length in lengths:
+        predictor.observe(tenant, num_prompt, length, was_cut=False)
+    return predictor
+
+
+def test_nothing_is_predicted_before_enough_has_ended() -> None:
+    predictor = taught([50] * 15)
+    assert predictor.predict("", 100, 0, NO_CAP) == 0
+    predictor.observe("", 100, 50, was_cut=False)
+    assert 50 <= predictor.predict("", 100, 0, NO_CAP) <= 50 * BIN
+
+
+@pytest.mark.parametrize(("quantile", "length"), [(0.25, 50), (0.5, 100), (0.9, 180)])
+def test_the_asked_share_ends_within_its_prediction(quantile: float, length: int) -> None:
+    lengths = list(range(1, 201))
+    random.Random(1).shuffle(lengths)
+    predicted = taught(lengths, quantile=quantile).predict("", 100, 0, NO_CAP)
+    assert length / BIN <= predicted <= length * BIN * 1.1
+
+
+def test_a_sequence_that_outlives_its_prediction_is_compared_with_those_that_did() -> None:
+    predictor = taught([10, 10, 10, 1000] * 25)
+    assert 10 <= predictor.predict("", 100, 0, NO_CAP) <= 10 * BIN
+    assert 1000 <= predictor.predict("", 100, 20, NO_CAP) <= 1000 * BIN
+
+
+@pytest.mark.parametrize("num_output", [0, 1, 9, 49, 50, 51, 64, 1000, 50_000])
+def test_a_prediction_is_longer_than_the_sequence_and_never_over_its_cap(num_output: int) -> None:
+    predictor = taught([50] * 20)
+    assert num_output < predictor.predict("", 100, num_output, NO_CAP)
+    assert predictor.predict("", 100, num_output, num_output + 1) == num_output + 1
+
+
+def test_who_lives_longer_than_anyone_before_is_taken_to_live_as_long_again() -> None:
+    assert taught([50] * 20).predict("", 100, 999, NO_CAP) == 2000
+
+
+def test_what_was_cut_off_does_not_count_as_short() -> None:
+    predictor = LengthPredictor()
+    for length, was_cut in [(64, True), (64, True), (64, True), (1000, False)] * 25:
+        predictor.observe("", 100, length, was_cut=was_cut)
+    assert 1000 <= predictor.predict("", 100, 0, NO_CAP) <= 1000 * BIN
+
+
+def test_where_all_were_cut_off_more_than_they_had_is_expected() -> None:
+    predictor = LengthPredictor()
+    for _ in range(20):
+        predictor.observe("", 100, 64, was_cut=True)
+    assert predictor.predict("", 100, 0, NO_CAP) >= 64
+
+
+def test_tenants_and_prompt_lengths_are_told_apart() -> None:
+    predictor = LengthPredictor()
+    for _ in range(20):
+        predictor.observe("summaries", 4000, 20, was_cut=False)
+        predictor.observe("stories", 4000, 2000, was_cut=False)
+        predictor.observe("stories", 60, 500, was_cut=False)
+    assert predictor.predict("summaries", 4000, 0, NO_CAP) <= 20 * BIN
+    assert predictor.predict("stories", 4000, 0, NO_CAP) >= 2000
+    assert predictor.predict("stories", 60, 0, NO_CAP) <= 500 * BIN
+
+
+def test_a_kind_that_is_not_known_is_taken_for_the_next_wider_one() -> None:
+    predictor = LengthPredictor()
+    for _ in range(20):
+        predictor.observe("known", 4000, 20, was_cut=False)
+        predictor.observe("other", 60, 500, was_cut=False)
+    assert predictor.predict("known", 9, 0, NO_CAP) <= 20 * BIN  # its tenant's, of any prompt
+    assert predictor.predict("new", 60, 0, NO_CAP) >= 500  # everyone's, of such prompts
+
+
+def test_lengths_that_change_are_followed() -> None:
+    predictor = taught([50] * 2000)
+    for _ in range(1000):
+        predictor.observe("", 100, 800, was_cut=False)
+    assert predictor.predict("", 100, 0, NO_CAP) >= 800
+
+
+def test_tenants_are_forgotten_in_the_order_in_which_they_fell_silent() -> None:
+    predictor = taught([50] * 20, tenant="first")
+    for number in range(300):
+        predictor.observe("first", 100, 50, was_cut=False)
+        predictor.observe(f"tenant {number}", 100, 800, was_cut=False)
+    assert predictor.num_tenants == 256
+    assert predictor.predict("first", 100, 0, NO_CAP) <= 50 * BIN
+
+
+def test_on_the_conversation_trace_nine_in_ten_end_within_nine_tenths() -> None:
+    """Each is predicted from those before it alone."""
+    predictor, within, num_predicted = LengthPredictor(0.9), 0, 0
+    for row in conversation_rows(4000):
+        predicted = predictor.predict("", row.num_prompt, 0, NO_CAP)
+        if predicted:
+            num_predicted += 1
+            within += row.num_output <= predicted
+        predictor.observe("", row.num_prompt, row.num_output, was_cut=False)
+    assert num_predicted > 3900
+    assert within / num_predicted == pytest.approx(0.92, abs=0.03)  # the bins round up
