@@ -1,6 +1,8 @@
 """Computes steps on one device. Owns the order of a step: copies, forward, draw; never decides what is in it."""
 
 import itertools
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -9,6 +11,12 @@ from engine.forward import Forward
 from engine.pool import KvPool
 from engine.sampler import draw
 from engine.step import Chunk, DrawnToken, StepPlan, StepResult
+
+
+class Drafts(Protocol):
+    """Guesses what follows the tokens of a step (`engine/speculation/draft_model.py`)."""
+
+    def draft(self, plan: StepPlan, tokens: Sequence[Sequence[DrawnToken]]) -> tuple[tuple[int, ...], ...]: ...
 
 
 class ModelRunner:
@@ -21,6 +29,7 @@ class ModelRunner:
     def __init__(self, forward: Forward, pool: KvPool) -> None:
         self.forward = forward  # another one may take its place between steps
         self._pool = pool
+        self.drafts: Drafts | None = None  # who answers the DraftRequests, where there are any
 
     def run(self, plan: StepPlan) -> StepResult:
         logits = self.logits(plan)
@@ -33,7 +42,7 @@ class ModelRunner:
             written = torch.cuda.Event()  # type: ignore[no-untyped-call]
             written.record()
             written.synchronize()
-        return StepResult(tokens)
+        return StepResult(tokens, self.drafts.draft(plan, tokens) if self.drafts is not None else ())
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:

@@ -1,0 +1,184 @@
+"""Guesses by a second, small model with the target's vocabulary. Owns its KV; driven by the step thread alone.
+
+A guess is drawn with the noise that the target will draw that position with (same seed, same position): where their
+distributions are alike the same noise mostly decides for the same token, at any temperature.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from cluster.engine_settings import EngineSettings, parse_bytes
+from cluster.errors import ConfigError
+from engine.build import Engine, build_engine
+from engine.loaded import ModelInfo
+from engine.schedule import blocks_for
+from engine.step import Chunk, DrawnToken, Runner, Sample, StepPlan
+
+_MEMORY_SHARE = 4  # the draft model's pool is this part of --kv-cache-memory
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_tokens: int  # in one draft step, of those that the draft model still has to read
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A sequence as the draft model has it: KV of `num_computed` tokens, from `num_known` on guesses."""
+
+    block_ids: list[int]
+    num_computed: int = 0
+    num_known: int = 0
+    guesses: tuple[int, ...] = ()
+
+    def agree(self, token_ids: Sequence[int]) -> None:
+        """Forgets the guesses that were wrong, and the newest token: its logits are what comes next."""
+        right = 0
+        for guess, token_id in zip(self.guesses, itertools.islice(token_ids, self.num_known, None), strict=False):
+            if guess != token_id:
+                break
+            right += 1
+        self.num_computed = min(self.num_computed, self.num_known + right, len(token_ids) - 1)
+
+
+@dataclass(slots=True, eq=False)
+class _Draft:
+    """One request while it is answered."""
+
+    index: int  # of its chunk in the plan
+    sequence_id: int
+    held: _Held
+    unread: tuple[int, ...]  # known tokens that the draft model has not computed
+    num_known: int
+    max_guesses: int
+    sample: Sample
+    guesses: tuple[int, ...] = ()
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.guesses) >= self.max_guesses
+
+
+class DraftModel:
+    """Keeps the KV of the sequences that it was asked about last. It need not be told which of them have ended: the one
+    asked about the longest ago makes room."""
+
+    def __init__(self, runner: Runner, limits: DraftLimits) -> None:
+        self._runner = runner
+        self._limits = limits
+        self._free = list(range(limits.num_blocks))
+        self._held: dict[int, _Held] = {}  # by sequence; the one asked about last comes last
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def draft(self, plan: StepPlan, tokens: Sequence[Sequence[DrawnToken]]) -> tuple[tuple[int, ...], ...]:
+        """For each chunk of the plan, whose drawn tokens come with it, guesses at what follows: none where nothing was
+        asked, where the model has no room, or where it has still to read what is known."""
+        drafts = self._begin(plan, tokens)
+        answers: list[tuple[int, ...]] = [()] * len(plan.chunks)
+        budget = self._limits.max_tokens
+        reading = []
+        for draft in drafts:
+            draft.unread, budget = draft.unread[: max(0, budget)], budget - len(draft.unread)
+            if draft.unread:
+                reading.append(draft)
+        self._step(reading)
+        while going := [draft for draft in reading if draft.guesses and not draft.is_done]:
+            self._step(going)
+        for draft in reading:
+            answers[draft.index] = draft.guesses
+            draft.held.num_known, draft.held.guesses = draft.num_known, draft.guesses
+        return tuple(answers)
+
+    def _begin(self, plan: StepPlan, tokens: Sequence[Sequence[DrawnToken]]) -> list[_Draft]:
+        asked = [index for index, chunk in enumerate(plan.chunks) if chunk.draft is not None and tokens[index]]
+        now = {plan.chunks[index].sequence_id for index in asked}
+        drafts = []
+        for index in asked:
+            chunk = plan.chunks[index]
+            assert chunk.draft is not None and len(chunk.samples) == chunk.num_guesses + 1, chunk
+            known = [*chunk.draft.token_ids, *(token.token_id for token in tokens[index])]
+            max_guesses = min(chunk.draft.max_guesses, self._limits.max_model_len - len(known))
+            if max_guesses < 1:
+                continue
+            held = self._room_for(chunk.sequence_id, len(known) + max_guesses - 1, now)
+            if held is None:
+                continue
+            held.agree(known)
+            unread = tuple(known[held.num_computed :])
+            sampling = replace(chunk.samples[-1].sampling, num_logprobs=None)
+            sample = replace(chunk.samples[-1], sampling=sampling)
+            drafts.append(_Draft(index, chunk.sequence_id, held, unread, len(known), max_guesses, sample))
+        return drafts
+
+    def _room_for(self, sequence_id: int, num_tokens: int, now: Iterable[int]) -> _Held | None:
+        """Its KV, with blocks for so many tokens; None where they cannot be had without those asked about now."""
+        held = self._held.pop(sequence_id, None) or _Held([])
+        missing = blocks_for(num_tokens, self._limits.block_size) - len(held.block_ids)
+        for other in [other for other in self._held if other not in now]:
+            if len(self._free) >= missing:
+                break
+            self._free += self._held.pop(other).block_ids
+        self._held[sequence_id] = held
+        if len(self._free) < missing:
+            return None
+        held.block_ids += [self._free.pop() for _ in range(missing)]
+        return held
+
+    def _step(self, drafts: Sequence[_Draft]) -> None:
+        """Computes what each has not read, and draws one guess where that was all."""
+        if not drafts:
+            return
+        result = self._runner.run(StepPlan(tuple(self._chunk(draft) for draft in drafts)))
+        for draft, drawn in zip(drafts, result.tokens, strict=True):
+            draft.held.num_computed += len(draft.unread)
+            draft.unread = tuple(token.token_id for token in drawn)
+            draft.guesses += draft.unread
+
+    def _chunk(self, draft: _Draft) -> Chunk:
+        start = draft.held.num_computed
+        end = start + len(draft.unread)
+        ends_known = end == draft.num_known + len(draft.guesses)
+        return Chunk(
+            sequence_id=draft.sequence_id,
+            token_ids=draft.unread,
+            start=start,
+            block_ids=tuple(draft.held.block_ids[: blocks_for(end, self._limits.block_size)]),
+            samples=(replace(draft.sample, position=end),) if ends_known else (),
+        )
+
+
+def build_draft_model(settings: EngineSettings, target: ModelInfo) -> tuple[DraftModel, Engine]:
+    """The model of --draft-model, with a pool of its own. Raises ConfigError and ModelRefused."""
+    memory = max(1, parse_bytes(settings.kv_cache_memory) // _MEMORY_SHARE)
+    own = replace(
+        settings,
+        model=settings.draft_model,
+        served_model_name="",
+        speculation="off",
+        draft_model="",
+        deterministic="off",
+        num_blocks=0,
+        kv_cache_memory=str(memory),
+        max_model_len=0,
+    )
+    engine = build_engine(own)
+    if engine.model_info.vocab_size != target.vocab_size:
+        engine.pool.close()
+        raise ConfigError(
+            f"--draft-model {settings.draft_model} knows {engine.model_info.vocab_size} tokens and the model "
+            f"{target.vocab_size}: they must share a vocabulary"
+        )
+    limits = DraftLimits(
+        num_blocks=engine.pool.num_blocks,
+        block_size=engine.pool.layout.block_size,
+        max_model_len=engine.model_info.max_model_len,
+        max_tokens=settings.max_prefill_tokens,
+    )
+    return DraftModel(engine.runner, limits), engine

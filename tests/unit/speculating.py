@@ -1,0 +1,133 @@
+"""Sequences that a runner continues, guesses and all, without a scheduler: what the tests of speculation drive."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from cluster.messages import Sampling
+from engine.batch import PackedBatch
+from engine.layout import LayerShape, lay_out
+from engine.pool import KvPool
+from engine.runner import ModelRunner
+from engine.schedule import blocks_for
+from engine.speculation.drafter import Drafter, Guesser
+from engine.step import Chunk, DraftRequest, Sample, StepPlan
+
+BLOCK_SIZE = 8
+
+
+class TableForward:
+    """The logits of a token's successor are a row of a table: a model whose distributions are known exactly."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table  # [vocab, vocab]
+
+    def __call__(self, batch: PackedBatch) -> torch.Tensor:
+        return self.table[batch.input_ids[0, batch.logit_rows]]
+
+
+def table_runner(table: torch.Tensor, num_blocks: int) -> ModelRunner:
+    pool = KvPool(lay_out([LayerShape(1, 1, 1)], BLOCK_SIZE, "float32"), num_blocks)
+    return ModelRunner(TableForward(table), pool)
+
+
+@dataclass(slots=True)
+class FixedGuesser:
+    """Always as many guesses, from a drafter of the test's own."""
+
+    drafter: Drafter
+    num_guesses: int
+    judged: list[tuple[int, int]] = field(default_factory=list)
+
+    def propose(self, token_ids: Sequence[int], limit: int) -> tuple[int, ...]:
+        return self.drafter.propose(token_ids, min(limit, self.num_guesses))
+
+    def request(self, token_ids: list[int]) -> DraftRequest | None:
+        return None
+
+    def judge(self, num_guesses: int, num_right: int) -> None:
+        self.judged.append((num_guesses, num_right))
+
+    def take(self, num_known: int, guesses: tuple[int, ...]) -> None:
+        raise AssertionError
+
+
+@dataclass(slots=True)
+class Oracle:
+    """Knows what will be drawn, and says something else where `is_right` says so."""
+
+    truth: Sequence[int]
+    is_right: Iterable[bool]
+    vocab_size: int
+
+    def propose(self, token_ids: Sequence[int], max_guesses: int) -> tuple[int, ...]:
+        coming = self.truth[len(token_ids) : len(token_ids) + max_guesses]
+        picks = zip(coming, self.is_right, strict=False)
+        return tuple(token if right else (token + 1) % self.vocab_size for token, right in picks)
+
+
+@dataclass(slots=True)
+class Talk:
+    """One sequence. `num_computed` and the rest as the decode scheduler keeps them."""
+
+    number: int
+    token_ids: list[int]
+    block_ids: tuple[int, ...]
+    guesser: Guesser | None = None
+    seed: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
+    num_computed: int = 0
+    num_guesses: int = 0
+    num_right: int = 0
+
+    def chunk(self, limit: int) -> Chunk:
+        known, end = tuple(self.token_ids[self.num_computed :]), len(self.token_ids)
+        guesses: tuple[int, ...] = ()
+        draft = None
+        if self.guesser is not None:
+            guesses = self.guesser.propose(self.token_ids, limit) if self.num_computed else ()
+            draft = self.guesser.request(self.token_ids)
+        return Chunk(
+            sequence_id=self.number,
+            token_ids=known + guesses,
+            start=self.num_computed,
+            block_ids=self.block_ids[: blocks_for(end + len(guesses), BLOCK_SIZE)],
+            samples=tuple(Sample(self.seed, end + index, self.sampling) for index in range(len(guesses) + 1)),
+            num_guesses=len(guesses),
+            draft=draft,
+        )
+
+    def grow(self, chunk: Chunk, drawn: Sequence[int], guesses: tuple[int, ...] | None) -> None:
+        self.num_computed = len(self.token_ids) + len(drawn) - 1
+        self.token_ids += drawn
+        self.num_guesses += chunk.num_guesses
+        self.num_right += len(drawn) - 1
+        if self.guesser is not None:
+            if chunk.num_guesses:
+                self.guesser.judge(chunk.num_guesses, len(drawn) - 1)
+            if chunk.draft is not None and guesses is not None:
+                self.guesser.take(len(self.token_ids), guesses)
+
+
+def talks_of(count: int, prompt: Sequence[int], most_tokens: int) -> list[Talk]:
+    """Alike, each with blocks of its own and its number as seed."""
+    width = blocks_for(most_tokens, BLOCK_SIZE)
+    return [Talk(i, list(prompt), tuple(range(i * width, (i + 1) * width)), seed=i) for i in range(count)]
+
+
+def step(runner: ModelRunner, talks: Sequence[Talk], most_tokens: int) -> None:
+    plan = StepPlan(tuple(talk.chunk(most_tokens - len(talk.token_ids) - 1) for talk in talks))
+    result = runner.run(plan)
+    for talk, chunk, drawn, guesses in itertools.zip_longest(talks, plan.chunks, result.tokens, result.guesses):
+        talk.grow(chunk, [token.token_id for token in drawn], guesses)
+
+
+def speak(runner: ModelRunner, talks: Sequence[Talk], most_tokens: int) -> int:
+    """Until every sequence has so many tokens. Answers with the number of steps, summed over the sequences."""
+    num_steps = 0
+    while going := [talk for talk in talks if len(talk.token_ids) < most_tokens]:
+        step(runner, going, most_tokens)
+        num_steps += len(going)
+    return num_steps

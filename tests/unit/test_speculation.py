@@ -1,0 +1,186 @@
+"""Guessing changes how fast tokens come, never which: through the real runner, on models whose answers are known."""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import engine.runner
+from cluster.engine_settings import EngineSettings
+from cluster.messages import Sampling
+from engine.build import Engine, build_engine
+from engine.speculation.acceptance import tokens_per_step
+from engine.speculation.drafter import TextGuesser
+from engine.speculation.prompt_lookup import PromptLookup
+from engine.step import Chunk, DrawnToken, StepPlan
+from tests.golden.families import FAMILIES
+from tests.unit.speculating import BLOCK_SIZE, FixedGuesser, Oracle, Talk, speak, step, table_runner, talks_of
+
+VOCAB = 6
+TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3)) * 1.5
+MOST_TOKENS = 5  # of the sequences whose distribution is looked at: one of prompt, four drawn
+
+
+class Stubborn:
+    """Guesses the same, whatever comes."""
+
+    def propose(self, token_ids: Sequence[int], max_guesses: int) -> tuple[int, ...]:
+        return (2, 2, 4)[:max_guesses]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder: Path = tmp_path_factory.mktemp("llama")
+    FAMILIES["llama"].save(folder)
+    settings = EngineSettings(
+        model=str(folder), dtype="float32", device="cpu", block_size=BLOCK_SIZE, num_blocks=40, max_model_len=128
+    )
+    engine = build_engine(settings)
+    yield engine
+    engine.pool.close()
+
+
+def prompts() -> list[list[int]]:
+    """Two that repeat themselves, and one that does not."""
+    return [[5, 9, 11, 4] * 5, [*range(30, 40)] * 2, list(range(60, 83))]
+
+
+def conversations(guessing: bool) -> list[Talk]:
+    talks = []
+    for index, prompt in enumerate(prompts()):
+        guesser = TextGuesser(PromptLookup(), 4) if guessing else None
+        talks.append(Talk(index, prompt, tuple(range(index * 12, index * 12 + 12)), guesser))
+    return talks
+
+
+def test_greedy_tokens_are_those_without_guesses(tiny: Engine) -> None:
+    plain, guessing = conversations(False), conversations(True)
+    steps = speak(tiny.runner, plain, 90)
+    fewer_steps = speak(tiny.runner, guessing, 90)
+
+    assert [talk.token_ids for talk in guessing] == [talk.token_ids for talk in plain]
+    assert fewer_steps < steps
+    assert 0 < sum(talk.num_right for talk in guessing) < sum(talk.num_guesses for talk in guessing)
+
+
+def test_after_every_step_nothing_is_left_of_a_wrong_guess(tiny: Engine) -> None:
+    tiny.pool.tensor.fill_(9.0)  # what earlier sequences left behind
+    talk = conversations(True)[0]
+    talk.guesser = TextGuesser(_Wrong(), 4)
+    num_wrong = 0
+    while len(talk.token_ids) < 60:
+        step(tiny.runner, [talk], 60)
+        last_block, num_valid = divmod(talk.num_computed, BLOCK_SIZE)
+        begun = [last_block] if num_valid else []
+        written = talk.block_ids[: last_block + bool(num_valid)]
+        beyond = [block for block in talk.block_ids[: -(-60 // BLOCK_SIZE)] if block not in written]
+        for keys, values in tiny.pool.layers:
+            for view in (keys, values):
+                for block in begun:
+                    assert view[talk.block_ids[block], num_valid:].eq(0).all()
+                    assert view[talk.block_ids[block], :num_valid].ne(0).any(dim=(1, 2)).all()
+                for block in beyond:
+                    assert view[block].eq(9.0).all() or view[block].eq(0).all()
+        num_wrong = talk.num_guesses - talk.num_right
+    assert num_wrong > 10
+
+
+class _Wrong:
+    """Right now and then, by chance."""
+
+    def propose(self, token_ids: Sequence[int], max_guesses: int) -> tuple[int, ...]:
+        return tuple((token_ids[-1] + 7 * index) % 128 for index in range(max_guesses))
+
+
+def guessed_outcomes(num_sequences: int) -> torch.Tensor:
+    """How often the second and the third of four drawn tokens were each of the VOCAB ** 2 pairs."""
+    runner = table_runner(TABLE, num_sequences)
+    talks = talks_of(num_sequences, [0], MOST_TOKENS)
+    for talk in talks:
+        talk.sampling, talk.guesser = Sampling(temperature=1.0), TextGuesser(Stubborn(), 3)
+    speak(runner, talks, MOST_TOKENS)
+    counts = torch.zeros(VOCAB, VOCAB)
+    for talk in talks:
+        assert len(talk.token_ids) == MOST_TOKENS
+        counts[tuple(talk.token_ids[2:4])] += 1
+    return counts
+
+
+def g_statistic(counts: torch.Tensor) -> float:
+    """Against the model's own distribution; about chi-square, with one degree of freedom less than cells."""
+    steps = TABLE.double().softmax(dim=-1)
+    first = steps[0]
+    expected = torch.einsum("a,ab,bc->bc", first, steps, steps) * counts.sum()
+    seen = counts > 0
+    return float(2 * (counts[seen] * (counts[seen] / expected[seen]).log()).sum())
+
+
+HIGHEST_G = 76.0  # of chi-square with 35 degrees of freedom, one draw in 10,000 is above
+
+
+def test_sampled_tokens_have_the_models_distribution() -> None:
+    assert g_statistic(guessed_outcomes(2000)) < HIGHEST_G
+
+
+def test_the_distribution_test_sees_a_biased_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One guess in ten is believed though another token was drawn."""
+    real, dice = engine.runner._accepted, random.Random(1)
+
+    def credulous(chunk: Chunk, drawn: tuple[DrawnToken, ...]) -> tuple[DrawnToken, ...]:
+        if chunk.num_guesses and dice.random() < 0.1:
+            drawn = (DrawnToken(chunk.token_ids[-chunk.num_guesses]), *drawn[1:])
+        return real(chunk, drawn)
+
+    monkeypatch.setattr(engine.runner, "_accepted", credulous)
+    assert g_statistic(guessed_outcomes(2000)) > HIGHEST_G
+
+
+@pytest.mark.parametrize(("rate", "num_guesses"), [(0.3, 2), (0.6, 4), (0.8, 4), (0.9, 8)])
+def test_tokens_per_step_follow_from_acceptance(rate: float, num_guesses: int) -> None:
+    length, num_sequences = 240, 12
+    runner = table_runner(TABLE, 12 * 30)
+    truths = talks_of(num_sequences, [0], length)
+    talks = talks_of(num_sequences, [0], length)
+    dice = random.Random(5)
+    for talk in (*truths, *talks):
+        talk.sampling = Sampling(temperature=1.0)
+    speak(runner, truths, length)
+    for truth, talk in zip(truths, talks, strict=True):
+        is_right = (dice.random() < rate for _ in itertools.count())
+        talk.guesser = FixedGuesser(Oracle(truth.token_ids, is_right, VOCAB), num_guesses)
+    # The prompt's step draws one token without guesses, and the last ones are cut by the length.
+    num_steps, num_drawn = 0, 0
+    speak(runner, talks, 2)
+    while all(len(talk.token_ids) + num_guesses < length for talk in talks):
+        before = sum(len(talk.token_ids) for talk in talks)
+        step(runner, talks, length)
+        num_steps += len(talks)
+        num_drawn += sum(len(talk.token_ids) for talk in talks) - before
+    assert all(
+        talk.token_ids == truth.token_ids[: len(talk.token_ids)] for talk, truth in zip(talks, truths, strict=True)
+    )
+    assert num_drawn / num_steps == pytest.approx(tokens_per_step(rate, num_guesses), rel=0.05)
+    assert tokens_per_step(rate, num_guesses) == pytest.approx((1 - rate ** (num_guesses + 1)) / (1 - rate))
+
+
+def test_a_banned_token_is_drawn_behind_no_guess() -> None:
+    """min_tokens holds at every position of a run: a stop token is guessed, and not believed."""
+    table = torch.zeros(VOCAB, VOCAB)
+    table[:, 2] = 9.0  # what everything is followed by, unless it is banned
+    runner = table_runner(table, 1)
+    talk = talks_of(1, [0], 8)[0]
+    talk.guesser = TextGuesser(Stubborn(), 3)
+    step(runner, [talk], 8)
+    chunk = talk.chunk(3)
+    assert chunk.num_guesses == 3
+    first, second, *free = chunk.samples
+    banned = tuple(replace(sample, banned_token_ids=frozenset({4})) for sample in (first, second))
+    (drawn,) = runner.run(StepPlan((replace(chunk, samples=(*banned, *free)),))).tokens
+    assert [token.token_id for token in drawn] == [2, 2, 2]  # the third guess was the stop token: 2 is drawn there
+    banned = tuple(replace(sample, banned_token_ids=frozenset({2})) for sample in (first, second))
+    (drawn,) = runner.run(StepPlan((replace(chunk, samples=(*banned, *free)),))).tokens
+    assert [token.token_id for token in drawn] == [0]  # the first was

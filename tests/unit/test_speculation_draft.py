@@ -1,0 +1,201 @@
+"""The draft model: what it guesses stands on the tokens that are known, whatever was guessed, forgotten or evicted."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.engine_settings import EngineSettings
+from cluster.errors import ConfigError
+from cluster.messages import Sampling
+from engine.build import build_engine
+from engine.runner import ModelRunner
+from engine.speculation.draft_model import DraftLimits, DraftModel, build_draft_model
+from engine.speculation.drafter import DraftedGuesser
+from engine.step import Chunk, DraftRequest, DrawnToken, Sample, StepPlan
+from tests.golden.families import FAMILIES
+from tests.unit.fake_paged_runner import FakePagedRunner, next_token, num_tokens
+from tests.unit.speculating import BLOCK_SIZE, speak, table_runner, talks_of
+
+TABLE = torch.randn(40, 40, generator=torch.Generator().manual_seed(5)) * 2
+
+
+def draft_model(num_blocks: int = 64, max_tokens: int = 512, max_model_len: int = 1000) -> DraftModel:
+    limits = DraftLimits(num_blocks, BLOCK_SIZE, max_model_len, max_tokens)
+    return DraftModel(FakePagedRunner(num_blocks, BLOCK_SIZE), limits)
+
+
+def asked(sequence_id: int, known: Sequence[int], max_guesses: int) -> Chunk:
+    """The chunk of a step that computed the last known token; it draws one more."""
+    sample = Sample(sequence_id, len(known), Sampling())
+    return Chunk(
+        sequence_id, (known[-1],), len(known) - 1, (0,), (sample,), draft=DraftRequest(list(known), max_guesses)
+    )
+
+
+def expected(seed: int, known: Sequence[int], num_guesses: int) -> tuple[int, ...]:
+    """What a serial run of the draft model draws after these tokens."""
+    tokens = list(known)
+    for _ in range(num_guesses):
+        tokens.append(next_token(tokens, Sample(seed, len(tokens), Sampling())))
+    return tuple(tokens[len(known) :])
+
+
+def drafted(model: DraftModel, asks: Sequence[tuple[int, Sequence[int], int, int]]) -> tuple[tuple[int, ...], ...]:
+    """Of each (sequence, known tokens, the token drawn in the step, most guesses)."""
+    chunks = tuple(asked(sequence, known, most) for sequence, known, _, most in asks)
+    return model.draft(StepPlan(chunks), [(DrawnToken(token),) for _, _, token, _ in asks])
+
+
+def test_guesses_follow_the_drawn_token_and_each_other() -> None:
+    model = draft_model()
+    guesses = drafted(model, [(1, [4, 5, 6], 7, 4), (2, [9] * 20, 8, 2)])
+    assert guesses == (expected(1, [4, 5, 6, 7], 4), expected(2, [*[9] * 20, 8], 2))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_wrong_guesses_are_forgotten_and_right_ones_kept(seed: int) -> None:
+    """A sequence grows by some of its guesses and a token of its own, asking for other numbers each time."""
+    model, dice = draft_model(), random.Random(seed)
+    known = [dice.randrange(50) for _ in range(11)]
+    for _ in range(40):
+        drawn, most = dice.randrange(50), dice.randrange(1, 5)
+        (guesses,) = drafted(model, [(1, known, drawn, most)])
+        known.append(drawn)
+        assert guesses == expected(1, known, most)
+        known += guesses[: dice.randrange(len(guesses) + 1)]
+        known += [dice.randrange(50) for _ in range(dice.choice((0, 0, 3)))]  # steps in which nobody asked
+
+
+def test_only_what_is_new_is_computed() -> None:
+    runner = FakePagedRunner(64, BLOCK_SIZE)
+    model = DraftModel(runner, DraftLimits(64, BLOCK_SIZE, 1000, 512))
+    (guesses,) = drafted(model, [(1, [*range(40)], 3, 4)])
+    assert sum(num_tokens(plan) for plan in runner.plans) == 41 + 3
+    runner.plans.clear()
+    drafted(model, [(1, [*range(40), 3, *guesses], 5, 4)])  # all four were right
+    assert sum(num_tokens(plan) for plan in runner.plans) == 2 + 3  # the fourth guess itself had not been computed
+
+
+def test_the_sequences_of_a_step_are_drafted_together() -> None:
+    runner = FakePagedRunner(64, BLOCK_SIZE)
+    model = DraftModel(runner, DraftLimits(64, BLOCK_SIZE, 1000, 512))
+    drafted(model, [(1, [1, 2], 3, 4), (2, [4, 5], 6, 4), (3, [7, 8], 9, 2)])
+    assert [len(plan.chunks) for plan in runner.plans] == [3, 3, 2, 2]
+
+
+def test_a_long_backlog_is_read_over_several_steps_and_stays_silent_until_then() -> None:
+    model, known = draft_model(max_tokens=10), list(range(24))
+    answers = []
+    for token in (30, 31, 32, 33):
+        (guesses,) = drafted(model, [(1, known, token, 2)])
+        known.append(token)
+        answers.append(guesses)
+    assert answers[:2] == [(), ()]
+    assert answers[2] == expected(1, known[:-1], 2) and answers[3] == expected(1, known, 2)
+
+
+def test_a_full_pool_forgets_the_sequence_asked_about_the_longest_ago() -> None:
+    model = draft_model(num_blocks=4)  # two sequences of two blocks
+    for sequence in (1, 2, 3):
+        (guesses,) = drafted(model, [(sequence, [sequence] * 10, 7, 2)])
+        assert guesses == expected(sequence, [*[sequence] * 10, 7], 2)
+    assert model.num_held == 2
+    (guesses,) = drafted(model, [(1, [1] * 11, 7, 2)])  # forgotten, computed anew
+    assert guesses == expected(1, [*[1] * 11, 7], 2)
+
+
+def test_what_the_pool_cannot_hold_beside_the_others_of_the_step_gets_no_guess() -> None:
+    model = draft_model(num_blocks=4)
+    asks = [(sequence, [sequence] * 10, 7, 2) for sequence in (1, 2, 3)]
+    assert [len(guesses) for guesses in drafted(model, asks)] == [2, 2, 0]
+    assert [len(guesses) for guesses in drafted(model, [(9, [1] * 400, 7, 2)])] == [0]
+
+
+def test_nothing_is_guessed_beyond_the_draft_models_own_length() -> None:
+    model = draft_model(max_model_len=14)
+    assert [len(guesses) for guesses in drafted(model, [(1, [1] * 11, 7, 4)])] == [2]
+    assert [len(guesses) for guesses in drafted(model, [(1, [1] * 13, 7, 4)])] == [0]
+
+
+def test_a_step_without_requests_brings_no_guesses() -> None:
+    chunk = replace(asked(1, [1, 2], 3), draft=None)
+    assert draft_model().draft(StepPlan((chunk,)), [(DrawnToken(5),)]) == ((),)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_model_equal_to_the_target_is_always_right(temperature: float) -> None:
+    """Sampled guesses too: both draw a position with the same noise."""
+    runner = drafting_runner(TABLE, TABLE)
+    talks = talks_of(4, [0, 1], 60)
+    for talk in talks:
+        talk.sampling, talk.guesser = Sampling(temperature=temperature), DraftedGuesser(4)
+    speak(runner, talks, 60)
+    assert sum(talk.num_right for talk in talks) == sum(talk.num_guesses for talk in talks) > 100
+
+
+def test_sampled_tokens_are_those_without_a_draft_model() -> None:
+    """Whose guesses are right now and then, and much more often than by noises of their own."""
+    plain, guessing = talks_of(8, [0, 1], 60), talks_of(8, [0, 1], 60)
+    noise = torch.randn(TABLE.shape, generator=torch.Generator().manual_seed(9))
+    runner = drafting_runner(TABLE, TABLE + noise)
+    for talk in (*plain, *guessing):
+        talk.sampling = Sampling(temperature=1.0)
+    for talk in guessing:
+        talk.guesser = DraftedGuesser(4)
+    speak(table_runner(TABLE, 8 * 8), plain, 60)
+    speak(runner, guessing, 60)
+    assert [talk.token_ids for talk in guessing] == [talk.token_ids for talk in plain]
+    num_right, num_guesses = (sum(getattr(talk, name) for talk in guessing) for name in ("num_right", "num_guesses"))
+    collision = float((TABLE.softmax(-1) * (TABLE + noise).softmax(-1)).sum(-1).mean())  # two noises agree so often
+    assert 1.5 * collision < num_right / num_guesses < 1
+
+
+def drafting_runner(table: torch.Tensor, draft_table: torch.Tensor) -> ModelRunner:
+    runner = table_runner(table, 8 * 8)
+    runner.drafts = DraftModel(table_runner(draft_table, 64), DraftLimits(64, BLOCK_SIZE, 1000, 512))
+    return runner
+
+
+def settings(folder: Path, **others: object) -> EngineSettings:
+    given: dict[str, object] = {
+        "model": str(folder),
+        "dtype": "float32",
+        "device": "cpu",
+        "block_size": BLOCK_SIZE,
+        "kv_cache_memory": "1MiB",
+        "max_model_len": 100,
+    }
+    return EngineSettings(**given | others)  # type: ignore[arg-type]
+
+
+def test_a_real_draft_model_changes_no_greedy_token(tmp_path: Path) -> None:
+    """The target drafts for itself: what its draft KV holds, and what is left of wrong guesses, decides its guesses."""
+    FAMILIES["llama"].save(tmp_path)
+    engine = build_engine(settings(tmp_path))
+    plain, guessing = talks_of(3, [5, 9, 11, 4], 60), talks_of(3, [5, 9, 11, 4], 60)
+    for talk in (*plain, *guessing):
+        talk.token_ids += [talk.number + 20, talk.number + 90]
+    speak(engine.runner, plain, 60)
+    engine.runner.drafts, draft_engine = build_draft_model(
+        settings(tmp_path, speculation="draft", draft_model=str(tmp_path)), engine.model_info
+    )
+    for talk in guessing:
+        talk.guesser = DraftedGuesser(4)
+    steps = speak(engine.runner, guessing, 60)
+    assert [talk.token_ids for talk in guessing] == [talk.token_ids for talk in plain]
+    assert steps < 3 * 54 / 3
+    for built in (engine, draft_engine):
+        built.pool.close()
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    FAMILIES["llama"].save(tmp_path)
+    target = build_engine(settings(tmp_path))
+    other = replace(target.model_info, vocab_size=512)
+    with pytest.raises(ConfigError, match=r"knows 128 tokens and the model 512"):
+        build_draft_model(settings(tmp_path, speculation="draft", draft_model=str(tmp_path)), other)
+    target.pool.close()
