@@ -4,17 +4,18 @@ position; and what a back end cannot do, or the interface does not know, is refu
 import importlib.util
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from cluster.errors import ConfigError, ModelRefused
 from engine.attention.interface import AttentionOptions, LayerKv, attend
-from engine.attention.registry import CAPABILITIES, AttentionBackend, Needs, choose
+from engine.attention.registry import ALL_DTYPES, CAPABILITIES, NATIVE_DTYPES, AttentionBackend, Needs, choose
 from engine.batch import PackedBatch, pack
 from engine.layout import LayerShape, lay_out
 from engine.pool import TORCH_DTYPES, KvPool
+from engine.quantised_kv import quantise, restore
 from engine.step import Chunk
 
 HEADS = 6
@@ -49,25 +50,42 @@ class Case:
     contexts: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # contiguous K and V of each sequence
 
 
-def make_case(shape: LayerShape, options: dict[str, object], dtype: str, device: str, block_size: int = 8) -> Case:
-    """A pool whose unused places hold large values, with each sequence's context scattered over it."""
+def make_case(
+    shape: LayerShape,
+    options: dict[str, object],
+    dtype: str,
+    device: str,
+    block_size: int = 8,
+    kv_dtype: str | None = None,
+) -> Case:
+    """A pool whose unused places hold large values, with each sequence's context scattered over it. In 8 bits a context
+    is what the pool can give back."""
     generator, dice = torch.Generator().manual_seed(3), random.Random(3)
-    layout = lay_out([shape] * 3, block_size, dtype)
+    layout = lay_out([shape] * 3, block_size, kv_dtype or dtype)
     needed = [layout.num_blocks_for(start + length) for length, start in CHUNKS]
     pool = KvPool(layout, sum(needed) + 4, device)
-    pool.tensor.fill_(100.0)
+    pool.tensor.fill_(100)
+    for view in (view for layer in pool.scales for view in layer):
+        view.fill_(1.0)
     free = list(range(pool.num_blocks))
     dice.shuffle(free)
     chunks, contexts = [], []
     torch_dtype = TORCH_DTYPES[dtype]
     keys, values = pool.layers[1]
+    scales = pool.scales[1] if pool.scales else (None, None)
     for (length, start), num_blocks in zip(CHUNKS, needed, strict=True):
         block_ids = tuple(free.pop() for _ in range(num_blocks))
         context = [
             torch.randn(start + length, shape.num_kv_heads, dim, generator=generator).to(device, torch_dtype)
             for dim in (shape.key_dim, shape.value_dim)
         ]
-        for view, states in zip((keys, values), context, strict=True):
+        for side, (view, scale_view) in enumerate(zip((keys, values), scales, strict=True)):
+            states = context[side]
+            if scale_view is not None:
+                states, found = quantise(states, view.dtype)
+                context[side] = restore(states, found, torch_dtype)
+                for position, scale in enumerate(found):
+                    scale_view[block_ids[position // block_size], position % block_size] = scale
             for position, state in enumerate(states):
                 view[block_ids[position // block_size], position % block_size] = state
         chunks.append(Chunk(0, (1,) * length, start, block_ids))
@@ -80,7 +98,7 @@ def make_case(shape: LayerShape, options: dict[str, object], dtype: str, device:
     sinks = torch.randn(HEADS, generator=generator).to(device, torch_dtype) if options["sinks"] else None
     return Case(
         query=query,
-        kv=LayerKv(new[0], new[1], keys, values),
+        kv=LayerKv(new[0], new[1], keys, values, *scales),
         batch=pack(chunks, block_size, torch.device(device)),
         options=AttentionOptions(
             scaling=shape.key_dim**-0.5,
@@ -146,6 +164,22 @@ def test_any_block_size_on_cpu(block_size: int) -> None:
     hold_equal(backend("gather"), case, "float32")
 
 
+@pytest.mark.parametrize("name", ["sdpa", "gather"])
+@pytest.mark.parametrize("shape", list(SHAPES))
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_every_shape_over_eight_bits_on_cpu(name: str, shape: str, kv_dtype: str) -> None:
+    for dtype in ("float32", "float16"):
+        case = make_case(SHAPES[shape], OPTIONS["window"], dtype, "cpu", kv_dtype=kv_dtype)
+        hold_equal(backend(name), case, dtype)
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16])
+def test_any_block_size_over_eight_bits_on_cpu(block_size: int) -> None:
+    case = make_case(SHAPES["grouped"], OPTIONS["plain"], "bfloat16", "cpu", block_size, "int8")
+    hold_equal(backend("sdpa"), case, "bfloat16")
+    hold_equal(backend("gather"), case, "bfloat16")
+
+
 def kernel_device() -> str:
     """Where the Triton kernel can run: a GPU, or Triton's own interpreter where somebody asked for it."""
     if torch.cuda.is_available():
@@ -195,6 +229,16 @@ def test_the_best_back_end_that_can_is_chosen() -> None:
     assert choose("auto", CPU_NEEDS).name == "sdpa"
     assert choose("auto", CUDA_NEEDS).name == "triton"
     assert choose("gather", CUDA_NEEDS).name == "gather"
+
+
+def test_kv_of_eight_bits_goes_to_a_back_end_that_reads_it() -> None:
+    assert choose("auto", replace(CPU_NEEDS, kv_dtype="int8")).name == "sdpa"
+    able = replace(CAPABILITIES[0], name="able", kv_dtypes=ALL_DTYPES)
+    unable = replace(able, name="unable", kv_dtypes=NATIVE_DTYPES)
+    needs = replace(CUDA_NEEDS, kv_dtype="fp8")
+    assert choose("auto", needs, (unable, able)).name == "able"
+    with pytest.raises(ConfigError, match="unable reads no fp8 KV"):
+        choose("unable", needs, (unable, able))
 
 
 def test_heads_too_wide_for_the_kernel_fall_back_to_gathering() -> None:
