@@ -1,0 +1,235 @@
+"""The Triton kernels of paged attention: one tile of queries over its context, and the merge of a context cut in
+parts.
+
+K and V are read where they lie, through the layer's strides and the block tables, with 64-bit offsets; tables are
+looked up per position, so any block size will do. The softmax is the online one of FlashAttention (Dao et al., 2022),
+in base 2.
+
+A decode's context is cut into parts (Flash-Decoding, Dao et al., 2023), else one sequence would keep as many programs
+busy as it has KV heads. How it is cut depends on that context's length alone, and parts are added in their order: what
+a sequence gets does not depend, to the last bit, on the sequences beside it.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202  (a kernel's arguments have Triton's types, which it finds at the call)
+
+import triton
+import triton.language as tl
+
+MOST_PARTS = tl.constexpr(32)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def attend_tile(  # type: ignore[no-untyped-def]
+    query,  # [tokens, heads, KEY_DIM]
+    keys,  # [num_blocks, BLOCK_SIZE, kv_heads, KEY_DIM], strided
+    values,  # [num_blocks, BLOCK_SIZE, kv_heads, VALUE_DIM], strided
+    key_scales,  # [num_blocks, BLOCK_SIZE, kv_heads], strided
+    value_scales,  # the same, with the same strides
+    output,  # [tokens, heads, VALUE_DIM]
+    part_values,  # [tiles, heads, PARTS, VALUE_DIM] in float32, not yet divided by their weights' sum
+    part_sums,  # [tiles, heads, PARTS, 2] in float32: the highest score and the sum of weights
+    sinks,  # [heads]
+    block_tables,  # [sequences, blocks]
+    query_starts,  # [sequences + 1]
+    context_lens,  # [sequences]
+    tile_sequences,  # [tiles], whose queries a program computes
+    tile_offsets,  # [tiles], and from which of that chunk's queries on
+    scaling,
+    softcap,
+    window,
+    query_token_stride,
+    query_head_stride,
+    key_block_stride,
+    key_token_stride,
+    key_head_stride,
+    value_block_stride,
+    value_token_stride,
+    value_head_stride,
+    scale_block_stride,
+    scale_token_stride,
+    scale_head_stride,
+    output_token_stride,
+    output_head_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_PAD: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,  # 1: the context is read whole, and `output` is written
+    LEAST_PART: tl.constexpr,  # tokens, a multiple of COLUMNS
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+):
+    """Rows are (query, head of the group) pairs of one KV head; columns are positions of the context."""
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    sequence = tl.load(tile_sequences + tile)
+    offset = tl.load(tile_offsets + tile)
+    first_row = tl.load(query_starts + sequence)
+    num_queries = tl.load(query_starts + sequence + 1) - first_row
+    context_len = tl.load(context_lens + sequence)
+    start = context_len - num_queries  # position of the chunk's first query
+
+    begin = _first_column(start + offset, window, COLUMNS, HAS_WINDOW)
+    end = tl.minimum(start + offset + ROWS // GROUP, context_len)
+    if PARTS > 1:
+        part_tokens = _part_tokens(end - begin, COLUMNS, LEAST_PART)
+        begin = begin + part * part_tokens
+        if begin >= end:
+            return
+        end = tl.minimum(begin + part_tokens, end)
+
+    rows = tl.arange(0, ROWS)
+    queries = offset + rows // GROUP  # [ROWS], counted in the chunk
+    heads = kv_head * GROUP + rows % GROUP
+    live = (rows < (ROWS // GROUP) * GROUP) & (queries < num_queries)
+    positions = start + queries
+    tokens = (first_row + queries).to(tl.int64)
+
+    key_dims = tl.arange(0, KEY_PAD)
+    value_dims = tl.arange(0, VALUE_PAD)
+    q = tl.load(
+        query + tokens[:, None] * query_token_stride + heads[:, None] * query_head_stride + key_dims[None, :],
+        mask=live[:, None] & (key_dims[None, :] < KEY_DIM),
+        other=0.0,
+    )
+
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:
+        # A sink takes part in the softmax and gives no value: it is where the first part's running sums begin.
+        has_sink = live & (rows * 0 + part == 0)
+        sink = tl.load(sinks + heads, mask=has_sink, other=float("-inf")).to(tl.float32)
+        highest = tl.where(has_sink, sink * _LOG2_E, highest)
+        total = tl.where(has_sink, 1.0, total)
+    weighted = tl.zeros([ROWS, VALUE_PAD], tl.float32)
+
+    for first in range(begin, end, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        written = columns < end
+        blocks = tl.load(block_tables + sequence * table_stride + columns // BLOCK_SIZE, mask=written, other=0)
+        blocks = blocks.to(tl.int64)
+        places = columns % BLOCK_SIZE
+        k = tl.load(
+            keys
+            + blocks[None, :] * key_block_stride
+            + places[None, :] * key_token_stride
+            + kv_head * key_head_stride
+            + key_dims[:, None],
+            mask=written[None, :] & (key_dims[:, None] < KEY_DIM),
+            other=0.0,
+        )  # [KEY_PAD, COLUMNS]
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scaling
+        scale_places = blocks * scale_block_stride + places * scale_token_stride + kv_head * scale_head_stride
+        if HAS_SCALES:
+            scores = scores * tl.load(key_scales + scale_places, mask=written, other=0.0).to(tl.float32)[None, :]
+        if HAS_SOFTCAP:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
+        visible = live[:, None] & written[None, :] & (columns[None, :] <= positions[:, None])
+        if HAS_WINDOW:
+            visible = visible & (columns[None, :] > positions[:, None] - window)
+        scores = tl.where(visible, scores * _LOG2_E, float("-inf"))
+
+        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+        weights = tl.exp2(scores - anchor[:, None])
+        shrink = tl.exp2(highest - anchor)
+        total = total * shrink + tl.sum(weights, axis=1)
+        v = tl.load(
+            values
+            + blocks[:, None] * value_block_stride
+            + places[:, None] * value_token_stride
+            + kv_head * value_head_stride
+            + value_dims[None, :],
+            mask=written[:, None] & (value_dims[None, :] < VALUE_DIM),
+            other=0.0,
+        )  # [COLUMNS, VALUE_PAD]
+        if HAS_SCALES:
+            weights = weights * tl.load(value_scales + scale_places, mask=written, other=0.0).to(tl.float32)[None, :]
+        weighted = weighted * shrink[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+        highest = higher
+
+    if PARTS > 1:
+        slots = (tile.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * PARTS + part
+        tl.store(part_sums + slots * 2, highest, mask=live)
+        tl.store(part_sums + slots * 2 + 1, total, mask=live)
+        tl.store(
+            part_values + slots[:, None] * VALUE_DIM + value_dims[None, :],
+            weighted,
+            mask=live[:, None] & (value_dims[None, :] < VALUE_DIM),
+        )
+    else:
+        result = weighted / tl.where(total > 0.0, total, 1.0)[:, None]
+        tl.store(
+            output + tokens[:, None] * output_token_stride + heads[:, None] * output_head_stride + value_dims[None, :],
+            result.to(output.dtype.element_ty),
+            mask=live[:, None] & (value_dims[None, :] < VALUE_DIM),
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def merge_parts(  # type: ignore[no-untyped-def]
+    part_values,  # [tiles, heads, PARTS, VALUE_DIM]
+    part_sums,  # [tiles, heads, PARTS, 2]
+    output,  # [tokens, heads, VALUE_DIM]
+    query_starts,
+    context_lens,
+    tile_sequences,
+    window,
+    output_token_stride,
+    output_head_stride,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LEAST_PART: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """One head of one decode: its parts one after the other, so that the sum's order is theirs and no tree's."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = tl.load(tile_sequences + tile)
+    context_len = tl.load(context_lens + sequence)
+    span = context_len - _first_column(context_len - 1, window, COLUMNS, HAS_WINDOW)
+    num_parts = tl.cdiv(span, _part_tokens(span, COLUMNS, LEAST_PART))
+
+    slot = (tile.to(tl.int64) * tl.num_programs(1) + head) * PARTS
+    highest = tl.load(part_sums + slot * 2)
+    for part in range(1, num_parts):
+        highest = tl.maximum(highest, tl.load(part_sums + (slot + part) * 2))
+    value_dims = tl.arange(0, VALUE_PAD)
+    weighted = tl.zeros([VALUE_PAD], tl.float32)
+    total = highest * 0.0
+    for part in range(0, num_parts):
+        share = tl.exp2(tl.load(part_sums + (slot + part) * 2) - highest)
+        total = total + share * tl.load(part_sums + (slot + part) * 2 + 1)
+        values = tl.load(part_values + (slot + part) * VALUE_DIM + value_dims, mask=value_dims < VALUE_DIM, other=0.0)
+        weighted = weighted + share * values
+    token = tl.load(query_starts + sequence).to(tl.int64)
+    tl.store(
+        output + token * output_token_stride + head * output_head_stride + value_dims,
+        (weighted / total).to(output.dtype.element_ty),
+        mask=value_dims < VALUE_DIM,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _first_column(position, window, COLUMNS: tl.constexpr, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the tiles of columns begin for a tile whose first query stands at `position`."""
+    if HAS_WINDOW:
+        return tl.maximum(position - window + 1, 0) // COLUMNS * COLUMNS
+    return position * 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _part_tokens(span, COLUMNS: tl.constexpr, LEAST_PART: tl.constexpr):  # type: ignore[no-untyped-def]
+    """At most MOST_PARTS parts, each of whole tiles of columns."""
+    return tl.maximum(tl.cdiv(tl.cdiv(span, MOST_PARTS), COLUMNS) * COLUMNS, LEAST_PART)
