@@ -49,7 +49,9 @@ class EngineSettings:
     max_queue: int = setting(256, "most requests waiting in a worker; one more is refused")
     scheduling_policy: str = setting("fcfs", "who goes first in a worker", choices=SCHEDULING_POLICIES)
     attention_backend: str = setting(
-        "auto", "auto, or the name of one back end", choices=("auto", "sdpa", "triton", "gather")
+        "auto",
+        "auto, or the name of one back end",
+        choices=("auto", "sdpa", "triton", "flashinfer", "varlen", "gather"),
     )
     pack_weights: str = setting(
         "auto", "lay bfloat16 weights out for this CPU's matrix units, once at load", choices=("auto", "off")

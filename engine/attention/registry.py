@@ -1,5 +1,6 @@
 """Which attention back ends there are, what each can do, and which one a model gets."""
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,10 +50,13 @@ class Capability:
     dtypes: frozenset[str] = NATIVE_DTYPES
     kv_dtypes: frozenset[str] = NATIVE_DTYPES
     max_head_dim: int | None = None
-    block_sizes: frozenset[int] | None = None  # None: any
+    head_dims: frozenset[int] | None = None  # one of them, for K and V alike; None: any
+    block_multiple: int = 1
     window: bool = True
     softcap: bool = True
     sinks: bool = True
+    package: str | None = None  # that has to be installed for it
+    captures: bool = False  # it has a `prepare`, and its `attend` can be captured in a CUDA graph
 
     def lacks(self, needs: Needs) -> list[str]:
         """What stands against it, in words; empty when it can."""
@@ -65,11 +69,15 @@ class Capability:
             reasons.append(f"reads no {needs.kv_dtype} KV")
         if self.max_head_dim is not None and max(needs.head_dims) > self.max_head_dim:
             reasons.append(f"takes heads up to {self.max_head_dim}, not {max(needs.head_dims)}")
-        if self.block_sizes is not None and needs.block_size not in self.block_sizes:
-            reasons.append(f"takes blocks of {sorted(self.block_sizes)} tokens, not {needs.block_size}")
+        if self.head_dims is not None and not (len(needs.head_dims) == 1 and needs.head_dims <= self.head_dims):
+            reasons.append(f"takes K and V of one size among {sorted(self.head_dims)}, not {sorted(needs.head_dims)}")
+        if needs.block_size % self.block_multiple:
+            reasons.append(f"takes blocks of multiples of {self.block_multiple} tokens, not {needs.block_size}")
         for option in ("window", "softcap", "sinks"):
             if getattr(needs, option) and not getattr(self, option):
                 reasons.append(f"knows no {option}")
+        if self.package is not None and importlib.util.find_spec(self.package) is None:
+            reasons.append(f"needs the package {self.package}, which is not installed")
         return reasons
 
 
@@ -79,8 +87,43 @@ def _triton() -> AttentionBackend:
     return TritonBackend()
 
 
-CAPABILITIES = (  # best first
-    Capability("triton", _triton, devices=frozenset({"cuda"}), max_head_dim=256),
+def _flashinfer() -> AttentionBackend:
+    from engine.attention.flashinfer import FlashInferBackend  # an optional package
+
+    return FlashInferBackend()
+
+
+def _varlen() -> AttentionBackend:
+    from engine.attention.varlen import VarlenBackend
+
+    return VarlenBackend()
+
+
+# In order of preference. Until a GPU has measured them, the two libraries stand behind our own kernel, which takes what
+# they take: they are had by name.
+CAPABILITIES = (
+    Capability("triton", _triton, devices=frozenset({"cuda"}), kv_dtypes=ALL_DTYPES, max_head_dim=256, captures=True),
+    Capability(
+        "flashinfer",
+        _flashinfer,
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({"bfloat16", "float16"}),
+        head_dims=frozenset({64, 128, 256}),
+        sinks=False,
+        package="flashinfer",
+        captures=True,
+    ),
+    Capability(
+        "varlen",
+        _varlen,
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({"bfloat16", "float16"}),
+        head_dims=frozenset(range(8, 257, 8)),
+        block_multiple=256,
+        softcap=False,
+        sinks=False,
+        captures=True,
+    ),
     Capability("sdpa", SdpaBackend, devices=frozenset({"cpu"}), kv_dtypes=ALL_DTYPES),
     Capability("gather", GatherBackend, devices=frozenset({"cpu", "cuda"}), kv_dtypes=ALL_DTYPES),
 )
