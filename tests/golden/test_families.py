@@ -4,6 +4,7 @@ Float32, teacher forcing, reference: the model's own eager attention on each seq
 sequences join one by one, so that steps hold 1 to 17 of them, prompts in chunks and decodes together.
 """
 
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cluster.engine_settings import EngineSettings
+from engine.layout import lay_out
 from engine.loaded import LoadedModel
 from engine.loading import load
 from engine.pool import KvPool
@@ -87,6 +89,30 @@ def test_handed_over_logits_and_greedy_tokens_are_the_models_own(golden: Golden,
 
     assert batch_sizes == ALL_BATCH_SIZES
     hold(judge(golden.reference, sequences), sequences)
+
+
+def test_logits_over_a_pool_of_eight_bits_are_near_the_models_own(golden: Golden, sequences: list[Forced]) -> None:
+    layout = golden.loaded.layout
+    pool = KvPool(lay_out([place.shape for place in layout.layers], BLOCK_SIZE, "int8"), num_blocks())
+    runner = ModelRunner(golden.loaded.forward(pool), pool)
+    few = sequences[:6]
+    for members in staggered(few):
+        run_step(runner, members)
+    pool.close()
+
+    # Of random weights' flat logits; a mixture's near-tie may send a token to another expert: half of the rows count.
+    assert 1e-5 < statistics.median(row_errors(golden.reference, few)) < 0.02
+    assert judge(golden.reference, few).wrong < 0.05 * sum(len(item.observed) for item in few)
+
+
+@torch.inference_mode()
+def row_errors(reference: PreTrainedModel, sequences: Sequence[Forced]) -> list[float]:
+    """Of each observed row, relative to its size."""
+    errors = []
+    for sequence in sequences:
+        logits = reference(input_ids=torch.tensor([sequence.token_ids]), use_cache=False).logits[0].float()
+        errors += [float((row - logits[at]).norm() / logits[at].norm()) for at, (row, _) in sequence.observed.items()]
+    return errors
 
 
 def hand_over(sequence: Forced, source: KvPool, target: KvPool) -> Forced:

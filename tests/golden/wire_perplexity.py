@@ -110,10 +110,10 @@ def increases(wire_dtypes: Sequence[str], num_sequences: int) -> dict[str, Incre
     names = ("native", *wire_dtypes)
     per_sequence = [handed_over.losses(token_ids, names) for token_ids in held_out(num_sequences)]
     losses = {name: torch.cat([found[name] for found in per_sequence]).double() for name in names}
-    return {name: _increase(losses["native"], losses[name]) for name in names}
+    return {name: compare(losses["native"], losses[name]) for name in names}
 
 
-def _increase(native: torch.Tensor, other: torch.Tensor) -> Increase:
+def compare(native: torch.Tensor, other: torch.Tensor) -> Increase:
     more = other - native
     return Increase(
         percent=100 * math.expm1(more.mean().item()),
