@@ -53,14 +53,15 @@ async def compare(
 
 
 async def _in_turns(load: Load, rounds: int, taking_part: list[parties.Party]) -> dict[str, list[Sample]]:
-    samples: dict[str, list[Sample]] = {party.name: [] for party in taking_part}
+    ours_and_theirs = [party for party in taking_part if load.sequences <= party.most_sequences]
+    samples: dict[str, list[Sample]] = {party.name: [] for party in ours_and_theirs}
     for turn in range(rounds + 1):
-        for party in taking_part:
+        for party in ours_and_theirs:
             with parties.alone(party, taking_part):
-                if turn == 0:  # whatever is made at the first use
-                    await party.run(Load(load.sequences, load.tokens_in, 2))
-                else:
+                if turn:
                     samples[party.name].append(await party.run(load))
+                else:  # whatever is made at the first use of such a batch
+                    await party.first_token(Load(load.sequences, 16, 1))
     return samples
 
 

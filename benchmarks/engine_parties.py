@@ -29,6 +29,7 @@ class Party(Protocol):
     name: str
     version: str
     flags: str
+    most_sequences: int  # of a load that it takes part in
 
     async def run(self, load: Load) -> Sample: ...
 
@@ -59,6 +60,7 @@ class Tandem:
     """`tandem up --colocated 1`, its worker pinned; asked as a client asks it."""
 
     name = "tandem"
+    most_sequences = 64
 
     def __init__(self, client: AsyncClient, version: str, flags: str, worker: int) -> None:
         self._client = client
@@ -85,6 +87,8 @@ class Tandem:
 
 class Scripted:
     """A program that answers one line with a load by one line with its seconds."""
+
+    most_sequences = 64
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, said: dict[str, str]) -> None:
         self.name, self.version, self.flags = name, said["version"], said["flags"]
@@ -153,6 +157,7 @@ async def vllm(folder: Path, python: str, load_format: str = "dummy") -> AsyncIt
 @asynccontextmanager
 async def transformers(folder: Path) -> AsyncIterator[Party]:
     async with _scripted("transformers", sys.executable, folder, {"OMP_NUM_THREADS": "1"}) as party:
+        party.most_sequences = 16  # it would take minutes
         for pid in party.stoppable:
             pin(pid, MODEL_CORE)
         yield party

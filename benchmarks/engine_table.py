@@ -82,7 +82,7 @@ class Row:
 def rates_table(rows: Sequence[Row], phase: str) -> list[str]:
     """`phase`: prefill or decode. Tokens per second of every party, and what ours is of the limit, of each other party
     and of the goal."""
-    others = [party for party in rows[0].samples if party != _OURS]
+    others = list(dict.fromkeys(party for row in rows for party in row.samples if party != _OURS))
     head = ["model", "load", "Tandem", "limit", "of limit", *(f"{name}" for name in others)]
     head += [f"of {name}" for name in others] + ["of goal"]
     lines = [_line(head), "|" + "---|" * len(head)]
@@ -91,9 +91,10 @@ def rates_table(rows: Sequence[Row], phase: str) -> list[str]:
         limit = row.prefill_limit if phase == "prefill" else row.decode_limit
         goal = row.prefill_goal if phase == "prefill" else row.decode_goal
         ours = rate(_OURS)
-        theirs = [rate(name) for name in others]
+        theirs = [rate(name) if name in row.samples else None for name in others]
         cells = [row.model, row.load.name, f"{ours:.0f}", f"{limit:.0f}", f"{ours / limit:.2f}"]
-        cells += [f"{other:.0f}" for other in theirs] + [f"{ours / other:.2f}" for other in theirs]
+        cells += ["-" if other is None else f"{other:.0f}" for other in theirs]
+        cells += ["-" if other is None else f"{ours / other:.2f}" for other in theirs]
         lines.append(_line([*cells, f"{ours / goal:.2f}"]))
     return lines
 

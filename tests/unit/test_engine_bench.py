@@ -64,6 +64,7 @@ class Standing:
     """A party of one process."""
 
     name = version = flags = ""
+    most_sequences = 1
 
     def __init__(self, pid: int) -> None:
         self.stoppable = [pid]
