@@ -9,10 +9,12 @@ the last-bit differences between the logarithms of a CPU and a GPU decide a draw
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from cluster.messages import Sampling, TokenLogprobs
+from cluster.messages import TokenLogprobs
+from engine.staging import to_device, to_host
 from engine.step import DrawnToken, Sample
 
 _MASK_64 = (1 << 64) - 1
@@ -23,22 +25,64 @@ _FIRST_WIDTH = 1024  # how many of the best tokens are looked at before all are 
 _ELEMENTS_AT_ONCE = 1 << 22  # bounds the temporaries to a few hundred megabytes
 
 
-@torch.inference_mode()
 def draw(logits: torch.Tensor, samples: Sequence[Sample]) -> list[DrawnToken]:
     """`logits`: floats `[rows, vocab]`; row i is drawn from by `samples[i]`, which sees no other row.
 
     Log-probabilities are those of the logits as they came: before temperature, filters and bans.
     """
-    assert logits.shape[0] == len(samples), f"{logits.shape[0]} rows of logits for {len(samples)} samples"
-    allowed = _without_banned(logits, samples)
-    token_ids = _argmax(allowed)
-    random_rows = [row for row, sample in enumerate(samples) if sample.sampling.temperature > 0]
-    for rows in _slices(random_rows, logits.shape[1]):
-        index = torch.tensor(rows, device=logits.device)
-        token_ids[index] = _draw_random(allowed[index], [samples[row] for row in rows])
-    chosen: list[int] = token_ids.tolist()
-    logprobs = _logprobs(logits, samples, chosen)
-    return [DrawnToken(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen)]
+    return Draw(logits, samples).read()
+
+
+class Draw:
+    """Tokens of one step, drawn on the device of the logits. Making one waits for nothing; `read` waits for the tokens.
+
+    What a row needs is known on the host, so there is nothing to ask the device on the way, but for one case: a nucleus
+    that is wider than the best tokens which are looked at. Such rows are marked, and drawn again when they are read.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, logits: torch.Tensor, samples: Sequence[Sample]) -> None:
+        assert logits.shape[0] == len(samples), f"{logits.shape[0]} rows of logits for {len(samples)} samples"
+        self._logits, self._samples = logits, samples
+        self._allowed = _without_banned(logits, samples)
+        token_ids = _argmax(self._allowed)
+        is_short = torch.zeros_like(token_ids, dtype=torch.bool)
+        random_rows = [row for row, sample in enumerate(samples) if sample.sampling.temperature > 0]
+        for rows in _slices(random_rows, logits.shape[1]):
+            index, drawn, short = _draw_random(self._allowed, rows, samples, _FIRST_WIDTH)
+            token_ids[index] = drawn
+            is_short[index] = short
+        has_nucleus = any(samples[row].sampling.top_p < 1 for row in random_rows)
+        self._host = to_host([token_ids, *([is_short] if has_nucleus else [])])
+        self._logprobs = _Logprobs.of(logits, samples, token_ids)
+        self._arrival = _mark(logits.device)
+
+    @torch.inference_mode()
+    def read(self) -> list[DrawnToken]:
+        """Once everything before it on the device's stream is done."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        chosen: list[int] = self._host[0].tolist()
+        logprobs = self._logprobs
+        short = self._host[1].nonzero().flatten().tolist() if len(self._host) > 1 else []
+        if short:
+            for rows in _slices(short, self._logits.shape[1]):
+                _, drawn, _ = _draw_random(self._allowed, rows, self._samples, self._logits.shape[1])
+                for row, token_id in zip(rows, drawn.tolist(), strict=True):
+                    chosen[row] = token_id
+            logprobs = _Logprobs.of(self._logits, self._samples, to_device(torch.tensor(chosen), self._logits.device))
+            if self._logits.device.type == "cuda":
+                torch.cuda.current_stream(self._logits.device).synchronize()
+        by_row = logprobs.read(chosen) if logprobs is not None else {}
+        return [DrawnToken(token_id, by_row.get(row)) for row, token_id in enumerate(chosen)]
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def _argmax(scores: torch.Tensor) -> torch.Tensor:
@@ -53,8 +97,8 @@ def _without_banned(logits: torch.Tensor, samples: Sequence[Sample]) -> torch.Te
     banned = [(row, token_id) for row, sample in enumerate(samples) for token_id in sample.banned_token_ids]
     if not banned:
         return logits
-    rows, token_ids = torch.tensor(banned, device=logits.device).T
-    return logits.index_put((rows, token_ids), torch.tensor(-torch.inf, dtype=logits.dtype, device=logits.device))
+    rows, token_ids = to_device(torch.tensor(banned).T.contiguous(), logits.device)
+    return logits.index_put((rows, token_ids), logits.new_full((), -torch.inf))
 
 
 def _slices(rows: list[int], vocab_size: int) -> Iterator[list[int]]:
@@ -62,59 +106,75 @@ def _slices(rows: list[int], vocab_size: int) -> Iterator[list[int]]:
     return (rows[start : start + num_rows] for start in range(0, len(rows), num_rows))
 
 
-def _draw_random(logits: torch.Tensor, samples: list[Sample]) -> torch.Tensor:
-    scores = logits.double()
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    """Of the rows that are drawn at random; `[rows]` each, on the device of the logits by one copy."""
+
+    rows: torch.Tensor
+    keys: torch.Tensor
+    top_k: torch.Tensor
+    temperature: torch.Tensor
+    min_p: torch.Tensor
+    top_p: torch.Tensor  # a share of 1 keeps all, whatever sums round to: infinite
+
+    @classmethod
+    def of(cls, rows: Sequence[int], samples: Sequence[Sample], like: torch.Tensor) -> "_Parameters":
+        ours = [samples[row] for row in rows]
+        samplings = [sample.sampling for sample in ours]
+        whole = torch.tensor(
+            [rows, [_noise_key(s.seed, s.position) for s in ours], [s.top_k or like.shape[1] for s in samplings]]
+        )
+        shares = [
+            [s.temperature for s in samplings],
+            [s.min_p for s in samplings],
+            [s.top_p if s.top_p < 1 else torch.inf for s in samplings],
+        ]
+        fractions = torch.tensor(shares, dtype=torch.float64)
+        placed = to_device(torch.cat([whole, fractions.view(torch.int64)]), like.device)
+        return cls(*placed[:3], *placed[3:].view(torch.float64))
+
+
+def _draw_random(
+    logits: torch.Tensor, rows: list[int], samples: Sequence[Sample], width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> (the rows, their tokens, which of them need a greater width), each `[rows]`."""
+    parameters = _Parameters.of(rows, samples, logits)
+    scores = logits[parameters.rows].double()
     scores -= scores.amax(dim=-1, keepdim=True)  # the best is 0, so no temperature overflows
-    scores /= _column([sample.sampling.temperature for sample in samples], scores)
-    scores = _filtered(scores, [sample.sampling for sample in samples])
-    keys = torch.tensor([_noise_key(sample.seed, sample.position) for sample in samples], device=logits.device)
-    return _argmax(_gumbel_noise(keys, logits.shape[1]).add_(scores))
-
-
-def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
-
-
-def _filtered(scores: torch.Tensor, samplings: list[Sampling]) -> torch.Tensor:
-    """Drops what top-k, then top-p of what top-k left, and min-p do not keep."""
+    scores /= parameters.temperature.unsqueeze(1)
+    samplings = [samples[row].sampling for row in rows]
     if any(sampling.min_p > 0 for sampling in samplings):
-        least = _column([sampling.min_p for sampling in samplings], scores).log()
+        least = parameters.min_p.unsqueeze(1).log()
         scores = scores.masked_fill(scores < least, -torch.inf)
+    is_short = torch.zeros_like(parameters.rows, dtype=torch.bool)
     vocab_size = scores.shape[1]
     ranked = [row for row, s in enumerate(samplings) if 0 < s.top_k < vocab_size or s.top_p < 1]
     if ranked:
-        index = torch.tensor(ranked, device=scores.device)
-        rows = scores[index]
-        top_k = [samplings[row].top_k or vocab_size for row in ranked]
-        counts, least = _num_kept(rows, top_k, [samplings[row].top_p for row in ranked])
-        scores[index] = rows.masked_fill(~_best(rows, counts, least), -torch.inf)
-    return scores
+        index = to_device(torch.tensor(ranked), scores.device)
+        ours = scores[index]
+        limits = [samplings[row].top_k for row in ranked if 0 < samplings[row].top_k < vocab_size]
+        looked_at = min(vocab_size, max(width, *limits) if limits else width)
+        top_k = parameters.top_k[index]
+        counts, least = _num_kept(looked_at, ours, top_k, parameters.top_p[index])
+        if looked_at < vocab_size:
+            is_short[index] = (counts.squeeze(1) == looked_at) & (top_k >= vocab_size)
+        scores[index] = ours.masked_fill(~_best(ours, counts, least), -torch.inf)
+    drawn = _argmax(_gumbel_noise(parameters.keys, vocab_size).add_(scores))
+    return parameters.rows, drawn, is_short
 
 
-def _num_kept(scores: torch.Tensor, top_k: list[int], top_p: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many of the best tokens each row keeps, and the score of the last of them; both `[rows, 1]`."""
-    vocab_size = scores.shape[1]
-    limits = [k for k in top_k if k < vocab_size]
-    width = min(vocab_size, max(_FIRST_WIDTH, *limits) if limits else _FIRST_WIDTH)
-    counts, least = _num_kept_of(width, scores, top_k, top_p)
-    full = torch.tensor([[k >= vocab_size] for k in top_k], device=scores.device)
-    if width < vocab_size and bool(((counts == width) & full).any()):
-        counts, least = _num_kept_of(vocab_size, scores, top_k, top_p)
-    return counts, least
-
-
-def _num_kept_of(
-    width: int, scores: torch.Tensor, top_k: list[int], top_p: list[float]
+def _num_kept(
+    width: int, scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, looking at the best `width` only. A count of `width` may then be too low where top-k is off."""
+    """How many of the best tokens each row keeps of top-k and top-p, and the score of the last of them; both
+    `[rows, 1]`. Looks at the best `width` only: a count of `width` may be too low where top-k is off."""
     best = scores.topk(width, dim=-1).values
     weights = best.exp()
     sums = weights.cumsum(dim=-1)
-    limit = torch.tensor(top_k, device=scores.device).clamp(max=scores.shape[1]).unsqueeze(1)
+    limit = top_k.clamp(max=scores.shape[1]).unsqueeze(1)
     all_weights = scores.exp().sum(dim=-1, keepdim=True)
     mass = torch.where(limit < scores.shape[1], sums.gather(1, limit.clamp(max=width) - 1), all_weights)
-    # A share of 1 keeps all, whatever the sums round to.
-    nucleus = mass * _column([p if p < 1 else torch.inf for p in top_p], scores)
+    nucleus = mass * top_p.unsqueeze(1)
     before = sums - weights
     kept = (before < nucleus) & (torch.arange(width, device=scores.device) < limit)
     counts = kept.sum(dim=-1, keepdim=True).clamp(min=1)
@@ -160,17 +220,30 @@ def _signed(bits: int) -> int:
     return bits - (1 << 64) if bits >> 63 else bits
 
 
-def _logprobs(logits: torch.Tensor, samples: Sequence[Sample], chosen: list[int]) -> dict[int, TokenLogprobs]:
-    """By row, for the samples that want them."""
-    wanted = {row: s.sampling.num_logprobs for row, s in enumerate(samples) if s.sampling.num_logprobs is not None}
-    if not wanted:
-        return {}
-    rows = torch.tensor(list(wanted), device=logits.device)
-    logprobs = logits[rows].float().log_softmax(dim=-1)
-    of_chosen = logprobs.gather(1, torch.tensor([[chosen[row]] for row in wanted], device=logits.device))
-    best = logprobs.topk(min(max(wanted.values()), logits.shape[1]), dim=-1)
-    columns = zip(wanted.items(), of_chosen[:, 0].tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
-    return {
-        row: TokenLogprobs(chosen[row], logprob, tuple(zip(token_ids[:num_top], values[:num_top], strict=True)))
-        for (row, num_top), logprob, token_ids, values in columns
-    }
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """Of the samples that want them, on the way to the host."""
+
+    wanted: tuple[tuple[int, int], ...]  # (row, how many of the best)
+    of_chosen: torch.Tensor  # [wanted]
+    best_ids: torch.Tensor  # [wanted, the most that any wants]
+    best: torch.Tensor
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, samples: Sequence[Sample], token_ids: torch.Tensor) -> "_Logprobs | None":
+        counts = ((row, sample.sampling.num_logprobs) for row, sample in enumerate(samples))
+        wanted = tuple((row, count) for row, count in counts if count is not None)
+        if not wanted:
+            return None
+        rows = to_device(torch.tensor([row for row, _ in wanted]), logits.device)
+        logprobs = logits[rows].float().log_softmax(dim=-1)
+        best = logprobs.topk(min(max(count for _, count in wanted), logits.shape[1]), dim=-1)
+        of_chosen = logprobs.gather(1, token_ids[rows].unsqueeze(1))[:, 0]
+        return cls(wanted, *to_host([of_chosen, best.indices, best.values]))
+
+    def read(self, chosen: list[int]) -> dict[int, TokenLogprobs]:
+        columns = zip(self.wanted, self.of_chosen.tolist(), self.best_ids.tolist(), self.best.tolist(), strict=True)
+        return {
+            row: TokenLogprobs(chosen[row], logprob, tuple(zip(token_ids[:count], values[:count], strict=True)))
+            for (row, count), logprob, token_ids, values in columns
+        }

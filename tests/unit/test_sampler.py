@@ -254,6 +254,15 @@ def test_the_logits_are_not_changed() -> None:
     assert torch.equal(logits, before)
 
 
+def test_a_nucleus_wider_than_the_first_look_has_the_log_probability_of_its_token() -> None:
+    logits = torch.linspace(0.0, 0.5, 5000)[None]
+
+    drawn = draw(logits, [Sample(7, 3, Sampling(1.0, top_p=0.99, num_logprobs=1))])[0]
+
+    assert drawn.logprobs is not None
+    assert drawn.logprobs.logprob == pytest.approx(float(logits.log_softmax(dim=-1)[0, drawn.token_id]))
+
+
 @pytest.mark.cuda
 def test_a_gpu_draws_what_a_cpu_draws() -> None:
     if not torch.cuda.is_available():
