@@ -8,9 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from cluster.engine_settings import SCHEDULING_POLICIES
 from cluster.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequest, PromptTooLong, QueueFull
 from cluster.hashing import NATIVE, BlockChain, keyed_chains, nameless_chains
 from cluster.messages import FinishReason, Inspect, Inspected, MemberId, PrefillJob, Sampling, TokenStops
+from engine.policies import make_policy
 from engine.step import Sample, StepPlan
 from engine.stops import banned_token_ids, finish_reason
 from prefill_worker.commands import (
@@ -48,6 +50,8 @@ def _job(
     num_committed: int = 0,
     timeout_s: float = 1e6,
     salt: str = "",
+    priority: int = 0,
+    is_batch: bool = False,
 ) -> PrefillJob:
     return PrefillJob(
         request_id="request",
@@ -60,6 +64,8 @@ def _job(
         importer=_IMPORTER if imported else None,
         timeout_s=timeout_s,
         cache_salt=salt,
+        priority=priority,
+        is_batch=is_batch,
     )
 
 
@@ -106,6 +112,7 @@ class _Bench:
     max_num_seqs: int = 8
     max_queue: int = 64
     prefix_caching: bool = True
+    policy: str = "fcfs"
     now_s: float = 0.0
     tickets: dict[bytes, _Prefill] = field(default_factory=dict)
     refused: list[Refused] = field(default_factory=list)
@@ -122,6 +129,7 @@ class _Bench:
             max_num_seqs=self.max_num_seqs,
             max_queue=self.max_queue,
             new_chain=self.new_chain,
+            policy=make_policy(self.policy),
         )
         self.runner = FakePagedRunner(self.num_blocks, self.block_size)
         self._next_ticket = 0
@@ -266,9 +274,10 @@ class _AnySchedule(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         max_prefill_tokens=st.integers(1, 9),
         max_num_seqs=st.integers(1, 4),
+        policy=st.sampled_from(SCHEDULING_POLICIES),
     )
-    def start(self, num_blocks: int, block_size: int, max_prefill_tokens: int, max_num_seqs: int) -> None:
-        self.bench = _Bench(num_blocks, block_size, max_prefill_tokens, max_num_seqs, max_queue=4)
+    def start(self, num_blocks: int, block_size: int, max_prefill_tokens: int, max_num_seqs: int, policy: str) -> None:
+        self.bench = _Bench(num_blocks, block_size, max_prefill_tokens, max_num_seqs, max_queue=4, policy=policy)
 
     @rule(
         num_shared=st.integers(0, 16),
@@ -277,14 +286,29 @@ class _AnySchedule(RuleBasedStateMachine):
         imported=st.booleans(),
         patient=st.booleans(),
         salt=st.sampled_from(["", "", "tenant"]),
+        priority=st.integers(-1, 1),
     )
     def submit(
-        self, num_shared: int, token_ids: list[int], num_choices: int, imported: bool, patient: bool, salt: str
+        self,
+        num_shared: int,
+        token_ids: list[int],
+        num_choices: int,
+        imported: bool,
+        patient: bool,
+        salt: str,
+        priority: int,
     ) -> None:
         """Prompts that begin alike, and part."""
-        timeout_s = 1e6 if patient else 8.0
-        prompt = [*range(1, num_shared + 1), *token_ids]
-        self.bench.submit(_job(prompt, num_choices=num_choices, imported=imported, timeout_s=timeout_s, salt=salt))
+        job = _job(
+            [*range(1, num_shared + 1), *token_ids],
+            num_choices=num_choices,
+            imported=imported,
+            timeout_s=1e6 if patient else 8.0,
+            salt=salt,
+            priority=priority,
+            is_batch=priority > 0,
+        )
+        self.bench.submit(job)
 
     @precondition(lambda self: self.bench.tickets)
     @rule(data=st.data())

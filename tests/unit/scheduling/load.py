@@ -1,0 +1,19 @@
+"""Arrivals at random, the same ones every time."""
+
+import random
+from collections.abc import Iterator
+
+
+def poisson(rate: float, seed: int) -> Iterator[float]:
+    """Times in seconds, `rate` of them a second, without end."""
+    dice, now_s = random.Random(seed), 0.0
+    while True:
+        now_s += dice.expovariate(rate)
+        yield now_s
+
+
+def one_in(num: int, seed: int) -> Iterator[bool]:
+    """True once in so many."""
+    dice = random.Random(seed)
+    while True:
+        yield dice.random() * num < 1

@@ -1,0 +1,83 @@
+"""A PrefillScheduler under the simulated clock: prompts, and when each was done."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.hashing import nameless_chains
+from cluster.messages import PrefillJob, Sampling, TokenStops
+from engine.policies import Policy
+from engine.step import Sample
+from prefill_worker.commands import Command, Event, Finished, Submit
+from prefill_worker.scheduler import PrefillScheduler
+from tests.unit.fake_paged_runner import FakePagedRunner, next_token
+from tests.unit.scheduling.simulation import SameToken, Simulation, Step, StepCost
+
+_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    arrives_s: float = 0.0
+    num_tokens: int
+    priority: int = 0
+    is_batch: bool = False
+    timeout_s: float = 1e9
+
+    def job(self, number: int) -> PrefillJob:
+        """No two prompts begin alike."""
+        return PrefillJob(
+            request_id=f"request {number}",
+            attempt=0,
+            token_ids=tuple(hash((number, place)) % 1000 for place in range(self.num_tokens)),
+            sampling=Sampling(),
+            stops=TokenStops(9),
+            seeds=(number,),
+            num_committed=0,
+            importer=None,
+            timeout_s=self.timeout_s,
+            priority=self.priority,
+            is_batch=self.is_batch,
+        )
+
+
+@dataclass
+class Prefilled:
+    done_s: list[float]  # by prompt
+    steps: list[Step]
+
+    def completion_s(self, prompts: Sequence[Prompt]) -> list[float]:
+        return [done_s - prompt.arrives_s for done_s, prompt in zip(self.done_s, prompts, strict=True)]
+
+
+def prefill(
+    prompts: Sequence[Prompt], policy: Policy, cost: StepCost, *, max_prefill_tokens: int = 512, num_blocks: int = 0
+) -> Prefilled:
+    """`prompts` in order of arrival. With `num_blocks` every first token follows from what its block table leads to."""
+    scheduler = PrefillScheduler(
+        num_blocks=num_blocks or 1 << 16,
+        block_size=_BLOCK_SIZE,
+        max_prefill_tokens=max_prefill_tokens,
+        max_num_seqs=64,
+        max_queue=1 << 20,
+        new_chain=nameless_chains(),
+        policy=policy,
+    )
+    runner = FakePagedRunner(num_blocks, _BLOCK_SIZE) if num_blocks else SameToken()
+    simulation = Simulation[Command, Event](scheduler, cost, runner)
+    jobs = [prompt.job(number) for number, prompt in enumerate(prompts)]
+    simulation.run(
+        (prompt.arrives_s, Submit(_ticket(number), job))
+        for number, (prompt, job) in enumerate(zip(prompts, jobs, strict=True))
+    )
+    scheduler.check()
+    done = {event.ticket_id: (now_s, event) for now_s, event in simulation.events if isinstance(event, Finished)}
+    if num_blocks:
+        for number, job in enumerate(jobs):
+            (token,) = done[_ticket(number)][1].tokens
+            expected = next_token(job.token_ids, Sample(number, len(job.token_ids), Sampling()))
+            assert token.token_id == expected, f"prompt {number} was answered by something else"
+    return Prefilled([done[_ticket(number)][0] for number in range(len(prompts))], simulation.steps)
+
+
+def _ticket(number: int) -> bytes:
+    return number.to_bytes(4, "big")

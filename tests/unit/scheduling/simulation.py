@@ -1,0 +1,84 @@
+"""Drives a real scheduler through a simulated clock: arrivals on time, and steps that take what a cost says.
+
+Nothing sleeps and no model runs: a step lasts `StepCost.seconds`, and its tokens come from the runner that is given.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from engine.step import Command, DrawnToken, Event, Runner, Scheduler, StepPlan, StepResult
+
+SILENT = DrawnToken(1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """A step reads the weights, whatever it computes, and computes its tokens."""
+
+    fixed_s: float = 0.0
+    token_s: float = 0.0
+
+    def seconds(self, num_tokens: int) -> float:
+        return self.fixed_s + num_tokens * self.token_s
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    began_s: float
+    ended_s: float
+    plan: StepPlan
+    num_tokens: int
+    num_drawn: int
+
+
+class SameToken:
+    """A runner for those who only count."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return StepResult(tuple(tuple(SILENT for _ in chunk.samples) for chunk in plan.chunks))
+
+
+class Simulation(Generic[Command, Event]):
+    """`steps` and `events` (each with its time) are what happened."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler[Command, Event],
+        cost: StepCost,
+        runner: Runner | None = None,
+    ) -> None:
+        self.now_s = 0.0
+        self.steps: list[Step] = []
+        self.events: list[tuple[float, Event]] = []
+        self._scheduler = scheduler
+        self._cost = cost
+        self._runner = runner or SameToken()
+
+    def run(self, arrivals: Iterable[tuple[float, Command]]) -> None:
+        """Until everything that arrives has ended. `arrivals` are in order of time."""
+        due: list[tuple[float, Command]] = list(arrivals)[::-1]
+        while True:
+            while due and due[-1][0] <= self.now_s:
+                self._note(self._scheduler.apply(due.pop()[1], self.now_s))
+            if not self._step():
+                if not due:
+                    return
+                self.now_s = max(self.now_s, due[-1][0])
+
+    def _step(self) -> bool:
+        self._note(self._scheduler.reap(self.now_s)[0])
+        events, plan = self._scheduler.plan(self.now_s)
+        self._note(events)
+        if plan is None:
+            return False
+        result = self._runner.run(plan)
+        began_s = self.now_s
+        num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        self.now_s += self._cost.seconds(num_tokens)
+        self.steps.append(Step(began_s, self.now_s, plan, num_tokens, sum(map(len, result.tokens))))
+        self._note(self._scheduler.complete(plan, result, self.now_s))
+        return True
+
+    def _note(self, events: Sequence[Event]) -> None:
+        self.events += [(self.now_s, event) for event in events]

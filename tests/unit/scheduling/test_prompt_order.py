@@ -1,0 +1,97 @@
+"""In which order a prefill worker computes prompts, under each policy and a simulated clock."""
+
+from itertools import islice
+from statistics import mean
+
+import pytest
+
+from engine.policies import FirstCome, ShortestFirst, SkipJoinMlfq, make_policy
+from tests.unit.scheduling.load import one_in, poisson
+from tests.unit.scheduling.prefilling import Prompt, prefill
+from tests.unit.scheduling.simulation import StepCost
+
+PER_STEP = StepCost(fixed_s=1.0)
+PER_TOKEN = StepCost(fixed_s=0.002, token_s=0.0001)
+
+
+def order(name: str, *prompts: Prompt) -> list[int]:
+    """Prompts in the order in which they were done."""
+    done_s = prefill(prompts, make_policy(name), PER_STEP).done_s
+    return sorted(range(len(prompts)), key=lambda number: done_s[number])
+
+
+def mixed_prompts(num: int) -> list[Prompt]:
+    """95 of 100 have 128 tokens, 5 have 8,192, at 80 % load."""
+    short, long = 128, 8192
+    mean_s = sum(share * num_tokens * 0.0001 for share, num_tokens in ((0.95, short), (0.05, long)))
+    arrivals = zip(poisson(0.8 / mean_s, seed=4), one_in(20, seed=5), strict=False)
+    return [Prompt(arrives_s=at_s, num_tokens=long if is_long else short) for at_s, is_long in islice(arrivals, num)]
+
+
+def test_a_long_prompt_yields_to_one_that_goes_before_it_and_keeps_its_blocks() -> None:
+    long, short = Prompt(num_tokens=5120), Prompt(arrives_s=2.5, num_tokens=256)
+    for policy, done_s in ((SkipJoinMlfq(), 4.0), (FirstCome(), 11.0)):
+        prefilled = prefill([long, short], policy, PER_STEP, num_blocks=400)
+        assert prefilled.done_s[1] == done_s
+        assert [step.num_tokens for step in prefilled.steps] == [512] * 10 + [256], "something was computed twice"
+
+
+def test_a_prompt_that_cannot_have_its_blocks_is_not_overtaken() -> None:
+    """The second needs what the first has; the third would fit, and would keep the second waiting."""
+    prompts = [Prompt(num_tokens=n * 512, arrives_s=at_s) for n, at_s in ((6, 0.0), (5, 0.5), (2, 0.6))]
+    assert prefill(prompts, FirstCome(), PER_STEP, num_blocks=8 * 32).done_s == [6.0, 11.0, 13.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("fcfs", [0, 1, 2]),
+        ("shortest", [0, 2, 1]),
+        ("mlfq", [2, 1, 0]),
+        ("static", [0, 1, 2]),
+        ("static-sorted", [0, 2, 1]),
+    ],
+)
+def test_who_is_done_first(name: str, expected: list[int]) -> None:
+    """The first is under way when the others come, the shortest last."""
+    lengths = ((0.0, 9216), (0.5, 2048), (0.6, 512))
+    assert order(name, *(Prompt(arrives_s=at_s, num_tokens=num_tokens) for at_s, num_tokens in lengths)) == expected
+
+
+def test_priorities_and_deadlines_count_where_they_are_asked_for() -> None:
+    prompts = [Prompt(num_tokens=2048), Prompt(arrives_s=0.5, num_tokens=2048, priority=-1, timeout_s=60.0)]
+    assert {name: order(name, *prompts)[0] for name in ("fcfs", "priority", "deadline")} == {
+        "fcfs": 0,
+        "priority": 1,
+        "deadline": 1,
+    }
+
+
+@pytest.mark.parametrize("name", ["fcfs", "shortest", "mlfq", "priority"])
+def test_the_batch_class_gets_only_what_is_left(name: str) -> None:
+    """Nobody else is done later for it, and some of it is done before they are."""
+    others = [Prompt(arrives_s=0.9 * number, num_tokens=64 + 137 * number % 700) for number in range(60)]
+    batch = [Prompt(num_tokens=700, is_batch=True, priority=-5) for _ in range(12)]
+    alone = prefill(others, make_policy(name), PER_STEP)
+    beside = prefill([*batch, *others], make_policy(name), PER_STEP)
+    assert beside.done_s[len(batch) :] == alone.done_s
+    assert beside.done_s[0] < alone.done_s[-1]
+
+
+def test_mixed_prompts_are_done_in_half_the_time_of_first_come() -> None:
+    prompts = mixed_prompts(1000)
+    times = {
+        policy.name: prefill(prompts, policy, PER_TOKEN).completion_s(prompts)
+        for policy in (FirstCome(), ShortestFirst(), SkipJoinMlfq())
+    }
+    assert mean(times["mlfq"]) <= 0.5 * mean(times["fcfs"])
+    assert mean(times["shortest"]) <= 0.5 * mean(times["fcfs"])
+    assert max(times["mlfq"]) <= 1.5 * max(times["fcfs"])
+
+
+def test_a_long_prompt_is_done_though_short_ones_never_cease() -> None:
+    """They come faster than they can be computed; it joins two levels below them, and two seconds later it is at
+    theirs for a quantum, which is a third of it."""
+    prompts = [Prompt(num_tokens=3072)] + [Prompt(arrives_s=0.05 * number, num_tokens=512) for number in range(400)]
+    assert 6.0 < prefill(prompts, SkipJoinMlfq(promote_after_s=1.0), PER_TOKEN).done_s[0] < 7.0
+    assert prefill(prompts, SkipJoinMlfq(promote_after_s=1e9), PER_TOKEN).done_s[0] > 20.0
