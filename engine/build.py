@@ -8,6 +8,8 @@ import torch
 from cluster.engine_settings import GPU_MEMORY_UTILIZATION, EngineSettings
 from cluster.messages import LayoutFingerprint
 from engine import capacity
+from engine.cpu.compile import compiled_forward
+from engine.cpu.library import NotCompiled
 from engine.fingerprint import fingerprint
 from engine.loaded import LoadedModel, ModelInfo
 from engine.loading import load
@@ -40,15 +42,13 @@ def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.N
     pool = KvPool(loaded.layout, num_blocks, loaded.device)
     layout_fingerprint = fingerprint(loaded, wire.name)  # reads the weights: before they are packed
     runner = ModelRunner(loaded.forward(pool), pool)
-    weights = "weights: as they are (--pack-weights off)"
-    if settings.pack_weights == "auto":
-        weights = pack_weights(loaded.model, lambda: runner.logits(_ONE_TOKEN))
+    speed = _speed_up(settings, loaded, runner, pool)
     return Engine(
         model_info=loaded.info,
         pool=pool,
         runner=runner,
         fingerprint=layout_fingerprint,
-        report=(*_report(settings, loaded, num_blocks), weights),
+        report=(*_report(settings, loaded, num_blocks), *speed),
     )
 
 
@@ -59,6 +59,19 @@ def _measured(
     settings = capacity.measured(settings, measure(loaded, settings), loaded.layout, wire)
     longest = capacity.max_model_len(settings, loaded.layout, loaded.info.max_model_len, wire)
     return settings, dataclasses.replace(loaded, info=dataclasses.replace(loaded.info, max_model_len=longest))
+
+
+def _speed_up(settings: EngineSettings, loaded: LoadedModel, runner: ModelRunner, pool: KvPool) -> tuple[str, ...]:
+    """The compiled forward where there is one for this model here, else the plain one on packed weights. Answers with
+    lines for the report: which one, and why."""
+    try:
+        runner.forward = compiled_forward(settings, loaded, pool)
+    except NotCompiled as why:
+        weights = "weights: as they are (--pack-weights off)"
+        if settings.pack_weights == "auto":
+            weights = pack_weights(loaded.model, lambda: runner.logits(_ONE_TOKEN))
+        return f"forward: plain ({why})", weights
+    return (f"forward: compiled ({loaded.model.config.model_type}, {len(loaded.layout.layers)} layers)",)
 
 
 def _report(settings: EngineSettings, loaded: LoadedModel, num_blocks: int) -> tuple[str, ...]:

@@ -112,7 +112,9 @@ def test_an_engine_says_what_it_packed(tmp_path_factory: pytest.TempPathFactory)
     FAMILIES["llama"].save(folder)
 
     def report(pack: str) -> str:
-        settings = EngineSettings(model=str(folder), dtype="bfloat16", device="cpu", num_blocks=4, pack_weights=pack)
+        settings = EngineSettings(
+            model=str(folder), dtype="bfloat16", device="cpu", num_blocks=4, pack_weights=pack, cpu_kernels="off"
+        )
         engine = build_engine(settings)
         engine.pool.close()
         return engine.report[-1]

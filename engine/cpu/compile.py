@@ -1,0 +1,67 @@
+"""Whether a loaded model is computed by the compiled kernels. Every reason against it is a NotCompiled, which a worker
+prints at its start; the plain forward stays then."""
+
+import os
+
+import torch
+
+from cluster.engine_settings import EngineSettings
+from engine.cpu.compiled_forward import CompiledForward
+from engine.cpu.library import NotCompiled, load_kernels
+from engine.cpu.packed_decoder import PackedDecoder
+from engine.cpu.recognise import Decoder, recognise
+from engine.loaded import LoadedModel
+from engine.pool import KvPool
+from engine.probe import difference
+
+_SHARE_OF_FREE_MEMORY = 0.8
+
+
+def compiled_forward(settings: EngineSettings, loaded: LoadedModel, pool: KvPool) -> CompiledForward:
+    """Says what the plain forward says on the probe's sequences, and has taken the weights over: the model itself can
+    be called no more. Raises NotCompiled, and then the model is as it was."""
+    _require_asked_for(settings, loaded, pool)
+    kernels = load_kernels()
+    decoder = recognise(loaded.model)
+    _require_memory(decoder)
+    packed = PackedDecoder(kernels, decoder)
+
+    def forward(pool: KvPool) -> CompiledForward:
+        return CompiledForward(kernels, packed, pool, loaded.info.max_model_len)
+
+    fault = difference(loaded, settings.max_prefill_tokens, forward)
+    if fault is not None:
+        raise NotCompiled(f"compiled, {fault}")
+    _release_weights(decoder)
+    return forward(pool)
+
+
+def _require_asked_for(settings: EngineSettings, loaded: LoadedModel, pool: KvPool) -> None:
+    if settings.cpu_kernels == "off":
+        raise NotCompiled("--cpu-kernels off")
+    if loaded.device != "cpu":
+        raise NotCompiled(f"the model is on {loaded.device}")
+    if loaded.layout.dtype != "bfloat16":
+        raise NotCompiled(f"the model computes in {loaded.layout.dtype}")
+    if pool.tensor.dtype != torch.bfloat16:
+        raise NotCompiled("the pool keeps KV in another dtype")
+    if settings.num_threads > 1:
+        raise NotCompiled(f"the kernels run in one thread, not in {settings.num_threads}")
+    if settings.cpu_kernels == "auto" and torch.cpu._is_amx_tile_supported():
+        raise NotCompiled("this processor has AMX, which the kernels do not use; --cpu-kernels on takes them anyway")
+
+
+def _require_memory(decoder: Decoder) -> None:
+    """For the packed weights beside the plain ones, while they are compared."""
+    needed = sum(linear.weight.nbytes for linear in decoder.linears())
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > _SHARE_OF_FREE_MEMORY * free:
+        raise NotCompiled(f"packing takes {needed >> 20} MiB for a moment, and {free >> 20} MiB are free")
+
+
+def _release_weights(decoder: Decoder) -> None:
+    """All but the embedding's, which may be the head's as well."""
+    embedded = next(decoder.embedding.parameters())
+    for linear in decoder.linears():
+        if linear.weight is not embedded:
+            linear.weight.data = torch.empty(0, dtype=linear.weight.dtype)

@@ -1,0 +1,195 @@
+"""One decoder layer taken apart: which product, norm and activation stands where, by what they were seen to do."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from engine.cpu.library import NotCompiled
+from engine.cpu.structs import GELU_TANH, SILU
+from engine.cpu.traced_calls import Call, TracedCalls
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RmsNorm:
+    """`weight`: float32, with whatever the model adds to it."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerParts:
+    """`qkv` are three products or one of merged weights, `gate_up` two or one."""
+
+    attention: nn.Module
+    activation: nn.Module
+    qkv: tuple[nn.Linear, ...]
+    out: nn.Linear
+    gate_up: tuple[nn.Linear, ...]
+    down: nn.Linear
+    input_norm: RmsNorm | None
+    query_norm: RmsNorm | None
+    key_norm: RmsNorm | None
+    attention_out_norm: RmsNorm | None
+    ffn_norm: RmsNorm | None
+    ffn_out_norm: RmsNorm | None
+
+    @property
+    def norms(self) -> tuple[RmsNorm, ...]:
+        of_heads = (self.query_norm, self.key_norm)
+        of_layer = (self.input_norm, self.attention_out_norm, self.ffn_norm, self.ffn_out_norm)
+        return tuple(norm for norm in (*of_layer, *of_heads) if norm is not None)
+
+    @property
+    def norms_whole_rows(self) -> bool:
+        """Is the query's norm over all heads as one row?"""
+        return self.query_norm is not None and len(self.query_norm.weight) == self.out.in_features
+
+    @property
+    def widths(self) -> tuple[tuple[int, int], ...]:
+        """(in, out) features of the four products."""
+        products: tuple[Sequence[nn.Linear], ...] = (self.qkv, (self.out,), self.gate_up, (self.down,))
+        return tuple((one[0].in_features, sum(linear.out_features for linear in one)) for one in products)
+
+
+def layer_parts(layer: nn.Module, traced: TracedCalls) -> LayerParts:
+    """Raises NotCompiled with what the layer has, or does, that the kernels do not."""
+    _require_no_parameters_of_its_own(layer)
+    attention = _child_with(layer, "o_proj")
+    ffn = _child_with(layer, "down_proj")
+    of_heads = _children(attention, ("q_norm", "k_norm"), ("qkv_proj", "o_proj"), (*_PROJECTIONS, "o_proj"))
+    of_ffn = _children(
+        ffn, ("act_fn", "activation_fn"), ("gate_up_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj")
+    )
+    norms = _norms(layer, traced.only(attention), traced.only(ffn), traced)
+    query_norm, key_norm = (rms_norm(of_heads[name]) if name in of_heads else None for name in ("q_norm", "k_norm"))
+    if (query_norm is None) != (key_norm is None):
+        raise NotCompiled(f"{type(attention).__name__} has a norm for queries or keys alone")
+    activations = [of_ffn[name] for name in ("act_fn", "activation_fn") if name in of_ffn]
+    if len(activations) != 1:
+        raise NotCompiled(f"{type(ffn).__name__} has no activation of its own")
+    qkv = ("qkv_proj",) if "qkv_proj" in of_heads else _PROJECTIONS
+    gate_up = ("gate_up_proj",) if "gate_up_proj" in of_ffn else ("gate_proj", "up_proj")
+    return LayerParts(
+        attention=attention,
+        activation=activations[0],
+        qkv=tuple(linear(of_heads[name], name) for name in qkv),
+        out=linear(of_heads["o_proj"], "o_proj"),
+        gate_up=tuple(linear(of_ffn[name], name) for name in gate_up),
+        down=linear(of_ffn["down_proj"], "down_proj"),
+        input_norm=norms.input,
+        query_norm=query_norm,
+        key_norm=key_norm,
+        attention_out_norm=norms.attention_out,
+        ffn_norm=norms.ffn,
+        ffn_out_norm=norms.ffn_out,
+    )
+
+
+def linear(module: object, name: str) -> nn.Linear:
+    """A product of plain bfloat16 weights on the CPU. A subclass may compute something else."""
+    if type(module) is not nn.Linear:
+        raise NotCompiled(f"{name} is a {type(module).__name__}")
+    weight = module.weight.data
+    if type(weight) is not torch.Tensor or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
+        raise NotCompiled(f"the weight of {name} is no plain bfloat16 on the CPU")
+    return module
+
+
+@torch.inference_mode()
+def rms_norm(module: nn.Module) -> RmsNorm:
+    """By what it does to rows of ordinary and of tiny numbers, the second of which shows its epsilon."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    parameters = [*module.parameters(), *module.buffers()]
+    weight = getattr(module, "weight", None)
+    if len(parameters) != 1 or parameters[0] is not weight or weight.dim() != 1 or not isinstance(eps, float):
+        raise NotCompiled(f"{type(module).__name__} is no RMS norm")
+    rows = torch.randn(2, len(weight), generator=torch.Generator().manual_seed(1)) * torch.tensor([[1.0], [1e-3]])
+    normed = rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + eps)
+    said = module(rows)
+    for added in (0.0, 1.0):
+        effective = weight.detach().float() + added
+        if said.shape == rows.shape and torch.allclose(said.float(), normed * effective, rtol=1e-4, atol=1e-6):
+            return RmsNorm(effective.contiguous(), eps)
+    raise NotCompiled(f"{type(module).__name__} is no RMS norm")
+
+
+@torch.inference_mode()
+def activation_of(module: nn.Module) -> int:
+    """By what it does to numbers of both signs."""
+    numbers = torch.linspace(-4, 4, 65)
+    known: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
+        SILU: functional.silu,
+        GELU_TANH: lambda rows: functional.gelu(rows, approximate="tanh"),
+    }
+    for name, function in known.items():
+        if torch.allclose(module(numbers), function(numbers), rtol=1e-5, atol=1e-6):
+            return name
+    raise NotCompiled(f"its activation is a {type(module).__name__}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Norms:
+    input: RmsNorm | None
+    attention_out: RmsNorm | None
+    ffn: RmsNorm | None
+    ffn_out: RmsNorm | None
+
+
+def _norms(layer: nn.Module, attention: Call, ffn: Call, traced: TracedCalls) -> _Norms:
+    """Which norm stands where: by what each was given, and by the two sums that make the layer's answer."""
+    whole = traced.only(layer)
+    left = [child for child in layer.children() if child not in (attention.module, ffn.module)]
+    norms = [traced.only(child) for child in left if not isinstance(child, nn.Dropout)]
+    before, after = (_reading(norms, call.result) for call in (attention, ffn))
+    first, second = (_writing(norms, call.input) for call in (attention, ffn))
+    named = [call for call in (first, before, second, after) if call is not None]
+    if len(named) != len(norms) or len({id(call) for call in named}) != len(norms):
+        raise NotCompiled(f"{type(layer).__name__} has norms in places of its own")
+    middle = whole.input + (before or attention).result
+    wired = (
+        torch.equal((first or attention).input, whole.input)
+        and torch.equal((second or ffn).input, middle)
+        and torch.equal(whole.result, middle + (after or ffn).result)
+    )
+    if not wired:
+        raise NotCompiled(f"{type(layer).__name__} adds up its parts in a way of its own")
+    return _Norms(*(None if call is None else rms_norm(call.module) for call in (first, before, second, after)))
+
+
+def _reading(norms: list[Call], tensor: torch.Tensor) -> Call | None:
+    return next((call for call in norms if call.input is tensor), None)
+
+
+def _writing(norms: list[Call], tensor: torch.Tensor) -> Call | None:
+    return next((call for call in norms if call.result is tensor), None)
+
+
+def _child_with(layer: nn.Module, name: str) -> nn.Module:
+    found = [child for child in layer.children() if name in dict(child.named_children())]
+    if len(found) != 1:
+        held = ", ".join(type(child).__name__ for child in layer.children())
+        raise NotCompiled(f"{type(layer).__name__} is made of {held}")
+    return found[0]
+
+
+def _children(module: nn.Module, may: tuple[str, ...], *must: tuple[str, ...]) -> dict[str, nn.Module]:
+    """By name: exactly one of the sets in `must`, and what it `may` have besides."""
+    _require_no_parameters_of_its_own(module)
+    children = dict(module.named_children())
+    required = set(children) - set(may)
+    if not any(required == set(names) for names in must):
+        raise NotCompiled(f"{type(module).__name__} is made of {', '.join(children)}")
+    return children
+
+
+def _require_no_parameters_of_its_own(module: nn.Module) -> None:
+    own: Iterator[str] = (name for name, _ in module.named_parameters(recurse=False))
+    name = next(own, None)
+    if name is not None:
+        raise NotCompiled(f"{type(module).__name__} has {name} of its own")

@@ -1,0 +1,181 @@
+"""Which loaded models the kernels can compute: decoders whose layers are made of RMS norms, rotary attention and a
+gated feed-forward. Goes by what a layer is made of and what it was seen to do with it, not by its class's name; decides
+nothing about numbers, which are compared before a compiled forward is used.
+
+Everything that the kernels would leave out is a NotCompiled with its name.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.attention.interface import AttentionOptions
+from engine.cpu.layer_parts import LayerParts, RmsNorm, activation_of, layer_parts, linear, rms_norm
+from engine.cpu.library import NotCompiled
+from engine.cpu.rotary import Rotary
+from engine.cpu.traced_calls import AttentionCall, TracedCalls, trace_calls
+
+_MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 16  # of kernels.h
+_MAX_ROTARIES = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayer:
+    parts: LayerParts
+    window: int  # 0: none
+    rotary: int  # which of Decoder.rotaries
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoder:
+    """A model in the kernels' terms, its weights still its own."""
+
+    embedding: nn.Module
+    layers: tuple[DecoderLayer, ...]
+    rotaries: tuple[Rotary, ...]
+    final_norm: RmsNorm
+    head: nn.Linear
+    heads: AttentionCall  # of every layer alike but for the window
+    activation: int
+    logit_softcap: float  # 0: none
+
+    @property
+    def hidden(self) -> int:
+        return self.head.in_features
+
+    @property
+    def intermediate(self) -> int:
+        return self.layers[0].parts.down.in_features
+
+    def linears(self) -> Iterator[nn.Linear]:
+        for layer in self.layers:
+            yield from (*layer.parts.qkv, layer.parts.out, *layer.parts.gate_up, layer.parts.down)
+        yield self.head
+
+
+def recognise(model: PreTrainedModel) -> Decoder:
+    """Raises NotCompiled with what the kernels do not know of this model."""
+    stack = model.get_decoder()  # type: ignore[no-untyped-call]
+    modules = getattr(stack, "layers", None)
+    if not isinstance(modules, nn.ModuleList) or not isinstance(getattr(stack, "norm", None), nn.Module):
+        raise NotCompiled(f"{type(stack).__name__} is no list of layers and a norm")
+    head = linear(model.get_output_embeddings(), "the head")  # type: ignore[no-untyped-call]
+    embedding = _embedding(model)
+    traced = trace_calls(model)
+    parts = tuple(layer_parts(module, traced) for module in modules)
+    attention = [traced.attention[index] for index in range(len(parts))]
+    rotaries = _rotaries(parts, traced)
+    decoder = Decoder(
+        embedding=embedding,
+        layers=tuple(
+            DecoderLayer(part, call.options.sliding_window or 0, rotary)
+            for part, call, rotary in zip(parts, attention, rotaries.of_layer, strict=True)
+        ),
+        rotaries=rotaries.distinct,
+        final_norm=rms_norm(stack.norm),
+        head=head,
+        heads=attention[0],
+        activation=activation_of(parts[0].activation),
+        logit_softcap=_logit_softcap(model, traced.only(head).result, traced.logits),
+    )
+    _check_chain([embedding, *modules, stack.norm], head, traced)
+    _check_alike(decoder, attention)
+    _check_widths(decoder)
+    return decoder
+
+
+def _embedding(model: PreTrainedModel) -> nn.Module:
+    embedding = model.get_input_embeddings()
+    if not isinstance(embedding, nn.Embedding) or embedding.weight.dtype != torch.bfloat16:
+        raise NotCompiled(f"its embedding is a {type(embedding).__name__}, not one of bfloat16")
+    return embedding
+
+
+@dataclass(frozen=True, slots=True)
+class _Rotaries:
+    distinct: tuple[Rotary, ...]
+    of_layer: tuple[int, ...]
+
+
+def _rotaries(parts: tuple[LayerParts, ...], traced: TracedCalls) -> _Rotaries:
+    """By which call of which module each layer got its rotation."""
+    found: list[object] = []
+    rotaries: list[Rotary] = []
+    of_layer = []
+    for part in parts:
+        given = traced.only(part.attention).keywords.get("position_embeddings")
+        call = next((call for call in traced.calls if call.output is given), None)
+        if given is None or call is None:
+            raise NotCompiled(f"{type(part.attention).__name__} takes no rotation from a module of its own")
+        if not any(given is other for other in found):
+            found.append(given)
+            rotaries.append(Rotary(call))
+        of_layer.append(next(index for index, other in enumerate(found) if other is given))
+    if len(found) > _MAX_ROTARIES or len({rotary.dim for rotary in rotaries}) > 1:
+        raise NotCompiled(f"its layers are rotated in {len(found)} ways")
+    return _Rotaries(tuple(rotaries), tuple(of_layer))
+
+
+def _logit_softcap(model: PreTrainedModel, plain: torch.Tensor, logits: torch.Tensor) -> float:
+    if torch.equal(logits, plain):
+        return 0.0
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    if softcap is None or not torch.equal(logits, torch.tanh(plain / softcap) * softcap):
+        raise NotCompiled("its logits are not what its head says")
+    return float(softcap)
+
+
+def _check_chain(modules: list[nn.Module], head: nn.Linear, traced: TracedCalls) -> None:
+    """Each takes what the one before it gave, and nothing happens between them."""
+    calls = [traced.only(module) for module in (*modules, head)]
+    for before, after in itertools.pairwise(calls):
+        if not torch.equal(before.result, after.input):
+            raise NotCompiled(f"something happens between {_name(before.module)} and {_name(after.module)}")
+
+
+def _check_alike(decoder: Decoder, attention: list[AttentionCall]) -> None:
+    first = attention[0]
+    for call in attention:
+        options = call.options
+        if options.sinks is not None:
+            raise NotCompiled("its attention has sinks")
+        same = AttentionOptions(options.scaling, first.options.sliding_window, options.softcap)
+        if AttentionCall(call.num_heads, call.num_kv_heads, call.key_dim, call.value_dim, same) != first:
+            raise NotCompiled("its layers differ in their attention")
+    shapes = {
+        (tuple(layer.parts.widths), layer.parts.norms_whole_rows, activation_of(layer.parts.activation))
+        for layer in decoder.layers
+    }
+    if len(shapes) > 1:
+        raise NotCompiled("its layers differ in their shapes")
+    epsilons = {norm.eps for layer in decoder.layers for norm in layer.parts.norms} | {decoder.final_norm.eps}
+    if len(epsilons) > 1:
+        raise NotCompiled(f"its norms add different epsilons: {sorted(epsilons)}")
+
+
+def _check_widths(decoder: Decoder) -> None:
+    heads, parts, hidden = decoder.heads, decoder.layers[0].parts, decoder.hidden
+    if heads.key_dim != heads.value_dim:
+        raise NotCompiled(f"its keys have {heads.key_dim} features and its values {heads.value_dim}")
+    if heads.key_dim % _HEAD_DIM_STEP or heads.key_dim > _MAX_HEAD_DIM:
+        raise NotCompiled(f"heads of {heads.key_dim}: the kernels take multiples of 16 up to {_MAX_HEAD_DIM}")
+    if decoder.rotaries[0].dim % 2 or decoder.rotaries[0].dim > heads.key_dim:
+        raise NotCompiled(f"it rotates {decoder.rotaries[0].dim} features of a head")
+    query, both = heads.num_heads * heads.key_dim, decoder.intermediate * 2
+    expected = ((hidden, query + 2 * heads.num_kv_heads * heads.key_dim), (query, hidden), (hidden, both))
+    if parts.widths != (*expected, (decoder.intermediate, hidden)):
+        raise NotCompiled(f"its products are of other widths than its heads say: {parts.widths}")
+    if any(width % 2 for widths in parts.widths for width in widths):
+        raise NotCompiled("its products are of odd widths")
+    whole = parts.norms_whole_rows
+    for norm, num_heads in ((parts.query_norm, heads.num_heads), (parts.key_norm, heads.num_kv_heads)):
+        if norm is not None and len(norm.weight) != heads.key_dim * (num_heads if whole else 1):
+            raise NotCompiled(f"a norm of {len(norm.weight)} features over {num_heads} heads of {heads.key_dim}")
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__

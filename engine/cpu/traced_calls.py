@@ -1,0 +1,93 @@
+"""What a model's modules are called with and answer, in one forward pass over a few tokens: the wiring that its code
+alone would tell. Takes the model as it finds it and leaves it so."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.attention.interface import KV_KEYWORD, AttentionOptions
+from engine.cpu.library import NotCompiled
+
+_TOKEN_IDS = (1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One call of one module. `arguments` are those with and without a name."""
+
+    module: nn.Module
+    positional: tuple[object, ...]
+    keywords: Mapping[str, object]
+    output: object
+
+    @property
+    def arguments(self) -> tuple[object, ...]:
+        return (*self.positional, *self.keywords.values())
+
+    @property
+    def input(self) -> torch.Tensor:
+        """The first tensor it was given."""
+        return next(value for value in self.arguments if isinstance(value, torch.Tensor))
+
+    @property
+    def result(self) -> torch.Tensor:
+        """The tensor it answered with, or the first of several."""
+        output = self.output[0] if isinstance(self.output, tuple) else self.output
+        assert isinstance(output, torch.Tensor)
+        return output
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    options: AttentionOptions
+
+
+@dataclass(slots=True)
+class TracedCalls:
+    """Calls in the order in which they ended; attention by layer."""
+
+    calls: list[Call] = field(default_factory=list)
+    attention: dict[int, AttentionCall] = field(default_factory=dict)
+    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def only(self, module: nn.Module) -> Call:
+        found = [call for call in self.calls if call.module is module]
+        if len(found) != 1:
+            raise NotCompiled(f"a {type(module).__name__} is called {len(found)} times in a pass")
+        return found[0]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """KvAccess: answers each token with its own value, so that what attention adds is not nothing."""
+        self.attention[layer] = AttentionCall(query.shape[1], key.shape[1], key.shape[2], value.shape[2], options)
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+
+@torch.inference_mode()
+def trace_calls(model: PreTrainedModel) -> TracedCalls:
+    """Raises NotCompiled where a module is wrapped: what is compiled would leave out what the wrapper does."""
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            raise NotCompiled(f"{name or type(module).__name__} is wrapped")
+    traced = TracedCalls()
+
+    def note(module: nn.Module, positional: tuple[object, ...], keywords: dict[str, object], output: object) -> None:
+        traced.calls.append(Call(module, positional, keywords, output))
+
+    handles = [module.register_forward_hook(note, with_kwargs=True) for module in model.modules()]
+    try:
+        ids = torch.tensor([_TOKEN_IDS])
+        positions = torch.arange(len(_TOKEN_IDS))[None]
+        traced.logits = model(input_ids=ids, position_ids=positions, use_cache=False, **{KV_KEYWORD: traced}).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    return traced
