@@ -8,6 +8,7 @@ from cluster.clock import MonotonicClock
 from cluster.config import WorkerConfig
 from cluster.errors import Unavailable
 from cluster.hashing import keyed_chains, nameless_chains
+from cluster.lengths import LengthLimits
 from cluster.member import Capacity
 from cluster.pair_wire import figures_to_wire
 from cluster.worker_life import WorkerLife
@@ -173,4 +174,5 @@ def _limits(config: WorkerConfig, engine: Engine, host_blocks: HostBlocks | None
         max_queue=config.max_queue,
         watermark=config.watermark,
         num_swap_slots=host_blocks.num_slots if host_blocks else 0,
+        lengths=LengthLimits(config.max_input_length, config.max_output_length),
     )

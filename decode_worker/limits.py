@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.errors import InternalError, InvalidRequest, Overloaded, PromptTooLong, TandemError
+from cluster.lengths import NO_LIMITS, LengthLimits
 from cluster.messages import DecodeJob
 from decode_worker.commands import AdmitImported
 from engine.schedule import blocks_for, sealed_blocks, tail_length
@@ -24,6 +25,7 @@ class DecodeLimits:
     max_queue: int
     watermark: float
     num_swap_slots: int = 0  # blocks that fit into the swap space
+    lengths: LengthLimits = NO_LIMITS
 
     @property
     def num_watermark_blocks(self) -> int:
@@ -45,6 +47,9 @@ class DecodeLimits:
             return InvalidRequest("the sequences of a job need different handles")
         if any(len(start.committed_token_ids) >= job.stops.max_tokens for start in job.sequences):
             return InvalidRequest(f"a sequence has its max_tokens {job.stops.max_tokens} already")
+        refusal = self.lengths.refusal(len(job.prompt_token_ids), job.stops.max_tokens)
+        if refusal is not None:
+            return refusal
         num_tokens = len(job.prompt_token_ids) + job.stops.max_tokens
         # One more than the pool holds: the last token's KV is never needed.
         most = min(self.max_model_len, self.num_blocks * self.block_size + 1)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from cluster.clock import MonotonicClock
 from cluster.config import WorkerConfig
 from cluster.hashing import NATIVE, NewChain, keyed_chains, nameless_chains
+from cluster.lengths import LengthLimits
 from cluster.member import Capacity
 from cluster.worker_life import WorkerLife
 from cluster.worker_service import Inspections, WorkerService
@@ -145,6 +146,7 @@ def _scheduler(config: WorkerConfig, engine: Engine, new_chain: NewChain) -> Pre
         max_prefill_tokens=config.max_prefill_tokens,
         max_num_seqs=config.max_num_seqs,
         max_queue=config.max_queue,
+        lengths=LengthLimits(config.max_input_length, config.max_output_length),
         new_chain=new_chain,
         policy=make_policy(config.scheduling_policy),
     )

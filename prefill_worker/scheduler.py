@@ -21,6 +21,7 @@ from cluster.errors import (
     TandemError,
 )
 from cluster.hashing import NATIVE, NewChain
+from cluster.lengths import NO_LIMITS, LengthLimits
 from cluster.messages import Inspect, Inspected, PrefillJob, SampledToken
 from engine.block_pool import BlockPool
 from engine.deadlines import Deadlines
@@ -70,6 +71,7 @@ class PrefillScheduler:
         max_queue: int,
         new_chain: NewChain,
         policy: Policy = _FIRST_COME,
+        lengths: LengthLimits = NO_LIMITS,
     ) -> None:
         self._pool = BlockPool(num_blocks)
         self._pulled = PulledBlocks(self._pool)
@@ -79,6 +81,7 @@ class PrefillScheduler:
         self._max_queue = max_queue
         self._new_chain = new_chain
         self._policy = policy
+        self._lengths = lengths
         self._queue: dict[bytes, Waiting] = {}  # oldest first
         self._running: dict[int, Running] = {}  # by number
         self._leased: dict[bytes, tuple[int, ...]] = {}  # what ended tickets still have pinned
@@ -194,6 +197,9 @@ class PrefillScheduler:
     def _refusal(self, job: PrefillJob) -> TandemError | None:
         if not job.token_ids or not job.seeds:
             return InvalidRequest("a prefill needs at least one token and one choice")
+        refusal = self._lengths.refusal(len(job.token_ids) - job.num_committed, job.stops.max_tokens)
+        if refusal is not None:
+            return refusal
         num_needed = blocks_for(len(job.token_ids), self._block_size)
         if num_needed > self._pool.num_blocks:
             return PromptTooLong(

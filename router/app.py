@@ -8,6 +8,7 @@ from functools import partial
 from cluster.clock import MonotonicClock
 from cluster.config import RouterConfig, echo
 from cluster.identity import advertised_host, new_member_id
+from cluster.lengths import LengthLimits
 from cluster.logs import configure_logs
 from cluster.member import Member, MemberState
 from cluster.messages import Role
@@ -58,7 +59,10 @@ class _Router:
         self._outboxes = Outboxes(max_tokens=config.max_buffered_tokens)
         self.registry = Registry(url=config.redis, cluster_name=config.cluster_name, lease_s=config.member_lease_s)
         tokenization = Tokenization.load(
-            config.model, served_model_name=config.served_model_name, max_model_len=config.max_model_len
+            config.model,
+            served_model_name=config.served_model_name,
+            max_model_len=config.max_model_len,
+            lengths=LengthLimits(config.max_input_length, config.max_output_length),
         )
         for note in tokenization.model_info.notes:
             _LOG.warning(note)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import ConfigError
+from cluster.lengths import NO_LIMITS, LengthLimits
 from cluster.messages import Sampling
 
 _HUB_FILES = [
@@ -51,6 +52,7 @@ class ModelInfo:
     eos_token_ids: frozenset[int]  # of config.json and generation_config.json together
     default_sampling: Sampling  # of generation_config.json, over temperature 1 and nothing cut off
     default_max_tokens: int | None  # its max_new_tokens
+    lengths: LengthLimits = NO_LIMITS
     notes: tuple[str, ...] = ()  # what of the files is not followed; said once at start
 
 

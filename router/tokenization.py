@@ -5,11 +5,13 @@ arguments and safe to call from several threads; a long prompt takes long, so th
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
 from cluster.errors import ConfigError, InvalidRequest, NoChatTemplate, NoTokenizer
+from cluster.lengths import NO_LIMITS, LengthLimits
 from router.chat_template import ChatTemplate, read_chat_template
 from router.detokenizer import Detokenizer, Vocabulary
 from router.model_files import ModelInfo, locate, model_info, read_json
@@ -27,7 +29,9 @@ class Tokenization:
         self._vocabulary = Vocabulary(tokenizer) if tokenizer is not None else None
 
     @staticmethod
-    def load(model: str, *, served_model_name: str = "", max_model_len: int = 0) -> "Tokenization":
+    def load(
+        model: str, *, served_model_name: str = "", max_model_len: int = 0, lengths: LengthLimits = NO_LIMITS
+    ) -> "Tokenization":
         """Of a local folder or a hub name, whose small files are fetched. Raises ConfigError."""
         folder = locate(model)
         tokenizer_config = read_json(folder / "tokenizer_config.json")
@@ -40,7 +44,7 @@ class Tokenization:
             max_model_len=max_model_len,
             has_chat_template=chat_template is not None,
         )
-        return Tokenization(info, tokenizer, chat_template)
+        return Tokenization(replace(info, lengths=lengths), tokenizer, chat_template)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """With the special tokens that the tokenizer's post-processor adds. Raises NoTokenizer, InvalidRequest."""

@@ -129,9 +129,12 @@ def _max_tokens(num_prompt_tokens: int, stop: StopConditions, model: ModelInfo) 
             f"the prompt has {num_prompt_tokens} tokens; at most {model.max_model_len - 1} leave room for one more in a"
             f" context of {model.max_model_len}"
         )
-    wanted = stop.max_tokens
+    wanted, most = stop.max_tokens, model.lengths.most_output(room)
+    refusal = model.lengths.refusal(num_prompt_tokens, wanted or 1)
+    if refusal is not None:
+        raise refusal
     if wanted is None:
-        return min(room, stop.default_max_tokens or model.default_max_tokens or room)
+        return min(most, stop.default_max_tokens or model.default_max_tokens or most)
     if wanted > room:
         raise PromptTooLong(
             f"the prompt has {num_prompt_tokens} tokens and max_tokens is {wanted}: together more than the context of"

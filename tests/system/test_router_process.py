@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
+import httpx
 import pytest
 
 from cluster.process import ExitStatus
@@ -31,9 +32,9 @@ async def _spawn(*flags: str) -> asyncio.subprocess.Process:
 
 @asynccontextmanager
 async def _router(
-    redis_url: str, cluster_name: str
+    redis_url: str, cluster_name: str, *flags: str
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, str]]]:
-    process = await _spawn(*_FLAGS, "--redis", redis_url, "--cluster-name", cluster_name)
+    process = await _spawn(*_FLAGS, "--redis", redis_url, "--cluster-name", cluster_name, *flags)
     assert process.stdout is not None
     try:
         line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
@@ -67,6 +68,20 @@ async def test_sigterm_finishes_what_is_live_refuses_the_rest_and_exits_0(redis_
         assert await asyncio.wait_for(process.wait(), 20) == ExitStatus.OK
         assert [member.id for member in await registry.members()] == [worker.id]
     await registry.close()
+
+
+async def test_the_operators_lengths_bind_both_interfaces(redis_url: str, cluster_name: str) -> None:
+    flags = ("--max-input-length", "5", "--max-output-length", "7")
+    async with AsyncExitStack() as stack:
+        _, addresses = await stack.enter_async_context(_router(redis_url, cluster_name, *flags))
+        stub = inference_pb2_grpc.InferenceStub(await stack.enter_async_context(open_channel(addresses["grpc"])))
+        with pytest.raises(grpc.aio.AioRpcError, match="max_tokens is 8; at most 7") as refusal:
+            await stub.Generate(generate_request(max_tokens=8), timeout=20).read()
+        assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{addresses['http']}"))
+        answer = await http.post("/v1/completions", json={"prompt": [5] * 6, "max_tokens": 1})
+        assert answer.status_code == 400
+        assert "6 tokens; at most 5" in answer.json()["error"]["message"]
 
 
 async def _refusal(stub: inference_pb2_grpc.InferenceStub) -> str | None:

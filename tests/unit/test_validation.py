@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import InvalidRequest, NoTokenizer, PromptTooLong
+from cluster.lengths import LengthLimits
 from cluster.messages import Sampling
 from router.model_files import ModelInfo
 from router.requests import GenerateRequest, SamplingParams, StopConditions, TokenPrompt
@@ -94,6 +95,23 @@ def test_a_prompt_too_long_is_told_both_numbers() -> None:
         resolve(REQUEST, (1,) * 100, MODEL)
     with pytest.raises(PromptTooLong, match=r"60 tokens.*41.*100.*at most 40"):
         resolve(replace(REQUEST, stop=StopConditions(max_tokens=41)), (1,) * 60, MODEL)
+
+
+def test_the_operators_own_lengths_are_told_with_the_numbers() -> None:
+    limited = replace(MODEL, lengths=LengthLimits(max_input_length=20, max_output_length=30))
+    with pytest.raises(PromptTooLong, match=r"21 tokens; at most 20"):
+        resolve(REQUEST, (1,) * 21, limited)
+    with pytest.raises(InvalidRequest, match=r"max_tokens is 31; at most 30"):
+        resolve(replace(REQUEST, stop=StopConditions(max_tokens=31)), (1,) * 20, limited)
+    assert resolve(replace(REQUEST, stop=StopConditions(max_tokens=30)), (1,) * 20, limited).stops.max_tokens == 30
+
+
+def test_unsaid_max_tokens_is_what_every_limit_leaves() -> None:
+    limited = replace(MODEL, lengths=LengthLimits(max_output_length=30))
+    assert resolve(REQUEST, (1,) * 40, limited).stops.max_tokens == 30
+    assert resolve(REQUEST, (1,) * 90, limited).stops.max_tokens == 10
+    assert resolve(REQUEST, (1,) * 40, replace(limited, default_max_tokens=99)).stops.max_tokens == 30
+    assert resolve(REQUEST, (1,) * 40, replace(limited, default_max_tokens=7)).stops.max_tokens == 7
 
 
 @pytest.mark.parametrize("token_id", [-1, 50])
