@@ -7,6 +7,7 @@ from typing import Any
 from cluster.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 GPU_MEMORY_UTILIZATION = 0.9
 # Of engine/policies.py.
 SCHEDULING_POLICIES = ("fcfs", "shortest", "mlfq", "deadline", "priority", "static", "static-sorted")
@@ -27,7 +28,7 @@ class EngineSettings:
     )
     dtype: str = setting("auto", "computation dtype; auto: the checkpoint's", choices=DTYPES)
     kv_cache_dtype: str = setting(
-        "auto", "dtype of the KV in the pool; auto: --dtype; fp8: e4m3", choices=("auto", "int8", "fp8")
+        "auto", "dtype of the KV in the pool; auto: --dtype; fp8: e4m3", choices=KV_CACHE_DTYPES
     )
     device: str = setting("auto", "cpu, cuda, cuda:N; auto: cuda where there is one")
     block_size: int = setting(16, "tokens per KV block")
@@ -42,7 +43,6 @@ class EngineSettings:
     max_model_len: int = setting(0, "most tokens of prompt and continuation; 0: the model's own limit")
     max_input_length: int = setting(0, "most tokens of a prompt; 0: what --max-model-len leaves")
     max_output_length: int = setting(0, "most tokens of a continuation; 0: what --max-model-len leaves")
-    swap_space: str = setting("1GiB", "host memory for KV of preempted sequences: bytes, or KiB, MiB, GiB; 0: none")
     swap_space: str = setting("1GiB", "host memory for KV of preempted sequences: bytes, or KiB, MiB, GiB; 0: none")
     max_num_seqs: int = setting(64, "most sequences in one step")
     max_prefill_tokens: int = setting(512, "most prompt tokens in one step: the size of a chunk")
@@ -84,14 +84,9 @@ class EngineSettings:
         if self.kv_cache_memory != "auto":
             parse_bytes(self.kv_cache_memory)
         require(self.swap_bytes >= 0, "--swap-space is a size, or 0")
-        require(self.swap_bytes >= 0, "--swap-space is a size, or 0")
         require(self.num_guesses >= 1, f"--num-guesses must be at least 1, not {self.num_guesses}")
         drafts = self.speculation == "draft"
         require(bool(self.draft_model) == drafts, "--speculation draft and --draft-model go together")
-
-    @property
-    def swap_bytes(self) -> int:
-        return 0 if self.swap_space.strip() == "0" else parse_bytes(self.swap_space)
 
     @property
     def swap_bytes(self) -> int:
