@@ -6,7 +6,7 @@ import sys
 
 from cli.table import bytes_text, table
 from cli.up import DEMO_MODEL
-from cluster.engine_settings import parse_bytes
+from cluster.engine_settings import KV_CACHE_DTYPES, parse_bytes
 from cluster.errors import ConfigError
 from engine.estimate import estimate, read_config
 
@@ -16,7 +16,13 @@ _DEFAULT_TOKENS = (256, 1024, 4096, 16384)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=str(DEMO_MODEL), help="folder or hub name (default: the demo model)")
-    parser.add_argument("--dtype", default="auto", help="of the KV: float32, bfloat16, ...; auto: the checkpoint's")
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, ...; auto: the checkpoint's")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=KV_CACHE_DTYPES,
+        help="of the KV in the pool (default: auto, which is --dtype)",
+    )
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per block (default: 16)")
     parser.add_argument(
         "--kv-cache-memory", default="256MiB", metavar="SIZE", help="the pool's budget (default: 256MiB)"
@@ -31,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     lengths = tuple(arguments.tokens or _DEFAULT_TOKENS)
     if arguments.block_size < 1 or min(lengths) < 1:
         raise ConfigError("--block-size and --tokens must be at least 1")
-    found = estimate(read_config(arguments.model), arguments.dtype)
+    found = estimate(read_config(arguments.model), arguments.dtype, arguments.kv_cache_dtype)
     memory_bytes = parse_bytes(arguments.kv_cache_memory)
     sequences = [
         {

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.engine_settings import DTYPES
 from cluster.errors import ConfigError
-from engine.layout import ITEM_BYTES, LayerShape
+from engine.layout import ITEM_BYTES, SCALE_BYTES, SCALED, LayerShape, lay_out
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
@@ -24,25 +25,33 @@ class KvEstimate:
 
     @property
     def bytes_per_token(self) -> int:
-        return self.num_layers * self.layer.elems_per_token * ITEM_BYTES[self.dtype]
+        """Scales included; without what pads a block of 8 bits."""
+        scale_bytes = 2 * self.layer.num_kv_heads * SCALE_BYTES if self.dtype in SCALED else 0
+        return self.num_layers * (self.layer.elems_per_token * ITEM_BYTES[self.dtype] + scale_bytes)
+
+    def block_bytes(self, block_size: int) -> int:
+        return lay_out([self.layer] * self.num_layers, block_size, self.dtype).block_bytes
 
     def request_bytes(self, num_tokens: int, block_size: int = 1) -> int:
         """Of a sequence of `num_tokens`, in whole blocks."""
-        return -(-num_tokens // block_size) * block_size * self.bytes_per_token
+        return -(-num_tokens // block_size) * self.block_bytes(block_size)
 
     def num_sequences(self, memory_bytes: int, num_tokens: int, block_size: int = 1) -> int:
         """How many sequences of `num_tokens` fit at once."""
-        num_blocks = memory_bytes // (block_size * self.bytes_per_token)
-        return num_blocks // -(-num_tokens // block_size)
+        return memory_bytes // self.block_bytes(block_size) // -(-num_tokens // block_size)
 
 
-def estimate(config: Mapping[str, object], dtype: str = "auto") -> KvEstimate:
-    """`dtype` auto: the checkpoint's. Raises ConfigError naming what the configuration lacks."""
+def estimate(config: Mapping[str, object], dtype: str = "auto", kv_cache_dtype: str = "auto") -> KvEstimate:
+    """`dtype` auto: the checkpoint's; `kv_cache_dtype` auto: `dtype`. Raises ConfigError naming what the configuration
+    lacks."""
     nested = config.get("text_config")
     text: Mapping[str, object] = nested if isinstance(nested, Mapping) else config
     num_heads = _first(text, _HEADS)
+    computed = _dtype(config, text, dtype)
     return KvEstimate(
-        num_layers=_first(text, _LAYERS), layer=_layer(text, num_heads), dtype=_dtype(config, text, dtype)
+        num_layers=_first(text, _LAYERS),
+        layer=_layer(text, num_heads),
+        dtype=computed if kv_cache_dtype == "auto" else kv_cache_dtype,
     )
 
 
@@ -72,8 +81,8 @@ def _layer(text: Mapping[str, object], num_heads: int) -> LayerShape:
 def _dtype(config: Mapping[str, object], text: Mapping[str, object], wanted: str) -> str:
     declared = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
     dtype = str(declared or "float32") if wanted == "auto" else wanted
-    if dtype not in ITEM_BYTES:
-        raise ConfigError(f"--dtype must be one of auto, {', '.join(ITEM_BYTES)}, not {dtype}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, not {dtype}")
     return dtype
 
 

@@ -16,6 +16,7 @@ from cluster.messages import Sampling
 from engine.build import Engine, build_engine
 from engine.estimate import estimate, read_config
 from engine.fingerprint import config_digest, weights_digest
+from engine.layout import lay_out
 from engine.loading import load
 from kvtransfer.wire_dtypes import WireDtype
 from tests.golden.families import FAMILIES
@@ -189,8 +190,11 @@ def test_where_a_model_lies_is_no_part_of_its_fingerprint(
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_the_estimate_from_the_config_is_what_the_pool_takes(tmp_path: Path, name: str) -> None:
     FAMILIES[name].save(tmp_path)
-    loaded = load(settings(tmp_path))
-    assert estimate(read_config(str(tmp_path)), "float32").bytes_per_token == loaded.layout.kv_bytes_per_token
+    layout = load(settings(tmp_path)).layout
+    config = read_config(str(tmp_path))
+    assert estimate(config, "float32").block_bytes(16) == layout.block_bytes
+    quantised = lay_out([place.shape for place in layout.layers], 16, "int8")
+    assert estimate(config, "float32", "int8").block_bytes(16) == quantised.block_bytes
 
 
 @pytest.mark.parametrize("wire_dtype", ["native", "int8", "int4"])

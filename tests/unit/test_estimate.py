@@ -49,6 +49,13 @@ def test_a_nested_text_config_counts() -> None:
     assert estimate({"text_config": GPT2}, "float16") == estimate(GPT2, "float16")
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_eight_bits_count_their_scales(dtype: str) -> None:
+    kv = estimate(LLAMA_3_70B, kv_cache_dtype=dtype)
+    assert kv.bytes_per_token == 160 * 1024 + 80 * 2 * 8 * 2  # codes; a scale of two bytes for K and V of each head
+    assert kv.request_bytes(100, block_size=16) == 112 * kv.bytes_per_token
+
+
 def test_a_missing_size_is_named() -> None:
     with pytest.raises(ConfigError, match="num_hidden_layers"):
         estimate({"hidden_size": 64, "num_attention_heads": 4})

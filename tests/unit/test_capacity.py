@@ -1,0 +1,118 @@
+"""How large the pool is: as it was said, or what a GPU has left beside everything else; and both numbers where that is
+too little."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.engine_settings import EngineSettings
+from cluster.errors import ConfigError
+from engine import capacity
+from engine.build import build_engine
+from engine.capacity import MARGIN_BYTES, GpuMemory
+from engine.layout import LayerShape, lay_out
+from engine.memory_profile import largest_step
+from kvtransfer.wire_dtypes import WireDtype
+from tests.golden.families import FAMILIES
+
+GIB = 1 << 30
+LAYOUT = lay_out([LayerShape(8, 128, 128)] * 32, 16, "bfloat16")  # 2 MiB a block, 128 KiB a token
+# Of 80 GiB 72 may be used; 20 + 3 + 1 + the margin's 1 are.
+MEMORY = GpuMemory(total=80 * GIB, weights=20 * GIB, largest_step=3 * GIB, others=1 * GIB)
+
+
+def test_the_pool_gets_what_all_else_leaves_of_the_share() -> None:
+    assert MARGIN_BYTES == GIB
+    sized = capacity.measured(EngineSettings(), MEMORY, LAYOUT)
+    assert capacity.num_blocks(sized, LAYOUT) == 47 * GIB // LAYOUT.block_bytes
+    half = capacity.measured(EngineSettings(gpu_memory_utilization=0.5), MEMORY, LAYOUT)
+    assert capacity.num_blocks(half, LAYOUT) == 15 * GIB // LAYOUT.block_bytes
+
+
+def test_the_wire_copy_is_paid_from_the_same_memory() -> None:
+    wire = WireDtype("int8")
+    sized = capacity.measured(EngineSettings(), MEMORY, LAYOUT, wire)
+    assert capacity.num_blocks(sized, LAYOUT, wire) == 47 * GIB // (LAYOUT.block_bytes + wire.copy_bytes(LAYOUT))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            EngineSettings(gpu_memory_utilization=0.2),
+            r"0\.2 of 80\.00 GiB leaves 0\.00 GiB .* 16 tokens",
+        ),
+        (EngineSettings(max_model_len=500_000), r"leaves 47\.00 GiB .* 500000 tokens takes 61\.04 GiB"),
+    ],
+)
+def test_too_little_for_one_sequence_is_refused_with_every_number(settings: EngineSettings, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refusal:
+        capacity.measured(settings, MEMORY, LAYOUT)
+    for part in ("weights take 20.00 GiB", "step 3.00 GiB", "processes 1.00 GiB", "--max-num-seqs"):
+        assert part in str(refusal.value)
+
+
+def test_only_a_gpu_without_a_given_size_is_measured() -> None:
+    def is_measured(device: str, **changes: object) -> bool:
+        settings = EngineSettings(**changes)  # type: ignore[arg-type]
+        return capacity.is_measured(capacity.with_pool_memory(settings, device))
+
+    assert is_measured("cuda")
+    assert is_measured("cuda:1")
+    assert not is_measured("cpu")
+    assert not is_measured("cuda", num_blocks=7)
+    assert not is_measured("cuda", kv_cache_memory="1GiB")
+    assert capacity.with_pool_memory(EngineSettings(), "cpu").kv_cache_memory == "256MiB"
+
+
+def test_a_length_is_what_the_model_has_until_the_pool_is_measured_and_then_what_fits() -> None:
+    assert capacity.max_model_len(EngineSettings(), LAYOUT, 1 << 20) == 1 << 20
+    sized = capacity.measured(EngineSettings(), MEMORY, LAYOUT)
+    assert capacity.max_model_len(sized, LAYOUT, 1 << 20) == 47 * GIB // LAYOUT.block_bytes * 16
+
+
+@pytest.mark.parametrize(("budget", "num_seqs", "longest"), [(512, 64, 4096), (512, 4, 100), (3, 9, 7), (1, 1, 1)])
+def test_the_largest_step_fills_budget_sequences_and_lengths(budget: int, num_seqs: int, longest: int) -> None:
+    settings = EngineSettings(max_prefill_tokens=budget, max_num_seqs=num_seqs)
+    plan = largest_step(settings, LAYOUT, longest)
+
+    assert len(plan.chunks) == num_seqs
+    assert {chunk.end for chunk in plan.chunks} == {longest}
+    assert all(chunk.samples and chunk.token_ids for chunk in plan.chunks)
+    num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
+    assert num_tokens >= min(budget, num_seqs * longest)
+    assert max(block_id for chunk in plan.chunks for block_id in chunk.block_ids) < num_seqs
+
+
+def test_the_largest_step_runs(tmp_path: Path) -> None:
+    FAMILIES["llama"].save(tmp_path)
+    settings = EngineSettings(
+        model=str(tmp_path), dtype="float32", device="cpu", num_blocks=8, max_num_seqs=5, max_prefill_tokens=90
+    )
+    engine = build_engine(settings)
+    result = engine.runner.run(largest_step(settings, engine.pool.layout, engine.model_info.max_model_len))
+    engine.pool.close()
+    assert [len(tokens) for tokens in result.tokens] == [1] * 5
+
+
+def test_a_share_of_a_gpu_given_to_a_cpu_is_told(tmp_path: Path) -> None:
+    FAMILIES["llama"].save(tmp_path)
+    engine = build_engine(
+        EngineSettings(model=str(tmp_path), dtype="float32", device="cpu", num_blocks=8, gpu_memory_utilization=0.5)
+    )
+    engine.pool.close()
+    assert "--gpu-memory-utilization 0.5 changes nothing on a CPU" in engine.report
+
+
+@pytest.mark.cuda
+def test_a_measured_pool_leaves_room_for_the_largest_step(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    FAMILIES["llama"].save(tmp_path)
+    settings = EngineSettings(model=str(tmp_path), dtype="float32", device="cuda", gpu_memory_utilization=0.5)
+    engine = build_engine(settings)
+    free, total = torch.cuda.mem_get_info()
+    assert total - free < 0.5 * total
+    engine.runner.run(largest_step(settings, engine.pool.layout, engine.model_info.max_model_len))
+    engine.pool.close()
