@@ -1,11 +1,14 @@
 """A step plan as tensors. Owns the packing of sequences into one row; knows nothing of models or attention."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from engine.staging import together_to_device
 from engine.step import Chunk
 
 
@@ -55,24 +58,31 @@ def pack(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> Pack
     positions = torch.arange(ends[-1]) + shifts.repeat_interleave(lens)
     sequence_of = torch.arange(len(chunks)).repeat_interleave(lens)
     tables = _block_tables(chunks)
-
-    def placed(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    return PackedBatch(
-        input_ids=placed(torch.tensor([[token_id for chunk in chunks for token_id in chunk.token_ids]])),
-        position_ids=placed(positions[None]),
-        slot_blocks=placed(tables[sequence_of, positions // block_size]),
-        slot_offsets=placed(positions % block_size),
-        block_tables=placed(tables),
-        query_starts=placed(query_starts),
-        context_lens=placed(torch.tensor(starts) + lens),
-        logit_rows=placed(torch.tensor(sampled, dtype=torch.int64)),
-        fresh_blocks=placed(torch.tensor(fresh)) if fresh else None,
+    batch = PackedBatch(
+        input_ids=torch.tensor([[token_id for chunk in chunks for token_id in chunk.token_ids]]),
+        position_ids=positions[None],
+        slot_blocks=tables[sequence_of, positions // block_size],
+        slot_offsets=positions % block_size,
+        block_tables=tables,
+        query_starts=query_starts,
+        context_lens=torch.tensor(starts) + lens,
+        logit_rows=torch.tensor(sampled, dtype=torch.int64),
+        fresh_blocks=torch.tensor(fresh) if fresh else None,
         rows=tuple(slice(*bounds) for bounds in itertools.pairwise(ends)),
         query_lens=query_lens,
         starts=starts,
     )
+    return batch if device.type == "cpu" else _placed(batch, device)
+
+
+def _placed(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    tensors = {
+        item.name: value
+        for item in dataclasses.fields(batch)
+        if isinstance(value := getattr(batch, item.name), torch.Tensor)
+    }
+    placed: dict[str, Any] = dict(zip(tensors, together_to_device(list(tensors.values()), device), strict=True))
+    return dataclasses.replace(batch, **placed)
 
 
 def _block_tables(chunks: Sequence[Chunk]) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from engine.cuda_memory import CudaMemory, NotExportable
 from engine.layout import BlockLayout, LayerPlace
+from engine.staging import to_device
 from engine.step import BlockCopy
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,8 +56,7 @@ class KvPool:
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Every source is read before any target is written."""
-        sources = torch.tensor([copy.source for copy in copies], device=self.device)
-        targets = torch.tensor([copy.target for copy in copies], device=self.device)
+        sources, targets = to_device(torch.tensor([(copy.source, copy.target) for copy in copies]).T, self.device)
         self.tensor[targets] = self.tensor[sources]
 
     def zero_positions(self, block_ids: torch.Tensor, offsets: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """Computes steps on one device. Owns the order of a step: copies, forward, draw; never decides what is in it."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -9,7 +9,8 @@ import torch
 from engine.batch import pack
 from engine.forward import Forward
 from engine.pool import KvPool
-from engine.sampler import draw
+from engine.sampler import Draw
+from engine.staging import to_device
 from engine.step import Chunk, DrawnToken, StepPlan, StepResult
 
 
@@ -32,15 +33,23 @@ class ModelRunner:
         self.drafts: Drafts | None = None  # who answers the DraftRequests, where there are any
 
     def run(self, plan: StepPlan) -> StepResult:
+        return self.start(plan).result()
+
+    def start(self, plan: StepPlan) -> "StartedStep":
+        """Computes the step on a CPU; on a GPU everything is on its way and nothing was waited for."""
         logits = self.logits(plan)
         samples = [sample for chunk in plan.chunks for sample in chunk.samples]
-        drawn = iter(draw(_row_per_sample(logits, plan), samples) if samples else ())
-        tokens = tuple(tuple(next(drawn) for _ in chunk.samples) for chunk in plan.chunks)
+        draw = Draw(_row_per_sample(logits, plan), samples) if samples else None
+        return StartedStep(self, plan, draw, self._mark())
+
+    def finish(self, plan: StepPlan, drawn: Iterable[DrawnToken], written: torch.cuda.Event | None) -> StepResult:
+        """`written`: an event behind the last write of what was started."""
+        remaining = iter(drawn)
+        tokens = tuple(tuple(next(remaining) for _ in chunk.samples) for chunk in plan.chunks)
         tokens = tuple(map(_accepted, plan.chunks, tokens))
-        self._forget_wrong_guesses(plan, tokens)
-        if self._pool.device.type == "cuda":
-            written = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            written.record()
+        if self._forget_wrong_guesses(plan, tokens):
+            written = self._mark()
+        if written is not None:
             written.synchronize()
         return StepResult(tokens, self.drafts.draft(plan, tokens) if self.drafts is not None else ())
 
@@ -57,7 +66,14 @@ class ModelRunner:
             self._pool.tensor.index_fill_(0, batch.fresh_blocks, 0)
         return self.forward(batch)
 
-    def _forget_wrong_guesses(self, plan: StepPlan, tokens: tuple[tuple[DrawnToken, ...], ...]) -> None:
+    def _mark(self) -> torch.cuda.Event | None:
+        if self._pool.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._pool.device))
+        return event
+
+    def _forget_wrong_guesses(self, plan: StepPlan, tokens: tuple[tuple[DrawnToken, ...], ...]) -> bool:
         block_size = self._pool.layout.block_size
         places = [
             (*divmod(position, block_size), chunk)
@@ -66,8 +82,25 @@ class ModelRunner:
             for position in range(chunk.end - chunk.num_guesses - 1 + len(accepted), chunk.end)
         ]
         if places:
-            blocks = torch.tensor([chunk.block_ids[index] for index, _, chunk in places], device=self._pool.device)
-            self._pool.zero_positions(blocks, torch.tensor([offset for _, offset, _ in places]))
+            where = [(chunk.block_ids[index], offset) for index, offset, chunk in places]
+            self._pool.zero_positions(*to_device(torch.tensor(where).T, self._pool.device))
+        return bool(places)
+
+
+class StartedStep:
+    """A step on its way."""
+
+    def __init__(
+        self, runner: ModelRunner, plan: StepPlan, draw: Draw | None, written: torch.cuda.Event | None
+    ) -> None:
+        self._runner = runner
+        self._plan = plan
+        self._draw = draw
+        self._written = written
+
+    def result(self) -> StepResult:
+        """Waits for its tokens and for its last write."""
+        return self._runner.finish(self._plan, self._draw.read() if self._draw is not None else (), self._written)
 
 
 def _row_per_sample(logits: torch.Tensor, plan: StepPlan) -> torch.Tensor:
@@ -76,8 +109,8 @@ def _row_per_sample(logits: torch.Tensor, plan: StepPlan) -> torch.Tensor:
     if all(len(chunk.samples) == chunk.num_guesses + 1 for chunk in chunks):
         return logits
     rows = [[1] * len(chunk.samples) if chunk.num_guesses else [len(chunk.samples)] for chunk in chunks]
-    repeats = list(itertools.chain.from_iterable(rows))
-    return logits.repeat_interleave(torch.tensor(repeats, device=logits.device), dim=0)
+    repeats = torch.tensor(list(itertools.chain.from_iterable(rows)))
+    return logits[to_device(torch.arange(len(repeats)).repeat_interleave(repeats), logits.device)]
 
 
 def _accepted(chunk: Chunk, drawn: tuple[DrawnToken, ...]) -> tuple[DrawnToken, ...]:

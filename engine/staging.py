@@ -12,7 +12,14 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host tensor on the device. On a GPU the host goes on before it is there."""
     if device.type != "cuda":
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def together_to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Host tensors of one dtype, by one copy; what comes back shares its memory."""
+    flat = to_device(torch.cat([tensor.reshape(-1) for tensor in tensors]), device)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
