@@ -66,6 +66,9 @@ class TransferSettings:
         "native", "what KV travels as; every worker's the same", choices=("native", "int8", "fp8", "int4")
     )
     prefix_caching: str = setting("on", "keep KV for prompts that begin alike", choices=("on", "off"))
+    prefix_eviction: str = setting(
+        "value", "which kept blocks go first: by value learnt from requests, or by last use", choices=("value", "lru")
+    )
     lease_s: float = setting(5.0, "an exporter keeps a ticket's blocks so long after the importer's last renewal")
     max_lease_s: float = setting(120.0, "no renewal extends a lease beyond this")
     attach_timeout_s: float = setting(

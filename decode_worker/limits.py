@@ -26,6 +26,7 @@ class DecodeLimits:
     watermark: float
     num_swap_slots: int = 0  # blocks that fit into the swap space
     lengths: LengthLimits = NO_LIMITS
+    prefix_eviction: str = "value"
 
     @property
     def num_watermark_blocks(self) -> int:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 
+from engine.eviction import eviction_of
 from engine.prefix_cache import PrefixCache
 
 _NUM_REMEMBERED = 256  # operations, for the story of an illegal one
@@ -33,7 +34,8 @@ class BlockState(StrEnum):
 class BlockPool:
     """Every operation costs O(1) per block. An illegal one raises AssertionError with the block's recent story."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, eviction: str = "value") -> None:
+        """`eviction` names the order in which cached blocks go: value, lru."""
         assert num_blocks >= 1, f"a pool needs blocks, not {num_blocks}"
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
@@ -41,7 +43,7 @@ class BlockPool:
         self._quarantined: set[int] = set()
         self._num_held = 0
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the warmest block first
-        self._cache = PrefixCache()
+        self._cache = PrefixCache(eviction_of(eviction, num_blocks))
         self._story: deque[tuple[str, tuple[int, ...]]] = deque(maxlen=_NUM_REMEMBERED)
 
     @property

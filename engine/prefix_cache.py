@@ -1,15 +1,17 @@
 """Which blocks hold the KV of which prefix, and which of them goes first. Pure. Owned by the BlockPool.
 
 A block is found by its hash (cluster.hashing), which covers everything before it, so content that a hash leads to is
-right wherever it lies. Blocks that nobody uses are idle: they wait here in the order in which they will be evicted, the
-least recently used first. A block is evicted before the one that it continues: without that one it could not be found.
+right wherever it lies. Blocks that nobody uses are idle, and wait here to be evicted in the order that
+engine/eviction.py knows. A block is evicted before the one that it continues: without that one it could not be found.
 
 Every change has a number, so that whoever follows the changes sees a gap, and asks for a snapshot.
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+
+from engine.eviction import Eviction
 
 _NUM_REMEMBERED = 4096  # events, for those who follow
 
@@ -36,13 +38,15 @@ class _Entry:
 
 
 class PrefixCache:
-    """Every operation costs O(1) per block."""
+    """Every operation costs O(1) per block, on average."""
 
-    def __init__(self) -> None:
+    def __init__(self, eviction: Eviction) -> None:
         self._blocks: dict[bytes, int] = {}
         self._entries: dict[int, _Entry] = {}
-        self._num_children: Counter[bytes] = Counter()  # cached blocks that continue this one
-        self._idle: OrderedDict[int, None] = OrderedDict()  # the next to be evicted first
+        self._children: dict[bytes, dict[int, None]] = {}  # cached blocks that continue this one
+        self._idle: set[int] = set()
+        self._eviction = eviction
+        self._doomed: list[int] = []  # a chain of idle blocks of which the last goes next, then the one before it
         self._events: deque[CacheEvent] = deque(maxlen=_NUM_REMEMBERED)
         self._next_number = 0
         self.num_evicted = 0
@@ -75,32 +79,31 @@ class PrefixCache:
             return
         self._blocks[block_hash] = block_id
         self._entries[block_id] = _Entry(block_hash, parent)
-        self._num_children[parent] += 1
+        self._children.setdefault(parent, {})[block_id] = None
         self._tell(block_hash, is_added=True)
 
     def park(self, block_id: int) -> None:
-        """Nobody uses it any more: it may be evicted, after all that are idle already."""
+        """Nobody uses it any more: it may be evicted."""
         assert block_id in self._entries and block_id not in self._idle, f"block {block_id} cannot become idle"
-        self._idle[block_id] = None
+        self._idle.add(block_id)
+        self._eviction.park(block_id, self._entries[block_id].block_hash)
 
     def unpark(self, block_id: int) -> None:
         """Somebody uses it again."""
-        del self._idle[block_id]
+        self._idle.remove(block_id)
+        self._eviction.unpark(block_id)
 
     def evict(self) -> int:
         """Forgets one idle block; there must be one."""
-        for _ in range(len(self._idle)):
-            block_id = next(iter(self._idle))
-            if not self._num_children[self._entries[block_id].block_hash]:
-                break
-            # A continuation of it was used later than itself: by one who has a copy of his own of this block.
-            self._idle.move_to_end(block_id)
-        block_id, _ = self._idle.popitem(last=False)
+        block_id = self._next_doomed()
+        self._idle.remove(block_id)
+        self._eviction.forget(block_id)
         entry = self._entries.pop(block_id)
         del self._blocks[entry.block_hash]
-        self._num_children[entry.parent] -= 1
-        if not self._num_children[entry.parent]:
-            del self._num_children[entry.parent]
+        siblings = self._children[entry.parent]
+        del siblings[block_id]
+        if not siblings:
+            del self._children[entry.parent]
         self.num_evicted += 1
         self._tell(entry.block_hash, is_added=False)
         return block_id
@@ -118,8 +121,31 @@ class PrefixCache:
     def check(self, in_use: Set[int]) -> None:
         """Raises AssertionError when the tables disagree with each other, or with who uses which block."""
         assert {entry.block_hash: block_id for block_id, entry in self._entries.items()} == self._blocks
-        assert self._idle.keys() == self._entries.keys() - in_use, "idle are those that nobody uses"
-        assert Counter(entry.parent for entry in self._entries.values()) == self._num_children, "children miscounted"
+        assert self._idle == self._entries.keys() - in_use, "idle are those that nobody uses"
+        children = {(e.parent, block_id) for block_id, e in self._entries.items()}
+        known = {(parent, block_id) for parent, blocks in self._children.items() for block_id in blocks}
+        assert children == known, "children miscounted"
+
+    def _next_doomed(self) -> int:
+        """Of the chain that goes first, the last block."""
+        if not (self._doomed and self._may_go(self._doomed[-1])):
+            self._doomed = next(filter(None, map(self._chain_down, self._eviction.candidates())), [])
+        if not self._doomed:  # every idle block is continued by one in use, whose user has a copy of his own of it
+            self._doomed = [next(self._eviction.candidates())]
+        return self._doomed.pop()
+
+    def _may_go(self, block_id: int) -> bool:
+        return block_id in self._idle and self._entries[block_id].block_hash not in self._children
+
+    def _chain_down(self, block_id: int) -> list[int]:
+        """Idle blocks from here to one that nothing continues; none: all that continue it are in use."""
+        chain = [block_id]
+        while children := self._children.get(self._entries[chain[-1]].block_hash):
+            child = next((child for child in children if child in self._idle), None)
+            if child is None:
+                return []
+            chain.append(child)
+        return chain
 
     def _tell(self, block_hash: bytes, *, is_added: bool) -> None:
         self._events.append(CacheEvent(self._next_number, block_hash, is_added))

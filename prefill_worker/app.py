@@ -149,4 +149,5 @@ def _scheduler(config: WorkerConfig, engine: Engine, new_chain: NewChain) -> Pre
         lengths=LengthLimits(config.max_input_length, config.max_output_length),
         new_chain=new_chain,
         policy=make_policy(config.scheduling_policy),
+        prefix_eviction=config.prefix_eviction,
     )

@@ -72,8 +72,9 @@ class PrefillScheduler:
         new_chain: NewChain,
         policy: Policy = _FIRST_COME,
         lengths: LengthLimits = NO_LIMITS,
+        prefix_eviction: str = "value",
     ) -> None:
-        self._pool = BlockPool(num_blocks)
+        self._pool = BlockPool(num_blocks, prefix_eviction)
         self._pulled = PulledBlocks(self._pool)
         self._block_size = block_size
         self._max_prefill_tokens = max_prefill_tokens

@@ -40,6 +40,7 @@ PURE = [
     "engine.layout",
     "engine.length_prediction",
     "engine.policies",
+    "engine.eviction",
     "engine.prefix_cache",
     "engine.schedule",
     "engine.speculation.acceptance",

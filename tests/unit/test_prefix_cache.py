@@ -1,23 +1,18 @@
-"""Which cached block goes first, and how those who follow the cache hear of it."""
+"""Which cached block goes first, and how those who follow the cache hear of it. Hit rates: test_eviction.py."""
 
-import json
-import os
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from engine.block_pool import BlockPool
+from engine.eviction import Eviction, LeastRecentlyUsed, LeastValuable
 from engine.prefix_cache import CacheEvent, PrefixCache
 
 _ROOT = b"root"
-# Mooncake's conversation trace (Qin et al., FAST 2025), first 2,000 rows: prompts as ids of blocks of 512 tokens.
-_TRACES = Path(os.environ.get("TRACES", Path(__file__).parents[3] / "shared" / "traces"))
-_TRACE = _TRACES / "conversation_trace.head2000.jsonl"
 
 
 def _cached(*chains: bytes) -> PrefixCache:
     """Blocks of one letter each, numbered in order of appearance; each chain was let go after the one before."""
-    cache = PrefixCache()
+    cache = PrefixCache(LeastRecentlyUsed())
     numbers: dict[bytes, int] = {}
     for chain in chains:
         for end in range(1, len(chain) + 1):
@@ -47,17 +42,34 @@ def test_the_least_recently_used_goes_first_and_children_before_parents() -> Non
 
 
 def test_a_parent_that_was_let_go_before_its_child_still_goes_after_it() -> None:
-    cache = PrefixCache()
+    cache = PrefixCache(LeastRecentlyUsed())
     for number, block_hash in enumerate((b"a", b"ab", b"abc", b"x")):
         cache.add(number, block_hash, block_hash[:-1] or _ROOT)
     for number in (1, 0, 3, 2):
         cache.park(number)
 
-    assert _evicted(cache) == [b"x", b"abc", b"ab", b"a"]
+    assert _evicted(cache) == [b"abc", b"ab", b"a", b"x"]
+
+
+@pytest.mark.parametrize("eviction", [LeastRecentlyUsed, lambda: LeastValuable(100)])
+def test_what_is_used_again_while_it_was_to_go_stays(eviction: Callable[[], Eviction]) -> None:
+    cache = PrefixCache(eviction())
+    for number in range(4):
+        cache.add(number, b"abcd"[: number + 1], b"abcd"[:number] or _ROOT)
+    for number in (0, 1, 2, 3):  # the first to go is the beginning, so the whole chain is to go
+        cache.park(number)
+
+    assert cache.evict() == 3
+    for number in (0, 1, 2):
+        cache.unpark(number)
+    cache.add(4, b"x", _ROOT)
+    cache.park(4)
+    assert cache.evict() == 4
+    cache.check(in_use={0, 1, 2})
 
 
 def test_a_parent_whose_children_are_all_in_use_is_given_up_rather_than_nothing() -> None:
-    cache = PrefixCache()
+    cache = PrefixCache(LeastRecentlyUsed())
     cache.add(0, b"a", _ROOT)
     cache.add(1, b"ab", b"a")
     cache.park(0)
@@ -97,27 +109,3 @@ def test_check_finds_a_block_in_use_that_could_be_evicted() -> None:
     cache.check(in_use=set())
     with pytest.raises(AssertionError, match="idle"):
         cache.check(in_use={0})
-
-
-@pytest.mark.skipif(not _TRACE.exists(), reason=f"no {_TRACE.name} where TRACES says")
-@pytest.mark.parametrize(("num_blocks", "blocks_hit", "tokens_hit"), [(60_000, 0.289, 0.294), (12_000, 0.222, 0.226)])
-def test_hit_rates_on_real_conversations(num_blocks: int, blocks_hit: float, tokens_hit: float) -> None:
-    """The first pool holds everything: no cache finds more. In the second the least recently used go."""
-    pool = BlockPool(num_blocks)
-    num_blocks_hit = num_tokens_hit = num_blocks_asked = num_tokens_asked = 0
-    for line in _TRACE.read_text().splitlines():
-        row = json.loads(line)
-        hashes = [b"%d" % block for block in row["hash_ids"]]
-        found = pool.find(hashes)
-        block_ids = pool.reserve_beside(found, len(hashes) - len(found))
-        assert block_ids is not None
-        pool.keep(block_ids, hashes, _ROOT)
-        pool.release(block_ids)
-        num_blocks_hit += len(found)
-        num_blocks_asked += len(hashes)
-        num_tokens_hit += min(512 * len(found), row["input_length"])
-        num_tokens_asked += row["input_length"]
-
-    pool.check()
-    assert num_blocks_hit / num_blocks_asked == pytest.approx(blocks_hit, abs=0.001)
-    assert num_tokens_hit / num_tokens_asked == pytest.approx(tokens_hit, abs=0.001)

@@ -1,0 +1,224 @@
+"""In which order cached blocks that nobody uses give up their places. Pure. Owned by the prefix cache.
+
+`LeastRecentlyUsed` needs no word. `LeastValuable` learns from this worker's own requests how often, and after how long,
+blocks are used again, and gives up the block whose place brings least: the next turn of a conversation comes after its
+reader has read, so what was used just now may be worth less than what was used a while ago, and what was used twice
+more than what was used once. Before it has learnt anything, the least recently used goes first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+_MOST_USES = 3  # blocks that were used once, twice, and more often are three classes
+_GENERATIONS_PER_POOL = 16
+_NUM_AGES = 64  # older generations count as one: four pools of blocks have come since
+_GHOSTS_PER_BLOCK = 2  # evicted blocks that are remembered by their hash
+_ANCIENT = -1  # the generation of all that are older
+_PRIOR = 50.0  # blocks of every age that were never used again: few examples prove little
+_KEPT_PER_GENERATION = 1 - 1 / 256  # of what was learnt: half is forgotten while the pool changes eleven times
+
+
+class Eviction(Protocol):
+    """Which idle block goes first. Every call costs O(1) per block, on average."""
+
+    def park(self, block_id: int, block_hash: bytes) -> None:
+        """Nobody uses it any more."""
+        ...
+
+    def unpark(self, block_id: int) -> None:
+        """Somebody uses it again."""
+        ...
+
+    def candidates(self) -> Iterator[int]:
+        """Idle blocks, the first to go first. Not to be used any more after any other call."""
+        ...
+
+    def forget(self, block_id: int) -> None:
+        """An idle block was evicted."""
+        ...
+
+
+def eviction_of(name: str, num_blocks: int) -> Eviction:
+    """What `--prefix-eviction` names, for a pool of this size."""
+    if name == "lru":
+        return LeastRecentlyUsed()
+    assert name == "value", f"no eviction is called {name}"
+    return LeastValuable(num_blocks)
+
+
+class LeastRecentlyUsed:
+    def __init__(self) -> None:
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    def park(self, block_id: int, block_hash: bytes) -> None:
+        self._idle[block_id] = None
+
+    def unpark(self, block_id: int) -> None:
+        del self._idle[block_id]
+
+    def candidates(self) -> Iterator[int]:
+        return iter(self._idle)
+
+    def forget(self, block_id: int) -> None:
+        del self._idle[block_id]
+
+
+@dataclass(slots=True)
+class _Use:
+    """Of one block, the last."""
+
+    block_hash: bytes
+    num_uses: int  # 1 to _MOST_USES
+    generation: int
+
+
+class LeastValuable:
+    """Time is counted in blocks that became idle; a generation are those of one sixteenth of a pool. Of each class and
+    age it counts the blocks that came to that age, used again or not, and those that were used again at it; blocks that
+    were evicted meanwhile are remembered as ghosts, so that it also learns what it should have kept.
+
+    The value of a block is the most uses per block and generation that keeping it for any time from now on promises:
+    Gittins' index (J. R. Stat. Soc. B 41, 1979), as the hit density of Beckmann, Chen and Cidon (NSDI 2018).
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._generation_blocks = max(16, num_blocks // _GENERATIONS_PER_POOL)
+        self._max_ghosts = _GHOSTS_PER_BLOCK * num_blocks
+        self._classes = tuple(_Class() for _ in range(_MOST_USES))
+        self._last_use: dict[int, _Use] = {}  # of each block that was ever idle, until it is evicted
+        self._ghosts: OrderedDict[bytes, _Use] = OrderedDict()
+        self._generation = 0
+        self._num_parked = 0  # in this generation
+        self._going: OrderedDict[int, None] | None = None  # the generation that goes first, while that is known
+
+    def park(self, block_id: int, block_hash: bytes) -> None:
+        use = self._last_use.get(block_id)
+        if use is None:
+            use = self._last_use[block_id] = _Use(block_hash, self._uses_of_ghost(block_hash) + 1, self._generation)
+        use.num_uses = min(use.num_uses, _MOST_USES)
+        use.generation = self._generation
+        self._class(use).park(block_id, self._generation)
+        self._num_parked += 1
+        if self._num_parked >= self._generation_blocks:
+            self._next_generation()
+
+    def unpark(self, block_id: int) -> None:
+        use = self._last_use[block_id]
+        self._class(use).remove(block_id, use.generation)
+        self._used_again(use)
+        use.num_uses += 1
+
+    def candidates(self) -> Iterator[int]:
+        if not self._going:
+            self._going = self._least_valuable()
+        yield from self._going
+        for _, _, blocks in sorted(self._generations(), key=lambda item: item[:2]):
+            if blocks is not self._going:
+                yield from blocks
+
+    def forget(self, block_id: int) -> None:
+        use = self._last_use.pop(block_id)
+        self._class(use).remove(block_id, use.generation)
+        self._ghosts[use.block_hash] = use
+        if len(self._ghosts) > self._max_ghosts:
+            self._ghosts.popitem(last=False)
+
+    def _class(self, use: _Use) -> "_Class":
+        return self._classes[use.num_uses - 1]
+
+    def _uses_of_ghost(self, block_hash: bytes) -> int:
+        ghost = self._ghosts.pop(block_hash, None)
+        if ghost is None:
+            return 0
+        self._used_again(ghost)
+        return ghost.num_uses
+
+    def _used_again(self, use: _Use) -> None:
+        self._class(use).used_again(self._generation - use.generation)
+
+    def _next_generation(self) -> None:
+        self._generation += 1
+        self._num_parked = 0
+        self._going = None
+        for each in self._classes:
+            each.learn(self._generation)
+
+    def _least_valuable(self) -> OrderedDict[int, None]:
+        return min(self._generations(), key=lambda item: item[:2], default=(0.0, 0, OrderedDict[int, None]()))[2]
+
+    def _generations(self) -> Iterator[tuple[float, int, OrderedDict[int, None]]]:
+        """(value, number, blocks): of equal value, the oldest first."""
+        for each in self._classes:
+            yield from each.generations(self._generation)
+
+
+class _Class:
+    """Blocks that were used equally often, by generation, and what became of those before them."""
+
+    def __init__(self) -> None:
+        self._idle: dict[
+            int, OrderedDict[int, None]
+        ] = {}  # by generation; _ANCIENT: all that are too old to tell apart
+        self._num_parked: OrderedDict[int, int] = OrderedDict()  # of each generation that is not too old
+        self._num_reached = [0.0] * _NUM_AGES  # blocks whose generation has come to this age, used again or not
+        self._num_reused = [0.0] * _NUM_AGES
+        self._values = [0.0] * (_NUM_AGES + 1)
+
+    def park(self, block_id: int, generation: int) -> None:
+        self._idle.setdefault(generation, OrderedDict())[block_id] = None
+        self._num_parked[generation] = self._num_parked.get(generation, 0) + 1
+
+    def remove(self, block_id: int, generation: int) -> None:
+        if block_id not in self._idle.get(generation, ()):
+            generation = _ANCIENT
+        blocks = self._idle[generation]
+        del blocks[block_id]
+        if not blocks:
+            del self._idle[generation]
+
+    def used_again(self, age: int) -> None:
+        if age < _NUM_AGES:
+            self._num_reused[age] += 1
+
+    def generations(self, now: int) -> Iterator[tuple[float, int, OrderedDict[int, None]]]:
+        for generation, blocks in self._idle.items():
+            yield self._values[min(now - generation, _NUM_AGES)], generation, blocks
+
+    def learn(self, now: int) -> None:
+        """A generation has ended: every one before it has become older by one."""
+        for age in range(_NUM_AGES):
+            self._num_reached[age] *= _KEPT_PER_GENERATION
+            self._num_reused[age] *= _KEPT_PER_GENERATION
+        for generation, number in self._num_parked.items():
+            self._num_reached[now - generation - 1] += number
+        oldest = now - _NUM_AGES
+        self._num_parked.pop(oldest, None)
+        if oldest in self._idle:
+            self._idle.setdefault(_ANCIENT, OrderedDict()).update(self._idle.pop(oldest))
+        self._values = values(
+            [reused / (reached + _PRIOR) for reused, reached in zip(self._num_reused, self._num_reached, strict=True)]
+        )
+
+
+def values(chances: list[float]) -> list[float]:
+    """`chances`: of a block, as it becomes idle, to be used again at each age. Of every age: the most uses per age that
+    keeping a block of that age promises, over any number of ages; and 0, of what is older than all."""
+    uses, ages = [0.0], [0.0]  # of one block, up to each age: those that were used again are not kept any longer
+    for chance in chances:
+        ages.append(ages[-1] + max(1 - uses[-1] - chance / 2, 0.01))
+        uses.append(min(uses[-1] + chance, 0.99))
+    best = [0.0] * len(uses)
+    hull = [len(uses) - 1]  # the upper hull of the points behind, the nearest last: its first slope is the steepest
+    for age in reversed(range(len(chances))):
+        best[age] = _slope(uses, ages, age, hull[-1])
+        while len(hull) > 1 and best[age] <= (further := _slope(uses, ages, age, hull[-2])):
+            hull.pop()
+            best[age] = further
+        hull.append(age)
+    return best
+
+
+def _slope(uses: list[float], ages: list[float], start: int, end: int) -> float:
+    return (uses[end] - uses[start]) / (ages[end] - ages[start])
