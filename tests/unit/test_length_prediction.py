@@ -46,6 +46,11 @@ def test_a_prediction_is_longer_than_the_sequence_and_never_over_its_cap(num_out
     assert predictor.predict("", 100, num_output, num_output + 1) == num_output + 1
 
 
+def test_lengths_beyond_the_last_bin_are_as_long_as_they_are() -> None:
+    predictor = taught([3 << 20] * 20)
+    assert predictor.predict("", 100, 2 << 20, 1 << 30) > 2 << 20
+
+
 def test_who_lives_longer_than_anyone_before_is_taken_to_live_as_long_again() -> None:
     assert taught([50] * 20).predict("", 100, 999, NO_CAP) == 2000
 
@@ -55,6 +60,13 @@ def test_what_was_cut_off_does_not_count_as_short() -> None:
     for length, was_cut in [(64, True), (64, True), (64, True), (1000, False)] * 25:
         predictor.observe("", 100, length, was_cut=was_cut)
     assert 1000 <= predictor.predict("", 100, 0, NO_CAP) <= 1000 * BIN
+
+
+def test_those_who_were_cut_off_where_others_ended_did_not_outlive_them() -> None:
+    predictor = LengthPredictor(0.9)
+    for was_cut in [True, False] * 30:
+        predictor.observe("", 100, 64, was_cut=was_cut)
+    assert predictor.predict("", 100, 0, NO_CAP) == 64
 
 
 def test_where_all_were_cut_off_more_than_they_had_is_expected() -> None:
@@ -92,12 +104,16 @@ def test_lengths_that_change_are_followed() -> None:
 
 
 def test_tenants_are_forgotten_in_the_order_in_which_they_fell_silent() -> None:
-    predictor = taught([50] * 20, tenant="first")
-    for number in range(300):
-        predictor.observe("first", 100, 50, was_cut=False)
-        predictor.observe(f"tenant {number}", 100, 800, was_cut=False)
-    assert predictor.num_tenants == 256
-    assert predictor.predict("first", 100, 0, NO_CAP) <= 50 * BIN
+    predictor = taught([50] * 20, tenant="heard of")
+    taught_too = taught([50] * 20, tenant="silent")
+    for number in range(400):
+        for known in (predictor, taught_too):
+            known.observe(f"tenant {number}", 100, 800, was_cut=False)
+        if number == 200:
+            predictor.observe("heard of", 100, 50, was_cut=False)
+    assert predictor.num_tenants == taught_too.num_tenants == 256
+    assert predictor.predict("heard of", 100, 0, NO_CAP) <= 50 * BIN
+    assert taught_too.predict("silent", 100, 0, NO_CAP) >= 800
 
 
 def test_on_the_conversation_trace_nine_in_ten_end_within_nine_tenths() -> None:

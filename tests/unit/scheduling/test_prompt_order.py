@@ -37,9 +37,10 @@ def test_a_long_prompt_yields_to_one_that_goes_before_it_and_keeps_its_blocks() 
 
 
 def test_a_prompt_that_cannot_have_its_blocks_is_not_overtaken() -> None:
-    """The second needs what the first has; the third would fit, and would keep the second waiting."""
-    prompts = [Prompt(num_tokens=n * 512, arrives_s=at_s) for n, at_s in ((6, 0.0), (5, 0.5), (2, 0.6))]
-    assert prefill(prompts, FirstCome(), PER_STEP, num_blocks=8 * 32).done_s == [6.0, 11.0, 13.0]
+    """The second waits for what the first has. The third would fit beside the first, whose last step has tokens to
+    spare, and would keep the second waiting."""
+    prompts = [Prompt(num_tokens=num_tokens) for num_tokens in (3000, 3200, 512)]
+    assert prefill(prompts, FirstCome(), PER_STEP, num_blocks=224).done_s == [6.0, 13.0, 14.0]
 
 
 @pytest.mark.parametrize(
