@@ -6,7 +6,7 @@ of one, or the single newest token of a decoding sequence. Prefill chunks and de
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from cluster.messages import Sampling, TokenLogprobs
 
@@ -102,6 +102,23 @@ class Runner(Protocol):
     """Computes steps on one device. Called by one thread."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
+
+
+class Launched(Protocol):
+    """A step on its way."""
+
+    def result(self) -> StepResult:
+        """Waits for it. Raises what the step raised."""
+        ...
+
+
+@runtime_checkable
+class Launcher(Protocol):
+    """A Runner of a device that computes on its own while the thread goes on."""
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+    def launch(self, plan: StepPlan) -> Launched: ...
 
 
 class Scheduler(Protocol[Command, Event]):

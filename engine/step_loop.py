@@ -4,6 +4,10 @@ Commands come in by `post`, events go out by `emit`; nothing else is shared. Sch
 thread only, in the order that `engine.step.Scheduler` promises. With nothing to compute it sleeps on its inbox until a
 command comes or a deadline passes; it never polls. The inbox itself has no bound: every turn empties it, and the
 scheduler refuses what is too much.
+
+A device that computes on its own (`engine.step.Launcher`) is not kept waiting for the outside: what a step brought is
+handed over once the next one is on its way, for whoever is woken by it takes the interpreter from this thread. Order
+and number of events are the same. Scheduler and pool are not touched until the step has ended.
 """
 
 import threading
@@ -14,10 +18,11 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from cluster.clock import Clock
-from engine.step import Runner, Scheduler, StepPlan
+from engine.step import Launched, Launcher, Runner, Scheduler, StepPlan, StepResult
 
 CommandT = TypeVar("CommandT")
 EventT = TypeVar("EventT")
+T = TypeVar("T")
 
 
 class _Stop(Enum):
@@ -31,6 +36,28 @@ class Progress:
     steps: int  # computed or failed
     last_step_s: float  # when the last one ended; the loop's making before the first
     busy_since_s: float | None  # start of the step that is running now
+
+
+@dataclass(frozen=True, slots=True)
+class _AtOnce:
+    """A runner that computes on this thread, as a Launcher."""
+
+    runner: Runner
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.runner.run(plan)
+
+    def launch(self, plan: StepPlan) -> Launched:
+        return _Later(self.runner, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    runner: Runner
+    plan: StepPlan
+
+    def result(self) -> StepResult:
+        return self.runner.run(self.plan)
 
 
 class StepLoop(Generic[CommandT, EventT]):
@@ -51,11 +78,12 @@ class StepLoop(Generic[CommandT, EventT]):
         on_fatal: Callable[[Exception], None],
     ) -> None:
         self._scheduler = scheduler
-        self._runner = runner
+        self._launcher = runner if isinstance(runner, Launcher) else _AtOnce(runner)
         self._clock = clock
         self._emit = emit
         self._on_error = on_error
         self._on_fatal = on_fatal
+        self._held: list[tuple[EventT, ...]] | None = [] if isinstance(runner, Launcher) else None  # None: none is held
         self._inbox: SimpleQueue[CommandT | _Stop] = SimpleQueue()
         self._progress = Progress(0, clock.now_s(), None)
         # A daemon: a step that hangs in the device must not keep a process alive that wants to end.
@@ -89,6 +117,7 @@ class StepLoop(Generic[CommandT, EventT]):
             wait_s: float | None = 0.0
             while self._take_commands(wait_s):
                 wait_s = self._turn()
+            self._let_go()
         except Exception as error:  # noqa: BLE001 - whatever it is, the thread is over and somebody must know
             self._on_fatal(error)
 
@@ -113,20 +142,37 @@ class StepLoop(Generic[CommandT, EventT]):
         if plan is not None:
             self._step(plan, now_s)
             return 0.0
+        self._let_go()
         return None if deadline_s is None else max(0.0, deadline_s - now_s)
 
     def _step(self, plan: StepPlan, now_s: float) -> None:
         self._progress = Progress(self._progress.steps, self._progress.last_step_s, now_s)
-        try:
-            result = self._runner.run(plan)
-        except Exception as error:  # noqa: BLE001 - a model may raise anything; it ends this step's sequences
-            self._on_error(error)
-            events = self._scheduler.fail(plan, error, self._clock.now_s())
+        launched = _tried(lambda: self._launcher.launch(plan))
+        self._let_go()
+        result = launched if isinstance(launched, Exception) else _tried(launched.result)
+        if isinstance(result, Exception):
+            self._on_error(result)
+            events = self._scheduler.fail(plan, result, self._clock.now_s())
         else:
             events = self._scheduler.complete(plan, result, self._clock.now_s())
         self._hand_over(events)
         self._progress = Progress(self._progress.steps + 1, self._clock.now_s(), None)
 
     def _hand_over(self, events: tuple[EventT, ...]) -> None:
-        if events:
+        if events and self._held is not None:
+            self._held.append(events)
+        elif events:
             self._emit(events)
+
+    def _let_go(self) -> None:
+        for events in self._held or ():
+            self._emit(events)
+        if self._held:
+            self._held.clear()
+
+
+def _tried(call: Callable[[], T]) -> T | Exception:
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - a model may raise anything; it ends this step's sequences
+        return error
