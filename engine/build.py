@@ -10,6 +10,7 @@ from cluster.messages import LayoutFingerprint
 from engine import capacity
 from engine.cpu.compile import compiled_forward
 from engine.cpu.library import NotCompiled
+from engine.deterministic.build import make_deterministic
 from engine.fingerprint import fingerprint
 from engine.loaded import LoadedModel, ModelInfo
 from engine.loading import load
@@ -43,6 +44,10 @@ def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.N
     layout_fingerprint = fingerprint(loaded, wire.name)  # reads the weights: before they are packed
     runner = ModelRunner(loaded.forward(pool), pool)
     speed = _speed_up(settings, loaded, runner, pool)
+    if settings.deterministic == "on":
+        made = make_deterministic(loaded, runner, pool)
+        layout_fingerprint = made.marked(layout_fingerprint)
+        speed = (*speed, made.report)
     return Engine(
         model_info=loaded.info,
         pool=pool,

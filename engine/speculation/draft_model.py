@@ -8,14 +8,14 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.engine_settings import EngineSettings, parse_bytes
+from cluster.engine_settings import EngineSettings
 from cluster.errors import ConfigError
 from engine.build import Engine, build_engine
-from engine.loaded import ModelInfo
 from engine.schedule import blocks_for
 from engine.step import Chunk, DrawnToken, Runner, Sample, StepPlan
 
-_MEMORY_SHARE = 4  # the draft model's pool is this part of --kv-cache-memory
+_MEMORY_SHARE = 4  # the draft model's pool takes this part of the target's, beside it
+_MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +154,9 @@ class DraftModel:
         )
 
 
-def build_draft_model(settings: EngineSettings, target: ModelInfo) -> tuple[DraftModel, Engine]:
+def build_draft_model(settings: EngineSettings, target: Engine) -> tuple[DraftModel, Engine]:
     """The model of --draft-model, with a pool of its own. Raises ConfigError and ModelRefused."""
-    memory = max(1, parse_bytes(settings.kv_cache_memory) // _MEMORY_SHARE)
+    memory = min(target.pool.raw.nbytes // _MEMORY_SHARE, _MOST_BYTES)
     own = replace(
         settings,
         model=settings.draft_model,
@@ -166,14 +166,15 @@ def build_draft_model(settings: EngineSettings, target: ModelInfo) -> tuple[Draf
         deterministic="off",
         num_blocks=0,
         kv_cache_memory=str(memory),
+        kv_cache_dtype="auto",
         max_model_len=0,
     )
     engine = build_engine(own)
-    if engine.model_info.vocab_size != target.vocab_size:
+    if engine.model_info.vocab_size != target.model_info.vocab_size:
         engine.pool.close()
         raise ConfigError(
             f"--draft-model {settings.draft_model} knows {engine.model_info.vocab_size} tokens and the model "
-            f"{target.vocab_size}: they must share a vocabulary"
+            f"{target.model_info.vocab_size}: they must share a vocabulary"
         )
     limits = DraftLimits(
         num_blocks=engine.pool.num_blocks,

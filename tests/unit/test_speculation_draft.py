@@ -181,7 +181,7 @@ def test_a_real_draft_model_changes_no_greedy_token(tmp_path: Path) -> None:
         talk.token_ids += [talk.number + 20, talk.number + 90]
     speak(engine.runner, plain, 60)
     engine.runner.drafts, draft_engine = build_draft_model(
-        settings(tmp_path, speculation="draft", draft_model=str(tmp_path)), engine.model_info
+        settings(tmp_path, speculation="draft", draft_model=str(tmp_path)), engine
     )
     for talk in guessing:
         talk.guesser = DraftedGuesser(4)
@@ -195,7 +195,7 @@ def test_a_real_draft_model_changes_no_greedy_token(tmp_path: Path) -> None:
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     FAMILIES["llama"].save(tmp_path)
     target = build_engine(settings(tmp_path))
-    other = replace(target.model_info, vocab_size=512)
+    other = replace(target, model_info=replace(target.model_info, vocab_size=512))
     with pytest.raises(ConfigError, match=r"knows 128 tokens and the model 512"):
         build_draft_model(settings(tmp_path, speculation="draft", draft_model=str(tmp_path)), other)
     target.pool.close()
