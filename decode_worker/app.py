@@ -19,7 +19,9 @@ from decode_worker.preemption_cost import PreemptionCost
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.service import DecodeService
 from engine.build import Engine, build_engine
-from engine.host_blocks import HostBlocks, SwappingRunner, open_host_blocks
+from engine.host_blocks import HostBlocks, open_host_blocks, with_swaps
+from engine.length_prediction import LengthPredictor
+from engine.policies import make_policy
 from engine.step_loop import StepLoop
 from kvtransfer.probe import Destination
 from kvtransfer.wire_dtypes import WireDtype
@@ -74,8 +76,15 @@ class _Worker:
         new_chain = keyed_chains(life.key, config.block_size) if config.prefix_caching == "on" else nameless_chains()
         self._heartbeat_s = config.heartbeat_s
         self.steps = StepLoop[commands.Command, commands.Event](
-            DecodeScheduler(limits, new_chain=new_chain, wire_dtype=config.kv_wire_dtype, cost=cost),
-            SwappingRunner(engine.runner, host_blocks) if host_blocks else engine.runner,
+            DecodeScheduler(
+                limits,
+                new_chain=new_chain,
+                wire_dtype=config.kv_wire_dtype,
+                cost=cost,
+                policy=make_policy(config.scheduling_policy),
+                lengths=LengthPredictor(),
+            ),
+            with_swaps(engine.runner, host_blocks) if host_blocks else engine.runner,
             clock,
             self._emit,
             on_error=lambda error: _LOG.error("a step failed", exc_info=error),
@@ -175,4 +184,5 @@ def _limits(config: WorkerConfig, engine: Engine, host_blocks: HostBlocks | None
         watermark=config.watermark,
         num_swap_slots=host_blocks.num_slots if host_blocks else 0,
         lengths=LengthLimits(config.max_input_length, config.max_output_length),
+        prefix_eviction=config.prefix_eviction,
     )

@@ -11,13 +11,14 @@ from cluster.messages import DecodeJob, Inspect, Inspected, MemberId, SampledTok
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Set blocks aside for one hand-off: all at once, oldest hand-off first, above the watermark. Answered by Reserved
+    """Set blocks aside for one hand-off: all at once, in the policy's order, above the watermark. Answered by Reserved
     when they are there, or by Unreservable when they can never be. `block_hashes`: of the full blocks that come first;
-    what is known by them is not moved."""
+    what is known by them is not moved. `job`: whose sequences will join, if any will."""
 
     handoff_id: int
     num_blocks: int
     block_hashes: tuple[bytes, ...] = ()
+    job: DecodeJob | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,10 @@ class Imports:
         reservation: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
         self._reservations[handoff_id] = reservation
         entry = self._imports.get(handoff_id)
-        self._post(commands.Reserve(handoff_id, num_blocks, self._block_hashes(entry.job) if entry is not None else ()))
+        if entry is None:
+            self._post(commands.Reserve(handoff_id, num_blocks))
+        else:
+            self._post(commands.Reserve(handoff_id, num_blocks, self._block_hashes(entry.job), entry.job))
         try:
             return await reservation
         finally:

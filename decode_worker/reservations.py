@@ -1,12 +1,14 @@
 """Blocks that hand-offs wait for or have been given. Pure. Owned by the decode scheduler.
 
-A hand-off is given all its blocks at once or none, the oldest first; nobody holds half and waits for more.
+A hand-off is given all its blocks at once or none, in the policy's order; nobody holds half and waits for more.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from decode_worker.growth import Future
 from engine.block_pool import BlockPool
+from engine.policies import Rank, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +17,9 @@ class Claim:
     handoff_id: int
     num_blocks: int
     block_hashes: tuple[bytes, ...]  # of the first of them, by which they may be found
+    work: Work
+    futures: list[Future]  # of the sequences that will come of it, as far as they are predicted
+    rank: Rank = ()  # as it stands among the others; less goes first
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +30,11 @@ class Grant:
 
 
 class Reservations:
-    """Claims wait in order of arrival; grants are held until their hand-off is admitted or discarded."""
+    """Claims wait in the order of their ranks; grants are held until their hand-off is admitted or discarded."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._claims: dict[int, Claim] = {}  # by hand-off, oldest first
+        self._claims: dict[int, Claim] = {}  # by hand-off, in the order of their ranks
         self._grants: dict[int, Grant] = {}
 
     @property
@@ -41,22 +46,31 @@ class Reservations:
         return [block_id for grant in self._grants.values() for block_id in grant.block_ids]
 
     @property
-    def oldest(self) -> Claim | None:
+    def first(self) -> Claim | None:
         return next(iter(self._claims.values()), None)
 
     def claim(self, claim: Claim) -> None:
         assert claim.handoff_id not in self._claims and claim.handoff_id not in self._grants, f"{claim} reserves twice"
         self._claims[claim.handoff_id] = claim
 
+    def sort(self, rank: Callable[[Claim], Rank]) -> None:
+        ranked = sorted((replace(claim, rank=rank(claim)) for claim in self._claims.values()), key=lambda c: c.rank)
+        self._claims = {claim.handoff_id: claim for claim in ranked}
+
+    def num_taken(self, claim: Claim) -> int:
+        """Of the available blocks, by this claim."""
+        found = self._pool.find(claim.block_hashes)
+        num_idle = self._pool.num_available - self._pool.num_available_beside(found)
+        return claim.num_blocks - len(found) + num_idle
+
     def grant(self, blocks_to_leave: Callable[[Claim], int]) -> list[Grant]:
-        """Gives the oldest claims their blocks while enough others stay available."""
+        """Gives the first claims their blocks while enough others stay available."""
         granted = []
-        while (claim := self.oldest) is not None:
-            cached = self._pool.find(claim.block_hashes)
-            num_fresh = claim.num_blocks - len(cached)
-            if self._pool.num_available_beside(cached) - num_fresh < blocks_to_leave(claim):
+        while (claim := self.first) is not None:
+            if self._pool.num_available - self.num_taken(claim) < blocks_to_leave(claim):
                 break
-            block_ids = self._pool.reserve_beside(cached, num_fresh)
+            cached = self._pool.find(claim.block_hashes)
+            block_ids = self._pool.reserve_beside(cached, claim.num_blocks - len(cached))
             assert block_ids is not None
             del self._claims[claim.handoff_id]
             grant = self._grants[claim.handoff_id] = Grant(claim, block_ids, len(cached))

@@ -9,8 +9,9 @@ from itertools import count
 
 from cluster.errors import DeadlineExceeded, DuplicateRequest, InternalError, NotFound, QueueFull, TandemError
 from cluster.hashing import NATIVE, BlockChain, NewChain
-from cluster.messages import DecodeJob, Inspect, Inspected, MemberId, SampledToken, SequenceStart
+from cluster.messages import DecodeJob, FinishReason, Inspect, Inspected, MemberId, SampledToken, SequenceStart
 from decode_worker.batch import Batch
+from decode_worker.claims import claim_of
 from decode_worker.commands import (
     AdmitImported,
     AdmitLocal,
@@ -39,9 +40,11 @@ from decode_worker.commands import (
 from decode_worker.limits import DecodeLimits
 from decode_worker.offers import Offers
 from decode_worker.preemption_cost import PreemptionCost
-from decode_worker.reservations import Claim, Grant
+from decode_worker.reservations import Grant
 from decode_worker.sequences import Group, Sequence
 from engine.deadlines import Deadlines
+from engine.length_prediction import LengthPredictor
+from engine.policies import FirstCome, Policy
 from engine.schedule import ChunkBudget, blocks_for
 from engine.step import Chunk, DrawnToken, Sample, StepPlan, StepResult
 from engine.stops import banned_token_ids, finish_reason
@@ -57,12 +60,17 @@ class DecodeScheduler:
         new_chain: NewChain,
         wire_dtype: str = NATIVE,
         cost: PreemptionCost | None = None,
+        policy: Policy | None = None,
+        lengths: LengthPredictor | None = None,
     ) -> None:
+        """`lengths`: what outputs are expected to be like; without it nothing is left for those that will grow but the
+        watermark."""
         self._limits = limits
         self._new_chain = new_chain
         self._wire_dtype = wire_dtype  # of the KV that is imported
         self._cost = cost or PreemptionCost()
-        self._batch = Batch(limits, new_chain, self._cost)
+        self._lengths = lengths
+        self._batch = Batch(limits, new_chain, self._cost, policy or FirstCome())
         self._offers = Offers(self._batch.pool, limits.block_size)
         self._sequences: dict[tuple[MemberId, int], Sequence] = {}  # of every live (router, handle)
         self._groups: dict[int, Group] = {}
@@ -79,9 +87,10 @@ class DecodeScheduler:
 
     def apply(self, command: Command, now_s: float) -> tuple[Event, ...]:
         events: tuple[Event, ...] = ()
+        self._batch.ranking.now_s = now_s
         match command:
             case Reserve():
-                events = self._reserve(command)
+                events = self._reserve(command, now_s)
             case Discard(handoff_id, quarantined):
                 self._batch.reservations.discard(handoff_id, quarantined)
             case Quiet(block_ids):
@@ -107,19 +116,19 @@ class DecodeScheduler:
         return events + self._grant_reservations()
 
     def reap(self, now_s: float) -> tuple[tuple[Event, ...], float | None]:
+        self._batch.ranking.now_s = now_s
         expired = tuple(self._expire(self._groups[number]) for number in self._deadlines.due(now_s))
         return expired + (self._grant_reservations() if expired else ()), self._deadlines.next_s()
 
     def plan(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
-        self._batch.join_imported()
+        self._batch.ranking.now_s = now_s
+        self._batch.begin_step()
         decoding = [*self._batch.decoding(), *self._batch.resume_swapped()]
         budget = ChunkBudget(self._limits.max_prefill_tokens, len(decoding))
         parts = [(sequence, 1) for sequence in decoding]
-        for sequence in self._batch.prefilling():
-            if budget.left:
-                parts.append((sequence, budget.take(sequence.num_left)))
-        while budget.left and (started := self._batch.start_waiting()) is not None:
-            parts.append((started, budget.take(started.num_left)))
+        prompts = self._batch.prompts()
+        while budget.left and (sequence := next(prompts, None)) is not None:
+            parts.append((sequence, budget.take(sequence.num_left)))
         swaps_out, swaps_in = self._batch.swaps.outward, self._batch.swaps.inward
         if not parts and not swaps_out:
             return (), None
@@ -131,13 +140,14 @@ class DecodeScheduler:
 
     def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:
         self._steps += 1
-        self._batch.end_step(has_failed=False)
+        self._batch.ranking.now_s = now_s
+        self._batch.tables.end_step(has_failed=False)
         self._measure(plan, result, now_s)
         tokens: list[SequenceToken] = []
         for sequence, chunk, drawn in zip(self._in_step, plan.chunks, result.tokens, strict=True):
-            sequence.num_computed += len(chunk.token_ids)
+            sequence.advance(len(chunk.token_ids))
             self._tokens_computed += len(chunk.token_ids)
-            self._batch.keep_sealed(sequence)
+            self._batch.tables.keep_sealed(sequence)
             if drawn:
                 tokens += self._append(sequence, drawn)
         self._tokens_drawn += len(tokens)
@@ -146,7 +156,8 @@ class DecodeScheduler:
 
     def fail(self, plan: StepPlan, error: Exception, now_s: float) -> tuple[Event, ...]:
         self._steps += 1
-        self._batch.end_step(has_failed=True)
+        self._batch.ranking.now_s = now_s
+        self._batch.tables.end_step(has_failed=True)
         reason = InternalError(f"the step of these sequences failed: {type(error).__name__}: {error}")
         handles: dict[int, list[int]] = {}
         for sequence in self._in_step:
@@ -163,14 +174,13 @@ class DecodeScheduler:
 
     # Admission
 
-    def _reserve(self, command: Reserve) -> tuple[Event, ...]:
+    def _reserve(self, command: Reserve, now_s: float) -> tuple[Event, ...]:
         refusal = self._limits.reservation_refusal(command.num_blocks)
         if refusal is None and self._batch.reservations.num_waiting >= self._limits.max_queue:
             refusal = QueueFull(f"{self._limits.max_queue} hand-offs wait for blocks, which is --max-queue: try later")
         if refusal is not None:
             return (Unreservable(command.handoff_id, refusal),)
-        claim = Claim(next(self._arrivals), command.handoff_id, command.num_blocks, command.block_hashes)
-        self._batch.reservations.claim(claim)
+        self._batch.reservations.claim(claim_of(command, next(self._arrivals), now_s, self._lengths))
         return ()
 
     def _grant_reservations(self) -> tuple[Event, ...]:
@@ -197,13 +207,13 @@ class DecodeScheduler:
             if first_token_id is None:
                 continue
             sequence = self._new_sequence(group, ((index, start),), chain.copy())
-            sequence.num_computed = len(sequence.token_ids)
+            sequence.advance(len(sequence.token_ids))
             sequence.num_kept = len(command.sealed_block_ids)
             sequence.num_cached = grant.num_cached * self._limits.block_size
             sequence.token_ids.append(first_token_id)
             sequence.block_ids = command.sealed_block_ids + command.tail_block_ids[index : index + 1]
             self._batch.pool.share(sequence.block_ids)
-            self._batch.add_imported(sequence)
+            self._batch.add_ready(sequence)
 
     def _admit_local(self, job: DecodeJob, now_s: float) -> tuple[Event, ...]:
         refusal, num_waiting = self._refusal(job), self._batch.num_waiting
@@ -240,10 +250,20 @@ class DecodeScheduler:
         """Of choices that go on from the same tokens. They are live from here on."""
         token_ids = list(group.job.prompt_token_ids + choices[0][1].committed_token_ids)
         sequence = Sequence(next(self._numbers), group, choices, token_ids, chain)
+        self._predict(sequence)
         group.num_live += len(choices)
         for _, start in choices:
             self._sequences[group.job.router, start.handle] = sequence
         return sequence
+
+    def _predict(self, sequence: Sequence) -> None:
+        """At its beginning, and again when it outlives what was predicted."""
+        job = sequence.group.job
+        if self._lengths is not None and sequence.num_output >= sequence.predicted_tokens:
+            num_prompt, num_output = len(job.prompt_token_ids), sequence.num_output
+            sequence.predicted_tokens = self._lengths.predict(
+                job.cache_salt, num_prompt, num_output, job.stops.max_tokens
+            )
 
     # Migration
 
@@ -319,9 +339,11 @@ class DecodeScheduler:
             parted.token_ids.append(token.token_id)
             reason = finish_reason(stops, token.token_id, index + 1)
             tokens.append(SequenceToken(router, handle, index, SampledToken(token.token_id, token.logprobs, reason)))
-            if reason is not None:
+            if reason is None:
+                self._predict(parted)
+            else:
                 self._sequences_done += 1
-                self._end_choice(router, handle)
+                self._end_choice(router, handle, reason)
         return tokens
 
     def _measure(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
@@ -346,12 +368,15 @@ class DecodeScheduler:
             self._end_choice(group.job.router, handle)
         return Failed(group.job.router, handles, error)
 
-    def _end_choice(self, router: MemberId, handle: int) -> None:
-        """It ends, whatever the reason; its blocks are free. Nothing when it had ended."""
+    def _end_choice(self, router: MemberId, handle: int, reason: FinishReason | None = None) -> None:
+        """It ends, for whatever reason, by its own tokens or not; its blocks are free. Nothing when it had ended."""
         sequence = self._sequences.pop((router, handle), None)
         if sequence is None:
             return
         group = sequence.group
+        if self._lengths is not None:
+            job, was_cut = group.job, reason is not FinishReason.STOP
+            self._lengths.observe(job.cache_salt, len(job.prompt_token_ids), sequence.num_output, was_cut=was_cut)
         group.num_live -= 1
         if group.num_live == 0:
             del self._groups[group.number]
@@ -375,9 +400,10 @@ class DecodeScheduler:
             "handoffs_waiting": self._batch.reservations.num_waiting,
             "steps": self._steps,
             "preemptions": self._batch.preemptions,
+            "displaced": self._batch.displaced,
             "tokens_drawn": self._tokens_drawn,
             "tokens_computed": self._tokens_computed,
-            "tokens_cached": self._batch.tokens_cached,
+            "tokens_cached": self._batch.tables.tokens_cached,
             "blocks_evicted": self._batch.pool.num_evicted,
             "sequences_done": self._sequences_done,
             **self._batch.swaps.figures,

@@ -5,13 +5,12 @@ chunk every choice draws its own token and becomes a sequence of its own.
 """
 
 from bisect import insort
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 from cluster.hashing import BlockChain
 from cluster.messages import DecodeJob, SequenceStart
-
-Rank = tuple[int, int]  # (arrival of the group, choice): less is older
+from engine.policies import Rank
 
 
 @dataclass(slots=True, eq=False)
@@ -50,11 +49,14 @@ class Sequence:
     # Set aside for private copies of a shared tail: one per further choice before they part, then at most the own.
     spare_ids: tuple[int, ...] = ()
     swapped: Swapped | None = None  # only while it waits
-    has_run: bool = False  # has been in a step; if it waits, it was preempted
-
-    @property
-    def rank(self) -> Rank:
-        return (self.group.number, self.choices[0][0])
+    has_run: bool = False  # has been in a step; if it waits, its place was taken
+    rank: Rank = ()  # as it stands in its place; less goes first
+    predicted_tokens: int = 0  # of output, all that it will have; 0: unknown
+    # What policies ask for (engine.policies.Work).
+    num_done: int = 0  # most tokens that were ever computed of it
+    num_done_waiting: int = 0  # of them, those computed before its last wait ended
+    waits_since_s: float | None = None  # None while it runs
+    waited_s: float = 0.0  # the wait before it ran
 
     @property
     def num_left(self) -> int:
@@ -65,14 +67,39 @@ class Sequence:
     def num_output(self) -> int:
         return len(self.token_ids) - len(self.group.job.prompt_token_ids)
 
+    def advance(self, num_tokens: int) -> None:
+        """So many more are computed."""
+        self.num_computed += num_tokens
+        self.num_done = max(self.num_done, self.num_computed)
+
+    def wait(self, now_s: float) -> None:
+        self.waits_since_s = now_s
+
+    def run(self, now_s: float) -> None:
+        """Its wait is over."""
+        assert self.waits_since_s is not None
+        self.waited_s, self.waits_since_s, self.num_done_waiting = now_s - self.waits_since_s, None, self.num_done
+
+    def parted(self, number: int, choice: tuple[int, SequenceStart], spare_ids: tuple[int, ...]) -> "Sequence":
+        """One that goes on apart with this choice of it, on the same blocks."""
+        return replace(
+            self,
+            number=number,
+            choices=(choice,),
+            token_ids=list(self.token_ids),
+            chain=self.chain.copy(),
+            num_cached=0,
+            spare_ids=spare_ids,
+        )
+
 
 def _rank(sequence: Sequence) -> Rank:
     return sequence.rank
 
 
 @dataclass(slots=True, eq=False)
-class ByAge:
-    """Sequences, oldest first."""
+class ByRank:
+    """Sequences, the one that goes first first."""
 
     _sequences: list[Sequence] = field(default_factory=list)
 
@@ -83,11 +110,11 @@ class ByAge:
         return iter(self._sequences)
 
     @property
-    def oldest(self) -> Sequence | None:
+    def first(self) -> Sequence | None:
         return self._sequences[0] if self._sequences else None
 
     @property
-    def youngest(self) -> Sequence | None:
+    def last(self) -> Sequence | None:
         return self._sequences[-1] if self._sequences else None
 
     @property
@@ -99,3 +126,9 @@ class ByAge:
 
     def remove(self, sequence: Sequence) -> None:
         self._sequences.remove(sequence)
+
+    def sort(self, rank: Callable[[Sequence], Rank]) -> None:
+        """Anew, by the ranks of this moment."""
+        for sequence in self._sequences:
+            sequence.rank = rank(sequence)
+        self._sequences.sort(key=_rank)

@@ -7,12 +7,12 @@ first written to; for CUDA the memory is pinned, so that copies run at the link'
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from engine.pool import KvPool
-from engine.step import BlockSwap, Runner, StepPlan, StepResult
+from engine.step import BlockSwap, Launched, Launcher, Runner, StepPlan, StepResult
 
 _NUM_PROBED = 16  # slots that are touched at the start
 
@@ -62,14 +62,47 @@ class SwappingRunner:
         self._now_s = now_s
 
     def run(self, plan: StepPlan) -> StepResult:
+        swap_s = self._swap(plan)
+        return replace(self._runner.run(plan), swap_s=swap_s)
+
+    def _swap(self, plan: StepPlan) -> float:
+        """How long it took."""
         if not plan.swaps_out and not plan.swaps_in:
-            return self._runner.run(plan)
+            return 0.0
         started_s = self._now_s()
         self._host_blocks.swap_out(plan.swaps_out)
         self._host_blocks.swap_in(plan.swaps_in)
         self._host_blocks.wait()
-        swap_s = self._now_s() - started_s
-        return replace(self._runner.run(plan), swap_s=swap_s)
+        return self._now_s() - started_s
+
+
+class SwappingLauncher(SwappingRunner):
+    """A Launcher whose steps may begin with swaps: those are waited for, so that their time is known."""
+
+    def __init__(self, launcher: Launcher, host_blocks: HostBlocks) -> None:
+        super().__init__(launcher, host_blocks)
+        self._launcher = launcher
+
+    def launch(self, plan: StepPlan) -> Launched:
+        swap_s = self._swap(plan)
+        launched = self._launcher.launch(plan)
+        return _LaunchedSwaps(launched, swap_s) if swap_s else launched
+
+
+@dataclass(frozen=True, slots=True)
+class _LaunchedSwaps:
+    launched: Launched
+    swap_s: float
+
+    def result(self) -> StepResult:
+        return replace(self.launched.result(), swap_s=self.swap_s)
+
+
+def with_swaps(runner: Runner, host_blocks: HostBlocks) -> Runner:
+    """Of the runner's kind."""
+    if isinstance(runner, Launcher):
+        return SwappingLauncher(runner, host_blocks)
+    return SwappingRunner(runner, host_blocks)
 
 
 def open_host_blocks(pool: KvPool, swap_bytes: int) -> tuple[HostBlocks | None, str]:

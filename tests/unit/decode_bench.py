@@ -30,6 +30,8 @@ from decode_worker.limits import DecodeLimits
 from decode_worker.preemption_cost import PreemptionCost
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequences import Sequence
+from engine.length_prediction import LengthPredictor
+from engine.policies import make_policy
 from engine.step import Sample, StepPlan
 from engine.stops import banned_token_ids, finish_reason
 from tests.unit.fake_paged_runner import FakePagedRunner, next_token
@@ -48,6 +50,14 @@ def limits(**changed: int | float) -> DecodeLimits:
         "watermark": 0.0,
     }
     return DecodeLimits(**(values | changed))  # type: ignore[arg-type]
+
+
+def known_lengths(num_output: int = 6) -> LengthPredictor:
+    """Of many that all ended with so many tokens."""
+    lengths = LengthPredictor()
+    for _ in range(100):
+        lengths.observe("", 4, num_output, was_cut=False)
+    return lengths
 
 
 @dataclass
@@ -80,6 +90,8 @@ class DecodeBench:
     limits: DecodeLimits
     prefix_caching: bool = True
     wire_dtype: str = NATIVE
+    policy: str = "fcfs"
+    lengths: LengthPredictor | None = None
     now_s: float = 0.0
     choices: dict[int, Choice] = field(default_factory=dict)
     handoffs: dict[int, HandOff] = field(default_factory=dict)
@@ -95,7 +107,12 @@ class DecodeBench:
         self.new_chain = keyed_chains(b"key", self.limits.block_size) if self.prefix_caching else nameless_chains()
         self.cost = PreemptionCost()
         self.scheduler = DecodeScheduler(
-            self.limits, new_chain=self.new_chain, wire_dtype=self.wire_dtype, cost=self.cost
+            self.limits,
+            new_chain=self.new_chain,
+            wire_dtype=self.wire_dtype,
+            cost=self.cost,
+            policy=make_policy(self.policy),
+            lengths=self.lengths,
         )
         self.runner = FakePagedRunner(self.limits.num_blocks, self.limits.block_size)
         self._next_handle = 0
@@ -114,6 +131,8 @@ class DecodeBench:
         min_tokens: int = 0,
         timeout_s: float = 1e6,
         salt: str = "",
+        priority: int = 0,
+        is_batch: bool = False,
     ) -> DecodeJob:
         """`committed`: how many tokens each choice has already; they are those of the serial run."""
         prompt = tuple(prompt)
@@ -124,7 +143,20 @@ class DecodeBench:
             handle, self._next_handle = self._next_handle, self._next_handle + 1
             known = self.serial(prompt, token_stops, seed=handle, num_output=counts[place])
             starts.append(SequenceStart(handle, seed=handle, committed_token_ids=known))
-        return DecodeJob("request", 0, ROUTER, prompt, Sampling(), token_stops, tuple(starts), None, timeout_s, salt)
+        return DecodeJob(
+            "request",
+            0,
+            ROUTER,
+            prompt,
+            Sampling(),
+            token_stops,
+            tuple(starts),
+            None,
+            timeout_s,
+            salt,
+            priority,
+            is_batch,
+        )
 
     def serial(self, prompt: tuple[int, ...], stops: TokenStops, seed: int, num_output: int) -> tuple[int, ...]:
         """The first tokens of the output, whether or not they would have ended it."""
@@ -146,7 +178,7 @@ class DecodeBench:
         num_blocks = self.limits.num_needed(len(handoff.token_ids), len(job.sequences))
         chain = self.new_chain(job.cache_salt, self.wire_dtype)
         chain.extend(handoff.token_ids)
-        self.apply(Reserve(handoff.handoff_id, num_blocks, tuple(chain.hashes)))
+        self.apply(Reserve(handoff.handoff_id, num_blocks, tuple(chain.hashes), job))
         return handoff
 
     def finish(self, handoff: HandOff) -> None:

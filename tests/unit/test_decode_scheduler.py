@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from cluster.engine_settings import SCHEDULING_POLICIES
 from cluster.errors import (
     DeadlineExceeded,
     DuplicateRequest,
@@ -29,7 +30,7 @@ from decode_worker.commands import (
     Started,
     StepTokens,
 )
-from tests.unit.decode_bench import DecodeBench, HandOff, limits
+from tests.unit.decode_bench import DecodeBench, HandOff, known_lengths, limits
 from tests.unit.fake_paged_runner import num_tokens
 
 
@@ -39,6 +40,7 @@ def _prompt(num_shared: int, rest: list[int]) -> list[int]:
 
 # Many begin alike: what one sequence has computed, another one finds.
 _PROMPTS = st.builds(_prompt, st.integers(0, 10), st.lists(st.integers(1, 49), max_size=6))
+_STANDINGS = st.tuples(st.integers(-1, 1), st.sampled_from([False, False, True]))  # priority, batch class
 
 
 class _AnySchedule(RuleBasedStateMachine):
@@ -53,6 +55,8 @@ class _AnySchedule(RuleBasedStateMachine):
         wire_dtype=st.sampled_from(["native", "int8"]),
         num_swap_slots=st.sampled_from([0, 3, 20]),
         is_computing_dear=st.booleans(),
+        policy=st.sampled_from(["fcfs", *SCHEDULING_POLICIES]),
+        is_predicting=st.booleans(),
     )
     def start(
         self,
@@ -64,6 +68,8 @@ class _AnySchedule(RuleBasedStateMachine):
         wire_dtype: str,
         num_swap_slots: int,
         is_computing_dear: bool,
+        policy: str,
+        is_predicting: bool,
     ) -> None:
         self.bench = DecodeBench(
             limits(
@@ -76,6 +82,8 @@ class _AnySchedule(RuleBasedStateMachine):
                 num_swap_slots=num_swap_slots,
             ),
             wire_dtype=wire_dtype,
+            policy=policy,
+            lengths=known_lengths() if is_predicting else None,
         )
         # As dear as four tokens: what has one open block is computed again.
         self.bench.cost.copy_s_per_block = 1.0
@@ -88,6 +96,7 @@ class _AnySchedule(RuleBasedStateMachine):
         min_tokens=st.integers(0, 4),
         stops=st.sets(st.integers(0, 49), max_size=10),
         patient=st.booleans(),
+        standing=_STANDINGS,
     )
     def admit(
         self,
@@ -97,6 +106,7 @@ class _AnySchedule(RuleBasedStateMachine):
         min_tokens: int,
         stops: set[int],
         patient: bool,
+        standing: tuple[int, bool],
     ) -> None:
         job = self.bench.job(
             prompt,
@@ -106,6 +116,8 @@ class _AnySchedule(RuleBasedStateMachine):
             min_tokens=min_tokens,
             stops=stops,
             timeout_s=1e6 if patient else 20.0,
+            priority=standing[0],
+            is_batch=standing[1],
         )
         self.bench.admit(job)
 
@@ -114,9 +126,21 @@ class _AnySchedule(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         num_choices=st.integers(1, 3),
         stops=st.sets(st.integers(0, 49), max_size=10),
+        standing=_STANDINGS,
     )
-    def reserve(self, prompt: list[int], max_tokens: int, num_choices: int, stops: set[int]) -> None:
-        self.bench.reserve(self.bench.job(prompt, max_tokens=max_tokens, num_choices=num_choices, stops=stops))
+    def reserve(
+        self, prompt: list[int], max_tokens: int, num_choices: int, stops: set[int], standing: tuple[int, bool]
+    ) -> None:
+        priority, is_batch = standing
+        job = self.bench.job(
+            prompt,
+            max_tokens=max_tokens,
+            num_choices=num_choices,
+            stops=stops,
+            priority=priority,
+            is_batch=is_batch,
+        )
+        self.bench.reserve(job)
 
     @precondition(lambda self: self._granted())
     @rule(data=st.data())

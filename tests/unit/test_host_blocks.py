@@ -1,6 +1,7 @@
 """Swap space on a real pool: bytes come back as they were, and a swapped sequence goes on with its own tokens."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from decode_worker.commands import AdmitLocal, StepTokens
 from decode_worker.limits import DecodeLimits
 from decode_worker.scheduler import DecodeScheduler
 from engine.build import Engine, build_engine
-from engine.host_blocks import HostBlocks, SwappingRunner, open_host_blocks
-from engine.step import BlockSwap, StepPlan
+from engine.host_blocks import HostBlocks, SwappingRunner, open_host_blocks, with_swaps
+from engine.step import BlockSwap, Launched, Launcher, Runner, StepPlan, StepResult
 from tests.golden.families import FAMILIES
 
 BLOCK_SIZE = 8
@@ -89,6 +90,39 @@ def test_a_preempted_sequence_draws_the_tokens_of_one_that_was_not(engine: Engin
     assert figures[way] >= 1
     assert preempted == undisturbed
     assert all(len(output) == 26 for output in preempted.values())
+
+
+def test_a_launched_step_swaps_before_it_computes_and_tells_how_long(engine: Engine) -> None:
+    launcher = with_swaps(_Launcher(engine.runner), HostBlocks(engine.pool, 4))
+    assert isinstance(launcher, Launcher)
+    assert not isinstance(with_swaps(engine.runner, HostBlocks(engine.pool, 4)), Launcher)
+    engine.pool.raw.random_(0, 256)
+    before = engine.pool.raw[4].clone()
+
+    result = launcher.launch(StepPlan((), swaps_out=(BlockSwap(4, 1),), swaps_in=(BlockSwap(6, 1),))).result()
+
+    assert torch.equal(engine.pool.raw[6], before) and result.swap_s > 0
+    assert launcher.launch(StepPlan(())).result().swap_s == 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    runner: Runner
+    plan: StepPlan
+
+    def result(self) -> StepResult:
+        return self.runner.run(self.plan)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launcher:
+    runner: Runner
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.runner.run(plan)
+
+    def launch(self, plan: StepPlan) -> Launched:
+        return _Later(self.runner, plan)
 
 
 def test_swapping_that_the_host_has_no_memory_for_is_off_and_says_so(engine: Engine) -> None:

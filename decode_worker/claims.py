@@ -1,0 +1,34 @@
+"""A hand-off's claim on blocks, from what was asked for. Pure."""
+
+import math
+
+from decode_worker.commands import Reserve
+from decode_worker.growth import Future
+from decode_worker.reservations import Claim
+from engine.length_prediction import LengthPredictor
+from engine.policies import Work
+
+
+def claim_of(command: Reserve, number: int, now_s: float, lengths: LengthPredictor | None) -> Claim:
+    """`number`: its arrival. Its prompt is computed elsewhere."""
+    work = Work(arrival=number, arrived_s=now_s, deadline_s=math.inf, num_prompt=0)
+    futures: list[Future] = []
+    if (job := command.job) is not None:
+        num_prompt, num_output = len(job.prompt_token_ids), len(job.sequences[0].committed_token_ids)
+        predicted = 0
+        if lengths is not None:
+            predicted = lengths.predict(job.cache_salt, num_prompt, num_output, job.stops.max_tokens)
+        work = Work(
+            arrival=number,
+            arrived_s=now_s,
+            deadline_s=now_s + job.timeout_s,
+            num_prompt=num_prompt,
+            num_done=num_prompt + num_output,
+            predicted_tokens=predicted,
+            priority=job.priority,
+            is_batch=job.is_batch,
+        )
+        num_choices = len(job.sequences)
+        future = Future(num_prompt + num_output, predicted - num_output, command.num_blocks // num_choices)
+        futures = [future] * num_choices if predicted > num_output else []
+    return Claim(number, command.handoff_id, command.num_blocks, command.block_hashes, work, futures)
