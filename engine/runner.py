@@ -1,15 +1,14 @@
 """Computes steps on one device. Owns the order of a step: copies, forward, draw; never decides what is in it."""
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 from engine.batch import pack
+from engine.draws import StepDraws
 from engine.forward import Forward
 from engine.pool import KvPool
-from engine.sampler import Draw
 from engine.staging import to_device
 from engine.step import Chunk, DrawnToken, StepPlan, StepResult
 
@@ -38,9 +37,7 @@ class ModelRunner:
     def start(self, plan: StepPlan) -> "StartedStep":
         """Computes the step on a CPU; on a GPU everything is on its way and nothing was waited for."""
         logits = self.logits(plan)
-        samples = [sample for chunk in plan.chunks for sample in chunk.samples]
-        draw = Draw(_row_per_sample(logits, plan), samples) if samples else None
-        return StartedStep(self, plan, draw, self._mark())
+        return StartedStep(self, plan, StepDraws(logits, plan), self._mark())
 
     def finish(self, plan: StepPlan, drawn: Iterable[DrawnToken], written: torch.cuda.Event | None) -> StepResult:
         """`written`: an event behind the last write of what was started."""
@@ -90,27 +87,15 @@ class ModelRunner:
 class StartedStep:
     """A step on its way."""
 
-    def __init__(
-        self, runner: ModelRunner, plan: StepPlan, draw: Draw | None, written: torch.cuda.Event | None
-    ) -> None:
+    def __init__(self, runner: ModelRunner, plan: StepPlan, draws: StepDraws, written: torch.cuda.Event | None) -> None:
         self._runner = runner
         self._plan = plan
-        self._draw = draw
+        self._draws = draws
         self._written = written
 
     def result(self) -> StepResult:
         """Waits for its tokens and for its last write."""
-        return self._runner.finish(self._plan, self._draw.read() if self._draw is not None else (), self._written)
-
-
-def _row_per_sample(logits: torch.Tensor, plan: StepPlan) -> torch.Tensor:
-    """A chunk without guesses has one row for all its samples; one with guesses has a row for each."""
-    chunks = [chunk for chunk in plan.chunks if chunk.samples]
-    if all(len(chunk.samples) == chunk.num_guesses + 1 for chunk in chunks):
-        return logits
-    rows = [[1] * len(chunk.samples) if chunk.num_guesses else [len(chunk.samples)] for chunk in chunks]
-    repeats = torch.tensor(list(itertools.chain.from_iterable(rows)))
-    return logits[to_device(torch.arange(len(repeats)).repeat_interleave(repeats), logits.device)]
+        return self._runner.finish(self._plan, self._draws.read(), self._written)
 
 
 def _accepted(chunk: Chunk, drawn: tuple[DrawnToken, ...]) -> tuple[DrawnToken, ...]:

@@ -1,0 +1,48 @@
+"""Draws all tokens of a step, in parts, so that what drawing takes for a while does not grow with a step's samples.
+
+A prompt with many choices has one row of logits for all of them: a worker that ends many such prompts in one step would
+otherwise hold thousands of rows at once.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from engine.sampler import Draw
+from engine.staging import to_device
+from engine.step import DrawnToken, Sample, StepPlan
+
+_ELEMENTS_AT_ONCE = 1 << 26  # 256 MiB as float32, and 256 rows of the largest vocabularies
+
+
+class StepDraws:
+    """Making it waits for nothing; `read` waits for the tokens."""
+
+    def __init__(self, logits: torch.Tensor, plan: StepPlan) -> None:
+        """`logits`: `[rows, vocab]`, one row for all samples of a chunk without guesses, one for each of another's."""
+        self._draws = [Draw(rows, samples) for rows, samples in parts(logits, plan, _ELEMENTS_AT_ONCE)]
+
+    def read(self) -> list[DrawnToken]:
+        return [token for draw in self._draws for token in draw.read()]
+
+
+def parts(logits: torch.Tensor, plan: StepPlan, most_elements: int) -> Iterator[tuple[torch.Tensor, list[Sample]]]:
+    """The plan's samples in order, each with its row; so many at a time that the rows have at most `most_elements`, or
+    one. Rows that are one run are not copied."""
+    sampled = list(_rows_and_samples(plan))
+    size = max(1, most_elements // max(1, logits.shape[1]))
+    for start in range(0, len(sampled), size):
+        rows = [row for row, _ in sampled[start : start + size]]
+        if rows == list(range(rows[0], rows[0] + len(rows))):
+            taken = logits[rows[0] : rows[0] + len(rows)]
+        else:
+            taken = logits[to_device(torch.tensor(rows), logits.device)]
+        yield taken, [sample for _, sample in sampled[start : start + size]]
+
+
+def _rows_and_samples(plan: StepPlan) -> Iterator[tuple[int, Sample]]:
+    row = 0
+    for chunk in plan.chunks:
+        for place, sample in enumerate(chunk.samples):
+            yield (row + place if chunk.num_guesses else row), sample
+        row += len(chunk.samples) if chunk.num_guesses else bool(chunk.samples)

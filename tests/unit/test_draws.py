@@ -1,0 +1,46 @@
+"""Drawing in parts: the tokens are those of one draw over all rows, whatever the parts, and no part is too large."""
+
+import pytest
+import torch
+
+from cluster.messages import Sampling
+from engine.draws import parts
+from engine.sampler import draw
+from engine.step import Chunk, Sample, StepPlan
+
+VOCAB = 50
+
+
+def chunk(*positions: int, num_guesses: int = 0) -> Chunk:
+    """`positions` of its samples."""
+    sampling = Sampling(temperature=1.0, top_p=0.9, num_logprobs=2)
+    samples = tuple(
+        Sample(seed=place, position=position, sampling=sampling) for place, position in enumerate(positions)
+    )
+    return Chunk(0, (1, 2, 3, 4), 0, (0,), samples, num_guesses)
+
+
+# Three choices of one prompt, a prompt that is not over, a token, two guesses and what follows, five choices.
+PLAN = StepPlan((chunk(4, 4, 4), chunk(), chunk(9), chunk(5, 6, 7, num_guesses=2), chunk(1, 1, 1, 1, 1)))
+ROWS = [0, 0, 0, 1, 2, 3, 4, 5, 5, 5, 5, 5]
+
+
+@pytest.mark.parametrize("most_rows", [1, 2, 3, 5, 100])
+def test_parts_change_no_token_and_hold_no_more_rows_than_they_may(most_rows: int) -> None:
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
+    samples = [sample for planned in PLAN.chunks for sample in planned.samples]
+    found = list(parts(logits, PLAN, most_elements=most_rows * VOCAB + VOCAB - 1))
+
+    assert max(len(rows) for rows, _ in found) <= most_rows
+    assert torch.equal(torch.cat([rows for rows, _ in found]), logits[ROWS])
+    assert [token for rows, some in found for token in draw(rows, some)] == draw(logits[ROWS], samples)
+
+
+def test_rows_of_ordinary_steps_are_not_copied() -> None:
+    logits = torch.randn(7, VOCAB)
+    ((rows, _),) = parts(logits, StepPlan(tuple(chunk(at) for at in range(7))), most_elements=1 << 20)
+    assert rows.data_ptr() == logits.data_ptr()
+
+
+def test_a_step_that_ends_no_prompt_draws_nothing() -> None:
+    assert list(parts(torch.empty(0, VOCAB), StepPlan((chunk(),)), most_elements=9)) == []
