@@ -59,6 +59,9 @@ class EngineSettings:
     cpu_kernels: str = setting(
         "auto", "compiled kernels for bfloat16 on CPUs; on: also where auto does without", choices=("auto", "on", "off")
     )
+    cuda_graphs: str = setting(
+        "auto", "replay decode steps from CUDA graphs, where the model can be captured", choices=("auto", "off")
+    )
     num_threads: int = setting(0, "threads of the model's computation; 0: one on CPU")
     speculation: str = setting(
         "off", "guess tokens ahead: from the sequence itself, or by a draft model", choices=("off", "prompt", "draft")

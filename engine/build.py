@@ -10,6 +10,8 @@ from cluster.messages import LayoutFingerprint
 from engine import capacity
 from engine.cpu.compile import compiled_forward
 from engine.cpu.library import NotCompiled
+from engine.cuda.decode_graphs import graph_forward
+from engine.cuda.launching_runner import LaunchingRunner
 from engine.deterministic.build import make_deterministic
 from engine.fingerprint import fingerprint
 from engine.loaded import LoadedModel, ModelInfo
@@ -40,9 +42,10 @@ def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.N
     if capacity.is_measured(settings):
         settings, loaded = _measured(settings, loaded, wire)
     num_blocks = capacity.num_blocks(settings, loaded.layout, wire)
-    pool = KvPool(loaded.layout, num_blocks, loaded.device)
+    on_gpu = loaded.device.startswith("cuda")
+    pool = KvPool(loaded.layout, num_blocks, loaded.device, num_spare=1 if on_gpu else 0)  # for graphs' idle rows
     layout_fingerprint = fingerprint(loaded, wire.name)  # reads the weights: before they are packed
-    runner = ModelRunner(loaded.forward(pool), pool)
+    runner = (LaunchingRunner if on_gpu else ModelRunner)(loaded.forward(pool), pool)
     speed = _speed_up(settings, loaded, runner, pool)
     if settings.deterministic == "on":
         made = make_deterministic(loaded, runner, pool)
@@ -67,8 +70,11 @@ def _measured(
 
 
 def _speed_up(settings: EngineSettings, loaded: LoadedModel, runner: ModelRunner, pool: KvPool) -> tuple[str, ...]:
-    """The compiled forward where there is one for this model here, else the plain one on packed weights. Answers with
-    lines for the report: which one, and why."""
+    """On a GPU, decodes from graphs; on a CPU the compiled forward where there is one for this model, else the plain
+    one on packed weights. Answers with lines for the report: which one, and why."""
+    if loaded.device.startswith("cuda"):
+        runner.forward, lines = graph_forward(settings, loaded, pool, runner.forward)
+        return lines
     try:
         runner.forward = compiled_forward(settings, loaded, pool)
     except NotCompiled as why:

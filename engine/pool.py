@@ -25,9 +25,14 @@ _SCALE_DTYPE = torch.bfloat16
 class KvPool:
     """`tensor` is `[num_blocks, block_elems]` in the KV dtype, `raw` the same bytes as `[num_blocks, block_bytes]`; in
     a pool of 8 bits `tensor` is those bytes as well. Zero at the start. Not thread-safe: written by the step thread
-    and, into blocks set aside for it, by an importer."""
+    and, into blocks set aside for it, by an importer.
 
-    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
+    `num_spare` blocks more stand behind the last one, for steps to write what nobody reads: `layers` and `scales` reach
+    them, and nothing else does."""
+
+    def __init__(
+        self, layout: BlockLayout, num_blocks: int, device: torch.device | str = "cpu", *, num_spare: int = 0
+    ) -> None:
         assert num_blocks >= 1
         self.layout = layout
         self.num_blocks = num_blocks
@@ -38,13 +43,14 @@ class KvPool:
         self._closers: list[weakref.finalize[[int], KvPool]] = []  # of its files; they run once, by `close` or without
         self.cuda_file_bytes = 0
         self.why_no_cuda_file = "the pool is not on a GPU"
-        num_bytes = num_blocks * layout.block_bytes
+        self._num_spare = num_spare
+        num_bytes = (num_blocks + num_spare) * layout.block_bytes
         if self.device.type == "cpu":
             self.memfd, flat = _shared_memory(num_bytes)
             self._closers.append(weakref.finalize(self, os.close, self.memfd))
         else:
             flat = self._cuda_memory(num_bytes)
-        self.raw = flat.view(num_blocks, layout.block_bytes)
+        self.raw = flat.view(-1, layout.block_bytes)[:num_blocks]
         self.tensor = self.raw.view(TORCH_DTYPES.get(layout.dtype, torch.int8))
         self.layers = tuple(self._views(place) for place in layout.layers)  # (K, V) of each layer
         # Theirs, [num_blocks, block_size, num_kv_heads], in a pool of 8 bits.
@@ -53,6 +59,11 @@ class KvPool:
     @property
     def num_tokens(self) -> int:
         return self.num_blocks * self.layout.block_size
+
+    @property
+    def spare_block(self) -> int:
+        assert self._num_spare, "this pool was made without a spare block"
+        return self.num_blocks
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Every source is read before any target is written."""
@@ -99,7 +110,9 @@ class KvPool:
     def _strided(self, dtype: torch.dtype, offset: int, heads: int, dim: int) -> torch.Tensor:
         whole = self.raw.view(dtype)
         return whole.as_strided(
-            (self.num_blocks, self.layout.block_size, heads, dim), (whole.stride(0), heads * dim, dim, 1), offset
+            (self.num_blocks + self._num_spare, self.layout.block_size, heads, dim),
+            (whole.stride(0), heads * dim, dim, 1),
+            offset,
         )
 
 

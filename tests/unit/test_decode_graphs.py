@@ -1,0 +1,150 @@
+"""Decodes from graphs: the same logits as without, whatever step follows which; idle rows touch no sequence's block.
+
+On the CPU a graph is played by calling what it would have recorded, over the same tensors in place.
+"""
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from cluster.engine_settings import EngineSettings
+from cluster.messages import Sampling
+from engine.attention.dense import attend_dense
+from engine.attention.interface import AttentionOptions, LayerKv
+from engine.attention.registry import Capability
+from engine.batch import PackedBatch
+from engine.cuda.decode_buckets import bucket_for, bucket_sizes
+from engine.cuda.decode_graphs import captured
+from engine.cuda.graph_forward import GraphForward
+from engine.loaded import LoadedModel
+from engine.loading import load
+from engine.pool import KvPool
+from engine.runner import ModelRunner
+from engine.step import Chunk, Sample, StepPlan
+from tests.golden.families import FAMILIES
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MAX_SEQS = 8, 40, 40, 11
+SAMPLE = (Sample(0, 0, Sampling()),)
+
+
+def test_sizes_reach_every_number_of_decodes() -> None:
+    for most in (1, 3, 8, 11, 64, 256, 300):
+        sizes = bucket_sizes(most)
+        assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == most
+        for count in range(1, most + 1):
+            size = bucket_for(count, sizes)
+            assert size is not None and count <= size <= max(2 * count, count + 31)
+        assert bucket_for(most + 1, sizes) is None
+
+
+class TableBackend:
+    """Attention of decodes that reads tensors only, as a back end must under capture."""
+
+    def for_graph(self, batch: PackedBatch) -> "TableBackend":
+        return TableBackend()
+
+    def prepare(self, batch: PackedBatch) -> None:
+        assert [start + 1 for start in batch.starts] == batch.context_lens.tolist()
+
+    def attend(self, query: torch.Tensor, kv: LayerKv, batch: PackedBatch, options: AttentionOptions) -> torch.Tensor:
+        keys, values = (view[batch.block_tables].flatten(1, 2).transpose(1, 2) for view in (kv.keys, kv.values))
+        positions = torch.arange(keys.shape[2])
+        visible = positions < batch.context_lens[:, None]
+        if options.sliding_window is not None:
+            visible &= positions >= batch.context_lens[:, None] - options.sliding_window
+        grouped = query.view(len(query), keys.shape[1], -1, query.shape[2])
+        return attend_dense(grouped, keys, values, visible[:, None, None], None, options).flatten(1, 2)
+
+
+def play(compute: Callable[[], object], prepare: Callable[[], None]) -> Callable[[], None]:
+    def replay() -> None:
+        compute()
+
+    return replay
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    plain: ModelRunner
+    graphed: ModelRunner
+    graphs: GraphForward
+    pools: tuple[KvPool, KvPool]
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = tmp_path_factory.mktemp(request.param)
+    FAMILIES[request.param].save(folder)
+    settings = EngineSettings(
+        model=str(folder), dtype="float32", device="cpu", block_size=BLOCK_SIZE, max_model_len=MAX_LEN
+    )
+    return load(settings)
+
+
+@pytest.fixture
+def bench(loaded: LoadedModel) -> Iterator[Bench]:
+    pools = KvPool(loaded.layout, NUM_BLOCKS), KvPool(loaded.layout, NUM_BLOCKS, num_spare=1)
+    for pool in pools:
+        pool.tensor.copy_(torch.randn(pool.tensor.shape, generator=torch.Generator().manual_seed(1)))
+    tables = dataclasses.replace(loaded, attention=Capability("table", TableBackend, frozenset({"cpu"}), captures=True))
+    graphs, why = captured(MAX_SEQS, tables, pools[1], loaded.forward(pools[1]), play)
+    assert why == "" and graphs.sizes == (1, 2, 4, 8, 11)
+    yield Bench(ModelRunner(loaded.forward(pools[0]), pools[0]), ModelRunner(graphs, pools[1]), graphs, pools)
+    for pool in pools:
+        pool.close()
+
+
+def random_decodes(dice: random.Random, count: int) -> StepPlan:
+    free = list(range(NUM_BLOCKS))
+    dice.shuffle(free)
+    chunks = []
+    for _ in range(count):
+        start = dice.randrange(3 * BLOCK_SIZE)
+        block_ids = tuple(free.pop() for _ in range(start // BLOCK_SIZE + 1))
+        chunks.append(Chunk(0, (dice.randrange(1, 128),), start, block_ids, SAMPLE if dice.random() < 0.8 else ()))
+    return StepPlan(tuple(chunks))
+
+
+def test_any_decodes_after_any_others_are_what_they_are_without_graphs(bench: Bench) -> None:
+    dice = random.Random(5)
+    for _ in range(25):
+        plan = random_decodes(dice, dice.randint(1, MAX_SEQS))
+        expected = bench.plain.logits(plan)
+        assert torch.allclose(bench.graphed.logits(plan), expected, atol=1e-5)
+        assert torch.allclose(bench.pools[1].tensor, bench.pools[0].tensor, atol=1e-5)
+
+
+def test_idle_rows_write_to_the_spare_block_alone(bench: Bench) -> None:
+    before = bench.pools[1].tensor.clone()
+    plan = StepPlan((Chunk(0, (5,), 3, (7,), SAMPLE), Chunk(0, (6,), 9, (2, 30), SAMPLE), Chunk(0, (6,), 1, (9,))))
+    bench.graphed.logits(plan)
+    changed = (bench.pools[1].tensor != before).any(dim=1).nonzero().flatten().tolist()
+    assert changed == [7, 9, 30]
+
+
+def test_longer_chunks_and_larger_steps_are_computed_as_before(bench: Bench) -> None:
+    chunk = StepPlan((Chunk(0, (1, 2, 3), 0, (4,), SAMPLE), Chunk(0, (6,), 1, (9,), SAMPLE)))
+    larger = StepPlan(tuple(Chunk(0, (row + 1,), 0, (row,), SAMPLE) for row in range(MAX_SEQS + 2)))
+    for plan in (chunk, larger):
+        assert torch.allclose(bench.graphed.logits(plan), bench.plain.logits(plan), atol=1e-5)
+
+
+def test_what_cannot_be_captured_is_computed_as_before_and_said(loaded: LoadedModel) -> None:
+    pool = KvPool(loaded.layout, NUM_BLOCKS, num_spare=1)
+    calls = []
+
+    def refuse_small(compute: Callable[[], object], prepare: Callable[[], None]) -> Callable[[], None]:
+        calls.append(compute)
+        if len(calls) == 3:
+            raise RuntimeError("operation not permitted when stream is capturing\nsecond line")
+        return play(compute, prepare)
+
+    tables = dataclasses.replace(loaded, attention=Capability("table", TableBackend, frozenset({"cpu"}), captures=True))
+    graphs, why = captured(MAX_SEQS, tables, pool, loaded.forward(pool), refuse_small)
+    assert why == "operation not permitted when stream is capturing"
+    assert graphs.sizes == (8, 11)
+    pool.close()
