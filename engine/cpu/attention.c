@@ -62,30 +62,44 @@ int64_t td_attend_bytes(const td_model *model) {
     return rows * row_bytes(model, columns) + (model->head_dim + columns) * PANEL * 2 + 6 * 64;
 }
 
-/* Where the tile's positions lie from the layer's keys or values, in elements; returns how many of 64 there are. */
-static int64_t find_rows(const td_model *model, const Span *span, int64_t start, int64_t places[PANEL]) {
-    int64_t count = td_min(PANEL, span->context_len - start), token = model->num_kv_heads * model->head_dim;
+/* One KV head's rows of up to 64 positions; from `count` on, places that may be read. */
+typedef struct {
+    const bf16 *keys[PANEL], *values[PANEL];
+    int64_t count;
+} Tile;
+
+static Tile find_tile(const td_model *model, const td_layer *layer, const Span *span, int64_t start) {
+    int64_t token = model->num_kv_heads * model->head_dim;
     int64_t block = start / model->block_size, offset = start % model->block_size;
-    for (int64_t i = 0; i < count; i++) {
-        places[i] = span->table[block] * model->block_elems + offset * token;
-        if (++offset == model->block_size) offset = 0, block++;
+    Tile tile = {.count = td_min(PANEL, span->context_len - start)};
+    for (int64_t i = 0; i < PANEL; i++) {
+        int64_t place = span->table[block] * model->block_elems + offset * token;
+        tile.keys[i] = layer->keys + place;
+        tile.values[i] = layer->values + place;
+        if (i + 1 < tile.count && ++offset == model->block_size) offset = 0, block++;
     }
-    return count;
+    return tile;
 }
 
-/* Pairs of positions side by side, for the product with the weights. Rows that are NULL are zero: what stands in a
- * block behind the context may be anything, and 0 times that need not be 0. */
-static void pack_values(const bf16 *const rows[PANEL], int64_t head_dim, bf16 *panels) {
+static void next_head(Tile *tile, int64_t head_dim) {
+    for (int64_t i = 0; i < PANEL; i++) tile->keys[i] += head_dim, tile->values[i] += head_dim;
+}
+
+/* Pairs of positions side by side, for the product with the weights. Rows from `count` on are zero: what stands in a
+ * block behind the context may be anything, and 0 times that need not be 0. `ahead`: as in pack_rows. */
+static void pack_values(const bf16 *const rows[PANEL], int64_t count, int64_t head_dim,
+                        const bf16 *const ahead[PANEL], bf16 *panels) {
     short order[2][32];
     for (int i = 0; i < 32; i++) order[0][i] = (i & 1) * 32 + i / 2, order[1][i] = order[0][i] + 16;
     __m512i low = _mm512_loadu_si512(order[0]), high = _mm512_loadu_si512(order[1]);
-    for (int64_t pair = 0; pair < PANEL / 2; pair++) {
-        const bf16 *even = rows[pair * 2], *odd = rows[pair * 2 + 1];
-        for (int64_t column = 0; column < head_dim; column += 2 * LANES) {
-            __mmask32 there = head_dim - column >= 2 * LANES ? 0xffffffff : 0xffff;
-            __m512i a = even ? _mm512_maskz_loadu_epi16(there, even + column) : _mm512_setzero_si512();
-            __m512i b = odd ? _mm512_maskz_loadu_epi16(there, odd + column) : _mm512_setzero_si512();
-            bf16 *out = panels + column / PANEL * PANEL * PANEL + pair * PANEL * 2 + column % PANEL * 2;
+    for (int64_t column = 0; column < head_dim; column += 2 * LANES) {
+        __mmask32 there = head_dim - column >= 2 * LANES ? 0xffffffff : 0xffff;
+        bf16 *out = panels + column / PANEL * PANEL * PANEL + column % PANEL * 2;
+        for (int64_t row = 0; row < PANEL; row += 2, out += PANEL * 2) {
+            __m512i a = _mm512_maskz_loadu_epi16(row < count ? there : 0, rows[row] + column);
+            __m512i b = _mm512_maskz_loadu_epi16(row + 1 < count ? there : 0, rows[row + 1] + column);
+            _mm_prefetch((const char *)(ahead[row] + column), _MM_HINT_T0);
+            _mm_prefetch((const char *)(ahead[row + 1] + column), _MM_HINT_T0);
             _mm512_store_si512(out, _mm512_permutex2var_epi16(a, low, b));
             _mm512_store_si512(out + 2 * LANES, _mm512_permutex2var_epi16(a, high, b));
         }
@@ -207,40 +221,56 @@ static void finish_rows(const td_model *model, const State *state, const Span *s
             }
 }
 
+static int64_t first_tile(const td_layer *layer, const Span *span) {
+    return layer->window ? td_max(0, span->first_position - layer->window + 1) / PANEL * PANEL : 0;
+}
+
+/* `next`: the span after this one, or itself at the step's end. `tile`: the span's first, and then that of the next.
+ * While one head's tile is packed, the next one is asked for: the processor foresees a weight that it reads from one end
+ * to the other, but not these short rows. */
 static void attend_span(const td_model *model, const td_layer *layer, const State *state, const Span *span,
-                        const bf16 *query, bf16 *output) {
+                        const Span *next, Tile *tile, const bf16 *query, bf16 *output) {
     int64_t end = span->first_position + span->num_tokens;
-    int64_t start = layer->window ? td_max(0, span->first_position - layer->window + 1) / PANEL * PANEL : 0;
     begin_rows(model, state, span, query);
-    for (; start < end; start += PANEL) {
-        int64_t places[PANEL], count = find_rows(model, span, start, places);
+    for (int64_t start = first_tile(layer, span); start < end; start += PANEL) {
+        int more = start + PANEL < end;
         for (int64_t head = 0; head < model->num_kv_heads; head++) {
-            const bf16 *keys[PANEL] = {NULL}, *values[PANEL] = {NULL};
-            for (int64_t i = 0; i < count; i++) {
-                keys[i] = layer->keys + places[i] + head * model->head_dim;
-                values[i] = layer->values + places[i] + head * model->head_dim;
-            }
-            pack_rows(keys, model->head_dim, state->keys);
-            pack_values(values, model->head_dim, state->values);
+            Tile after = *tile;
+            if (head + 1 < model->num_kv_heads)
+                next_head(&after, model->head_dim);
+            else
+                after = find_tile(model, layer, more ? span : next, more ? start + PANEL : first_tile(layer, next));
+            pack_rows(tile->keys, tile->count, model->head_dim, after.keys, state->keys);
+            pack_values(tile->values, tile->count, model->head_dim, after.values, state->values);
             attend_tile(model, layer, state, span, head, start);
+            *tile = after;
         }
     }
     finish_rows(model, state, span, output);
 }
 
+/* The next piece of the step that `state` has room for, from `sequence` and `row` on; 0 where there is none. */
+static int next_span(const td_step *step, int64_t max_tokens, int64_t *sequence, int64_t *row, Span *span) {
+    while (*sequence < step->num_sequences && *row == step->query_starts[*sequence + 1]) ++*sequence;
+    if (*sequence == step->num_sequences) return 0;
+    int64_t left = step->query_starts[*sequence + 1] - *row, context_len = step->context_lens[*sequence];
+    *span = (Span){*row, td_min(max_tokens, left), context_len - left, context_len,
+                   step->block_tables + *sequence * step->table_stride};
+    *row += span->num_tokens;
+    return 1;
+}
+
 void td_attend(const td_model *model, const td_layer *layer, const td_step *step, const bf16 *query, bf16 *output,
                void *scratch) {
     State state = divide_scratch(model, scratch);
-    for (int64_t sequence = 0; sequence < step->num_sequences; sequence++) {
-        int64_t row = step->query_starts[sequence], end = step->query_starts[sequence + 1];
-        int64_t context_len = step->context_lens[sequence], position = context_len - (end - row);
-        while (row < end) {
-            int64_t count = td_min(state.max_tokens, end - row);
-            Span span = {row, count, position, context_len, step->block_tables + sequence * step->table_stride};
-            attend_span(model, layer, &state, &span, query, output);
-            row += count;
-            position += count;
-        }
+    Span span, next;
+    int64_t sequence = 0, row = 0;
+    if (!next_span(step, state.max_tokens, &sequence, &row, &span)) return;
+    Tile tile = find_tile(model, layer, &span, first_tile(layer, &span));
+    for (int more = 1; more; span = next) {
+        next = span;
+        more = next_span(step, state.max_tokens, &sequence, &row, &next);
+        attend_span(model, layer, &state, &span, &next, &tile, query, output);
     }
 }
 

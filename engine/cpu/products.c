@@ -16,21 +16,22 @@ int64_t td_packed_elems(int64_t out_features, int64_t in_features) {
 void td_pack(const bf16 *weight, int64_t stride, int64_t out_features, int64_t in_features, bf16 *panels) {
     for (int64_t first = 0; first < out_features; first += PANEL) {
         const bf16 *rows[PANEL];
-        for (int64_t r = 0; r < PANEL; r++) rows[r] = first + r < out_features ? weight + (first + r) * stride : NULL;
-        pack_rows(rows, in_features, panels + first * in_features);
+        for (int64_t r = 0; r < PANEL; r++) rows[r] = weight + td_min(first + r, out_features - 1) * stride;
+        pack_rows(rows, out_features - first, in_features, rows, panels + first * in_features);
     }
 }
 
+/* 32 rows of gate, then 32 of up; where the intermediate features end, any rows: their results are not taken. */
 void td_pack_gate_up(const bf16 *gate, int64_t gate_stride, const bf16 *up, int64_t up_stride, int64_t intermediate,
                      int64_t in_features, bf16 *panels) {
     for (int64_t first = 0; first < intermediate; first += PANEL / 2) {
         const bf16 *rows[PANEL];
         for (int64_t r = 0; r < PANEL / 2; r++) {
-            int there = first + r < intermediate;
-            rows[r] = there ? gate + (first + r) * gate_stride : NULL;
-            rows[PANEL / 2 + r] = there ? up + (first + r) * up_stride : NULL;
+            int64_t feature = td_min(first + r, intermediate - 1);
+            rows[r] = gate + feature * gate_stride;
+            rows[PANEL / 2 + r] = up + feature * up_stride;
         }
-        pack_rows(rows, in_features, panels + first * 2 * in_features);
+        pack_rows(rows, PANEL, in_features, rows, panels + first * 2 * in_features);
     }
 }
 

@@ -115,16 +115,19 @@ TD_INLINE void transpose_pairs(__m512i in[LANES], bf16 *out, int64_t pairs) {
         if (i < pairs) _mm512_store_si512(out + i * PANEL * 2, b[i]);
 }
 
-/* One panel of up to 64 rows of `width` elements (even); rows that are NULL are zero. */
-TD_INLINE void pack_rows(const bf16 *const rows[PANEL], int64_t width, bf16 *panel) {
+/* One panel of `count` rows of `width` elements (even); zeros for the rest of 64. Each read of a row asks for the same
+ * place in the row of `ahead` that has its number. */
+TD_INLINE void pack_rows(const bf16 *const rows[PANEL], int64_t count, int64_t width, const bf16 *const ahead[PANEL],
+                         bf16 *panel) {
     for (int64_t pair = 0; pair < width / 2; pair += LANES) {
         int64_t pairs = td_min(width / 2 - pair, LANES);
         __mmask16 lanes = first_lanes(pairs);
-        for (int first = 0; first < PANEL; first += LANES) {
+        for (int64_t first = 0; first < PANEL; first += LANES) {
             __m512i in[LANES];
             TD_UNROLL for (int r = 0; r < LANES; r++) {
-                const bf16 *row = rows[first + r];
-                in[r] = row ? _mm512_maskz_loadu_epi32(lanes, row + pair * 2) : _mm512_setzero_si512();
+                _mm_prefetch((const char *)(ahead[first + r] + pair * 2), _MM_HINT_T0);
+                in[r] = first + r < count ? _mm512_maskz_loadu_epi32(lanes, rows[first + r] + pair * 2)
+                                          : _mm512_setzero_si512();
             }
             transpose_pairs(in, panel + (pair * PANEL + first) * 2, pairs);
         }
