@@ -9,6 +9,8 @@ from cluster.messages import DecodeJob, Inspect, Inspected, MemberId, Sampling, 
 from decode_worker.commands import AdmitLocal, Command, Event, Failed, StepTokens
 from decode_worker.limits import DecodeLimits
 from decode_worker.scheduler import DecodeScheduler
+from engine.length_prediction import LengthPredictor
+from engine.policies import Policy
 from engine.step import DrawnToken, Runner, Sample, StepPlan, StepResult
 from tests.unit.fake_paged_runner import FakePagedRunner, next_token
 from tests.unit.scheduling.simulation import SameToken, Simulation, Step, StepCost
@@ -29,10 +31,11 @@ class Asked:
     priority: int = 0
     is_batch: bool = False
     timeout_s: float = 1e9
+    tenant: str = ""
 
     def job(self, handle: int) -> DecodeJob:
         """No two prompts begin alike."""
-        prompt = tuple(hash((handle, place)) % 1000 for place in range(self.num_prompt))
+        prompt = tuple(range(handle, handle + self.num_prompt))
         start = SequenceStart(handle, seed=handle)
         stops = TokenStops(self.max_tokens or self.num_output, stop_token_ids=frozenset({_END}))
         return DecodeJob(
@@ -45,6 +48,7 @@ class Asked:
             (start,),
             None,
             self.timeout_s,
+            cache_salt=self.tenant,
             priority=self.priority,
             is_batch=self.is_batch,
         )
@@ -160,5 +164,7 @@ def limits(**changed: int | float) -> DecodeLimits:
     return DecodeLimits(**(values | changed))  # type: ignore[arg-type]
 
 
-def scheduler(decode_limits: DecodeLimits) -> DecodeScheduler:
-    return DecodeScheduler(decode_limits, new_chain=nameless_chains())
+def scheduler(
+    decode_limits: DecodeLimits, policy: Policy | None = None, lengths: LengthPredictor | None = None
+) -> DecodeScheduler:
+    return DecodeScheduler(decode_limits, new_chain=nameless_chains(), policy=policy, lengths=lengths)

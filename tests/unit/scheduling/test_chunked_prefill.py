@@ -3,7 +3,9 @@
 
 import pytest
 
+from engine.policies import FirstCome
 from tests.unit.scheduling.decoding import Asked, decode, limits, scheduler
+from tests.unit.scheduling.prefilling import Prompt, prefill
 from tests.unit.scheduling.simulation import StepCost
 
 COST = StepCost(fixed_s=0.005, token_s=0.0001)  # a step alone 5 ms, 10,000 prompt tokens a second
@@ -35,3 +37,9 @@ def test_with_a_backlog_every_step_carries_the_budget() -> None:
     last_prompt = max(number for number, step in enumerate(decoded.steps) if step.num_tokens > step.num_drawn)
     with_backlog = decoded.steps[: last_prompt + 1]
     assert sum(step.num_tokens == BUDGET for step in with_backlog) >= 0.95 * len(with_backlog)
+
+
+def test_a_prefill_worker_with_a_backlog_fills_every_step() -> None:
+    prompts = [Prompt(num_tokens=100 + 37 * number % 900) for number in range(120)]
+    steps = prefill(prompts, FirstCome(), COST, max_prefill_tokens=BUDGET).steps
+    assert {step.num_tokens for step in steps[:-1]} == {BUDGET}
