@@ -154,6 +154,14 @@ class DraftModel:
         )
 
 
+def with_draft_model(settings: EngineSettings, target: Engine) -> Engine:
+    """The engine, whose runner asks the model of --draft-model from now on. Raises ConfigError and ModelRefused."""
+    target.runner.drafts, engine = build_draft_model(settings, target)
+    tokens = engine.pool.num_blocks * engine.pool.layout.block_size
+    line = f"draft model: {engine.model_info.name}, KV of {tokens} tokens, up to {settings.num_guesses} guesses a step"
+    return replace(target, report=(*target.report, line))
+
+
 def build_draft_model(settings: EngineSettings, target: Engine) -> tuple[DraftModel, Engine]:
     """The model of --draft-model, with a pool of its own. Raises ConfigError and ModelRefused."""
     memory = min(target.pool.raw.nbytes // _MEMORY_SHARE, _MOST_BYTES)

@@ -13,7 +13,7 @@ from cluster.errors import ConfigError
 from cluster.messages import Sampling
 from engine.build import build_engine
 from engine.runner import ModelRunner
-from engine.speculation.draft_model import DraftLimits, DraftModel, build_draft_model
+from engine.speculation.draft_model import DraftLimits, DraftModel, build_draft_model, with_draft_model
 from engine.speculation.drafter import DraftedGuesser
 from engine.step import Chunk, DraftRequest, DrawnToken, Sample, StepPlan
 from tests.golden.families import FAMILIES
@@ -180,16 +180,14 @@ def test_a_real_draft_model_changes_no_greedy_token(tmp_path: Path) -> None:
     for talk in (*plain, *guessing):
         talk.token_ids += [talk.number + 20, talk.number + 90]
     speak(engine.runner, plain, 60)
-    engine.runner.drafts, draft_engine = build_draft_model(
-        settings(tmp_path, speculation="draft", draft_model=str(tmp_path)), engine
-    )
+    with_draft = with_draft_model(settings(tmp_path, speculation="draft", draft_model=str(tmp_path)), engine)
+    assert any(line.startswith(f"draft model: {tmp_path.name}, KV of ") for line in with_draft.report)
     for talk in guessing:
         talk.guesser = DraftedGuesser(4)
     steps = speak(engine.runner, guessing, 60)
     assert [talk.token_ids for talk in guessing] == [talk.token_ids for talk in plain]
     assert steps < 3 * 54 / 3
-    for built in (engine, draft_engine):
-        built.pool.close()
+    engine.pool.close()
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
