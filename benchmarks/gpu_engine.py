@@ -1,0 +1,264 @@
+"""The engine on one GPU, with the shape of an 8B Llama and random weights, beside the device's own limits.
+
+    python -m benchmarks.gpu_engine [--attention-backend NAME] [--cuda-graphs off] [--tiny]
+
+Prefill: one prompt alone, in chunks. Decode: steps of so many sequences, greedy, whole steps with sampling and the read
+of the tokens. Limits are measured in the same run, before and after: the bandwidth of a copy (bytes read and written),
+and the rate of a large bfloat16 product. `--tiny` runs everything in small, on a CPU too, and keeps nothing.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from benchmarks.gpu_shapes import GPU_LOADS, TINY_LOADS, Loads, Work, llama_8b, tiny
+from benchmarks.machine import about
+from cluster.engine_settings import EngineSettings
+from cluster.messages import Sampling
+from engine.attention import registry
+from engine.attention.interface import ATTENTION_NAME, register
+from engine.cuda.decode_graphs import graph_forward
+from engine.cuda.launching_runner import LaunchingRunner
+from engine.layout import lay_out
+from engine.loaded import LoadedModel, ModelInfo
+from engine.pool import KvPool
+from engine.step import Chunk, Sample, StepPlan
+from engine.trace import trace
+
+_RESULTS = Path(__file__).parent / "results" / "gpu"
+_GREEDY = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the device does at its best."""
+
+    copy_bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    what: str  # prefill, decode
+    size: int  # tokens of the prompt, or sequences
+    tokens_per_s: float
+    samples_s: tuple[float, ...]  # of a prompt, or of a step
+    limit_share: float
+
+
+def main() -> None:
+    arguments = _arguments()
+    loads = TINY_LOADS if arguments.tiny else GPU_LOADS
+    result = run(arguments, loads)
+    print(table(result))
+    if not arguments.tiny:
+        _RESULTS.mkdir(parents=True, exist_ok=True)
+        name = f"engine-{result['attention']}"
+        (_RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (_RESULTS / f"{name}.md").write_text(table(result))
+
+
+def run(arguments: argparse.Namespace, loads: Loads) -> dict[str, Any]:
+    device = torch.device(arguments.device)
+    config = tiny() if arguments.tiny else llama_8b()
+    settings = EngineSettings(
+        model="random",
+        attention_backend=arguments.attention_backend,
+        cuda_graphs=arguments.cuda_graphs,
+        block_size=arguments.block_size,
+        max_num_seqs=max(loads.batch_sizes),
+        max_model_len=max(loads.prompt_tokens),
+    )
+    before = _rates(device, arguments.tiny)
+    loaded = _loaded(config, settings, device)
+    bench = Bench(loaded, settings, loads)
+    work = Work.of(config)
+    rows = [bench.prefill(tokens, work, before) for tokens in loads.prompt_tokens]
+    rows += [bench.decode(sequences, work, before) for sequences in loads.batch_sizes]
+    bench.close()
+    return {
+        "about": about() | {"device": _name(device)},
+        "attention": loaded.attention.name,
+        "report": bench.report,
+        "loads": dataclasses.asdict(loads),
+        "rates": [dataclasses.asdict(rates) for rates in (before, _rates(device, arguments.tiny))],
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+
+
+class Bench:
+    """One model over one pool that holds the largest load."""
+
+    def __init__(self, loaded: LoadedModel, settings: EngineSettings, loads: Loads) -> None:
+        self._loads = loads
+        self._per_sequence = loaded.layout.num_blocks_for(loads.context + loads.steps)
+        longest = loaded.layout.num_blocks_for(max(loads.prompt_tokens))
+        num_blocks = max(longest, max(loads.batch_sizes) * self._per_sequence)
+        self._pool = KvPool(loaded.layout, num_blocks, loaded.device, num_spare=1)
+        self._runner = LaunchingRunner(loaded.forward(self._pool), self._pool)
+        self.report: tuple[str, ...] = ()
+        if self._pool.device.type == "cuda":
+            self._runner.forward, self.report = graph_forward(settings, loaded, self._pool, self._runner.forward)
+
+    def prefill(self, tokens: int, work: Work, rates: Rates) -> Row:
+        block_ids = tuple(range(-(-tokens // self._pool.layout.block_size)))
+
+        def prompt() -> None:
+            for start in range(0, tokens, self._loads.chunk_tokens):
+                end = min(tokens, start + self._loads.chunk_tokens)
+                samples = (Sample(0, tokens, _GREEDY),) if end == tokens else ()
+                self._runner.run(StepPlan((Chunk(0, (7,) * (end - start), start, block_ids, samples),)))
+
+        samples_s = _samples_s(prompt, repeats=5)
+        taken_s = statistics.median(samples_s)
+        share = work.prefill_flops(tokens) / taken_s / rates.flops_per_s
+        return Row("prefill", tokens, tokens / taken_s, samples_s, share)
+
+    def decode(self, sequences: int, work: Work, rates: Rates) -> Row:
+        """Contexts grow by a token a step, as they do in service."""
+        first = self._loads.context - self._loads.steps // 2
+        positions = iter(range(first - _NUM_WARM, first + self._loads.steps))
+
+        def step() -> None:
+            position = next(positions)
+            chunks = tuple(self._decode(number, position) for number in range(sequences))
+            self._runner.run(StepPlan(chunks))
+
+        samples_s = _samples_s(step, repeats=self._loads.steps)
+        taken_s = statistics.median(samples_s)
+        share = work.decode_bytes(sequences, self._loads.context) / taken_s / rates.copy_bytes_per_s
+        return Row("decode", sequences, sequences / taken_s, samples_s, share)
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _decode(self, number: int, position: int) -> Chunk:
+        begin = number * self._per_sequence
+        block_ids = tuple(range(begin, begin + position // self._pool.layout.block_size + 1))
+        return Chunk(number, (7,), position, block_ids, (Sample(0, position + 1, _GREEDY),))
+
+
+_NUM_WARM = 2  # runs that are not counted
+
+
+def _samples_s(work: Callable[[], None], repeats: int) -> tuple[float, ...]:
+    """Each run ends with its tokens on the host."""
+    samples = []
+    for _ in range(_NUM_WARM + repeats):
+        started_s = time.perf_counter()
+        work()
+        samples.append(time.perf_counter() - started_s)
+    return tuple(samples[_NUM_WARM:])
+
+
+def _loaded(config: PreTrainedConfig, settings: EngineSettings, device: torch.device) -> LoadedModel:
+    """Without a probe: that a random Llama says what a Llama says is the golden tests' business."""
+    register()
+    model = _random_model(config, device)
+    traces = trace(model)
+    dtype = traces[0].dtype
+    layout = lay_out([layer.shape for layer in traces], settings.block_size, dtype)
+    needs = registry.Needs(
+        device=device.type,
+        dtype=dtype,
+        kv_dtype=dtype,
+        head_dims=frozenset({config.head_dim}),
+        block_size=settings.block_size,
+        window=False,
+        softcap=False,
+        sinks=False,
+    )
+    info = ModelInfo("random", "Llama", config.vocab_size, settings.max_model_len, frozenset(), dtype, _GREEDY)
+    return LoadedModel(model, info, layout, registry.choose(settings.attention_backend, needs), str(device))
+
+
+def _random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
+    """Made where it will run: sixteen gigabytes need not pass through the host."""
+    with no_init_weights(), torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
+        )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0.0, 0.02)
+    model.requires_grad_(False)
+    return model.eval()  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _rates(device: torch.device, is_tiny: bool) -> Rates:
+    num_bytes, side = (1 << 20, 128) if is_tiny else (4 << 30, 8_192)
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    left, right = (torch.randn(side, side, device=device).to(torch.bfloat16) for _ in range(2))
+    copy_s = _device_s(lambda: target.copy_(source), device)
+    product_s = _device_s(lambda: left @ right, device)
+    return Rates(2 * num_bytes / copy_s, 2.0 * side**3 / product_s)
+
+
+def _device_s(work: Callable[[], object], device: torch.device, launches: int = 10) -> float:
+    """The best of five times, per launch, without the host's part in it."""
+    best = float("inf")
+    for _ in range(5):
+        _wait(device)
+        started_s = time.perf_counter()
+        for _ in range(launches):
+            work()
+        _wait(device)
+        best = min(best, (time.perf_counter() - started_s) / launches)
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def table(result: dict[str, Any]) -> str:
+    rates = result["rates"][0]
+    lines = [
+        f"# {result['about']['device']}, attention by {result['attention']}",
+        "",
+        f"Commit {result['about']['commit']}, {result['about']['date']}, torch {result['about']['torch']}. "
+        f"A copy moves {rates['copy_bytes_per_s'] / 1e9:.0f} GB/s (read and written), a product of bfloat16 "
+        f"computes {rates['flops_per_s'] / 1e12:.1f} TFLOP/s.",
+        *result["report"],
+        "",
+        "| | size | tokens/s | median | share of the limit |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        median_ms = statistics.median(row["samples_s"]) * 1e3
+        lines.append(
+            f"| {row['what']} | {row['size']:,} | {row['tokens_per_s']:,.0f} | {median_ms:.2f} ms | "
+            f"{row['limit_share']:.1%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_engine")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--cuda-graphs", default="auto", choices=("auto", "off"))
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--tiny", action="store_true", help="small, anywhere, and nothing is kept")
+    return parser.parse_args(given)
+
+
+if __name__ == "__main__":
+    main()

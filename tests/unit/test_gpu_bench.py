@@ -1,0 +1,28 @@
+"""The GPU's benchmark runs where there is none, in small; its limits are the arithmetic of the model."""
+
+import pytest
+
+from benchmarks.gpu_engine import _arguments, run, table
+from benchmarks.gpu_shapes import TINY_LOADS, Work, llama_8b
+
+
+def test_the_benchmark_runs_in_small() -> None:
+    result = run(_arguments(["--tiny", "--device", "cpu", "--block-size", "8"]), TINY_LOADS)
+
+    assert [(row["what"], row["size"]) for row in result["rows"]] == [
+        ("prefill", 16),
+        ("prefill", 40),
+        ("decode", 1),
+        ("decode", 5),
+    ]
+    assert all(row["tokens_per_s"] > 0 and row["limit_share"] > 0 for row in result["rows"])
+    assert len(result["rows"][2]["samples_s"]) == TINY_LOADS.steps
+    assert "| decode | 5 |" in table(result)
+
+
+def test_the_limits_are_those_of_an_8b_llama() -> None:
+    work = Work.of(llama_8b())
+
+    assert work.layer_params + work.head_params == pytest.approx(7.5e9, rel=0.01)  # without the embedding's 0.5e9
+    assert work.kv_bytes_per_token == 128 << 10
+    assert work.decode_bytes(256, 2_048) == pytest.approx(15.0e9 + 256 * 2_048 * 131_072, rel=0.01)
