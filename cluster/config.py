@@ -137,7 +137,9 @@ class RouterConfig(ClusterSettings):
     port: int = setting(8000, "HTTP port; 0: a free one")
     grpc_port: int = setting(50051, "gRPC port; 0: a free one")
     api_key: str = setting("", "clients must send it as a bearer token; empty: none is asked for")
-    placement: str = setting("least-loaded", "how workers are chosen", choices=("least-loaded", "round-robin"))
+    placement: str = setting(
+        "prefix-aware", "how workers are chosen", choices=("prefix-aware", "least-loaded", "round-robin")
+    )
     max_model_len: int = setting(0, "most tokens of prompt and continuation; 0: the model's own limit")
     max_input_length: int = setting(0, "most tokens of a prompt; 0: what --max-model-len leaves")
     max_output_length: int = setting(0, "most tokens of a continuation; 0: what --max-model-len leaves")

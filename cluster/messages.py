@@ -141,6 +141,18 @@ class PrefixHolder:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixNews:
+    """What changed in one worker's prefix cache, from its event `first_number` to before `next_number`. A block that
+    came and went in between is not in it. A snapshot has in `added` all that is there, whatever was known before."""
+
+    first_number: int
+    next_number: int
+    added: tuple[bytes, ...]
+    evicted: tuple[bytes, ...] = ()
+    is_snapshot: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillJob:
     """One attempt at one prefill, as a prefill worker is asked for it."""
 

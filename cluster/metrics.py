@@ -65,6 +65,7 @@ METRICS: dict[str, Metric] = {
     "tandem_stale_messages_total": _counter("messages of an attempt that is no longer current; dropped"),
     "tandem_buffered_tokens": _gauge("tokens waiting for clients to read them"),
     "tandem_members": _gauge("members of the cluster, as this router sees it", "role", "state"),
+    "tandem_prefix_index_blocks": _gauge("different blocks that prefill workers say they have cached"),
     "tandem_registry_age_seconds": _gauge("since the registry was last read"),
     "tandem_http_responses_total": _counter("HTTP answers", "route", "status"),
     "tandem_rpc_errors_total": _counter("gRPC calls that this process ended with an error", "reason"),

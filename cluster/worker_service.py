@@ -5,7 +5,7 @@ Owns the inspections under way. The step thread runs check() and answers; nothin
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 
@@ -46,7 +46,8 @@ class Inspections:
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """`more_figures` adds what the event loop knows: hand-offs, leases, streams. `measure_pair` times the ways from
-    another worker's memory to this one's; None: this one imports nothing."""
+    another worker's memory to this one's; None: this one imports nothing. `follow_prefixes` tells what changes in the
+    prefix cache; None: nobody is told."""
 
     def __init__(
         self,
@@ -57,8 +58,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         request_drain: Callable[[], None],
         measure_pair: Callable[[worker_pb2.MeasurePairRequest], Awaitable[worker_pb2.MeasurePairResponse]]
         | None = None,
+        follow_prefixes: Callable[[worker_pb2.FollowPrefixesRequest], AsyncIterator[worker_pb2.PrefixNews]]
+        | None = None,
     ) -> None:
         self._measure_pair = measure_pair
+        self._follow_prefixes = follow_prefixes
         self._member = member
         self._inspections = inspections
         self._more_figures = more_figures
@@ -87,3 +91,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if self._measure_pair is None:
             raise Unavailable(f"{self._member} imports no KV; ask a decode worker")
         return await self._measure_pair(request)
+
+    async def FollowPrefixes(
+        self, request: worker_pb2.FollowPrefixesRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[worker_pb2.PrefixNews]:
+        if self._follow_prefixes is None:
+            raise Unavailable(f"{self._member} tells nobody of its prefixes; ask a prefill worker")
+        async for news in self._follow_prefixes(request):
+            yield news

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 
+from cluster.messages import PrefixNews
 from engine.eviction import eviction_of
 from engine.prefix_cache import PrefixCache
 
@@ -63,6 +64,15 @@ class BlockPool:
     def num_evicted(self) -> int:
         """Cached blocks that were given to somebody else, since the start."""
         return self._cache.num_evicted
+
+    @property
+    def next_prefix_event(self) -> int:
+        """The number of the next event of the prefix cache."""
+        return self._cache.next_number
+
+    def prefix_news(self, since: int | None) -> PrefixNews:
+        """What came to the prefix cache and went from it since this event; None: all that is there."""
+        return self._cache.news_since(since)
 
     def reserve(self, num_blocks: int) -> tuple[int, ...] | None:
         """Takes so many blocks, each with one reference: free ones, then those that the cache gives up. None, and

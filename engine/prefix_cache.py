@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from cluster.messages import PrefixNews
 from engine.eviction import Eviction
 
 _NUM_REMEMBERED = 4096  # events, for those who follow
@@ -114,6 +115,27 @@ class PrefixCache:
         if not first <= number <= self._next_number:
             return None
         return tuple(self._events)[number - first :]
+
+    @property
+    def next_number(self) -> int:
+        """Of the next event."""
+        return self._next_number
+
+    def news_since(self, number: int | None) -> PrefixNews:
+        """What differs from how it was before this event; everything, where that is not known any more."""
+        events = self.events_since(number) if number is not None else None
+        if events is None or number is None:
+            snapshot = self.snapshot()
+            return PrefixNews(0, snapshot.next_number, snapshot.block_hashes, is_snapshot=True)
+        last = {event.block_hash: event.is_added for event in events}
+        first = {event.block_hash: event.is_added for event in reversed(events)}
+        changed = [block_hash for block_hash in last if last[block_hash] == first[block_hash]]  # else: as it was
+        return PrefixNews(
+            first_number=number,
+            next_number=self._next_number,
+            added=tuple(block_hash for block_hash in changed if last[block_hash]),
+            evicted=tuple(block_hash for block_hash in changed if not last[block_hash]),
+        )
 
     def snapshot(self) -> CacheSnapshot:
         return CacheSnapshot(self._next_number, tuple(self._blocks))

@@ -18,6 +18,7 @@ from kvtransfer.exporter_channels import ExporterChannels
 from kvtransfer.wire_dtypes import WireDtype
 from kvtransfer.worker_transfer import WorkerTransfer
 from prefill_worker import commands
+from prefill_worker.prefix_feed import PrefixFeed
 from prefill_worker.prefix_pulls import PrefixPulls, PullMeans
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
@@ -98,11 +99,13 @@ class _Worker:
         # What was quantised on its way would not be what is computed here.
         pulls = config.prefix_caching == "on" and config.kv_wire_dtype == NATIVE
         self.pulls = PrefixPulls(means, self.steps.post) if pulls else None
+        self._feed = PrefixFeed(life.member, self.steps.post)
         self.service = PrefillService(
             steps=self.steps,
             exporter=self.transfer.exporter,
             prefixes=self.transfer.prefixes,
             pulls=self.pulls,
+            feed=self._feed,
             vocab_size=engine.model_info.vocab_size,
             cluster_key=life.key,
             inspections=inspections,
@@ -113,6 +116,7 @@ class _Worker:
             inspections=inspections,
             more_figures=self._figures,
             request_drain=life.request_drain,
+            follow_prefixes=self._feed.follow,
         )
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self.service, life.server.grpc)
         worker_pb2_grpc.add_WorkerServicer_to_server(workers, life.server.grpc)
@@ -123,6 +127,7 @@ class _Worker:
         while self.transfer.exporter.num_live_tickets:
             self._released.clear()
             await self._released.wait()
+        self._feed.close()
 
     def _figures(self) -> dict[str, float]:
         return self.transfer.figures() | (self.pulls.figures() if self.pulls is not None else {})

@@ -6,7 +6,7 @@ These two directions are the only meeting place of asyncio and the thread that o
 from dataclasses import dataclass
 
 from cluster.errors import TandemError
-from cluster.messages import Inspect, Inspected, PrefillJob, SampledToken
+from cluster.messages import Inspect, Inspected, PrefillJob, PrefixNews, SampledToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,36 @@ class Quiet:
     block_ids: frozenset[int]
 
 
-Command = Submit | Cancel | Release | FindPrefix | OfferPrefix | ReservePull | AdmitPull | DiscardPull | Quiet | Inspect
+@dataclass(frozen=True, slots=True)
+class FollowPrefixes:
+    """What changes in the prefix cache from this event on? None: what is in it? Answered once, by PrefixesTold, as soon
+    as there is something to tell."""
+
+    follower_id: int
+    since: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class UnfollowPrefixes:
+    """It does not wait for its answer any more."""
+
+    follower_id: int
+
+
+Command = (
+    Submit
+    | Cancel
+    | Release
+    | FindPrefix
+    | OfferPrefix
+    | ReservePull
+    | AdmitPull
+    | DiscardPull
+    | Quiet
+    | FollowPrefixes
+    | UnfollowPrefixes
+    | Inspect
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +169,12 @@ class PrefixFound:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixesTold:
+    follower_id: int
+    news: PrefixNews
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixOffered:
     """Nothing is leased when fewer blocks than wanted are here."""
 
@@ -156,4 +191,15 @@ class PullReserved:
     num_cached: int
 
 
-Event = Accepted | Refused | Sealed | Finished | Failed | PrefixFound | PrefixOffered | PullReserved | Inspected
+Event = (
+    Accepted
+    | Refused
+    | Sealed
+    | Finished
+    | Failed
+    | PrefixFound
+    | PrefixOffered
+    | PullReserved
+    | PrefixesTold
+    | Inspected
+)

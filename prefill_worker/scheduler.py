@@ -39,6 +39,7 @@ from prefill_worker.commands import (
     Failed,
     FindPrefix,
     Finished,
+    FollowPrefixes,
     OfferPrefix,
     PrefixFound,
     PrefixOffered,
@@ -50,8 +51,10 @@ from prefill_worker.commands import (
     Sealed,
     Submit,
     Tail,
+    UnfollowPrefixes,
 )
 from prefill_worker.jobs import Running, Waiting
+from prefill_worker.prefix_followers import PrefixFollowers
 from prefill_worker.pulled_blocks import PulledBlocks
 from prefill_worker.turns import in_order, note_turns
 
@@ -76,6 +79,7 @@ class PrefillScheduler:
     ) -> None:
         self._pool = BlockPool(num_blocks, prefix_eviction)
         self._pulled = PulledBlocks(self._pool)
+        self._followers = PrefixFollowers(self._pool)
         self._block_size = block_size
         self._max_prefill_tokens = max_prefill_tokens
         self._max_num_seqs = max_num_seqs
@@ -118,11 +122,17 @@ class PrefillScheduler:
             case Quiet(block_ids):
                 self._pool.end_quarantine(sorted(block_ids))
                 return ()
+            case FollowPrefixes():
+                self._followers.follow(command)
+                return ()
+            case UnfollowPrefixes(follower_id):
+                self._followers.unfollow(follower_id)
+                return ()
             case Inspect(inspection_id):
                 return (self._inspect(inspection_id),)
 
     def reap(self, now_s: float) -> tuple[tuple[Event, ...], float | None]:
-        events: list[Event] = []
+        events: list[Event] = list(self._followers.due())
         for ticket_id in self._deadlines.due(now_s):
             events += self._abort(ticket_id, self._expiry(ticket_id))
         return tuple(events), self._deadlines.next_s()

@@ -22,6 +22,7 @@ from kvtransfer import tickets
 from kvtransfer.exporter import Exporter, FirstToken, TailBlock
 from kvtransfer.prefix_offers import PrefixOffers
 from prefill_worker import commands
+from prefill_worker.prefix_feed import PrefixFeed
 from prefill_worker.prefix_pulls import PrefixPulls
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
@@ -47,6 +48,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         exporter: Exporter,
         prefixes: PrefixOffers,
         pulls: PrefixPulls | None,  # None: every prompt is computed here
+        feed: PrefixFeed,
         vocab_size: int,
         cluster_key: bytes,
         inspections: Inspections,
@@ -56,6 +58,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._exporter = exporter
         self._prefixes = prefixes
         self._pulls = pulls
+        self._feed = feed
         self._vocab_size = vocab_size
         self._cluster_key = cluster_key
         self._inspections = inspections
@@ -118,6 +121,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                         self._pulls.on_event(event)
                 case commands.PrefixOffered():
                     self._prefixes.on_offered(event.ticket_id, event.block_ids)
+                case commands.PrefixesTold():
+                    self._feed.on_told(event)
                 case Inspected():
                     self._inspections.on_inspected(event)
 

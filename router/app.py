@@ -7,7 +7,7 @@ from functools import partial
 
 from cluster.clock import MonotonicClock
 from cluster.config import RouterConfig, echo
-from cluster.identity import advertised_host, new_member_id
+from cluster.identity import advertised_host, cluster_key, new_member_id
 from cluster.lengths import LengthLimits
 from cluster.logs import configure_logs
 from cluster.member import Member, MemberState
@@ -27,6 +27,8 @@ from router.outbox import Outboxes
 from router.pipeline import Pipeline, PipelineSettings
 from router.placement import policy
 from router.prefix_beliefs import PrefixBeliefs
+from router.prefix_following import PrefixFollowing
+from router.prefix_index import PrefixIndex
 from router.prefix_memory import PrefixMemory
 from router.service import AdminService, ApiKeyInterceptor, InferenceService
 from router.tokenization import Tokenization
@@ -81,12 +83,15 @@ class _Router:
             http_address=join_address(host, self._http.port),
             model=config.model_name,
         )
+        memory, index = PrefixMemory(), PrefixIndex()
+        self._prefix_index = index
         self._fleet = Fleet(
             router=self.member,
             membership=self.registry,
             connect=partial(open_channel, tls=tls),
             timing=StreamTiming(silence_s=config.member_lease_s, grace_s=config.stream_grace_s),
             telemetry=telemetry,
+            follow_prefixes=PrefixFollowing(index, memory).follow,
         )
         placement = policy(config.placement)
         migrations = Migrations(router=self.member.id, fleet=self._fleet, policy=placement, telemetry=telemetry)
@@ -97,7 +102,7 @@ class _Router:
             policy=placement,
             fleet=self._fleet,
             migrations=migrations,
-            prefixes=PrefixBeliefs(self._fleet, PrefixMemory()),
+            prefixes=PrefixBeliefs(self._fleet, memory, index, cluster_key(config)),
             outboxes=self._outboxes,
             settings=PipelineSettings(request_timeout_s=config.request_timeout_s, max_attempts=config.max_attempts),
             clock=clock,
@@ -168,5 +173,6 @@ class _Router:
         """What changes too often, or by itself, to be told at every change."""
         while True:
             self._telemetry.gauge("tandem_buffered_tokens", self._outboxes.num_tokens)
+            self._telemetry.gauge("tandem_prefix_index_blocks", len(self._prefix_index))
             self._telemetry.gauge("tandem_registry_age_seconds", self.registry.age_s)
             await asyncio.sleep(_FIGURES_S)

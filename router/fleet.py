@@ -8,7 +8,7 @@ incarnation of it registers. While the registry is gone the last known membershi
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Protocol, TypeVar
 
 import grpc
@@ -21,6 +21,7 @@ from router.decode_stream import DecodeStream, StreamTiming
 from router.peer import DecodePeer, Peer, PrefillPeer
 from router.placement import WorkerLoad
 from router.probe import silence
+from router.running import running
 from tandem.v1 import worker_pb2_grpc
 
 _LOG = logging.getLogger("tandem.router.fleet")
@@ -47,7 +48,10 @@ class Fleet:
         connect: Callable[[str], grpc.aio.Channel],
         timing: StreamTiming,
         telemetry: Telemetry,
+        follow_prefixes: Callable[[Member, grpc.aio.Channel], Coroutine[None, None, None]],
     ) -> None:
+        """`follow_prefixes` learns what a prefill worker has cached, as long as it is served."""
+        self._follow_prefixes = follow_prefixes
         self._router = router
         self._membership = membership
         self._connect = connect
@@ -229,7 +233,8 @@ class Fleet:
 
     async def _serve_prefill(self, member: Member, channel: grpc.aio.Channel) -> str:
         peer = PrefillPeer(member, channel, grace_s=self._timing.grace_s, on_change=self._notify)
-        return await self._serve(peer, self._prefills)
+        async with running(self._follow_prefixes(member, channel)):
+            return await self._serve(peer, self._prefills)
 
     async def _serve_decode(self, member: Member, channel: grpc.aio.Channel) -> str:
         stream = DecodeStream(

@@ -175,6 +175,9 @@ class Pipeline:
             max_tokens=choices[0].num_missing,
             num_choices=len(choices),
             avoid=frozenset(live.failed_members),
+            cached_tokens=self._prefixes.cached_tokens(
+                live.request.prompt_token_ids + choices[0].committed, live.request.cache_salt
+            ),
         )
         while True:
             placement = self._policy.choose(self._fleet.prefill_loads(), self._fleet.decode_loads(), facts)

@@ -3,8 +3,8 @@
 A policy sees pairs that can work together and nothing else; the cost model will be one more of them.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cluster.messages import MemberId, PairFigure
@@ -40,6 +40,7 @@ class RequestFacts:
     max_tokens: int
     num_choices: int
     avoid: frozenset[MemberId] = frozenset()  # failed this request before: last choice
+    cached_tokens: Mapping[MemberId, int] = field(default_factory=dict)  # of the prompt, by prefill worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,23 @@ class LeastLoaded:
         return self._turns.take(_without_slow(lightest, request.num_prompt_tokens), pairs)
 
 
+class PrefixAware:
+    """The pair that has the least ahead of the prompt, where what is ahead counts as prompts like this one, and of the
+    prompt itself only the share that its prefill worker has not cached: a beginning that is found outweighs less than
+    one place in the queue. Else as LeastLoaded."""
+
+    def __init__(self) -> None:
+        self._turns = _Turns()
+
+    def choose(
+        self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
+    ) -> Placement | None:
+        pairs = _pairs(prefills, decodes, request.avoid)
+        costs = [_depth(pair) + _share_to_compute(pair, request) for pair in pairs]
+        cheapest = [pair for pair, cost in zip(pairs, costs, strict=True) if cost == min(costs)]
+        return self._turns.take(_without_slow(cheapest, request.num_prompt_tokens), pairs)
+
+
 class RoundRobin:
     """Every worker in its turn, whatever it has to do."""
 
@@ -89,7 +107,11 @@ class RoundRobin:
 
 def policy(name: str) -> Policy:
     """The policy that `--placement` names."""
-    policies: dict[str, type[LeastLoaded] | type[RoundRobin]] = {"least-loaded": LeastLoaded, "round-robin": RoundRobin}
+    policies: dict[str, type[PrefixAware] | type[LeastLoaded] | type[RoundRobin]] = {
+        "prefix-aware": PrefixAware,
+        "least-loaded": LeastLoaded,
+        "round-robin": RoundRobin,
+    }
     return policies[name]()
 
 
@@ -132,6 +154,13 @@ def _pairs(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], avoid:
 
 def _depth(pair: _Pair) -> int:
     return sum(load.depth for load in pair if load is not None)
+
+
+def _share_to_compute(pair: _Pair, request: RequestFacts) -> float:
+    """Of the prompt, by its prefill worker."""
+    prefill, _ = pair
+    cached = request.cached_tokens.get(prefill.member, 0) if prefill is not None else 0
+    return max(0.0, 1 - cached / request.num_prompt_tokens)
 
 
 def _without_slow(pairs: Sequence[_Pair], num_prompt_tokens: int) -> Sequence[_Pair]:

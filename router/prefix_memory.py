@@ -29,6 +29,14 @@ class PrefixMemory:
         while len(self._workers) > self._max_blocks:
             self._workers.popitem(last=False)
 
+    def forget(self, block_hashes: Sequence[bytes], worker: MemberId) -> None:
+        """It has evicted these."""
+        for block_hash in block_hashes:
+            if others := tuple(other for other in self._workers.get(block_hash, ()) if other.id != worker.id):
+                self._workers[block_hash] = others
+            else:
+                self._workers.pop(block_hash, None)
+
     def holders(self, block_hashes: Sequence[bytes]) -> list[tuple[MemberId, int]]:
         """(worker, leading blocks that it has), the longest first."""
         lengths: dict[MemberId, int] = {}

@@ -343,6 +343,28 @@ class MeasuredPath(_message.Message):
     reason: str
     def __init__(self, transport: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., latency_s: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class FollowPrefixesRequest(_message.Message):
+    __slots__ = ("member", "since")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    since: int
+    def __init__(self, member: _Optional[str] = ..., since: _Optional[int] = ...) -> None: ...
+
+class PrefixNews(_message.Message):
+    __slots__ = ("is_snapshot", "first_number", "next_number", "added", "evicted")
+    IS_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NEXT_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    is_snapshot: bool
+    first_number: int
+    next_number: int
+    added: bytes
+    evicted: bytes
+    def __init__(self, is_snapshot: bool = ..., first_number: _Optional[int] = ..., next_number: _Optional[int] = ..., added: _Optional[bytes] = ..., evicted: _Optional[bytes] = ...) -> None: ...
+
 class InspectRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

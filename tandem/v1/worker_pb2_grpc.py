@@ -386,6 +386,11 @@ class WorkerStub(object):
                 request_serializer=tandem_dot_v1_dot_worker__pb2.MeasurePairRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_worker__pb2.MeasurePairResponse.FromString,
                 _registered_method=True)
+        self.FollowPrefixes = channel.unary_stream(
+                '/tandem.v1.Worker/FollowPrefixes',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.FollowPrefixesRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.PrefixNews.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -414,6 +419,14 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FollowPrefixes(self, request, context):
+        """What its prefix cache holds, and every change of that, a few messages a second at most. Prefill workers only.
+        Errors: UNAVAILABLE (leaving, or no prefill worker), RESOURCE_EXHAUSTED (too many follow it).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -431,6 +444,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.MeasurePair,
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.MeasurePairRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_worker__pb2.MeasurePairResponse.SerializeToString,
+            ),
+            'FollowPrefixes': grpc.unary_stream_rpc_method_handler(
+                    servicer.FollowPrefixes,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.FollowPrefixesRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.PrefixNews.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -515,6 +533,33 @@ class Worker(object):
             '/tandem.v1.Worker/MeasurePair',
             tandem_dot_v1_dot_worker__pb2.MeasurePairRequest.SerializeToString,
             tandem_dot_v1_dot_worker__pb2.MeasurePairResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FollowPrefixes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Worker/FollowPrefixes',
+            tandem_dot_v1_dot_worker__pb2.FollowPrefixesRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.PrefixNews.FromString,
             options,
             channel_credentials,
             insecure,

@@ -18,6 +18,8 @@ from router.outbox import Outboxes
 from router.pipeline import Pipeline, PipelineSettings
 from router.placement import policy
 from router.prefix_beliefs import PrefixBeliefs
+from router.prefix_following import PrefixFollowing
+from router.prefix_index import PrefixIndex
 from router.prefix_memory import PrefixMemory
 from router.requests import GenerateRequest, Output, SamplingParams, StopConditions, Summary, TokenPrompt
 from router.running import running
@@ -76,12 +78,14 @@ class RouterUnderTest:
         self.member = Member(id=MemberId("router", "r1"), role=Role.ROUTER, address="", model="demo_model")
         self.outboxes = Outboxes(max_tokens=max_buffered_tokens)
         self.admission = Admission(max_live_requests)
+        memory, index = PrefixMemory(), PrefixIndex()
         self.fleet = Fleet(
             router=self.member,
             membership=self.membership,
             connect=open_channel,
             timing=StreamTiming(silence_s=silence_s, grace_s=grace_s),
             telemetry=self.telemetry,
+            follow_prefixes=PrefixFollowing(index, memory).follow,
         )
         chooser = policy(placement)
         self.migrations = Migrations(
@@ -98,7 +102,7 @@ class RouterUnderTest:
             policy=chooser,
             fleet=self.fleet,
             migrations=self.migrations,
-            prefixes=PrefixBeliefs(self.fleet, PrefixMemory()),
+            prefixes=PrefixBeliefs(self.fleet, memory, index, b"key"),
             outboxes=self.outboxes,
             settings=PipelineSettings(request_timeout_s=request_timeout_s, max_attempts=max_attempts),
             clock=MonotonicClock(),

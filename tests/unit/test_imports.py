@@ -39,6 +39,7 @@ PURE = [
     "decode_worker.scheduler",
     "engine.block_pool",
     "engine.capacity",
+    "engine.cuda.decode_buckets",
     "engine.layout",
     "engine.length_prediction",
     "engine.policies",
@@ -64,7 +65,9 @@ PURE = [
     "prefill_worker.pulled_blocks",
     "prefill_worker.scheduler",
     "router.admission",
+    "prefill_worker.prefix_followers",
     "router.placement",
+    "router.prefix_index",
     "router.prefix_memory",
 ]
 # Deciding modules among them: neither read a clock nor wait.

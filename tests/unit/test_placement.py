@@ -8,6 +8,7 @@ from router.placement import (
     SLOW_MARGIN_S,
     LeastLoaded,
     Placement,
+    PrefixAware,
     RequestFacts,
     RoundRobin,
     WorkerLoad,
@@ -39,7 +40,7 @@ def test_load_that_other_routers_brought_counts() -> None:
 
 
 def test_equals_take_turns() -> None:
-    for chosen in (LeastLoaded(), RoundRobin()):
+    for chosen in (LeastLoaded(), PrefixAware(), RoundRobin()):
         prefills, decodes = [load("p0"), load("p1")], [load("d0"), load("d1"), load("d2")]
         pairs = [names(chosen.choose(prefills, decodes, facts())) for _ in range(12)]
         assert {name: sum(name in pair for pair in pairs) for name in ("p0", "p1")} == {"p0": 6, "p1": 6}
@@ -110,12 +111,35 @@ def test_latency_counts_for_short_prompts() -> None:
     assert chosen_of([load("p0")], [near, far]) == {("p0", "d0")}
 
 
+def cached(**tokens: int) -> RequestFacts:
+    """A prompt of 100 tokens, so many of which these prefill workers have."""
+    return RequestFacts(100, 10, 1, cached_tokens={MemberId(name, "1"): number for name, number in tokens.items()})
+
+
+def test_a_prompt_goes_where_most_of_it_is_cached() -> None:
+    prefills, chosen = [load("p0"), load("p1"), load("p2")], PrefixAware()
+    for _ in range(3):
+        assert names(chosen.choose(prefills, [load("d0")], cached(p1=64, p2=32))) == ("p1", "d0")
+
+
+def test_a_cached_prefix_is_not_worth_a_longer_queue() -> None:
+    decodes, facts = [load("d0")], cached(p1=96)
+    assert names(PrefixAware().choose([load("p0"), load("p1", 1)], decodes, facts)) == ("p0", "d0")
+    assert names(PrefixAware().choose([load("p0", 1), load("p1", 1)], decodes, facts)) == ("p1", "d0")
+
+
+def test_who_failed_the_request_is_not_chosen_for_its_prefix() -> None:
+    facts = RequestFacts(100, 10, 1, frozenset({MemberId("p1", "1")}), {MemberId("p1", "1"): 96})
+    assert names(PrefixAware().choose([load("p0"), load("p1")], [load("d0")], facts)) == ("p0", "d0")
+
+
 def test_no_decode_worker_is_no_placement() -> None:
     assert LeastLoaded().choose([load("p0")], [], facts()) is None
 
 
 def test_every_policy_that_can_be_configured_exists() -> None:
     assert isinstance(policy("least-loaded"), LeastLoaded)
+    assert isinstance(policy("prefix-aware"), PrefixAware)
     assert isinstance(policy("round-robin"), RoundRobin)
 
 
@@ -130,10 +154,11 @@ _LOADS = st.lists(
 def test_a_placement_is_always_a_pair_that_was_offered(
     prefills: list[WorkerLoad], decodes: list[WorkerLoad], avoid: set[str]
 ) -> None:
-    placement = LeastLoaded().choose(prefills, decodes, facts(*avoid))
-    assert (placement is None) == (not decodes)
-    if placement is not None:
-        decode = next(worker for worker in decodes if worker.member == placement.decode)
-        if placement.prefill is not None:
-            prefill = next(worker for worker in prefills if worker.member == placement.prefill)
-            assert prefill.pairing == decode.pairing
+    for chosen in (LeastLoaded(), PrefixAware()):
+        placement = chosen.choose(prefills, decodes, facts(*avoid))
+        assert (placement is None) == (not decodes)
+        if placement is not None:
+            decode = next(worker for worker in decodes if worker.member == placement.decode)
+            if placement.prefill is not None:
+                prefill = next(worker for worker in prefills if worker.member == placement.prefill)
+                assert prefill.pairing == decode.pairing

@@ -2,16 +2,18 @@
 
 from dataclasses import dataclass, field, replace
 
-from cluster.hashing import NamelessChain
+from cluster.hashing import NATIVE, NamelessChain, keyed_chains
 from cluster.member import Capacity, Member
-from cluster.messages import LayoutFingerprint, MemberId, PrefixHolder, Role
+from cluster.messages import LayoutFingerprint, MemberId, PrefixHolder, PrefixNews, Role
 from router.placement import WorkerLoad
 from router.prefix_beliefs import PrefixBeliefs
+from router.prefix_index import PrefixIndex
 from router.prefix_memory import PrefixMemory
 
 _LAYOUT = LayoutFingerprint(weights="w", model_config="c", dtype="float32", block_table="t")
 _P0, _P1, _D0 = (MemberId(name, "1") for name in ("p0", "p1", "d0"))
 _TOKENS = tuple(range(50))
+_KEY = b"the cluster's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +54,13 @@ class _Fleet:
         return [WorkerLoad(peer.member.id, peer.pairing, 0) for peer in ready if peer.member.id not in self.drained]
 
 
-def _beliefs() -> tuple[_Fleet, PrefixBeliefs]:
+def _beliefs(index: PrefixIndex | None = None) -> tuple[_Fleet, PrefixBeliefs]:
+    index = PrefixIndex() if index is None else index
     fleet = _Fleet()
     for member_id, role in ((_P0, Role.PREFILL), (_P1, Role.PREFILL), (_D0, Role.DECODE)):
         fleet.add(member_id, role)
-    return fleet, PrefixBeliefs(fleet, PrefixMemory())  # type: ignore[arg-type]  # a stand-in
+    beliefs = PrefixBeliefs(fleet, PrefixMemory(), index, _KEY)  # type: ignore[arg-type]  # a stand-in
+    return fleet, beliefs
 
 
 def test_workers_of_both_pools_are_named_with_their_address_but_not_the_one_that_asks() -> None:
@@ -97,3 +101,31 @@ def test_where_kv_is_quantised_on_its_way_nothing_is_remembered() -> None:
 
     assert isinstance(beliefs.chain(_P0, _TOKENS, ""), NamelessChain)
     assert isinstance(beliefs.chain(MemberId("gone", "1"), _TOKENS, ""), NamelessChain)
+
+
+def _told(index: PrefixIndex, worker: MemberId, num_tokens: int, *, salt: str = "") -> None:
+    chain = keyed_chains(_KEY, 16)(salt, NATIVE)
+    chain.extend(_TOKENS[:num_tokens])
+    assert index.apply(worker, PrefixNews(0, 9, tuple(chain.hashes), is_snapshot=True), max_blocks=9)
+
+
+def test_what_workers_say_that_they_have_counts_beside_what_was_sent_there() -> None:
+    index = PrefixIndex()
+    _, beliefs = _beliefs(index)
+    _told(index, _P0, 48)
+    beliefs.note(beliefs.chain(_P1, _TOKENS[:16], ""), _P1)
+
+    assert beliefs.cached_tokens(_TOKENS, "") == {_P0: 48, _P1: 16}
+    assert beliefs.cached_tokens(_TOKENS[:48], "") == {_P0: 32, _P1: 16}  # the last token is computed
+    assert beliefs.cached_tokens(_TOKENS, "another") == {}
+    assert beliefs.holders(beliefs.chain(_P1, _TOKENS, ""), besides=_P1) == (PrefixHolder(_P0, "p0:1", 48),)
+
+
+def test_a_decode_worker_is_not_told_of_for_placement_and_one_prefill_worker_needs_no_choice() -> None:
+    index = PrefixIndex()
+    fleet, beliefs = _beliefs(index)
+    beliefs.note(beliefs.chain(_D0, _TOKENS, ""), _D0)
+    assert beliefs.cached_tokens(_TOKENS, "") == {}
+    _told(index, _P0, 48)
+    fleet.drained.add(_P1)
+    assert beliefs.cached_tokens(_TOKENS, "") == {}

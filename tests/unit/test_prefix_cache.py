@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from cluster.messages import PrefixNews
 from engine.eviction import Eviction, LeastRecentlyUsed, LeastValuable
 from engine.prefix_cache import CacheEvent, PrefixCache
 
@@ -102,6 +103,21 @@ def test_followers_hear_every_change_by_number_or_that_they_missed_some() -> Non
     assert cache.events_since(3) is None
     assert cache.events_since(5003) == ()
     assert len(cache.events_since(5003 - 4096) or ()) == 4096
+
+
+def test_news_is_what_differs_now() -> None:
+    cache = _cached(b"a")
+    cache.add(7, b"x", _ROOT)
+    cache.park(7)
+    for _ in range(2):
+        cache.evict()
+    cache.add(0, b"y", _ROOT)
+
+    assert cache.news_since(0) == PrefixNews(0, 5, added=(b"y",))  # the others came and went
+    assert cache.news_since(1) == PrefixNews(1, 5, added=(b"y",), evicted=(b"a",))
+    assert cache.news_since(5) == PrefixNews(5, 5, added=())
+    everything = PrefixNews(0, 5, added=(b"y",), is_snapshot=True)
+    assert cache.news_since(None) == everything == cache.news_since(6)
 
 
 def test_check_finds_a_block_in_use_that_could_be_evicted() -> None:
