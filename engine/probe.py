@@ -55,21 +55,21 @@ def check_equal(loaded: LoadedModel, chunk_tokens: int) -> None:
 
 
 def difference(loaded: LoadedModel, chunk_tokens: int, other: Callable[[KvPool], Forward]) -> str | None:
-    """How another Forward of this model differs from the plain one on the probe's sequences, or None.
+    """How another Forward of this model differs from the model's own on the probe's sequences, or None.
 
-    Both are off by their own rounding. Over eight families in bfloat16, four draws of weights each, half of a
-    sequence's rows used at most 73 % of what is allowed here, and the worst row of all 64 %; a window that was off by
-    one token, or a norm left out, is past both.
+    Both are off by their own rounding, so more is allowed than above. Over eight families in bfloat16, four draws of
+    weights each, half of a sequence's rows used at most 75 % of it, and the worst row of all 59 %. Every row counts:
+    these are no mixtures.
     """
     sequences = _sequences(loaded, chunk_tokens)
-    plain, ours = (_packed_logits(loaded, *sequences, forward) for forward in (loaded.forward, other))
-    typical, worst = 1.5 * _allowed(loaded), 6 * _allowed(loaded)
-    for sequence, rows, reference in zip(sequences, ours, plain, strict=True):
-        for part in sequence.parts():
-            errors = _errors(rows[part], reference[part])
-            if len(errors) and not (errors.median() <= typical and errors.max() <= worst):
+    ours = _packed_logits(loaded, *sequences, other)
+    typical, worst = 2 * _allowed(loaded), 6 * _allowed(loaded)
+    for sequence, rows in zip(sequences, ours, strict=True):
+        errors_of_all = _errors(rows, _reference_logits(loaded, sequence))
+        for errors in (errors_of_all, errors_of_all[sequence.parts()[1]]):
+            if not (errors.median() <= typical and errors.max() <= worst):
                 return (
-                    f"its logits differ from the plain ones by {float(errors.median()):.1e} of their size, at worst "
+                    f"its logits differ from the model's own by {float(errors.median()):.1e} of their size, at worst "
                     f"{float(errors.max()):.1e} ({typical:.1e} and {worst:.1e} allowed)"
                 )
     return None

@@ -41,10 +41,10 @@ def _require_asked_for(settings: EngineSettings, loaded: LoadedModel, pool: KvPo
         raise NotCompiled("--cpu-kernels off")
     if loaded.device != "cpu":
         raise NotCompiled(f"the model is on {loaded.device}")
-    if loaded.layout.dtype != "bfloat16":
-        raise NotCompiled(f"the model computes in {loaded.layout.dtype}")
+    if loaded.info.dtype != "bfloat16":
+        raise NotCompiled(f"the model computes in {loaded.info.dtype}")
     if pool.tensor.dtype != torch.bfloat16:
-        raise NotCompiled("the pool keeps KV in another dtype")
+        raise NotCompiled(f"the pool keeps KV in {pool.layout.dtype}")
     if settings.num_threads > 1:
         raise NotCompiled(f"the kernels run in one thread, not in {settings.num_threads}")
     if settings.cpu_kernels == "auto" and torch.cpu._is_amx_tile_supported():

@@ -86,7 +86,7 @@ def run_step(runner: ModelRunner, members: Sequence[Forced]) -> None:
     logits = runner.logits(plan)
     tokens = draw(logits, [chunk.samples[0] for _, chunk in sampled]) if sampled else []
     for (member, chunk), row, token in zip(sampled, logits, tokens, strict=True):
-        member.observed[chunk.start + len(chunk.token_ids) - 1] = (row.float(), token.token_id)
+        member.observed[chunk.start + len(chunk.token_ids) - 1] = (row.float().clone(), token.token_id)
     for member, chunk in zip(members, plan.chunks, strict=True):
         member.computed += len(chunk.token_ids)
 

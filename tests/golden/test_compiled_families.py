@@ -1,0 +1,151 @@
+"""The compiled forward and the plain one, both in bfloat16, against float32 on the same weights.
+
+Teacher forcing as in test_families.py: seventeen sequences join one by one, prompts in chunks and decodes together. The
+reference is the model's own eager attention on each sequence alone, without a cache, its bfloat16 weights widened.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from cluster.engine_settings import EngineSettings
+from engine.build import build_engine
+from engine.cpu.compile import compiled_forward
+from engine.cpu.library import NotCompiled, load_kernels
+from engine.forward import Forward
+from engine.loading import load
+from engine.pool import KvPool
+from engine.runner import ModelRunner
+from tests.golden.families import BLOCK_SIZE, CHUNK_TOKENS, FAMILIES
+from tests.golden.forced import Forced, make_sequences, num_blocks, run_step, staggered
+
+COMPILED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "olmo2"]
+NOT_COMPILED = {
+    "gpt2": "GPT2Model is no list of layers and a norm",
+    "gpt_neox": "GPTNeoXModel is no list of layers and a norm",
+    "mixtral": "MixtralDecoderLayer is made of MixtralAttention, MixtralSparseMoeBlock, MixtralRMSNorm, MixtralRMSNorm",
+    "gpt_oss": "GptOssDecoderLayer is made of GptOssAttention, GptOssMLP, GptOssRMSNorm, GptOssRMSNorm",
+}
+DECISIVE = 0.15  # of the standard deviation of a row's logits: by so much the best is ahead of the second
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    try:
+        load_kernels()
+    except NotCompiled as why:
+        if "no compiler" in str(why) or "AVX-512" in str(why):
+            pytest.skip(str(why))
+        raise
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Paths:
+    """One pool, two forwards over it, and the truth `[positions, vocab]`: of every sampled position in order."""
+
+    runner: ModelRunner
+    plain: Forward
+    compiled: Forward
+    truth: torch.Tensor
+
+    def logits(self, forward_of: Callable[[int], Forward]) -> torch.Tensor:
+        """The same of a run whose step i is computed by forward_of(i)."""
+        sequences = make_sequences(seed=1, vocab_size=self.truth.shape[1])
+        for step, members in enumerate(staggered(sequences)):
+            self.runner.forward = forward_of(step)
+            run_step(self.runner, members)
+        return torch.stack([row for sequence in sequences for _, row in in_order(sequence)])
+
+    def errors(self, logits: torch.Tensor) -> torch.Tensor:
+        """Of each row, relative to how far the truth's logits spread."""
+        spread = self.truth - self.truth.mean(dim=-1, keepdim=True)
+        errors: torch.Tensor = (logits - self.truth).norm(dim=-1) / spread.norm(dim=-1)
+        return errors
+
+
+def in_order(sequence: Forced) -> list[tuple[int, torch.Tensor]]:
+    return [(position, row) for position, (row, _) in sorted(sequence.observed.items())]
+
+
+@pytest.fixture(scope="module", params=COMPILED)
+def paths(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paths]:
+    folder = saved(request.param, tmp_path_factory.mktemp(request.param))
+    loaded = load(settings(folder))
+    reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    pool = KvPool(loaded.layout, num_blocks())
+    pool.tensor.fill_(7.0)  # what earlier sequences left behind
+    other = load(settings(folder))
+    compiled = compiled_forward(settings(folder), other, pool)
+    plain = loaded.forward(pool)
+    reference.to(torch.float32)  # type: ignore[arg-type]  # its decorator hides the signature
+    yield Paths(ModelRunner(plain, pool), plain, compiled, truth_of(reference))
+    pool.close()
+
+
+@torch.inference_mode()
+def truth_of(reference: PreTrainedModel) -> torch.Tensor:
+    rows = []
+    for sequence in make_sequences(seed=1, vocab_size=reference.config.vocab_size):
+        logits = reference(input_ids=torch.tensor([sequence.token_ids]), use_cache=False).logits[0]
+        rows.append(logits[sequence.prompt_len - 1 :])
+    return torch.cat(rows)
+
+
+def saved(name: str, folder: Path) -> Path:
+    """The family, in widths that the kernels take: heads of 16."""
+    family = FAMILIES[name]
+    width = {"n_embd": 64} if name == "gpt2" else {"hidden_size": 64}
+    dataclasses.replace(family, settings={**family.settings, **width}).save(folder)
+    return folder
+
+
+def settings(folder: Path) -> EngineSettings:
+    return EngineSettings(
+        model=str(folder),
+        dtype="bfloat16",
+        device="cpu",
+        block_size=BLOCK_SIZE,
+        max_prefill_tokens=CHUNK_TOKENS,
+        cpu_kernels="on",
+        num_blocks=32,
+    )
+
+
+def test_compiled_logits_are_as_near_to_the_truth_as_plain_ones(paths: Paths) -> None:
+    plain = paths.errors(paths.logits(lambda _: paths.plain))
+    compiled = paths.errors(paths.logits(lambda _: paths.compiled))
+
+    assert compiled.median() <= plain.median()
+    assert compiled.max() <= 1.5 * plain.max()
+
+
+def test_greedy_tokens_are_the_truths_wherever_it_is_decisive(paths: Paths) -> None:
+    best = paths.truth.topk(2, dim=-1).values
+    decisive = best[:, 0] - best[:, 1] > DECISIVE * paths.truth.std(dim=-1)
+
+    tokens = paths.logits(lambda _: paths.compiled).argmax(dim=-1)
+    assert torch.equal(tokens[decisive], paths.truth.argmax(dim=-1)[decisive])
+    assert decisive.float().mean() > 0.5
+
+
+def test_the_two_go_on_where_the_other_stopped(paths: Paths) -> None:
+    """KV means the same to both: a plain worker's prompt may be continued by a compiled one."""
+    plain = paths.errors(paths.logits(lambda _: paths.plain))
+    mixed = paths.errors(paths.logits(lambda step: (paths.plain, paths.compiled)[step % 2]))
+
+    assert mixed.median() <= plain.median()
+    assert mixed.max() <= 1.5 * plain.max()
+
+
+@pytest.mark.parametrize("name", NOT_COMPILED)
+def test_what_the_kernels_do_not_know_stays_plain_and_says_why(name: str, tmp_path: Path) -> None:
+    engine = build_engine(settings(saved(name, tmp_path)))
+    engine.pool.close()
+    assert f"forward: plain ({NOT_COMPILED[name]})" in engine.report

@@ -1,0 +1,241 @@
+"""Which models the kernels take over, what they refuse with which words, and that an engine serves either way."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from cluster.engine_settings import EngineSettings
+from cluster.messages import Sampling
+from engine.attention.interface import ATTENTION_NAME, register
+from engine.build import Engine, build_engine
+from engine.cpu.compile import compiled_forward
+from engine.cpu.compiled_forward import CompiledForward
+from engine.cpu.library import NotCompiled, load_kernels
+from engine.cpu.packed_decoder import PackedDecoder
+from engine.cpu.recognise import Decoder, recognise
+from engine.cpu.structs import GELU_TANH
+from engine.loading import load
+from engine.pool import KvPool
+from engine.probe import difference
+from engine.step import Chunk, Sample, StepPlan
+from tests.golden.families import BLOCK_SIZE, FAMILIES
+
+SHAPE = {**FAMILIES["llama"].settings, "hidden_size": 64}
+STEP = StepPlan((Chunk(1, (5, 6, 7), 0, (2,), (Sample(seed=0, position=3, sampling=Sampling()),)),))
+
+
+def _why_no_kernels() -> str:
+    try:
+        load_kernels()
+    except NotCompiled as why:
+        return str(why)
+    return ""
+
+
+WHY_NOT = _why_no_kernels()
+needs_kernels = pytest.mark.skipif("no compiler" in WHY_NOT or "AVX-512" in WHY_NOT, reason=WHY_NOT or "they are here")
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved("llama", tmp_path_factory.mktemp("llama"))
+
+
+def saved(name: str, folder: Path) -> Path:
+    family = FAMILIES[name]
+    dataclasses.replace(family, settings={**family.settings, "hidden_size": 64}).save(folder)
+    return folder
+
+
+def settings(folder: Path, **others: object) -> EngineSettings:
+    values: dict[str, object] = {"dtype": "bfloat16", "device": "cpu", "block_size": BLOCK_SIZE, "num_blocks": 16}
+    return EngineSettings(model=str(folder), **(values | {"cpu_kernels": "on"} | others))  # type: ignore[arg-type]
+
+
+def forward_line(engine: Engine) -> str:
+    """Of its report; the engine has computed a step and is closed."""
+    assert 0 <= engine.runner.run(STEP).tokens[0][0].token_id < 128
+    engine.pool.close()
+    (line,) = [line for line in engine.report if line.startswith("forward: ")]
+    return line
+
+
+@needs_kernels
+def test_an_engine_says_that_it_is_compiled(folder: Path) -> None:
+    assert forward_line(build_engine(settings(folder))) == "forward: compiled (llama, 2 layers)"
+
+
+@pytest.mark.parametrize(
+    ("others", "why"),
+    [
+        ({"cpu_kernels": "off"}, "--cpu-kernels off"),
+        ({"dtype": "float32"}, "the model computes in float32"),
+        ({"num_threads": 2}, "the kernels run in one thread, not in 2"),
+        ({"kv_cache_dtype": "int8"}, "the pool keeps KV in int8"),
+    ],
+)
+def test_an_engine_says_why_it_is_not(folder: Path, others: dict[str, object], why: str) -> None:
+    assert forward_line(build_engine(settings(folder, **others))) == f"forward: plain ({why})"
+
+
+def test_an_engine_serves_where_nothing_can_be_compiled(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert forward_line(build_engine(settings(folder))) == "forward: plain (no compiler found)"
+
+
+@needs_kernels
+def test_a_processor_with_matrix_units_is_asked_for_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert "AMX" in forward_line(build_engine(settings(folder, cpu_kernels="auto")))
+    assert "compiled" in forward_line(build_engine(settings(folder, cpu_kernels="on")))
+
+
+@needs_kernels
+def test_weights_are_held_once(folder: Path) -> None:
+    loaded = load(settings(folder))
+    pool = KvPool(loaded.layout, 16)
+    compiled_forward(settings(folder), loaded, pool)
+    pool.close()
+
+    left = [module.weight.numel() for module in loaded.model.modules() if isinstance(module, nn.Linear)]
+    assert left == [0] * len(left)
+    (embedding,) = [module for module in loaded.model.modules() if isinstance(module, nn.Embedding)]
+    assert embedding.weight.numel() == 128 * 64
+
+
+@needs_kernels
+def test_a_head_that_is_the_embedding_is_packed_and_the_embedding_stays(tmp_path: Path) -> None:
+    tied = dataclasses.replace(FAMILIES["llama"], settings={**SHAPE, "tie_word_embeddings": True})
+    tied.save(tmp_path)
+    assert forward_line(build_engine(settings(tmp_path))) == "forward: compiled (llama, 2 layers)"
+
+
+def widened(decoder: Decoder) -> Decoder:
+    options = dataclasses.replace(decoder.heads.options, scaling=1.5 * decoder.heads.options.scaling)
+    return dataclasses.replace(decoder, heads=dataclasses.replace(decoder.heads, options=options))
+
+
+def without_windows(decoder: Decoder) -> Decoder:
+    return dataclasses.replace(decoder, layers=tuple(dataclasses.replace(layer, window=0) for layer in decoder.layers))
+
+
+def without_key_norms(decoder: Decoder) -> Decoder:
+    layers = tuple(
+        dataclasses.replace(layer, parts=dataclasses.replace(layer.parts, query_norm=None, key_norm=None))
+        for layer in decoder.layers
+    )
+    return dataclasses.replace(decoder, layers=layers)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("llama", lambda decoder: dataclasses.replace(decoder, activation=GELU_TANH)),
+        ("llama", widened),
+        ("mistral", without_windows),
+        ("gemma2", without_windows),
+        ("qwen3", without_key_norms),
+    ],
+)
+def test_a_model_taken_for_another_is_noticed(
+    name: str, changed: Callable[[Decoder], Decoder], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    loaded = load(settings(saved(name, tmp_path_factory.mktemp(name)), num_blocks=64))
+    kernels, decoder = load_kernels(), recognise(loaded.model)
+
+    def said(decoder: Decoder) -> str | None:
+        packed = PackedDecoder(kernels, decoder)
+        return difference(loaded, 512, lambda pool: CompiledForward(kernels, packed, pool, loaded.info.max_model_len))
+
+    assert said(decoder) is None
+    assert "its logits differ" in (said(changed(decoder)) or "")
+
+
+def built(config_type: Callable[..., PreTrainedConfig] = transformers.LlamaConfig, **others: object) -> PreTrainedModel:
+    register()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config_type(**(SHAPE | others)), dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
+    )
+    return model.eval().requires_grad_(False)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def hooked(model: PreTrainedModel) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+
+
+def wrapped(model: PreTrainedModel) -> None:
+    layer = model.model.layers[0].mlp
+    layer.forward = layer.forward
+
+
+class Adapted(nn.Linear):
+    pass
+
+
+def adapted(model: PreTrainedModel) -> None:
+    model.model.layers[0].self_attn.v_proj = Adapted(64, 32, bias=False, dtype=torch.bfloat16)
+
+
+def quantised(model: PreTrainedModel) -> None:
+    class Quantised(torch.Tensor):
+        pass
+
+    projection = model.model.layers[0].mlp.down_proj
+    projection.weight = nn.Parameter(projection.weight.data.as_subclass(Quantised), requires_grad=False)
+
+
+def extended(model: PreTrainedModel) -> None:
+    model.model.layers[1].self_attn.gate = nn.Linear(64, 64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (hooked, r"model\.layers\.1\.mlp is wrapped"),
+        (wrapped, r"model\.layers\.0\.mlp is wrapped"),
+        (adapted, "v_proj is a Adapted"),
+        (quantised, "the weight of down_proj is no plain bfloat16"),
+        (extended, "LlamaAttention is made of q_proj, k_proj, v_proj, o_proj, gate"),
+    ],
+)
+def test_what_was_put_into_a_model_is_named(change: Callable[[PreTrainedModel], None], why: str) -> None:
+    model = built()
+    recognise(model)
+    change(model)
+    with pytest.raises(NotCompiled, match=why):
+        recognise(model)
+
+
+@pytest.mark.parametrize(
+    ("config_type", "others", "why"),
+    [
+        (transformers.LlamaConfig, {"head_dim": 12}, "heads of 12"),
+        (transformers.LlamaConfig, {"hidden_act": "gelu"}, "its activation is a GELUActivation"),
+        (transformers.GraniteConfig, {"embedding_multiplier": 2.0}, "something happens between Embedding and Granite"),
+        (transformers.GraniteConfig, {"residual_multiplier": 0.5}, "adds up its parts in a way of its own"),
+        (transformers.GraniteConfig, {"logits_scaling": 2.0}, "its logits are not what its head says"),
+        (transformers.CohereConfig, {}, "CohereDecoderLayer has norms in places of its own|is no RMS norm"),
+    ],
+)
+def test_a_model_that_computes_more_is_named(
+    config_type: Callable[..., PreTrainedConfig], others: dict[str, object], why: str
+) -> None:
+    with pytest.raises(NotCompiled, match=why):
+        recognise(built(config_type, **others))

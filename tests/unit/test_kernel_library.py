@@ -1,0 +1,145 @@
+"""The kernels' library is built once, found again, never taken from where others could have put it, and every reason
+why there is none has a name. With a library of a few lines; the real one is tested in test_cpu_kernels.py."""
+
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from engine.cpu import library
+from engine.cpu.library import NotCompiled, load_kernels, main
+
+SOURCE = """
+long td_version(void) {{ return {version}; }}
+long td_supported(void) {{ return {supported}; }}
+{others}
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty one, and sources of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(library, "_SOURCES", tmp_path / "sources")
+    (tmp_path / "sources").mkdir()
+    write_source()
+    return tmp_path / "cache" / "tandem" / "kernels"
+
+
+def write_source(version: int = library.VERSION, supported: int = 1) -> None:
+    others = "\n".join(
+        f"void {name}(void) {{}}" for name in library._SIGNATURES if name[3:] not in ("version", "supported")
+    )
+    text = SOURCE.format(version=version, supported=supported, others=others)
+    (library._SOURCES / "kernels.c").write_text(text)
+
+
+def compiler(folder: Path, script: str) -> str:
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+needs_compiler = pytest.mark.skipif(
+    not any(os.access(Path(folder) / "cc", os.X_OK) for folder in os.get_exec_path()), reason="no compiler here"
+)
+
+
+@needs_compiler
+def test_it_is_built_once_and_found_again(cache: Path) -> None:
+    assert load_kernels().td_supported() == 1
+    built = [(path.name, path.stat().st_mtime_ns) for path in cache.iterdir()]
+    assert load_kernels().td_supported() == 1
+
+    assert [(path.name, path.stat().st_mtime_ns) for path in cache.iterdir()] == built
+    assert len(built) == 1
+
+
+@needs_compiler
+def test_other_sources_are_another_library(cache: Path) -> None:
+    load_kernels()
+    (library._SOURCES / "more.h").write_text("/* nothing */")
+    load_kernels()
+    assert len(list(cache.iterdir())) == 2
+
+
+@needs_compiler
+def test_workers_that_start_at_once_leave_one(cache: Path) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        loaded = [future.result() for future in [threads.submit(load_kernels) for _ in range(4)]]
+    assert [kernels.td_supported() for kernels in loaded] == [1] * 4
+    assert len(list(cache.iterdir())) == 1
+
+
+@needs_compiler
+def test_where_there_is_no_compiler_the_one_beside_the_sources_is_taken(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(str(library._SOURCES)) == 0
+    monkeypatch.setenv("PATH", str(cache))
+    assert load_kernels().td_supported() == 1
+    assert not cache.exists()
+
+
+def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(cache))
+    with pytest.raises(NotCompiled, match=r"^no compiler found$"):
+        load_kernels()
+    monkeypatch.setenv("CC", "their-cc")
+    with pytest.raises(NotCompiled, match=r"no compiler found: \$CC is their-cc"):
+        load_kernels()
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = '[ "$1" = --version ] || { echo "In file x.h" >&2; echo "kernels.c:1: error: no such thing" >&2; exit 1; }'
+    monkeypatch.setenv("CC", compiler(tmp_path, script))
+    with pytest.raises(NotCompiled, match=r"^compiler failed: kernels.c:1: error: no such thing$"):
+        load_kernels()
+    assert list(cache.iterdir()) == []
+
+
+def test_no_sources(cache: Path) -> None:
+    (library._SOURCES / "kernels.c").unlink()
+    with pytest.raises(NotCompiled, match="sources are not installed"):
+        load_kernels()
+
+
+@needs_compiler
+def test_a_processor_that_cannot_run_them(cache: Path) -> None:
+    write_source(supported=0)
+    with pytest.raises(NotCompiled, match="this processor has no AVX-512 BF16"):
+        load_kernels()
+
+
+@needs_compiler
+def test_another_version_of_the_contract(cache: Path) -> None:
+    write_source(version=library.VERSION + 1)
+    with pytest.raises(NotCompiled, match="another version"):
+        load_kernels()
+
+
+@needs_compiler
+def test_what_others_may_write_is_not_loaded(cache: Path) -> None:
+    load_kernels()
+    (built,) = cache.iterdir()
+    for path in (built, cache, cache.parent):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        path.chmod(mode | stat.S_IWOTH)
+        with pytest.raises(NotCompiled, match="is not this user's alone"):
+            load_kernels()
+        path.chmod(mode)
+    load_kernels()
+
+
+def test_no_folder_for_the_cache(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("CC", compiler(tmp_path, "exit 0"))
+    with pytest.raises(NotCompiled, match="no folder to keep them in"):
+        load_kernels()
