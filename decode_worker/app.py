@@ -22,6 +22,8 @@ from engine.build import Engine, build_engine
 from engine.host_blocks import HostBlocks, open_host_blocks, with_swaps
 from engine.length_prediction import LengthPredictor
 from engine.policies import make_policy
+from engine.speculation.draft_model import with_draft_model
+from engine.speculation.guessers import new_guesser
 from engine.step_loop import StepLoop
 from kvtransfer.probe import Destination
 from kvtransfer.wire_dtypes import WireDtype
@@ -34,7 +36,7 @@ _LOG = logging.getLogger("tandem.decode")
 async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
     """Until the worker is asked to stop; then drains. Raises ConfigError, ModelRefused, Fenced."""
     config = life.config
-    engine = await asyncio.to_thread(build_engine, config, WireDtype(config.kv_wire_dtype))
+    engine = await asyncio.to_thread(_engine, config)
     host_blocks, swap_report = open_host_blocks(engine.pool, config.swap_bytes)
     for line in (*engine.report, swap_report):
         _LOG.info(line)
@@ -83,6 +85,7 @@ class _Worker:
                 cost=cost,
                 policy=make_policy(config.scheduling_policy),
                 lengths=LengthPredictor(),
+                new_guesser=new_guesser(config),
             ),
             with_swaps(engine.runner, host_blocks) if host_blocks else engine.runner,
             clock,
@@ -171,6 +174,12 @@ class _Worker:
             "local_prefills": float(self.service.num_local_prefills),
             "imports": float(len(self.service.imports)),
         }
+
+
+def _engine(config: WorkerConfig) -> Engine:
+    """Raises ConfigError and ModelRefused."""
+    engine = build_engine(config, WireDtype(config.kv_wire_dtype))
+    return with_draft_model(config, engine) if config.speculation == "draft" else engine
 
 
 def _limits(config: WorkerConfig, engine: Engine, host_blocks: HostBlocks | None) -> DecodeLimits:

@@ -66,6 +66,13 @@ class Batch:
         return self._waiting.num_choices + self._ready.num_choices
 
     @property
+    def num_spare_blocks(self) -> int:
+        """That nobody waits for, above the watermark."""
+        if len(self._waiting) or self.reservations.num_waiting:
+            return 0
+        return max(0, self.pool.num_available - self._limits.num_watermark_blocks)
+
+    @property
     def num_frozen(self) -> int:
         return len(self._frozen)
 
@@ -304,9 +311,9 @@ class Batch:
         """Makes room for its known tokens. False: there is none, and nobody behind it to take it from."""
         num_lacking = self.tables.num_lacking(sequence)
         while num_lacking and not self.tables.grow(sequence, num_lacking):
-            victim = self._last_holder
+            victim = self._idle_holder or self._last_holder
             assert victim is not None
-            if victim.rank <= sequence.rank:
+            if victim.rank <= sequence.rank and self._may_run(victim):
                 return False
             self._preempt(victim)
         return True
@@ -352,6 +359,11 @@ class Batch:
         return [Future(len(sequence.token_ids), num_to_come, num_blocks)] if num_to_come > 0 else []
 
     # Places
+
+    @property
+    def _idle_holder(self) -> Sequence | None:
+        """One with blocks that may not run before those that run have ended: they must not wait for it."""
+        return next((s for s in reversed(tuple(self._ready)) if not self._may_run(s)), None)
 
     @property
     def _last_holder(self) -> Sequence | None:

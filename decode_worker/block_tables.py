@@ -101,6 +101,25 @@ class BlockTables:
             sequence.block_ids += block_ids
         return True
 
+    def num_free_places(self, sequence: Sequence, num_spare_blocks: int) -> int:
+        """For tokens behind its known ones, in its last block and so many more."""
+        return (len(sequence.block_ids) + num_spare_blocks) * self._block_size - len(sequence.token_ids)
+
+    def grow_for_guesses(self, sequence: Sequence, num_guesses: int) -> int:
+        """Places behind its known tokens. Answers how many blocks that took."""
+        num_missing = blocks_for(len(sequence.token_ids) + num_guesses, self._block_size) - len(sequence.block_ids)
+        if num_missing > 0:
+            block_ids = self._pool.reserve(num_missing)
+            assert block_ids is not None, f"{num_missing} blocks for guesses were not spare"
+            sequence.block_ids += block_ids
+        return max(0, num_missing)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Gives back what wrong guesses took."""
+        num_used = blocks_for(sequence.num_computed, self._block_size)
+        self._pool.release(sequence.block_ids[num_used:])
+        sequence.block_ids = sequence.block_ids[:num_used]
+
     def own_tail(self, sequence: Sequence) -> tuple[BlockCopy, ...]:
         """Before a sequence writes to a tail that other choices share or other workers read, it gets its own copy.
 

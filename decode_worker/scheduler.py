@@ -11,6 +11,7 @@ from cluster.errors import DeadlineExceeded, DuplicateRequest, InternalError, No
 from cluster.hashing import NATIVE, BlockChain, NewChain
 from cluster.messages import DecodeJob, FinishReason, Inspect, Inspected, MemberId, SampledToken, SequenceStart
 from decode_worker.batch import Batch
+from decode_worker.chunks import chunk_of, ends_known, reason_of, up_to_the_end
 from decode_worker.claims import claim_of
 from decode_worker.commands import (
     AdmitImported,
@@ -42,12 +43,12 @@ from decode_worker.offers import Offers
 from decode_worker.preemption_cost import PreemptionCost
 from decode_worker.reservations import Grant
 from decode_worker.sequences import Group, Sequence
+from decode_worker.speculation import NewGuesser, Speculation
 from engine.deadlines import Deadlines
 from engine.length_prediction import LengthPredictor
 from engine.policies import FirstCome, Policy
-from engine.schedule import ChunkBudget, blocks_for
-from engine.step import Chunk, DrawnToken, Sample, StepPlan, StepResult
-from engine.stops import banned_token_ids, finish_reason
+from engine.schedule import ChunkBudget
+from engine.step import Chunk, DrawnToken, StepPlan, StepResult
 
 
 class DecodeScheduler:
@@ -62,6 +63,7 @@ class DecodeScheduler:
         cost: PreemptionCost | None = None,
         policy: Policy | None = None,
         lengths: LengthPredictor | None = None,
+        new_guesser: NewGuesser | None = None,
     ) -> None:
         """`lengths`: what outputs are expected to be like; without it nothing is left for those that will grow but the
         watermark."""
@@ -71,6 +73,7 @@ class DecodeScheduler:
         self._cost = cost or PreemptionCost()
         self._lengths = lengths
         self._batch = Batch(limits, new_chain, self._cost, policy or FirstCome())
+        self._speculation = Speculation(new_guesser, self._batch.tables)
         self._offers = Offers(self._batch.pool, limits.block_size)
         self._sequences: dict[tuple[MemberId, int], Sequence] = {}  # of every live (router, handle)
         self._groups: dict[int, Group] = {}
@@ -135,7 +138,8 @@ class DecodeScheduler:
         copies = tuple(copy for sequence in decoding for copy in self._batch.own_tail(sequence))
         self._planned_s, self._in_step = now_s, [sequence for sequence, _ in parts]
         self._started = self._first_runs(now_s)
-        chunks = tuple(self._chunk(sequence, num_tokens) for sequence, num_tokens in parts)
+        guesses = self._speculation.propose(decoding, budget, self._batch.num_spare_blocks)
+        chunks = tuple(self._chunk(*part, guesses.get(part[0].number, ())) for part in parts)
         return (), StepPlan(chunks, copies, swaps_out, swaps_in)
 
     def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:
@@ -145,11 +149,10 @@ class DecodeScheduler:
         self._measure(plan, result, now_s)
         tokens: list[SequenceToken] = []
         for sequence, chunk, drawn in zip(self._in_step, plan.chunks, result.tokens, strict=True):
-            sequence.advance(len(chunk.token_ids))
-            self._tokens_computed += len(chunk.token_ids)
-            self._batch.tables.keep_sealed(sequence)
-            if drawn:
-                tokens += self._append(sequence, drawn)
+            tokens += self._take_in(sequence, chunk, drawn)
+        for sequence, chunk, drafted in zip(self._in_step, plan.chunks, result.guesses, strict=False):
+            if chunk.draft is not None:
+                self._speculation.take(sequence, drafted)
         self._tokens_drawn += len(tokens)
         told = (StepTokens(self._steps, tuple(tokens)),) if tokens else ()
         return self._started + told + self._grant_reservations()
@@ -314,42 +317,55 @@ class DecodeScheduler:
             events.append(Started(group.job.router, handles, now_s - group.admitted_s, num_cached))
         return tuple(events)
 
-    def _chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
-        start, end = sequence.num_computed, sequence.num_computed + num_tokens
-        job = sequence.group.job
-        samples: tuple[Sample, ...] = ()
-        if end == len(sequence.token_ids):
-            banned = banned_token_ids(job.stops, sequence.num_output)
-            samples = tuple(Sample(choice.seed, end, job.sampling, banned) for _, choice in sequence.choices)
-        return Chunk(
-            sequence_id=sequence.number,
-            token_ids=tuple(sequence.token_ids[start:end]),
-            start=start,
-            block_ids=sequence.block_ids[: blocks_for(end, self._limits.block_size)],
-            samples=samples,
-        )
+    def _chunk(self, sequence: Sequence, num_tokens: int, guesses: tuple[int, ...]) -> Chunk:
+        draft = self._speculation.request(sequence) if ends_known(sequence, num_tokens) else None
+        return chunk_of(sequence, num_tokens, self._limits.block_size, guesses, draft)
 
-    def _append(self, sequence: Sequence, drawn: tuple[DrawnToken, ...]) -> list[SequenceToken]:
-        """One token to each choice; from here on each is a sequence of its own."""
-        router, stops = sequence.group.job.router, sequence.group.job.stops
-        tokens = []
-        for parted, token in zip(self._batch.part(sequence, self._numbers), drawn, strict=True):
-            handle, index = parted.choices[0][1].handle, parted.num_output
-            self._sequences[router, handle] = parted
-            parted.token_ids.append(token.token_id)
-            reason = finish_reason(stops, token.token_id, index + 1)
-            tokens.append(SequenceToken(router, handle, index, SampledToken(token.token_id, token.logprobs, reason)))
-            if reason is None:
-                self._predict(parted)
-            else:
-                self._sequences_done += 1
-                self._end_choice(router, handle, reason)
-        return tokens
+    def _take_in(self, sequence: Sequence, chunk: Chunk, drawn: tuple[DrawnToken, ...]) -> list[SequenceToken]:
+        """The outcome of its part of a step."""
+        self._tokens_computed += len(chunk.token_ids)
+        if chunk.num_guesses:
+            return self._take_run(sequence, chunk, drawn)
+        sequence.advance(len(chunk.token_ids))
+        self._batch.tables.keep_sealed(sequence)
+        if not drawn:
+            return []
+        # From here on each choice is a sequence of its own.
+        parted = self._batch.part(sequence, self._numbers)
+        return [self._append(choice, token) for choice, token in zip(parted, drawn, strict=True)]
+
+    def _take_run(self, sequence: Sequence, chunk: Chunk, drawn: tuple[DrawnToken, ...]) -> list[SequenceToken]:
+        """Guesses that were drawn are computed, as if they had been known; the last token is not."""
+        self._speculation.judge(sequence, chunk, drawn)
+        *right, last = up_to_the_end(sequence.group.job.stops, drawn, sequence.num_output)
+        router, handle, first = sequence.group.job.router, sequence.choices[0][1].handle, sequence.num_output
+        sequence.token_ids += [token.token_id for token in right]
+        sequence.advance(len(chunk.token_ids) - chunk.num_guesses + len(right))
+        self._batch.tables.keep_sealed(sequence)
+        self._batch.tables.trim(sequence)
+        told = [SampledToken(token.token_id, token.logprobs, None) for token in right]
+        return [
+            *(SequenceToken(router, handle, index, token) for index, token in enumerate(told, start=first)),
+            self._append(sequence, last),
+        ]
+
+    def _append(self, sequence: Sequence, token: DrawnToken) -> SequenceToken:
+        """To a sequence of one choice."""
+        router, handle, index = sequence.group.job.router, sequence.choices[0][1].handle, sequence.num_output
+        self._sequences[router, handle] = sequence
+        sequence.token_ids.append(token.token_id)
+        reason = reason_of(sequence)
+        if reason is None:
+            self._predict(sequence)
+        else:
+            self._sequences_done += 1
+            self._end_choice(router, handle, reason)
+        return SequenceToken(router, handle, index, SampledToken(token.token_id, token.logprobs, reason))
 
     def _measure(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
         self._cost.observe_copies(len(plan.swaps_out) + len(plan.swaps_in), result.swap_s)
         lengths = [len(chunk.token_ids) for chunk in plan.chunks]
-        num_prompt = sum(length for length in lengths if length > 1)
+        num_prompt = sum(len(chunk.token_ids) for chunk in plan.chunks if len(chunk.token_ids) > 1 + chunk.num_guesses)
         self._cost.observe_compute(num_prompt, sum(lengths), now_s - self._planned_s - result.swap_s)
 
     # Ends
@@ -407,6 +423,7 @@ class DecodeScheduler:
             "blocks_evicted": self._batch.pool.num_evicted,
             "sequences_done": self._sequences_done,
             **self._batch.swaps.figures,
+            **self._speculation.figures,
         }
         blocks = self._batch.pool.counts()
         return Inspected(inspection_id, blocks, {name: float(n) for name, n in figures.items()}, violation)

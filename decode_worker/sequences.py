@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from cluster.hashing import BlockChain
 from cluster.messages import DecodeJob, SequenceStart
 from engine.policies import Rank
+from engine.speculation.drafter import Guesser
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +53,7 @@ class Sequence:
     has_run: bool = False  # has been in a step; if it waits, its place was taken
     rank: Rank = ()  # as it stands in its place; less goes first
     predicted_tokens: int = 0  # of output, all that it will have; 0: unknown
+    guesser: Guesser | None = None  # once it has guessed
     # What policies ask for (engine.policies.Work).
     num_done: int = 0  # most tokens that were ever computed of it
     num_done_waiting: int = 0  # of them, those computed before its last wait ended
@@ -66,6 +68,10 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - len(self.group.job.prompt_token_ids)
+
+    @property
+    def num_output_left(self) -> int:
+        return self.group.job.stops.max_tokens - self.num_output
 
     def advance(self, num_tokens: int) -> None:
         """So many more are computed."""
@@ -90,6 +96,7 @@ class Sequence:
             chain=self.chain.copy(),
             num_cached=0,
             spare_ids=spare_ids,
+            guesser=None,
         )
 
 

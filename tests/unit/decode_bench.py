@@ -1,6 +1,7 @@
 """Drives a DecodeScheduler step by step on the fake runner and judges every token against a serial run."""
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 from cluster.hashing import NATIVE, keyed_chains, nameless_chains
@@ -32,9 +33,9 @@ from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequences import Sequence
 from engine.length_prediction import LengthPredictor
 from engine.policies import make_policy
-from engine.step import Sample, StepPlan
+from engine.step import DraftRequest, Sample, StepPlan
 from engine.stops import banned_token_ids, finish_reason
-from tests.unit.fake_paged_runner import FakePagedRunner, next_token
+from tests.unit.fake_paged_runner import VOCAB_SIZE, FakePagedRunner, next_token
 
 ROUTER = MemberId("router", "1")
 
@@ -86,12 +87,44 @@ class HandOff:
 
 
 @dataclass
+class _KnowingGuesser:
+    """Guesses what a serial run would draw, except for every so many."""
+
+    bench: "DecodeBench"
+    num_made: int = 0
+    judged: int = 0
+
+    def propose(self, token_ids: SequenceOf[int], limit: int) -> tuple[int, ...]:
+        known = tuple(token_ids)
+        guesses: tuple[int, ...] = ()
+        choice = next(c for c in self.bench.choices.values() if (*c.job.prompt_token_ids, *c.output) == known)
+        for _ in range(min(limit, 5)):
+            self.num_made += 1
+            banned = banned_token_ids(choice.job.stops, len(choice.output) + len(guesses))
+            sample = Sample(choice.start.seed, len(known) + len(guesses), choice.job.sampling, banned)
+            is_right = self.num_made % self.bench.guess_period
+            guesses += (next_token(known + guesses, sample) if is_right else VOCAB_SIZE,)
+        return guesses
+
+    def request(self, token_ids: list[int]) -> DraftRequest | None:
+        return None
+
+    def judge(self, num_guesses: int, num_right: int) -> None:
+        assert 0 <= num_right <= num_guesses <= 5
+        self.judged += num_guesses
+
+    def take(self, num_known: int, guesses: tuple[int, ...]) -> None:
+        raise AssertionError("nobody was asked to draft")
+
+
+@dataclass
 class DecodeBench:
     limits: DecodeLimits
     prefix_caching: bool = True
     wire_dtype: str = NATIVE
     policy: str = "fcfs"
     lengths: LengthPredictor | None = None
+    guess_period: int = 0  # every so many guesses one is wrong; 0: nothing is guessed
     now_s: float = 0.0
     choices: dict[int, Choice] = field(default_factory=dict)
     handoffs: dict[int, HandOff] = field(default_factory=dict)
@@ -113,6 +146,7 @@ class DecodeBench:
             cost=self.cost,
             policy=make_policy(self.policy),
             lengths=self.lengths,
+            new_guesser=(lambda: _KnowingGuesser(self)) if self.guess_period else None,
         )
         self.runner = FakePagedRunner(self.limits.num_blocks, self.limits.block_size)
         self._next_handle = 0

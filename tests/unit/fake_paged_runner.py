@@ -6,7 +6,7 @@ early, a missed copy or a wrong position shows as a wrong token.
 
 from collections.abc import Sequence
 
-from engine.step import DrawnToken, Sample, StepPlan, StepResult
+from engine.step import Chunk, DrawnToken, Sample, StepPlan, StepResult
 
 VOCAB_SIZE = 50
 
@@ -41,13 +41,22 @@ class FakePagedRunner:
         for chunk in plan.chunks:
             for place, token_id in enumerate(chunk.token_ids, start=chunk.start):
                 self.written[chunk.block_ids[place // self._block_size]][place % self._block_size] = token_id
+        return StepResult(tuple(map(self._draw, plan.chunks)))
+
+    def _draw(self, chunk: Chunk) -> tuple[DrawnToken, ...]:
+        """With guesses: those that were right, and one more; the wrong ones leave nothing behind."""
+        assert len(chunk.block_ids) == -(-chunk.end // self._block_size), "the table ends with the chunk"
+        known = chunk.end - chunk.num_guesses
         drawn = []
-        for chunk in plan.chunks:
-            end = chunk.start + len(chunk.token_ids)
-            assert len(chunk.block_ids) == -(-end // self._block_size), "the table ends with the chunk"
-            token_ids = self.read(chunk.block_ids, end) if chunk.samples else ()
-            drawn.append(tuple(DrawnToken(next_token(token_ids, sample)) for sample in chunk.samples))
-        return StepResult(tuple(drawn))
+        for place, sample in enumerate(chunk.samples):
+            token_ids = self.read(chunk.block_ids, known + place if chunk.num_guesses else known)
+            drawn.append(DrawnToken(next_token(token_ids, sample)))
+            if place < chunk.num_guesses and drawn[-1].token_id != chunk.token_ids[place - chunk.num_guesses]:
+                break
+        if chunk.num_guesses:
+            for place in range(known + len(drawn) - 1, chunk.end):
+                self.written[chunk.block_ids[place // self._block_size]][place % self._block_size] = None
+        return tuple(drawn)
 
     def read(self, block_ids: Sequence[int], num_tokens: int) -> tuple[int, ...]:
         """The tokens whose KV a table leads to."""

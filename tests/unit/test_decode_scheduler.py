@@ -57,6 +57,7 @@ class _AnySchedule(RuleBasedStateMachine):
         is_computing_dear=st.booleans(),
         policy=st.sampled_from(["fcfs", *SCHEDULING_POLICIES]),
         is_predicting=st.booleans(),
+        guess_period=st.sampled_from([0, 0, 1, 3, 50]),
     )
     def start(
         self,
@@ -70,6 +71,7 @@ class _AnySchedule(RuleBasedStateMachine):
         is_computing_dear: bool,
         policy: str,
         is_predicting: bool,
+        guess_period: int,
     ) -> None:
         self.bench = DecodeBench(
             limits(
@@ -84,6 +86,7 @@ class _AnySchedule(RuleBasedStateMachine):
             wire_dtype=wire_dtype,
             policy=policy,
             lengths=known_lengths() if is_predicting else None,
+            guess_period=guess_period,
         )
         # As dear as four tokens: what has one open block is computed again.
         self.bench.cost.copy_s_per_block = 1.0

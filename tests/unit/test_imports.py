@@ -37,6 +37,7 @@ PURE = [
     "decode_worker.preemption_cost",
     "decode_worker.ranking",
     "decode_worker.scheduler",
+    "decode_worker.speculation",
     "engine.block_pool",
     "engine.capacity",
     "engine.cuda.decode_buckets",

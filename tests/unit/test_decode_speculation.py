@@ -1,0 +1,151 @@
+"""Guesses in the decode worker: the tokens of a serial run in fewer steps, at nobody's expense."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from cluster.hashing import nameless_chains
+from cluster.messages import FinishReason
+from decode_worker.commands import AdmitLocal, StepTokens
+from decode_worker.scheduler import DecodeScheduler
+from engine.speculation.drafter import DraftedGuesser
+from engine.step import Runner, Sample, StepPlan, StepResult
+from tests.unit.decode_bench import DecodeBench, limits
+from tests.unit.fake_paged_runner import FakePagedRunner, next_token
+
+
+def test_right_guesses_give_the_same_tokens_in_fewer_steps() -> None:
+    bench = DecodeBench(limits(), guess_period=1000)
+    (handle,) = bench.admit(bench.job([1, 2, 3], max_tokens=25))
+
+    plans = bench.run()
+
+    assert len(plans) == 1 + 24 // 6  # five guesses and one more in each step after the prompt's
+    figures = bench.inspect().figures
+    assert (figures["guesses"], figures["guesses_accepted"], figures["tokens_drawn"]) == (20, 20, 25)
+    assert len(bench.choices[handle].output) == 25
+    bench.assert_idle()
+
+
+def test_wrong_guesses_cost_no_block_and_no_token() -> None:
+    bench = DecodeBench(limits(), guess_period=1)
+    (handle,) = bench.admit(bench.job([1, 2, 3], max_tokens=25))
+
+    while bench.live:
+        bench.step()
+        num_computed = len(bench.choices[handle].output) + 2
+        assert bench.inspect().blocks["held"] == (-(-num_computed // 4) if bench.live else 0)
+
+    figures = bench.inspect().figures
+    assert figures["guesses_accepted"] == 0 < figures["guesses"]
+    bench.assert_idle()
+
+
+def test_a_stop_among_the_accepted_ends_the_sequence_there() -> None:
+    stops = range(0, 50, 7)
+    outputs = []
+    for guess_period in (0, 1000):
+        bench = DecodeBench(limits(num_blocks=300), guess_period=guess_period)
+        handles = [bench.admit(bench.job([place], max_tokens=40, min_tokens=6, stops=stops))[0] for place in range(30)]
+        bench.run()
+        bench.assert_idle()
+        assert all(bench.choices[handle].ended == FinishReason.STOP for handle in handles)
+        assert all(len(bench.choices[handle].output) > 6 for handle in handles)
+        outputs.append([bench.choices[handle].output for handle in handles])
+
+    assert outputs[0] == outputs[1]
+    assert len({len(output) % 6 for output in outputs[1]}) > 3  # they ended anywhere in a run
+
+
+def test_no_guess_goes_past_the_last_token() -> None:
+    bench = DecodeBench(limits(), guess_period=1000)
+    bench.admit(bench.job([1, 2, 3], max_tokens=6))
+
+    plans = bench.run()
+
+    assert [plan.chunks[0].num_guesses for plan in plans] == [0, 4]
+    bench.assert_idle()
+
+
+def test_guesses_take_no_block_that_somebody_waits_for() -> None:
+    bench = DecodeBench(limits(num_blocks=5), guess_period=1000)
+    bench.admit(bench.job([1, 2, 3], max_tokens=12))
+    bench.step()
+    handoff = bench.reserve(bench.job(range(1, 20)))
+    assert handoff.block_ids is None
+
+    plan = bench.step()
+
+    assert plan is not None and plan.chunks[0].num_guesses == 0  # the last place of its block is the newest token's
+    assert bench.inspect().figures["preemptions"] == 0
+    bench.run()
+
+
+def test_a_full_step_leaves_no_room_for_guesses() -> None:
+    bench = DecodeBench(limits(max_prefill_tokens=8), guess_period=1000)
+    bench.admit(bench.job([1, 2, 3], max_tokens=30))
+    bench.step()
+    (long,) = bench.admit(bench.job(range(1, 40), max_tokens=2))
+
+    while not bench.choices[long].output:
+        plan = bench.step()
+        assert plan is not None and sum(len(chunk.token_ids) for chunk in plan.chunks) <= 8
+
+
+@pytest.mark.parametrize("num_steps", range(1, 5))
+def test_a_sequence_that_guesses_moves_with_accepted_tokens_only(num_steps: int) -> None:
+    source, target = DecodeBench(limits(), guess_period=4), DecodeBench(limits(), guess_period=3)
+    (moving,) = source.admit(source.job(range(1, 6), max_tokens=30))
+    for _ in range(num_steps):
+        source.step()
+    frozen = source.freeze(moving)
+    assert frozen is not None
+
+    arrived = target.receive(source, frozen, moving)
+    source.cancel([moving])
+    source.release(frozen.ticket_id)
+    target.run()
+
+    job = source.choices[moving].job
+    expected = source.serial(job.prompt_token_ids, job.stops, seed=moving, num_output=30)
+    assert tuple(target.choices[arrived].output) == expected
+    source.assert_idle()
+    target.assert_idle()
+
+
+@dataclass
+class _DraftingRunner:
+    """Drafts what will be drawn, for whoever asks."""
+
+    runner: Runner
+    seed: int
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = self.runner.run(plan)
+        drafts: list[tuple[int, ...]] = []
+        for chunk, drawn in zip(plan.chunks, result.tokens, strict=True):
+            drafted: tuple[int, ...] = ()
+            if chunk.draft is not None:
+                known = (*chunk.draft.token_ids, *(token.token_id for token in drawn))
+                for _ in range(chunk.draft.max_guesses):
+                    sample = Sample(self.seed, len(known) + len(drafted), chunk.samples[0].sampling)
+                    drafted += (next_token(known + drafted, sample),)
+            drafts.append(drafted)
+        return replace(result, guesses=tuple(drafts))
+
+
+def test_what_the_runner_drafts_is_guessed_in_the_next_step() -> None:
+    bench = DecodeBench(limits())
+    job = bench.job([1, 2, 3], max_tokens=13)
+    scheduler = DecodeScheduler(bench.limits, new_chain=nameless_chains(), new_guesser=lambda: DraftedGuesser(3))
+    runner = _DraftingRunner(FakePagedRunner(bench.limits.num_blocks, 4), job.sequences[0].seed)
+    scheduler.apply(AdmitLocal(job), 0.0)
+    output: list[int] = []
+    num_steps = 0
+    while (plan := scheduler.plan(0.0)[1]) is not None:
+        events = scheduler.complete(plan, runner.run(plan), 0.0)
+        output += [told.token.token_id for e in events if isinstance(e, StepTokens) for told in e.tokens]
+        num_steps += 1
+
+    assert tuple(output) == bench.serial(job.prompt_token_ids, job.stops, job.sequences[0].seed, 13)
+    assert num_steps == 1 + 12 // 4
