@@ -134,7 +134,7 @@ class DecodeScheduler:
             parts.append((sequence, budget.take(sequence.num_left)))
         swaps_out, swaps_in = self._batch.swaps.outward, self._batch.swaps.inward
         if not parts and not swaps_out:
-            return (), None
+            return self._grant_reservations(), None  # what waits may wait for a hand-off that by now goes first
         copies = tuple(copy for sequence in decoding for copy in self._batch.own_tail(sequence))
         self._planned_s, self._in_step = now_s, [sequence for sequence, _ in parts]
         self._started = self._first_runs(now_s)
