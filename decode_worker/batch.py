@@ -311,11 +311,11 @@ class Batch:
         """Makes room for its known tokens. False: there is none, and nobody behind it to take it from."""
         num_lacking = self.tables.num_lacking(sequence)
         while num_lacking and not self.tables.grow(sequence, num_lacking):
-            victim = self._idle_holder or self._last_holder
-            assert victim is not None
-            if victim.rank <= sequence.rank and self._may_run(victim):
+            idle, last = self._idle_holder, self._last_holder
+            assert last is not None
+            if idle is None and last.rank <= sequence.rank:
                 return False
-            self._preempt(victim)
+            self._preempt(idle or last)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
