@@ -14,7 +14,7 @@ from math import ceil, log2
 _BINS_PER_DOUBLING = 4  # a bin's upper edge is at most 19 % above its lower one
 _NUM_BINS = 20 * _BINS_PER_DOUBLING + 1  # up to 2^20 tokens; longer ones are in the last
 _MAX_TENANTS = 256
-_MIN_SEEN = 15.0  # sequences of a kind before it is believed; a wider kind is asked until then
+_MIN_SEEN = 7.0  # sequences of a kind before it is believed; a wider kind is asked until then
 _KEEP = 0.998  # of a count's weight with each sequence that ends: the last five hundred or so speak
 
 

@@ -119,13 +119,14 @@ class StaticBatching:
 
 @dataclass(frozen=True, slots=True)
 class ShortestFirst:
-    """Least predicted remaining work first. A second since arrival counts as `ageing` tokens less, so only those that
-    arrive within (its remaining work / ageing) seconds can overtake anything."""
+    """Least predicted remaining work first, whoever runs. A second since arrival counts as `ageing` tokens less, so only
+    those that arrive within (its remaining work / ageing) seconds can overtake anything. Who runs gets ahead of those
+    that wait with every token, so no two take turns."""
 
     ageing: float = 32.0  # tokens of output a second
     unknown_tokens: int = 256  # what an output without a prediction is taken for
     name: str = "shortest"
-    is_preemptive: bool = False  # what runs holds memory already and has, by the same order, the least left
+    is_preemptive: bool = True
     is_static: bool = False
 
     def rank(self, work: Work, now_s: float) -> Rank:

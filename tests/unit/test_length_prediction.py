@@ -19,7 +19,7 @@ def taught(lengths: list[int], *, quantile: float = 0.5, tenant: str = "", num_p
 
 
 def test_nothing_is_predicted_before_enough_has_ended() -> None:
-    predictor = taught([50] * 15)
+    predictor = taught([50] * 7)
     assert predictor.predict("", 100, 0, NO_CAP) == 0
     predictor.observe("", 100, 50, was_cut=False)
     assert 50 <= predictor.predict("", 100, 0, NO_CAP) <= 50 * BIN

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from cluster.hashing import nameless_chains
 from cluster.messages import PrefillJob, Sampling, TokenStops
@@ -42,7 +43,7 @@ class Prompt:
 
 @dataclass
 class Prefilled:
-    done_s: list[float]  # by prompt
+    done_s: list[float]  # by prompt; infinite for those whose deadline passed
     steps: list[Step]
 
     def completion_s(self, prompts: Sequence[Prompt]) -> list[float]:
@@ -71,12 +72,13 @@ def prefill(
     )
     scheduler.check()
     done = {event.ticket_id: (now_s, event) for now_s, event in simulation.events if isinstance(event, Finished)}
-    if num_blocks:
-        for number, job in enumerate(jobs):
+    for number, job in enumerate(jobs):
+        if num_blocks and _ticket(number) in done:
             (token,) = done[_ticket(number)][1].tokens
             expected = next_token(job.token_ids, Sample(number, len(job.token_ids), Sampling()))
             assert token.token_id == expected, f"prompt {number} was answered by something else"
-    return Prefilled([done[_ticket(number)][0] for number in range(len(prompts))], simulation.steps)
+    done_s = [done[_ticket(number)][0] if _ticket(number) in done else inf for number in range(len(prompts))]
+    return Prefilled(done_s, simulation.steps)
 
 
 def _ticket(number: int) -> bytes:

@@ -1,11 +1,13 @@
 """In which order a prefill worker computes prompts, under each policy and a simulated clock."""
 
-from itertools import islice
+from dataclasses import replace
+from itertools import cycle, islice
+from math import inf
 from statistics import mean
 
 import pytest
 
-from engine.policies import FirstCome, ShortestFirst, SkipJoinMlfq, make_policy
+from engine.policies import EarliestDeadline, FirstCome, ShortestFirst, SkipJoinMlfq, make_policy
 from tests.unit.scheduling.load import one_in, poisson
 from tests.unit.scheduling.prefilling import Prompt, prefill
 from tests.unit.scheduling.simulation import StepCost
@@ -47,7 +49,7 @@ def test_a_prompt_that_cannot_have_its_blocks_is_not_overtaken() -> None:
     ("name", "expected"),
     [
         ("fcfs", [0, 1, 2]),
-        ("shortest", [0, 2, 1]),
+        ("shortest", [2, 1, 0]),
         ("mlfq", [2, 1, 0]),
         ("static", [0, 1, 2]),
         ("static-sorted", [0, 2, 1]),
@@ -88,6 +90,17 @@ def test_mixed_prompts_are_done_in_half_the_time_of_first_come() -> None:
     assert mean(times["mlfq"]) <= 0.5 * mean(times["fcfs"])
     assert mean(times["shortest"]) <= 0.5 * mean(times["fcfs"])
     assert max(times["mlfq"]) <= 1.5 * max(times["fcfs"])
+
+
+def test_deadlines_are_met_that_first_come_misses() -> None:
+    """Every fourth client waits for half a second, the others for ten."""
+    timeouts_s = cycle((0.5, 10.0, 10.0, 10.0))
+    prompts = [replace(prompt, timeout_s=next(timeouts_s)) for prompt in mixed_prompts(1000)]
+    missed = {
+        policy.name: prefill(prompts, policy, PER_TOKEN).done_s.count(inf)
+        for policy in (FirstCome(), EarliestDeadline())
+    }
+    assert missed["deadline"] < 0.2 * missed["fcfs"]
 
 
 def test_a_long_prompt_is_done_though_short_ones_never_cease() -> None:

@@ -1,11 +1,13 @@
 """Which sequences a decode worker gives its slots to, under each policy and a simulated clock."""
 
+from dataclasses import replace
 from itertools import islice
 from statistics import mean
 
 import pytest
 
-from engine.policies import FirstCome, Policy, SkipJoinMlfq, make_policy
+from engine.length_prediction import LengthPredictor
+from engine.policies import FirstCome, Policy, ShortestFirst, SkipJoinMlfq, make_policy
 from tests.unit.scheduling.decoding import Asked, Decoded, decode, limits, scheduler
 from tests.unit.scheduling.load import one_in, poisson
 from tests.unit.scheduling.simulation import StepCost
@@ -40,6 +42,16 @@ def test_mixed_jobs_end_in_half_the_time_of_first_come_and_none_waits_for_ever()
     assert mean_s[1] <= 0.5 * mean_s[0]
     longest_wait_s = max(answer.longest_gap_s for answer in by_level.answers)
     assert longest_wait_s <= policy.num_levels * policy.promote_after_s
+
+
+def test_shortest_first_learns_who_is_short() -> None:
+    """Nothing tells a short job but its tenant."""
+    asked = [replace(one, tenant=f"of {one.num_output}") for one in mixed_jobs(400)]
+    decode_limits = limits(max_num_seqs=SLOTS)
+    by_arrival = decode(asked, scheduler(decode_limits, FirstCome()), PER_STEP)
+    by_length = decode(asked, scheduler(decode_limits, ShortestFirst(), LengthPredictor()), PER_STEP)
+    mean_s = [mean(answer.completion_s for answer in decoded.answers) for decoded in (by_arrival, by_length)]
+    assert mean_s[1] <= 0.5 * mean_s[0]
 
 
 @pytest.mark.parametrize("name", ["priority", "deadline"])
