@@ -119,7 +119,7 @@ class StaticBatching:
 
 @dataclass(frozen=True, slots=True)
 class ShortestFirst:
-    """Least predicted remaining work first, whoever runs. A second since arrival counts as `ageing` tokens less, so only
+    """Least predicted remaining work first, whoever runs. A second since arrival counts as `ageing` tokens less: only
     those that arrive within (its remaining work / ageing) seconds can overtake anything. Who runs gets ahead of those
     that wait with every token, so no two take turns."""
 
