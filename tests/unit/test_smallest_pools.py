@@ -1,0 +1,191 @@
+"""Never out of memory: over the smallest pools there are, everything that is asked is served, or refused at admission
+with the numbers. Nothing waits for ever, raises, or keeps a block."""
+
+import random
+import re
+from dataclasses import replace
+
+import pytest
+
+from cluster.engine_settings import SCHEDULING_POLICIES
+from cluster.errors import InvalidRequest, PromptTooLong
+from cluster.hashing import keyed_chains
+from cluster.lengths import LengthLimits
+from cluster.messages import MemberId, PrefillJob, Sampling, TokenStops
+from decode_worker.limits import DecodeLimits
+from engine.policies import make_policy
+from prefill_worker.commands import Accepted, Event, Finished, Refused, Release, Submit
+from prefill_worker.scheduler import PrefillScheduler
+from tests.unit.decode_bench import DecodeBench, HandOff, limits
+from tests.unit.fake_paged_runner import FakePagedRunner
+
+NUM_JOBS = 12
+
+
+def smallest(dice: random.Random) -> DecodeLimits:
+    return limits(
+        num_blocks=dice.randint(1, 3),
+        block_size=dice.randint(1, 3),
+        max_num_seqs=dice.randint(1, 3),
+        max_prefill_tokens=dice.randint(1, 3),
+        watermark=dice.choice([0.0, 0.5]),
+        num_swap_slots=dice.choice([0, 1, 4]),
+    )
+
+
+def tokens(dice: random.Random) -> list[int]:
+    return [dice.randint(1, 49) for _ in range(dice.randint(1, 9))]
+
+
+@pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
+@pytest.mark.parametrize("seed", range(25))
+def test_decoding_ends_whatever_is_asked(policy: str, seed: int) -> None:
+    dice = random.Random(seed)
+    bench = DecodeBench(smallest(dice), policy=policy)
+    handoffs: list[HandOff] = []
+    for _ in range(NUM_JOBS):
+        job = bench.job(
+            tokens(dice),
+            max_tokens=dice.randint(1, 9),
+            num_choices=dice.randint(1, 4),
+            priority=dice.randint(0, 2),
+            is_batch=dice.random() < 0.2,
+        )
+        bench.now_s += dice.random()
+        if dice.random() < 0.6 or bench.limits.job_refusal(job) is not None:
+            bench.admit(job)
+        else:
+            handoffs.append(bench.reserve(job))
+        for _ in range(dice.randint(0, 3)):
+            bench.step()
+            finish_granted(bench, handoffs)
+
+    bench.run()
+    while finish_granted(bench, handoffs):
+        bench.run()
+
+    assert [handoff.handoff_id for handoff in handoffs if not is_refused(bench, handoff)] == []
+    bench.assert_idle()
+    for failed in bench.failures:
+        assert isinstance(failed.error, PromptTooLong)
+        assert len(re.findall(r"\d+", failed.error.message)) >= 2, failed.error.message
+
+
+def finish_granted(bench: DecodeBench, handoffs: list[HandOff]) -> int:
+    """Those whose blocks are there arrive. How many did."""
+    granted = [handoff for handoff in handoffs if handoff.block_ids is not None]
+    for handoff in granted:
+        handoffs.remove(handoff)
+        bench.finish(handoff)
+    return len(granted)
+
+
+def is_refused(bench: DecodeBench, handoff: HandOff) -> bool:
+    """With how many it needs and how many there are: a router then computes the prompt here instead."""
+    needed = f"needs {bench.limits.num_needed(len(handoff.token_ids), len(handoff.job.sequences))} blocks"
+    return any(
+        refused.handoff_id == handoff.handoff_id and needed in refused.error.message
+        for refused in bench.refused_handoffs
+    )
+
+
+@pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
+@pytest.mark.parametrize("seed", range(5))
+def test_prefilling_ends_whatever_is_asked(policy: str, seed: int) -> None:
+    dice = random.Random(seed)
+    size = smallest(dice)
+    scheduler = PrefillScheduler(
+        num_blocks=size.num_blocks,
+        block_size=size.block_size,
+        max_prefill_tokens=size.max_prefill_tokens,
+        max_num_seqs=size.max_num_seqs,
+        max_queue=NUM_JOBS,
+        new_chain=keyed_chains(b"key", size.block_size),
+        policy=make_policy(policy),
+    )
+    runner = FakePagedRunner(size.num_blocks, size.block_size)
+    leased: list[bytes] = []
+    num_finished = num_accepted = 0
+    for number in range(NUM_JOBS):
+        job = prefill_job(tokens(dice), num_choices=dice.randint(1, 4), max_tokens=dice.randint(1, 99))
+        (event,) = scheduler.apply(Submit(number.to_bytes(4, "big"), job), 0.0)
+        needed = len(job.token_ids)
+        if isinstance(event, Refused):
+            assert -(-needed // size.block_size) > size.num_blocks
+            assert isinstance(event.error, PromptTooLong)
+            assert {str(needed), str(size.num_blocks * size.block_size)} <= set(re.findall(r"\d+", event.error.message))
+        else:
+            assert isinstance(event, Accepted)
+            num_accepted += 1
+
+    while True:
+        events, plan = scheduler.plan(0.0)
+        num_finished += note(events, leased)
+        if plan is not None:
+            num_finished += note(scheduler.complete(plan, runner.run(plan), 0.0), leased)
+        elif leased:
+            scheduler.apply(Release(leased.pop(dice.randrange(len(leased)))), 0.0)  # an importer has come
+        else:
+            break
+        scheduler.check()
+
+    assert num_finished == num_accepted
+
+
+def note(events: tuple[Event, ...], leased: list[bytes]) -> int:
+    finished = [event.ticket_id for event in events if isinstance(event, Finished)]
+    leased += finished
+    return len(finished)
+
+
+def prefill_job(
+    token_ids: list[int], *, num_choices: int = 1, max_tokens: int = 9, num_committed: int = 0
+) -> PrefillJob:
+    return PrefillJob(
+        request_id="request",
+        attempt=0,
+        token_ids=tuple(token_ids),
+        sampling=Sampling(),
+        stops=TokenStops(max_tokens),
+        seeds=tuple(range(num_choices)),
+        num_committed=num_committed,
+        importer=MemberId("decode", "1"),
+        timeout_s=9.0,
+    )
+
+
+def limited_prefill() -> PrefillScheduler:
+    return PrefillScheduler(
+        num_blocks=9,
+        block_size=4,
+        max_prefill_tokens=8,
+        max_num_seqs=2,
+        max_queue=4,
+        new_chain=keyed_chains(b"key", 4),
+        lengths=LengthLimits(max_input_length=5, max_output_length=7),
+    )
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        (prefill_job([1] * 6, max_tokens=7), "6 tokens; at most 5"),
+        (prefill_job([1] * 5, max_tokens=8), "max_tokens is 8; at most 7"),
+        (prefill_job([1] * 9, max_tokens=7, num_committed=4), ""),  # a second try: the rest is its own output
+    ],
+)
+def test_a_prefill_worker_holds_the_operators_lengths_too(job: PrefillJob, said: str) -> None:
+    (event,) = limited_prefill().apply(Submit(b"1", job), 0.0)
+    assert isinstance(event, Refused if said else Accepted)
+    assert not isinstance(event, Refused) or said in event.error.message
+
+
+def test_a_decode_worker_holds_the_operators_lengths_too() -> None:
+    bench = DecodeBench(replace(limits(), lengths=LengthLimits(max_input_length=5, max_output_length=7)))
+    bench.admit(bench.job([1] * 6, max_tokens=7))
+    bench.admit(bench.job([1] * 5, max_tokens=8))
+    bench.admit(bench.job([1] * 5, max_tokens=7, committed=[4]))
+    bench.run()
+
+    assert [type(failed.error) for failed in bench.failures] == [PromptTooLong, InvalidRequest]
+    bench.assert_idle()
