@@ -62,47 +62,49 @@ int64_t td_attend_bytes(const td_model *model) {
     return rows * row_bytes(model, columns) + (model->head_dim + columns) * PANEL * 2 + 6 * 64;
 }
 
-/* One KV head's rows of up to 64 positions; from `count` on, places that may be read. */
+/* Where up to 64 positions lie, from the layer's keys or values; from `count` on, places that may be read. */
 typedef struct {
-    const bf16 *keys[PANEL], *values[PANEL];
-    int64_t count;
+    int64_t places[PANEL], count;
 } Tile;
 
-static Tile find_tile(const td_model *model, const td_layer *layer, const Span *span, int64_t start) {
+static void find_tile(const td_model *model, const Span *span, int64_t start, Tile *tile) {
     int64_t token = model->num_kv_heads * model->head_dim;
     int64_t block = start / model->block_size, offset = start % model->block_size;
-    Tile tile = {.count = td_min(PANEL, span->context_len - start)};
+    tile->count = td_min(PANEL, span->context_len - start);
     for (int64_t i = 0; i < PANEL; i++) {
-        int64_t place = span->table[block] * model->block_elems + offset * token;
-        tile.keys[i] = layer->keys + place;
-        tile.values[i] = layer->values + place;
-        if (i + 1 < tile.count && ++offset == model->block_size) offset = 0, block++;
+        tile->places[i] = span->table[block] * model->block_elems + offset * token;
+        if (i + 1 < tile->count && ++offset == model->block_size) offset = 0, block++;
     }
-    return tile;
 }
 
-static void next_head(Tile *tile, int64_t head_dim) {
-    for (int64_t i = 0; i < PANEL; i++) tile->keys[i] += head_dim, tile->values[i] += head_dim;
+/* 32 elements of 64 rows; `whole`: there are as many of both. */
+TD_INLINE void pack_columns(const Rows *rows, int64_t column, __mmask32 there, const Rows *ahead, const int whole,
+                            bf16 *out) {
+    short order[2 * LANES];
+    for (int i = 0; i < 2 * LANES; i++) order[i] = (short)((i & 1) * 2 * LANES + i / 2);
+    __m512i low = _mm512_loadu_si512(order), high = _mm512_add_epi16(low, _mm512_set1_epi16(LANES));
+    for (int64_t row = 0; row < PANEL; row += 2, out += PANEL * 2) {
+        const bf16 *even = rows->base + rows->places[row] + column;
+        const bf16 *odd = rows->base + rows->places[row + 1] + column;
+        __m512i a = whole ? _mm512_loadu_si512(even) : _mm512_maskz_loadu_epi16(row < rows->count ? there : 0, even);
+        __m512i b = whole ? _mm512_loadu_si512(odd) : _mm512_maskz_loadu_epi16(row + 1 < rows->count ? there : 0, odd);
+        _mm_prefetch((const char *)(ahead->base + ahead->places[row] + column), _MM_HINT_T0);
+        _mm_prefetch((const char *)(ahead->base + ahead->places[row + 1] + column), _MM_HINT_T0);
+        _mm512_store_si512(out, _mm512_permutex2var_epi16(a, low, b));
+        _mm512_store_si512(out + 2 * LANES, _mm512_permutex2var_epi16(a, high, b));
+    }
 }
 
-/* Pairs of positions side by side, for the product with the weights. Rows from `count` on are zero: what stands in a
- * block behind the context may be anything, and 0 times that need not be 0. `ahead`: as in pack_rows. */
-static void pack_values(const bf16 *const rows[PANEL], int64_t count, int64_t head_dim,
-                        const bf16 *const ahead[PANEL], bf16 *panels) {
-    short order[2][32];
-    for (int i = 0; i < 32; i++) order[0][i] = (i & 1) * 32 + i / 2, order[1][i] = order[0][i] + 16;
-    __m512i low = _mm512_loadu_si512(order[0]), high = _mm512_loadu_si512(order[1]);
+/* Pairs of positions side by side, for the product with the weights. What stands in a block behind the context may be
+ * anything, and 0 times that need not be 0: it is packed as zero. `ahead`: as in pack_rows. */
+static void pack_values(const Rows *rows, int64_t head_dim, const Rows *ahead, bf16 *panels) {
     for (int64_t column = 0; column < head_dim; column += 2 * LANES) {
-        __mmask32 there = head_dim - column >= 2 * LANES ? 0xffffffff : 0xffff;
         bf16 *out = panels + column / PANEL * PANEL * PANEL + column % PANEL * 2;
-        for (int64_t row = 0; row < PANEL; row += 2, out += PANEL * 2) {
-            __m512i a = _mm512_maskz_loadu_epi16(row < count ? there : 0, rows[row] + column);
-            __m512i b = _mm512_maskz_loadu_epi16(row + 1 < count ? there : 0, rows[row + 1] + column);
-            _mm_prefetch((const char *)(ahead[row] + column), _MM_HINT_T0);
-            _mm_prefetch((const char *)(ahead[row + 1] + column), _MM_HINT_T0);
-            _mm512_store_si512(out, _mm512_permutex2var_epi16(a, low, b));
-            _mm512_store_si512(out + 2 * LANES, _mm512_permutex2var_epi16(a, high, b));
-        }
+        __mmask32 there = head_dim - column >= 2 * LANES ? 0xffffffff : 0xffff;
+        if (rows->count == PANEL && there == 0xffffffff)
+            pack_columns(rows, column, there, ahead, 1, out);
+        else
+            pack_columns(rows, column, there, ahead, 0, out);
     }
 }
 
@@ -121,51 +123,90 @@ TD_INLINE __m512 capped(__m512 x, float scaling, float cap) {
     return _mm512_mul_ps(_mm512_set1_ps(cap), _mm512_sub_ps(_mm512_set1_ps(1.0f), part));
 }
 
-/* One row's scores become weights in bf16; its maximum and sum go on. Returns what its output so far is worth. */
-TD_INLINE float weigh(const td_model *model, const float *scores, uint64_t seen, float *highest, float *sums,
-                      bf16 *weights) {
-    __m512 x[TILE_VECTORS], most = _mm512_set1_ps(*highest), sum = _mm512_setzero_ps();
-    float scale = 1.44269504f * (model->softcap > 0 ? 1.0f : model->scaling);
-    TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++) {
-        x[v] = _mm512_load_ps(scores + v * LANES);
-        if (model->softcap > 0) x[v] = capped(x[v], model->scaling, model->softcap);
-        x[v] = _mm512_mask_mov_ps(_mm512_set1_ps(UNSEEN), (__mmask16)(seen >> v * LANES), x[v]);
-        most = _mm512_max_ps(most, x[v]);
-    }
-    float before = *highest, after = _mm512_reduce_max_ps(most);
-    __m512 shift = _mm512_set1_ps(after * scale);
-    TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++) {
-        x[v] = exp2_ps(_mm512_fmsub_ps(x[v], _mm512_set1_ps(scale), shift));
-        sum = _mm512_add_ps(sum, x[v]);
-        store_bf16(weights + v * LANES, 0xffff, x[v]);
-    }
-    __m512 worth = exp2_ps(_mm512_set1_ps((before - after) * scale));
-    _mm512_store_ps(sums, _mm512_fmadd_ps(_mm512_load_ps(sums), worth, sum));
-    *highest = after;
-    return _mm512_cvtss_f32(worth);
+/* The largest lane of each of 8 registers: that of register i comes to lane i % 4 * 4 + i / 4. */
+TD_INLINE __m512 largest_lanes(const __m512 x[8]) {
+    __m512 half[4], quarter[2];
+    TD_UNROLL for (int i = 0; i < 4; i++) half[i] = _mm512_max_ps(_mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x44),
+                                                                  _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xee));
+    TD_UNROLL for (int i = 0; i < 2; i++)
+        quarter[i] = _mm512_max_ps(_mm512_shuffle_f32x4(half[2 * i], half[2 * i + 1], 0x88),
+                                   _mm512_shuffle_f32x4(half[2 * i], half[2 * i + 1], 0xdd));
+    __m512 pairs = _mm512_max_ps(_mm512_unpacklo_ps(quarter[0], quarter[1]), _mm512_unpackhi_ps(quarter[0], quarter[1]));
+    return _mm512_max_ps(pairs, _mm512_permute_ps(pairs, 0x4e));
 }
 
-/* Rows from `row` on of one KV head, the first of which is that of (token, head) number `number`, against one tile. */
+/* A block of rows against one tile: what goes from the product with the keys to that with the values. */
+typedef struct {
+    float scores[TILE_ROWS][PANEL];
+    bf16 weights[TILE_ROWS][PANEL];
+    float worth[LANES]; /* of each row's output so far */
+    const uint64_t *seen;
+} __attribute__((aligned(64))) Passage;
+
+/* Scores are capped and those that are not seen go out; -> each row's largest, as largest_lanes has them. */
+TD_INLINE __m512 mask_scores(const td_model *model, Passage *passage, const int rows) {
+    __m512 most[8];
+    TD_UNROLL for (int r = 0; r < rows; r++) {
+        __m512 x[TILE_VECTORS];
+        uint64_t seen = passage->seen[r];
+        TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++) x[v] = _mm512_load_ps(passage->scores[r] + v * LANES);
+        if (model->softcap > 0 || ~seen)
+            TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++) {
+                if (model->softcap > 0) x[v] = capped(x[v], model->scaling, model->softcap);
+                x[v] = _mm512_mask_mov_ps(_mm512_set1_ps(UNSEEN), (__mmask16)(seen >> v * LANES), x[v]);
+                _mm512_store_ps(passage->scores[r] + v * LANES, x[v]);
+            }
+        most[r] = _mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3]));
+    }
+    TD_UNROLL for (int r = rows; r < 8; r++) most[r] = most[0];
+    return largest_lanes(most);
+}
+
+/* Scores become weights in bf16, the rows' maxima and sums go on. `row`: the first one's number in the state. */
+TD_INLINE void weigh(const td_model *model, const State *state, int64_t row, Passage *passage, const int rows) {
+    float scale = 1.44269504f * (model->softcap > 0 ? 1.0f : model->scaling);
+    float largest[LANES] __attribute__((aligned(64))), shift[TILE_ROWS];
+    _mm512_store_ps(largest, mask_scores(model, passage, rows));
+    TD_UNROLL for (int r = 0; r < rows; r++) {
+        float before = state->highest[row + r], now = largest[r % 4 * 4 + r / 4];
+        float after = now > before ? now : before;
+        state->highest[row + r] = after;
+        shift[r] = after * scale;
+        passage->worth[r] = (before - after) * scale;
+    }
+    TD_UNROLL for (int r = rows; r < LANES; r++) passage->worth[r] = 0;
+    _mm512_store_ps(passage->worth, exp2_ps(_mm512_load_ps(passage->worth)));
+    TD_UNROLL for (int r = 0; r < rows; r++) {
+        float *sums = state->sums + (row + r) * LANES;
+        __m512 sum = _mm512_mul_ps(_mm512_load_ps(sums), _mm512_set1_ps(passage->worth[r]));
+        TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++) {
+            __m512 score = _mm512_load_ps(passage->scores[r] + v * LANES);
+            __m512 weight = exp2_ps(_mm512_fmsub_ps(score, _mm512_set1_ps(scale), _mm512_set1_ps(shift[r])));
+            sum = _mm512_add_ps(sum, weight);
+            store_bf16(passage->weights[r] + v * LANES, 0xffff, weight);
+        }
+        _mm512_store_ps(sums, sum);
+    }
+}
+
+/* Rows from `row` on of one KV head against the packed tile. */
 TD_INLINE void attend_rows(const td_model *model, const State *state, int64_t row, const uint64_t *seen,
                            const int rows) {
     __m512 acc[TILE_ROWS][TILE_VECTORS];
-    float scores[TILE_ROWS][PANEL] __attribute__((aligned(64)));
-    bf16 weights[TILE_ROWS][PANEL] __attribute__((aligned(64)));
-    float worth[TILE_ROWS];
+    Passage passage;
+    passage.seen = seen;
     TD_UNROLL for (int r = 0; r < rows; r++) TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++)
         acc[r][v] = _mm512_setzero_ps();
     multiply(acc, rows, state->query + row * model->head_dim, model->head_dim, state->keys, model->head_dim / 2, NULL,
              0);
     TD_UNROLL for (int r = 0; r < rows; r++) TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++)
-        _mm512_store_ps(scores[r] + v * LANES, acc[r][v]);
-    for (int r = 0; r < rows; r++)
-        worth[r] = weigh(model, scores[r], seen[r], state->highest + row + r, state->sums + (row + r) * LANES,
-                         weights[r]);
+        _mm512_store_ps(passage.scores[r] + v * LANES, acc[r][v]);
+    weigh(model, state, row, &passage, rows);
     for (int64_t column = 0; column < state->columns; column += PANEL) {
         float *output = state->output + row * state->columns + column;
         TD_UNROLL for (int r = 0; r < rows; r++) TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++) acc[r][v] =
-            _mm512_mul_ps(_mm512_load_ps(output + r * state->columns + v * LANES), _mm512_set1_ps(worth[r]));
-        multiply(acc, rows, weights[0], PANEL, state->values + column * PANEL, PANEL / 2, NULL, 0);
+            _mm512_mul_ps(_mm512_load_ps(output + r * state->columns + v * LANES), _mm512_set1_ps(passage.worth[r]));
+        multiply(acc, rows, passage.weights[0], PANEL, state->values + column * PANEL, PANEL / 2, NULL, 0);
         TD_UNROLL for (int r = 0; r < rows; r++) TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++)
             _mm512_store_ps(output + r * state->columns + v * LANES, acc[r][v]);
     }
@@ -234,17 +275,21 @@ static void attend_span(const td_model *model, const td_layer *layer, const Stat
     begin_rows(model, state, span, query);
     for (int64_t start = first_tile(layer, span); start < end; start += PANEL) {
         int more = start + PANEL < end;
+        Tile after;
+        find_tile(model, more ? span : next, more ? start + PANEL : first_tile(layer, next), &after);
         for (int64_t head = 0; head < model->num_kv_heads; head++) {
-            Tile after = *tile;
-            if (head + 1 < model->num_kv_heads)
-                next_head(&after, model->head_dim);
-            else
-                after = find_tile(model, layer, more ? span : next, more ? start + PANEL : first_tile(layer, next));
-            pack_rows(tile->keys, tile->count, model->head_dim, after.keys, state->keys);
-            pack_values(tile->values, tile->count, model->head_dim, after.values, state->values);
+            int last = head + 1 == model->num_kv_heads;
+            int64_t shift = head * model->head_dim, shift_ahead = last ? 0 : shift + model->head_dim;
+            const int64_t *ahead = last ? after.places : tile->places;
+            Rows keys = {layer->keys + shift, tile->places, tile->count};
+            Rows values = {layer->values + shift, tile->places, tile->count};
+            Rows keys_ahead = {layer->keys + shift_ahead, ahead, PANEL};
+            Rows values_ahead = {layer->values + shift_ahead, ahead, PANEL};
+            pack_rows(&keys, model->head_dim, &keys_ahead, state->keys);
+            pack_values(&values, model->head_dim, &values_ahead, state->values);
             attend_tile(model, layer, state, span, head, start);
-            *tile = after;
         }
+        *tile = after;
     }
     finish_rows(model, state, span, output);
 }
@@ -266,7 +311,8 @@ void td_attend(const td_model *model, const td_layer *layer, const td_step *step
     Span span, next;
     int64_t sequence = 0, row = 0;
     if (!next_span(step, state.max_tokens, &sequence, &row, &span)) return;
-    Tile tile = find_tile(model, layer, &span, first_tile(layer, &span));
+    Tile tile;
+    find_tile(model, &span, first_tile(layer, &span), &tile);
     for (int more = 1; more; span = next) {
         next = span;
         more = next_span(step, state.max_tokens, &sequence, &row, &next);

@@ -15,9 +15,10 @@ int64_t td_packed_elems(int64_t out_features, int64_t in_features) {
 
 void td_pack(const bf16 *weight, int64_t stride, int64_t out_features, int64_t in_features, bf16 *panels) {
     for (int64_t first = 0; first < out_features; first += PANEL) {
-        const bf16 *rows[PANEL];
-        for (int64_t r = 0; r < PANEL; r++) rows[r] = weight + td_min(first + r, out_features - 1) * stride;
-        pack_rows(rows, out_features - first, in_features, rows, panels + first * in_features);
+        int64_t places[PANEL];
+        for (int64_t r = 0; r < PANEL; r++) places[r] = td_min(first + r, out_features - 1) * stride;
+        Rows rows = {weight, places, out_features - first};
+        pack_rows(&rows, in_features, &rows, panels + first * in_features);
     }
 }
 
@@ -25,13 +26,14 @@ void td_pack(const bf16 *weight, int64_t stride, int64_t out_features, int64_t i
 void td_pack_gate_up(const bf16 *gate, int64_t gate_stride, const bf16 *up, int64_t up_stride, int64_t intermediate,
                      int64_t in_features, bf16 *panels) {
     for (int64_t first = 0; first < intermediate; first += PANEL / 2) {
-        const bf16 *rows[PANEL];
+        int64_t places[PANEL];
         for (int64_t r = 0; r < PANEL / 2; r++) {
             int64_t feature = td_min(first + r, intermediate - 1);
-            rows[r] = gate + feature * gate_stride;
-            rows[PANEL / 2 + r] = up + feature * up_stride;
+            places[r] = feature * gate_stride;
+            places[PANEL / 2 + r] = up - gate + feature * up_stride;
         }
-        pack_rows(rows, PANEL, in_features, rows, panels + first * 2 * in_features);
+        Rows rows = {gate, places, PANEL};
+        pack_rows(&rows, in_features, &rows, panels + first * 2 * in_features);
     }
 }
 

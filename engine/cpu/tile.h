@@ -115,21 +115,37 @@ TD_INLINE void transpose_pairs(__m512i in[LANES], bf16 *out, int64_t pairs) {
         if (i < pairs) _mm512_store_si512(out + i * PANEL * 2, b[i]);
 }
 
-/* One panel of `count` rows of `width` elements (even); zeros for the rest of 64. Each read of a row asks for the same
- * place in the row of `ahead` that has its number. */
-TD_INLINE void pack_rows(const bf16 *const rows[PANEL], int64_t count, int64_t width, const bf16 *const ahead[PANEL],
-                         bf16 *panel) {
+/* Rows of bf16, `places` elements from `base`. From `count` on they read as zero, but their places may be read. */
+typedef struct {
+    const bf16 *base;
+    const int64_t *places; /* [64] */
+    int64_t count;
+} Rows;
+
+/* 16 rows of `pairs` pairs become 16 columns of a panel; `whole`: there are as many of both. */
+TD_INLINE void pack_square(const Rows *rows, int64_t first, int64_t pair, int64_t pairs, const int whole, bf16 *out) {
+    __m512i in[LANES];
+    TD_UNROLL for (int r = 0; r < LANES; r++) {
+        const bf16 *row = rows->base + rows->places[first + r] + pair * 2;
+        __mmask16 lanes = first + r < rows->count ? first_lanes(pairs) : 0;
+        in[r] = whole ? _mm512_loadu_si512(row) : _mm512_maskz_loadu_epi32(lanes, row);
+    }
+    transpose_pairs(in, out, whole ? LANES : pairs);
+}
+
+/* One panel of rows of `width` elements (even). Each read of a row asks for the same place in the row of `ahead` that has
+ * its number. */
+TD_INLINE void pack_rows(const Rows *rows, int64_t width, const Rows *ahead, bf16 *panel) {
     for (int64_t pair = 0; pair < width / 2; pair += LANES) {
         int64_t pairs = td_min(width / 2 - pair, LANES);
-        __mmask16 lanes = first_lanes(pairs);
         for (int64_t first = 0; first < PANEL; first += LANES) {
-            __m512i in[LANES];
-            TD_UNROLL for (int r = 0; r < LANES; r++) {
-                _mm_prefetch((const char *)(ahead[first + r] + pair * 2), _MM_HINT_T0);
-                in[r] = first + r < count ? _mm512_maskz_loadu_epi32(lanes, rows[first + r] + pair * 2)
-                                          : _mm512_setzero_si512();
-            }
-            transpose_pairs(in, panel + (pair * PANEL + first) * 2, pairs);
+            bf16 *out = panel + (pair * PANEL + first) * 2;
+            TD_UNROLL for (int r = 0; r < LANES; r++)
+                _mm_prefetch((const char *)(ahead->base + ahead->places[first + r] + pair * 2), _MM_HINT_T0);
+            if (pairs == LANES && first + LANES <= rows->count)
+                pack_square(rows, first, pair, pairs, 1, out);
+            else
+                pack_square(rows, first, pair, pairs, 0, out);
         }
     }
 }
