@@ -85,7 +85,7 @@ class _Worker:
                 cost=cost,
                 policy=make_policy(config.scheduling_policy),
                 lengths=LengthPredictor(),
-                new_guesser=new_guesser(config),
+                new_guesser=new_guesser(config, engine.pool.device.type),
             ),
             with_swaps(engine.runner, host_blocks) if host_blocks else engine.runner,
             clock,

@@ -23,6 +23,7 @@ class Speculation:
     def __init__(self, new_guesser: NewGuesser | None, tables: BlockTables) -> None:
         self._new_guesser = new_guesser
         self._tables = tables
+        self._num_decoding = 0  # in the step that is planned
         self._num_guesses = 0
         self._num_accepted = 0
 
@@ -35,6 +36,8 @@ class Speculation:
     ) -> dict[int, tuple[int, ...]]:
         """By sequence number, for decoding ones whose tails are their own. They have the blocks for them."""
         guesses: dict[int, tuple[int, ...]] = {}
+        sequences = tuple(sequences)
+        self._num_decoding = len(sequences)
         if self._new_guesser is None:
             return guesses
         for sequence in sequences:
@@ -42,7 +45,10 @@ class Speculation:
                 continue
             room = self._tables.num_free_places(sequence, num_spare_blocks)
             limit = min(room, budget.left, sequence.num_output_left - 1)
-            if limit > 0 and (proposed := self._guesser(sequence).propose(sequence.token_ids, limit)):
+            if limit < 1:
+                continue
+            proposed = self._guesser(sequence).propose(sequence.token_ids, limit, len(sequences))
+            if proposed:
                 num_spare_blocks -= self._tables.grow_for_guesses(sequence, len(proposed))
                 budget.take(len(proposed))
                 guesses[sequence.number] = proposed
@@ -52,7 +58,7 @@ class Speculation:
         """Of a sequence whose next token is drawn in this step."""
         if self._new_guesser is None or len(sequence.choices) > 1:
             return None
-        return self._guesser(sequence).request(sequence.token_ids)
+        return self._guesser(sequence).request(sequence.token_ids, max(1, self._num_decoding))
 
     def judge(self, sequence: Sequence, chunk: Chunk, drawn: SequenceOf[DrawnToken]) -> None:
         """What a chunk with guesses came to."""

@@ -24,12 +24,12 @@ class Guesser(Protocol):
     """What a scheduler keeps with each sequence that decodes. In every step of it: `propose`, `request`, and with the
     step's outcome `judge`, then `take`."""
 
-    def propose(self, token_ids: Sequence[int], limit: int) -> tuple[int, ...]:
+    def propose(self, token_ids: Sequence[int], limit: int, num_sequences: int) -> tuple[int, ...]:
         """Guesses for the step that is being planned, at most `limit`: what the sequence may still grow by, less the
-        one token that the step draws in any case."""
+        one token that the step draws in any case. So many sequences decode in it."""
         ...
 
-    def request(self, token_ids: list[int]) -> DraftRequest | None:
+    def request(self, token_ids: list[int], num_sequences: int) -> DraftRequest | None:
         """What the chunk asks the runner's draft model for; None where guesses come from elsewhere."""
         ...
 
@@ -45,18 +45,18 @@ class Guesser(Protocol):
 class TextGuesser:
     """Guesses by a Drafter that looks at the tokens alone."""
 
-    def __init__(self, drafter: Drafter, max_guesses: int) -> None:
+    def __init__(self, drafter: Drafter, acceptance: Acceptance) -> None:
         self._drafter = drafter
-        self._acceptance = Acceptance(max_guesses)
+        self._acceptance = acceptance
 
-    def propose(self, token_ids: Sequence[int], limit: int) -> tuple[int, ...]:
-        wanted = min(limit, self._acceptance.num_guesses)
+    def propose(self, token_ids: Sequence[int], limit: int, num_sequences: int) -> tuple[int, ...]:
+        wanted = min(limit, self._acceptance.num_guesses(num_sequences))
         guesses = self._drafter.propose(token_ids, wanted) if wanted > 0 else ()
         if limit > 0 and not wanted:
             self._acceptance.rest()
         return guesses
 
-    def request(self, token_ids: list[int]) -> DraftRequest | None:
+    def request(self, token_ids: list[int], num_sequences: int) -> DraftRequest | None:
         return None
 
     def judge(self, num_guesses: int, num_right: int) -> None:
@@ -69,17 +69,17 @@ class TextGuesser:
 class DraftedGuesser:
     """Holds what the runner's draft model guessed at the end of the last step, until the next one is planned."""
 
-    def __init__(self, max_guesses: int) -> None:
-        self._acceptance = Acceptance(max_guesses)
+    def __init__(self, acceptance: Acceptance) -> None:
+        self._acceptance = acceptance
         self._num_known = 0
         self._guesses: tuple[int, ...] = ()
 
-    def propose(self, token_ids: Sequence[int], limit: int) -> tuple[int, ...]:
+    def propose(self, token_ids: Sequence[int], limit: int, num_sequences: int) -> tuple[int, ...]:
         """Nothing where the sequence has grown since without the draft model."""
         return self._guesses[: max(0, limit)] if len(token_ids) == self._num_known else ()
 
-    def request(self, token_ids: list[int]) -> DraftRequest | None:
-        num_guesses = self._acceptance.num_guesses
+    def request(self, token_ids: list[int], num_sequences: int) -> DraftRequest | None:
+        num_guesses = self._acceptance.num_guesses(num_sequences)
         if not num_guesses:
             self._acceptance.rest()
             return None

@@ -94,7 +94,7 @@ class _KnowingGuesser:
     num_made: int = 0
     judged: int = 0
 
-    def propose(self, token_ids: SequenceOf[int], limit: int) -> tuple[int, ...]:
+    def propose(self, token_ids: SequenceOf[int], limit: int, num_sequences: int) -> tuple[int, ...]:
         known = tuple(token_ids)
         guesses: tuple[int, ...] = ()
         choice = next(c for c in self.bench.choices.values() if (*c.job.prompt_token_ids, *c.output) == known)
@@ -106,7 +106,7 @@ class _KnowingGuesser:
             guesses += (next_token(known + guesses, sample) if is_right else VOCAB_SIZE,)
         return guesses
 
-    def request(self, token_ids: list[int]) -> DraftRequest | None:
+    def request(self, token_ids: list[int], num_sequences: int) -> DraftRequest | None:
         return None
 
     def judge(self, num_guesses: int, num_right: int) -> None:

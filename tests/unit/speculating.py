@@ -41,10 +41,10 @@ class FixedGuesser:
     num_guesses: int
     judged: list[tuple[int, int]] = field(default_factory=list)
 
-    def propose(self, token_ids: Sequence[int], limit: int) -> tuple[int, ...]:
+    def propose(self, token_ids: Sequence[int], limit: int, num_sequences: int) -> tuple[int, ...]:
         return self.drafter.propose(token_ids, min(limit, self.num_guesses))
 
-    def request(self, token_ids: list[int]) -> DraftRequest | None:
+    def request(self, token_ids: list[int], num_sequences: int) -> DraftRequest | None:
         return None
 
     def judge(self, num_guesses: int, num_right: int) -> None:
@@ -87,8 +87,8 @@ class Talk:
         guesses: tuple[int, ...] = ()
         draft = None
         if self.guesser is not None:
-            guesses = self.guesser.propose(self.token_ids, limit) if self.num_computed else ()
-            draft = self.guesser.request(self.token_ids)
+            guesses = self.guesser.propose(self.token_ids, limit, 1) if self.num_computed else ()
+            draft = self.guesser.request(self.token_ids, 1)
         return Chunk(
             sequence_id=self.number,
             token_ids=known + guesses,

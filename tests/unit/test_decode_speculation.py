@@ -8,6 +8,7 @@ from cluster.hashing import nameless_chains
 from cluster.messages import FinishReason
 from decode_worker.commands import AdmitLocal, StepTokens
 from decode_worker.scheduler import DecodeScheduler
+from engine.speculation.acceptance import Acceptance
 from engine.speculation.drafter import DraftedGuesser
 from engine.step import Runner, Sample, StepPlan, StepResult
 from tests.unit.decode_bench import DecodeBench, limits
@@ -137,7 +138,9 @@ class _DraftingRunner:
 def test_what_the_runner_drafts_is_guessed_in_the_next_step() -> None:
     bench = DecodeBench(limits())
     job = bench.job([1, 2, 3], max_tokens=13)
-    scheduler = DecodeScheduler(bench.limits, new_chain=nameless_chains(), new_guesser=lambda: DraftedGuesser(3))
+    scheduler = DecodeScheduler(
+        bench.limits, new_chain=nameless_chains(), new_guesser=lambda: DraftedGuesser(Acceptance(3, 16))
+    )
     runner = _DraftingRunner(FakePagedRunner(bench.limits.num_blocks, 4), job.sequences[0].seed)
     scheduler.apply(AdmitLocal(job), 0.0)
     output: list[int] = []

@@ -13,7 +13,7 @@ import engine.runner
 from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
 from engine.build import Engine, build_engine
-from engine.speculation.acceptance import tokens_per_step
+from engine.speculation.acceptance import Acceptance, tokens_per_step
 from engine.speculation.drafter import TextGuesser
 from engine.speculation.prompt_lookup import PromptLookup
 from engine.step import Chunk, DrawnToken, StepPlan
@@ -52,7 +52,7 @@ def prompts() -> list[list[int]]:
 def conversations(guessing: bool) -> list[Talk]:
     talks = []
     for index, prompt in enumerate(prompts()):
-        guesser = TextGuesser(PromptLookup(), 4) if guessing else None
+        guesser = TextGuesser(PromptLookup(), Acceptance(4, 16)) if guessing else None
         talks.append(Talk(index, prompt, tuple(range(index * 12, index * 12 + 12)), guesser))
     return talks
 
@@ -70,7 +70,7 @@ def test_greedy_tokens_are_those_without_guesses(tiny: Engine) -> None:
 def test_after_every_step_nothing_is_left_of_a_wrong_guess(tiny: Engine) -> None:
     tiny.pool.tensor.fill_(9.0)  # what earlier sequences left behind
     talk = conversations(True)[0]
-    talk.guesser = TextGuesser(_Wrong(), 4)
+    talk.guesser = TextGuesser(_Wrong(), Acceptance(4, 16))
     num_wrong = 0
     while len(talk.token_ids) < 60:
         step(tiny.runner, [talk], 60)
@@ -101,7 +101,7 @@ def guessed_outcomes(num_sequences: int) -> torch.Tensor:
     runner = table_runner(TABLE, num_sequences)
     talks = talks_of(num_sequences, [0], MOST_TOKENS)
     for talk in talks:
-        talk.sampling, talk.guesser = Sampling(temperature=1.0), TextGuesser(Stubborn(), 3)
+        talk.sampling, talk.guesser = Sampling(temperature=1.0), TextGuesser(Stubborn(), Acceptance(3, 16))
     speak(runner, talks, MOST_TOKENS)
     counts = torch.zeros(VOCAB, VOCAB)
     for talk in talks:
@@ -173,7 +173,7 @@ def test_a_banned_token_is_drawn_behind_no_guess() -> None:
     table[:, 2] = 9.0  # what everything is followed by, unless it is banned
     runner = table_runner(table, 1)
     talk = talks_of(1, [0], 8)[0]
-    talk.guesser = TextGuesser(Stubborn(), 3)
+    talk.guesser = TextGuesser(Stubborn(), Acceptance(3, 16))
     step(runner, [talk], 8)
     chunk = talk.chunk(3)
     assert chunk.num_guesses == 3

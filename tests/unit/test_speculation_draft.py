@@ -13,6 +13,7 @@ from cluster.errors import ConfigError
 from cluster.messages import Sampling
 from engine.build import build_engine
 from engine.runner import ModelRunner
+from engine.speculation.acceptance import Acceptance
 from engine.speculation.draft_model import DraftLimits, DraftModel, build_draft_model, with_draft_model
 from engine.speculation.drafter import DraftedGuesser
 from engine.step import Chunk, DraftRequest, DrawnToken, Sample, StepPlan
@@ -132,7 +133,7 @@ def test_a_draft_model_equal_to_the_target_is_always_right(temperature: float) -
     runner = drafting_runner(TABLE, TABLE)
     talks = talks_of(4, [0, 1], 60)
     for talk in talks:
-        talk.sampling, talk.guesser = Sampling(temperature=temperature), DraftedGuesser(4)
+        talk.sampling, talk.guesser = Sampling(temperature=temperature), DraftedGuesser(Acceptance(4, 16))
     speak(runner, talks, 60)
     assert sum(talk.num_right for talk in talks) == sum(talk.num_guesses for talk in talks) > 100
 
@@ -145,7 +146,7 @@ def test_sampled_tokens_are_those_without_a_draft_model() -> None:
     for talk in (*plain, *guessing):
         talk.sampling = Sampling(temperature=1.0)
     for talk in guessing:
-        talk.guesser = DraftedGuesser(4)
+        talk.guesser = DraftedGuesser(Acceptance(4, 16))
     speak(table_runner(TABLE, 8 * 8), plain, 60)
     speak(runner, guessing, 60)
     assert [talk.token_ids for talk in guessing] == [talk.token_ids for talk in plain]
@@ -183,7 +184,7 @@ def test_a_real_draft_model_changes_no_greedy_token(tmp_path: Path) -> None:
     with_draft = with_draft_model(settings(tmp_path, speculation="draft", draft_model=str(tmp_path)), engine)
     assert any(line.startswith(f"draft model: {tmp_path.name}, KV of ") for line in with_draft.report)
     for talk in guessing:
-        talk.guesser = DraftedGuesser(4)
+        talk.guesser = DraftedGuesser(Acceptance(4, 16))
     steps = speak(engine.runner, guessing, 60)
     assert [talk.token_ids for talk in guessing] == [talk.token_ids for talk in plain]
     assert steps < 3 * 54 / 3

@@ -72,15 +72,23 @@ def test_the_index_of_an_endless_sequence_is_bounded(monkeypatch: pytest.MonkeyP
 
 
 def test_more_guesses_are_made_the_more_come_true() -> None:
-    counts = [best_num_guesses(rate, 8) for rate in (0.05, 0.3, 0.6, 0.9, 0.99)]
+    counts = [best_num_guesses(rate, 8, 0.1) for rate in (0.05, 0.3, 0.6, 0.9, 0.99)]
     assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 8
 
 
+def test_fewer_guesses_are_made_the_more_sequences_share_the_step() -> None:
+    acceptance = Acceptance(8, fixed_rows=16)
+    for turn in range(60):
+        acceptance.observe(1, turn % 4 > 0)
+    counts = [acceptance.num_guesses(sequences) for sequences in (1, 4, 16, 64, 256)]
+    assert counts == sorted(counts, reverse=True) and counts[0] >= 4 and counts[-1] == 0
+
+
 def test_a_sequence_whose_guesses_fail_rests_and_tries_again() -> None:
-    guesser = TextGuesser(_Always(), 4)
+    guesser = TextGuesser(_Always(), Acceptance(4, 16))
     made = []
     for _ in range(200):
-        guesses = guesser.propose([1, 2], 10)
+        guesses = guesser.propose([1, 2], 10, 2)
         made.append(len(guesses))
         if guesses:
             guesser.judge(len(guesses), 0)
@@ -89,10 +97,10 @@ def test_a_sequence_whose_guesses_fail_rests_and_tries_again() -> None:
 
 
 def test_a_sequence_that_rests_guesses_fully_again_once_it_comes_true() -> None:
-    guesser = TextGuesser(_Always(), 4)
+    guesser = TextGuesser(_Always(), Acceptance(4, 16))
     made = []
     for turn in range(600):
-        guesses = guesser.propose([1, 2], 10)
+        guesses = guesser.propose([1, 2], 10, 2)
         made.append(len(guesses))
         if guesses:
             guesser.judge(len(guesses), 0 if turn < 100 else len(guesses))
@@ -105,23 +113,27 @@ class _Always:
 
 
 def test_no_more_is_guessed_than_the_sequence_may_grow() -> None:
-    assert TextGuesser(_Always(), 4).propose([1], 2) == (3, 3)
-    assert TextGuesser(_Always(), 4).propose([1], 0) == TextGuesser(_Always(), 4).propose([1], -1) == ()
-    drafted = DraftedGuesser(4)
+    assert TextGuesser(_Always(), Acceptance(4, 16)).propose([1], 2, 1) == (3, 3)
+    assert (
+        TextGuesser(_Always(), Acceptance(4, 16)).propose([1], 0, 1)
+        == TextGuesser(_Always(), Acceptance(4, 16)).propose([1], -1, 1)
+        == ()
+    )
+    drafted = DraftedGuesser(Acceptance(4, 16))
     drafted.take(3, (7, 8, 9))
-    assert drafted.propose([1, 2, 3], 2) == (7, 8)
+    assert drafted.propose([1, 2, 3], 2, 1) == (7, 8)
 
 
 def test_what_was_drafted_for_another_length_is_dropped() -> None:
-    drafted = DraftedGuesser(4)
+    drafted = DraftedGuesser(Acceptance(4, 16))
     drafted.take(3, (7, 8, 9))
-    assert drafted.propose([1, 2, 3, 4], 4) == ()
-    assert drafted.propose([1, 2, 3], 4) == (7, 8, 9)
+    assert drafted.propose([1, 2, 3, 4], 4, 1) == ()
+    assert drafted.propose([1, 2, 3], 4, 1) == (7, 8, 9)
 
 
 def test_guesses_behind_a_wrong_one_say_nothing_of_acceptance() -> None:
     """Half of all first guesses right, judged one at a time or in front of three more: the same rate."""
-    single, several = Acceptance(4), Acceptance(4)
+    single, several = Acceptance(4, 16), Acceptance(4, 16)
     for turn in range(400):
         single.observe(1, turn % 2)
         several.observe(4, 0)
@@ -130,12 +142,12 @@ def test_guesses_behind_a_wrong_one_say_nothing_of_acceptance() -> None:
 
 
 def test_settings_make_the_guesser() -> None:
-    assert new_guesser(EngineSettings()) is None
-    by_text = new_guesser(EngineSettings(speculation="prompt", num_guesses=2))
-    assert by_text is not None and len(by_text().propose([1, 2, 3, 1, 2, 3, 1, 2], 9)) == 2
-    drafted = new_guesser(EngineSettings(speculation="draft", draft_model="m"))
+    assert new_guesser(EngineSettings(), "cpu") is None
+    by_text = new_guesser(EngineSettings(speculation="prompt", num_guesses=2), "cpu")
+    assert by_text is not None and len(by_text().propose([1, 2, 3, 1, 2, 3, 1, 2], 9, 1)) == 2
+    drafted = new_guesser(EngineSettings(speculation="draft", draft_model="m"), "cuda")
     assert drafted is not None
-    request = drafted().request([1, 2])
+    request = drafted().request([1, 2], 1)
     assert request is not None and request.max_guesses == 4
 
 
