@@ -27,7 +27,7 @@ from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
 from engine.attention import registry
 from engine.attention.interface import ATTENTION_NAME, register
-from engine.cuda.decode_graphs import graph_forward
+from engine.cuda.gpu_forward import gpu_forward
 from engine.cuda.launching_runner import LaunchingRunner
 from engine.layout import lay_out
 from engine.loaded import LoadedModel, ModelInfo
@@ -108,7 +108,7 @@ class Bench:
         self._runner = LaunchingRunner(loaded.forward(self._pool), self._pool)
         self.report: tuple[str, ...] = ()
         if self._pool.device.type == "cuda":
-            self._runner.forward, self.report = graph_forward(settings, loaded, self._pool, self._runner.forward)
+            self._runner.forward, self.report = gpu_forward(settings, loaded, self._pool)
 
     def prefill(self, tokens: int, work: Work, rates: Rates) -> Row:
         block_ids = tuple(range(-(-tokens // self._pool.layout.block_size)))

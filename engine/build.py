@@ -10,7 +10,7 @@ from cluster.messages import LayoutFingerprint
 from engine import capacity
 from engine.cpu.compile import compiled_forward
 from engine.cpu.library import NotCompiled
-from engine.cuda.decode_graphs import graph_forward
+from engine.cuda.gpu_forward import gpu_forward
 from engine.cuda.launching_runner import LaunchingRunner
 from engine.deterministic.build import make_deterministic
 from engine.fingerprint import fingerprint
@@ -70,10 +70,10 @@ def _measured(
 
 
 def _speed_up(settings: EngineSettings, loaded: LoadedModel, runner: ModelRunner, pool: KvPool) -> tuple[str, ...]:
-    """On a GPU, decodes from graphs; on a CPU the compiled forward where there is one for this model, else the plain
-    one on packed weights. Answers with lines for the report: which one, and why."""
+    """On a GPU the fused forward, and graphs of decodes; on a CPU the compiled forward where there is one for this
+    model, else the plain one on packed weights. Answers with lines for the report: which one, and why."""
     if loaded.device.startswith("cuda"):
-        runner.forward, lines = graph_forward(settings, loaded, pool, runner.forward)
+        runner.forward, lines = gpu_forward(settings, loaded, pool)
         return lines
     try:
         runner.forward = compiled_forward(settings, loaded, pool)

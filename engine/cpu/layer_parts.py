@@ -92,12 +92,12 @@ def layer_parts(layer: nn.Module, traced: TracedCalls) -> LayerParts:
 
 
 def linear(module: object, name: str) -> nn.Linear:
-    """A product of plain bfloat16 weights on the CPU. A subclass may compute something else."""
+    """A product of plain bfloat16 weights. A subclass may compute something else."""
     if type(module) is not nn.Linear:
         raise NotCompiled(f"{name} is a {type(module).__name__}")
     weight = module.weight.data
-    if type(weight) is not torch.Tensor or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
-        raise NotCompiled(f"the weight of {name} is no plain bfloat16 on the CPU")
+    if type(weight) is not torch.Tensor or weight.dtype != torch.bfloat16 or weight.is_meta:
+        raise NotCompiled(f"the weight of {name} is no plain bfloat16")
     return module
 
 
@@ -110,6 +110,7 @@ def rms_norm(module: nn.Module) -> RmsNorm:
     if len(parameters) != 1 or parameters[0] is not weight or weight.dim() != 1 or not isinstance(eps, float):
         raise NotCompiled(f"{type(module).__name__} is no RMS norm")
     rows = torch.randn(2, len(weight), generator=torch.Generator().manual_seed(1)) * torch.tensor([[1.0], [1e-3]])
+    rows = rows.to(weight.device)
     normed = rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + eps)
     said = module(rows)
     for added in (0.0, 1.0):

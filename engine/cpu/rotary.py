@@ -27,7 +27,9 @@ class Rotary:
 
     def _table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Asked with a float32 state: the module answers in its dtype."""
-        positions, state = torch.arange(length)[None], torch.empty(1, 1, dtype=torch.float32)
+        device = self._call.result.device
+        positions = torch.arange(length, device=device)[None]
+        state = torch.empty(1, 1, dtype=torch.float32, device=device)
 
         def replaced(value: object) -> object:
             if not isinstance(value, torch.Tensor):

@@ -84,8 +84,8 @@ def trace_calls(model: PreTrainedModel) -> TracedCalls:
 
     handles = [module.register_forward_hook(note, with_kwargs=True) for module in model.modules()]
     try:
-        ids = torch.tensor([_TOKEN_IDS])
-        positions = torch.arange(len(_TOKEN_IDS))[None]
+        ids = torch.tensor([_TOKEN_IDS], device=model.device)
+        positions = torch.arange(len(_TOKEN_IDS), device=model.device)[None]
         traced.logits = model(input_ids=ids, position_ids=positions, use_cache=False, **{KV_KEYWORD: traced}).logits
     finally:
         for handle in handles:

@@ -14,12 +14,14 @@ import torch
 from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
 from engine.attention.dense import attend_dense
+from engine.attention.gather import GatherBackend
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.attention.registry import Capability
 from engine.batch import PackedBatch
 from engine.cuda.decode_buckets import bucket_for, bucket_sizes
-from engine.cuda.decode_graphs import captured
+from engine.cuda.gpu_forward import NewForward, captured
 from engine.cuda.graph_forward import GraphForward
+from engine.forward import PlainForward
 from engine.loaded import LoadedModel
 from engine.loading import load
 from engine.pool import KvPool
@@ -42,7 +44,7 @@ def test_sizes_reach_every_number_of_decodes() -> None:
 
 
 class TableBackend:
-    """Attention of decodes that reads tensors only, as a back end must under capture."""
+    """Attention that, of decodes, reads tensors only, as a back end must under capture."""
 
     def for_graph(self, batch: PackedBatch) -> "TableBackend":
         return TableBackend()
@@ -51,6 +53,8 @@ class TableBackend:
         assert [start + 1 for start in batch.starts] == batch.context_lens.tolist()
 
     def attend(self, query: torch.Tensor, kv: LayerKv, batch: PackedBatch, options: AttentionOptions) -> torch.Tensor:
+        if set(batch.query_lens) != {1}:
+            return GatherBackend().attend(query, kv, batch, options)
         keys, values = (view[batch.block_tables].flatten(1, 2).transpose(1, 2) for view in (kv.keys, kv.values))
         positions = torch.arange(keys.shape[2])
         visible = positions < batch.context_lens[:, None]
@@ -58,6 +62,13 @@ class TableBackend:
             visible &= positions >= batch.context_lens[:, None] - options.sliding_window
         grouped = query.view(len(query), keys.shape[1], -1, query.shape[2])
         return attend_dense(grouped, keys, values, visible[:, None, None], None, options).flatten(1, 2)
+
+
+TABLE = Capability("table", TableBackend, frozenset({"cpu"}), captures=True)
+
+
+def plainly(loaded: LoadedModel, pool: KvPool) -> NewForward:
+    return lambda backend: PlainForward(loaded.model, pool, backend)
 
 
 def play(compute: Callable[[], object], prepare: Callable[[], None]) -> Callable[[], None]:
@@ -90,8 +101,8 @@ def bench(loaded: LoadedModel) -> Iterator[Bench]:
     pools = KvPool(loaded.layout, NUM_BLOCKS), KvPool(loaded.layout, NUM_BLOCKS, num_spare=1)
     for pool in pools:
         pool.tensor.copy_(torch.randn(pool.tensor.shape, generator=torch.Generator().manual_seed(1)))
-    tables = dataclasses.replace(loaded, attention=Capability("table", TableBackend, frozenset({"cpu"}), captures=True))
-    graphs, why = captured(MAX_SEQS, tables, pools[1], loaded.forward(pools[1]), play)
+    tables = dataclasses.replace(loaded, attention=TABLE)
+    graphs, why = captured(MAX_SEQS, tables, pools[1], plainly(loaded, pools[1]), play)
     assert why == "" and graphs.sizes == (1, 2, 4, 8, 11)
     yield Bench(ModelRunner(loaded.forward(pools[0]), pools[0]), ModelRunner(graphs, pools[1]), graphs, pools)
     for pool in pools:
@@ -143,8 +154,8 @@ def test_what_cannot_be_captured_is_computed_as_before_and_said(loaded: LoadedMo
             raise RuntimeError("operation not permitted when stream is capturing\nsecond line")
         return play(compute, prepare)
 
-    tables = dataclasses.replace(loaded, attention=Capability("table", TableBackend, frozenset({"cpu"}), captures=True))
-    graphs, why = captured(MAX_SEQS, tables, pool, loaded.forward(pool), refuse_small)
+    tables = dataclasses.replace(loaded, attention=TABLE)
+    graphs, why = captured(MAX_SEQS, tables, pool, plainly(loaded, pool), refuse_small)
     assert why == "operation not permitted when stream is capturing"
     assert graphs.sizes == (8, 11)
     pool.close()

@@ -1,0 +1,83 @@
+"""What stands between the products of a decoder layer, as few launches: what they compute, in torch's own operators.
+
+This is their definition, and what runs where there is no Triton; `engine/cuda/triton_ops.py` does each in one launch.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from engine.cpu.layer_parts import RmsNorm
+from engine.cpu.structs import SILU
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotation:
+    """Of a step's tokens, for the layers that share it."""
+
+    cos: torch.Tensor  # float32 [tokens, rotary_dim]
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Heads:
+    """One layer's queries, keys and values as its product gives them, and where keys and values go."""
+
+    query: torch.Tensor  # [tokens, heads, dim], as all three a part of one tensor
+    key: torch.Tensor  # [tokens, kv_heads, dim]
+    value: torch.Tensor
+    query_norm: RmsNorm | None  # over each head
+    key_norm: RmsNorm | None
+    keys: torch.Tensor  # the layer's view of the pool
+    values: torch.Tensor
+    slot_blocks: torch.Tensor  # [tokens]
+    slot_offsets: torch.Tensor
+
+
+class Ops(Protocol):
+    def norm(
+        self, hidden: torch.Tensor, addend: torch.Tensor | None, addend_norm: RmsNorm | None, norm: RmsNorm | None
+    ) -> torch.Tensor:
+        """Adds to `hidden`, float32 `[tokens, features]`, in place; -> what the next product takes, in bfloat16."""
+        ...
+
+    def rotate(self, heads: Heads, rotation: Rotation) -> None:
+        """Norms and rotates queries and keys in place, and writes keys and values into the pool."""
+        ...
+
+    def gate(self, gate_up: torch.Tensor, activation: int) -> torch.Tensor:
+        """`[tokens, 2 * features]`, gates first -> `[tokens, features]`."""
+        ...
+
+
+class TorchOps:
+    def norm(
+        self, hidden: torch.Tensor, addend: torch.Tensor | None, addend_norm: RmsNorm | None, norm: RmsNorm | None
+    ) -> torch.Tensor:
+        if addend is not None:
+            hidden += addend.float() if addend_norm is None else _normed(addend, addend_norm)
+        return (hidden if norm is None else _normed(hidden, norm)).to(torch.bfloat16)
+
+    def rotate(self, heads: Heads, rotation: Rotation) -> None:
+        dim = rotation.cos.shape[-1]
+        for states, norm in ((heads.query, heads.query_norm), (heads.key, heads.key_norm)):
+            wide = states.float() if norm is None else _normed(states, norm)
+            turned = wide[..., :dim]
+            halves = torch.cat([-turned[..., dim // 2 :], turned[..., : dim // 2]], dim=-1)
+            rotated = turned * rotation.cos[:, None] + halves * rotation.sin[:, None]
+            states.copy_(torch.cat([rotated, wide[..., dim:]], dim=-1))
+        place = (heads.slot_blocks, heads.slot_offsets)
+        heads.keys.index_put_(place, heads.key)
+        heads.values.index_put_(place, heads.value)
+
+    def gate(self, gate_up: torch.Tensor, activation: int) -> torch.Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        gated = F.silu(gate) if activation == SILU else F.gelu(gate, approximate="tanh")
+        return (gated * up).to(gate_up.dtype)
+
+
+def _normed(rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+    wide = rows.float()
+    return wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + norm.eps) * norm.weight

@@ -1,0 +1,143 @@
+"""The fused forward says what the model says, refuses what it does not know, and leaves the model's weights in one
+place. On the CPU its operations are torch's own; the kernels are held against those."""
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.engine_settings import EngineSettings
+from engine.cpu.layer_parts import RmsNorm
+from engine.cpu.library import NotCompiled
+from engine.cpu.structs import GELU_TANH, SILU
+from engine.cuda.fused_forward import FusedForward, fused_decoder
+from engine.cuda.fused_ops import Heads, Ops, Rotation, TorchOps
+from engine.cuda.gpu_forward import captured
+from engine.loaded import LoadedModel
+from engine.loading import load
+from engine.pool import KvPool
+from engine.runner import ModelRunner
+from tests.golden.families import BLOCK_SIZE, FAMILIES
+from tests.unit.test_attention import kernel_device
+from tests.unit.test_decode_graphs import NUM_BLOCKS, TABLE, play, random_decodes
+
+
+def loaded(name: str, folder: Path, **changes: object) -> LoadedModel:
+    family = FAMILIES[name]
+    if "hidden_size" in family.settings:  # heads of a width that the kernels take
+        family = dataclasses.replace(family, settings={**family.settings, "hidden_size": 64})
+    family.save(folder)
+    given = {"model": str(folder), "dtype": "bfloat16", "device": "cpu", "block_size": BLOCK_SIZE, "max_model_len": 64}
+    return load(EngineSettings(**given | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3"])
+def test_a_family_is_fused_and_says_what_it_said(name: str, tmp_path: Path) -> None:
+    model = loaded(name, tmp_path)
+    fused, _ = fused_decoder(model, chunk_tokens=20)  # which compares the two
+    first = next(layer for layer in fused.layers)
+    for linear in (*first.parts.qkv, *first.parts.gate_up):
+        merged = first.qkv if linear in first.parts.qkv else first.gate_up
+        assert linear.weight.untyped_storage().data_ptr() == merged.weight.untyped_storage().data_ptr()
+
+
+class _ForgetfulOps(TorchOps):
+    def gate(self, gate_up: torch.Tensor, activation: int) -> torch.Tensor:
+        return super().gate(gate_up, GELU_TANH if activation == SILU else SILU)
+
+
+def test_what_says_something_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.cuda.fused_forward._ops", lambda device: _ForgetfulOps())
+    with pytest.raises(NotCompiled, match="fused, its logits differ from the model's own"):
+        fused_decoder(loaded("llama", tmp_path), chunk_tokens=20)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("llama", {"dtype": "float32"}, "computes in float32"),
+        ("llama", {"kv_cache_dtype": "int8"}, "keeps KV in int8"),
+        ("olmo2", {}, "over all heads"),
+        ("gpt2", {}, "is no list of layers and a norm"),
+    ],
+)
+def test_what_it_does_not_know_is_said(name: str, changes: dict[str, object], why: str, tmp_path: Path) -> None:
+    with pytest.raises(NotCompiled, match=why):
+        fused_decoder(loaded(name, tmp_path, **changes), chunk_tokens=20)
+
+
+def test_graphs_of_the_fused_forward_give_its_logits(tmp_path: Path) -> None:
+    model = dataclasses.replace(loaded("llama", tmp_path), attention=TABLE)
+    fused, ops = fused_decoder(loaded("llama", tmp_path), chunk_tokens=20)
+    pools = KvPool(model.layout, NUM_BLOCKS), KvPool(model.layout, NUM_BLOCKS, num_spare=1)
+    graphs, why = captured(5, model, pools[1], lambda backend: FusedForward(fused, pools[1], backend, ops), play)
+    assert why == ""
+    plain = ModelRunner(FusedForward(fused, pools[0], TABLE.build(), ops), pools[0])
+    graphed = ModelRunner(graphs, pools[1])
+    dice = random.Random(3)
+    for _ in range(6):
+        plan = random_decodes(dice, dice.randint(1, 5))
+        assert torch.allclose(graphed.logits(plan).float(), plain.logits(plan).float(), atol=2e-2)
+    for pool in pools:
+        pool.close()
+
+
+def ops_on(device: str) -> Ops:
+    from engine.cuda.triton_ops import TritonOps
+
+    return TritonOps()
+
+
+def random_norm(features: int, generator: torch.Generator, device: str) -> RmsNorm:
+    return RmsNorm(torch.randn(features, generator=generator).to(device), 1e-3)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("has_addend", [False, True])
+@pytest.mark.parametrize(("has_addend_norm", "has_norm"), [(True, True), (False, True), (False, False)])
+def test_the_norm_kernel_is_its_definition(has_addend: bool, has_addend_norm: bool, has_norm: bool) -> None:
+    device = kernel_device()
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(3, 40, generator=generator).to(device)
+    addend = torch.randn(3, 40, generator=generator).to(device) if has_addend else None
+    norms = [random_norm(40, generator, device) if wanted else None for wanted in (has_addend_norm, has_norm)]
+    ours, plain = hidden.clone(), hidden.clone()
+
+    rows = ops_on(device).norm(ours, addend, norms[0] if has_addend else None, norms[1])
+    expected = TorchOps().norm(plain, addend, norms[0] if has_addend else None, norms[1])
+
+    assert torch.allclose(ours, plain, atol=1e-5)
+    assert torch.allclose(rows.float(), expected.float(), rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("rotary_dim", [16, 24])
+def test_the_rotating_kernel_is_its_definition(has_norms: bool, rotary_dim: int) -> None:
+    device = kernel_device()
+    generator = torch.Generator().manual_seed(2)
+    tokens, num_heads, num_kv_heads, dim = 3, 4, 2, 24
+    states = torch.randn(tokens, num_heads + 2 * num_kv_heads, dim, generator=generator).to(device)
+    rotation = Rotation(*torch.randn(2, tokens, rotary_dim, generator=generator).to(device))
+    norms = [random_norm(dim, generator, device) if has_norms else None for _ in range(2)]
+    results = []
+    for ops in (ops_on(device), TorchOps()):
+        ours = states.clone()
+        pool = torch.zeros(2, 5, 4, num_kv_heads, dim, device=device)
+        query, key, value = torch.split(ours, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        blocks, offsets = torch.tensor([4, 0, 4], device=device), torch.tensor([1, 3, 2], device=device)
+        ops.rotate(Heads(query, key, value, norms[0], norms[1], pool[0], pool[1], blocks, offsets), rotation)
+        results.append((ours, pool))
+    for ours, expected in zip(*results, strict=True):
+        assert torch.allclose(ours, expected, atol=1e-5)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH])
+def test_the_gating_kernel_is_its_definition(activation: int) -> None:
+    device = kernel_device()
+    gate_up = 3 * torch.randn(2, 2 * 1100, generator=torch.Generator().manual_seed(2)).to(device)
+
+    assert torch.allclose(ops_on(device).gate(gate_up, activation), TorchOps().gate(gate_up, activation), atol=1e-5)
