@@ -3,16 +3,15 @@
 import math
 
 from decode_worker.commands import Reserve
-from decode_worker.growth import Future
 from decode_worker.reservations import Claim
 from engine.length_prediction import LengthPredictor
 from engine.policies import Work
+from engine.schedule import blocks_for
 
 
-def claim_of(command: Reserve, number: int, now_s: float, lengths: LengthPredictor | None) -> Claim:
+def claim_of(command: Reserve, number: int, now_s: float, block_size: int, lengths: LengthPredictor | None) -> Claim:
     """`number`: its arrival. Its prompt is computed elsewhere."""
-    work = Work(arrival=number, arrived_s=now_s, deadline_s=math.inf, num_prompt=0)
-    futures: list[Future] = []
+    work, num_to_grow = Work(arrival=number, arrived_s=now_s, deadline_s=math.inf, num_prompt=0), 0
     if (job := command.job) is not None:
         num_prompt, num_output = len(job.prompt_token_ids), len(job.sequences[0].committed_token_ids)
         predicted = 0
@@ -28,7 +27,6 @@ def claim_of(command: Reserve, number: int, now_s: float, lengths: LengthPredict
             priority=job.priority,
             is_batch=job.is_batch,
         )
-        num_choices = len(job.sequences)
-        future = Future(num_prompt + num_output, predicted - num_output, command.num_blocks // num_choices)
-        futures = [future] * num_choices if predicted > num_output else []
-    return Claim(number, command.handoff_id, command.num_blocks, command.block_hashes, work, futures)
+        known, most = num_prompt + num_output, num_prompt + max(num_output, predicted - 1)
+        num_to_grow = len(job.sequences) * (blocks_for(most, block_size) - blocks_for(known, block_size))
+    return Claim(number, command.handoff_id, command.num_blocks, command.block_hashes, work, num_to_grow)

@@ -6,7 +6,6 @@ A hand-off is given all its blocks at once or none, in the policy's order; nobod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from decode_worker.growth import Future
 from engine.block_pool import BlockPool
 from engine.policies import Rank, Work
 
@@ -18,7 +17,7 @@ class Claim:
     num_blocks: int
     block_hashes: tuple[bytes, ...]  # of the first of them, by which they may be found
     work: Work
-    futures: list[Future]  # of the sequences that will come of it, as far as they are predicted
+    num_to_grow: int  # blocks that its sequences are predicted to need beyond these
     rank: Rank = ()  # as it stands among the others; less goes first
 
 

@@ -135,7 +135,7 @@ class DecodeScheduler:
         swaps_out, swaps_in = self._batch.swaps.outward, self._batch.swaps.inward
         if not parts and not swaps_out:
             return self._grant_reservations(), None  # what waits may wait for a hand-off that by now goes first
-        copies = tuple(copy for sequence in decoding for copy in self._batch.own_tail(sequence))
+        copies = tuple(copy for sequence in decoding for copy in self._batch.tables.own_tail(sequence))
         self._planned_s, self._in_step = now_s, [sequence for sequence, _ in parts]
         self._started = self._first_runs(now_s)
         guesses = self._speculation.propose(decoding, budget, self._batch.num_spare_blocks)
@@ -183,7 +183,8 @@ class DecodeScheduler:
             refusal = QueueFull(f"{self._limits.max_queue} hand-offs wait for blocks, which is --max-queue: try later")
         if refusal is not None:
             return (Unreservable(command.handoff_id, refusal),)
-        self._batch.reservations.claim(claim_of(command, next(self._arrivals), now_s, self._lengths))
+        claim = claim_of(command, next(self._arrivals), now_s, self._limits.block_size, self._lengths)
+        self._batch.reservations.claim(claim)
         return ()
 
     def _grant_reservations(self) -> tuple[Event, ...]:
@@ -409,20 +410,12 @@ class DecodeScheduler:
         except AssertionError as error:
             violation = str(error)
         figures = {
-            "running": self._batch.num_running,
-            "waiting": self._batch.num_waiting,
-            "frozen": self._batch.num_frozen,
             "leased_tickets": len(self._offers),
-            "handoffs_waiting": self._batch.reservations.num_waiting,
             "steps": self._steps,
-            "preemptions": self._batch.preemptions,
-            "displaced": self._batch.displaced,
             "tokens_drawn": self._tokens_drawn,
             "tokens_computed": self._tokens_computed,
-            "tokens_cached": self._batch.tables.tokens_cached,
-            "blocks_evicted": self._batch.pool.num_evicted,
             "sequences_done": self._sequences_done,
-            **self._batch.swaps.figures,
+            **self._batch.figures,
             **self._speculation.figures,
         }
         blocks = self._batch.pool.counts()

@@ -131,6 +131,29 @@ def test_what_outlives_its_prediction_preempts_and_nothing_is_lost() -> None:
     assert bench.inspect().figures["preemptions"] > 0
 
 
+@pytest.mark.parametrize("num_handoffs", [0, 9])
+def test_hand_offs_leave_a_prompt_that_waits_before_them_room_to_grow(num_handoffs: int) -> None:
+    bench = DecodeBench(limits(num_blocks=8), lengths=known_lengths(12), prefix_caching=False)
+    bench.admit(bench.job([1, 2, 3], max_tokens=12))
+    bench.step()
+    (waiting,) = bench.admit(bench.job(range(10, 20), max_tokens=12))  # three blocks, and three to grow by
+    for place in range(num_handoffs):
+        bench.reserve(bench.job([place, 2], max_tokens=2))
+
+    while not bench.choices[waiting].started:
+        assert bench.step() is not None
+
+    assert bench.steps == 6  # with and without them
+
+
+def test_a_hand_off_that_could_never_grow_as_predicted_is_granted_where_nothing_runs() -> None:
+    bench = DecodeBench(limits(num_blocks=8), lengths=known_lengths(20))
+
+    handoff = bench.reserve(bench.job(range(1, 5), num_choices=4, max_tokens=20))
+
+    assert handoff.block_ids is not None
+
+
 def test_growth_is_what_is_needed_at_the_worst_moment() -> None:
     """The one that ends first gives its blocks to the others."""
     short, long = Future(4, 5, 1), Future(4, 13, 1)
