@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from cluster.config import WorkerConfig
 from cluster.messages import Role
+from cluster.process import lasting
 from cluster.worker_life import WorkerLife
 
 _SERVICES = ("tandem.v1.DecodeWorker", "tandem.v1.KvTransfer", "tandem.v1.Worker")
@@ -14,6 +15,7 @@ async def run(config: WorkerConfig, *, stop: asyncio.Event, announce: Callable[.
     """Serves until `stop` is set, then drains. Raises ConfigError, ModelRefused, RegistryUnavailable, Fenced."""
     life = WorkerLife(config, role=Role.DECODE, service_names=_SERVICES, stop=stop)
     await life.check_registry()
-    from decode_worker import app
+    with lasting():
+        from decode_worker import app
 
     await app.serve(life, announce=announce)

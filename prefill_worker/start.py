@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from cluster.config import WorkerConfig
 from cluster.messages import Role
+from cluster.process import lasting
 from cluster.worker_life import WorkerLife
 
 _SERVICES = ("tandem.v1.PrefillWorker", "tandem.v1.Worker", "tandem.v1.KvTransfer")
@@ -14,6 +15,7 @@ async def run(config: WorkerConfig, *, stop: asyncio.Event, announce: Callable[.
     """Serves until `stop` is set, then drains. Raises ConfigError, ModelRefused, RegistryUnavailable, Fenced."""
     life = WorkerLife(config, role=Role.PREFILL, service_names=_SERVICES, stop=stop)
     await life.check_registry()
-    from prefill_worker import app
+    with lasting():
+        from prefill_worker import app
 
     await app.serve(life, announce=announce)

@@ -1,6 +1,7 @@
 """How a process ends, as whoever started it sees it."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import ConfigError, Fenced, ModelRefused, RegistryUnavailable, TandemError, WorkerLost
-from cluster.process import ExitStatus, announce_ready, run_process, stop_requested
+from cluster.process import ExitStatus, announce_ready, lasting, run_process, stop_requested
 
 DEADLINE_S = 30.0
 ROOT = Path(__file__).parents[2]
@@ -76,3 +77,16 @@ def test_a_process_that_was_asked_to_stop_ends_well() -> None:
 
     started: Coroutine[None, None, None] = main()
     assert run_process("it", lambda: started) == ExitStatus.OK
+
+
+def test_what_lasts_is_left_alone_by_the_collector() -> None:
+    before = gc.get_freeze_count()
+    try:
+        with lasting():
+            assert not gc.isenabled()
+            kept = [[] for _ in range(1000)]  # type: ignore[var-annotated]
+        assert gc.isenabled()
+        assert gc.get_freeze_count() >= before + len(kept)
+        assert not any(found is kept for found in gc.get_objects())
+    finally:
+        gc.unfreeze()
