@@ -10,6 +10,7 @@ from cluster.errors import Unavailable
 from cluster.hashing import keyed_chains, nameless_chains
 from cluster.lengths import LengthLimits
 from cluster.member import Capacity
+from cluster.process import lasting
 from cluster.pair_wire import figures_to_wire
 from cluster.worker_life import WorkerLife
 from cluster.worker_service import Inspections, WorkerService
@@ -36,7 +37,8 @@ _LOG = logging.getLogger("tandem.decode")
 async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
     """Until the worker is asked to stop; then drains. Raises ConfigError, ModelRefused, Fenced."""
     config = life.config
-    engine = await asyncio.to_thread(_engine, config)
+    with lasting():
+        engine = await asyncio.to_thread(_engine, config)
     host_blocks, swap_report = open_host_blocks(engine.pool, config.swap_bytes)
     for line in (*engine.report, swap_report):
         _LOG.info(line)

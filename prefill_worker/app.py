@@ -9,6 +9,7 @@ from cluster.config import WorkerConfig
 from cluster.hashing import NATIVE, NewChain, keyed_chains, nameless_chains
 from cluster.lengths import LengthLimits
 from cluster.member import Capacity
+from cluster.process import lasting
 from cluster.worker_life import WorkerLife
 from cluster.worker_service import Inspections, WorkerService
 from engine.build import Engine, build_engine
@@ -30,7 +31,8 @@ _LOG = logging.getLogger("tandem.prefill")
 async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
     """Until the worker is asked to stop; then drains. Raises ConfigError, ModelRefused, Fenced."""
     config = life.config
-    engine = await asyncio.to_thread(build_engine, config, WireDtype(config.kv_wire_dtype))
+    with lasting():
+        engine = await asyncio.to_thread(build_engine, config, WireDtype(config.kv_wire_dtype))
     for line in engine.report:
         _LOG.info(line)
     worker = _Worker(life, engine)
