@@ -10,8 +10,8 @@ from cluster.errors import Unavailable
 from cluster.hashing import keyed_chains, nameless_chains
 from cluster.lengths import LengthLimits
 from cluster.member import Capacity
-from cluster.process import lasting
 from cluster.pair_wire import figures_to_wire
+from cluster.process import lasting
 from cluster.worker_life import WorkerLife
 from cluster.worker_service import Inspections, WorkerService
 from decode_worker import commands
