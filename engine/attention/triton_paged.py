@@ -16,6 +16,8 @@ from engine.attention.triton_kernels import MOST_PARTS, attend_tile, merge_parts
 from engine.batch import PackedBatch
 
 _CHUNK_ROWS = 64  # queries x heads of a group that one program computes, in chunks
+_WIDE_CHUNK_ROWS = 128  # the same where a row takes few registers: K and V are read half as often
+_WIDE_ROW_BYTES = 256
 _MIN_ROWS = 16  # the least that a matrix unit takes
 _LEAST_PART = 256  # tokens of a decode's context that one program reads at the least
 
@@ -38,6 +40,7 @@ class _Geometry:
     value_pad: int
     columns: int
     least_part: int
+    chunk_rows: int
     num_stages: int
 
 
@@ -47,7 +50,7 @@ class TritonBackend:
     def __init__(self, least_part: int = _LEAST_PART) -> None:
         self._least_part = least_part
         self._launches: tuple[_Tiles, ...] = ()
-        self._tiled: tuple[tuple[int, ...], int] | None = None  # for which lengths and group these are
+        self._tiled: tuple[tuple[int, ...], int, int] | None = None  # for which lengths, group and rows these are
 
     def for_graph(self, batch: PackedBatch) -> "TritonBackend":
         return TritonBackend(self._least_part)
@@ -57,12 +60,12 @@ class TritonBackend:
 
     def attend(self, query: torch.Tensor, kv: LayerKv, batch: PackedBatch, options: AttentionOptions) -> torch.Tensor:
         group = query.shape[1] // kv.keys.shape[2]
-        if self._tiled != (batch.query_lens, group):
-            self._tiled = (batch.query_lens, group)
-            self._launches = _launches(batch, group, query.device)
+        geometry = _geometry(query, kv, self._least_part)
+        kind = (batch.query_lens, group, geometry.chunk_rows)
+        if self._tiled != kind:
+            self._launches, self._tiled = _launches(batch, group, geometry.chunk_rows, query.device), kind
         query = query if query.stride(2) == 1 else query.contiguous()
         output = query.new_empty(*query.shape[:2], kv.values.shape[-1])
-        geometry = _geometry(query, kv, self._least_part)
         for tiles in self._launches:
             _launch(tiles, geometry, query, output, _Call(kv, batch, options))
         return output
@@ -75,11 +78,11 @@ class _Call:
     options: AttentionOptions
 
 
-def _launches(batch: PackedBatch, group: int, device: torch.device) -> tuple[_Tiles, ...]:
+def _launches(batch: PackedBatch, group: int, chunk_rows: int, device: torch.device) -> tuple[_Tiles, ...]:
     """Decodes and chunks apart: a decode has one query, and would leave most of a chunk's rows empty."""
     least = max(_MIN_ROWS, triton.next_power_of_2(group))
     decodes = [(sequence, 0) for sequence, length in enumerate(batch.query_lens) if length == 1]
-    chunk_rows = max(least, _CHUNK_ROWS)
+    chunk_rows = max(least, chunk_rows)
     chunks = [
         (sequence, offset)
         for sequence, length in enumerate(batch.query_lens)
@@ -108,6 +111,7 @@ def _geometry(query: torch.Tensor, kv: LayerKv, least_part: int) -> _Geometry:
         value_pad=value_pad,
         columns=columns,
         least_part=-(-least_part // columns) * columns,
+        chunk_rows=_WIDE_CHUNK_ROWS if query.element_size() == 2 and row_bytes <= _WIDE_ROW_BYTES else _CHUNK_ROWS,
         num_stages=2 if row_bytes <= 512 else 1,
     )
 
@@ -166,7 +170,7 @@ def _launch(tiles: _Tiles, geometry: _Geometry, query: torch.Tensor, output: tor
         HAS_SOFTCAP=options.softcap is not None,
         HAS_SINKS=options.sinks is not None,
         HAS_SCALES=has_scales,
-        num_warps=4,
+        num_warps=8 if tiles.rows >= _WIDE_CHUNK_ROWS else 4,
         num_stages=geometry.num_stages,
         **shared,
     )

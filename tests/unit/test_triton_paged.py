@@ -119,7 +119,7 @@ COMPILED_FOR = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize(("rows", "parts", "kv"), [(64, 1, "bf16"), (16, 8, "bf16"), (16, 8, "i8")])
+@pytest.mark.parametrize(("rows", "parts", "kv"), [(128, 1, "bf16"), (16, 8, "bf16"), (16, 8, "i8")])
 def test_the_kernels_compile_without_a_device(arch: int, rows: int, parts: int, kv: str) -> None:
     if not importlib.util.find_spec("triton") or os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("needs Triton, which comes with torch's CUDA wheels, and not its interpreter")
@@ -129,6 +129,7 @@ def test_the_kernels_compile_without_a_device(arch: int, rows: int, parts: int, 
     from engine.attention.triton_kernels import attend_tile, merge_parts
 
     constants = COMPILED_FOR | {"ROWS": rows, "PARTS": parts, "HAS_SCALES": kv == "i8"}
+    options = {"num_stages": 2, "num_warps": 8 if rows == 128 else 4}
     for kernel in (attend_tile, merge_parts):
         ours = {name: value for name, value in constants.items() if name in kernel.arg_names}
         signature = {
@@ -136,5 +137,7 @@ def test_the_kernels_compile_without_a_device(arch: int, rows: int, parts: int, 
             for name in kernel.arg_names
         }
         source = triton.compiler.ASTSource(kernel, signature, constexprs=ours)
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_stages": 2})
+        compiled = triton.compile(
+            source, target=GPUTarget("cuda", arch, 32), options={"num_stages": 2, "num_warps": warps}
+        )
         assert compiled.metadata.shared <= 99 << 10  # what every GPU since sm_80 has for one program
