@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.engine_settings import EngineSettings, require, require_lengths, setting
+from cluster.engine_settings import EngineSettings, parse_bytes, require, require_lengths, setting
 from cluster.errors import ConfigError
 
 _ENVIRONMENT_PREFIX = "TANDEM_"
@@ -69,6 +69,11 @@ class TransferSettings:
     prefix_eviction: str = setting(
         "value", "which kept blocks go first: by value learnt from requests, or by last use", choices=("value", "lru")
     )
+    prefix_host_memory: str = setting(
+        "", "host memory of a prefill worker for prefixes that the pool has no room for, as 4GiB; empty: none"
+    )
+    prefix_disk: str = setting("", "folder for prefixes that host memory has no room for; empty: none")
+    prefix_disk_space: str = setting("16GiB", "most that they may take in --prefix-disk")
     lease_s: float = setting(5.0, "an exporter keeps a ticket's blocks so long after the importer's last renewal")
     max_lease_s: float = setting(120.0, "no renewal extends a lease beyond this")
     attach_timeout_s: float = setting(
@@ -85,9 +90,19 @@ class TransferSettings:
         require(self.kv_transports.strip(" ,") != "", f"--kv-transports names none; known: {', '.join(TRANSPORTS)}")
         require(not unknown, f"--kv-transports: unknown {', '.join(unknown)}; known: {', '.join(TRANSPORTS)}")
         require(0 < self.lease_s <= self.max_lease_s, "--lease-s must be positive and at most --max-lease-s")
+        require(
+            not self.prefix_disk or bool(self.prefix_host_memory),
+            "--prefix-disk needs --prefix-host-memory: blocks come to disk through it",
+        )
+        parse_bytes(self.prefix_disk_space)
+        _ = self.prefix_host_bytes
         for name in ("attach_timeout_s", "read_timeout_s", "quarantine_s"):
             require(getattr(self, name) > 0, f"{_flag(name)} must be positive, not {getattr(self, name)}")
         require(0 <= self.watermark < 1, f"--watermark must be in [0, 1), not {self.watermark}")
+
+    @property
+    def prefix_host_bytes(self) -> int:
+        return parse_bytes(self.prefix_host_memory) if self.prefix_host_memory else 0
 
     @property
     def forced_transports(self) -> tuple[str, ...]:

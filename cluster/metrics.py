@@ -65,7 +65,7 @@ METRICS: dict[str, Metric] = {
     "tandem_stale_messages_total": _counter("messages of an attempt that is no longer current; dropped"),
     "tandem_buffered_tokens": _gauge("tokens waiting for clients to read them"),
     "tandem_members": _gauge("members of the cluster, as this router sees it", "role", "state"),
-    "tandem_prefix_index_blocks": _gauge("different blocks that prefill workers say they have cached"),
+    "tandem_prefix_index_blocks": _gauge("blocks that prefill workers say they have cached"),
     "tandem_registry_age_seconds": _gauge("since the registry was last read"),
     "tandem_http_responses_total": _counter("HTTP answers", "route", "status"),
     "tandem_rpc_errors_total": _counter("gRPC calls that this process ended with an error", "reason"),
@@ -76,6 +76,9 @@ METRICS: dict[str, Metric] = {
     "tandem_prefill_seconds": _seconds("from a prefill's first chunk to its first token"),
     "tandem_prefix_cached_tokens_total": _counter("tokens whose KV was found here, not computed or moved; decode too"),
     "tandem_prefix_pulls_total": _counter("prefixes asked of other workers: ok, or why they were computed", "outcome"),
+    "tandem_prefix_tier_blocks_total": _counter(
+        "blocks copied to, between and from the tiers under the pool, or why not", "action", "outcome"
+    ),
     # decode worker
     "tandem_decode_starts_total": _counter("decode attempts taken in, by where their KV comes from", "source"),
     "tandem_decode_import_failed_total": _counter("hand-offs that left a decode attempt without its KV", "reason"),

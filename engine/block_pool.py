@@ -119,7 +119,7 @@ class BlockPool:
             is_idle = self._cache.is_idle(block_id)
             self._require(self._references[block_id] > 0 or block_id in self._leases or is_idle, "share", block_id)
             if is_idle:
-                self._cache.unpark(block_id)
+                self._cache.use_again(block_id)
             if self._references[block_id] == 0 and block_id not in self._leases:
                 self._num_held += 1
             self._references[block_id] += 1
@@ -149,6 +149,18 @@ class BlockPool:
         self.share(block_ids)
         self.lease(block_ids)
         self.release(block_ids)
+
+    def lease_copied(self, block_ids: Sequence[int]) -> None:
+        """Pins what was found while it is copied, which is no use of it: eviction must not think so."""
+        for block_id in block_ids:
+            is_idle = self._cache.is_idle(block_id)
+            self._require(self._references[block_id] > 0 or block_id in self._leases or is_idle, "copy", block_id)
+            if is_idle:
+                self._cache.unpark(block_id)
+            elif block_id not in self._leases:
+                self._num_held -= 1
+            self._leases[block_id] = self._leases.get(block_id, 0) + 1
+        self._story.append(("copy", tuple(block_ids)))
 
     def end_lease(self, block_ids: Sequence[int]) -> None:
         """One lease less on each. Without one, what nobody refers to becomes free. In a sequence's order."""

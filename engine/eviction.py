@@ -28,7 +28,11 @@ class Eviction(Protocol):
         ...
 
     def unpark(self, block_id: int) -> None:
-        """Somebody uses it again."""
+        """It may not be evicted for now."""
+        ...
+
+    def used(self, block_id: int) -> None:
+        """After `unpark`: that was because somebody uses it again."""
         ...
 
     def candidates(self) -> Iterator[int]:
@@ -58,6 +62,9 @@ class LeastRecentlyUsed:
     def unpark(self, block_id: int) -> None:
         del self._idle[block_id]
 
+    def used(self, block_id: int) -> None:
+        pass
+
     def candidates(self) -> Iterator[int]:
         return iter(self._idle)
 
@@ -72,6 +79,7 @@ class _Use:
     block_hash: bytes
     num_uses: int  # 1 to _MOST_USES
     generation: int
+    is_over: bool = False  # and none has come since: what parks it again was no use
 
 
 class LeastValuable:
@@ -96,8 +104,10 @@ class LeastValuable:
     def park(self, block_id: int, block_hash: bytes) -> None:
         use = self._last_use.get(block_id)
         if use is None:
-            use = self._last_use[block_id] = _Use(block_hash, self._uses_of_ghost(block_hash) + 1, self._generation)
-        use.num_uses = min(use.num_uses, _MOST_USES)
+            use = self._last_use[block_id] = self._first_use(block_hash)
+        if use.is_over:
+            self._class(use).put_back(block_id, use.generation, self._generation)
+            return
         use.generation = self._generation
         self._class(use).park(block_id, self._generation)
         self._num_parked += 1
@@ -107,8 +117,13 @@ class LeastValuable:
     def unpark(self, block_id: int) -> None:
         use = self._last_use[block_id]
         self._class(use).remove(block_id, use.generation)
+        use.is_over = True
+
+    def used(self, block_id: int) -> None:
+        use = self._last_use[block_id]
         self._used_again(use)
-        use.num_uses += 1
+        use.num_uses = min(use.num_uses + 1, _MOST_USES)
+        use.is_over = False
 
     def candidates(self) -> Iterator[int]:
         if not self._going:
@@ -128,12 +143,13 @@ class LeastValuable:
     def _class(self, use: _Use) -> "_Class":
         return self._classes[use.num_uses - 1]
 
-    def _uses_of_ghost(self, block_hash: bytes) -> int:
+    def _first_use(self, block_hash: bytes) -> _Use:
+        """Since it came; it may have been here before."""
         ghost = self._ghosts.pop(block_hash, None)
         if ghost is None:
-            return 0
+            return _Use(block_hash, 1, self._generation)
         self._used_again(ghost)
-        return ghost.num_uses
+        return _Use(block_hash, min(ghost.num_uses + 1, _MOST_USES), self._generation)
 
     def _used_again(self, use: _Use) -> None:
         self._class(use).used_again(self._generation - use.generation)
@@ -169,6 +185,11 @@ class _Class:
     def park(self, block_id: int, generation: int) -> None:
         self._idle.setdefault(generation, OrderedDict())[block_id] = None
         self._num_parked[generation] = self._num_parked.get(generation, 0) + 1
+
+    def put_back(self, block_id: int, generation: int, now: int) -> None:
+        """Where it was before it was removed."""
+        generation = generation if now - generation < _NUM_AGES else _ANCIENT
+        self._idle.setdefault(generation, OrderedDict())[block_id] = None
 
     def remove(self, block_id: int, generation: int) -> None:
         if block_id not in self._idle.get(generation, ()):

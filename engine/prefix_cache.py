@@ -90,9 +90,14 @@ class PrefixCache:
         self._eviction.park(block_id, self._entries[block_id].block_hash)
 
     def unpark(self, block_id: int) -> None:
-        """Somebody uses it again."""
+        """It may not be evicted for now."""
         self._idle.remove(block_id)
         self._eviction.unpark(block_id)
+
+    def use_again(self, block_id: int) -> None:
+        """Somebody uses an idle block again."""
+        self.unpark(block_id)
+        self._eviction.used(block_id)
 
     def evict(self) -> int:
         """Forgets one idle block; there must be one."""

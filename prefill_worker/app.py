@@ -1,6 +1,7 @@
 """Where the prefill worker's objects meet: engine, scheduler, step thread, transfer and services."""
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable
 
@@ -21,8 +22,11 @@ from kvtransfer.worker_transfer import WorkerTransfer
 from prefill_worker import commands
 from prefill_worker.prefix_feed import PrefixFeed
 from prefill_worker.prefix_pulls import PrefixPulls, PullMeans
+from prefill_worker.prefix_tiers import PrefixTiers, TierMeans
+from prefill_worker.rates import RunningRate
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
+from prefill_worker.tier_opening import open_tiers
 from tandem.v1 import worker_pb2_grpc
 
 _LOG = logging.getLogger("tandem.prefill")
@@ -57,6 +61,8 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
         await worker.transfer.close()
         if worker.pulls is not None:
             await worker.pulls.close()
+        if worker.tiers is not None:
+            await worker.tiers.close()
         await asyncio.to_thread(worker.steps.stop)
 
 
@@ -87,6 +93,7 @@ class _Worker:
             ask_for_prefix=self._ask_for_prefix,
             clock=clock,
         )
+        compute, pull_ids = RunningRate(), itertools.count()
         means = PullMeans(
             member=life.member,
             importer=self.transfer.importer,
@@ -95,18 +102,36 @@ class _Worker:
             block_size=config.block_size,
             block_bytes=self.transfer.block_bytes,
             new_chain=new_chain,
+            compute=compute,
+            pull_ids=pull_ids,
             clock=clock,
             telemetry=life.telemetry,
         )
         # What was quantised on its way would not be what is computed here.
         pulls = config.prefix_caching == "on" and config.kv_wire_dtype == NATIVE
         self.pulls = PrefixPulls(means, self.steps.post) if pulls else None
+        self.tiers = None
+        if config.prefix_caching == "on" and config.prefix_host_bytes:
+            index, copies = open_tiers(config, engine.pool, engine.fingerprint)
+            tier_means = TierMeans(
+                index=index,
+                copies=copies,
+                new_chain=new_chain,
+                block_size=config.block_size,
+                block_bytes=engine.pool.block_bytes,
+                compute=compute,
+                pull_ids=pull_ids,
+                telemetry=life.telemetry,
+            )
+            self.tiers = PrefixTiers(tier_means, self.steps.post)
         self._feed = PrefixFeed(life.member, self.steps.post)
         self.service = PrefillService(
             steps=self.steps,
             exporter=self.transfer.exporter,
             prefixes=self.transfer.prefixes,
             pulls=self.pulls,
+            tiers=self.tiers,
+            compute=compute,
             feed=self._feed,
             vocab_size=engine.model_info.vocab_size,
             cluster_key=life.key,
@@ -132,7 +157,8 @@ class _Worker:
         self._feed.close()
 
     def _figures(self) -> dict[str, float]:
-        return self.transfer.figures() | (self.pulls.figures() if self.pulls is not None else {})
+        parts = [part.figures() for part in (self.transfer, self.pulls, self.tiers) if part is not None]
+        return {name: figure for figures in parts for name, figure in figures.items()}
 
     def _ask_for_prefix(self, ticket_id: bytes, block_hashes: tuple[bytes, ...], min_blocks: int) -> None:
         self.steps.post(commands.OfferPrefix(ticket_id, block_hashes, min_blocks))

@@ -50,6 +50,16 @@ class OfferPrefix:
 
 
 @dataclass(frozen=True, slots=True)
+class LendPrefix:
+    """Lease the leading blocks of this chain that are here, from the one of index `first` on, while they are copied.
+    Answered by PrefixLent; until Release."""
+
+    ticket_id: bytes
+    block_hashes: tuple[bytes, ...]
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReservePull:
     """Set blocks aside for a prefix that another worker has: now, or not at all. Answered by PullReserved."""
 
@@ -103,6 +113,7 @@ Command = (
     | Release
     | FindPrefix
     | OfferPrefix
+    | LendPrefix
     | ReservePull
     | AdmitPull
     | DiscardPull
@@ -183,6 +194,12 @@ class PrefixOffered:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixLent:
+    ticket_id: bytes
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PullReserved:
     """The first `num_cached` hold their content already. None: there is no room."""
 
@@ -199,6 +216,7 @@ Event = (
     | Failed
     | PrefixFound
     | PrefixOffered
+    | PrefixLent
     | PullReserved
     | PrefixesTold
     | Inspected

@@ -7,7 +7,7 @@ longer than computing would, the prompt is computed.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
@@ -23,12 +23,12 @@ from kvtransfer.importer import Expected, Importer
 from kvtransfer.pairs import PairBook
 from prefill_worker import commands
 from prefill_worker.pull_choice import MIN_BLOCKS, Pull, PullFacts, choose_pull
+from prefill_worker.rates import RunningRate
 from tandem.v1 import kv_pb2, kv_pb2_grpc
 
 _LOG = logging.getLogger("tandem.prefill.pulls")
 _LEAST_DEADLINE_S = 0.1  # a pull may always take so long, however fast computing is
 _LEFT_ALONE_S = 10.0  # a holder that failed, or was late
-_RATE_SHARE = 0.2  # of the newest prefill in the running figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class PullMeans:
     block_size: int
     block_bytes: int  # as they travel
     new_chain: NewChain
+    compute: RunningRate  # tokens
+    pull_ids: Iterator[int]  # unique among all that reserve blocks for a prefix
     clock: Clock
     telemetry: Telemetry
 
@@ -55,20 +57,11 @@ class PrefixPulls:
         self._reservations: dict[int, asyncio.Future[Reservation]] = {}
         self._questions: dict[int, asyncio.Future[int]] = {}
         self._left_alone_until_s: dict[MemberId, float] = {}
-        self._tokens_per_s: float | None = None
-        self._next_id = 0
         self._num_pulls = 0
         self._tokens_pulled = 0
 
     def figures(self) -> dict[str, float]:
         return {"prefixes_pulled": float(self._num_pulls), "tokens_pulled": float(self._tokens_pulled)}
-
-    def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """So many tokens were computed in this time: what computing costs here."""
-        if num_tokens > 0 and seconds > 0:
-            rate = num_tokens / seconds
-            known = self._tokens_per_s
-            self._tokens_per_s = rate if known is None else known + _RATE_SHARE * (rate - known)
 
     async def fetch(self, job: PrefillJob) -> int:
         """Brings what is worth it into the cache. Answers how many of the job's tokens came. Never raises for it."""
@@ -136,12 +129,12 @@ class PrefixPulls:
             block_size=self._means.block_size,
             block_bytes=self._means.block_bytes,
             num_here=await self._num_here(chain.hashes),
-            compute_tokens_per_s=self._tokens_per_s,
+            compute_tokens_per_s=self._means.compute.per_s,
             pairs={member: figure for member, figure in figures.items() if figure is not None},
         )
 
     async def _num_here(self, hashes: Sequence[bytes]) -> int:
-        question_id, self._next_id = self._next_id, self._next_id + 1
+        question_id = next(self._means.pull_ids)
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._questions[question_id] = answer
         self._post(commands.FindPrefix(question_id, tuple(hashes)))
@@ -177,7 +170,7 @@ class PrefixPulls:
         if not offer.ticket:
             return 0
         hashes = tuple(chain.hashes[: offer.num_blocks])
-        pull_id, self._next_id = self._next_id, self._next_id + 1
+        pull_id = next(self._means.pull_ids)
         self._hashes[pull_id] = hashes
         try:
             imported = await means.importer.import_blocks(

@@ -40,8 +40,10 @@ from prefill_worker.commands import (
     FindPrefix,
     Finished,
     FollowPrefixes,
+    LendPrefix,
     OfferPrefix,
     PrefixFound,
+    PrefixLent,
     PrefixOffered,
     PullReserved,
     Quiet,
@@ -111,6 +113,10 @@ class PrefillScheduler:
                 return (PrefixFound(question_id, len(self._pool.find(block_hashes))),)
             case OfferPrefix():
                 return (self._offer_prefix(command),)
+            case LendPrefix(ticket_id, block_hashes, first):
+                block_ids = self._leased[ticket_id] = self._pool.find(block_hashes)[first:]
+                self._pool.lease_copied(block_ids)
+                return (PrefixLent(ticket_id, block_ids),)
             case ReservePull():
                 return (self._reserve_pull(command),)
             case AdmitPull(pull_id, root, block_hashes):

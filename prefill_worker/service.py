@@ -24,6 +24,8 @@ from kvtransfer.prefix_offers import PrefixOffers
 from prefill_worker import commands
 from prefill_worker.prefix_feed import PrefixFeed
 from prefill_worker.prefix_pulls import PrefixPulls
+from prefill_worker.prefix_tiers import PrefixTiers
+from prefill_worker.rates import RunningRate
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 _Outcome = commands.Finished | commands.Failed
@@ -48,6 +50,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         exporter: Exporter,
         prefixes: PrefixOffers,
         pulls: PrefixPulls | None,  # None: every prompt is computed here
+        tiers: PrefixTiers | None,  # None: what the pool evicts is gone
+        compute: RunningRate,  # tokens
         feed: PrefixFeed,
         vocab_size: int,
         cluster_key: bytes,
@@ -58,6 +62,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._exporter = exporter
         self._prefixes = prefixes
         self._pulls = pulls
+        self._tiers = tiers
+        self._compute = compute
         self._feed = feed
         self._vocab_size = vocab_size
         self._cluster_key = cluster_key
@@ -75,6 +81,9 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         ticket_id = secrets.token_bytes(16)
         call = self._open(ticket_id, job)
         try:
+            chain = self._tiers.chain(job) if self._tiers is not None else None
+            if self._tiers is not None and chain is not None:
+                await self._tiers.fetch(job, chain)
             num_pulled = 0 if self._pulls is None else await self._pulls.fetch(job)
             self._steps.post(commands.Submit(ticket_id, job))
             # Shielded: a wait that is cancelled would cancel what it waits for, as if the attempt had ended.
@@ -83,6 +92,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             outcome = await asyncio.shield(call.outcome)
             if isinstance(outcome, commands.Failed):
                 raise outcome.error
+            if self._tiers is not None and chain is not None:
+                self._tiers.store(chain)
             num_pulled = min(num_pulled, outcome.num_cached)  # what came may have been evicted again
             first_tokens = wire.first_tokens_to_wire(
                 outcome.tokens,
@@ -119,6 +130,11 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 case commands.PrefixFound() | commands.PullReserved():
                     if self._pulls is not None:
                         self._pulls.on_event(event)
+                    if self._tiers is not None:
+                        self._tiers.on_event(event)
+                case commands.PrefixLent():
+                    assert self._tiers is not None, "nobody asked for it"
+                    self._tiers.on_event(event)
                 case commands.PrefixOffered():
                     self._prefixes.on_offered(event.ticket_id, event.block_ids)
                 case commands.PrefixesTold():
@@ -192,8 +208,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._telemetry.count("tandem_prefix_cached_tokens_total", event.num_cached)
         call = self._calls.get(event.ticket_id)
         if call is not None:
-            if self._pulls is not None:
-                self._pulls.prefilled(len(call.job.token_ids) - event.num_cached, event.prefill_s)
+            self._compute.note(len(call.job.token_ids) - event.num_cached, event.prefill_s)
             call.outcome.set_result(event)  # the client's first token before anything that may take time
         self._exporter.finish(
             event.ticket_id,

@@ -29,6 +29,8 @@ from kvtransfer.transports.base import Channel, ImporterTransport
 from kvtransfer.transports.shm import ShmExporter, ShmImporter
 from kvtransfer.wire_format import NativeFormat
 from prefill_worker import commands
+from prefill_worker.prefix_feed import PrefixFeed
+from prefill_worker.rates import RunningRate
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
 from tandem.v1 import kv_pb2_grpc, worker_pb2_grpc
@@ -211,6 +213,9 @@ async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
             release=lambda ticket_id: None,
         ),
         pulls=None,
+        tiers=None,
+        compute=RunningRate(),
+        feed=PrefixFeed(MemberId("p0", "1"), steps.post),
         vocab_size=engine.model_info.vocab_size,
         cluster_key=_KEY,
         inspections=Inspections(steps.post),

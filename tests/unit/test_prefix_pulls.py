@@ -1,6 +1,7 @@
 """Pulling a prefix helps or does nothing: whatever fails, the prompt is computed, and the holder left alone a while."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from kvtransfer.importer import Expected, Imported
 from kvtransfer.pairs import PairBook
 from prefill_worker.commands import AdmitPull, Command, DiscardPull, FindPrefix, PrefixFound, PullReserved, ReservePull
 from prefill_worker.prefix_pulls import PrefixPulls, PullMeans
+from prefill_worker.rates import RunningRate
 from tandem.v1 import kv_pb2, kv_pb2_grpc
 
 _BLOCK = 4
@@ -70,6 +72,8 @@ class _Bench:
         self.address = address
         self._num_here, self._has_room = num_here, has_room
         self.channels = ExporterChannels(grpc.aio.insecure_channel)
+        self.compute = RunningRate()
+        self.compute.note(100, 100.0)  # one token a second: pulling is worth nearly anything
         means = PullMeans(
             member=_ME,
             importer=importer,  # type: ignore[arg-type]  # a stand-in with the one method that is used
@@ -78,11 +82,12 @@ class _Bench:
             block_size=_BLOCK,
             block_bytes=100,
             new_chain=keyed_chains(b"key", _BLOCK),
+            compute=self.compute,
+            pull_ids=itertools.count(),
             clock=self.clock,
             telemetry=self.telemetry,
         )
         self.pulls = PrefixPulls(means, self._post)
-        self.pulls.prefilled(100, 100.0)  # one token a second: pulling is worth nearly anything
 
     async def fetch(self, holder: MemberId = _HOLDER) -> int:
         job = PrefillJob(
@@ -155,8 +160,8 @@ async def test_a_pull_that_fails_computes_and_leaves_the_holder_alone_for_a_whil
     holder = _Holder()
     async with _served(holder) as address:
         bench = _Bench(address, importer)
-        bench.pulls.prefilled(10**9, 1.0)  # computing is quick: the shortest deadline
-        bench.pulls.prefilled(10**9, 1.0)
+        bench.compute.note(10**9, 1.0)  # computing is quick: the shortest deadline
+        bench.compute.note(10**9, 1.0)
         assert await bench.fetch() == 0
         assert isinstance(bench.posted[-1], DiscardPull)
         assert bench.outcome(outcome) == 1

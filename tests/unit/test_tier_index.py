@@ -1,0 +1,137 @@
+"""Where blocks lie under the pool: what is used stays longest, and no slot or file is counted twice, whatever fails."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from prefill_worker.tier_index import Place, Store, TierIndex
+
+_A, _B, _C, _D = (bytes([number]) * 16 for number in range(1, 5))
+
+
+def _store(index: TierIndex, *hashes: bytes) -> list[tuple[bytes, bytes | None]]:
+    """All of it succeeds. What was stored, and what went to disk for it."""
+    stores = index.begin_store(hashes)
+    for store in stores:
+        index.end_store(store, is_stored=True, is_demoted=True)
+    index.check()
+    return [(store.block_hash, store.demoted) for store in stores]
+
+
+def _is_in_host(index: TierIndex, block_hash: bytes) -> bool:
+    (place,) = index.begin_read([block_hash])
+    index.end_read([place])
+    return place.slot is not None
+
+
+def test_the_least_recently_used_goes_to_disk_and_is_read_from_there() -> None:
+    index = TierIndex(2, 2)
+    _store(index, _A, _B)
+    index.end_read(index.begin_read([_A]))
+    assert _store(index, _C) == [(_C, _B)]
+    assert [_is_in_host(index, h) for h in (_A, _B, _C)] == [True, False, True]
+
+
+def test_a_chains_end_goes_before_its_beginning() -> None:
+    index = TierIndex(3, 9)
+    _store(index, _A, _B, _C)
+    assert _store(index, _D) == [(_D, _C)]
+
+
+def test_what_is_read_from_disk_comes_back_to_host_memory_when_it_is_stored_again_and_its_file_stays() -> None:
+    index = TierIndex(1, 2)
+    _store(index, _A)
+    _store(index, _B)
+    assert _store(index, _A) == [(_A, _B)]
+    assert _store(index, _B) == [(_B, None)]  # both have files by now
+    assert (index.num_in_host, index.num_on_disk) == (1, 2)
+
+
+def test_files_make_room_for_files_and_without_disk_the_oldest_is_gone() -> None:
+    index = TierIndex(1, 1)
+    _store(index, _A)
+    _store(index, _B)
+    (store,) = index.begin_store([_C])
+    assert (store.demoted, store.given_up) == (_B, (_A,))
+    index.end_store(store, is_stored=True, is_demoted=True)
+    assert index.num_held([_A]) == 0
+
+    index = TierIndex(1, 0)
+    _store(index, _A)
+    assert _store(index, _B) == [(_B, None)]
+    assert index.num_held([_A]) == 0
+
+
+def test_what_is_being_read_keeps_its_slot() -> None:
+    index = TierIndex(1, 0)
+    _store(index, _A)
+    places = index.begin_read([_A])
+    assert index.begin_store([_B]) == ()
+    index.end_read(places)
+    assert len(index.begin_store([_B])) == 1
+
+
+def test_what_is_being_copied_is_not_read_and_not_stored_twice() -> None:
+    index = TierIndex(2, 0)
+    (store,) = index.begin_store([_A])
+    assert index.num_held([_A]) == 0
+    assert index.begin_store([_A]) == ()
+    index.end_store(store, is_stored=True, is_demoted=False)
+    assert index.num_held([_A]) == 1
+
+
+def test_a_block_that_could_not_be_read_is_not_held_any_more() -> None:
+    index = TierIndex(2, 2)
+    _store(index, _A, _B)
+    places = index.begin_read([_A, _B])
+    index.end_read(places, lost=_B)
+    index.check()
+    assert index.num_held([_A, _B]) == 1
+
+
+def test_a_hole_ends_what_can_be_read() -> None:
+    index = TierIndex(2, 0)
+    _store(index, _A)
+    _store(index, _C)
+    assert index.num_held([_A, _B, _C]) == 1
+    assert [place.block_hash for place in index.begin_read([_A, _B, _C])] == [_A]
+
+
+def test_an_earlier_runs_files_count_and_too_many_are_given_up_the_oldest_first() -> None:
+    index = TierIndex(1, 2)
+    assert index.found([_A, _B, _C]) == (_A,)
+    assert index.num_held([_B, _C]) == 2
+    assert index.only_in_host() == ()
+
+
+def test_at_the_end_what_was_used_last_goes_to_disk_first_as_far_as_it_has_room() -> None:
+    index = TierIndex(3, 2)
+    _store(index, _A)
+    _store(index, _B)
+    _store(index, _C)
+    assert [place.block_hash for place in index.only_in_host()] == [_C, _B]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_copies_and_failures_loses_no_slot(seed: int) -> None:
+    dice, index = random.Random(seed), TierIndex(5, 4)
+    chains = [tuple(bytes([chain, n]) * 8 for n in range(dice.randrange(1, 8))) for chain in range(6)]
+    storing, reading = list[Store](), list[Sequence[Place]]()
+    for _ in range(600):
+        fate = dice.random()
+        if fate < 0.4:
+            storing += index.begin_store(dice.choice(chains))
+        elif fate < 0.6:
+            reading.append(index.begin_read(dice.choice(chains)))
+        elif fate < 0.8 and storing:
+            store = storing.pop(dice.randrange(len(storing)))
+            index.end_store(store, is_stored=dice.random() < 0.8, is_demoted=dice.random() < 0.8)
+        elif reading:
+            places = reading.pop(dice.randrange(len(reading)))
+            index.end_read(places, places[-1].block_hash if places and dice.random() < 0.3 else None)
+        index.check()
+    pinned = {place.block_hash: place.slot for places in reading for place in places if place.slot is not None}
+    for block_hash, slot in pinned.items():
+        (place,) = index.begin_read([block_hash])
+        assert place.slot == slot
