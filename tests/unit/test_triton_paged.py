@@ -137,7 +137,5 @@ def test_the_kernels_compile_without_a_device(arch: int, rows: int, parts: int, 
             for name in kernel.arg_names
         }
         source = triton.compiler.ASTSource(kernel, signature, constexprs=ours)
-        compiled = triton.compile(
-            source, target=GPUTarget("cuda", arch, 32), options={"num_stages": 2, "num_warps": warps}
-        )
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         assert compiled.metadata.shared <= 99 << 10  # what every GPU since sm_80 has for one program
