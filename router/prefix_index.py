@@ -16,7 +16,8 @@ class PrefixIndex:
         self._next_number: dict[MemberId, int] = {}
 
     def __len__(self) -> int:
-        return len(self._workers)
+        """Blocks of all workers."""
+        return sum(map(len, self._blocks.values()))
 
     def next_number(self, worker: MemberId) -> int | None:
         """The first event of it that is not known yet; None: a snapshot is needed."""

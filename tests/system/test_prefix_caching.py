@@ -2,8 +2,12 @@
 
 import asyncio
 import random
+import signal
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from copy import copy
 
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -116,3 +120,53 @@ async def test_a_prefix_comes_from_another_worker_where_that_is_cheaper(cluster:
     assert pulled == 40 * _BLOCK_SIZE == again.usage.cached_tokens, f"{before} {after}"
     assert first.ledger.members[0] != again.ledger.members[0]
     await cluster.until_free()
+
+
+async def test_a_prompt_goes_to_the_worker_that_has_it_until_that_one_is_gone(cluster: LocalCluster) -> None:
+    """By a router that never sent it anywhere, and knows of it from the workers alone."""
+    prompts = [_tokens(600 + number, 6 * _BLOCK_SIZE + 1) for number in range(4)]
+    placed = [(await ask(cluster, question(prompt, max_tokens=2))).ledger.members[0] for prompt in prompts]
+    assert {member.partition("@")[0] for member in placed} == {"prefill0", "prefill1"}
+
+    await cluster.until_free()
+
+    async with _another_router(cluster) as other:
+        await _until_indexed(other, await _num_cached(cluster, "prefill0") + await _num_cached(cluster, "prefill1"))
+        for prompt, member in [*zip(prompts, placed, strict=True)] * 2:
+            answer = await ask(other, question(prompt, max_tokens=2))
+            assert (answer.ledger.members[0], answer.usage.cached_tokens) == (member, 6 * _BLOCK_SIZE)
+
+        gone = cluster.members[placed[0].partition("@")[0]]
+        left = next(name for name in cluster.workers("prefill") if name != gone.name)
+        gone.send_signal(signal.SIGKILL)
+        await _until_indexed(other, await _num_cached(cluster, left))
+        answer = await ask(other, question(prompts[0], max_tokens=2))
+        assert answer.ledger.members[0].partition("@")[0] == left
+
+
+@asynccontextmanager
+async def _another_router(cluster: LocalCluster) -> AsyncIterator[LocalCluster]:
+    """The same cluster, asked through one more router."""
+    router = await cluster.start_member("another", "router", ("--port", "0", "--grpc-port", "0"))
+    del cluster.members["another"]
+    other = copy(cluster)
+    other.members = cluster.members | {"router0": router}
+    try:
+        yield other
+    finally:
+        router.send_signal(signal.SIGTERM)
+        assert await router.exit_code() == 0, "".join(router.output)[-4000:]
+        if router.reader is not None:
+            await router.reader
+
+
+async def _num_cached(cluster: LocalCluster, name: str) -> int:
+    return (await cluster.inspect(name)).blocks["cached"]
+
+
+async def _until_indexed(cluster: LocalCluster, num_blocks: int) -> None:
+    """Its router has heard of so many blocks."""
+    async with asyncio.timeout(30), httpx.AsyncClient() as http:
+        url = f"http://{cluster.members['router0'].ready['http']}/metrics"
+        while f"tandem_prefix_index_blocks {float(num_blocks)}\n" not in (await http.get(url)).text:
+            pass
