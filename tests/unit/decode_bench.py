@@ -293,7 +293,9 @@ class DecodeBench:
         return new_handle
 
     def sequence(self, handle: int) -> Sequence:
-        return self.scheduler._sequences[ROUTER, handle]
+        sequence = self.scheduler._live.get(ROUTER, handle)
+        assert sequence is not None
+        return sequence
 
     def apply(self, command: Command) -> None:
         self._take_in(self.scheduler.apply(command, self.now_s))

@@ -32,6 +32,7 @@ PURE = [
     "cluster.lengths",
     "cluster.member",
     "cluster.messages",
+    "decode_worker.admission",
     "decode_worker.commands",
     "decode_worker.growth",
     "decode_worker.preemption_cost",
