@@ -1,6 +1,7 @@
 """--deterministic on: what a sequence gets has the same bits alone, in company, cut otherwise, and after a hand-off."""
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from engine.runner import ModelRunner
 from engine.schedule import blocks_for
 from engine.step import Chunk, DrawnToken, Sample, StepPlan
 from tests.golden.families import FAMILIES
-from tests.unit.speculating import BLOCK_SIZE, TableForward
+from tests.unit.speculating import BLOCK_SIZE, FixedGuesser, Oracle, TableForward, speak, talks_of
 from tests.unit.test_attention import OPTIONS, SHAPES, hold_equal, make_case
 
 DRAWN = 9  # tokens of each sequence
@@ -114,8 +115,32 @@ def test_tokens_do_not_depend_on_company_chunks_or_worker(family: str, kernels: 
         sequence.block_ids = tuple(block + 20 for block in sequence.block_ids)
     serve(second, moved[::-1], itertools.repeat(1000))
     assert [sequence.drawn for sequence in moved] == expected
+
+    recomputed = all_prompts()  # as after a failover: what was drawn is part of the prompt now
+    for sequence, drawn in zip(recomputed, expected, strict=True):
+        sequence.drawn = drawn[:4]
+        sequence.token_ids += (token.token_id for token in drawn[:4])
+    serve(second, recomputed, itertools.cycle((11, 1000, 3)))
+    assert [sequence.drawn for sequence in recomputed] == expected
     for engine in (first, second):
         engine.pool.close()
+
+
+@pytest.mark.parametrize("kernels", ["on", "off"])
+def test_guesses_change_no_token_in_16_bits(kernels: str, tmp_path: Path) -> None:
+    FAMILIES["llama"].save(tmp_path)
+    engine = engine_of(tmp_path, cpu_kernels=kernels)
+    plain, guessing = (talks_of(6, [5, 9, 11, 4] * 4, 60) for _ in range(2))
+    for talk in (*plain, *guessing):
+        talk.sampling = Sampling(temperature=0.5)
+    steps = speak(engine.runner, plain, 60)
+    dice = random.Random(2)
+    for truth, talk in zip(plain, guessing, strict=True):
+        is_right = (dice.random() < 0.7 for _ in itertools.count())
+        talk.guesser = FixedGuesser(Oracle(truth.token_ids, is_right, vocab_size=128), 4)
+    assert speak(engine.runner, guessing, 60) < steps / 2
+    assert [talk.token_ids for talk in guessing] == [talk.token_ids for talk in plain]
+    engine.pool.close()
 
 
 def test_odd_widths_in_float32_and_quantised_kv_keep_the_promise(tmp_path: Path) -> None:
