@@ -64,7 +64,7 @@ class _AnyMigration(_AnySchedule):
 
 TestSequencesThatMoveGiveTheirSerialTokensAndLeakNoBlock = _AnyMigration.TestCase
 TestSequencesThatMoveGiveTheirSerialTokensAndLeakNoBlock.settings = settings(
-    max_examples=60, stateful_step_count=50, deadline=None
+    max_examples=100, stateful_step_count=50, deadline=None
 )
 
 

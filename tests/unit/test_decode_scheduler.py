@@ -206,7 +206,7 @@ class _AnySchedule(RuleBasedStateMachine):
 
 TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock = _AnySchedule.TestCase
 TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None
+    max_examples=250, stateful_step_count=40, deadline=None
 )
 
 
