@@ -54,6 +54,17 @@ def test_what_says_something_else_is_not_used(tmp_path: Path, monkeypatch: pytes
         fused_decoder(loaded("llama", tmp_path), chunk_tokens=20)
 
 
+class _BrokenOps(TorchOps):
+    def gate(self, gate_up: torch.Tensor, activation: int) -> torch.Tensor:
+        raise ArithmeticError("out of resources\nmore")
+
+
+def test_a_kernel_that_fails_leaves_the_plain_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.cuda.fused_forward._ops", lambda device: _BrokenOps())
+    with pytest.raises(NotCompiled, match=r"fused, it fails: .*out of resources$"):
+        fused_decoder(loaded("llama", tmp_path), chunk_tokens=20)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "why"),
     [
