@@ -19,6 +19,7 @@ from engine.loading import load
 from engine.memory_profile import measure
 from engine.packed_weights import pack_weights
 from engine.pool import KvPool
+from engine.pool_memory import take_pool
 from engine.runner import ModelRunner
 from engine.step import Chunk, StepPlan
 
@@ -43,7 +44,7 @@ def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.N
         settings, loaded = _measured(settings, loaded, wire)
     num_blocks = capacity.num_blocks(settings, loaded.layout, wire)
     on_gpu = loaded.device.startswith("cuda")
-    pool = KvPool(loaded.layout, num_blocks, loaded.device, num_spare=1 if on_gpu else 0)  # for graphs' idle rows
+    pool = take_pool(loaded.layout, num_blocks, loaded.device, num_spare=1 if on_gpu else 0)  # for graphs' idle rows
     layout_fingerprint = fingerprint(loaded, wire.name)  # reads the weights: before they are packed
     runner = (LaunchingRunner if on_gpu else ModelRunner)(loaded.forward(pool), pool)
     speed = _speed_up(settings, loaded, runner, pool)

@@ -13,6 +13,7 @@ from engine.build import build_engine
 from engine.capacity import MARGIN_BYTES, GpuMemory
 from engine.layout import LayerShape, lay_out
 from engine.memory_profile import largest_step
+from engine.pool_memory import host_bytes, take_pool
 from kvtransfer.wire_dtypes import WireDtype
 from tests.golden.families import FAMILIES
 
@@ -103,6 +104,15 @@ def test_a_share_of_a_gpu_given_to_a_cpu_is_told(tmp_path: Path) -> None:
     )
     engine.pool.close()
     assert "--gpu-memory-utilization 0.5 changes nothing on a CPU" in engine.report
+
+
+def test_a_pool_larger_than_the_host_is_refused_at_the_start_with_both_numbers() -> None:
+    most = host_bytes()
+    num_blocks = most // LAYOUT.block_bytes + 1
+    with pytest.raises(
+        ConfigError, match=rf"{num_blocks} blocks takes .* this host has {most / GIB:.2f} GiB: give less"
+    ):
+        take_pool(LAYOUT, num_blocks, "cpu")
 
 
 @pytest.mark.cuda
