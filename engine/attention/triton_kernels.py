@@ -70,7 +70,6 @@ def attend_tile(  # type: ignore[no-untyped-def]
     """Rows are (query, head of the group) pairs of one KV head; columns are positions of the context."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
-    part = tl.program_id(2)
     sequence = tl.load(tile_sequences + tile)
     offset = tl.load(tile_offsets + tile)
     first_row = tl.load(query_starts + sequence)
@@ -80,12 +79,13 @@ def attend_tile(  # type: ignore[no-untyped-def]
 
     begin = _first_column(start + offset, window, COLUMNS, HAS_WINDOW)
     end = tl.minimum(start + offset + ROWS // GROUP, context_len)
+    first_part, part_step, num_parts, part_tokens = 0, 1, 1, end - begin
     if PARTS > 1:
+        first_part, part_step = tl.program_id(2), tl.num_programs(2)
         part_tokens = _part_tokens(end - begin, COLUMNS, LEAST_PART)
-        begin = begin + part * part_tokens
-        if begin >= end:
+        num_parts = tl.cdiv(end - begin, part_tokens)
+        if first_part >= num_parts:
             return
-        end = tl.minimum(begin + part_tokens, end)
 
     rows = tl.arange(0, ROWS)
     queries = offset + rows // GROUP  # [ROWS], counted in the chunk
@@ -102,77 +102,82 @@ def attend_tile(  # type: ignore[no-untyped-def]
         other=0.0,
     )
 
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    if HAS_SINKS:
-        # A sink takes part in the softmax and gives no value: it is where the first part's running sums begin.
-        has_sink = live & (rows * 0 + part == 0)
-        sink = tl.load(sinks + heads, mask=has_sink, other=float("-inf")).to(tl.float32)
-        highest = tl.where(has_sink, sink * _LOG2_E, highest)
-        total = tl.where(has_sink, 1.0, total)
-    weighted = tl.zeros([ROWS, VALUE_PAD], tl.float32)
+    for part in range(first_part, num_parts, part_step):
+        highest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        if HAS_SINKS:
+            # A sink takes part in the softmax and gives no value: it is where the first part's running sums begin.
+            has_sink = live & (rows * 0 + part == 0)
+            sink = tl.load(sinks + heads, mask=has_sink, other=float("-inf")).to(tl.float32)
+            highest = tl.where(has_sink, sink * _LOG2_E, highest)
+            total = tl.where(has_sink, 1.0, total)
+        weighted = tl.zeros([ROWS, VALUE_PAD], tl.float32)
 
-    for first in range(begin, end, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)
-        written = columns < end
-        blocks = tl.load(block_tables + sequence * table_stride + columns // BLOCK_SIZE, mask=written, other=0)
-        blocks = blocks.to(tl.int64)
-        places = columns % BLOCK_SIZE
-        k = tl.load(
-            keys
-            + blocks[None, :] * key_block_stride
-            + places[None, :] * key_token_stride
-            + kv_head * key_head_stride
-            + key_dims[:, None],
-            mask=written[None, :] & (key_dims[:, None] < KEY_DIM),
-            other=0.0,
-        )  # [KEY_PAD, COLUMNS]
-        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scaling
-        scale_places = blocks * scale_block_stride + places * scale_token_stride + kv_head * scale_head_stride
-        if HAS_SCALES:
-            scores = scores * tl.load(key_scales + scale_places, mask=written, other=0.0).to(tl.float32)[None, :]
-        if HAS_SOFTCAP:
-            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
-        visible = live[:, None] & written[None, :] & (columns[None, :] <= positions[:, None])
-        if HAS_WINDOW:
-            visible = visible & (columns[None, :] > positions[:, None] - window)
-        scores = tl.where(visible, scores * _LOG2_E, float("-inf"))
+        part_end = tl.minimum(begin + (part + 1) * part_tokens, end)
+        for first in range(begin + part * part_tokens, part_end, COLUMNS):
+            columns = first + tl.arange(0, COLUMNS)
+            written = columns < part_end
+            blocks = tl.load(block_tables + sequence * table_stride + columns // BLOCK_SIZE, mask=written, other=0)
+            blocks = blocks.to(tl.int64)
+            places = columns % BLOCK_SIZE
+            k = tl.load(
+                keys
+                + blocks[None, :] * key_block_stride
+                + places[None, :] * key_token_stride
+                + kv_head * key_head_stride
+                + key_dims[:, None],
+                mask=written[None, :] & (key_dims[:, None] < KEY_DIM),
+                other=0.0,
+            )  # [KEY_PAD, COLUMNS]
+            scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scaling
+            scale_places = blocks * scale_block_stride + places * scale_token_stride + kv_head * scale_head_stride
+            if HAS_SCALES:
+                factors = tl.load(key_scales + scale_places, mask=written, other=0.0).to(tl.float32)
+                scores = scores * factors[None, :]
+            if HAS_SOFTCAP:
+                scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
+            visible = live[:, None] & written[None, :] & (columns[None, :] <= positions[:, None])
+            if HAS_WINDOW:
+                visible = visible & (columns[None, :] > positions[:, None] - window)
+            scores = tl.where(visible, scores * _LOG2_E, float("-inf"))
 
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
-        weights = tl.exp2(scores - anchor[:, None])
-        shrink = tl.exp2(highest - anchor)
-        total = total * shrink + tl.sum(weights, axis=1)
-        v = tl.load(
-            values
-            + blocks[:, None] * value_block_stride
-            + places[:, None] * value_token_stride
-            + kv_head * value_head_stride
-            + value_dims[None, :],
-            mask=written[:, None] & (value_dims[None, :] < VALUE_DIM),
-            other=0.0,
-        )  # [COLUMNS, VALUE_PAD]
-        if HAS_SCALES:
-            weights = weights * tl.load(value_scales + scale_places, mask=written, other=0.0).to(tl.float32)[None, :]
-        weighted = weighted * shrink[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
-        highest = higher
+            higher = tl.maximum(highest, tl.max(scores, axis=1))
+            anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+            weights = tl.exp2(scores - anchor[:, None])
+            shrink = tl.exp2(highest - anchor)
+            total = total * shrink + tl.sum(weights, axis=1)
+            v = tl.load(
+                values
+                + blocks[:, None] * value_block_stride
+                + places[:, None] * value_token_stride
+                + kv_head * value_head_stride
+                + value_dims[None, :],
+                mask=written[:, None] & (value_dims[None, :] < VALUE_DIM),
+                other=0.0,
+            )  # [COLUMNS, VALUE_PAD]
+            if HAS_SCALES:
+                factors = tl.load(value_scales + scale_places, mask=written, other=0.0).to(tl.float32)
+                weights = weights * factors[None, :]
+            weighted = weighted * shrink[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+            highest = higher
 
-    if PARTS > 1:
-        slots = (tile.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * PARTS + part
-        tl.store(part_sums + slots * 2, highest, mask=live)
-        tl.store(part_sums + slots * 2 + 1, total, mask=live)
-        tl.store(
-            part_values + slots[:, None] * VALUE_DIM + value_dims[None, :],
-            weighted,
-            mask=live[:, None] & (value_dims[None, :] < VALUE_DIM),
-        )
-    else:
-        result = weighted / tl.where(total > 0.0, total, 1.0)[:, None]
-        tl.store(
-            output + tokens[:, None] * output_token_stride + heads[:, None] * output_head_stride + value_dims[None, :],
-            result.to(output.dtype.element_ty),
-            mask=live[:, None] & (value_dims[None, :] < VALUE_DIM),
-        )
+        if PARTS > 1:
+            slots = (tile.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * PARTS + part
+            tl.store(part_sums + slots * 2, highest, mask=live)
+            tl.store(part_sums + slots * 2 + 1, total, mask=live)
+            tl.store(
+                part_values + slots[:, None] * VALUE_DIM + value_dims[None, :],
+                weighted,
+                mask=live[:, None] & (value_dims[None, :] < VALUE_DIM),
+            )
+        else:
+            result = weighted / tl.where(total > 0.0, total, 1.0)[:, None]
+            rows_out = tokens[:, None] * output_token_stride + heads[:, None] * output_head_stride
+            tl.store(
+                output + rows_out + value_dims[None, :],
+                result.to(output.dtype.element_ty),
+                mask=live[:, None] & (value_dims[None, :] < VALUE_DIM),
+            )
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -19,6 +19,7 @@ _CHUNK_ROWS = 64  # queries x heads of a group that one program computes, in chu
 _WIDE_CHUNK_ROWS = 128  # the same where a row takes few registers: K and V are read half as often
 _WIDE_ROW_BYTES = 256
 _MIN_ROWS = 16  # the least that a matrix unit takes
+_PROGRAMS_PER_PROCESSOR = 4
 _LEAST_PART = 256  # tokens of a decode's context that one program reads at the least
 
 
@@ -102,6 +103,12 @@ def _placed(places: list[tuple[int, int]], device: torch.device) -> torch.Tensor
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
+def _programs_per_context(num_contexts: int, parts: int, device: torch.device) -> int:
+    """Enough to keep the device busy: a program computes several parts of a context where there are many contexts."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return max(1, min(parts, -(-_PROGRAMS_PER_PROCESSOR * processors // num_contexts)))
+
+
 def _geometry(query: torch.Tensor, kv: LayerKv, least_part: int) -> _Geometry:
     key_pad, value_pad = (max(16, triton.next_power_of_2(view.shape[3])) for view in (kv.keys, kv.values))
     row_bytes = max(key_pad, value_pad) * query.element_size()
@@ -138,7 +145,7 @@ def _launch(tiles: _Tiles, geometry: _Geometry, query: torch.Tensor, output: tor
     }
     has_scales = kv.key_scales is not None
     key_scales, value_scales = (kv.key_scales, kv.value_scales) if has_scales else (query, query)
-    attend_tile[(num_tiles, num_kv_heads, parts)](
+    attend_tile[(num_tiles, num_kv_heads, _programs_per_context(num_tiles * num_kv_heads, parts, query.device))](
         query,
         kv.keys,
         kv.values,

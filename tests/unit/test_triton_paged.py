@@ -136,6 +136,14 @@ def test_the_kernels_compile_without_a_device(arch: int, rows: int, parts: int, 
             name: "constexpr" if name in ours else POINTERS.get(name, "i32").format(dtype="bf16", kv=kv)
             for name in kernel.arg_names
         }
-        source = triton.compiler.ASTSource(kernel, signature, constexprs=ours)
+        aligned = {
+            (place,): [["tt.divisibility", 16]]
+            for place, name in enumerate(kernel.arg_names)
+            if name not in ours and (signature[name].startswith("*") or name.endswith("_stride"))
+        }
+        source = triton.compiler.ASTSource(kernel, signature, constexprs=ours, attrs=aligned)
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         assert compiled.metadata.shared <= 99 << 10  # what every GPU since sm_80 has for one program
+        if kernel is attend_tile:
+            assert "cp.async" in compiled.asm["ptx"]  # K and V of the next tile come while this one is computed
+            assert ("wgmma" in compiled.asm["ptx"]) == (arch == 90 and rows >= 64)
