@@ -98,9 +98,11 @@ class Sequences:
 def tokens_of(step: worker_pb2.StepOutput) -> Iterator[Token]:
     """Every token of one engine step. Raises InvalidRequest, ValueError for a message whose parts do not fit."""
     ends = {end.handle: wire.finish_reason_from_wire(end.finish_reason) for end in step.ends}
-    columns = map(wire.unpack_ids, (step.handles, step.token_ids, step.indices))
-    for position, (handle, token_id, index) in enumerate(zip(*columns, strict=True)):
-        yield Token(handle, index, SampledToken(token_id, _logprobs(step, position), ends.get(handle)))
+    handles, token_ids, indices = map(wire.unpack_ids, (step.handles, step.token_ids, step.indices))
+    last = {handle: position for position, handle in enumerate(handles)}  # right guesses are several tokens of one step
+    for position, (handle, token_id, index) in enumerate(zip(handles, token_ids, indices, strict=True)):
+        reason = ends.get(handle) if position == last[handle] else None
+        yield Token(handle, index, SampledToken(token_id, _logprobs(step, position), reason))
 
 
 def _logprobs(step: worker_pb2.StepOutput, position: int) -> TokenLogprobs | None:
