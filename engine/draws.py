@@ -4,6 +4,7 @@ A prompt with many choices has one row of logits for all of them: a worker that 
 otherwise hold thousands of rows at once.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -16,14 +17,22 @@ _ELEMENTS_AT_ONCE = 1 << 26  # 256 MiB as float32, and 256 rows of the largest v
 
 
 class StepDraws:
-    """Making it waits for nothing; `read` waits for the tokens."""
+    """Making it waits for nothing; `read` waits for the tokens. What an ordinary step draws is one part, and on its way
+    from the start; further ones are drawn when it is read, each when the one before it is done, so that there is never
+    more than one. The logits must stay as they are until then."""
 
     def __init__(self, logits: torch.Tensor, plan: StepPlan) -> None:
         """`logits`: `[rows, vocab]`, one row for all samples of a chunk without guesses, one for each of another's."""
-        self._draws = [Draw(rows, samples) for rows, samples in parts(logits, plan, _ELEMENTS_AT_ONCE)]
+        self._parts = parts(logits, plan, _ELEMENTS_AT_ONCE)
+        self._on_its_way = [Draw(*part) for part in itertools.islice(self._parts, 1)]
 
     def read(self) -> list[DrawnToken]:
-        return [token for draw in self._draws for token in draw.read()]
+        """Once."""
+        tokens: list[DrawnToken] = []
+        while self._on_its_way:
+            tokens += self._on_its_way.pop().read()
+            self._on_its_way += (Draw(*part) for part in itertools.islice(self._parts, 1))
+        return tokens
 
 
 def parts(logits: torch.Tensor, plan: StepPlan, most_elements: int) -> Iterator[tuple[torch.Tensor, list[Sample]]]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cluster.messages import Sampling
-from engine.draws import parts
+from engine.draws import StepDraws, parts
 from engine.sampler import draw
 from engine.step import Chunk, Sample, StepPlan
 
@@ -36,6 +36,14 @@ def test_parts_change_no_token_and_hold_no_more_rows_than_they_may(most_rows: in
     assert [token for rows, some in found for token in draw(rows, some)] == draw(logits[ROWS], samples)
 
 
+@pytest.mark.parametrize("most_rows", [1, 5, 100])
+def test_a_step_gives_the_same_tokens_however_it_is_drawn(monkeypatch: pytest.MonkeyPatch, most_rows: int) -> None:
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr("engine.draws._ELEMENTS_AT_ONCE", most_rows * VOCAB)
+    samples = [sample for planned in PLAN.chunks for sample in planned.samples]
+    assert StepDraws(logits, PLAN).read() == draw(logits[ROWS], samples)
+
+
 def test_rows_of_ordinary_steps_are_not_copied() -> None:
     logits = torch.randn(7, VOCAB)
     ((rows, _),) = parts(logits, StepPlan(tuple(chunk(at) for at in range(7))), most_elements=1 << 20)
@@ -43,4 +51,4 @@ def test_rows_of_ordinary_steps_are_not_copied() -> None:
 
 
 def test_a_step_that_ends_no_prompt_draws_nothing() -> None:
-    assert list(parts(torch.empty(0, VOCAB), StepPlan((chunk(),)), most_elements=9)) == []
+    assert StepDraws(torch.empty(0, VOCAB), StepPlan((chunk(),))).read() == []
