@@ -14,7 +14,7 @@ from engine.cpu.library import NotCompiled
 from engine.cpu.structs import GELU_TANH, SILU
 from engine.cuda.fused_forward import FusedForward, fused_decoder
 from engine.cuda.fused_ops import Heads, Ops, Rotation, TorchOps
-from engine.cuda.gpu_forward import captured
+from engine.cuda.gpu_forward import captured, gpu_forward
 from engine.loaded import LoadedModel
 from engine.loading import load
 from engine.pool import KvPool
@@ -52,6 +52,43 @@ def test_what_says_something_else_is_not_used(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("engine.cuda.fused_forward._ops", lambda device: _ForgetfulOps())
     with pytest.raises(NotCompiled, match="fused, its logits differ from the model's own"):
         fused_decoder(loaded("llama", tmp_path), chunk_tokens=20)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "others", "lines"),
+    [
+        ("bfloat16", {}, ("forward: fused, 2 layers", "cuda graphs: off (--cuda-graphs off)")),
+        ("float32", {}, ("forward: plain (the model computes in float32)", "cuda graphs: off (--cuda-graphs off)")),
+        (
+            "bfloat16",
+            {"cuda_graphs": "auto"},
+            ("forward: fused, 2 layers", "cuda graphs: off, as attention by sdpa cannot be captured"),
+        ),
+        (
+            "bfloat16",
+            {"cuda_graphs": "auto", "deterministic": "on"},
+            (
+                "forward: plain (--deterministic computes in shapes of its own)",
+                "cuda graphs: off, as --deterministic computes in shapes of its own",
+            ),
+        ),
+    ],
+)
+def test_the_report_says_what_serves(
+    dtype: str, others: dict[str, object], lines: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = loaded("llama", tmp_path, dtype=dtype)
+    given = {"model": str(tmp_path), "dtype": dtype, "device": "cpu", "cuda_graphs": "off"}
+    pool = KvPool(model.layout, NUM_BLOCKS, num_spare=1)
+    settings = EngineSettings(**given | others)  # type: ignore[arg-type]
+    forward, report = gpu_forward(settings, model, pool)
+
+    assert report == lines
+    plan = random_decodes(random.Random(1), 3)
+    expected = ModelRunner(model.forward(pool), pool).logits(plan).float()
+    error = (ModelRunner(forward, pool).logits(plan).float() - expected).norm() / expected.norm()
+    assert error < 4 * torch.finfo(torch.bfloat16).eps
+    pool.close()
 
 
 class _BrokenOps(TorchOps):
