@@ -267,8 +267,8 @@ static int64_t first_tile(const td_layer *layer, const Span *span) {
 }
 
 /* `next`: the span after this one, or itself at the step's end. `tile`: the span's first, and then that of the next.
- * While one head's tile is packed, the next one is asked for: the processor foresees a weight that it reads from one end
- * to the other, but not these short rows. */
+ * While a tile's keys are packed its values are asked for, and meanwhile the next keys: the processor foresees a weight
+ * that it reads from one end to the other, but not these short rows. */
 static void attend_span(const td_model *model, const td_layer *layer, const State *state, const Span *span,
                         const Span *next, Tile *tile, const bf16 *query, bf16 *output) {
     int64_t end = span->first_position + span->num_tokens;
@@ -279,14 +279,12 @@ static void attend_span(const td_model *model, const td_layer *layer, const Stat
         find_tile(model, more ? span : next, more ? start + PANEL : first_tile(layer, next), &after);
         for (int64_t head = 0; head < model->num_kv_heads; head++) {
             int last = head + 1 == model->num_kv_heads;
-            int64_t shift = head * model->head_dim, shift_ahead = last ? 0 : shift + model->head_dim;
-            const int64_t *ahead = last ? after.places : tile->places;
+            int64_t shift = head * model->head_dim;
             Rows keys = {layer->keys + shift, tile->places, tile->count};
             Rows values = {layer->values + shift, tile->places, tile->count};
-            Rows keys_ahead = {layer->keys + shift_ahead, ahead, PANEL};
-            Rows values_ahead = {layer->values + shift_ahead, ahead, PANEL};
-            pack_rows(&keys, model->head_dim, &keys_ahead, state->keys);
-            pack_values(&values, model->head_dim, &values_ahead, state->values);
+            Rows next_keys = {layer->keys + (last ? 0 : shift + model->head_dim), last ? after.places : tile->places, 0};
+            pack_rows(&keys, model->head_dim, &values, state->keys);
+            pack_values(&values, model->head_dim, &next_keys, state->values);
             attend_tile(model, layer, state, span, head, start);
         }
         *tile = after;
