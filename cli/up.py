@@ -14,7 +14,14 @@ from pathlib import Path
 from cli.last_cluster import LastCluster, forget, remember
 from cli.layout import Pools, threads_per_worker
 from cli.local_cluster import LocalCluster, Plan, first_of
-from cluster.config import RouterConfig, TransferSettings, add_flags, load_config, require_one_quantisation
+from cluster.config import (
+    RouterConfig,
+    TransferSettings,
+    add_flags,
+    load_config,
+    require_exact_wire,
+    require_one_quantisation,
+)
 from cluster.engine_settings import EngineSettings
 from cluster.errors import ConfigError
 from cluster.identity import advertised_host
@@ -36,6 +43,7 @@ class UpConfig(EngineSettings, TransferSettings, RouterConfig):
         TransferSettings.__post_init__(self)
         RouterConfig.__post_init__(self)
         require_one_quantisation(self.kv_cache_dtype, self.kv_wire_dtype)
+        require_exact_wire(self.deterministic, self.kv_wire_dtype)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

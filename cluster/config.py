@@ -121,6 +121,14 @@ def require_one_quantisation(kv_cache_dtype: str, kv_wire_dtype: str) -> None:
     )
 
 
+def require_exact_wire(deterministic: str, kv_wire_dtype: str) -> None:
+    """Raises ConfigError."""
+    require(
+        deterministic == "off" or kv_wire_dtype == "native",
+        f"--deterministic on cannot go with --kv-wire-dtype {kv_wire_dtype}: KV would change on its way",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
     """A prefill or decode worker."""
@@ -134,6 +142,7 @@ class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
         EngineSettings.__post_init__(self)
         TransferSettings.__post_init__(self)
         require_one_quantisation(self.kv_cache_dtype, self.kv_wire_dtype)
+        require_exact_wire(self.deterministic, self.kv_wire_dtype)
         require(bool(self.model), "--model is needed: a local folder or a hub name")
         _require_port("port", self.port)
         require(

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from cli.up import UpConfig
+from cluster.config import WorkerConfig
 from cluster.engine_settings import EngineSettings
-from cluster.errors import ModelRefused
+from cluster.errors import ConfigError, ModelRefused
 from cluster.messages import Sampling
 from engine.attention.fixed_tiles import FixedTilesBackend
 from engine.attention.interface import LayerKv
@@ -164,6 +166,13 @@ def test_workers_exchange_kv_only_if_both_are_deterministic_in_the_same_way(tmp_
     assert len({engine.fingerprint.dtype for engine in engines}) == 3
     for engine in engines:
         engine.pool.close()
+
+
+@pytest.mark.parametrize("config_type", [WorkerConfig, UpConfig])
+def test_kv_that_changes_on_its_way_is_refused(config_type: type[WorkerConfig] | type[UpConfig]) -> None:
+    with pytest.raises(ConfigError, match="--deterministic on cannot go with --kv-wire-dtype int8"):
+        config_type(model="m", deterministic="on", kv_wire_dtype="int8")
+    assert config_type(model="m", deterministic="on", kv_cache_dtype="int8").deterministic == "on"
 
 
 class Changed(TableForward):
