@@ -125,35 +125,20 @@ def _geometry(query: torch.Tensor, kv: LayerKv, least_part: int) -> _Geometry:
 
 def _launch(tiles: _Tiles, geometry: _Geometry, query: torch.Tensor, output: torch.Tensor, call: _Call) -> None:
     kv, batch, options = call.kv, call.batch, call.options
-    _, block_size, num_kv_heads, key_dim = kv.keys.shape
-    num_heads, value_dim = output.shape[1:]
-    num_tiles = len(tiles.sequences)
-    # By the table's width: what a graph was captured with must do for every context that fits it.
-    longest = batch.block_tables.shape[1] * block_size
-    parts = min(MOST_PARTS.value, -(-longest // geometry.least_part)) if tiles.are_decodes else 1
-    part_values = part_sums = output
-    if parts > 1:
-        part_values = output.new_empty(num_tiles, num_heads, parts, value_dim, dtype=torch.float32)
-        part_sums = output.new_empty(num_tiles, num_heads, parts, 2, dtype=torch.float32)
-    shared = {
-        "VALUE_DIM": value_dim,
-        "VALUE_PAD": geometry.value_pad,
-        "COLUMNS": geometry.columns,
-        "PARTS": parts,
-        "LEAST_PART": geometry.least_part,
-        "HAS_WINDOW": options.sliding_window is not None,
-    }
+    num_tiles, num_kv_heads = len(tiles.sequences), kv.keys.shape[2]
+    parts = _Parts.of(tiles, geometry, output, call)
     has_scales = kv.key_scales is not None
     key_scales, value_scales = (kv.key_scales, kv.value_scales) if has_scales else (query, query)
-    attend_tile[(num_tiles, num_kv_heads, _programs_per_context(num_tiles * num_kv_heads, parts, query.device))](
+    num_programs = _programs_per_context(num_tiles * num_kv_heads, parts.constants["PARTS"], query.device)
+    attend_tile[(num_tiles, num_kv_heads, num_programs)](
         query,
         kv.keys,
         kv.values,
         key_scales,
         value_scales,
         output,
-        part_values,
-        part_sums,
+        parts.values,
+        parts.sums,
         query if options.sinks is None else options.sinks,
         batch.block_tables,
         batch.query_starts,
@@ -169,27 +154,69 @@ def _launch(tiles: _Tiles, geometry: _Geometry, query: torch.Tensor, output: tor
         *(kv.key_scales.stride() if kv.key_scales is not None else (0, 0, 0)),
         *output.stride()[:2],
         batch.block_tables.stride(0),
-        GROUP=num_heads // num_kv_heads,
-        BLOCK_SIZE=block_size,
-        KEY_DIM=key_dim,
-        KEY_PAD=geometry.key_pad,
-        ROWS=tiles.rows,
-        HAS_SOFTCAP=options.softcap is not None,
-        HAS_SINKS=options.sinks is not None,
-        HAS_SCALES=has_scales,
+        **_constants(tiles, geometry, query, call),
+        **parts.constants,
         num_warps=8 if tiles.rows >= _WIDE_CHUNK_ROWS else 4,
         num_stages=geometry.num_stages,
-        **shared,
     )
-    if parts > 1:
-        merge_parts[(num_tiles, num_heads)](
-            part_values,
-            part_sums,
-            output,
-            batch.query_starts,
-            batch.context_lens,
-            tiles.sequences,
-            options.sliding_window or 0,
-            *output.stride()[:2],
-            **shared,
-        )
+    if parts.constants["PARTS"] > 1:
+        _merge(tiles, parts, output, call)
+
+
+def _constants(tiles: _Tiles, geometry: _Geometry, query: torch.Tensor, call: _Call) -> dict[str, int]:
+    """What the tile's kernel is compiled for, beside what it shares with the merge."""
+    kv, options = call.kv, call.options
+    _, block_size, num_kv_heads, key_dim = kv.keys.shape
+    return {
+        "GROUP": query.shape[1] // num_kv_heads,
+        "BLOCK_SIZE": block_size,
+        "KEY_DIM": key_dim,
+        "KEY_PAD": geometry.key_pad,
+        "ROWS": tiles.rows,
+        "HAS_SOFTCAP": options.softcap is not None,
+        "HAS_SINKS": options.sinks is not None,
+        "HAS_SCALES": kv.key_scales is not None,
+    }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """Where the parts of cut contexts go, and what both kernels are compiled for. One part: straight to the output."""
+
+    values: torch.Tensor
+    sums: torch.Tensor
+    constants: dict[str, int]
+
+    @classmethod
+    def of(cls, tiles: _Tiles, geometry: _Geometry, output: torch.Tensor, call: _Call) -> "_Parts":
+        # By the table's width: what a graph was captured with must do for every context that fits it.
+        longest = call.batch.block_tables.shape[1] * call.kv.keys.shape[1]
+        parts = min(MOST_PARTS.value, -(-longest // geometry.least_part)) if tiles.are_decodes else 1
+        num_heads, value_dim = output.shape[1:]
+        constants = {
+            "VALUE_DIM": value_dim,
+            "VALUE_PAD": geometry.value_pad,
+            "COLUMNS": geometry.columns,
+            "PARTS": parts,
+            "LEAST_PART": geometry.least_part,
+            "HAS_WINDOW": call.options.sliding_window is not None,
+        }
+        if parts == 1:
+            return cls(output, output, constants)
+        shape = (len(tiles.sequences), num_heads, parts)
+        values = output.new_empty(*shape, value_dim, dtype=torch.float32)
+        return cls(values, output.new_empty(*shape, 2, dtype=torch.float32), constants)
+
+
+def _merge(tiles: _Tiles, parts: _Parts, output: torch.Tensor, call: _Call) -> None:
+    merge_parts[(len(tiles.sequences), output.shape[1])](
+        parts.values,
+        parts.sums,
+        output,
+        call.batch.query_starts,
+        call.batch.context_lens,
+        tiles.sequences,
+        call.options.sliding_window or 0,
+        *output.stride()[:2],
+        **parts.constants,
+    )
