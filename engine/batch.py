@@ -43,35 +43,32 @@ def pack(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> Pack
         assert len(chunk.block_ids) * block_size >= chunk.end, chunk
         assert not chunk.num_guesses or len(chunk.samples) == chunk.num_guesses + 1 <= len(chunk.token_ids), chunk
     query_lens = tuple(len(chunk.token_ids) for chunk in chunks)
-    starts = tuple(chunk.start for chunk in chunks)
     ends = tuple(itertools.accumulate(query_lens, initial=0))
-    sampled = [
-        row
-        for chunk, end in zip(chunks, ends[1:], strict=True)
-        if chunk.samples
-        for row in range(end - 1 - chunk.num_guesses, end)
-    ]
+    positions = [position for chunk in chunks for position in range(chunk.start, chunk.end)]
     fresh = _fresh_blocks(chunks, block_size)
-
-    lens = torch.tensor(query_lens)
-    query_starts = torch.tensor(ends)
-    shifts = torch.tensor(starts) - query_starts[:-1]  # from place in the row to position in the sequence
-    positions = torch.arange(ends[-1]) + shifts.repeat_interleave(lens)
-    sequence_of = torch.arange(len(chunks)).repeat_interleave(lens)
-    tables = _block_tables(chunks)
+    ids, place, blocks, offsets, query_starts, context_lens, logit_rows, fresh_blocks = _as_tensors(
+        [token_id for chunk in chunks for token_id in chunk.token_ids],
+        positions,
+        [chunk.block_ids[position // block_size] for chunk in chunks for position in range(chunk.start, chunk.end)],
+        [position % block_size for position in positions],
+        ends,
+        [chunk.end for chunk in chunks],
+        _logit_rows(chunks, ends),
+        fresh,
+    )
     batch = PackedBatch(
-        input_ids=torch.tensor([[token_id for chunk in chunks for token_id in chunk.token_ids]]),
-        position_ids=positions[None],
-        slot_blocks=tables[sequence_of, positions // block_size],
-        slot_offsets=positions % block_size,
-        block_tables=tables,
+        input_ids=ids[None],
+        position_ids=place[None],
+        slot_blocks=blocks,
+        slot_offsets=offsets,
+        block_tables=_block_tables(chunks),
         query_starts=query_starts,
-        context_lens=torch.tensor(starts) + lens,
-        logit_rows=torch.tensor(sampled, dtype=torch.int64),
-        fresh_blocks=torch.tensor(fresh) if fresh else None,
+        context_lens=context_lens,
+        logit_rows=logit_rows,
+        fresh_blocks=fresh_blocks if fresh else None,
         rows=tuple(slice(*bounds) for bounds in itertools.pairwise(ends)),
         query_lens=query_lens,
-        starts=starts,
+        starts=tuple(chunk.start for chunk in chunks),
     )
     return batch if device.type == "cpu" else _placed(batch, device)
 
@@ -84,6 +81,23 @@ def _placed(batch: PackedBatch, device: torch.device) -> PackedBatch:
     }
     placed: dict[str, Any] = dict(zip(tensors, together_to_device(list(tensors.values()), device), strict=True))
     return dataclasses.replace(batch, **placed)
+
+
+def _as_tensors(*numbers: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """One each, all in one piece of memory. After a step that read all weights nothing of torch is left in a cache:
+    what counts here is how few of its functions are called."""
+    lens = [len(each) for each in numbers]
+    flat = np.fromiter(itertools.chain.from_iterable(numbers), dtype=np.int64, count=sum(lens))
+    return torch.split(torch.from_numpy(flat), lens)
+
+
+def _logit_rows(chunks: Sequence[Chunk], ends: Sequence[int]) -> list[int]:
+    return [
+        row
+        for chunk, end in zip(chunks, ends[1:], strict=True)
+        if chunk.samples
+        for row in range(end - 1 - chunk.num_guesses, end)
+    ]
 
 
 def _block_tables(chunks: Sequence[Chunk]) -> torch.Tensor:
