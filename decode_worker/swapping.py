@@ -11,6 +11,8 @@ from decode_worker.preemption_cost import PreemptionCost
 from decode_worker.sequences import Sequence, Swapped
 from engine.step import BlockSwap
 
+_COUNTED = ("swapped_out", "swapped_in", "recomputed", "recompute_cheaper", "swap_full", "swap_lost")
+
 
 class SwapSpace:
     """A slot holds one block."""
@@ -23,8 +25,7 @@ class SwapSpace:
         self._outward: list[BlockSwap] = []
         self._inward: list[BlockSwap] = []
         self._read_slots: list[int] = []  # by the plan's swaps inwards, and of what became of no use with them
-        self._num = dict.fromkeys(("swapped_out", "swapped_in", "recomputed", "recompute_cheaper", "swap_full"), 0)
-        self._num["swap_lost"] = 0
+        self._num = dict.fromkeys(_COUNTED, 0)
 
     @property
     def figures(self) -> dict[str, int]:
