@@ -32,6 +32,7 @@ from engine.cuda.launching_runner import LaunchingRunner
 from engine.layout import lay_out
 from engine.loaded import LoadedModel, ModelInfo
 from engine.pool import KvPool
+from engine.runner import ModelRunner
 from engine.step import Chunk, Sample, StepPlan
 from engine.trace import trace
 
@@ -105,9 +106,10 @@ class Bench:
         longest = loaded.layout.num_blocks_for(max(loads.prompt_tokens))
         num_blocks = max(longest, max(loads.batch_sizes) * self._per_sequence)
         self._pool = KvPool(loaded.layout, num_blocks, loaded.device, num_spare=1)
-        self._runner = LaunchingRunner(loaded.forward(self._pool), self._pool)
+        on_gpu = self._pool.device.type == "cuda"
+        self._runner = (LaunchingRunner if on_gpu else ModelRunner)(loaded.forward(self._pool), self._pool)
         self.report: tuple[str, ...] = ()
-        if self._pool.device.type == "cuda":
+        if on_gpu:
             self._runner.forward, self.report = gpu_forward(settings, loaded, self._pool)
 
     def prefill(self, tokens: int, work: Work, rates: Rates) -> Row:

@@ -75,6 +75,8 @@ def _device(wanted: str) -> str:
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, not {wanted!r}")
     if kind == "cuda" and not has_cuda:
         raise ConfigError(f"--device {wanted}: torch {torch.__version__} sees no CUDA device here")
+    if kind == "cuda" and index:
+        torch.cuda.set_device(int(index))  # where kernels of our own are launched by this thread: the probe, graphs
     return device
 
 
