@@ -38,6 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of sequence")
     sampling.add_argument("--logprobs", type=int, metavar="K", help="with --json: and those of the K likeliest tokens")
     sampling.add_argument("--cache-salt", metavar="TEXT", help="share KV with requests of the same salt only")
+    sampling.add_argument("--priority", type=int, metavar="N", help="less goes first, where workers go by priority")
+    sampling.add_argument(
+        "--is-batch", action="store_true", default=None, help="use only what no other request wants just now"
+    )
     sampling.add_argument("--timeout-s", type=float, metavar="X", default=600.0, help="deadline (default: 600)")
 
 
