@@ -37,7 +37,7 @@ def llama_8b() -> LlamaConfig:
 
 
 def tiny() -> LlamaConfig:
-    """As small as it gets: that every line has run where there is no GPU."""
+    """As small as it gets: to run where there is no GPU."""
     return LlamaConfig(
         vocab_size=128,
         hidden_size=32,
