@@ -192,6 +192,8 @@ class DecodeScheduler:
             return []
         # From here on each choice is a sequence of its own.
         parted = self._batch.part(sequence, self._live.numbers)
+        for other in parted[1:]:
+            self._live.part(other)
         return [self._append(choice, token) for choice, token in zip(parted, drawn, strict=True)]
 
     def _take_run(self, sequence: Sequence, chunk: Chunk, drawn: tuple[DrawnToken, ...]) -> list[SequenceToken]:
@@ -212,7 +214,6 @@ class DecodeScheduler:
     def _append(self, sequence: Sequence, token: DrawnToken) -> SequenceToken:
         """To a sequence of one choice."""
         router, handle, index = sequence.group.job.router, sequence.choices[0][1].handle, sequence.num_output
-        self._live.part(sequence)
         sequence.token_ids.append(token.token_id)
         reason = reason_of(sequence)
         if reason is None:
