@@ -10,7 +10,7 @@ larger model with random weights, what steps with guesses take: every guess cost
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from engine.build import Engine, build_engine
 from engine.schedule import blocks_for
 from engine.speculation.drafter import Guesser
 from engine.speculation.guessers import new_guesser
+from engine.speculation.step_cost import fixed_rows
 from engine.step import Chunk, Sample, StepPlan
 
 _DEMO = Path(__file__).parents[1] / "examples" / "demo_model"
@@ -86,10 +87,11 @@ def _prompts() -> list[list[int]]:
     return [tokenizer.encode((_TEXTS / f"{name}.py").read_text()).ids[:_PROMPT_TOKENS] for name in _FILES]
 
 
-def _continued(engine: Engine, settings: EngineSettings, prompts: list[list[int]], temperature: float) -> _Run:
-    most, block_size = _PROMPT_TOKENS + _NEW_TOKENS, settings.block_size
+def _continued(
+    engine: Engine, make: Callable[[], Guesser] | None, prompts: list[list[int]], temperature: float
+) -> _Run:
+    most, block_size = _PROMPT_TOKENS + _NEW_TOKENS, engine.pool.layout.block_size
     width = blocks_for(most, block_size)
-    make = new_guesser(settings, "cpu")
     sequences = [
         _Sequence(
             number,
@@ -122,7 +124,9 @@ def _step(engine: Engine, sequences: list[_Sequence], most: int, block_size: int
 def _demo_rows() -> Iterator[str]:
     settings = EngineSettings(model=str(_DEMO), device="cpu", num_blocks=1024, num_threads=1)
     engine, prompts = build_engine(settings), _prompts()
-    ways = {"off": settings, "prompt": replace(settings, speculation="prompt")}
+    fixed = fixed_rows(engine)
+    ways = {"off": None, "prompt": new_guesser(replace(settings, speculation="prompt"), lambda: fixed)}
+    yield f"| a step's fixed part: {fixed:.1f} rows |"
     for count in (1, 4, 16):
         for temperature in (0.0, 0.8):
             groups = [prompts[begin : begin + count] for begin in range(0, 16, count)][:4]
@@ -156,10 +160,12 @@ def _cost_rows(folder: str) -> Iterator[str]:
         model=folder, load_format="dummy", dtype="bfloat16", device="cpu", kv_cache_memory="2GiB", num_threads=1
     )
     engine = build_engine(settings)
+    fixed = fixed_rows(engine)
+    yield f"| a step's fixed part: {fixed:.1f} rows |"
     for count in (1, 4, 16, 64):
         times = {num_guesses: _step_s(engine, count, num_guesses, settings.block_size) for num_guesses in (0, 1, 2, 4)}
         cells = " | ".join(f"{1e3 * seconds:.1f} ms" for seconds in times.values())
-        yield f"| {count} | {cells} | {(times[4] / times[0] - 1) / 4:.2f} |"
+        yield f"| {count} | {cells} | {(times[4] / times[0] - 1) / 4:.2f} | {count / (count + fixed):.2f} |"
 
 
 def _step_s(engine: Engine, count: int, num_guesses: int, block_size: int) -> float:
@@ -192,8 +198,8 @@ def main(arguments: list[str]) -> None:
     for row in _demo_rows():
         print(row, flush=True)
     if arguments:
-        print("\n| sequences | no guess | 1 guess | 2 | 4 | a guess costs, of a step |")
-        print("|---|---|---|---|---|---|")
+        print("\n| sequences | no guess | 1 guess | 2 | 4 | a guess costs, of a step | believed |")
+        print("|---|---|---|---|---|---|---|")
         for row in _cost_rows(arguments[0]):
             print(row, flush=True)
 

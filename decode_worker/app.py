@@ -25,6 +25,7 @@ from engine.length_prediction import LengthPredictor
 from engine.policies import make_policy
 from engine.speculation.draft_model import with_draft_model
 from engine.speculation.guessers import new_guesser
+from engine.speculation.step_cost import fixed_rows
 from engine.step_loop import StepLoop
 from kvtransfer.probe import Destination
 from kvtransfer.wire_dtypes import WireDtype
@@ -87,7 +88,7 @@ class _Worker:
                 cost=cost,
                 policy=make_policy(config.scheduling_policy),
                 lengths=LengthPredictor(),
-                new_guesser=new_guesser(config, engine.pool.device.type),
+                new_guesser=new_guesser(config, lambda: fixed_rows(engine)),
             ),
             with_swaps(engine.runner, host_blocks) if host_blocks else engine.runner,
             clock,

@@ -16,7 +16,8 @@ from engine.build import Engine, build_engine
 from engine.speculation.acceptance import Acceptance, tokens_per_step
 from engine.speculation.drafter import TextGuesser
 from engine.speculation.prompt_lookup import PromptLookup
-from engine.step import Chunk, DrawnToken, StepPlan
+from engine.speculation.step_cost import fixed_rows
+from engine.step import Chunk, DrawnToken, StepPlan, StepResult
 from tests.golden.families import FAMILIES
 from tests.unit.speculating import BLOCK_SIZE, FixedGuesser, Oracle, Talk, speak, step, table_runner, talks_of
 
@@ -184,3 +185,26 @@ def test_a_banned_token_is_drawn_behind_no_guess() -> None:
     banned = tuple(replace(sample, banned_token_ids=frozenset({2})) for sample in (first, second))
     (drawn,) = runner.run(StepPlan((replace(chunk, samples=(*banned, *free)),))).tokens
     assert [token.token_id for token in drawn] == [0]  # the first was
+
+
+class _Ticks:
+    """A clock that steps move: by 10 and 2 for each row."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        run = engine.runner.run
+
+        def timed(plan: StepPlan) -> StepResult:
+            self.now_s += 10 + 2 * sum(len(chunk.token_ids) for chunk in plan.chunks)
+            return run(plan)
+
+        monkeypatch.setattr(engine.runner, "run", timed)
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_what_a_step_does_once_is_measured_in_rows(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.pool.tensor.zero_()
+    assert fixed_rows(tiny, _Ticks(tiny, monkeypatch)) == pytest.approx(5)
+    assert not tiny.pool.raw.any()

@@ -142,10 +142,10 @@ def test_guesses_behind_a_wrong_one_say_nothing_of_acceptance() -> None:
 
 
 def test_settings_make_the_guesser() -> None:
-    assert new_guesser(EngineSettings(), "cpu") is None
-    by_text = new_guesser(EngineSettings(speculation="prompt", num_guesses=2), "cpu")
+    assert new_guesser(EngineSettings(), lambda: 16) is None
+    by_text = new_guesser(EngineSettings(speculation="prompt", num_guesses=2), lambda: 16)
     assert by_text is not None and len(by_text().propose([1, 2, 3, 1, 2, 3, 1, 2], 9, 1)) == 2
-    drafted = new_guesser(EngineSettings(speculation="draft", draft_model="m"), "cuda")
+    drafted = new_guesser(EngineSettings(speculation="draft", draft_model="m"), lambda: 16)
     assert drafted is not None
     request = drafted().request([1, 2], 1)
     assert request is not None and request.max_guesses == 4
