@@ -304,6 +304,7 @@ class DecodeBench:
         """One turn of the loop after the commands. With an error, the runner raises it."""
         self._take_in(self.scheduler.reap(self.now_s)[0])
         events, plan = self.scheduler.plan(self.now_s)
+        assert plan is None or not events, "the outside hears of blocks before the step has copied what was in them"
         self._take_in(events)
         if plan is not None:
             self.steps += 1

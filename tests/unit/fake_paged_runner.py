@@ -32,6 +32,8 @@ class FakePagedRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
+        slots = [swap.slot for swap in (*plan.swaps_out, *plan.swaps_in)]
+        assert len(set(slots)) == len(slots), "a slot is written and read, or twice either, in one step"
         for swap in plan.swaps_out:
             self.host[swap.slot] = list(self.written[swap.block_id])
         for swap in plan.swaps_in:
