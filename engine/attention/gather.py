@@ -1,6 +1,6 @@
 """The last resort, on any device: each sequence's KV gathered, then attention written out. Slow; does everything."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -8,6 +8,8 @@ from engine.attention.dense import attend_dense, visibility
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.batch import PackedBatch
 from engine.quantised_kv import restore
+
+_SCORES_AT_ONCE = 1 << 25  # 128 MiB in float32, and as much again for their softmax
 
 
 class GatherBackend:
@@ -60,7 +62,17 @@ def take_blocks(view: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
 
 
 def attend_sequence(query: torch.Tensor, context: Context, options: AttentionOptions) -> torch.Tensor:
-    """The queries `[queries, heads, dim]` of one sequence over its context, -> `[queries, heads, value_dim]`."""
+    """The queries `[queries, heads, dim]` of one sequence over its context, -> `[queries, heads, value_dim]`. So many
+    queries at a time that their scores stay small, however long the context is."""
+    size = max(1, _SCORES_AT_ONCE // (query.shape[1] * len(context.keys)))
+    parts = [
+        _attend_queries(part, replace(context, start=context.start + number * size), options)
+        for number, part in enumerate(torch.split(query, size))
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend_queries(query: torch.Tensor, context: Context, options: AttentionOptions) -> torch.Tensor:
     num_queries, num_heads, dim = query.shape
     num_keys, num_kv_heads, _ = context.keys.shape
     group = num_heads // num_kv_heads

@@ -157,6 +157,15 @@ def test_every_shape_and_dtype_on_cpu(name: str, shape: str, dtype: str) -> None
     hold_equal(backend(name), make_case(SHAPES[shape], OPTIONS["window"], dtype, "cpu"), dtype)
 
 
+@pytest.mark.parametrize("name", ["sdpa", "gather"])
+@pytest.mark.parametrize("scores_at_once", [1, 500, 5000])
+def test_queries_attend_alike_however_many_go_together(
+    monkeypatch: pytest.MonkeyPatch, name: str, scores_at_once: int
+) -> None:
+    monkeypatch.setattr("engine.attention.gather._SCORES_AT_ONCE", scores_at_once)
+    hold_equal(backend(name), make_case(SHAPES["grouped"], OPTIONS["all"], "float32", "cpu"), "float32")
+
+
 @pytest.mark.parametrize("block_size", [1, 7, 16, 128])
 def test_any_block_size_on_cpu(block_size: int) -> None:
     case = make_case(SHAPES["grouped"], OPTIONS["window"], "float32", "cpu", block_size)
