@@ -129,17 +129,25 @@ def attend_tile(  # type: ignore[no-untyped-def]
                 mask=written[None, :] & (key_dims[:, None] < KEY_DIM),
                 other=0.0,
             )  # [KEY_PAD, COLUMNS]
-            scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scaling
+            scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
             scale_places = blocks * scale_block_stride + places * scale_token_stride + kv_head * scale_head_stride
             if HAS_SCALES:
                 factors = tl.load(key_scales + scale_places, mask=written, other=0.0).to(tl.float32)
                 scores = scores * factors[None, :]
             if HAS_SOFTCAP:
-                scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
-            visible = live[:, None] & written[None, :] & (columns[None, :] <= positions[:, None])
+                scores = scores * (2.0 * scaling / softcap)
+                scores = (softcap * _LOG2_E) * (2.0 * tl.sigmoid(scores) - 1.0)  # tanh
+            else:
+                scores = scores * (scaling * _LOG2_E)
+            # Most of a long context is seen by all rows, and needs no mask.
+            is_edge = (first + COLUMNS > part_end) | (first + COLUMNS - 1 > start + offset)
             if HAS_WINDOW:
-                visible = visible & (columns[None, :] > positions[:, None] - window)
-            scores = tl.where(visible, scores * _LOG2_E, float("-inf"))
+                is_edge = is_edge | (first <= start + offset + (ROWS // GROUP - 1) - window)
+            if is_edge:
+                visible = written[None, :] & (columns[None, :] <= positions[:, None])
+                if HAS_WINDOW:
+                    visible = visible & (columns[None, :] > positions[:, None] - window)
+                scores = tl.where(visible, scores, float("-inf"))
 
             higher = tl.maximum(highest, tl.max(scores, axis=1))
             anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
