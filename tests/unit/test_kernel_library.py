@@ -3,6 +3,7 @@ why there is none has a name. With a library of a few lines; the real one is tes
 
 import os
 import stat
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -143,3 +144,11 @@ def test_no_folder_for_the_cache(cache: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("CC", compiler(tmp_path, "exit 0"))
     with pytest.raises(NotCompiled, match="no folder to keep them in"):
         load_kernels()
+
+
+def test_what_it_is_built_from_is_installed() -> None:
+    root = Path(__file__).parents[2]
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["engine.cpu"]
+    sources = [path for path in (root / "engine" / "cpu").iterdir() if path.suffix in (".c", ".h")]
+    assert sources
+    assert [path.name for path in sources if not any(path.match(pattern) for pattern in patterns)] == []
