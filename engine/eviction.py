@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-_MOST_USES = 3  # blocks that were used once, twice, and more often are three classes
+_MOST_USES = 2  # blocks that were used once and those used more often are two classes
 _GENERATIONS_PER_POOL = 16
 _NUM_AGES = 64  # older generations count as one: four pools of blocks have come since
 _GHOSTS_PER_BLOCK = 2  # evicted blocks that are remembered by their hash
@@ -35,8 +35,17 @@ class Eviction(Protocol):
         """After `unpark`: that was because somebody uses it again."""
         ...
 
+    def bar(self, block_id: int) -> None:
+        """Cached blocks continue an idle one: it may wait until they have gone."""
+        ...
+
+    def unbar(self, block_id: int) -> None:
+        """They have gone."""
+        ...
+
     def candidates(self) -> Iterator[int]:
-        """Idle blocks, the first to go first. Not to be used any more after any other call."""
+        """Idle blocks, the first to go first, at least those that are not barred. Not to be used any more after any
+        other call."""
         ...
 
     def forget(self, block_id: int) -> None:
@@ -65,6 +74,12 @@ class LeastRecentlyUsed:
     def used(self, block_id: int) -> None:
         pass
 
+    def bar(self, block_id: int) -> None:
+        pass
+
+    def unbar(self, block_id: int) -> None:
+        pass
+
     def candidates(self) -> Iterator[int]:
         return iter(self._idle)
 
@@ -80,6 +95,7 @@ class _Use:
     num_uses: int  # 1 to _MOST_USES
     generation: int
     is_over: bool = False  # and none has come since: what parks it again was no use
+    is_listed: bool = False  # among those that may go
 
 
 class LeastValuable:
@@ -88,7 +104,8 @@ class LeastValuable:
     were evicted meanwhile are remembered as ghosts, so that it also learns what it should have kept.
 
     The value of a block is the most uses per block and generation that keeping it for any time from now on promises:
-    Gittins' index (J. R. Stat. Soc. B 41, 1979), as the hit density of Beckmann, Chen and Cidon (NSDI 2018).
+    Gittins' index (J. R. Stat. Soc. B 41, 1979), as the hit density of Beckmann, Chen and Cidon (NSDI 2018). Only ends
+    of chains are compared, for keeping one is keeping all before it.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -105,25 +122,34 @@ class LeastValuable:
         use = self._last_use.get(block_id)
         if use is None:
             use = self._last_use[block_id] = self._first_use(block_hash)
-        if use.is_over:
-            self._class(use).put_back(block_id, use.generation, self._generation)
-            return
-        use.generation = self._generation
-        self._class(use).park(block_id, self._generation)
-        self._num_parked += 1
+        if not use.is_over:
+            use.generation = self._generation
+            self._class(use).parked(self._generation)
+            self._num_parked += 1
+        self._list(block_id, use)
         if self._num_parked >= self._generation_blocks:
             self._next_generation()
 
     def unpark(self, block_id: int) -> None:
-        use = self._last_use[block_id]
-        self._class(use).remove(block_id, use.generation)
-        use.is_over = True
+        self.bar(block_id)
+        self._last_use[block_id].is_over = True
 
     def used(self, block_id: int) -> None:
         use = self._last_use[block_id]
         self._used_again(use)
         use.num_uses = min(use.num_uses + 1, _MOST_USES)
         use.is_over = False
+
+    def bar(self, block_id: int) -> None:
+        use = self._last_use[block_id]
+        if use.is_listed:
+            self._class(use).unlist(block_id, use.generation)
+            use.is_listed = False
+
+    def unbar(self, block_id: int) -> None:
+        """Next of its generation: what is left of a chain is of little use."""
+        use = self._last_use[block_id]
+        self._list(block_id, use).move_to_end(block_id, last=False)
 
     def candidates(self) -> Iterator[int]:
         if not self._going:
@@ -134,11 +160,15 @@ class LeastValuable:
                 yield from blocks
 
     def forget(self, block_id: int) -> None:
+        self.bar(block_id)
         use = self._last_use.pop(block_id)
-        self._class(use).remove(block_id, use.generation)
         self._ghosts[use.block_hash] = use
         if len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
+
+    def _list(self, block_id: int, use: _Use) -> OrderedDict[int, None]:
+        use.is_listed = True
+        return self._class(use).list(block_id, use.generation, self._generation)
 
     def _class(self, use: _Use) -> "_Class":
         return self._classes[use.num_uses - 1]
@@ -174,37 +204,37 @@ class _Class:
     """Blocks that were used equally often, by generation, and what became of those before them."""
 
     def __init__(self) -> None:
-        self._idle: dict[
-            int, OrderedDict[int, None]
-        ] = {}  # by generation; _ANCIENT: all that are too old to tell apart
+        # That may go, by generation; _ANCIENT: all that are too old to tell apart.
+        self._listed: dict[int, OrderedDict[int, None]] = {}
         self._num_parked: OrderedDict[int, int] = OrderedDict()  # of each generation that is not too old
         self._num_reached = [0.0] * _NUM_AGES  # blocks whose generation has come to this age, used again or not
         self._num_reused = [0.0] * _NUM_AGES
         self._values = [0.0] * (_NUM_AGES + 1)
 
-    def park(self, block_id: int, generation: int) -> None:
-        self._idle.setdefault(generation, OrderedDict())[block_id] = None
+    def parked(self, generation: int) -> None:
         self._num_parked[generation] = self._num_parked.get(generation, 0) + 1
 
-    def put_back(self, block_id: int, generation: int, now: int) -> None:
-        """Where it was before it was removed."""
+    def list(self, block_id: int, generation: int, now: int) -> OrderedDict[int, None]:
+        """Those of its generation."""
         generation = generation if now - generation < _NUM_AGES else _ANCIENT
-        self._idle.setdefault(generation, OrderedDict())[block_id] = None
+        blocks = self._listed.setdefault(generation, OrderedDict())
+        blocks[block_id] = None
+        return blocks
 
-    def remove(self, block_id: int, generation: int) -> None:
-        if block_id not in self._idle.get(generation, ()):
+    def unlist(self, block_id: int, generation: int) -> None:
+        if block_id not in self._listed.get(generation, ()):
             generation = _ANCIENT
-        blocks = self._idle[generation]
+        blocks = self._listed[generation]
         del blocks[block_id]
         if not blocks:
-            del self._idle[generation]
+            del self._listed[generation]
 
     def used_again(self, age: int) -> None:
         if age < _NUM_AGES:
             self._num_reused[age] += 1
 
     def generations(self, now: int) -> Iterator[tuple[float, int, OrderedDict[int, None]]]:
-        for generation, blocks in self._idle.items():
+        for generation, blocks in self._listed.items():
             yield self._values[min(now - generation, _NUM_AGES)], generation, blocks
 
     def learn(self, now: int) -> None:
@@ -216,8 +246,8 @@ class _Class:
             self._num_reached[now - generation - 1] += number
         oldest = now - _NUM_AGES
         self._num_parked.pop(oldest, None)
-        if oldest in self._idle:
-            self._idle.setdefault(_ANCIENT, OrderedDict()).update(self._idle.pop(oldest))
+        if oldest in self._listed:
+            self._listed.setdefault(_ANCIENT, OrderedDict()).update(self._listed.pop(oldest))
         self._values = values(
             [reused / (reached + _PRIOR) for reused, reached in zip(self._num_reused, self._num_reached, strict=True)]
         )

@@ -81,13 +81,19 @@ class PrefixCache:
         self._blocks[block_hash] = block_id
         self._entries[block_id] = _Entry(block_hash, parent)
         self._children.setdefault(parent, {})[block_id] = None
+        parent_id = self._blocks.get(parent)
+        if parent_id in self._idle:
+            self._eviction.bar(parent_id)
         self._tell(block_hash, is_added=True)
 
     def park(self, block_id: int) -> None:
         """Nobody uses it any more: it may be evicted."""
         assert block_id in self._entries and block_id not in self._idle, f"block {block_id} cannot become idle"
         self._idle.add(block_id)
-        self._eviction.park(block_id, self._entries[block_id].block_hash)
+        block_hash = self._entries[block_id].block_hash
+        self._eviction.park(block_id, block_hash)
+        if block_hash in self._children:
+            self._eviction.bar(block_id)
 
     def unpark(self, block_id: int) -> None:
         """It may not be evicted for now."""
@@ -110,6 +116,9 @@ class PrefixCache:
         del siblings[block_id]
         if not siblings:
             del self._children[entry.parent]
+            parent_id = self._blocks.get(entry.parent)
+            if parent_id in self._idle:
+                self._eviction.unbar(parent_id)
         self.num_evicted += 1
         self._tell(entry.block_hash, is_added=False)
         return block_id
@@ -158,7 +167,7 @@ class PrefixCache:
         if not (self._doomed and self._may_go(self._doomed[-1])):
             self._doomed = next(filter(None, map(self._chain_down, self._eviction.candidates())), [])
         if not self._doomed:  # every idle block is continued by one in use, whose user has a copy of his own of it
-            self._doomed = [next(self._eviction.candidates())]
+            self._doomed = [next(block_id for block_id in self._idle if self._idle_child(block_id) is None)]
         return self._doomed.pop()
 
     def _may_go(self, block_id: int) -> bool:
@@ -167,12 +176,17 @@ class PrefixCache:
     def _chain_down(self, block_id: int) -> list[int]:
         """Idle blocks from here to one that nothing continues; none: all that continue it are in use."""
         chain = [block_id]
-        while children := self._children.get(self._entries[chain[-1]].block_hash):
-            child = next((child for child in children if child in self._idle), None)
+        while self._entries[chain[-1]].block_hash in self._children:
+            child = self._idle_child(chain[-1])
             if child is None:
                 return []
             chain.append(child)
         return chain
+
+    def _idle_child(self, block_id: int) -> int | None:
+        """One of the idle blocks that continue it."""
+        children = self._children.get(self._entries[block_id].block_hash, {})
+        return next((child for child in children if child in self._idle), None)
 
     def _tell(self, block_hash: bytes, *, is_added: bool) -> None:
         self._events.append(CacheEvent(self._next_number, block_hash, is_added))
