@@ -11,10 +11,13 @@ from engine.attention.interface import AttentionOptions, LayerKv
 from engine.batch import PackedBatch
 from engine.quantised_kv import restore
 
+_FEW_TOKENS = 1 << 16  # of one layer: padding up to so many is cheaper than more calls
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Decodes:
-    """The one-token chunks of a step: which rows they are, and what each of them reads under one window."""
+    """One-token chunks of a step that are computed together: which rows they are, and what each of them reads under one
+    window."""
 
     rows: torch.Tensor  # [decodes]
     block_ids: torch.Tensor  # [decodes, blocks], padded with the sequence's own
@@ -27,7 +30,7 @@ class SdpaBackend:
 
     def __init__(self) -> None:
         self._batch: PackedBatch | None = None
-        self._decodes: dict[int | None, _Decodes] = {}
+        self._decodes: dict[int | None, tuple[_Decodes, ...]] = {}
         self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
 
     def attend(self, query: torch.Tensor, kv: LayerKv, batch: PackedBatch, options: AttentionOptions) -> torch.Tensor:
@@ -42,7 +45,8 @@ class SdpaBackend:
             window = options.sliding_window
             if window not in self._decodes:
                 self._decodes[window] = _decodes(batch, window, kv.keys.shape[1])
-            output[self._decodes[window].rows] = _attend_decodes(query, kv, self._decodes[window], options)
+            for decodes in self._decodes[window]:
+                output[decodes.rows] = _attend_decodes(query, kv, decodes, options)
         return output
 
     def _attend_chunk(
@@ -82,10 +86,31 @@ def _context(kv: LayerKv, batch: PackedBatch, sequence: int, options: AttentionO
     return Context(first=0, start=0, keys=kv.new_keys[rows], values=kv.new_values[rows])
 
 
-def _decodes(batch: PackedBatch, window: int | None, block_size: int) -> _Decodes:
-    sequences = torch.tensor([index for index, num_queries in enumerate(batch.query_lens) if num_queries == 1])
-    lens = batch.context_lens[sequences]
+def _decodes(batch: PackedBatch, window: int | None, block_size: int) -> tuple[_Decodes, ...]:
+    sequences = [index for index, num_queries in enumerate(batch.query_lens) if num_queries == 1]
+    lens = batch.context_lens[torch.tensor(sequences)]
     lowest = torch.zeros_like(lens) if window is None else (lens - window).clamp(min=0)  # first position seen
+    num_blocks = (lens - 1) // block_size - lowest // block_size + 1
+    return tuple(
+        _together(batch, [sequences[place] for place in places], lowest[torch.tensor(places)], block_size)
+        for places in alike(num_blocks.tolist(), _FEW_TOKENS // block_size)
+    )
+
+
+def alike(widths: list[int], few: int) -> list[list[int]]:
+    """Places of those that are padded to one width: all, if that is little or at most doubles what there is, or else
+    those between two powers of two. One long sequence among many short ones would make all of them long."""
+    if len(widths) * max(widths) <= max(few, 2 * sum(widths)):
+        return [list(range(len(widths)))]
+    places: dict[int, list[int]] = {}
+    for place, width in enumerate(widths):
+        places.setdefault(width.bit_length(), []).append(place)
+    return list(places.values())
+
+
+def _together(batch: PackedBatch, chosen: list[int], lowest: torch.Tensor, block_size: int) -> _Decodes:
+    sequences = torch.tensor(chosen)
+    lens = batch.context_lens[sequences]
     first_blocks = lowest // block_size
     last_blocks = (lens - 1) // block_size
     width = int((last_blocks - first_blocks).max()) + 1

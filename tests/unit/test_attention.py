@@ -12,6 +12,7 @@ import torch
 from cluster.errors import ConfigError, ModelRefused
 from engine.attention.interface import AttentionOptions, LayerKv, attend
 from engine.attention.registry import ALL_DTYPES, CAPABILITIES, NATIVE_DTYPES, AttentionBackend, Needs, choose
+from engine.attention.sdpa import alike
 from engine.batch import PackedBatch, pack
 from engine.layout import LayerShape, lay_out
 from engine.pool import TORCH_DTYPES, KvPool
@@ -155,6 +156,26 @@ def test_every_option_on_cpu(name: str, options: str) -> None:
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_every_shape_and_dtype_on_cpu(name: str, shape: str, dtype: str) -> None:
     hold_equal(backend(name), make_case(SHAPES[shape], OPTIONS["window"], dtype, "cpu"), dtype)
+
+
+@pytest.mark.parametrize("options", ["plain", "all"])
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_decodes_attend_alike_however_they_are_put_together(
+    monkeypatch: pytest.MonkeyPatch, options: str, kv_dtype: str | None
+) -> None:
+    monkeypatch.setattr("engine.attention.sdpa._FEW_TOKENS", 8)
+    case = make_case(SHAPES["grouped"], OPTIONS[options], "float32", "cpu", block_size=1, kv_dtype=kv_dtype)
+    hold_equal(backend("sdpa"), case, "float32")
+
+
+def test_one_long_sequence_does_not_make_all_others_long() -> None:
+    assert alike([3, 900, 4], few=0) == [[0], [1], [2]]
+    assert alike([4, 900, 5, 7], few=0) == [[0, 2, 3], [1]]
+    assert alike([3, 900, 4], few=2700) == [[0, 1, 2]]
+    assert alike([10, 20, 15], few=0) == [[0, 1, 2]]
+    widths = [*range(1, 400), 5000]
+    padded = sum(len(places) * max(widths[place] for place in places) for places in alike(widths, few=0))
+    assert padded < 2 * sum(widths)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "gather"])
