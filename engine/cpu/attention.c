@@ -3,6 +3,8 @@
  * and then read by all query rows (token, head of the group) of the block; each row keeps a running maximum, a running
  * sum and an unfinished output, all float32 (Dao et al., FlashAttention-2, 2023).
  */
+#include "attention.h"
+
 #include "tile.h"
 
 TD_VECTOR_BEGIN

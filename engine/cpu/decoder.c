@@ -1,11 +1,10 @@
 /* A step through all layers. Owns the order of the parts and the division of scratch among them. */
 #include <string.h>
 
+#include "attention.h"
 #include "norms.h"
 #include "products.h"
 #include "tile.h"
-
-int64_t td_attend_bytes(const td_model *model);
 
 /* Scratch, for as many rows as the step has tokens. */
 typedef struct {

@@ -134,11 +134,11 @@ static void multiply_few(const bf16 *x, int64_t rows, const td_product *product,
     }
 }
 
-/* Many rows: a slab stays in the cache for all of them, and the first blocks of rows ask for the slab after it. */
+/* Many rows: a slab stays in the cache for all of them. Meanwhile the one after it is asked for, a part with each block of
+ * rows: of the four cache lines that a pair takes, `asked` lie behind and this block goes on to `asking`. */
 static void multiply_many(const bf16 *x, int64_t rows, const td_product *product, const td_end *end, float *tiles) {
     int64_t width = product->in_features, num_slabs = td_ceil(width, SLAB), num_blocks = td_ceil(rows, TILE_ROWS);
     int64_t pairs_each = td_ceil(width / 2, num_slabs);
-    int64_t fetched = num_blocks >= 4 ? 1 : 2, passes = 4 / fetched;
     for (int64_t panel = 0; panel * PANEL < product->out_features; panel++) {
         for (int64_t slab = 0; slab < num_slabs; slab++) {
             int64_t pair = slab * pairs_each, pairs = td_min(pairs_each, width / 2 - pair);
@@ -146,9 +146,10 @@ static void multiply_many(const bf16 *x, int64_t rows, const td_product *product
             const char *next = (const char *)(weights + pairs * PANEL * 2);
             for (int64_t i = 0; i < num_blocks; i++) {
                 int64_t row = rows * i / num_blocks, count = rows * (i + 1) / num_blocks - row;
+                int64_t asked = TILE_VECTORS * i / num_blocks, asking = TILE_VECTORS * (i + 1) / num_blocks;
                 Block block = {x + row * width + pair * 2, weights, width, pairs, tiles + row * PANEL, slab == 0,
-                               next + i * pairs * fetched * 64};
-                BLOCKS[count - 1][i < passes ? fetched : 0](&block);
+                               next + asked * pairs * 64};
+                BLOCKS[count - 1][asking - asked](&block);
                 if (slab + 1 == num_slabs) end->take(end, product, panel, tiles + row * PANEL, row, count);
             }
         }
