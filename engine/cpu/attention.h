@@ -1,0 +1,9 @@
+/* What attention needs of a step's scratch. Private to the kernels. */
+#ifndef TANDEM_ATTENTION_H
+#define TANDEM_ATTENTION_H
+
+#include "kernels.h"
+
+int64_t td_attend_bytes(const td_model *model);
+
+#endif
