@@ -133,7 +133,8 @@ TD_INLINE __m512 largest_lanes(const __m512 x[8]) {
     TD_UNROLL for (int i = 0; i < 2; i++)
         quarter[i] = _mm512_max_ps(_mm512_shuffle_f32x4(half[2 * i], half[2 * i + 1], 0x88),
                                    _mm512_shuffle_f32x4(half[2 * i], half[2 * i + 1], 0xdd));
-    __m512 pairs = _mm512_max_ps(_mm512_unpacklo_ps(quarter[0], quarter[1]), _mm512_unpackhi_ps(quarter[0], quarter[1]));
+    __m512 pairs =
+        _mm512_max_ps(_mm512_unpacklo_ps(quarter[0], quarter[1]), _mm512_unpackhi_ps(quarter[0], quarter[1]));
     return _mm512_max_ps(pairs, _mm512_permute_ps(pairs, 0x4e));
 }
 
@@ -284,7 +285,8 @@ static void attend_span(const td_model *model, const td_layer *layer, const Stat
             int64_t shift = head * model->head_dim;
             Rows keys = {layer->keys + shift, tile->places, tile->count};
             Rows values = {layer->values + shift, tile->places, tile->count};
-            Rows next_keys = {layer->keys + (last ? 0 : shift + model->head_dim), last ? after.places : tile->places, 0};
+            Rows next_keys = {layer->keys + shift + model->head_dim, tile->places, 0};
+            if (last) next_keys = (Rows){layer->keys, after.places, 0};
             pack_rows(&keys, model->head_dim, &values, state->keys);
             pack_values(&values, model->head_dim, &next_keys, state->values);
             attend_tile(model, layer, state, span, head, start);

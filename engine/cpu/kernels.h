@@ -8,9 +8,9 @@
  * head_dim is a multiple of 16 of at most 256, rotary_dim is even, the heads are a multiple of the KV heads.
  *
  * A row of a result depends on that row alone: not on the other rows of the call, nor on how a sequence was cut into
- * chunks. Every sum runs in one order: products over the input features from the first to the last, attention over tiles
- * of positions counted from the sequence's beginning. So a token computed alone, among others, or in a long chunk has the
- * same bits.
+ * chunks. Every sum runs in one order: products over the input features from the first to the last, attention over
+ * tiles of positions counted from the sequence's beginning. So a token computed alone, among others, or in a long chunk
+ * has the same bits.
  */
 #ifndef TANDEM_KERNELS_H
 #define TANDEM_KERNELS_H
@@ -29,7 +29,7 @@ typedef struct {
     int64_t in_features, out_features;
 } td_product;
 
-/* Norm weights are float32, already with whatever the model adds to them (Gemma: 1). NULL: the layer has no such norm. */
+/* Norm weights are float32, already with whatever the model adds to them (Gemma: 1). NULL: the layer has none there. */
 typedef struct {
     const float *input_norm;          /* [hidden], before attention */
     const float *query_norm;          /* see td_model.norms_whole_rows */
@@ -50,7 +50,7 @@ typedef struct {
     int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, intermediate;
     int64_t rotary_dim;               /* leading elements of a head that are rotated, in halves (rotate_half) */
     int64_t activation;
-    int64_t norms_whole_rows;         /* query_norm, key_norm: 0: [head_dim], of each head; 1: of all heads as one row */
+    int64_t norms_whole_rows;         /* query_norm, key_norm: 0: [head_dim], of each head; 1: all heads as one row */
     float norm_eps, scaling, softcap; /* softcap 0: none */
     int64_t block_size, block_elems;  /* the pool's; block_elems: from one block to the next */
     const td_layer *layers;
@@ -76,7 +76,7 @@ int64_t td_version(void);
 /* 1 where this processor, and the system's saving of its registers, can run the rest. Always safe to call. */
 int64_t td_supported(void);
 
-/* bf16 elements that a packed weight takes, and the packing of `weight`: [out_features, in_features] with this stride. */
+/* bf16 elements that a packed weight takes, and the packing of `weight`: [out_features, in_features] of this stride. */
 int64_t td_packed_elems(int64_t out_features, int64_t in_features);
 void td_pack(const bf16 *weight, int64_t stride, int64_t out_features, int64_t in_features, bf16 *panels);
 /* The same for two weights of [intermediate, in_features], in turns; as many elements as 2 * intermediate features. */

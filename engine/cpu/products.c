@@ -134,8 +134,8 @@ static void multiply_few(const bf16 *x, int64_t rows, const td_product *product,
     }
 }
 
-/* Many rows: a slab stays in the cache for all of them. Meanwhile the one after it is asked for, a part with each block of
- * rows: of the four cache lines that a pair takes, `asked` lie behind and this block goes on to `asking`. */
+/* Many rows: a slab stays in the cache for all of them. Meanwhile the one after it is asked for, a part with each block
+ * of rows: of the four cache lines that a pair takes, `asked` lie behind and this block goes on to `asking`. */
 static void multiply_many(const bf16 *x, int64_t rows, const td_product *product, const td_end *end, float *tiles) {
     int64_t width = product->in_features, num_slabs = td_ceil(width, SLAB), num_blocks = td_ceil(rows, TILE_ROWS);
     int64_t pairs_each = td_ceil(width / 2, num_slabs);

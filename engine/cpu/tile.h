@@ -86,7 +86,7 @@ TD_INLINE __m512 times_sigmoid(__m512 x, __m512 z) {
     return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
 }
 
-/* Columns of 16 rows of 16 pairs become rows: `out` has a stride of one panel row, and its first `pairs` are written. */
+/* Columns of 16 rows of 16 pairs become rows of a panel, of which the first `pairs` are written. */
 TD_INLINE void transpose_pairs(__m512i in[LANES], bf16 *out, int64_t pairs) {
     __m512i a[LANES], b[LANES];
     TD_UNROLL for (int i = 0; i < LANES; i += 2) {
@@ -133,8 +133,8 @@ TD_INLINE void pack_square(const Rows *rows, int64_t first, int64_t pair, int64_
     transpose_pairs(in, out, whole ? LANES : pairs);
 }
 
-/* One panel of rows of `width` elements (even). Each read of a row asks for the same place in the row of `ahead` that has
- * its number. */
+/* One panel of rows of `width` elements (even). Each read of a row asks for the same place in the row of `ahead` that
+ * has its number. */
 TD_INLINE void pack_rows(const Rows *rows, int64_t width, const Rows *ahead, bf16 *panel) {
     for (int64_t pair = 0; pair < width / 2; pair += LANES) {
         int64_t pairs = td_min(width / 2 - pair, LANES);

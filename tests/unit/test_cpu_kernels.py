@@ -50,7 +50,7 @@ class Shape:
 
     @property
     def scaling(self) -> float:
-        return self.head_dim**-0.5
+        return float(self.head_dim**-0.5)
 
     def norm_width(self, name: str) -> int:
         heads = {"query_norm": self.num_heads, "key_norm": self.num_kv_heads}.get(name)
@@ -99,7 +99,7 @@ class Decoder:
         return self.shape.block_size * self.shape.num_kv_heads * self.shape.head_dim
 
     def normal(self, *size: int) -> torch.Tensor:
-        return (torch.randn(*size, generator=self.random) * size[-1] ** -0.5).bfloat16()
+        return torch.randn(*size, generator=self.random).div(float(size[-1]) ** 0.5).bfloat16()
 
     def window(self, layer: int) -> int:
         return self.shape.window if layer % 2 else 0
@@ -155,14 +155,11 @@ class Decoder:
         for index in range(shape.num_layers):
             linear = Linears(self.weights[index], self.biases[index])
             norm = Norms(self.norms[index])
-            query, key, value = linear("qkv", norm("input_norm", hidden)).split(
-                [shape.num_heads * shape.head_dim, *[shape.num_kv_heads * shape.head_dim] * 2], -1
-            )
+            widths = [shape.num_heads * shape.head_dim, *[shape.num_kv_heads * shape.head_dim] * 2]
+            query, key, value = torch.split(linear("qkv", norm("input_norm", hidden)), widths, -1)
             query, key = (self._normed_heads(norm, *pair) for pair in (("query_norm", query), ("key_norm", key)))
             rotated_query, rotated_key = rotated(query, *rotation), rotated(key, *rotation)
-            attended = attention(
-                rotated_query, rotated_key, value.unflatten(-1, (-1, shape.head_dim)), self.window(index), shape
-            )
+            attended = attention(rotated_query, rotated_key, self._heads(value), self.window(index), shape)
             hidden = hidden + norm("attention_out_norm", linear("out", attended.flatten(1)))
             gate, up = linear("gate_up", norm("ffn_norm", hidden)).chunk(2, -1)
             active = F.silu(gate) if shape.activation == SILU else F.gelu(gate, approximate="tanh")
@@ -170,12 +167,11 @@ class Decoder:
         return rms_norm(hidden, self.final_norm) @ self.head.float().T
 
     def _normed_heads(self, norm: "Norms", name: str, rows: torch.Tensor) -> torch.Tensor:
-        heads = (-1, self.shape.head_dim)
-        return (
-            norm(name, rows).unflatten(-1, heads)
-            if self.shape.norms_whole_rows
-            else norm(name, rows.unflatten(-1, heads))
-        )
+        whole = self.shape.norms_whole_rows
+        return self._heads(norm(name, rows)) if whole else norm(name, self._heads(rows))
+
+    def _heads(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.reshape(len(rows), -1, self.shape.head_dim)
 
 
 @dataclass(frozen=True)
@@ -262,7 +258,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    turned, rest = heads.split([cos.shape[-1], heads.shape[-1] - cos.shape[-1]], -1)
+    turned, rest = torch.split(heads, [cos.shape[-1], heads.shape[-1] - cos.shape[-1]], -1)
     low, high = turned.chunk(2, -1)
     return torch.cat([turned * cos + torch.cat([-high, low], -1) * sin, rest], -1)
 
@@ -380,7 +376,7 @@ def test_attention_over_blocks_equals_float32_over_the_sequence(kernels: ctypes.
         scratch.data_ptr(),
     )
 
-    rows = iter(zip(query.split([len(chunk.tokens) for chunk in step.chunks]), contexts, strict=True))
+    rows = iter(zip(torch.split(query, [len(chunk.tokens) for chunk in step.chunks]), contexts, strict=True))
     reference = torch.cat([attention(ours.float(), *context, shape.window, shape) for ours, context in rows])
     assert close(output, reference, 0.01)
 
@@ -436,7 +432,7 @@ def test_a_sequence_has_the_same_bits_however_it_is_cut_into_chunks(
     written = decoder.pool.clone()
     decoder.pool.fill_(float("nan"))
 
-    cut = [Chunk(tokens, size * index, whole.block_ids) for index, tokens in enumerate(whole.tokens.split(size))]
+    cut = [Chunk(tokens, size * index, whole.block_ids) for index, tokens in enumerate(torch.split(whole.tokens, size))]
     logits = torch.cat([decoder.run(Chunks([chunk], shape.block_size)) for chunk in cut])
 
     assert torch.equal(logits, at_once)
