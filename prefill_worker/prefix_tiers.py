@@ -23,12 +23,13 @@ from prefill_worker import commands
 from prefill_worker.pull_choice import CHEAPER_FACTOR
 from prefill_worker.rates import RunningRate
 from prefill_worker.tier_copies import OK, Fetched, TierCopies
-from prefill_worker.tier_index import Place, TierIndex
+from prefill_worker.tier_index import Place, Store, TierIndex
 
 _LOG = logging.getLogger("tandem.prefill.tiers")
 _MAX_STORES = 4  # prompts whose blocks are being copied out, or wait for it; one more is dropped
 _LEAST_DEADLINE_S = 0.1  # a fetch may always take so long, however fast computing is
 _ANSWER_S = 30.0  # of the step thread
+_MEASURED_ANEW_S = 10.0
 _CLOSE_S = 5.0
 _Answer = TypeVar("_Answer")
 
@@ -50,7 +51,8 @@ class PrefixTiers:
         """`post` reaches the step thread."""
         self._means = means
         self._post = post
-        self._reading = RunningRate()  # bytes
+        self._host_rate, self._disk_rate = RunningRate(), RunningRate()  # bytes
+        self._measured_s = 0.0  # when one of them was last looked at
         self._fetcher = ThreadPoolExecutor(1, "tier-fetch")
         self._storer = ThreadPoolExecutor(1, "tier-store")
         self._stores: set[asyncio.Task[None]] = set()
@@ -81,7 +83,7 @@ class PrefixTiers:
             return
         num_here = await self._num_here(hashes)
         num_held = self._means.index.num_held(hashes[num_here:])
-        compute_s = self._worth_s(num_held)
+        compute_s = self._worth_s(hashes[num_here : num_here + num_held])
         if compute_s is not None:
             await self._fetch(hashes[: num_here + num_held], chain.parent_of(0), compute_s)
 
@@ -120,14 +122,26 @@ class PrefixTiers:
         for executor in (self._storer, self._fetcher):
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def _worth_s(self, num_blocks: int) -> float | None:
-        """What computing them would take; None where reading is not clearly cheaper."""
+    def _worth_s(self, hashes: Sequence[bytes]) -> float | None:
+        """What computing them would take; None where reading is not clearly cheaper. A rate that nobody looked at for a
+        while is measured anew."""
         means = self._means
-        if not num_blocks or means.compute.per_s is None:
+        if not hashes or means.compute.per_s is None:
             return None
-        compute_s = num_blocks * means.block_size / means.compute.per_s
-        read_s = num_blocks * means.block_bytes / self._reading.per_s if self._reading.per_s is not None else 0.0
-        return compute_s if read_s <= CHEAPER_FACTOR * compute_s else None
+        compute_s = len(hashes) * means.block_size / means.compute.per_s
+        rate = self._rate(means.index.first_missing(hashes) < len(hashes)).per_s
+        read_s = len(hashes) * means.block_bytes / rate if rate is not None else 0.0
+        is_old = asyncio.get_running_loop().time() - self._measured_s > _MEASURED_ANEW_S
+        return compute_s if is_old or read_s <= CHEAPER_FACTOR * compute_s else None
+
+    def _rate(self, reads_disk: bool) -> RunningRate:
+        return self._disk_rate if reads_disk else self._host_rate
+
+    def _note_rate(self, fetched: Fetched, places: Sequence[Place]) -> None:
+        """One that came to nothing counts as one block."""
+        self._measured_s = asyncio.get_running_loop().time()
+        num_bytes = max(1, fetched.num_blocks) * self._means.block_bytes
+        self._rate(any(place.slot is None for place in places)).note(num_bytes, fetched.seconds)
 
     async def _num_here(self, hashes: Sequence[bytes]) -> int:
         question_id = next(self._means.pull_ids)
@@ -177,6 +191,8 @@ class PrefixTiers:
         def ended() -> None:
             self._means.index.end_read(places)
             self._post(commands.Quiet(block_ids))
+            if work.exception() is None:
+                self._note_rate(work.result(), places)
 
         work.add_done_callback(lambda _: loop.call_soon_threadsafe(ended))
 
@@ -184,7 +200,7 @@ class PrefixTiers:
         means, failed = self._means, fetched.outcome != OK
         lost = places[fetched.num_blocks].block_hash if failed else None
         means.index.end_read(places, lost)
-        self._reading.note(fetched.num_blocks * means.block_bytes, fetched.seconds)
+        self._note_rate(fetched, places)
         self._tokens_fetched += fetched.num_blocks * means.block_size
         self._count("fetch", OK, fetched.num_blocks)
         if lost is not None:
@@ -204,34 +220,37 @@ class PrefixTiers:
             del self._reserved[pull_id]
 
     async def _store(self, hashes: tuple[bytes, ...], first: int) -> None:
+        """Slots are emptied before blocks are leased: a disk that hangs pins nothing of the pool."""
+        index, copies = self._means.index, self._means.copies
+        stores = index.begin_store(hashes[first:])
+        demoted, stored = ["failed"] * len(stores), frozenset[bytes]()
+        try:
+            demoted = await asyncio.wrap_future(self._storer.submit(copies.demote, stores))
+            stored = await self._copy_out(stores, hashes, first)
+        except Exception:  # noqa: BLE001 - a tier is best-effort: its failure is told, and costs a miss
+            _LOG.exception("blocks were not stored")
+        finally:
+            for store, outcome in zip(stores, demoted, strict=True):
+                index.end_store(store, is_stored=store.block_hash in stored, is_demoted=outcome == OK)
+                if store.demoted is not None:
+                    self._count("demote", outcome, 1)
+            self._count("store", OK, len(stored))
+            self._count("store", "failed", len(stores) - len(stored))
+
+    async def _copy_out(self, stores: Sequence[Store], hashes: tuple[bytes, ...], first: int) -> frozenset[bytes]:
+        """Those that are stored: fewer, where the pool has evicted some meanwhile."""
         ticket_id = secrets.token_bytes(tickets.TICKET_ID_BYTES)
         try:
             block_ids = await self._lend(ticket_id, hashes, first)
         except TimeoutError:
-            self._count("store", "late", len(hashes) - first)
-            return
+            return frozenset()
         try:
-            await self._copy_out(hashes[first : first + len(block_ids)], block_ids)
-        except Exception:  # noqa: BLE001 - a tier is best-effort: its failure is told, and costs a miss
-            _LOG.exception("blocks were not stored")
-            self._count("store", "failed", len(block_ids))
+            lent = dict(zip(hashes[first:], block_ids, strict=False))
+            jobs = [(store, lent[store.block_hash]) for store in stores if store.block_hash in lent]
+            await asyncio.wrap_future(self._storer.submit(self._means.copies.store, jobs))
         finally:
             self._post(commands.Release(ticket_id))
-
-    async def _copy_out(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        index, of_hash = self._means.index, dict(zip(hashes, block_ids, strict=True))
-        stores = index.begin_store(hashes)
-        jobs = [(store, of_hash[store.block_hash]) for store in stores]
-        outcomes = [(False, "failed")] * len(stores)
-        try:
-            work = self._storer.submit(self._means.copies.store, jobs)
-            outcomes = await asyncio.wrap_future(work)
-        finally:
-            for store, (is_stored, demoted) in zip(stores, outcomes, strict=True):
-                index.end_store(store, is_stored=is_stored, is_demoted=demoted == OK)
-                if store.demoted is not None:
-                    self._count("demote", demoted, 1)
-        self._count("store", OK, len(stores))
+        return frozenset(store.block_hash for store, _ in jobs)
 
     async def _lend(self, ticket_id: bytes, hashes: tuple[bytes, ...], first: int) -> tuple[int, ...]:
         """Raises TimeoutError."""

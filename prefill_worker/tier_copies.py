@@ -41,16 +41,17 @@ class TierCopies:
         self._stream = torch.cuda.Stream(pool.raw.device) if pool.raw.is_cuda else None  # type: ignore[no-untyped-call]
         self._told = ""
 
-    def store(self, jobs: Sequence[tuple[Store, int]]) -> list[tuple[bool, str]]:
-        """Of each (store, pool block): whether it is stored, and what became of the block it displaced."""
-        demoted = [self._demote(store) for store, _ in jobs]
-        slots = [store.slot for store, _ in jobs]
+    def demote(self, stores: Sequence[Store]) -> list[str]:
+        """Empties their slots; what became of the block that was in each."""
+        return [self._demote(store) for store in stores]
+
+    def store(self, jobs: Sequence[tuple[Store, int]]) -> None:
+        """Copies pool blocks into empty slots."""
         for store, block_id in jobs:
             self._copy(self._slots[store.slot], self._pool[block_id])
         self._end_copies()
-        for slot in slots:
-            self._digests[slot] = digest_tensor(self._slots[slot : slot + 1])[0]
-        return [(True, outcome) for outcome in demoted]
+        for store, _ in jobs:
+            self._digests[store.slot] = digest_tensor(self._slots[store.slot : store.slot + 1])[0]
 
     def fetch(self, jobs: Sequence[tuple[Place, int]], stop: threading.Event) -> Fetched:
         """Of each (place, pool block), until one fails or it is told to stop."""

@@ -5,6 +5,7 @@ import asyncio
 import itertools
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,10 +51,10 @@ class _Worker:
             new_chain=chains,
         )
         self.index, copies = open_tiers(config, self.pool, _LAYOUT)
-        self.telemetry, compute = Telemetry(), RunningRate()
-        compute.note(1.0, 1.0)  # slow: any copy is worth it
+        self.telemetry, self.compute = Telemetry(), RunningRate()
+        self.compute.note(1.0, 1.0)  # slow: any copy is worth it
         means = TierMeans(
-            self.index, copies, chains, _BLOCK_SIZE, _BLOCK_BYTES, compute, itertools.count(), self.telemetry
+            self.index, copies, chains, _BLOCK_SIZE, _BLOCK_BYTES, self.compute, itertools.count(), self.telemetry
         )
         self.tiers = PrefixTiers(means, self._post)
 
@@ -300,3 +301,33 @@ def test_a_header_cut_short_is_said_to_be(tmp_path: Path) -> None:
     with pytest.raises(BadBlockFile, match="header has 20 bytes"):
         files.read(b"h" * 16, memoryview(bytearray(8)))
     files.close()
+
+
+async def test_a_disk_that_hangs_costs_a_bounded_wait_then_none_and_its_blocks_only_until_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = _Worker(tmp_path, slots=3)
+    await _fill(worker, 1, 2, 3)
+    worker.compute.note(1e9, 1.0)  # computing is quick: the shortest deadline
+    hangs, reads = threading.Event(), list[bytes]()
+    real_read = BlockFiles.read
+
+    def read(self: BlockFiles, block_hash: bytes, into: memoryview) -> bytes:
+        reads.append(block_hash)
+        hangs.wait(30)
+        return real_read(self, block_hash, into)
+
+    monkeypatch.setattr(BlockFiles, "read", read)
+    job = _job(_prompt(1))
+    await worker.tiers.fetch(job, worker.tiers.chain(job))
+    assert worker.outcomes("fetch") == {"late": 3}
+    assert worker.scheduler._pool.counts()["quarantined"] == 3
+
+    hangs.set()
+    await asyncio.wrap_future(worker.tiers._fetcher.submit(int))  # behind the one that hung
+    assert worker.scheduler._pool.counts()["quarantined"] == 0
+    await worker.tiers.fetch(job, worker.tiers.chain(job))
+    assert len(reads) == 1, "a slow disk is left alone"
+    worker.scheduler.check()
+    worker.index.check()
+    await worker.tiers.close()
