@@ -1,11 +1,12 @@
 """Whether a loaded model is computed by the compiled kernels. Every reason against it is a NotCompiled, which a worker
 prints at its start; the plain forward stays then."""
 
-import os
+from pathlib import Path
 
 import torch
 
 from cluster.engine_settings import EngineSettings
+from cluster.errors import ModelRefused
 from engine.cpu.compiled_forward import CompiledForward
 from engine.cpu.library import NotCompiled, load_kernels
 from engine.cpu.packed_decoder import PackedDecoder
@@ -14,7 +15,7 @@ from engine.loaded import LoadedModel
 from engine.pool import KvPool
 from engine.probe import difference
 
-_SHARE_OF_FREE_MEMORY = 0.8
+_SHARE_OF_AVAILABLE_MEMORY = 0.8
 
 
 def compiled_forward(settings: EngineSettings, loaded: LoadedModel, pool: KvPool) -> CompiledForward:
@@ -29,7 +30,10 @@ def compiled_forward(settings: EngineSettings, loaded: LoadedModel, pool: KvPool
     def forward(pool: KvPool) -> CompiledForward:
         return CompiledForward(kernels, packed, pool, loaded.info.max_model_len)
 
-    fault = difference(loaded, settings.max_prefill_tokens, forward)
+    try:
+        fault = difference(loaded, settings.max_prefill_tokens, forward)
+    except ModelRefused as error:
+        raise NotCompiled(f"compiled, {error.message}") from error
     if fault is not None:
         raise NotCompiled(f"compiled, {fault}")
     _release_weights(decoder)
@@ -54,9 +58,15 @@ def _require_asked_for(settings: EngineSettings, loaded: LoadedModel, pool: KvPo
 def _require_memory(decoder: Decoder) -> None:
     """For the packed weights beside the plain ones, while they are compared."""
     needed = sum(linear.weight.nbytes for linear in decoder.linears())
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > _SHARE_OF_FREE_MEMORY * free:
-        raise NotCompiled(f"packing takes {needed >> 20} MiB for a moment, and {free >> 20} MiB are free")
+    available = _available_bytes()
+    if needed > _SHARE_OF_AVAILABLE_MEMORY * available:
+        raise NotCompiled(f"packing takes {needed >> 20} MiB for a moment, and {available >> 20} MiB are there")
+
+
+def _available_bytes() -> int:
+    """With what the page cache would give up: after a checkpoint was read, little of the memory is free."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].removesuffix("kB")) << 10
 
 
 def _release_weights(decoder: Decoder) -> None:

@@ -17,6 +17,7 @@ from engine.attention.interface import AttentionOptions
 from engine.cpu.layer_parts import LayerParts, RmsNorm, activation_of, layer_parts, linear, rms_norm
 from engine.cpu.library import NotCompiled
 from engine.cpu.rotary import Rotary
+from engine.cpu.rotation import require_rotation
 from engine.cpu.traced_calls import AttentionCall, TracedCalls, trace_calls
 
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 16  # of kernels.h
@@ -59,6 +60,13 @@ class Decoder:
 
 def recognise(model: PreTrainedModel) -> Decoder:
     """Raises NotCompiled with what the kernels do not know of this model."""
+    try:
+        return _taken_apart(model)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:  # built as none before
+        raise NotCompiled(f"{type(model).__name__} cannot be taken apart: {error!r}") from error
+
+
+def _taken_apart(model: PreTrainedModel) -> Decoder:
     stack = model.get_decoder()  # type: ignore[no-untyped-call]
     modules = getattr(stack, "layers", None)
     if not isinstance(modules, nn.ModuleList) or not isinstance(getattr(stack, "norm", None), nn.Module):
@@ -69,6 +77,8 @@ def recognise(model: PreTrainedModel) -> Decoder:
     parts = tuple(layer_parts(module, traced) for module in modules)
     attention = [traced.attention[index] for index in range(len(parts))]
     rotaries = _rotaries(parts, traced)
+    for index, part in enumerate(parts):
+        require_rotation(index, part, traced)
     decoder = Decoder(
         embedding=embedding,
         layers=tuple(
@@ -107,9 +117,9 @@ def _rotaries(parts: tuple[LayerParts, ...], traced: TracedCalls) -> _Rotaries:
     rotaries: list[Rotary] = []
     of_layer = []
     for part in parts:
-        given = traced.only(part.attention).keywords.get("position_embeddings")
+        given = traced.rotation_of(part.attention)
         call = next((call for call in traced.calls if call.output is given), None)
-        if given is None or call is None:
+        if call is None:
             raise NotCompiled(f"{type(part.attention).__name__} takes no rotation from a module of its own")
         if not any(given is other for other in found):
             found.append(given)

@@ -30,14 +30,18 @@ class Call:
     @property
     def input(self) -> torch.Tensor:
         """The first tensor it was given."""
-        return next(value for value in self.arguments if isinstance(value, torch.Tensor))
+        return _tensor(next((value for value in self.arguments if isinstance(value, torch.Tensor)), None))
 
     @property
     def result(self) -> torch.Tensor:
         """The tensor it answered with, or the first of several."""
-        output = self.output[0] if isinstance(self.output, tuple) else self.output
-        assert isinstance(output, torch.Tensor)
-        return output
+        return _tensor(self.output[0] if isinstance(self.output, tuple) else self.output)
+
+
+def _tensor(value: object) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{type(value).__name__} in place of a tensor")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class TracedCalls:
 
     calls: list[Call] = field(default_factory=list)
     attention: dict[int, AttentionCall] = field(default_factory=dict)
+    states: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # queries and keys, by layer
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     def only(self, module: nn.Module) -> Call:
@@ -63,10 +68,18 @@ class TracedCalls:
             raise NotCompiled(f"a {type(module).__name__} is called {len(found)} times in a pass")
         return found[0]
 
+    def rotation_of(self, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """The very cosines and sines that it was given, `[1, tokens, dim]` each."""
+        given = self.only(attention).keywords.get("position_embeddings")
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise NotCompiled(f"{type(attention).__name__} takes no rotation from a module of its own")
+        return given
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         """KvAccess: answers each token with its own value, so that what attention adds is not nothing."""
+        self.states[layer] = query, key
         self.attention[layer] = AttentionCall(query.shape[1], key.shape[1], key.shape[2], value.shape[2], options)
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 

@@ -231,6 +231,12 @@ def test_what_was_put_into_a_model_is_named(change: Callable[[PreTrainedModel], 
         (transformers.GraniteConfig, {"embedding_multiplier": 2.0}, "something happens between Embedding and Granite"),
         (transformers.GraniteConfig, {"residual_multiplier": 0.5}, "adds up its parts in a way of its own"),
         (transformers.GraniteConfig, {"logits_scaling": 2.0}, "its logits are not what its head says"),
+        (
+            transformers.SmolLM3Config,
+            {"no_rope_layers": [1, 0]},
+            "SmolLM3Attention rotates its heads in a way of its own",
+        ),
+        (transformers.GlmConfig, {"partial_rotary_factor": 1.0}, "GlmAttention rotates its heads in a way of its own"),
         (transformers.CohereConfig, {}, "CohereDecoderLayer has norms in places of its own|is no RMS norm"),
     ],
 )
@@ -239,3 +245,19 @@ def test_a_model_that_computes_more_is_named(
 ) -> None:
     with pytest.raises(NotCompiled, match=why):
         recognise(built(config_type, **others))
+
+
+def test_a_model_built_as_none_before_is_named() -> None:
+    model = built()
+    del model.model.norm
+    with pytest.raises(NotCompiled, match="LlamaModel is no list of layers and a norm"):
+        recognise(model)
+    vars(model)["get_decoder"] = 3
+    with pytest.raises(NotCompiled, match="LlamaForCausalLM cannot be taken apart: TypeError"):
+        recognise(model)
+
+
+@needs_kernels
+def test_too_little_memory_to_pack(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.cpu.compile._available_bytes", lambda: 1000)
+    assert "packing takes 0 MiB for a moment" in forward_line(build_engine(settings(folder)))
