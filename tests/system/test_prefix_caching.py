@@ -6,12 +6,15 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from copy import copy
+from pathlib import Path
 
 import httpx
 import pytest
 import pytest_asyncio
 
-from tandem.v1 import inference_pb2
+from cluster import wire
+from cluster.messages import PrefillJob, Sampling, TokenStops
+from tandem.v1 import inference_pb2, worker_pb2_grpc
 from tests.system.asking import Answer, ask, asked, question
 from tests.system.local_cluster import LocalCluster
 
@@ -170,3 +173,41 @@ async def _until_indexed(cluster: LocalCluster, num_blocks: int) -> None:
         url = f"http://{cluster.members['router0'].ready['http']}/metrics"
         while f"tandem_prefix_index_blocks {float(num_blocks)}\n" not in (await http.get(url)).text:
             pass
+
+
+async def test_a_prefill_worker_finds_on_disk_what_it_had_before_it_was_started_again(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """By itself, asked as routers ask. Its pool holds one prompt, its host memory two, its disk all."""
+    tiers = ("--prefix-host-memory", "2560KiB", "--prefix-disk", str(tmp_path / "prefixes"))
+    flags = ("--dtype", "float32", "--num-blocks", "44", *tiers)
+    cluster = LocalCluster(redis_url, tmp_path)
+    prompts = [_tokens(700 + number, 40 * _BLOCK_SIZE + 1) for number in range(3)]
+    for least, most in ((0, 0), (2, 3)):  # a read that takes longer than computing is given up
+        worker = await cluster.start_member("prefill0", "prefill_worker", flags)
+        try:
+            async with cluster.channel("prefill0") as channel:
+                stub = worker_pb2_grpc.PrefillWorkerStub(channel)
+                await _prefilled(stub, _tokens(1000, 40))  # what computing costs is known from here on
+                found = [await _prefilled(stub, prompt) for prompt in prompts]
+                assert least <= found.count(640) <= most, found
+        finally:
+            worker.send_signal(signal.SIGTERM)
+            assert await worker.exit_code() == 0, "".join(worker.output)[-4000:]
+
+
+async def _prefilled(stub: worker_pb2_grpc.PrefillWorkerStub, token_ids: tuple[int, ...]) -> int:
+    """How many of the prompt's tokens were found."""
+    job = PrefillJob(
+        request_id="alone",
+        attempt=0,
+        token_ids=token_ids,
+        sampling=Sampling(),
+        stops=TokenStops(max_tokens=1),
+        seeds=(0,),
+        num_committed=0,
+        importer=None,
+        timeout_s=60.0,
+    )
+    events = [event async for event in stub.Prefill(wire.prefill_job_to_wire(job), timeout=60)]
+    return int(events[-1].first_tokens.num_cached)
