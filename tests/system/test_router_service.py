@@ -66,8 +66,8 @@ async def test_a_generation_streams_and_ends_with_usage_and_ledger() -> None:
         prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
         prefill.num_cached = 3
         await router.connected()
-        asked = {"cache_salt": "tenant", "priority": -3, "is_batch": True}
-        responses = await collect(channel, generate_request(request_id="mine", logprobs=1, **asked))
+        request = generate_request(request_id="mine", logprobs=1, cache_salt="tenant", priority=-3, is_batch=True)
+        responses = await collect(channel, request)
         for job in (prefill.jobs[0], decode.jobs[0]):
             assert (job.cache_salt, job.priority, job.is_batch) == ("tenant", -3, True)
         deltas = [delta for response in responses for delta in response.deltas]

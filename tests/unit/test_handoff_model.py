@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from decode_worker.reservations import Claim, Reservations
+from decode_worker.claims import claim_of
+from decode_worker.commands import Reserve
+from decode_worker.reservations import Reservations
 from engine.block_pool import BlockPool
 from kvtransfer import import_events
 from tests.unit.handoff_model.machines import Do, Post
@@ -37,7 +39,9 @@ class _Twin:
     def apply(self, handoff: int, action: Do) -> None:
         match action:
             case import_events.Reserve(num_blocks):
-                self._reservations.claim(Claim(handoff, handoff, num_blocks, (bytes([handoff]),)))
+                self._reservations.claim(
+                    claim_of(Reserve(handoff, num_blocks, (bytes([handoff]),)), handoff, 0.0, 1, None)
+                )
             case import_events.Discard(quarantined):
                 self._reservations.discard(handoff, frozenset(self._translated(handoff, quarantined)))
             case import_events.Quiet(block_ids):
