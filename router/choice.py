@@ -4,8 +4,11 @@ The only place where a token is appended: exactly once and in order, whatever th
 sequence (detokenizer, stop matcher) is replayed from these tokens, never sent.
 """
 
+from dataclasses import replace
+
+from cluster.errors import InvalidRequest
 from cluster.messages import FinishReason, SampledToken
-from router.requests import ChoiceDelta
+from router.requests import ChoiceDelta, ResumedChoice
 from router.text_stream import TextStream
 from router.validation import ResolvedRequest
 
@@ -63,3 +66,32 @@ class Choice:
             finish_reason=finish_reason,
             stop_cause=stop_cause,
         )
+
+    def resume(self, has: ResumedChoice) -> ChoiceDelta | None:
+        """Replays what the client has from another router. Answers what it has missed: text, or the end alone, since
+        tokens that did not reach it are drawn again. Raises InvalidRequest when no such choice can have been."""
+        assert not self._committed, "only a new choice can be resumed"
+        text, ending = [], None
+        for index, token_id in enumerate(has.token_ids):
+            if self.ended:
+                raise InvalidRequest(f"resume_from: choice {self.number} has ended with its token {index - 1}")
+            ending = self.append(index, SampledToken(token_id, None, self._finish_reason(token_id)))
+            text.append(ending.text)
+        missed = "".join(text)[has.num_characters :]
+        if sum(map(len, text)) < has.num_characters:
+            raise InvalidRequest(
+                f"resume_from: choice {self.number} has {has.num_characters} characters, its tokens make"
+                f" {sum(map(len, text))}"
+            )
+        if has.finish_reason is not None:
+            self.ended = True
+            return None
+        if ending is None or not (missed or self.ended):
+            return None
+        return replace(ending, first_index=len(has.token_ids), token_ids=(), text=missed)
+
+    def _finish_reason(self, token_id: int) -> FinishReason | None:
+        """As the worker that drew it has seen it."""
+        if token_id in self._request.stops.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_missing == 1 else None

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 from cluster import wire
 from cluster.errors import InvalidRequest
+from cluster.messages import FinishReason
 from router.model_files import ModelInfo
 from router.requests import (
+    Accepted,
     ChatMessage,
     ChatPrompt,
     ChoiceDelta,
@@ -13,6 +15,7 @@ from router.requests import (
     Ledger,
     Output,
     Prompt,
+    ResumedChoice,
     SamplingParams,
     StopConditions,
     TextPrompt,
@@ -35,6 +38,7 @@ def generate_request_from_wire(message: inference_pb2.GenerateRequest, timeout_s
         cache_salt=message.cache_salt,
         priority=message.priority,
         is_batch=message.is_batch,
+        resume_from=_resume_from(message.resume_from) if message.HasField("resume_from") else None,
     )
 
 
@@ -54,7 +58,12 @@ def output_to_wire(output: Output) -> inference_pb2.GenerateResponse:
             ),
             ledger=_ledger(output.summary.ledger),
         )
-    return inference_pb2.GenerateResponse(request_id=output.request_id, deltas=_deltas(output.deltas), summary=summary)
+    return inference_pb2.GenerateResponse(
+        request_id=output.request_id,
+        deltas=_deltas(output.deltas),
+        summary=summary,
+        accepted=_accepted(output.accepted) if output.accepted is not None else None,
+    )
 
 
 def model_to_wire(model: ModelInfo) -> inference_pb2.Model:
@@ -96,6 +105,34 @@ def _stop(message: inference_pb2.StopConditions) -> StopConditions:
         ignore_eos=message.ignore_eos,
         stop=tuple(message.stop),
         stop_token_ids=wire.unpack_ids(message.stop_token_ids),
+    )
+
+
+def _resume_from(message: inference_pb2.ResumeFrom) -> tuple[ResumedChoice, ...]:
+    return tuple(
+        ResumedChoice(wire.unpack_ids(choice.token_ids), choice.num_characters, _finish_reason(choice.finish_reason))
+        for choice in message.choices
+    )
+
+
+def _finish_reason(name: str) -> FinishReason | None:
+    try:
+        return FinishReason(name) if name else None
+    except ValueError:
+        raise InvalidRequest(f"resume_from: no choice ends with finish_reason {name!r}") from None
+
+
+def _accepted(accepted: Accepted) -> inference_pb2.AcceptedRequest:
+    sampling = accepted.sampling
+    return inference_pb2.AcceptedRequest(
+        sampling=inference_pb2.SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+        ),
+        max_tokens=accepted.max_tokens,
     )
 
 

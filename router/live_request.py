@@ -14,8 +14,10 @@ from router.choice import Choice
 from router.decode_events import Started
 from router.ledger import LedgerRecorder, PhaseName
 from router.outbox import Outbox
-from router.requests import Usage
+from router.requests import ChoiceDelta, ResumedChoice, Usage
 from router.validation import ResolvedRequest
+
+_RESUMED = "resumed"
 
 
 class LiveRequest:
@@ -55,6 +57,15 @@ class LiveRequest:
         if left_s <= 0:
             raise DeadlineExceeded("no time is left")
         return left_s
+
+    def resume(self, has: Sequence[ResumedChoice]) -> list[ChoiceDelta]:
+        """Goes on from what the client has from another router. Answers what it has missed of text and ends; they are
+        not delivered yet. Raises InvalidRequest."""
+        missed = [choice.resume(resumed) for choice, resumed in zip(self.choices, has, strict=True)]
+        self.ledger.reason(_RESUMED)
+        if self._has_tokens:
+            self._enter(PhaseName.RETRY)
+        return [delta for delta in missed if delta is not None]
 
     def deliver(self, choice: Choice, index: int, token: SampledToken) -> None:
         """To the client, exactly once. Raises OutOfOrder."""

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from cluster.errors import SlowClient
+from cluster.errors import SlowClient, TandemError
 from router.requests import ChoiceDelta
 
 
@@ -21,7 +21,7 @@ class Outbox:
         self._waiting: dict[int, list[ChoiceDelta]] = {}
         self._changed = asyncio.Event()
         self._ended = False
-        self._given_up: SlowClient | None = None
+        self._given_up: TandemError | None = None
         self.num_tokens = 0
 
     def put(self, delta: ChoiceDelta) -> None:
@@ -39,8 +39,8 @@ class Outbox:
         self._ended = True
         self._changed.set()
 
-    def give_up(self, error: SlowClient) -> None:
-        """The client reads too slowly: what waits is dropped, and its story is told to stop."""
+    def give_up(self, error: TandemError) -> None:
+        """The client reads too slowly, or reads another stream: what waits is dropped, and the story is told to stop."""
         self._given_up = error
         self.clear()
         self._changed.set()
@@ -52,7 +52,8 @@ class Outbox:
         self._count(-self.num_tokens)
 
     async def take(self) -> tuple[ChoiceDelta, ...]:
-        """Waits for something; one delta per choice with all that it grew by. Empty: the end. Raises SlowClient."""
+        """Waits for something; one delta per choice with all that it grew by. Empty: the end. Raises what it was
+        given up with."""
         while not self._waiting and not self._ended and self._given_up is None:
             self._changed.clear()
             await self._changed.wait()

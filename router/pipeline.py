@@ -23,17 +23,30 @@ from router.failures import AttemptFailed
 from router.fleet import Fleet
 from router.ledger import LedgerRecorder, PhaseName
 from router.live_request import LiveRequest
+from router.live_streams import LiveStreams
 from router.migration import Migrations
 from router.outbox import Outbox, Outboxes
 from router.placement import Placement, Policy, RequestFacts
 from router.prefix_beliefs import PrefixBeliefs
-from router.requests import ChatPrompt, GenerateRequest, Output, Prompt, Summary, TextPrompt, TokenPrompt
+from router.requests import (
+    Accepted,
+    ChatPrompt,
+    ChoiceDelta,
+    GenerateRequest,
+    Output,
+    Prompt,
+    ResumedChoice,
+    Summary,
+    TextPrompt,
+    TokenPrompt,
+)
 from router.running import all_of, running
 from router.tokenization import Tokenization
 from router.validation import ResolvedRequest, check, resolve
 
 _LOG = logging.getLogger("tandem.router.pipeline")
 _INLINE_CHARACTERS = 2048  # a longer text is tokenized off the event loop
+_INLINE_TOKENS = 1024  # more are replayed off it
 _COLOCATED = "colocated"
 _NO_PREFILL_WORKER = "no_prefill_worker"
 
@@ -53,6 +66,7 @@ class Arrival:
     ledger: LedgerRecorder
     account: RequestAccount
     outbox: Outbox
+    accepted: asyncio.Future[Accepted]  # there before the first delta is
 
 
 class Pipeline:
@@ -80,6 +94,7 @@ class Pipeline:
         self._migrations = migrations
         self._prefixes = prefixes
         self._outboxes = outboxes
+        self._streams = LiveStreams()
         self._settings = settings
         self._clock = clock
         self._telemetry = telemetry
@@ -108,10 +123,12 @@ class Pipeline:
         with self._arrival(request) as arrival:
             async with running(self._serve(arrival)) as story:
                 arrival.outbox.on_slow(story.cancel)
+                is_told = False
                 while deltas := await arrival.outbox.take():
                     arrival.ledger.token_handed_over(self._clock.now_s())
                     arrival.account.handed_over(deltas, self._clock.now_s())
-                    yield Output(arrival.request_id, deltas)
+                    yield Output(arrival.request_id, deltas, accepted=None if is_told else arrival.accepted.result())
+                    is_told = True
                 live = await story
             yield Output(arrival.request_id, summary=Summary(live.usage, arrival.ledger.ledger(self._clock.now_s())))
 
@@ -125,9 +142,13 @@ class Pipeline:
                 prompt_token_ids = await self._tokenize(arrival.request.prompt)
                 ledger.enter(PhaseName.ADMIT, self._clock.now_s())
                 resolved = resolve(arrival.request, prompt_token_ids, self._model)
-                with self._admitted(arrival.request_id):
+                live = self._live_request(arrival, resolved, deadline_s)
+                missed = await self._resume(live, arrival.request.resume_from)
+                with self._admitted(arrival):
                     arrival.account.admitted(len(prompt_token_ids))
-                    live = self._live_request(arrival, resolved, deadline_s)
+                    arrival.accepted.set_result(resolved.accepted)
+                    for delta in missed:
+                        arrival.outbox.put(delta)
                     await self._complete(live, live.choices)
                     return live
         except (TimeoutError, DeadlineExceeded) as error:
@@ -148,6 +169,17 @@ class Pipeline:
                 return await asyncio.to_thread(self._tokenization.encode, text)
             case ChatPrompt(messages):
                 return await asyncio.to_thread(self._tokenization.encode_chat, messages)
+
+    async def _resume(self, live: LiveRequest, has: Sequence[ResumedChoice] | None) -> list[ChoiceDelta]:
+        """What a client that comes from another router, or back, has missed. Its old stream here has ended then."""
+        if has is None:
+            return []
+        if sum(len(choice.token_ids) for choice in has) <= _INLINE_TOKENS:
+            missed = live.resume(has)
+        else:
+            missed = await asyncio.to_thread(live.resume, has)
+        await self._streams.end(live.request_id)
+        return missed
 
     async def _complete(self, live: LiveRequest, choices: Sequence[Choice]) -> None:
         """Attempt after attempt, until every one of `choices` has ended. Raises TandemError when none is left."""
@@ -249,12 +281,13 @@ class Pipeline:
         )
 
     @contextmanager
-    def _admitted(self, request_id: str) -> Iterator[None]:
-        self._admission.admit(request_id)
+    def _admitted(self, arrival: Arrival) -> Iterator[None]:
+        self._admission.admit(arrival.request_id)
         try:
-            yield
+            with self._streams.listed(arrival.request_id, arrival.outbox):
+                yield
         finally:
-            self._admission.release(request_id, self._clock.now_s())
+            self._admission.release(arrival.request_id, self._clock.now_s())
 
     @contextmanager
     def _arrival(self, request: GenerateRequest) -> Iterator[Arrival]:
@@ -266,7 +299,8 @@ class Pipeline:
         self._change_live(+1)
         try:
             with self._outboxes.open() as outbox:
-                yield Arrival(request, request_id, ledger, account, outbox)
+                accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
+                yield Arrival(request, request_id, ledger, account, outbox, accepted)
             outcome = "ok"
         except TandemError as error:
             outcome = error.reason

@@ -54,6 +54,15 @@ class StopConditions:
 
 
 @dataclass(frozen=True, slots=True)
+class ResumedChoice:
+    """What a client has of one continuation."""
+
+    token_ids: tuple[int, ...] = ()
+    num_characters: int = 0  # of the text that came with them
+    finish_reason: FinishReason | None = None  # where it has ended
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """`request_id` empty: the pipeline makes one. `model` empty: the one served. `timeout_s` None: the router's own."""
 
@@ -68,6 +77,7 @@ class GenerateRequest:
     cache_salt: str = ""  # KV of equal beginnings is shared among requests of one salt only
     priority: int = 0  # less goes first, where the workers' policy asks for it
     is_batch: bool = False  # uses only what nothing else wants
+    resume_from: tuple[ResumedChoice, ...] | None = None  # one per choice: goes on with a request of another router
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +126,19 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
+class Accepted:
+    """What the request's open fields were taken as; no field of `sampling` is None."""
+
+    sampling: SamplingParams
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
-    """One message of a request's stream. The last has the summary; every one carries the id."""
+    """One message of a request's stream. The last has the summary; every one carries the id. The first one with deltas
+    says what a client needs to have the request go on at another router."""
 
     request_id: str
     deltas: tuple[ChoiceDelta, ...] = ()
     summary: Summary | None = None
+    accepted: Accepted | None = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cluster.errors import InvalidRequest, NoTokenizer, PromptTooLong, UnknownModel
 from cluster.messages import Sampling, TokenStops
 from router.model_files import ModelInfo
-from router.requests import GenerateRequest, SamplingParams, StopConditions
+from router.requests import Accepted, GenerateRequest, ResumedChoice, SamplingParams, StopConditions
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -31,10 +31,20 @@ class ResolvedRequest:
     stops: TokenStops
     stop_strings: tuple[str, ...]
     named_stop_token_ids: frozenset[int]  # the client's own: only these are told as a stop's cause
-    seeds: tuple[int, ...]  # one per choice; a retry draws the same tokens
+    seed: int
+    seeds: tuple[int, ...]  # one per choice, made from `seed`; a retry draws the same tokens
     cache_salt: str
     priority: int
     is_batch: bool
+
+    @property
+    def accepted(self) -> Accepted:
+        """What resolves to this request wherever it is asked again."""
+        sampling = self.sampling
+        return Accepted(
+            SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, self.seed),
+            self.stops.max_tokens,
+        )
 
 
 def check(request: GenerateRequest, model: ModelInfo) -> None:
@@ -61,6 +71,8 @@ def check(request: GenerateRequest, model: ModelInfo) -> None:
     )
     _check_sampling(request.sampling)
     _check_stop(request.stop, model)
+    if request.resume_from is not None:
+        _check_resumption(request, request.resume_from, model)
 
 
 def check_model(name: str, model: ModelInfo) -> None:
@@ -92,6 +104,7 @@ def resolve(request: GenerateRequest, prompt_token_ids: tuple[int, ...], model: 
         stops=TokenStops(max_tokens, request.stop.min_tokens, eos | frozenset(request.stop.stop_token_ids)),
         stop_strings=request.stop.stop,
         named_stop_token_ids=frozenset(request.stop.stop_token_ids),
+        seed=seed,
         seeds=tuple(_choice_seed(seed, choice) for choice in range(request.n)),
         cache_salt=request.cache_salt,
         priority=request.priority,
@@ -120,6 +133,14 @@ def _check_stop(stop: StopConditions, model: ModelInfo) -> None:
     if stop.stop and not model.has_tokenizer:
         raise NoTokenizer(f"the model {model.name} has no tokenizer: it takes stop_token_ids, no stop strings")
     check_token_ids(stop.stop_token_ids, model)
+
+
+def _check_resumption(request: GenerateRequest, choices: tuple[ResumedChoice, ...], model: ModelInfo) -> None:
+    """What the tokens say is judged where they are replayed (Choice.resume)."""
+    _require(bool(request.request_id), "resume_from goes on with a request: give its request_id")
+    _require(len(choices) == request.n, f"resume_from has {len(choices)} choices, the request {request.n}")
+    for choice in choices:
+        check_token_ids(choice.token_ids, model)
 
 
 def _max_tokens(num_prompt_tokens: int, stop: StopConditions, model: ModelInfo) -> int:

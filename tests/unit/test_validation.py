@@ -9,7 +9,7 @@ from cluster.errors import InvalidRequest, NoTokenizer, PromptTooLong
 from cluster.lengths import LengthLimits
 from cluster.messages import Sampling
 from router.model_files import ModelInfo
-from router.requests import GenerateRequest, SamplingParams, StopConditions, TokenPrompt
+from router.requests import GenerateRequest, ResumedChoice, SamplingParams, StopConditions, TokenPrompt
 from router.validation import check, resolve
 
 MODEL = ModelInfo(
@@ -58,6 +58,9 @@ def test_sampling_out_of_range_is_refused_by_name_and_value(sampling: SamplingPa
         (replace(REQUEST, priority=1 << 31), "priority.*2147483648"),
         (replace(REQUEST, priority=-(1 << 31) - 1), "priority"),
         (replace(REQUEST, timeout_s=0.0), "timeout"),
+        (replace(REQUEST, resume_from=(ResumedChoice(),)), "resume_from.*request_id"),
+        (replace(REQUEST, request_id="r", resume_from=()), "resume_from has 0 choices, the request 1"),
+        (replace(REQUEST, request_id="r", resume_from=(ResumedChoice((50,)),)), "token id 50"),
         (replace(REQUEST, timeout_s=math.inf), "timeout"),
         (replace(REQUEST, stop=StopConditions(max_tokens=0)), "max_tokens.*0"),
         (replace(REQUEST, stop=StopConditions(min_tokens=-1)), "min_tokens.*-1"),
@@ -140,3 +143,14 @@ def test_choices_have_different_seeds_fixed_by_the_requests() -> None:
 
 def test_without_a_seed_two_requests_differ() -> None:
     assert resolve(REQUEST, (1,), MODEL).seeds != resolve(REQUEST, (1,), MODEL).seeds
+
+
+def test_what_a_request_was_accepted_as_resolves_to_the_same_anywhere() -> None:
+    """Where the operator's defaults, or the seed that was drawn, would differ."""
+    first = resolve(replace(REQUEST, n=3), (1, 2), MODEL)
+    again = replace(
+        REQUEST, n=3, sampling=first.accepted.sampling, stop=StopConditions(max_tokens=first.accepted.max_tokens)
+    )
+    other = replace(MODEL, default_sampling=Sampling(temperature=1.5), default_max_tokens=5)
+    check(again, other)
+    assert resolve(again, (1, 2), other) == first

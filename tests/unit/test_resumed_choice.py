@@ -1,0 +1,142 @@
+"""A choice goes on at another router from the tokens and characters that the client has, as if nothing had been."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from cluster.errors import InvalidRequest
+from cluster.messages import FinishReason, SampledToken, Sampling, TokenStops
+from router.choice import Choice
+from router.detokenizer import Detokenizer, Vocabulary
+from router.requests import ChoiceDelta, ResumedChoice
+from router.text_stream import TextStream
+from router.validation import ResolvedRequest
+
+DEMO_TOKENIZER = Path(__file__).parents[2] / "examples" / "demo_model" / "tokenizer.json"
+EOS, NAMED = 0, 9
+MOST_TOKENS = 24
+
+
+@cache
+def demo() -> tuple[Tokenizer, Vocabulary]:
+    tokenizer = Tokenizer.from_file(str(DEMO_TOKENIZER))
+    return tokenizer, Vocabulary(tokenizer)
+
+
+def new_choice(stop: tuple[str, ...] = (), max_tokens: int = MOST_TOKENS, min_tokens: int = 0) -> Choice:
+    request = ResolvedRequest(
+        prompt_token_ids=(1,),
+        sampling=Sampling(),
+        stops=TokenStops(max_tokens, min_tokens, frozenset({EOS, NAMED})),
+        stop_strings=stop,
+        named_stop_token_ids=frozenset({NAMED}),
+        seed=7,
+        seeds=(7,),
+        cache_salt="",
+        priority=0,
+        is_batch=False,
+    )
+    return Choice(0, request, TextStream(Detokenizer(demo()[1]), stop, min_tokens))
+
+
+def drawn(choice: Choice, token_ids: list[int], max_tokens: int = MOST_TOKENS) -> list[ChoiceDelta]:
+    """What the client gets for these, until the choice ends; a worker says the end by its tokens."""
+    deltas = []
+    for token_id in token_ids:
+        if choice.ended:
+            break
+        index = choice.num_committed
+        reason = FinishReason.LENGTH if index + 1 == max_tokens else None
+        reason = FinishReason.STOP if token_id in (EOS, NAMED) else reason
+        deltas.append(choice.append(index, SampledToken(token_id, None, reason)))
+    return deltas
+
+
+def client_has(deltas: list[ChoiceDelta]) -> ResumedChoice:
+    return ResumedChoice(
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        num_characters=sum(len(delta.text) for delta in deltas),
+        finish_reason=deltas[-1].finish_reason if deltas else None,
+    )
+
+
+def told(deltas: list[ChoiceDelta]) -> tuple[list[int], str, object, object]:
+    tokens = [token_id for delta in deltas for token_id in delta.token_ids]
+    last = deltas[-1]
+    return tokens, "".join(delta.text for delta in deltas), last.finish_reason, last.stop_cause
+
+
+def ids(text: str) -> list[int]:
+    token_ids: list[int] = demo()[0].encode(text).ids
+    return token_ids
+
+
+HALVES = ids("a 世界 🙂é")  # most of its tokens end in half a character
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, 1023), min_size=1, max_size=MOST_TOKENS + 4),
+    st.integers(0, MOST_TOKENS),
+    st.sampled_from([(), ("in", "return"), ("世", "🙂é", "e"), ("\ufffd",)]),
+    st.integers(0, 3),
+)
+@example(HALVES, len(HALVES) - 2, ("🙂é",), 0)
+@example(HALVES, 4, (), 0)
+@example([*ids("self.return"), EOS], 2, ("return",), 0)
+def test_wherever_the_router_dies_the_client_gets_what_it_would_have_got(
+    token_ids: list[int], cut: int, stop: tuple[str, ...], min_tokens: int
+) -> None:
+    undisturbed = drawn(new_choice(stop, min_tokens=min_tokens), token_ids)
+    before = undisturbed[:cut]
+    resumed = new_choice(stop, min_tokens=min_tokens)
+    missed = resumed.resume(client_has(before))
+    assert missed is None
+    after = drawn(resumed, token_ids[len(before) :])
+    assert resumed.ended == (undisturbed[-1].finish_reason is not None)
+    assert told(before + after) == told(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "stop", "reason", "cause"),
+    [
+        ([5, 6, EOS], (), FinishReason.STOP, None),
+        ([5, 6, NAMED], (), FinishReason.STOP, "9"),
+        ([5] * MOST_TOKENS, (), FinishReason.LENGTH, None),
+        (ids("x = 1\n\ny"), ("\n",), FinishReason.STOP, "\n"),
+    ],
+)
+def test_an_end_that_alone_was_missed_is_told_without_a_token(
+    token_ids: list[int], stop: tuple[str, ...], reason: FinishReason, cause: str | None
+) -> None:
+    deltas = drawn(new_choice(stop), token_ids)
+    tokens, text, *_ = told(deltas)
+    resumed = new_choice(stop)
+    missed = resumed.resume(ResumedChoice(tuple(tokens), len(text) - 1 if text else 0))
+    assert resumed.ended and missed is not None
+    assert (missed.finish_reason, missed.stop_cause, missed.token_ids) == (reason, cause, ())
+    assert (missed.first_index, missed.text) == (len(tokens), text[-1:])
+
+
+def test_a_choice_that_the_client_saw_end_stays_ended_and_says_nothing_more() -> None:
+    resumed = new_choice()
+    assert resumed.resume(ResumedChoice((5, 6), 0, FinishReason.LENGTH)) is None
+    assert resumed.ended and resumed.num_committed == 2
+
+
+@pytest.mark.parametrize(
+    ("has", "named"),
+    [
+        (ResumedChoice((5, EOS, 6)), "ended with its token 1"),
+        (ResumedChoice((5,) * (MOST_TOKENS + 1)), f"ended with its token {MOST_TOKENS - 1}"),
+        (ResumedChoice(tuple(ids("ab")), 30), "30 characters, its tokens make 2"),
+        (ResumedChoice((), 1), "1 characters, its tokens make 0"),
+    ],
+)
+def test_what_no_router_can_have_said_is_refused(has: ResumedChoice, named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        new_choice().resume(has)
