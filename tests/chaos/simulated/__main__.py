@@ -1,0 +1,54 @@
+"""`python -m tests.chaos.simulated --seeds N --first S`: so many schedules, and the story of each that goes wrong."""
+
+import argparse
+import gc
+import logging
+import os
+import sys
+import time
+from collections import Counter
+
+_HASHES = "PYTHONHASHSEED"
+
+
+def main() -> int:
+    arguments = _arguments()
+    if os.environ.get(_HASHES) != "0":  # sets of names have the same order in every process then
+        again = [sys.executable, "-m", "tests.chaos.simulated", *sys.argv[1:]]
+        os.execve(sys.executable, again, os.environ | {_HASHES: "0"})
+    from tests.chaos.simulated.batch import run_seeds, story_of
+
+    logging.disable(logging.CRITICAL)
+    began_s, gone_wrong = time.process_time(), []
+    totals: Counter[str] = Counter()
+    for seed, result in run_seeds(range(arguments.first, arguments.first + arguments.seeds)):
+        totals.update({f"requests: {outcome}": number for outcome, number in result.outcomes.items()})
+        totals.update(result.hit)
+        totals.update({"events": result.num_events, "simulated seconds": round(result.simulated_s)})
+        if result.violations:
+            gone_wrong.append(seed)
+            print(f"seed {seed}: {result.violations[0]}", flush=True)
+            if len(gone_wrong) <= arguments.stories:
+                print(story_of(seed, shrunk=not arguments.whole), flush=True)
+            gc.collect()
+    took_s = time.process_time() - began_s
+    for name, number in sorted(totals.items()):
+        print(f"{number:10} {name}")
+    print(
+        f"{arguments.seeds} schedules in {took_s:.1f} s of one core: {arguments.seeds / took_s * 60:.0f} per minute,"
+        f" {totals['events'] / took_s:.0f} events per second; {len(gone_wrong)} went wrong"
+    )
+    return bool(gone_wrong)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.simulated", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="how many schedules (default: 1000)")
+    parser.add_argument("--first", type=int, default=0, metavar="S", help="the first seed (default: 0)")
+    parser.add_argument("--stories", type=int, default=3, metavar="N", help="most stories that are told (default: 3)")
+    parser.add_argument("--whole", action="store_true", help="tell stories as they are, without shrinking")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

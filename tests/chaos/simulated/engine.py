@@ -1,0 +1,140 @@
+"""The stand-in engine: its KV is a chain of hashes, and every token a hash of every KV byte that its sequence holds.
+
+One wrong, stale or missing byte in any block that a table leads to changes the next token, and all after it. Nothing
+else does: what a serial run on a pool of its own says is what every cluster must say.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.messages import LayoutFingerprint, Sampling
+from engine.layout import LayerShape, lay_out
+from engine.loaded import ModelInfo
+from engine.pool import KvPool
+from engine.step import Chunk, DrawnToken, Launched, Sample, StepPlan, StepResult
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 96
+_KEY_BYTES = _VALUE_BYTES = 16
+_LAYOUT = lay_out((LayerShape(1, _KEY_BYTES // 4, _VALUE_BYTES // 4),), BLOCK_SIZE, "float32")
+_BLOCK_BYTES = _LAYOUT.block_bytes
+_FINGERPRINT = LayoutFingerprint("stand-in", "stand-in", "float32", _LAYOUT.digest())
+
+
+class StandInRunner:
+    def __init__(self, pool: KvPool, vocab_size: int) -> None:
+        self._memory = memoryview(pool.raw.numpy().data).cast("B")
+        self._vocab_size = vocab_size
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert not plan.swaps_in and not plan.swaps_out
+        size = _BLOCK_BYTES
+        copied = [bytes(self._memory[copy.source * size : (copy.source + 1) * size]) for copy in plan.copies]
+        for copy, content in zip(plan.copies, copied, strict=True):
+            self._memory[copy.target * size : (copy.target + 1) * size] = content
+        for chunk in plan.chunks:
+            for position, token_id in enumerate(chunk.token_ids, start=chunk.start):
+                self._write(chunk.block_ids, position, token_id)
+        return StepResult(tuple(map(self._draw, plan.chunks)))
+
+    def _draw(self, chunk: Chunk) -> tuple[DrawnToken, ...]:
+        """With guesses: those that were right, and one more; the wrong ones leave nothing behind."""
+        known, drawn = chunk.end - chunk.num_guesses, []
+        for place, sample in enumerate(chunk.samples):
+            end = known + place if chunk.num_guesses else known
+            drawn.append(DrawnToken(self._token(self._read(chunk.block_ids, end), sample)))
+            if place < chunk.num_guesses and drawn[-1].token_id != chunk.token_ids[place - chunk.num_guesses]:
+                break
+        if chunk.num_guesses:
+            for position in range(known + len(drawn) - 1, chunk.end):
+                keys, values = self._places(chunk.block_ids, position)
+                self._memory[keys], self._memory[values] = bytes(_KEY_BYTES), bytes(_VALUE_BYTES)
+        return tuple(drawn)
+
+    def _token(self, kv: bytes, sample: Sample) -> int:
+        attempt = 0
+        while True:
+            text = b"%d %d %d " % (sample.seed, sample.position, attempt)
+            token_id = int.from_bytes(hashlib.blake2b(text + kv, digest_size=8).digest(), "little") % self._vocab_size
+            if token_id not in sample.banned_token_ids:
+                return token_id
+            attempt += 1
+
+    def _write(self, block_ids: Sequence[int], position: int, token_id: int) -> None:
+        before = b""
+        if position:
+            keys, values = self._places(block_ids, position - 1)
+            before = bytes(self._memory[keys]) + bytes(self._memory[values])
+        if position % BLOCK_SIZE == 0:  # a block that a step begins is zero behind what is written
+            start = block_ids[position // BLOCK_SIZE] * _BLOCK_BYTES
+            self._memory[start : start + _BLOCK_BYTES] = bytes(_BLOCK_BYTES)
+        kv = hashlib.blake2b(
+            before, digest_size=_KEY_BYTES + _VALUE_BYTES, salt=token_id.to_bytes(8, "little")
+        ).digest()
+        keys, values = self._places(block_ids, position)
+        self._memory[keys], self._memory[values] = kv[:_KEY_BYTES], kv[_KEY_BYTES:]
+
+    def _read(self, block_ids: Sequence[int], end: int) -> bytes:
+        """Every byte of the first `end` positions."""
+        parts = []
+        for index in range(-(-end // BLOCK_SIZE)):
+            start, num = block_ids[index] * _BLOCK_BYTES, min(BLOCK_SIZE, end - index * BLOCK_SIZE)
+            values = start + BLOCK_SIZE * _KEY_BYTES
+            parts.append(bytes(self._memory[start : start + num * _KEY_BYTES]))
+            parts.append(bytes(self._memory[values : values + num * _VALUE_BYTES]))
+        return b"".join(parts)
+
+    def _places(self, block_ids: Sequence[int], position: int) -> tuple[slice, slice]:
+        index, offset = divmod(position, BLOCK_SIZE)
+        start = block_ids[index] * _BLOCK_BYTES
+        keys = start + offset * _KEY_BYTES
+        values = start + BLOCK_SIZE * _KEY_BYTES + offset * _VALUE_BYTES
+        return slice(keys, keys + _KEY_BYTES), slice(values, values + _VALUE_BYTES)
+
+
+class StandInLauncher(StandInRunner):
+    """As of a device that computes on its own: what a step brought is handed over with the next one."""
+
+    def launch(self, plan: StepPlan) -> Launched:
+        return _Later(self, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    runner: StandInRunner
+    plan: StepPlan
+
+    def result(self) -> StepResult:
+        return self.runner.run(self.plan)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StandInEngine:
+    """An `engine.build.Engine`, as far as workers look at one."""
+
+    model_info: ModelInfo
+    pool: KvPool
+    runner: StandInRunner
+    fingerprint: LayoutFingerprint = _FINGERPRINT
+    report: tuple[str, ...] = ()
+
+
+def stand_in_engine(num_blocks: int, vocab_size: int, *, launches: bool) -> StandInEngine:
+    pool = KvPool(_LAYOUT, num_blocks)
+    info = ModelInfo("demo_model", "stand-in", vocab_size, MAX_MODEL_LEN, frozenset(), "float32", Sampling())
+    return StandInEngine(info, pool, (StandInLauncher if launches else StandInRunner)(pool, vocab_size))
+
+
+def serial_tokens(prompt: Sequence[int], seed: int, max_tokens: int, vocab_size: int) -> tuple[int, ...]:
+    """What a run of one sequence says, on a pool of its own."""
+    num_blocks = -(-(len(prompt) + max_tokens) // BLOCK_SIZE)
+    runner = StandInRunner(KvPool(_LAYOUT, num_blocks), vocab_size)
+    block_ids, tokens, start = tuple(range(num_blocks)), [], 0
+    ahead = tuple(prompt)
+    for position in range(len(prompt), len(prompt) + max_tokens):
+        chunk = Chunk(0, ahead, start, block_ids, (Sample(seed, position, Sampling()),))
+        token_id = runner.run(StepPlan((chunk,))).tokens[0][0].token_id
+        tokens.append(token_id)
+        start, ahead = position, (token_id,)
+    return tuple(tokens)

@@ -1,0 +1,255 @@
+"""The made-up machine: one event loop on which simulated processes run, are stopped, and die, in simulated time.
+
+Every callback belongs to the process in whose context it was made. Within a process they run in their order, as asyncio
+promises; among processes the dice choose who is next. Time passes only when nobody can run. A process that is killed
+runs no callback more: nothing of it is closed, released or told, as with SIGKILL.
+"""
+
+import asyncio
+import contextvars
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor, Future
+from random import Random
+from typing import Any
+
+_PROCESS: "contextvars.ContextVar[Process]" = contextvars.ContextVar("process")
+_MAX_AT_ONCE = 200_000  # callbacks at one moment: more are a loop that never ends
+
+
+class Process:
+    """One incarnation of one simulated process. `place` is where it runs: its successor there has the same."""
+
+    def __init__(self, place: str, number: int = 0) -> None:
+        self.place, self.number = place, number
+        self.is_alive = True
+        self.is_stopped = False
+        self.clock_ahead_s = 0.0  # of its wall clock
+        self.ready: deque[asyncio.Handle] = deque()
+        self.is_queued = False
+        self.tasks: list[asyncio.Task[Any]] = []  # held: who is collected is closed, and a dead one closes nothing
+        self.context = contextvars.copy_context()
+        self.context.run(_PROCESS.set, self)
+
+    def __str__(self) -> str:
+        return f"{self.place}#{self.number}" if self.number else self.place
+
+    @property
+    def runs(self) -> bool:
+        return self.is_alive and not self.is_stopped
+
+    @property
+    def unfinished(self) -> list[asyncio.Task[Any]]:
+        return [task for task in self.tasks if not task.done()]
+
+
+def current() -> Process:
+    """The process whose callback runs now."""
+    return _PROCESS.get()
+
+
+class _Counted:
+    """A hash that is the same in every run: sets of tasks have the same order whenever a seed is replayed."""
+
+    numbers = itertools.count()
+    _number = -1
+
+    def __hash__(self) -> int:
+        if self._number < 0:
+            self._number = next(_Counted.numbers)
+        return self._number
+
+
+class _Task(_Counted, asyncio.Task):  # type: ignore[type-arg]
+    pass
+
+
+class _Future(_Counted, asyncio.Future):  # type: ignore[type-arg]
+    pass
+
+
+class Stuck(AssertionError):
+    """Nothing can happen any more, or the same moment never ends."""
+
+
+class SimulatedLoop(asyncio.BaseEventLoop):
+    def __init__(self, dice: Random) -> None:
+        super().__init__()
+        _Counted.numbers = itertools.count()
+        self._dice = dice
+        self._now_s = 0.0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._serial = itertools.count()
+        self._runnable: list[Process] = []
+        self.num_run = 0
+        self.connect: Callable[[str], Coroutine[Any, Any, None]]  # of the network; raises OSError
+        self.world = Process("world")
+        self.set_exception_handler(lambda _, context: self.errors.append(context))
+        self.errors: list[dict[str, Any]] = []  # exceptions that nobody handled
+
+    def time(self) -> float:
+        return self._now_s
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._put(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._serial), timer))
+        return timer
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def create_task(  # type: ignore[override]
+        self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: contextvars.Context | None = None
+    ) -> "asyncio.Task[Any]":
+        task = _Task(coro, loop=self, name=name, context=context)
+        (current() if context is None else context[_PROCESS]).tasks.append(task)
+        return task
+
+    def create_future(self) -> "asyncio.Future[Any]":
+        return _Future(loop=self)
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Executor | None, func: Callable[..., Any], *args: Any
+    ) -> Any:
+        """What goes to a thread is done a little later."""
+        threads = executor if isinstance(executor, Threads) else Threads()
+        return asyncio.wrap_future(threads.submit(func, *args), loop=self)
+
+    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
+        """For those who only want to know whether somebody listens."""
+        await self.connect(f"{host}:{port}")
+        protocol = protocol_factory()
+        transport = _Connected(protocol)
+        protocol.connection_made(transport)
+        return transport, protocol
+
+    def spawn(self, process: Process, work: Coroutine[Any, Any, Any], name: str) -> "asyncio.Task[Any]":
+        """A task of another process."""
+        return self.create_task(work, name=name, context=process.context)
+
+    def kill(self, process: Process) -> None:
+        process.is_alive = False
+        process.ready.clear()
+        for task in process.tasks:
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+    def stop_process(self, process: Process) -> None:
+        process.is_stopped = True
+
+    def wake(self, process: Process) -> None:
+        process.is_stopped = False
+        self._queue(process)
+
+    def soon_s(self, most_s: float) -> float:
+        """A random short delay; most are much shorter than the longest."""
+        return most_s * float(self._dice.random()) ** 3
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """It is dropped when its time comes."""
+
+    def _put(self, handle: asyncio.Handle) -> None:
+        process = handle._context.get(_PROCESS, self.world)  # type: ignore[attr-defined]
+        if process.is_alive:
+            process.ready.append(handle)
+            self._queue(process)
+
+    def _queue(self, process: Process) -> None:
+        if process.ready and not process.is_queued:
+            process.is_queued = True
+            self._runnable.append(process)
+
+    def _run_once(self) -> None:
+        """Until somebody stops the loop."""
+        runnable, random, num_at_once = self._runnable, self._dice.random, 0
+        while not self._stopping:  # type: ignore[attr-defined]
+            if not runnable:
+                self._pass_time()
+                num_at_once = 0
+                continue
+            place = int(random() * len(runnable)) if len(runnable) > 1 else 0
+            process = runnable[place]
+            if not process.is_alive or process.is_stopped or not process.ready:
+                process.is_queued = False
+                runnable[place] = runnable[-1]
+                runnable.pop()
+                continue
+            handle = process.ready.popleft()
+            if not handle._cancelled:
+                handle._run()
+                self.num_run += 1
+                num_at_once += 1
+                if num_at_once > _MAX_AT_ONCE:
+                    raise Stuck(f"time stands still at {self._now_s:.3f} s: the last callback was {handle!r}")
+
+    def _pass_time(self) -> None:
+        timers = self._timers
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
+        if not timers:
+            raise Stuck("nothing can happen any more: everybody waits for somebody else")
+        self._now_s = max(self._now_s, timers[0][0])
+        while timers and timers[0][0] <= self._now_s:
+            timer = heapq.heappop(timers)[2]
+            if not timer._cancelled:
+                self._put(timer)
+
+
+class _Connected(asyncio.Transport):
+    """Over which nothing is said."""
+
+    def __init__(self, protocol: asyncio.BaseProtocol) -> None:
+        super().__init__()
+        self._protocol = protocol
+
+    def close(self) -> None:
+        asyncio.get_running_loop().call_soon(self._protocol.connection_lost, None)
+
+    def is_closing(self) -> bool:
+        return False
+
+
+class Threads(Executor):
+    """A pool of one thread: works in the order of submission, a little later, in the process that submitted."""
+
+    def __init__(self, *_: object, most_s: float = 0.002) -> None:
+        self._most_s = most_s
+        self._free_at_s = 0.0
+        self._pending: dict[Future[Any], asyncio.TimerHandle] = {}
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **keywords: Any) -> "Future[Any]":
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimulatedLoop)
+        future: Future[Any] = Future()
+        self._free_at_s = max(self._free_at_s, loop.time()) + loop.soon_s(self._most_s)
+        self._pending[future] = loop.call_at(self._free_at_s, self._do, future, work, args, keywords)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if cancel_futures:
+            for future, timer in tuple(self._pending.items()):
+                timer.cancel()
+                future.cancel()
+
+    def _do(self, future: "Future[Any]", work: Callable[..., Any], args: Any, keywords: Any) -> None:
+        self._pending.pop(future, None)
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(work(*args, **keywords))
+        except Exception as error:  # noqa: BLE001 -- as a pool of threads would
+            future.set_exception(error)

@@ -1,0 +1,149 @@
+"""What production code finds instead of the real machine: clocks, dice, threads, sockets, Redis, a model.
+
+Everything is put in place by name, around the modules that look there; the modules themselves are the production ones.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import lru_cache
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from cluster.clock import Clock
+from cluster.member import from_json, to_json
+from kvtransfer.exporter import Exporter
+from kvtransfer.importer import Importer
+from kvtransfer.transports.available import Available
+from kvtransfer.transports.base import TransportMeans
+from router.tokenization import Tokenization
+from tests.chaos.simulated.calls import Channel, Server
+from tests.chaos.simulated.engine import MAX_MODEL_LEN, stand_in_engine
+from tests.chaos.simulated.loop import Threads, current
+from tests.chaos.simulated.redis import RedisClient
+from tests.chaos.simulated.steps import SimulatedStepLoop
+from tests.chaos.simulated.transport import Exports, Imports
+from tests.system.router_harness import DEMO_MODEL
+
+_WALL_S = 1_800_000_000.0
+
+
+class SimulatedClock(Clock):
+    def now_s(self) -> float:
+        return float(world().loop.time())
+
+
+class _HttpServer:
+    """Nobody comes by HTTP."""
+
+    port = 1
+
+    def __init__(self, **_: object) -> None:
+        pass
+
+    async def serve(self, app: object, *, stop: Any, grace_s: float) -> None:
+        await stop.wait()
+
+
+class _Dice(Random):
+    """Of the world that is running."""
+
+    def random(self) -> float:
+        return float(world().ids.random())
+
+    def getrandbits(self, k: int) -> int:
+        return int(world().ids.getrandbits(k))
+
+
+_worlds: list[Any] = []  # the one that is running
+
+
+def world() -> Any:
+    return _worlds[-1]
+
+
+@contextmanager
+def inside(running: Any) -> Iterator[None]:
+    _worlds.append(running)
+    try:
+        yield
+    finally:
+        _worlds.pop()
+
+
+def vocab_size() -> int:
+    return _tokenization().model_info.vocab_size
+
+
+_loaded: list[Tokenization] = []
+
+
+def _tokenization(*_: object, **__: object) -> Tokenization:
+    if not _loaded:
+        _loaded.append(_LOAD(str(DEMO_MODEL), max_model_len=MAX_MODEL_LEN))
+    return _loaded[0]
+
+
+_LOAD = Tokenization.load
+
+
+def _wall_s() -> float:
+    return _WALL_S + float(world().loop.time()) + current().clock_ahead_s
+
+
+def _transports(settings: object, means: TransportMeans) -> Available:
+    here, names = world(), ("shm", "tcp")
+    return Available(
+        tuple(Exports(name, means.memory, here.pools, here.owners) for name in names),
+        tuple(
+            Imports(name, means.memory, here.pools, here.owners, here.network, here.dice, here.odds) for name in names
+        ),
+    )
+
+
+@contextmanager
+def simulated_machine() -> Iterator[None]:
+    """Around any number of runs."""
+    engines = lambda config, *_: stand_in_engine(config.num_blocks, vocab_size(), launches=world().launches)  # noqa: E731
+    clock = SimpleNamespace(perf_counter=lambda: world().loop.time())
+    dice = _Dice()
+    replaced = {
+        "grpc.aio.insecure_channel": lambda address, options=(): Channel(world().network, address, world().watch),
+        "grpc.aio.server": lambda interceptors=(), options=(): Server(world().network, interceptors),
+        "cluster.serving._refuse_taken": lambda host, port: None,
+        "cluster.serving.reflection": mock.MagicMock(),
+        "cluster.registry._client": lambda *_: RedisClient(world().redis),
+        "cluster.registry.random": dice,
+        "cluster.registry.to_json": lru_cache(256)(to_json),  # members say the same again and again
+        "cluster.registry.from_json": lru_cache(256)(from_json),
+        "cluster.registry.MonotonicClock": SimulatedClock,
+        "cluster.worker_life.configure_logs": lambda *_: None,
+        "cluster.worker_life.cluster_key": lambda _: b"k" * 32,
+        "kvtransfer.importer.ThreadPoolExecutor": Threads,
+        "kvtransfer.exporter.ThreadPoolExecutor": Threads,
+        "kvtransfer.import_run._DICE": dice,
+        "kvtransfer.channel_reads.time": clock,
+        "kvtransfer.worker_transfer.available_transports": _transports,
+        "router.app.configure_logs": lambda *_: None,
+        "router.app.cluster_key": lambda _: b"k" * 32,
+        "router.app.HttpServer": _HttpServer,
+        "router.app.build_app": lambda **_: None,
+        "router.app.MonotonicClock": SimulatedClock,
+        "router.app.Tokenization": SimpleNamespace(load=_tokenization),
+        "secrets.token_bytes": lambda num=16: world().ids.randbytes(num),
+        "secrets.token_hex": lambda num=16: world().ids.randbytes(num).hex(),
+        "secrets.randbits": lambda bits: world().ids.getrandbits(bits),
+    }
+    for role in ("prefill_worker", "decode_worker"):
+        replaced[f"{role}.start.lasting"] = nullcontext
+        replaced[f"{role}.app.build_engine"] = engines
+        replaced[f"{role}.app.StepLoop"] = SimulatedStepLoop
+        replaced[f"{role}.app.MonotonicClock"] = SimulatedClock
+    with ExitStack() as stack:
+        for name, value in replaced.items():
+            stack.enter_context(mock.patch(name, value))
+        for owner in (Exporter, Importer):
+            defaults = owner.__init__.__kwdefaults__
+            stack.enter_context(mock.patch.dict(defaults, wall_clock=_wall_s))
+        yield

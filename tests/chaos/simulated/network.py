@@ -1,0 +1,185 @@
+"""The made-up network: who listens where, which links are cut, and how what is sent arrives, or breaks.
+
+What is sent within one conversation arrives in order. A cut link holds everything back until it is healed, as TCP does.
+The end of a process breaks its conversations at the other side as soon as that can hear of it; a client hears of a
+silent server when gRPC's keepalive does.
+"""
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+from typing import Any, Protocol
+
+from tests.chaos.simulated.loop import Process, SimulatedLoop, current
+
+_KEEPALIVE_S = (10.0, 15.0)  # as cluster/serving.py: a ping after so long, and its answer
+_CONNECT_S = 20.0  # gRPC's own patience with a host that says nothing
+
+
+class Listener(Protocol):
+    """A server, at one address."""
+
+    process: Process
+
+
+class Conversation:
+    """One call between two processes: what either end is told arrives in the order in which it was said."""
+
+    def __init__(self, network: "Network", client: Process, server: Process) -> None:
+        self.network, self.client, self.server = network, client, server
+        self.held: list[tuple[Process, Callable[..., None], tuple[Any, ...]]] = []  # while the link is cut
+        self._arrives_s = {client: 0.0, server: 0.0}
+        self.on_broken: dict[Process, Callable[[], None]] = {}  # by end
+        self._open_ends = {client.place, server.place}
+
+    def say(self, to: Process, heard: Callable[..., None], *what: Any) -> None:
+        """`heard` is called at the other end, unless that dies or the conversation breaks before."""
+        if self.network.is_cut(self.client.place, self.server.place):
+            self.held.append((to, heard, what))
+            return
+        loop = self.network.loop
+        at_s = max(self._arrives_s[to], loop.time() + self.network.latency_s())
+        self._arrives_s[to] = at_s
+        loop.call_at(at_s, heard, *what, context=to.context)
+
+    def flush(self) -> None:
+        held, self.held = self.held, []
+        for to, heard, what in held:
+            self.say(to, heard, *what)
+        self._forget()
+
+    def break_at(self, end: Process) -> None:
+        """This end learns that nothing will come any more."""
+        heard = self.on_broken.pop(end, None)
+        if heard is not None:
+            self.say(end, heard)
+
+    def end(self, end: Process) -> None:
+        """This end has nothing more to say or to hear."""
+        self.on_broken.pop(end, None)
+        self._open_ends.discard(end.place)
+        self._forget()
+
+    def _forget(self) -> None:
+        if not self._open_ends and not self.held:
+            self.network.conversations.pop(self, None)
+
+
+class Network:
+    def __init__(self, loop: SimulatedLoop, dice: Random, *, latency_s: float) -> None:
+        """`latency_s`: the longest one; most are much shorter."""
+        self.loop, self._dice, self._latency_s = loop, dice, latency_s
+        self.listeners: dict[str, Listener] = {}
+        self._places: dict[str, str] = {}  # by address, whoever listens there
+        self.conversations: dict[Conversation, None] = {}
+        self._cuts: dict[frozenset[str], int] = {}
+        self._num_cuts = 0
+        self._next_port = 20_000
+        self._changed = asyncio.Event()
+        loop.connect = self.connect
+
+    def latency_s(self) -> float:
+        return 0.00005 + self.loop.soon_s(self._latency_s)
+
+    def listen(self, host: str, port: int, listener: Listener) -> int:
+        """`port` 0: a free one."""
+        if not port:
+            self._next_port += 1
+            port = self._next_port
+        self.listeners[f"{host}:{port}"] = listener
+        self._places[f"{host}:{port}"] = listener.process.place
+        return port
+
+    def refusal_s(self, address: str) -> float:
+        """Until a call to an address where nobody listens knows it."""
+        return _CONNECT_S if self.is_cut(current().place, self._places.get(address, "")) else self.latency_s()
+
+    def is_cut(self, place: str, other: str) -> bool:
+        if not self._cuts:
+            return False
+        return any(frozenset(ends) in self._cuts for ends in ((place, other), (place,), (other,)))
+
+    async def connect(self, address: str) -> None:
+        """The kernel there answers for a process that is stopped. Raises ConnectionRefusedError."""
+        await asyncio.sleep(self.latency_s())
+        while self.is_cut(current().place, self._places.get(address, "")):
+            await self.until_changed()
+        if address not in self.listeners:
+            raise ConnectionRefusedError(address)
+
+    def close(self, listener: Listener) -> None:
+        """Nobody listens there any more."""
+        for address in [a for a, other in self.listeners.items() if other is listener]:
+            del self.listeners[address]
+
+    def open(self, address: str) -> "Conversation | None":
+        """With whoever listens at the address. None: nobody, and the host says so."""
+        listener = self.listeners.get(address)
+        if listener is None or not listener.process.is_alive:
+            return None
+        conversation = Conversation(self, current(), listener.process)
+        self.conversations[conversation] = None
+        if self.is_cut(conversation.client.place, conversation.server.place) or listener.process.is_stopped:
+            self._expect_keepalive([conversation])
+        return conversation
+
+    def cut(self, ends: frozenset[str]) -> None:
+        """Two places, or one from all others."""
+        self._num_cuts += 1
+        self._cuts[ends] = self._num_cuts
+        self._expect_keepalive([c for c in self.conversations if self.is_cut(c.client.place, c.server.place)])
+
+    def heal(self, ends: frozenset[str]) -> None:
+        self._cuts.pop(ends, None)
+        for conversation in tuple(self.conversations):
+            if not self.is_cut(conversation.client.place, conversation.server.place):
+                conversation.flush()
+        self.on_change()
+
+    async def until_changed(self) -> None:
+        """Until a link is healed, or a process is woken or dies."""
+        await self._changed.wait()
+
+    def on_change(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def reset(self, ends: frozenset[str]) -> None:
+        """Every connection between two places breaks, at both ends."""
+        for conversation in tuple(self.conversations):
+            if frozenset((conversation.client.place, conversation.server.place)) == ends:
+                self._break(conversation, conversation.client, conversation.server)
+
+    def on_stopped(self, process: Process) -> None:
+        self._expect_keepalive([c for c in self.conversations if c.server is process])
+
+    def on_dead(self, process: Process) -> None:
+        """Its kernel closes its connections."""
+        self.on_change()
+        for address in [a for a, listener in self.listeners.items() if listener.process is process]:
+            del self.listeners[address]
+        for conversation in tuple(self.conversations):
+            if conversation.server is process:
+                self._break(conversation, conversation.client)
+            elif conversation.client is process:
+                self._break(conversation, conversation.server)
+
+    def _break(self, conversation: Conversation, *ends: Process) -> None:
+        for end in ends:
+            conversation.break_at(end)
+
+    def _expect_keepalive(self, conversations: list[Conversation]) -> None:
+        """Who is still silent when the client's pings have had their time is given up by it, not by the server."""
+        for conversation in conversations:
+            delay_s = self._dice.uniform(*_KEEPALIVE_S)
+            self.loop.call_later(delay_s, self._keepalive, conversation, delay_s, context=conversation.client.context)
+
+    def _keepalive(self, conversation: Conversation, delay_s: float) -> None:
+        if conversation not in self.conversations:
+            return
+        is_cut = self.is_cut(conversation.client.place, conversation.server.place)
+        if is_cut or (conversation.server.is_stopped and conversation.server.is_alive):
+            heard = conversation.on_broken.pop(conversation.client, None)
+            if heard is not None:
+                heard()
+            conversation.break_at(conversation.server)

@@ -1,0 +1,161 @@
+"""The registry's Redis in memory: its four scripts, its news, its expiries by simulated time. It can be killed."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from redis.exceptions import ConnectionError as RedisGone
+
+from cluster import registry
+from tests.chaos.simulated.loop import current
+from tests.chaos.simulated.network import Network
+
+PLACE = "redis"
+Script = Callable[[Sequence[str], Sequence[Any]], Awaitable[Any]]
+
+
+@dataclass(slots=True)
+class _Kept:
+    value: str
+    until_s: float
+
+
+class RedisServer:
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._keys: dict[str, _Kept] = {}
+        self._sets: dict[str, dict[str, None]] = {}
+        self.is_up = True
+        self.listeners: dict[News, None] = {}
+
+    def kill(self) -> None:
+        """With everything that it kept."""
+        self.is_up = False
+        self.empty()
+        for news in self.listeners:
+            news.tell(None)
+
+    def empty(self) -> None:
+        self._keys.clear()
+        self._sets.clear()
+
+    def start(self) -> None:
+        self.is_up = True
+
+    async def reach(self) -> None:
+        """There and back. Raises ConnectionError."""
+        await asyncio.sleep(self._network.latency_s())
+        while self._network.is_cut(current().place, PLACE):
+            await self._network.until_changed()
+        if not self.is_up:
+            raise RedisGone("Connection refused.")
+
+    def get(self, key: str) -> str | None:
+        kept = self._keys.get(key)
+        if kept is None or kept.until_s <= self._network.loop.time():
+            return None
+        return kept.value
+
+    def put(self, key: str, value: str, milliseconds: int) -> None:
+        self._keys[key] = _Kept(value, self._network.loop.time() + milliseconds / 1000)
+
+    def write(self, keys: Sequence[str], values: Sequence[Any]) -> str:
+        lease, incarnation, members, _ = keys
+        before = self.get(lease)
+        self.put(incarnation, values[1], values[4])
+        self.put(lease, values[2], values[3])
+        self._sets.setdefault(members, {})[values[0]] = None
+        if before != values[2]:
+            self._publish()
+        return ""
+
+    def renew(self, keys: Sequence[str], values: Sequence[Any]) -> str:
+        holder = self.get(keys[1])
+        return holder if holder and holder != values[1] else self.write(keys, values)
+
+    def leave(self, keys: Sequence[str], values: Sequence[Any]) -> str:
+        holder = self.get(keys[1])
+        if holder and holder != values[1]:
+            return holder
+        self._keys.pop(keys[0], None)
+        self._keys.pop(keys[1], None)
+        self._sets.get(keys[2], {}).pop(values[0], None)
+        self._publish()
+        return ""
+
+    def members(self, keys: Sequence[str], values: Sequence[Any]) -> list[str]:
+        ids = self._sets.get(keys[0], {})
+        found = {member_id: self.get(values[0] + member_id) for member_id in ids}
+        for member_id in [member_id for member_id, text in found.items() if text is None]:
+            del ids[member_id]
+        return [text for text in found.values() if text is not None]
+
+    def _publish(self) -> None:
+        for news in self.listeners:
+            news.tell("changes")
+
+
+class RedisClient:
+    """What the registry's module uses of redis-py's client."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self._server = server
+        self._scripts = {
+            registry._REGISTER: server.write,
+            registry._RENEW: server.renew,
+            registry._LEAVE: server.leave,
+            registry._MEMBERS: server.members,
+        }
+
+    def register_script(self, text: str) -> Script:
+        run = self._scripts[text]
+
+        async def call(keys: Sequence[str], values: Sequence[Any]) -> Any:
+            await self._server.reach()
+            return run(keys, values)
+
+        return call
+
+    async def ping(self) -> bool:
+        await self._server.reach()
+        return True
+
+    def pubsub(self, **_: Any) -> "News":
+        return News(self._server)
+
+    async def aclose(self) -> None:
+        pass
+
+
+class News:
+    def __init__(self, server: RedisServer) -> None:
+        self._server = server
+        self._process = current()
+        self._told: asyncio.Queue[str | None] = asyncio.Queue()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.listeners.pop(self, None)
+
+    async def subscribe(self, channel: str) -> None:
+        await self._server.reach()
+        self._server.listeners[self] = None
+
+    def tell(self, message: str | None) -> None:
+        """None: the connection broke."""
+        network = self._server._network
+        if not network.is_cut(self._process.place, PLACE):
+            network.loop.call_later(network.latency_s(), self._told.put_nowait, message, context=self._process.context)
+
+    async def get_message(self, timeout: float) -> str | None:
+        try:
+            async with asyncio.timeout(timeout):
+                message = await self._told.get()
+        except TimeoutError:
+            return None
+        if message is None:
+            raise RedisGone("Connection closed by server.")
+        return message

@@ -1,0 +1,87 @@
+"""The step thread without a thread: the production loop's own turns, as callbacks of its process.
+
+The contract is the same: commands are applied between steps only, a step takes its time, events leave in their order. A
+step reads and writes at its end, the latest moment at which what another wrote too early would show.
+"""
+
+import asyncio
+from typing import TypeVar
+
+from engine.step import StepPlan
+from engine.step_loop import StepLoop
+from tests.chaos.simulated.loop import SimulatedLoop
+
+CommandT = TypeVar("CommandT")
+EventT = TypeVar("EventT")
+
+_WAKE_S = 0.0005  # at most, until a posted command is looked at
+_STEP_S, _TOKEN_S = 0.004, 0.0005
+
+
+class SimulatedStepLoop(StepLoop[CommandT, EventT]):
+    _turning: asyncio.TimerHandle | None = None
+    _until: asyncio.TimerHandle | None = None
+    _is_stepping = _has_ended = False
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._has_ended
+
+    def start(self) -> None:
+        self._soon()
+
+    def post(self, command: CommandT) -> None:
+        super().post(command)
+        self._soon()
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        self._has_ended = True
+        return True
+
+    def _soon(self) -> None:
+        if self._turning is None and not self._is_stepping and not self._has_ended:
+            loop = _loop()
+            self._turning = loop.call_later(loop.soon_s(_WAKE_S), self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._turning = None
+        if self._is_stepping or self._has_ended:
+            return
+        if self._until is not None:
+            self._until.cancel()
+        try:
+            if not self._take_commands(0.0):
+                self._has_ended = True
+                return
+            wait_s = self._turn()
+        except Exception as error:  # noqa: BLE001 -- as the thread does
+            self._has_ended = True
+            self._on_fatal(error)
+            return
+        if wait_s and not self._is_stepping:
+            self._until = _loop().call_later(wait_s, self._take_turn)
+
+    def _step(self, plan: StepPlan, now_s: float) -> None:
+        """Begins; `_end_step` computes."""
+        self._is_stepping = True
+        num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        loop = _loop()
+        loop.call_later(loop.soon_s(_STEP_S) + num_tokens * _TOKEN_S, self._end_step, plan, now_s)
+
+    def _end_step(self, plan: StepPlan, now_s: float) -> None:
+        if self._has_ended:
+            return
+        try:
+            super()._step(plan, now_s)
+        except Exception as error:  # noqa: BLE001 -- as above
+            self._has_ended = True
+            self._on_fatal(error)
+            return
+        self._is_stepping = False
+        self._soon()
+
+
+def _loop() -> SimulatedLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SimulatedLoop)
+    return loop

@@ -1,0 +1,71 @@
+"""What happened in a run, line by line: who did what, and when by the simulated clock."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cluster.logs import TextFormatter
+from tests.chaos.simulated.loop import current
+from tests.chaos.simulated.machine import world
+from tests.chaos.simulated.schedule import Mishap, Schedule
+from tests.chaos.simulated.world import Result
+
+
+def describe(schedule: Schedule) -> str:
+    """The schedule itself, in lines."""
+    lines = [
+        f"seed {schedule.seed}: {schedule.num_routers} routers, {schedule.num_prefills} prefill and "
+        f"{schedule.num_decodes} decode workers of {schedule.num_blocks} blocks"
+    ]
+    extras = {
+        "devices compute on their own": schedule.launches,
+        "sequences guess ahead": schedule.speculates,
+        "reads go wrong": schedule.read_faults,
+    }
+    lines += [f"  {text}" for text, holds in extras.items() if holds]
+    for number, ask in enumerate(schedule.asks):
+        cancels = "" if ask.cancel_after is None else f", cancels after {ask.cancel_after}"
+        prompt = f"{ask.num_tokens} tokens, {ask.max_tokens} more, n={ask.n}"
+        lines.append(f"  request {number}: to router {ask.router} at {ask.at_s:.3f} s, {prompt}{cancels}")
+    return "\n".join([*lines, *map(_mishap, schedule.mishaps)])
+
+
+def tell(result: Result) -> str:
+    """What happened, and what was wrong with it."""
+    lines = [f"{at_s:10.4f} s  {who:<11} {what}" for at_s, who, what in result.happened]
+    return "\n".join([*lines, "", *(f"WRONG: {violation}" for violation in result.violations)])
+
+
+@contextmanager
+def overheard() -> Iterator[None]:
+    """What members write into their logs becomes part of what happened."""
+    root, handler = logging.getLogger(), _Overhears()
+    handler.setFormatter(_Words())
+    disabled, level, handlers = root.manager.disable, root.level, root.handlers
+    logging.disable(logging.NOTSET)
+    root.setLevel(logging.INFO)
+    root.handlers = [handler]
+    try:
+        yield
+    finally:
+        root.handlers = handlers
+        root.setLevel(level)
+        logging.disable(disabled)
+
+
+class _Overhears(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name.startswith(("tandem", "kvtransfer")):
+            world().say(current(), self.format(record))
+
+
+class _Words(TextFormatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).partition(" ")[2]  # without the real time
+
+
+def _mishap(mishap: Mishap) -> str:
+    when = f"at {mishap.at_s:.4f} s"
+    if mishap.phase is not None:
+        when = f"{mishap.at_s:.4f} s after {mishap.phase}, the {mishap.occurrence + 1}. time,"
+    return f"  {mishap.role} {mishap.number} {mishap.kind} {when}, for {mishap.for_s:g} s"

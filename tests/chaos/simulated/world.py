@@ -1,0 +1,390 @@
+"""One run of one schedule: members that are started, harmed and started again, and clients that ask and count."""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import grpc
+
+import decode_worker.start
+import prefill_worker.start
+import router.app
+from cluster.config import RouterConfig, WorkerConfig
+from cluster.errors import RegistryUnavailable
+from kvtransfer.transports.loopback import Fault, LoopbackNetwork
+from tandem.v1 import kv_pb2, worker_pb2, worker_pb2_grpc
+from tests.chaos.simulated.calls import Channel
+from tests.chaos.simulated.clients import Client
+from tests.chaos.simulated.loop import Process, SimulatedLoop, Stuck
+from tests.chaos.simulated.machine import inside
+from tests.chaos.simulated.network import Network
+from tests.chaos.simulated.redis import PLACE, RedisServer
+from tests.chaos.simulated.schedule import Kind, Mishap, Phase, Schedule
+
+REQUEST_TIMEOUT_S = 90.0
+_READY_S = 30.0
+_CLIENTS_S = 150.0
+_IDLE_S = 60.0  # until nothing is held any more, when everybody is well again
+_LEAVE_S = 40.0
+_SUPERVISOR_S = 1.0
+_HARMLESS = {Fault.DROP: 0.004, Fault.DELAY: 0.01, Fault.DUPLICATE: 0.02, Fault.REORDER: 0.02, Fault.CORRUPT: 0.02}
+
+Happened = tuple[float, str, str]  # when, who, what
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    violations: tuple[str, ...]
+    happened: tuple[Happened, ...]
+    trace: tuple[object, ...]  # every message of every call, with its time
+    outcomes: "Counter[str]"
+    hit: tuple[str, ...]  # (kind, role, phase) of mishaps that met a request in the named phase
+    simulated_s: float
+    num_events: int
+
+
+class World:
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.dice, self.ids = Random(f"{schedule.seed} run"), Random(f"{schedule.seed} ids")
+        self.loop = SimulatedLoop(self.dice)
+        self.network = Network(self.loop, self.dice, latency_s=schedule.latency_s)
+        self.redis = RedisServer(self.network)
+        self.pools, self.owners = LoopbackNetwork(), dict[bytes, Process]()
+        self.odds = _HARMLESS if schedule.read_faults else {}
+        self.launches = schedule.launches
+        self.members: dict[str, Member] = {}  # by place
+        self.happened: list[Happened] = []
+        self.trace: list[object] = []
+        self.violations: list[str] = []
+        self.outcomes: Counter[str] = Counter()
+        self.hit: list[str] = []
+        self._phases: Counter[Phase] = Counter()
+        self._partners: dict[str, dict[str, str]] = {}  # by place: whom it worked with last, by role
+        self._waiting = [mishap for mishap in schedule.mishaps if mishap.phase is not None]
+        self._recovering: list[asyncio.Task[None]] = []
+        self._is_over = False  # nothing goes wrong any more
+
+    def say(self, who: object, what: str) -> None:
+        self.happened.append((self.loop.time(), str(who), what))
+
+    def wrong(self, what: str) -> None:
+        self.violations.append(what)
+        self.say("harness", f"WRONG: {what}")
+
+    async def run(self) -> None:
+        await self._start_all()
+        clients = [Client(self, number, ask) for number, ask in enumerate(self.schedule.asks)]
+        tasks = [self.loop.spawn(client.process, client.run(), f"client {client.number}") for client in clients]
+        for mishap in self.schedule.mishaps:
+            if mishap.phase is None:
+                self.loop.call_later(mishap.at_s, self._strike, mishap, self._place(mishap, {}))
+        _, late = await asyncio.wait(tasks, timeout=_CLIENTS_S)
+        for client, task in zip(clients, tasks, strict=True):
+            if task in late:
+                self.wrong(f"request {client.number} has no end after {_CLIENTS_S:g} s")
+            else:
+                self.outcomes[task.result()] += 1
+        await self._recover()
+        await self._become_idle()
+        await self._leave_all()
+
+    def watch(self, method: str, sender: Process, receiver: Process, message: Any) -> None:
+        """Every message, as it is sent."""
+        oneof = _ONEOFS.get(type(message))
+        kind = message.WhichOneof(oneof) if oneof is not None else type(message).__name__
+        self.trace.append((self.loop.time(), method, sender.place, receiver.place, kind))
+        phase = _PHASES.get((method, kind))
+        if phase is not None and sender.place != "world":
+            if phase is Phase.QUEUED:
+                if sender.place not in self.members or not sender.place.startswith("router"):
+                    return
+                importer = message.importer.partition("@")[0]
+                self._partners[receiver.place] = {"router": sender.place, "decode": importer}
+                self._partners[importer] = {"router": sender.place, "prefill": receiver.place}
+            self._came_to(phase, sender, receiver)
+
+    def _came_to(self, phase: Phase, *processes: Process) -> None:
+        number = self._phases[phase]
+        self._phases[phase] += 1
+        involved = {process.place[:-1]: process.place for process in processes}
+        for mishap in tuple(self._waiting):
+            if mishap.phase is phase and mishap.occurrence == number:
+                self._waiting.remove(mishap)
+                for process in processes:
+                    involved = self._partners.get(process.place, {}) | involved
+                place = self._place(mishap, involved)
+                self.hit.append(f"{mishap.role} {mishap.kind} when {phase}")
+                self.loop.call_later(mishap.at_s, self._strike, mishap, place, context=self.loop.world.context.copy())
+
+    def _place(self, mishap: Mishap, involved: dict[str, str]) -> str:
+        if mishap.role == "redis":
+            return PLACE
+        return involved.get(mishap.role) or f"{mishap.role}{mishap.number}"
+
+    # What goes wrong
+
+    def _strike(self, mishap: Mishap, place: str) -> None:
+        if not self._is_over:
+            self._recovering.append(self.loop.create_task(self._harm(mishap, place), name=f"{place} {mishap.kind}"))
+
+    async def _harm(self, mishap: Mishap, place: str) -> None:
+        phase = f" ({mishap.phase})" if mishap.phase is not None else ""
+        self.say(place, f"{mishap.kind}{phase}, for {mishap.for_s:g} s")
+        if place == PLACE:
+            await self._harm_redis(mishap)
+            return
+        member = self.members[place]
+        process = member.process
+        match mishap.kind:
+            case Kind.KILL:
+                self._kill(member)
+                await asyncio.sleep(mishap.for_s)
+                await self._start_again(member)
+            case Kind.STOP:
+                self.loop.stop_process(process)
+                self.network.on_stopped(process)
+                await asyncio.sleep(mishap.for_s)
+                if process.is_alive:
+                    self.say(place, "is woken")
+                    self.loop.wake(process)
+                    self.network.on_change()
+            case Kind.DRAIN:
+                member.stop.set()
+                await asyncio.wait([member.main], timeout=_LEAVE_S)
+                await asyncio.sleep(mishap.for_s)
+                await self._start_again(member)
+            case Kind.CUT:
+                await self._cut(frozenset({place}), mishap.for_s)
+            case Kind.RESET:
+                for other in self.members:
+                    self.network.reset(frozenset({place, other}))
+            case Kind.CLOCK:
+                process.clock_ahead_s += 3600.0
+
+    async def _harm_redis(self, mishap: Mishap) -> None:
+        match mishap.kind:
+            case Kind.KILL:
+                self.redis.kill()
+                await asyncio.sleep(mishap.for_s)
+                self.redis.start()
+                self.say(PLACE, "is back, empty")
+            case Kind.EMPTY:
+                self.redis.empty()
+            case Kind.CUT:
+                await self._cut(frozenset({PLACE}), mishap.for_s)
+
+    async def _cut(self, ends: frozenset[str], for_s: float) -> None:
+        self.network.cut(ends)
+        await asyncio.sleep(for_s)
+        self.network.heal(ends)
+        self.say(" and ".join(sorted(ends)), "is reached again")
+
+    def _kill(self, member: "Member") -> None:
+        self.loop.kill(member.process)
+        self.network.on_dead(member.process)
+
+    async def _start_again(self, member: "Member") -> None:
+        if not member.main.done() and member.process.is_alive:
+            return
+        if member.process.is_alive:
+            self._on_exit(member)
+        member.start()
+        while not await member.until_ready():  # it does not start without Redis; whoever supervises it tries again
+            self._kill(member)
+            await asyncio.sleep(_SUPERVISOR_S)
+            member.start()
+
+    # The cluster's life
+
+    async def _start_all(self) -> None:
+        shape = self.schedule
+        roles = {"prefill": shape.num_prefills, "decode": shape.num_decodes, "router": shape.num_routers}
+        for role, number in roles.items():
+            for index in range(number):
+                member = self.members[f"{role}{index}"] = Member(self, role, index)
+                member.start()
+            for member in self.members.values():
+                await member.until_ready()
+
+    async def _recover(self) -> None:
+        """Whatever went wrong is over."""
+        self._waiting.clear()
+        self._is_over = True
+        while self._recovering:
+            await asyncio.wait(self._recovering)
+            self._recovering = [task for task in self._recovering if not task.done() or task.result()]
+        for member in self.members.values():
+            if member.main.done() and member.process.is_alive:
+                self._on_exit(member, is_expected=False)
+                member.start()
+                await member.until_ready()
+
+    async def _become_idle(self) -> None:
+        """Nothing leased, held, quarantined or running, on any worker; every account right."""
+        deadline_s = self.loop.time() + _IDLE_S
+        busy: list[str] = []
+        while self.loop.time() < deadline_s:
+            await asyncio.sleep(1.0)
+            busy = [text for member in self.members.values() for text in await member.left_over()]
+            if not busy:
+                return
+        for text in busy:
+            self.wrong(f"left over after {_IDLE_S:g} s: {text}")
+
+    async def _leave_all(self) -> None:
+        for member in self.members.values():
+            member.stop.set()
+        _, late = await asyncio.wait([member.main for member in self.members.values()], timeout=_LEAVE_S)
+        for member in self.members.values():
+            if member.main in late:
+                self.wrong(f"{member.process} has not left {_LEAVE_S:g} s after it was asked to")
+            else:
+                self._on_exit(member)
+
+    def _on_exit(self, member: "Member", *, is_expected: bool = True) -> None:
+        error = member.main.exception()
+        if error is not None or not is_expected:
+            self.wrong(f"{member.process} ended by itself: {error!r}")
+        left = [task.get_name() for task in member.process.unfinished]
+        if left and error is None:
+            self.wrong(f"{member.process} has left tasks behind: {', '.join(left)}")
+        self._kill(member)
+
+
+class Member:
+    """A router or worker at one place, with all its incarnations."""
+
+    def __init__(self, world: World, role: str, index: int) -> None:
+        self._world, self.role, self.place = world, role, f"{role}{index}"
+        self._port = 7_000 + 100 * len(world.members)
+        self._number = 0
+        self.process: Process
+        self.main: asyncio.Task[None]
+        self.stop: asyncio.Event
+        self._ready: asyncio.Event
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        self._number += 1
+        self.process = Process(self.place, self._number)
+        self.stop, self._ready = asyncio.Event(), asyncio.Event()
+        self._world.say(self.process, "starts")
+        self.main = self._world.loop.spawn(self.process, self._main(), f"main of {self.process}")
+
+    async def until_ready(self) -> bool:
+        """False: there was no Redis."""
+        ready = asyncio.create_task(self._ready.wait())
+        await asyncio.wait([ready, self.main], timeout=_READY_S, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if self.main.done() and isinstance(self.main.exception(), RegistryUnavailable):
+            self._world.say(self.process, "finds no Redis, and ends")
+            return False
+        if not self._ready.is_set() and self.process.runs:
+            reason = self.main.exception() if self.main.done() else "it is slow"
+            self._world.wrong(f"{self.process} does not become ready: {reason!r}")
+        return True
+
+    async def _main(self) -> None:
+        announce = lambda **_: self._ready.set()  # noqa: E731
+        config = self._config()
+        if isinstance(config, RouterConfig):
+            await router.app.run(config, stop=self.stop, announce=announce)
+        else:
+            start = prefill_worker.start if self.role == "prefill" else decode_worker.start
+            await start.run(config, stop=self.stop, announce=announce)
+
+    def _config(self) -> RouterConfig | WorkerConfig:
+        schedule = self._world.schedule
+        common: dict[str, Any] = {
+            "redis": "redis://redis:6379",
+            "member_id": self.place,
+            "member_lease_s": 3.0,
+            "model": "demo_model",
+            "max_model_len": 96,
+            "stream_grace_s": 1.0,
+            "drain_grace_s": 30.0,
+        }
+        if self.role == "router":
+            return RouterConfig(**common, port=1, grpc_port=self._port, request_timeout_s=REQUEST_TIMEOUT_S)
+        return WorkerConfig(
+            **common,
+            port=self._port,
+            block_size=4,
+            num_blocks=schedule.num_blocks,
+            max_prefill_tokens=16,
+            max_num_seqs=8,
+            swap_space="0",
+            speculation="prompt" if schedule.speculates else "off",
+            lease_s=1.5,
+            max_lease_s=12.0,
+            attach_timeout_s=5.0,
+            read_timeout_s=3.0,
+            quarantine_s=1.5,
+            heartbeat_s=1.0,
+        )
+
+    async def left_over(self) -> list[str]:
+        """What it still holds, in words."""
+        if self.role == "router" or self.main.done():
+            return []
+        channel = Channel(self._world.network, self.address, self._world.watch)
+        try:
+            answer = await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest(), timeout=5.0)
+        except grpc.aio.AioRpcError as error:
+            return [f"{self.process} does not answer: {error.details()}"]
+        if answer.violation:
+            self._world.wrong(f"{self.process}: {answer.violation}")
+        busy = {name: number for name, number in answer.blocks.items() if number and name not in ("free", "cached")}
+        names = ("waiting", "running", "leased_tickets", "pulls", "live_tickets", "imports", "reservations", "frozen")
+        busy |= {name: int(answer.figures[name]) for name in names if answer.figures.get(name)}
+        return [f"{self.process} has {', '.join(f'{number} {name}' for name, number in busy.items())}"] if busy else []
+
+
+_ONEOFS = {
+    worker_pb2.PrefillEvent: "event",
+    kv_pb2.ImporterMessage: "message",
+    kv_pb2.ExporterMessage: "message",
+    worker_pb2.RouterMessage: "message",
+    worker_pb2.WorkerMessage: "message",
+}
+_PHASES = {
+    ("/tandem.v1.PrefillWorker/Prefill", "PrefillRequest"): Phase.QUEUED,
+    ("/tandem.v1.PrefillWorker/Prefill", "accepted"): Phase.PREFILLING,
+    ("/tandem.v1.PrefillWorker/Prefill", "first_tokens"): Phase.FIRST_TOKEN,
+    ("/tandem.v1.KvTransfer/HandOff", "attach"): Phase.PULLING,
+    ("/tandem.v1.KvTransfer/HandOff", "settle"): Phase.SETTLING,
+    ("/tandem.v1.DecodeWorker/Connect", "step"): Phase.DECODING,
+}
+
+
+def run_schedule(schedule: Schedule) -> Result:
+    """Inside `simulated_machine`."""
+    world = World(schedule)
+    loop = world.loop
+    with inside(world):
+        asyncio.set_event_loop(loop)
+        try:
+            world.loop.world.context.copy().run(loop.run_until_complete, world.run())
+        except Stuck as error:
+            world.wrong(str(error))
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the schedule found it
+            world.wrong(f"the harness itself: {error!r}")
+        finally:
+            asyncio.set_event_loop(None)
+    for context in loop.errors:
+        world.violations.append(f"nobody handled: {context.get('message')} {context.get('exception')!r}")
+    return Result(
+        violations=tuple(world.violations),
+        happened=tuple(world.happened),
+        trace=tuple(world.trace),
+        outcomes=world.outcomes,
+        hit=tuple(world.hit),
+        simulated_s=loop.time(),
+        num_events=loop.num_run,
+    )
