@@ -9,9 +9,9 @@ from cluster.engine_settings import GPU_MEMORY_UTILIZATION, EngineSettings
 from cluster.messages import LayoutFingerprint
 from engine import capacity
 from engine.cpu.compile import compiled_forward
-from engine.cpu.library import NotCompiled
 from engine.cuda.gpu_forward import gpu_forward
 from engine.cuda.launching_runner import LaunchingRunner
+from engine.decoders.not_compiled import NotCompiled
 from engine.deterministic.build import make_deterministic
 from engine.fingerprint import fingerprint
 from engine.loaded import LoadedModel, ModelInfo

@@ -8,9 +8,10 @@ import torch
 from cluster.engine_settings import EngineSettings
 from cluster.errors import ModelRefused
 from engine.cpu.compiled_forward import CompiledForward
-from engine.cpu.library import NotCompiled, load_kernels
+from engine.cpu.library import load_kernels
 from engine.cpu.packed_decoder import PackedDecoder
-from engine.cpu.recognise import Decoder, recognise
+from engine.decoders.not_compiled import NotCompiled
+from engine.decoders.recognise import Decoder, recognise
 from engine.loaded import LoadedModel
 from engine.pool import KvPool
 from engine.probe import difference

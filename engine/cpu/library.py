@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 from engine.cpu.structs import Model, Product, Step
+from engine.decoders.not_compiled import NotCompiled
 
 VERSION = 1  # of the contract in kernels.h
 _FLAGS = ("-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
@@ -36,10 +37,6 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "td_linear_scratch_bytes": (_integer, (_integer,)),
     "td_linear": (None, (_bf16s, _integer, ctypes.POINTER(Product), _floats, _address)),
 }
-
-
-class NotCompiled(Exception):
-    """Why there are no compiled kernels for this processor or this model, in a few words."""
 
 
 def load_kernels() -> ctypes.CDLL:

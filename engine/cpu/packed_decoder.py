@@ -8,10 +8,10 @@ import mmap
 import torch
 from torch import nn
 
-from engine.cpu.layer_parts import LayerParts, RmsNorm
-from engine.cpu.library import NotCompiled
-from engine.cpu.recognise import Decoder, DecoderLayer
 from engine.cpu.structs import Layer, Model, Product
+from engine.decoders.layer_parts import LayerParts, RmsNorm
+from engine.decoders.not_compiled import NotCompiled
+from engine.decoders.recognise import Decoder, DecoderLayer
 from engine.pool import KvPool
 
 _ALIGNMENT = 64  # bytes, of every packed weight

@@ -2,8 +2,6 @@
 
 import ctypes
 
-SILU, GELU_TANH = 0, 1
-
 _pointer, _integer, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from engine.attention.interface import AttentionOptions
-from engine.cpu.layer_parts import LayerParts, RmsNorm
-from engine.cpu.library import NotCompiled
-from engine.cpu.recognise import Decoder
+from engine.decoders.layer_parts import LayerParts, RmsNorm
+from engine.decoders.not_compiled import NotCompiled
+from engine.decoders.recognise import Decoder
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from engine.attention.interface import LayerKv
 from engine.attention.registry import AttentionBackend
 from engine.batch import PackedBatch
-from engine.cpu.library import NotCompiled
-from engine.cpu.recognise import recognise
 from engine.cuda.fused_decoder import FusedDecoder, FusedLayer, Product
 from engine.cuda.fused_ops import Heads, Ops, Rotation, TorchOps
+from engine.decoders.not_compiled import NotCompiled
+from engine.decoders.recognise import recognise
 from engine.loaded import LoadedModel
 from engine.pool import KvPool
 from engine.probe import difference

@@ -9,8 +9,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from engine.cpu.layer_parts import RmsNorm
-from engine.cpu.structs import SILU
+from engine.decoders.layer_parts import SILU, RmsNorm
 
 
 @dataclass(frozen=True, slots=True, eq=False)

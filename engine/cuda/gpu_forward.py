@@ -8,12 +8,12 @@ import torch
 from cluster.engine_settings import EngineSettings
 from engine.attention.registry import AttentionBackend
 from engine.batch import PackedBatch
-from engine.cpu.library import NotCompiled
 from engine.cuda.cuda_capture import CudaCapture
 from engine.cuda.decode_buckets import bucket_sizes
 from engine.cuda.fused_forward import FusedForward, fused_decoder
 from engine.cuda.graph_forward import CapturableBackend, Capture, GraphForward, GraphStep
 from engine.cuda.static_decodes import StaticDecodes
+from engine.decoders.not_compiled import NotCompiled
 from engine.forward import Forward, PlainForward
 from engine.loaded import LoadedModel
 from engine.pool import KvPool

@@ -6,9 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.cpu.layer_parts import RmsNorm
-from engine.cpu.structs import SILU
 from engine.cuda.fused_ops import Heads, Rotation
+from engine.decoders.layer_parts import SILU, RmsNorm
 
 _GATE_TILE = 1024
 

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from cluster.engine_settings import EngineSettings
 from engine.build import build_engine
 from engine.cpu.compile import compiled_forward
-from engine.cpu.library import NotCompiled, load_kernels
+from engine.cpu.library import load_kernels
+from engine.decoders.not_compiled import NotCompiled
 from engine.forward import Forward
 from engine.loading import load
 from engine.pool import KvPool

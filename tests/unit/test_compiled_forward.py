@@ -16,10 +16,11 @@ from engine.attention.interface import ATTENTION_NAME, register
 from engine.build import Engine, build_engine
 from engine.cpu.compile import compiled_forward
 from engine.cpu.compiled_forward import CompiledForward
-from engine.cpu.library import NotCompiled, load_kernels
+from engine.cpu.library import load_kernels
 from engine.cpu.packed_decoder import PackedDecoder
-from engine.cpu.recognise import Decoder, recognise
-from engine.cpu.structs import GELU_TANH
+from engine.decoders.layer_parts import GELU_TANH
+from engine.decoders.not_compiled import NotCompiled
+from engine.decoders.recognise import Decoder, recognise
 from engine.loading import load
 from engine.pool import KvPool
 from engine.probe import difference

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.cpu.library import NotCompiled, load_kernels
-from engine.cpu.structs import GELU_TANH, SILU, Layer, Model, Product, Step
+from engine.cpu.library import load_kernels
+from engine.cpu.structs import Layer, Model, Product, Step
+from engine.decoders.layer_parts import GELU_TANH, SILU
+from engine.decoders.not_compiled import NotCompiled
 
 VOCAB = 130
 

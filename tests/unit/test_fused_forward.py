@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from cluster.engine_settings import EngineSettings
-from engine.cpu.layer_parts import RmsNorm
-from engine.cpu.library import NotCompiled
-from engine.cpu.structs import GELU_TANH, SILU
 from engine.cuda.fused_forward import FusedForward, fused_decoder
 from engine.cuda.fused_ops import Heads, Ops, Rotation, TorchOps
 from engine.cuda.gpu_forward import captured, gpu_forward
+from engine.decoders.layer_parts import GELU_TANH, SILU, RmsNorm
+from engine.decoders.not_compiled import NotCompiled
 from engine.loaded import LoadedModel
 from engine.loading import load
 from engine.pool import KvPool

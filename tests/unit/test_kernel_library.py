@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine.cpu import library
-from engine.cpu.library import NotCompiled, load_kernels, main
+from engine.cpu.library import load_kernels, main
+from engine.decoders.not_compiled import NotCompiled
 
 SOURCE = """
 long td_version(void) {{ return {version}; }}

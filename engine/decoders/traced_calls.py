@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.attention.interface import KV_KEYWORD, AttentionOptions
-from engine.cpu.library import NotCompiled
+from engine.decoders.not_compiled import NotCompiled
 
 _TOKEN_IDS = (1, 2, 3)
 

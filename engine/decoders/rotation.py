@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import torch
 
-from engine.cpu.layer_parts import LayerParts
-from engine.cpu.library import NotCompiled
-from engine.cpu.traced_calls import TracedCalls
+from engine.decoders.layer_parts import LayerParts
+from engine.decoders.not_compiled import NotCompiled
+from engine.decoders.traced_calls import TracedCalls
 
 _TOLERANCE = 0.03  # of the vectors' size; each of a few roundings in 16 bits is a tenth of it
 

@@ -6,7 +6,7 @@ longest sequence that is served.
 
 import torch
 
-from engine.cpu.traced_calls import Call
+from engine.decoders.traced_calls import Call
 
 _FIRST_LENGTH = 1024
 

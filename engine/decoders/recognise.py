@@ -14,11 +14,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.attention.interface import AttentionOptions
-from engine.cpu.layer_parts import LayerParts, RmsNorm, activation_of, layer_parts, linear, rms_norm
-from engine.cpu.library import NotCompiled
-from engine.cpu.rotary import Rotary
-from engine.cpu.rotation import require_rotation
-from engine.cpu.traced_calls import AttentionCall, TracedCalls, trace_calls
+from engine.decoders.layer_parts import LayerParts, RmsNorm, activation_of, layer_parts, linear, rms_norm
+from engine.decoders.not_compiled import NotCompiled
+from engine.decoders.rotary import Rotary
+from engine.decoders.rotation import require_rotation
+from engine.decoders.traced_calls import AttentionCall, TracedCalls, trace_calls
 
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 16  # of kernels.h
 _MAX_ROTARIES = 2

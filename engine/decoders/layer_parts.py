@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from engine.cpu.library import NotCompiled
-from engine.cpu.structs import GELU_TANH, SILU
-from engine.cpu.traced_calls import Call, TracedCalls
+from engine.decoders.not_compiled import NotCompiled
+from engine.decoders.traced_calls import Call, TracedCalls
 
+SILU, GELU_TANH = 0, 1  # activations, as engine/cpu/kernels.h numbers them
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
