@@ -8,89 +8,47 @@
 
 `AsyncClient` is the same with `async with`, `async for` and `await`. Calls raise the errors of tandem/errors.py, and
 ValueError or TypeError for what cannot be sent. Leaving a generation early (`close`, its `with`, dropping it) cancels
-it on every worker.
+it on every worker. With the addresses of several routers a generation survives its router (tandem/progress.py).
 """
 
-from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import asyncio
+from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Protocol, Self, TypeAlias, Unpack
-
-import grpc
+from typing import Any, Self, Unpack
 
 from tandem.channel import open_async_channel, open_channel
-from tandem.errors import Cancelled, error_from_rpc
+from tandem.errors import Unavailable
+from tandem.generation import Asking, AsyncGeneration, Generation, Metadata, told
 from tandem.options import GenerateOptions, Message, generate_request, tokenize_request
-from tandem.results import Assembly, Delta, Model, Result, model_from_wire, pack_ids, unpack_ids
-from tandem.v1 import inference_pb2, inference_pb2_grpc
+from tandem.results import Model, model_from_wire, pack_ids, unpack_ids
+from tandem.routers import Routers, addresses
+from tandem.v1 import inference_pb2
+
+__all__ = ["AsyncClient", "AsyncGeneration", "Client", "Generation"]
 
 _CALL_TIMEOUT_S = 30.0  # of everything but a generation
 _GENERATION_TIMEOUT_S = 600.0
-_AsyncCall: TypeAlias = "grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]"
-
-
-class _Call(Protocol):
-    """What grpc's blocking client returns for a stream of responses."""
-
-    def __next__(self) -> inference_pb2.GenerateResponse: ...
-
-    def cancel(self) -> bool: ...
-
-
-class Generation:
-    """One running generation: iterate over its deltas, or take its `result`. One reader, once."""
-
-    def __init__(self, call: _Call, request_id: str) -> None:
-        self.request_id = request_id
-        self._call = call
-        self._assembly = Assembly(request_id)
-        self._pending: deque[Delta] = deque()
-
-    def __iter__(self) -> Iterator[Delta]:
-        return self
-
-    def __next__(self) -> Delta:
-        while not self._pending:
-            with _told():
-                response = next(self._call)
-            self._pending.extend(self._assembly.add(response))
-        return self._pending.popleft()
-
-    def result(self) -> Result:
-        """Reads to the end. Deltas that were read before count too."""
-        for _ in self:
-            pass
-        return self._assembly.result()
-
-    def close(self) -> None:
-        """Cancels it if it still runs."""
-        self._call.cancel()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
-        self.close()
 
 
 class Client:
-    """Of one router. Safe to use from several threads; each generation has one reader."""
+    """Of one router, or of several of one cluster. Safe to use from several threads; each generation has one reader."""
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         api_key: str | None = None,
         *,
         timeout_s: float = _GENERATION_TIMEOUT_S,
         tls_ca: str | None = None,
         secure: bool = False,
     ) -> None:
-        """`address` is the router's host:port for gRPC; `timeout_s` the deadline of a generation that names none. With
-        `tls_ca`, a PEM file, the router must have a certificate of one of its authorities; with `secure` alone, a
-        publicly trusted one; else the connection is plaintext. Raises OSError when the file cannot be read."""
-        self._channel = open_channel(address, tls_ca=tls_ca, secure=secure)
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        """`address` is the router's host:port for gRPC, or several, in a list or with commas between them: the first
+        that answers serves, and another one goes on with what it leaves unfinished. `timeout_s` is the deadline of a
+        generation that names none. With `tls_ca`, a PEM file, a router must have a certificate of one of its
+        authorities; with `secure` alone, a publicly trusted one; else the connection is plaintext. Raises OSError when
+        the file cannot be read, ValueError when there is no address."""
+        self._channels = [open_channel(one, tls_ca=tls_ca, secure=secure) for one in addresses(address)]
+        self._routers = Routers(self._channels)
         self._metadata = _metadata(api_key)
         self._timeout_s = timeout_s
 
@@ -106,29 +64,45 @@ class Client:
         """Continues a text, token ids as they are, or a conversation: exactly one of them."""
         request = generate_request(prompt, token_ids, messages, options)
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return Generation(self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata), request.request_id)
+        return Generation(Asking(request, self._routers, self._metadata, timeout_s))
 
     def tokenize(self, text: str | None = None, *, messages: Iterable[Message] | None = None) -> tuple[int, ...]:
         request = tokenize_request(text, messages)
-        with _told():
-            answer = self._stub.Tokenize(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata)
+        answer = self._ask("Tokenize", request)
         return unpack_ids(answer.token_ids)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         request = inference_pb2.DetokenizeRequest(token_ids=pack_ids(token_ids))
-        with _told():
-            answer = self._stub.Detokenize(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata)
+        answer = self._ask("Detokenize", request)
         return str(answer.text)
 
     def models(self) -> tuple[Model, ...]:
         request = inference_pb2.ListModelsRequest()
-        with _told():
-            answer = self._stub.ListModels(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata)
+        answer = self._ask("ListModels", request)
         return tuple(model_from_wire(model) for model in answer.models)
 
     def close(self) -> None:
         """Cancels what still runs."""
-        self._channel.close()
+        self._routers.is_closed = True
+        for channel in self._channels:
+            channel.close()
+
+    def _ask(self, method: str, request: object) -> Any:
+        """The first router that can be reached answers."""
+        failure = None
+        for number in self._routers.in_turn():
+            try:
+                with told():
+                    answer = getattr(self._routers.stubs[number], method)(
+                        request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata
+                    )
+            except Unavailable as error:
+                failure = error
+            else:
+                self._routers.first = number
+                return answer
+        assert failure is not None
+        raise failure
 
     def __enter__(self) -> Self:
         return self
@@ -137,63 +111,20 @@ class Client:
         self.close()
 
 
-class AsyncGeneration:
-    """As Generation, read with `async for` or `await generation.result()`."""
-
-    def __init__(self, call: _AsyncCall, request_id: str) -> None:
-        self.request_id = request_id
-        self._call = call
-        self._responses = aiter(call)
-        self._closed = False
-        self._assembly = Assembly(request_id)
-        self._pending: deque[Delta] = deque()
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self
-
-    async def __anext__(self) -> Delta:
-        if self._closed:  # grpc would raise CancelledError, as if the reader's own task were cancelled
-            raise Cancelled("this generation was closed", reason="cancelled")
-        while not self._pending:
-            with _told():
-                response = await anext(self._responses)
-            self._pending.extend(self._assembly.add(response))
-        return self._pending.popleft()
-
-    async def result(self) -> Result:
-        """Reads to the end. Deltas that were read before count too."""
-        async for _ in self:
-            pass
-        return self._assembly.result()
-
-    def close(self) -> None:
-        """Cancels it if it still runs."""
-        self._closed = True
-        self._call.cancel()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
-    ) -> None:
-        self.close()
-
-
 class AsyncClient:
     """As Client, on one event loop: made and used there."""
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         api_key: str | None = None,
         *,
         timeout_s: float = _GENERATION_TIMEOUT_S,
         tls_ca: str | None = None,
         secure: bool = False,
     ) -> None:
-        self._channel = open_async_channel(address, tls_ca=tls_ca, secure=secure)
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._channels = [open_async_channel(one, tls_ca=tls_ca, secure=secure) for one in addresses(address)]
+        self._routers = Routers(self._channels)
         self._metadata = _metadata(api_key)
         self._timeout_s = timeout_s
 
@@ -209,30 +140,43 @@ class AsyncClient:
         """As Client.generate. The call starts here, before anything is awaited."""
         request = generate_request(prompt, token_ids, messages, options)
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
-        return AsyncGeneration(call, request.request_id)
+        return AsyncGeneration(Asking(request, self._routers, self._metadata, timeout_s))
 
     async def tokenize(self, text: str | None = None, *, messages: Iterable[Message] | None = None) -> tuple[int, ...]:
         request = tokenize_request(text, messages)
-        with _told():
-            answer = await self._stub.Tokenize(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata)
+        answer = await self._ask("Tokenize", request)
         return unpack_ids(answer.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         request = inference_pb2.DetokenizeRequest(token_ids=pack_ids(token_ids))
-        with _told():
-            answer = await self._stub.Detokenize(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata)
+        answer = await self._ask("Detokenize", request)
         return str(answer.text)
 
     async def models(self) -> tuple[Model, ...]:
         request = inference_pb2.ListModelsRequest()
-        with _told():
-            answer = await self._stub.ListModels(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata)
+        answer = await self._ask("ListModels", request)
         return tuple(model_from_wire(model) for model in answer.models)
 
     async def close(self) -> None:
         """Cancels what still runs."""
-        await self._channel.close()
+        self._routers.is_closed = True
+        await asyncio.gather(*(channel.close() for channel in self._channels))
+
+    async def _ask(self, method: str, request: object) -> Any:
+        failure = None
+        for number in self._routers.in_turn():
+            try:
+                with told():
+                    answer = await getattr(self._routers.stubs[number], method)(
+                        request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata
+                    )
+            except Unavailable as error:
+                failure = error
+            else:
+                self._routers.first = number
+                return answer
+        assert failure is not None
+        raise failure
 
     async def __aenter__(self) -> Self:
         return self
@@ -243,14 +187,5 @@ class AsyncClient:
         await self.close()
 
 
-@contextmanager
-def _told() -> Iterator[None]:
-    """gRPC's errors as Tandem's."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise error_from_rpc(error) from error
-
-
-def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+def _metadata(api_key: str | None) -> Metadata:
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()

@@ -1,6 +1,7 @@
 """What a client of Tandem can meet.
 
-TandemError              `reason` is the stable name that the server gives, `retry_after_s` when to come back
+TandemError              `reason` is the stable name that the server gives, `retry_after_s` when to come back;
+│                        `is_lost`: no router said it, the connection broke or could not be made
 ├── InvalidRequest       change something; the message says what
 │   └── UnknownModel
 ├── Unauthenticated      the router wants its API key, or another one
@@ -20,11 +21,14 @@ _RETRY_AFTER_S = "tandem-retry-after-s"
 
 
 class TandemError(Exception):
-    def __init__(self, message: str, *, reason: str = "", retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, reason: str = "", retry_after_s: float | None = None, is_lost: bool = False
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.reason = reason
         self.retry_after_s = retry_after_s
+        self.is_lost = is_lost
 
 
 class InvalidRequest(TandemError):
@@ -82,4 +86,5 @@ def error_from_rpc(error: grpc.RpcError) -> TandemError:
         explained(error.details() or error.code().name),
         reason=trailing.get(_REASON) or error.code().name.lower(),
         retry_after_s=float(retry_after) if retry_after is not None else None,
+        is_lost=error.code() is grpc.StatusCode.UNAVAILABLE and _REASON not in trailing,
     )

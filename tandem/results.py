@@ -2,9 +2,8 @@
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from tandem.errors import InternalError
 from tandem.v1 import inference_pb2
 
 
@@ -95,44 +94,6 @@ class Model:
     has_chat_template: bool
 
 
-@dataclass(slots=True)
-class Assembly:
-    """A result in the making. Holds the promise that every token comes exactly once and in order."""
-
-    request_id: str
-    _deltas: dict[int, list[Delta]] = field(default_factory=dict)
-    _num_tokens: dict[int, int] = field(default_factory=dict)
-    _summary: inference_pb2.Summary | None = None
-
-    def add(self, response: inference_pb2.GenerateResponse) -> list[Delta]:
-        """The response's deltas. Raises InternalError when a token came twice or one is missing."""
-        deltas = [_delta(message) for message in response.deltas]
-        for delta in deltas:
-            expected = self._num_tokens.get(delta.choice, 0)
-            if delta.first_index != expected:
-                raise InternalError(
-                    f"choice {delta.choice} continues at token {delta.first_index}, {expected} came before",
-                    reason="out_of_order",
-                )
-            self._num_tokens[delta.choice] = expected + len(delta.token_ids)
-            self._deltas.setdefault(delta.choice, []).append(delta)
-        if response.HasField("summary"):
-            self._summary = response.summary
-        return deltas
-
-    def result(self) -> Result:
-        """After the last response. Raises InternalError when the stream ended early."""
-        if self._summary is None:
-            raise InternalError("the stream ended without its summary", reason="no_summary")
-        usage = self._summary.usage
-        return Result(
-            request_id=self.request_id,
-            choices=tuple(_choice(self._deltas[number]) for number in sorted(self._deltas)),
-            usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
-            ledger=_ledger(self._summary.ledger),
-        )
-
-
 def pack_ids(token_ids: Sequence[int]) -> bytes:
     """Little-endian uint32. Raises ValueError for an id that does not fit."""
     try:
@@ -151,7 +112,7 @@ def model_from_wire(message: inference_pb2.Model) -> Model:
     )
 
 
-def _delta(message: inference_pb2.ChoiceDelta) -> Delta:
+def delta_from_wire(message: inference_pb2.ChoiceDelta) -> Delta:
     return Delta(
         choice=message.choice,
         first_index=message.first_index,
@@ -168,17 +129,7 @@ def _position(message: inference_pb2.PositionLogprobs) -> PositionLogprobs:
     return PositionLogprobs(chosen, tuple(TokenLogprob(token.token_id, token.logprob) for token in message.top))
 
 
-def _choice(deltas: Sequence[Delta]) -> Choice:
-    return Choice(
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        text="".join(delta.text for delta in deltas),
-        logprobs=tuple(position for delta in deltas for position in delta.logprobs),
-        finish_reason=deltas[-1].finish_reason,
-        stop_cause=deltas[-1].stop_cause,
-    )
-
-
-def _ledger(message: inference_pb2.Ledger) -> Ledger:
+def ledger_from_wire(message: inference_pb2.Ledger) -> Ledger:
     return Ledger(
         phases=tuple(Phase(phase.name, phase.duration_s) for phase in message.phases),
         wall_s=message.wall_s,

@@ -93,8 +93,8 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
 
 
 @contextmanager
-def router(**script: object) -> Iterator[tuple[ScriptedRouter, str]]:
-    servicer = ScriptedRouter(**script)  # type: ignore[arg-type]
+def router(kind: type[ScriptedRouter] = ScriptedRouter, **script: object) -> Iterator[tuple[ScriptedRouter, str]]:
+    servicer = kind(**script)  # type: ignore[arg-type]
     server = grpc.server(futures.ThreadPoolExecutor(4))
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")

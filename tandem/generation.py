@@ -1,0 +1,186 @@
+"""One running generation, read by blocking or on an event loop. Goes on at another router when its own is lost."""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self, TypeAlias
+
+import grpc
+
+from tandem.errors import Cancelled, TandemError, error_from_rpc
+from tandem.progress import Progress
+from tandem.results import Delta, Result
+from tandem.routers import Routers
+from tandem.v1 import inference_pb2
+
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+_AsyncCall: TypeAlias = "grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]"
+
+
+class _Call(Protocol):
+    """What grpc's blocking client returns for a stream of responses."""
+
+    def __next__(self) -> inference_pb2.GenerateResponse: ...
+
+    def cancel(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """What is asked, of whom, for how long."""
+
+    request: inference_pb2.GenerateRequest
+    routers: Routers
+    metadata: Metadata
+    timeout_s: float
+
+    def progress(self) -> Progress:
+        return Progress(
+            self.request,
+            num_routers=len(self.routers.stubs),
+            router=self.routers.first,
+            deadline_s=time.monotonic() + self.timeout_s,
+        )
+
+
+class Generation:
+    """Iterate over its deltas, or take its `result`. One reader, once."""
+
+    def __init__(self, asking: Asking) -> None:
+        self.request_id = asking.request.request_id
+        self._asking = asking
+        self._progress = asking.progress()
+        self._closed = threading.Event()
+        self._pending: deque[Delta] = deque()
+        self._call: _Call = self._ask()
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self
+
+    def __next__(self) -> Delta:
+        while not self._pending:
+            try:
+                with told():
+                    response = next(self._call)
+            except TandemError as error:
+                if self._closed.is_set():
+                    raise
+                self._go_on(error)
+                continue
+            self._asking.routers.first = self._progress.router
+            self._pending.extend(self._progress.take(response))
+        return self._pending.popleft()
+
+    def result(self) -> Result:
+        """Reads to the end. Deltas that were read before count too."""
+        for _ in self:
+            pass
+        return self._progress.result()
+
+    def close(self) -> None:
+        """Cancels it if it still runs."""
+        self._closed.set()
+        self._call.cancel()
+
+    def _go_on(self, error: TandemError) -> None:
+        """Raises TandemError."""
+        if self._closed.wait(self._progress.lost(error, time.monotonic())) or self._asking.routers.is_closed:
+            raise _closed() from error
+        self._call = self._ask()
+        if self._closed.is_set():  # since we looked
+            self._call.cancel()
+
+    def _ask(self) -> _Call:
+        progress, asking = self._progress, self._asking
+        stub = asking.routers.stubs[progress.router]
+        left_s = progress.time_left_s(time.monotonic())
+        call: _Call = stub.Generate(progress.request, timeout=left_s, metadata=asking.metadata)
+        return call
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        self.close()
+
+
+class AsyncGeneration:
+    """As Generation, read with `async for` or `await generation.result()`."""
+
+    def __init__(self, asking: Asking) -> None:
+        self.request_id = asking.request.request_id
+        self._asking = asking
+        self._progress = asking.progress()
+        self._closed = asyncio.Event()
+        self._pending: deque[Delta] = deque()
+        self._call, self._responses = self._ask()
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._closed.is_set():  # grpc would raise CancelledError, as if the reader's own task were cancelled
+            raise _closed()
+        while not self._pending:
+            try:
+                with told():
+                    response = await anext(self._responses)
+            except TandemError as error:
+                await self._go_on(error)
+                continue
+            self._asking.routers.first = self._progress.router
+            self._pending.extend(self._progress.take(response))
+        return self._pending.popleft()
+
+    async def result(self) -> Result:
+        """Reads to the end. Deltas that were read before count too."""
+        async for _ in self:
+            pass
+        return self._progress.result()
+
+    def close(self) -> None:
+        """Cancels it if it still runs."""
+        self._closed.set()
+        self._call.cancel()
+
+    async def _go_on(self, error: TandemError) -> None:
+        """Raises TandemError."""
+        wait_s = self._progress.lost(error, time.monotonic())
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._closed.wait(), wait_s)
+        if self._closed.is_set() or self._asking.routers.is_closed:
+            raise _closed() from error
+        self._call, self._responses = self._ask()
+
+    def _ask(self) -> tuple[_AsyncCall, AsyncIterator[inference_pb2.GenerateResponse]]:
+        progress, asking = self._progress, self._asking
+        stub = asking.routers.stubs[progress.router]
+        left_s = progress.time_left_s(time.monotonic())
+        call: _AsyncCall = stub.Generate(progress.request, timeout=left_s, metadata=asking.metadata)
+        return call, aiter(call)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """gRPC's errors as Tandem's."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise error_from_rpc(error) from error
+
+
+def _closed() -> Cancelled:
+    return Cancelled("this generation was closed", reason="cancelled")

@@ -1,0 +1,132 @@
+"""A client that knows several routers: whom it asks, and how a generation goes on when one dies under it."""
+
+import asyncio
+import threading
+
+import grpc
+import pytest
+
+from tandem.client import AsyncClient, Client
+from tandem.errors import Cancelled, InvalidRequest, Unavailable
+from tandem.results import unpack_ids
+from tests.unit.test_client import TWO_CHOICES, Response, ScriptedRouter, aborting, generation_request, router
+
+NOBODY = "127.0.0.1:1"
+
+
+def the_rest(num_known: int) -> list[Response]:
+    """What another router says after the first messages of TWO_CHOICES."""
+    return TWO_CHOICES[num_known:]
+
+
+def gone(context: grpc.ServicerContext) -> None:
+    """As a killed router: a status without a word of Tandem's."""
+    context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+
+@pytest.mark.parametrize("num_known", [1, 2, 3, 4])
+def test_a_generation_goes_on_at_another_router(num_known: int) -> None:
+    with (
+        router(responses=TWO_CHOICES[:num_known], failure=gone) as (_, dying),
+        router(responses=the_rest(num_known)) as (second, other),
+        Client(f"{dying},{other}") as client,
+    ):
+        generation = client.generate("x", n=2, max_tokens=5)
+        result = generation.result()
+        assert [(choice.text, choice.finish_reason) for choice in result.choices] == [("ade", "length"), ("bc", "stop")]
+        request = generation_request(second)
+        assert request.request_id == generation.request_id
+        before = [delta for response in TWO_CHOICES[:num_known] for delta in response.deltas]
+        for number, choice in enumerate(request.resume_from.choices):
+            came = [delta for delta in before if delta.choice == number]
+            assert choice.token_ids == b"".join(delta.token_ids for delta in came)
+            assert choice.num_characters == sum(len(delta.text) for delta in came)
+        second.responses = TWO_CHOICES
+        client.generate("y").result()
+        assert generation_request(second).text == "y", "the one that answers is asked first from then on"
+
+
+async def test_an_async_generation_goes_on_at_another_router() -> None:
+    with (
+        router(responses=TWO_CHOICES[:3], failure=gone) as (_, dying),
+        router(responses=the_rest(3)) as (second, other),
+    ):
+        async with AsyncClient([dying, other]) as client:
+            result = await client.generate("x", n=2).result()
+    assert [choice.text for choice in result.choices] == ["ade", "bc"]
+    assert [unpack_ids(c.token_ids) for c in generation_request(second).resume_from.choices] == [(7, 10, 11), (8, 9)]
+
+
+def test_the_same_router_is_asked_again_when_there_is_no_other() -> None:
+    """Each time it says one message more and breaks."""
+    said = 0
+
+    class Restarting(ScriptedRouter):
+        def Generate(self, request: object, context: grpc.ServicerContext) -> object:  # type: ignore[override]
+            nonlocal said
+            self._note(request, context)
+            yield TWO_CHOICES[said]
+            said += 1
+            if said < len(TWO_CHOICES):
+                gone(context)
+
+    with router(kind=Restarting) as (servicer, address), Client(address) as client:
+        assert client.generate("x", n=2).result().text == "ade"
+        assert len(servicer.seen) == len(TWO_CHOICES)
+
+
+def test_a_router_that_was_never_there_is_passed_over_for_every_call() -> None:
+    with router() as (_, address), Client([NOBODY, address]) as client:
+        assert client.models()[0].id == "m"
+        assert client.generate("x").result().text == "ade"
+    with router() as (_, address), Client([NOBODY, address]) as client:
+        assert client.generate("x").result().text == "ade"
+        assert client.detokenize([1]) == "é"
+
+
+async def test_a_router_that_was_never_there_is_passed_over_by_the_async_client_too() -> None:
+    with router() as (_, address):
+        async with AsyncClient([NOBODY, address]) as client:
+            assert (await client.models())[0].id == "m"
+            assert await client.tokenize("x")
+        async with AsyncClient([NOBODY, "127.0.0.1:2"]) as client:
+            with pytest.raises(Unavailable):
+                await client.models()
+            with pytest.raises(Unavailable):
+                await client.generate("x").result()
+
+
+def test_a_refusal_is_told_and_asked_of_nobody_else() -> None:
+    failure = aborting(grpc.StatusCode.INVALID_ARGUMENT, "n must be", reason="invalid_request")
+    with (
+        router(responses=TWO_CHOICES[:1], failure=failure) as (_, address),
+        router() as (second, other),
+        Client([address, other]) as client,
+    ):
+        with pytest.raises(InvalidRequest, match="n must be"):
+            client.generate("x").result()
+        assert second.seen == []
+
+
+def test_closing_ends_the_wait_for_a_router() -> None:
+    with router(responses=TWO_CHOICES[:1], failure=gone) as (servicer, address), Client(address) as client:
+        generation = client.generate("x", n=2)
+        next(generation)
+        closing = threading.Timer(0.05, generation.close)
+        servicer.responses = []
+        closing.start()
+        with pytest.raises(Cancelled):
+            generation.result()
+        closing.join()
+
+
+async def test_closing_the_client_ends_the_wait_too() -> None:
+    with router(responses=TWO_CHOICES[:1], failure=gone) as (servicer, address):
+        client = AsyncClient(address)
+        generation = client.generate("x", n=2)
+        await anext(generation)
+        servicer.responses = []
+        asyncio.get_running_loop().call_later(0.05, generation.close)
+        with pytest.raises(Cancelled):
+            await generation.result()
+        await client.close()

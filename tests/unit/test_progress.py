@@ -1,0 +1,173 @@
+"""How the client goes on when its router is lost: what it asks, of whom, when, and when it gives up."""
+
+import pytest
+
+from tandem.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    TandemError,
+    Unauthenticated,
+    Unavailable,
+)
+from tandem.progress import Progress
+from tandem.results import pack_ids, unpack_ids
+from tandem.routers import addresses
+from tandem.v1 import inference_pb2
+
+Response = inference_pb2.GenerateResponse
+LOST = Unavailable("Socket closed", reason="unavailable", is_lost=True)
+ACCEPTED = inference_pb2.AcceptedRequest(
+    sampling=inference_pb2.SamplingParams(temperature=0.5, top_k=3, top_p=1, min_p=0, seed=77), max_tokens=9
+)
+
+
+def delta(choice: int, first_index: int, token_ids: tuple[int, ...], text: str = "", reason: str = "") -> Response:
+    grown = inference_pb2.ChoiceDelta(
+        choice=choice, first_index=first_index, token_ids=pack_ids(token_ids), text=text, finish_reason=reason
+    )
+    return Response(deltas=[grown])
+
+
+def progress(num_routers: int = 2, n: int = 1, draw: float = 1.0, router: int = 0) -> Progress:
+    request = inference_pb2.GenerateRequest(request_id="r", text="x", n=n)
+    return Progress(request, num_routers=num_routers, router=router, deadline_s=100.0, draw=lambda: draw)
+
+
+def begun(num_routers: int = 2) -> Progress:
+    started = progress(num_routers)
+    started.take(delta(0, 0, (5, 6), "ab"))
+    return started
+
+
+def test_another_router_is_told_what_is_there_and_what_the_first_one_chose() -> None:
+    generation = progress(n=3)
+    generation.take(Response(deltas=delta(0, 0, (5, 6), "aé").deltas, accepted=ACCEPTED))
+    generation.take(delta(2, 0, (7,), "b", reason="stop"))
+    generation.lost(LOST, 0.0)
+    asked = generation.request
+    assert (generation.router, asked.request_id, asked.text, asked.n) == (1, "r", "x", 3)
+    assert (asked.sampling, asked.stop.max_tokens) == (ACCEPTED.sampling, 9)
+    has = [(unpack_ids(c.token_ids), c.num_characters, c.finish_reason) for c in asked.resume_from.choices]
+    assert has == [((5, 6), 2, ""), ((), 0, ""), ((7,), 1, "stop")]
+
+
+def test_what_comes_after_a_loss_joins_what_came_before() -> None:
+    generation = begun()
+    generation.lost(LOST, 0.0)
+    generation.take(delta(0, 2, (7,), "c", reason="length"))
+    generation.take(Response(summary=inference_pb2.Summary()))
+    choice = generation.result().choices[0]
+    assert (choice.token_ids, choice.text, choice.finish_reason) == ((5, 6, 7), "abc", "length")
+
+
+def test_a_router_that_begins_anew_gives_only_what_is_new() -> None:
+    """One that is older than resuming, in whatever portions it speaks."""
+    generation = begun()
+    generation.lost(LOST, 0.0)
+    assert generation.take(delta(0, 0, (5,), "a")) == []
+    (grown,) = generation.take(delta(0, 1, (6, 7), "bc", reason="length"))
+    assert (grown.first_index, grown.token_ids, grown.text, grown.finish_reason) == (2, (7,), "c", "length")
+
+
+@pytest.mark.parametrize(
+    ("response", "named"),
+    [
+        (delta(0, 3, (7,)), "continues at token 3, 2 came before"),
+        (delta(0, 1, (6,)), "continues at token 1, 2 came before"),
+        (delta(0, 0, (5, 9)), "other tokens"),
+    ],
+)
+def test_a_gap_or_another_token_is_an_error_and_never_handed_over(response: Response, named: str) -> None:
+    generation = begun()
+    generation.lost(LOST, 0.0)
+    with pytest.raises(InternalError, match=named):
+        generation.take(response)
+
+
+def test_a_choice_does_not_go_on_after_its_end() -> None:
+    generation = begun()
+    generation.take(delta(0, 2, (7,), "c", reason="stop"))
+    with pytest.raises(InternalError, match="after its end"):
+        generation.take(delta(0, 3, (8,)))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("what to change", reason="invalid_request"),
+        Unauthenticated("which key", reason="unauthenticated"),
+        Overloaded("read faster", reason="slow_client"),
+        DeadlineExceeded("too late", reason="deadline_exceeded"),
+        InternalError("its own fault", reason="internal"),
+    ],
+)
+def test_what_a_router_says_is_wrong_is_not_asked_again(error: TandemError) -> None:
+    generation = begun()
+    with pytest.raises(type(error)) as raised:
+        generation.lost(error, 0.0)
+    assert raised.value is error
+
+
+def test_before_anything_came_each_router_is_asked_once() -> None:
+    generation = progress(num_routers=3, router=1)
+    asked = [generation.router]
+    for _ in range(2):
+        generation.lost(LOST, 0.0)
+        asked.append(generation.router)
+    assert asked == [1, 2, 0]
+    with pytest.raises(Unavailable, match="Socket closed"):
+        generation.lost(LOST, 0.0)
+
+
+def test_a_router_that_says_the_cluster_cannot_is_believed_once_each() -> None:
+    generation, error = begun(), Unavailable("both pools are gone", reason="worker_lost")
+    generation.lost(error, 0.0)
+    with pytest.raises(Unavailable, match="both pools"):
+        generation.lost(error, 0.0)
+
+
+@pytest.mark.parametrize(
+    "error", [LOST, Unavailable("leaving", reason="draining"), Overloaded("full", reason="overloaded")]
+)
+def test_what_has_begun_goes_on_until_its_deadline_with_growing_waits(error: TandemError) -> None:
+    generation = begun()
+    generation.lost(LOST, 0.0)
+    now_s, waits_s, routers = 0.0, [], []
+    while now_s < 98:
+        waits_s.append(generation.lost(error, now_s))
+        routers.append(generation.router)
+        now_s += waits_s[-1]
+    with pytest.raises(DeadlineExceeded, match=error.message):
+        generation.lost(error, now_s)
+    assert waits_s[:4] == [0.2, 0.4, 0.8, 1.6]
+    assert set(waits_s[4:]) == {2.0}
+    assert routers[:4] == [0, 1, 0, 1]
+
+
+def test_a_wait_is_drawn_so_that_clients_of_one_router_do_not_come_at_once() -> None:
+    early, late = progress(draw=0.0), progress(draw=0.5)
+    assert (early.lost(LOST, 0.0), late.lost(LOST, 0.0)) == (0.0, 0.05)
+
+
+def test_an_overloaded_router_is_asked_no_sooner_than_it_said() -> None:
+    generation = begun()
+    generation.lost(LOST, 0.0)
+    assert generation.lost(Overloaded("full", reason="overloaded", retry_after_s=3.0), 0.0) == 3.2
+
+
+def test_an_answer_makes_the_next_loss_a_first_one() -> None:
+    generation = begun()
+    for _ in range(4):
+        generation.lost(LOST, 0.0)
+    generation.take(delta(0, 2, (7,)))
+    assert generation.lost(LOST, 0.0) == 0.1
+
+
+def test_addresses_come_with_commas_or_in_a_list() -> None:
+    assert addresses("a:1") == ("a:1",)
+    assert addresses("a:1, b:2,") == addresses(["a:1", "b:2"]) == ("a:1", "b:2")
+    for nothing in ("", ","):
+        with pytest.raises(ValueError, match="host:port"):
+            addresses(nothing)
