@@ -1,0 +1,188 @@
+"""A router dies under its client, at every point of a stream: another one goes on, and nothing is lost or repeated.
+
+Both routers and the client are real; the workers are scripted, so that each token says whose it is.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from cluster import wire
+from cluster.serving import GrpcServer, open_channel
+from router.service import InferenceService
+from tandem.client import AsyncClient
+from tandem.v1 import inference_pb2, inference_pb2_grpc
+from tests.system.router_harness import PROMPT, RouterUnderTest, ask, expected_tokens, router_under_test
+from tests.system.scripted_workers import ScriptedDecode, ScriptedPrefill, scripted_token
+
+MAX_TOKENS = 12
+Response = inference_pb2.GenerateResponse
+
+
+class MortalService(InferenceService):
+    """Its server is gone before the first response of which `dies_before(responses sent, response)`."""
+
+    def __init__(self, router: RouterUnderTest, stop: Callable[[], Any]) -> None:
+        super().__init__(pipeline=router.pipeline, tokenization=router.tokenization)
+        self.dies_before: Callable[[int, Response], bool] = lambda num_tokens, response: False
+        self._stop = stop
+        self._stopping: asyncio.Task[None] | None = None
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> AsyncIterator[Response]:
+        num_tokens = 0
+        async for response in super().Generate(request, context):
+            if self.dies_before(num_tokens, response):
+                self._stopping = asyncio.create_task(self._stop())
+                await asyncio.Event().wait()  # until the server's end cancels it
+            yield response
+            num_tokens += sum(len(delta.token_ids) // 4 for delta in response.deltas)
+
+
+class ServedRouter:
+    def __init__(self, router: RouterUnderTest, prefill: ScriptedPrefill, decode: ScriptedDecode) -> None:
+        self.router, self.prefill, self.decode = router, prefill, decode
+        self.server = GrpcServer(service_names=["tandem.v1.Inference"], telemetry=router.telemetry)
+        self.service = MortalService(router, lambda: self.server.stop(0))
+        inference_pb2_grpc.add_InferenceServicer_to_server(self.service, self.server.grpc)
+        self.address = f"127.0.0.1:{self.server.bind('127.0.0.1', 0)}"
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[ServedRouter]:
+    async with router_under_test() as router:
+        one = ServedRouter(router, await router.add_prefill("p0"), await router.add_decode("d0"))
+        await router.connected()
+        await one.server.start()
+        try:
+            yield one
+        finally:
+            await one.server.stop(0)
+
+
+def before_token(number: int) -> Callable[[int, Response], bool]:
+    """Of all choices together; as soon as so many were sent."""
+    return lambda num_tokens, response: num_tokens >= number
+
+
+def before_the_end(num_tokens: int, response: Response) -> bool:
+    return response.HasField("summary")
+
+
+def before_the_last_tokens(num_tokens: int, response: Response) -> bool:
+    return any(delta.finish_reason for delta in response.deltas)
+
+
+REQUEST = ask(max_tokens=MAX_TOKENS, n=2)  # its seed is 1
+
+
+def undisturbed(router: RouterUnderTest) -> tuple[list[tuple[int, ...]], int]:
+    """Both choices' tokens, and the stop token that ends the first one early."""
+    first, second = (tuple(expected_tokens(router, REQUEST, choice)) for choice in (0, 1))
+    assert first[3] not in second
+    return [first[:4], second], first[3]
+
+
+@pytest.mark.parametrize(
+    "dies_before",
+    [before_token(0), before_token(1), before_token(5), before_token(9), before_the_last_tokens, before_the_end],
+    ids=["first-token", "token-1", "token-5", "token-9", "last-tokens", "end-message"],
+)
+async def test_the_client_gets_what_it_would_have_got(dies_before: Callable[[int, Response], bool]) -> None:
+    async with served() as first, served() as second:
+        expected, stop_token_id = undisturbed(first.router)
+        first.service.dies_before = dies_before
+        async with AsyncClient([first.address, second.address], timeout_s=20) as client:
+            result = await client.generate(
+                token_ids=PROMPT, n=2, seed=1, max_tokens=MAX_TOKENS, stop_token_ids=[stop_token_id], logprobs=1
+            ).result()
+        decode = second.router.tokenization.decode
+        assert [choice.token_ids for choice in result.choices] == expected
+        assert [choice.text for choice in result.choices] == [decode(expected[0][:-1]), decode(expected[1])]
+        assert [choice.finish_reason for choice in result.choices] == ["stop", "length"]
+        for choice in result.choices:
+            assert tuple(position.chosen.token_id for position in choice.logprobs) == choice.token_ids
+        assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (len(PROMPT), 4 + MAX_TOKENS)
+        assert result.ledger.reasons == ("resumed",)
+        if dies_before is before_the_end:
+            assert not second.prefill.jobs and not second.decode.jobs, "there was nothing left to compute"
+
+
+async def test_what_the_first_router_drew_and_resolved_holds_at_the_second() -> None:
+    """The seed, and sampling and length that the request left open."""
+    async with served() as first, served() as second:
+        first.service.dies_before = before_token(5)
+        async with AsyncClient([first.address, second.address], timeout_s=20) as client:
+            result = await client.generate("def read(path):").result()
+        (before,), (after,) = first.prefill.jobs, second.prefill.jobs
+        assert (after.seeds, after.sampling, after.stops) == (before.seeds, before.sampling, before.stops)
+        assert after.token_ids[: len(before.token_ids)] == before.token_ids
+        assert after.num_committed >= 5
+        tokens = [scripted_token(before.token_ids, before.seeds[0], i) for i in range(before.stops.max_tokens)]
+        assert list(result.token_ids) == tokens
+        assert result.text == second.router.tokenization.decode(tokens)
+
+
+def again(token_ids: list[int], **fields: object) -> inference_pb2.GenerateRequest:
+    has = inference_pb2.ResumedChoice(token_ids=wire.pack_ids(token_ids))
+    return one(resume_from=inference_pb2.ResumeFrom(choices=[has]), **fields)
+
+
+def one(**fields: object) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        **{
+            "request_id": "mine",
+            "token_ids": wire.pack_ids(PROMPT),
+            "sampling": inference_pb2.SamplingParams(temperature=0, seed=1),
+            "stop": inference_pb2.StopConditions(max_tokens=MAX_TOKENS),
+        }
+        | fields  # type: ignore[arg-type]
+    )
+
+
+async def test_a_client_that_comes_back_to_its_router_takes_its_request_over() -> None:
+    """Its link was cut: the router has not seen the first stream end yet."""
+    async with served() as router, open_channel(router.address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        tokens = expected_tokens(router.router, ask(max_tokens=MAX_TOKENS))
+        router.decode.pause_at = 4
+        left_behind = stub.Generate(one(), timeout=20)
+        async with asyncio.timeout(10):
+            await router.decode.paused.wait()
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await stub.Generate(one(), timeout=20).read()
+        assert refusal.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        router.decode.pause_at = None
+        responses = [response async for response in stub.Generate(again(tokens[:2]), timeout=20)]
+        deltas = [delta for response in responses for delta in response.deltas]
+        assert [i for delta in deltas for i in wire.unpack_ids(delta.token_ids)] == tokens[2:]
+        assert deltas[0].first_index == 2
+        with pytest.raises(grpc.aio.AioRpcError, match="come back") as ended:
+            async for _ in left_behind:
+                pass
+        assert ended.value.code() is grpc.StatusCode.CANCELLED
+        assert router.decode.cancelled_handles, "its first sequence was told to stop"
+
+
+async def test_who_resumes_what_cannot_be_is_refused_and_the_live_stream_goes_on() -> None:
+    async with served() as router, open_channel(router.address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        tokens = expected_tokens(router.router, ask(max_tokens=MAX_TOKENS))
+        router.decode.pause_at = 4
+        live = stub.Generate(one(), timeout=20)
+        async with asyncio.timeout(10):
+            await router.decode.paused.wait()
+        for wrong, named in (
+            (again(tokens[:2], n=2), "has 1 choices, the request 2"),
+            (again(tokens[:2], request_id=""), "request_id"),
+            (again(tokens[:2], stop=inference_pb2.StopConditions(max_tokens=1)), "ended with its token 0"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match=named) as refusal:
+                await stub.Generate(wrong, timeout=20).read()
+            assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        router.decode.resumed.set()
+        responses = [response async for response in live]
+        assert responses[-1].HasField("summary")
