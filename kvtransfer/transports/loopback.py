@@ -159,11 +159,12 @@ class LoopbackChannel:
 
     async def destroy(self) -> None:
         self._open = False
-        if self._read is not None:
-            self._read.cancel()
-            await asyncio.wait([self._read])
-            if not self._read.cancelled():
-                self._read.exception()
+        read = self._read  # it may end, and be forgotten, meanwhile
+        if read is not None:
+            read.cancel()
+            await asyncio.wait([read])
+            if not read.cancelled():
+                read.exception()
         self._ended(self)
 
     async def release(self) -> None:
