@@ -17,6 +17,7 @@ from tests.chaos.simulated.network import Conversation, Network
 
 _OK = (grpc.StatusCode.OK, "", ())
 _CANCELLED = (grpc.StatusCode.CANCELLED, "Locally cancelled by application!", ())
+_ENDED = (grpc.StatusCode.CANCELLED, "the server cancelled", ())
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, "the connection broke", ())
 _REFUSED = (grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses; last error: Connection refused", ())
 _LATE = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
@@ -267,14 +268,14 @@ class Served:
         if self._task is not None:
             self._task.cancel()
         else:
-            self._finish(_CANCELLED)
+            self._finish(_ENDED)
 
     def time_remaining(self) -> float | None:
         return None if self._deadline_s is None else self._deadline_s - asyncio.get_running_loop().time()
 
     async def _serve(self, listener: "Server", method: str, metadata: Any) -> None:
         context = Context(metadata, self.time_remaining)
-        status: Status = _CANCELLED
+        status: Status = _ENDED
         try:
             handler = await listener.handler(method, metadata)
             if handler is None:

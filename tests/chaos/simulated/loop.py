@@ -27,6 +27,9 @@ class Process:
         self.is_alive = True
         self.is_stopped = False
         self.clock_ahead_s = 0.0  # of its wall clock
+        self.fails_in_step = False  # the next one
+        self.hangs_in_step_s = 0.0  # the next one
+        self.step_s = 0.0  # the longest, beside its tokens
         self.ready: deque[asyncio.Handle] = deque()
         self.is_queued = False
         self.tasks: list[asyncio.Task[Any]] = []  # held: who is collected is closed, and a dead one closes nothing

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from tests.chaos.simulated.loop import Process, SimulatedLoop, current
 
 _KEEPALIVE_S = (10.0, 15.0)  # as cluster/serving.py: a ping after so long, and its answer
+_RESET_S = 0.3
 _CONNECT_S = 20.0  # gRPC's own patience with a host that says nothing
 
 
@@ -148,7 +149,9 @@ class Network:
         """Every connection between two places breaks, at both ends."""
         for conversation in tuple(self.conversations):
             if frozenset((conversation.client.place, conversation.server.place)) == ends:
-                self._break(conversation, conversation.client, conversation.server)
+                for end in (conversation.client, conversation.server):  # one may learn it long before the other
+                    delay_s = self._dice.choice((0.0, self._dice.random() * _RESET_S))
+                    self.loop.call_later(delay_s, conversation.break_at, end, context=end.context)
 
     def on_stopped(self, process: Process) -> None:
         self._expect_keepalive([c for c in self.conversations if c.server is process])

@@ -25,6 +25,11 @@ class Kind(StrEnum):
     RESET = "loses its connections"
     EMPTY = "loses what it kept"
     CLOCK = "has its clock set forward"
+    PAIR = "does not reach another"
+    SUPERSEDED = "is stopped, and another takes its name"
+    RAISE = "fails in a step"
+    HANG = "hangs in a step"
+    MOVE = "is to hand its sequences on"
 
 
 ROLES = ("router", "prefill", "decode")
@@ -63,6 +68,7 @@ class Schedule:
     num_decodes: int
     num_blocks: int  # of each pool
     latency_s: float  # the longest of a message
+    step_s: float  # the longest that a step takes, beside its tokens
     launches: bool  # the device computes on its own
     speculates: bool
     read_faults: bool
@@ -77,7 +83,7 @@ _SILENT_S = (0.05, 0.5, 1.5, 3.5, 7.0, 18.0)
 def make_schedule(seed: int) -> Schedule:
     dice = Random(seed)
     counts = num_routers, num_prefills, num_decodes = [dice.choice((1, 2)) for _ in range(3)]
-    asks = tuple(_ask(dice, num_routers) for _ in range(dice.randint(1, 5)))
+    asks = tuple(_ask(dice, num_routers) for _ in range(dice.choice((1, 2, 3, 4, 5, 8))))
     return Schedule(
         seed=seed,
         num_routers=num_routers,
@@ -85,12 +91,22 @@ def make_schedule(seed: int) -> Schedule:
         num_decodes=num_decodes,
         num_blocks=dice.choice((32, 48, 96)),
         latency_s=dice.choice((0.003, 0.003, 0.05)),
+        step_s=dice.choice((0.004, 0.004, 0.1)),
         launches=dice.random() < 0.3,
         speculates=dice.random() < 0.2,
         read_faults=dice.random() < 0.25,
         asks=tuple(sorted(asks, key=lambda ask: ask.at_s)),
         mishaps=tuple(_mishap(dice, counts) for _ in range(dice.choice((1, 1, 1, 2)))),
     )
+
+
+_ALL = (Kind.KILL, Kind.KILL, Kind.STOP, Kind.DRAIN, Kind.CUT, Kind.RESET, Kind.PAIR, Kind.SUPERSEDED)
+_KINDS = {
+    "router": _ALL,
+    "prefill": (*_ALL, Kind.RAISE, Kind.HANG, Kind.CLOCK),
+    "decode": (*_ALL, Kind.RAISE, Kind.HANG, Kind.CLOCK, Kind.MOVE, Kind.RESET),
+    "redis": (Kind.KILL, Kind.EMPTY, Kind.CUT),
+}
 
 
 def _ask(dice: Random, num_routers: int) -> Ask:
@@ -109,10 +125,7 @@ def _ask(dice: Random, num_routers: int) -> Ask:
 
 def _mishap(dice: Random, counts: Sequence[int]) -> Mishap:
     role = dice.choice((*ROLES, *ROLES, "prefill", "decode", "decode", "redis"))
-    kinds = (Kind.KILL, Kind.STOP, Kind.DRAIN, Kind.CUT, Kind.RESET)
-    kind = dice.choice(kinds if role != "redis" else (Kind.KILL, Kind.EMPTY, Kind.CUT))
-    if role not in ("redis", "router") and dice.random() < 0.05:
-        kind = Kind.CLOCK
+    kind = dice.choice(_KINDS[role])
     down = kind in (Kind.KILL, Kind.DRAIN)
     phase = dice.choice(tuple(Phase)) if role != "redis" and dice.random() < 0.8 else None
     return Mishap(

@@ -7,15 +7,15 @@ step reads and writes at its end, the latest moment at which what another wrote 
 import asyncio
 from typing import TypeVar
 
-from engine.step import StepPlan
+from engine.step import Launched, StepPlan, StepResult
 from engine.step_loop import StepLoop
-from tests.chaos.simulated.loop import SimulatedLoop
+from tests.chaos.simulated.loop import SimulatedLoop, current
 
 CommandT = TypeVar("CommandT")
 EventT = TypeVar("EventT")
 
 _WAKE_S = 0.0005  # at most, until a posted command is looked at
-_STEP_S, _TOKEN_S = 0.004, 0.0005
+_TOKEN_S = 0.0005
 
 
 class SimulatedStepLoop(StepLoop[CommandT, EventT]):
@@ -66,19 +66,35 @@ class SimulatedStepLoop(StepLoop[CommandT, EventT]):
         self._is_stepping = True
         num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
         loop = _loop()
-        loop.call_later(loop.soon_s(_STEP_S) + num_tokens * _TOKEN_S, self._end_step, plan, now_s)
+        hangs_s, current().hangs_in_step_s = current().hangs_in_step_s, 0.0
+        loop.call_later(loop.soon_s(current().step_s) + num_tokens * _TOKEN_S + hangs_s, self._end_step, plan, now_s)
 
     def _end_step(self, plan: StepPlan, now_s: float) -> None:
         if self._has_ended:
             return
+        fails, current().fails_in_step = current().fails_in_step, False
+        whole = self._launcher
         try:
+            self._launcher = _Fails() if fails else whole
             super()._step(plan, now_s)
         except Exception as error:  # noqa: BLE001 -- as above
             self._has_ended = True
             self._on_fatal(error)
             return
+        finally:
+            self._launcher = whole
         self._is_stepping = False
         self._soon()
+
+
+class _Fails:
+    """A device that computes no step."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        raise RuntimeError("the device failed in this step")
+
+    def launch(self, plan: StepPlan) -> Launched:
+        raise RuntimeError("the device failed in this step")
 
 
 def _loop() -> SimulatedLoop:

@@ -67,5 +67,5 @@ class _Words(TextFormatter):
 def _mishap(mishap: Mishap) -> str:
     when = f"at {mishap.at_s:.4f} s"
     if mishap.phase is not None:
-        when = f"{mishap.at_s:.4f} s after {mishap.phase}, the {mishap.occurrence + 1}. time,"
+        when = f"{mishap.at_s:.4f} s after {mishap.phase}, time {mishap.occurrence + 1}"
     return f"  {mishap.role} {mishap.number} {mishap.kind} {when}, for {mishap.for_s:g} s"

@@ -12,9 +12,9 @@ import decode_worker.start
 import prefill_worker.start
 import router.app
 from cluster.config import RouterConfig, WorkerConfig
-from cluster.errors import RegistryUnavailable
+from cluster.errors import Fenced, RegistryUnavailable
 from kvtransfer.transports.loopback import Fault, LoopbackNetwork
-from tandem.v1 import kv_pb2, worker_pb2, worker_pb2_grpc
+from tandem.v1 import admin_pb2, admin_pb2_grpc, kv_pb2, worker_pb2, worker_pb2_grpc
 from tests.chaos.simulated.calls import Channel
 from tests.chaos.simulated.clients import Client
 from tests.chaos.simulated.loop import Process, SimulatedLoop, Stuck
@@ -138,6 +138,8 @@ class World:
             return
         member = self.members[place]
         process = member.process
+        if not process.runs or member.main.done():
+            return  # something else has happened to it
         match mishap.kind:
             case Kind.KILL:
                 self._kill(member)
@@ -163,6 +165,47 @@ class World:
                     self.network.reset(frozenset({place, other}))
             case Kind.CLOCK:
                 process.clock_ahead_s += 3600.0
+            case Kind.PAIR:
+                others = [other for other in self.members if other != place]
+                await self._cut(frozenset({place, self.dice.choice(others)}), mishap.for_s)
+            case Kind.SUPERSEDED:
+                await self._supersede(member, mishap.for_s)
+            case Kind.RAISE:
+                process.fails_in_step = True
+            case Kind.HANG:
+                process.hangs_in_step_s = mishap.for_s
+            case Kind.MOVE:
+                await self._ask_to_move(place)
+
+    async def _supersede(self, member: "Member", for_s: float) -> None:
+        """Whoever has been replaced must end by itself when it wakes."""
+        former, main = member.process, member.main
+        self.loop.stop_process(former)
+        self.network.on_stopped(former)
+        member.start(elsewhere=True)
+        await self._until_started(member)
+        await asyncio.sleep(for_s)
+        if main.done() or not former.is_alive:
+            return
+        self.say(former, "is woken")
+        self.loop.wake(former)
+        self.network.on_change()
+        await asyncio.wait([main], timeout=_LEAVE_S)
+        if not main.done() or not isinstance(main.exception(), Fenced):
+            self.wrong(f"{former} goes on though another has its name: {main!r}")
+        self.say(former, "ends")
+        self.loop.kill(former)
+        self.network.on_dead(former)
+
+    async def _ask_to_move(self, place: str) -> None:
+        for asked in [member for member in self.members.values() if member.role == "router"]:
+            channel = Channel(self.network, asked.address, self.watch)
+            request = admin_pb2.MigrateRequest(source=place, max_sequences=8)
+            try:
+                answer = await admin_pb2_grpc.AdminStub(channel).Migrate(request, timeout=20.0)
+                self.say(place, f"has handed {answer.num_moved} of {asked.place} on, kept {answer.num_kept}")
+            except grpc.aio.AioRpcError as error:
+                self.say(place, f"hands nothing on: {error.details()}")
 
     async def _harm_redis(self, mishap: Mishap) -> None:
         match mishap.kind:
@@ -192,6 +235,9 @@ class World:
         if member.process.is_alive:
             self._on_exit(member)
         member.start()
+        await self._until_started(member)
+
+    async def _until_started(self, member: "Member") -> None:
         while not await member.until_ready():  # it does not start without Redis; whoever supervises it tries again
             self._kill(member)
             await asyncio.sleep(_SUPERVISOR_S)
@@ -270,9 +316,12 @@ class Member:
     def address(self) -> str:
         return f"127.0.0.1:{self._port}"
 
-    def start(self) -> None:
+    def start(self, *, elsewhere: bool = False) -> None:
+        """`elsewhere`: at another address."""
         self._number += 1
+        self._port += elsewhere
         self.process = Process(self.place, self._number)
+        self.process.step_s = self._world.schedule.step_s
         self.stop, self._ready = asyncio.Event(), asyncio.Event()
         self._world.say(self.process, "starts")
         self.main = self._world.loop.spawn(self.process, self._main(), f"main of {self.process}")
