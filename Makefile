@@ -9,6 +9,9 @@ PROTOS := $(wildcard proto/tandem/v1/*.proto)
 PIP_ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt $(PIP_ARGS)
 PYTEST_ARGS ?=
+# Tests run in so many processes at once, a file in one of them. 0: in one, as `pytest` alone does.
+TEST_PROCESSES ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 SOAK_ARGS ?=
 BENCH_ARGS ?=
 
@@ -23,10 +26,10 @@ demo: $(VENV)/.base ## one prompt through a router, a prefill and a decode worke
 	@$(BIN)/python -m cli.demo
 
 test: $(VENV)/.test ## the tests, in under ten minutes on two cores; PYTEST_ARGS="-k registry" for some of them
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(PYTEST) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.test ## the tests and the long ones
-	@$(BIN)/python -m pytest -m "" $(PYTEST_ARGS)
+	@$(PYTEST) -m "" $(PYTEST_ARGS)
 
 soak: $(VENV)/.test ## a cluster at full rate for ten minutes, with KV reads that go wrong; SOAK_ARGS="--minutes 1"
 	@$(BIN)/python -m tests.soak $(SOAK_ARGS)
