@@ -1,0 +1,74 @@
+"""A router that is killed while it serves: clients that know another one get every token, once, and the same."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tandem.client import AsyncClient, AsyncGeneration
+from tandem.results import Choice
+from tests.system.local_cluster import LocalCluster, Member
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+TIMEOUT_S = 90.0
+MAX_TOKENS = 160
+FLAGS = ("--port", "0", "--grpc-port", "0", "--placement", "least-loaded")
+
+
+@asynccontextmanager
+async def second_router(cluster: LocalCluster) -> AsyncIterator[Member]:
+    """Leaves the cluster with its first router alone."""
+    member = await cluster.start_member("second", "router", FLAGS)
+    try:
+        yield member
+    finally:
+        if member.process.returncode is None:
+            member.process.kill()
+        await member.exit_code()
+        assert member.reader is not None
+        await member.reader
+        del cluster.members[member.name]
+
+
+def started(client: AsyncClient, number: int) -> AsyncGeneration:
+    """Greedy ones and sampled ones, of different lengths, two of them with two choices."""
+    return client.generate(
+        token_ids=range(30, 60 + number),
+        max_tokens=MAX_TOKENS,
+        ignore_eos=True,
+        temperature=0.0 if number % 2 else 1.0,
+        seed=number,
+        n=2 if number in (2, 3) else 1,
+        logprobs=1,
+    )
+
+
+def content(choice: Choice) -> tuple[object, ...]:
+    chosen = tuple(position.chosen.token_id for position in choice.logprobs)
+    return choice.token_ids, choice.text, choice.finish_reason, chosen
+
+
+async def test_a_router_that_is_killed_costs_its_clients_no_token(cluster: LocalCluster) -> None:
+    """Eight streams, from one that has its first tokens to one that has more than twenty."""
+    staying = cluster.members["router0"].grpc_address
+    async with AsyncClient(staying, timeout_s=TIMEOUT_S) as client:
+        undisturbed = await asyncio.gather(*(started(client, number).result() for number in range(8)))
+    async with second_router(cluster) as dying:
+        async with AsyncClient([dying.grpc_address, staying], timeout_s=TIMEOUT_S) as client:
+            generations = [started(client, number) for number in range(8)]
+            await asyncio.gather(*(until(generation, 2 + 3 * i) for i, generation in enumerate(generations)))
+            dying.send_signal(signal.SIGKILL)
+            results = await asyncio.gather(*(generation.result() for generation in generations))
+    for result, expected in zip(results, undisturbed, strict=True):
+        assert list(map(content, result.choices)) == list(map(content, expected.choices))
+        assert result.usage.completion_tokens == expected.usage.completion_tokens
+    assert [result.ledger.reasons[:1] for result in results] == [("resumed",)] * 8
+    await cluster.until_free()
+
+
+async def until(generation: AsyncGeneration, num_tokens: int) -> None:
+    """What a token's number says: those of a decode worker follow a settled hand-off."""
+    while (delta := await anext(generation)).first_index + len(delta.token_ids) < num_tokens:
+        pass
