@@ -28,9 +28,14 @@ from engine.step import Chunk, Sample, StepPlan
 _WARM_UP, _STEPS = 3, 15
 
 
-def build(folder: str) -> Engine:
+def build(folder: str, kv_cache_memory: str = "2GiB", max_model_len: int = 2048) -> Engine:
     settings = EngineSettings(
-        model=folder, load_format="dummy", dtype="bfloat16", kv_cache_memory="2GiB", max_model_len=2048, num_threads=1
+        model=folder,
+        load_format="dummy",
+        dtype="bfloat16",
+        kv_cache_memory=kv_cache_memory,
+        max_model_len=max_model_len,
+        num_threads=1,
     )
     return build_engine(settings)
 
@@ -43,8 +48,12 @@ def measure(built: Engine, load: Load) -> StepParts:
         plan = _plan(load, position + step, built.pool.layout.block_size)
         with _timed_parts(built) as parts:
             began_s = time.perf_counter()
-            built.runner.run(plan)
-            parts["run"] = time.perf_counter() - began_s
+            started = built.runner.start(plan)
+            drawing_s = time.perf_counter()
+            started.result()
+            ended_s = time.perf_counter()
+        parts["draw"] += ended_s - drawing_s
+        parts["run"] = ended_s - began_s
         runs.append(parts)
     medians = {name: median(run[name] for run in runs[_WARM_UP:]) for name in ("pack", "forward", "draw", "run")}
     return StepParts(**{f"{name}_s": seconds for name, seconds in medians.items()})
@@ -82,12 +91,13 @@ def _timed_parts(built: Engine) -> Iterator[dict[str, float]]:
         return call
 
     module: Any = engine.runner
-    pack, draw, forward = module.pack, module.draw, built.runner.forward
-    module.pack, module.draw, built.runner.forward = timed("pack", pack), timed("draw", draw), timed("forward", forward)
+    pack, draws, forward = module.pack, module.StepDraws, built.runner.forward
+    module.pack, module.StepDraws = timed("pack", pack), timed("draw", draws)
+    built.runner.forward = timed("forward", forward)
     try:
         yield parts
     finally:
-        module.pack, module.draw, built.runner.forward = pack, draw, forward
+        module.pack, module.StepDraws, built.runner.forward = pack, draws, forward
 
 
 def main(folder: str) -> None:

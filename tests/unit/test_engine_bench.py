@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.engine_limits import Limits, Rates, roofline
 from benchmarks.engine_parties import alone
 from benchmarks.engine_shapes import MODELS, Load, ModelShape
+from benchmarks.engine_steps import build, measure
 from benchmarks.engine_table import Row, Sample, StepParts, rates_table, steps_table
 
 _LOAD = Load(sequences=4, tokens_in=100, tokens_out=11)
@@ -49,6 +50,12 @@ def test_a_step_is_bound_by_reading_when_few_run_and_by_arithmetic_when_many_do(
     prefill_s, many_s = roofline(model, Load(256, 16, 2), rates)
     assert many_s > weight_bytes / 30e9
     assert prefill_s > 2 * model.layers * model.layer_params * 256 * 16 / 400e9
+
+
+def test_a_steps_parts_are_measured_on_a_real_engine(tmp_path: Path) -> None:
+    shape = ModelShape("tiny", "llama", hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, vocab=128)
+    parts = measure(build(str(shape.save(tmp_path / "tiny")), kv_cache_memory="1MiB", max_model_len=64), Load(2, 16, 8))
+    assert 0 < parts.pack_s + parts.forward_s + parts.draw_s < parts.run_s
 
 
 def test_those_who_wait_stand_still() -> None:
