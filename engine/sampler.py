@@ -10,6 +10,7 @@ the last-bit differences between the logarithms of a CPU and a GPU decide a draw
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -25,12 +26,18 @@ _FIRST_WIDTH = 1024  # how many of the best tokens are looked at before all are 
 _ELEMENTS_AT_ONCE = 1 << 22  # bounds the temporaries to a few hundred megabytes
 
 
-def draw(logits: torch.Tensor, samples: Sequence[Sample]) -> list[DrawnToken]:
+class RowDraw(Protocol):
+    """Another way to the same tokens, `[rows]`; None where it has no answer for these logits."""
+
+    def __call__(self, logits: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor | None: ...
+
+
+def draw(logits: torch.Tensor, samples: Sequence[Sample], compiled: RowDraw | None = None) -> list[DrawnToken]:
     """`logits`: floats `[rows, vocab]`; row i is drawn from by `samples[i]`, which sees no other row.
 
     Log-probabilities are those of the logits as they came: before temperature, filters and bans.
     """
-    return Draw(logits, samples).read()
+    return Draw(logits, samples, compiled).read()
 
 
 class Draw:
@@ -41,9 +48,20 @@ class Draw:
     """
 
     @torch.inference_mode()
-    def __init__(self, logits: torch.Tensor, samples: Sequence[Sample]) -> None:
+    def __init__(self, logits: torch.Tensor, samples: Sequence[Sample], compiled: RowDraw | None = None) -> None:
         assert logits.shape[0] == len(samples), f"{logits.shape[0]} rows of logits for {len(samples)} samples"
         self._logits, self._samples = logits, samples
+        token_ids = compiled(logits, samples) if compiled is not None else None
+        if token_ids is not None:
+            self._host: Sequence[torch.Tensor] = (token_ids,)
+        else:
+            token_ids = self._draw_here()
+        self._logprobs = _Logprobs.of(logits, samples, token_ids)
+        self._arrival = _mark(logits.device)
+
+    def _draw_here(self) -> torch.Tensor:
+        """-> the tokens, which are on their way to the host, and with them which rows are to be drawn again."""
+        logits, samples = self._logits, self._samples
         self._allowed = _without_banned(logits, samples)
         token_ids = _argmax(self._allowed)
         is_short = torch.zeros_like(token_ids, dtype=torch.bool)
@@ -54,8 +72,7 @@ class Draw:
             is_short[index] = short
         has_nucleus = any(samples[row].sampling.top_p < 1 for row in random_rows)
         self._host = to_host([token_ids, *([is_short] if has_nucleus else [])])
-        self._logprobs = _Logprobs.of(logits, samples, token_ids)
-        self._arrival = _mark(logits.device)
+        return token_ids
 
     @torch.inference_mode()
     def read(self) -> list[DrawnToken]:
@@ -122,7 +139,7 @@ class _Parameters:
         ours = [samples[row] for row in rows]
         samplings = [sample.sampling for sample in ours]
         whole = torch.tensor(
-            [rows, [_noise_key(s.seed, s.position) for s in ours], [s.top_k or like.shape[1] for s in samplings]]
+            [rows, [noise_key(s.seed, s.position) for s in ours], [s.top_k or like.shape[1] for s in samplings]]
         )
         shares = [
             [s.temperature for s in samplings],
@@ -188,7 +205,7 @@ def _best(scores: torch.Tensor, counts: torch.Tensor, least: torch.Tensor) -> to
     return above | (equal & (equal.cumsum(dim=-1) <= num_equal_kept))
 
 
-def _noise_key(seed: int, position: int) -> int:
+def noise_key(seed: int, position: int) -> int:
     """A signed 64-bit key for all the noise at one position of one sequence."""
     key = _mixed((_mixed(seed & _MASK_64) + position * _GOLDEN) & _MASK_64)
     return _signed(key)

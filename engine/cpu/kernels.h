@@ -96,4 +96,27 @@ void td_rms_norm(const float *x, int64_t rows, int64_t width, const float *weigh
 void td_attend(const td_model *model, const td_layer *layer, const td_step *step, const bf16 *query, bf16 *output,
                void *scratch);
 
+/* Drawing, which runs on any processor: draw.c. Where a row has a logit that is not a number, or no finite best one, or is
+ * too hot, its token is -1: the caller draws it by other means. */
+typedef struct {
+    uint64_t key;             /* of the noise */
+    int64_t top_k;            /* 0: all */
+    double temperature;       /* 0: the lowest of the best */
+    double top_p;             /* not below 1: all */
+    double least_score;       /* log(min-p); -inf: all */
+    int64_t num_banned;
+} td_sampling;
+
+typedef struct {
+    const void *logits;       /* [rows, vocab] of this stride: float, or bf16; not changed */
+    int64_t is_bf16, stride, rows, vocab;
+    const td_sampling *samplings;  /* [rows] */
+    const int64_t *banned;    /* token ids of all rows, one row's after the other's */
+    int64_t *token_ids;       /* [rows] */
+    void *scratch;            /* td_draw_scratch_bytes(vocab) */
+} td_draws;
+
+int64_t td_draw_scratch_bytes(int64_t vocab);
+void td_draw(const td_draws *draws);
+
 #endif

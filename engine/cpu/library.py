@@ -35,12 +35,23 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "td_scratch_bytes": (_integer, (ctypes.POINTER(Model), _integer)),
     "td_run": (None, (ctypes.POINTER(Model), ctypes.POINTER(Step))),
     "td_linear_scratch_bytes": (_integer, (_integer,)),
+    "td_draw_scratch_bytes": (_integer, (_integer,)),
+    "td_draw": (None, (_address,)),
     "td_linear": (None, (_bf16s, _integer, ctypes.POINTER(Product), _floats, _address)),
 }
 
 
 def load_kernels() -> ctypes.CDLL:
-    """The library beside the sources if there is one, else the cached one, else built now. Raises NotCompiled."""
+    """For all that it can do. Raises NotCompiled."""
+    library = load_library()
+    if not library.td_supported():
+        raise NotCompiled("this processor has no AVX-512 BF16")
+    return library
+
+
+def load_library() -> ctypes.CDLL:
+    """The one beside the sources if there is one, else the cached one, else built now. Of its functions any processor
+    runs those that draw. Raises NotCompiled."""
     sources = _sources()
     beside = _SOURCES / _name(sources)
     if beside.is_file():
@@ -137,8 +148,6 @@ def _loaded(path: Path) -> ctypes.CDLL:
         raise NotCompiled(f"{path.name} cannot be loaded: {error}") from error
     if library.td_version() != VERSION:
         raise NotCompiled(f"{path.name} is of another version")
-    if not library.td_supported():
-        raise NotCompiled("this processor has no AVX-512 BF16")
     return library
 
 
