@@ -9,6 +9,7 @@ from cluster.engine_settings import GPU_MEMORY_UTILIZATION, EngineSettings
 from cluster.messages import LayoutFingerprint
 from engine import capacity
 from engine.cpu.compile import compiled_forward
+from engine.cpu.compiled_draw import compiled_draw
 from engine.cuda.gpu_forward import gpu_forward
 from engine.cuda.launching_runner import LaunchingRunner
 from engine.decoders.not_compiled import NotCompiled
@@ -47,7 +48,7 @@ def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.N
     pool = take_pool(loaded.layout, num_blocks, loaded.device, num_spare=1 if on_gpu else 0)  # for graphs' idle rows
     layout_fingerprint = fingerprint(loaded, wire.name)  # reads the weights: before they are packed
     runner = (LaunchingRunner if on_gpu else ModelRunner)(loaded.forward(pool), pool)
-    speed = _speed_up(settings, loaded, runner, pool)
+    speed = (*_speed_up_drawing(settings, loaded, runner), *_speed_up(settings, loaded, runner, pool))
     if settings.deterministic == "on":
         made = make_deterministic(loaded, runner, pool)
         layout_fingerprint = made.marked(layout_fingerprint)
@@ -84,6 +85,19 @@ def _speed_up(settings: EngineSettings, loaded: LoadedModel, runner: ModelRunner
             weights = pack_weights(loaded.model, lambda: runner.logits(_ONE_TOKEN))
         return f"forward: plain ({why})", weights
     return (f"forward: compiled ({loaded.model.config.model_type}, {len(loaded.layout.layers)} layers)",)
+
+
+def _speed_up_drawing(settings: EngineSettings, loaded: LoadedModel, runner: ModelRunner) -> tuple[str, ...]:
+    """On a CPU by the compiled library, which changes no token. Answers with lines for the report."""
+    if loaded.device != "cpu":
+        return ()
+    if settings.cpu_kernels == "off":
+        return ("drawing: torch (--cpu-kernels off)",)
+    try:
+        runner.compiled_draw = compiled_draw()
+    except NotCompiled as why:
+        return (f"drawing: torch ({why})",)
+    return ("drawing: compiled",)
 
 
 def _report(settings: EngineSettings, loaded: LoadedModel, num_blocks: int) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from engine.sampler import Draw
+from engine.sampler import Draw, RowDraw
 from engine.staging import to_device
 from engine.step import DrawnToken, Sample, StepPlan
 
@@ -21,17 +21,18 @@ class StepDraws:
     from the start; further ones are drawn when it is read, each when the one before it is done, so that there is never
     more than one. The logits must stay as they are until then."""
 
-    def __init__(self, logits: torch.Tensor, plan: StepPlan) -> None:
+    def __init__(self, logits: torch.Tensor, plan: StepPlan, compiled: RowDraw | None = None) -> None:
         """`logits`: `[rows, vocab]`, one row for all samples of a chunk without guesses, one for each of another's."""
         self._parts = parts(logits, plan, _ELEMENTS_AT_ONCE)
-        self._on_its_way = [Draw(*part) for part in itertools.islice(self._parts, 1)]
+        self._compiled = compiled
+        self._on_its_way = [Draw(*part, compiled) for part in itertools.islice(self._parts, 1)]
 
     def read(self) -> list[DrawnToken]:
         """Once."""
         tokens: list[DrawnToken] = []
         while self._on_its_way:
             tokens += self._on_its_way.pop().read()
-            self._on_its_way += (Draw(*part) for part in itertools.islice(self._parts, 1))
+            self._on_its_way += (Draw(*part, self._compiled) for part in itertools.islice(self._parts, 1))
         return tokens
 
 

@@ -9,6 +9,7 @@ from engine.batch import pack
 from engine.draws import StepDraws
 from engine.forward import Forward
 from engine.pool import KvPool
+from engine.sampler import RowDraw
 from engine.staging import to_device
 from engine.step import Chunk, DrawnToken, StepPlan, StepResult
 
@@ -29,6 +30,7 @@ class ModelRunner:
     def __init__(self, forward: Forward, pool: KvPool) -> None:
         self.forward = forward  # another one may take its place between steps
         self._pool = pool
+        self.compiled_draw: RowDraw | None = None  # draws in place of torch, where there is one
         self.drafts: Drafts | None = None  # who answers the DraftRequests, where there are any
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -37,7 +39,7 @@ class ModelRunner:
     def start(self, plan: StepPlan) -> "StartedStep":
         """Computes the step on a CPU; on a GPU everything is on its way and nothing was waited for."""
         logits = self.logits(plan)
-        return StartedStep(self, plan, StepDraws(logits, plan), self._mark())
+        return StartedStep(self, plan, StepDraws(logits, plan, self.compiled_draw), self._mark())
 
     def finish(self, plan: StepPlan, drawn: Iterable[DrawnToken], written: torch.cuda.Event | None) -> StepResult:
         """`written`: an event behind the last write of what was started."""

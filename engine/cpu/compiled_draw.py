@@ -1,0 +1,101 @@
+"""Tokens of a step in one call of the compiled library (`draw.c`): those of `engine/sampler.py`, which stays the truth.
+Owns the call's scratch memory. The library is asked for no special instructions here: it draws on any x86-64."""
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from engine.cpu.library import load_library
+from engine.sampler import noise_key
+from engine.step import Sample
+
+
+class _Sampling(ctypes.Structure):
+    """td_sampling of kernels.h."""
+
+    _fields_ = (
+        ("key", ctypes.c_int64),
+        ("top_k", ctypes.c_int64),
+        ("temperature", ctypes.c_double),
+        ("top_p", ctypes.c_double),
+        ("least_score", ctypes.c_double),
+        ("num_banned", ctypes.c_int64),
+    )
+
+
+class _Draws(ctypes.Structure):
+    """td_draws of kernels.h."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("is_bf16", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("vocab", ctypes.c_int64),
+        ("samplings", ctypes.POINTER(_Sampling)),
+        ("banned", ctypes.c_void_p),
+        ("token_ids", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+    )
+
+
+def compiled_draw() -> "CompiledDraw":
+    """Raises NotCompiled."""
+    return CompiledDraw(load_library())
+
+
+class CompiledDraw:
+    """A RowDraw for logits on the CPU; called by one thread at a time. It leaves the interpreter's lock meanwhile."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._draw, self._scratch_bytes = library.td_draw, library.td_draw_scratch_bytes
+        self._vocab_size = 0
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, logits: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor | None:
+        """Token ids, `[rows]`. None where it cannot say: logits of float64, not a number, or with no finite best."""
+        if logits.device.type != "cpu" or logits.dtype == torch.float64:
+            return None
+        if logits.dtype not in (torch.float32, torch.bfloat16):
+            logits = logits.float()
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        rows, vocab_size = logits.shape
+        if vocab_size != self._vocab_size:
+            self._scratch = torch.empty(self._scratch_bytes(vocab_size), dtype=torch.uint8)
+            self._vocab_size = vocab_size
+        samplings = _samplings(samples)
+        banned = array("q", [token_id for sample in samples for token_id in sample.banned_token_ids])
+        token_ids = torch.empty(rows, dtype=torch.int64)
+        draws = _Draws(
+            logits.data_ptr(),
+            logits.dtype == torch.bfloat16,
+            logits.stride(0),
+            rows,
+            vocab_size,
+            samplings,
+            banned.buffer_info()[0],
+            token_ids.data_ptr(),
+            self._scratch.data_ptr(),
+        )
+        self._draw(ctypes.byref(draws))
+        return token_ids if bool((token_ids >= 0).all()) else None
+
+
+def _samplings(samples: Sequence[Sample]) -> "ctypes.Array[_Sampling]":
+    # By torch's logarithm: a score that equals it to the last bit is kept by both.
+    least_scores = torch.tensor([sample.sampling.min_p for sample in samples], dtype=torch.float64).log().tolist()
+    samplings = (_Sampling * len(samples))()
+    for place, (sample, least_score) in enumerate(zip(samples, least_scores, strict=True)):
+        sampling = sample.sampling
+        samplings[place] = _Sampling(
+            noise_key(sample.seed, sample.position),
+            sampling.top_k,
+            sampling.temperature,
+            sampling.top_p,
+            least_score,
+            len(sample.banned_token_ids),
+        )
+    return samplings

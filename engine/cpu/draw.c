@@ -1,0 +1,327 @@
+/* Drawing of tokens: the choice of engine/sampler.py, which says what it means, at a fraction of its cost.
+ *
+ * The winner has the greatest score + noise, and noise needs two logarithms. Of u = 1 - v the noise -log(-log u) is at
+ * most -log v, and that at most ln 2 times what v's exponent and mantissa say, read as a number (log2(1 + m) >= m). So
+ * all but the few tokens whose score and bound reach the best so far are passed over with a hash and a comparison of
+ * float32; what remains is computed in float64 as ever.
+ *
+ * Top-k and top-p need a threshold, not an order: a quickselect over counts and over masses. Nothing is fused or
+ * reordered, so every processor has the same weights and sums.
+ */
+#include <float.h>
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+
+#define ANY_INLINE static inline __attribute__((always_inline))
+
+enum { BLOCK = 64, SUMS = 16, SAMPLED = 32 };
+
+static const uint64_t GOLDEN = 0x9E3779B97F4A7C15u, MIX_1 = 0xBF58476D1CE4E5B9u, MIX_2 = 0x94D049BB133111EBu;
+static const double MOST_NOISE = 36.8;  /* of u = 1 - 2^-53, and more */
+static const float SLACK = 1e-3f;       /* more than what float32 rounds of scores and noise below 100 */
+static const double LARGEST_TEMPERATURE = 1e20;
+
+typedef struct {
+    float *logits;  /* [vocab], then -inf to a multiple of BLOCK; -inf for what is banned or below min-p */
+    int64_t vocab, padded;
+    double best, temperature;
+} row_of;
+
+/* The `count` best are kept, among equals those of the lowest ids; the last of them has the logit `least`. */
+typedef struct {
+    float least;
+    int64_t count;
+} cut;
+
+typedef struct {
+    double mass;
+    int64_t count;
+} share;
+
+ANY_INLINE double score_of(const row_of *row, float logit) { return ((double)logit - row->best) / row->temperature; }
+
+ANY_INLINE uint64_t hash_of(uint64_t key, int64_t id) {
+    uint64_t bits = key + (uint64_t)(id + 1) * GOLDEN;
+    bits = (bits ^ (bits >> 30)) * MIX_1;
+    bits = (bits ^ (bits >> 27)) * MIX_2;
+    return (bits ^ (bits >> 31)) >> 12;
+}
+
+static double noise_of(uint64_t key, int64_t id) { return -log(-log(((double)hash_of(key, id) + 0.5) * 0x1p-52)); }
+
+/* e^x of x <= 0, within an ulp or two; 0 below -708, where a sum that holds a 1 does not see it. */
+ANY_INLINE double exp_of(double x) {
+    static const double inverse[] = {1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
+                                     1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0};
+    const double within = x < -708 ? -708 : x;
+    const double shifted = within * 1.4426950408889634 + 0x1.8p52; /* the nearest integer, in the low bits */
+    const double powers = shifted - 0x1.8p52;
+    const double r = (within - powers * 6.93147180369123816490e-01) - powers * 1.90821492927058770002e-10;
+    double y = inverse[0];
+    _Pragma("GCC unroll 16") for (int i = 1; i < 14; i++) y = y * r + inverse[i];
+    uint64_t exponent, bits;
+    memcpy(&exponent, &shifted, sizeof exponent);
+    memcpy(&bits, &y, sizeof bits);
+    bits += exponent << 52;
+    memcpy(&y, &bits, sizeof y);
+    return x < -708 ? 0 : y;
+}
+
+/* 0 where a logit is not a number. */
+ANY_INLINE int load(const td_draws *draws, int64_t row, float *to) {
+    int all_numbers = 1;
+    if (draws->is_bf16) {
+        const bf16 *from = (const bf16 *)draws->logits + row * draws->stride;
+        for (int64_t i = 0; i < draws->vocab; i++) {
+            const uint32_t bits = (uint32_t)from[i] << 16;
+            memcpy(to + i, &bits, sizeof bits);
+        }
+    } else {
+        memcpy(to, (const float *)draws->logits + row * draws->stride, (size_t)draws->vocab * sizeof *to);
+    }
+    for (int64_t i = 0; i < draws->vocab; i++) all_numbers &= to[i] == to[i];
+    return all_numbers;
+}
+
+ANY_INLINE float max_of(const row_of *row) {
+    float most[BLOCK], best = -INFINITY;
+    for (int l = 0; l < BLOCK; l++) most[l] = -INFINITY;
+    for (int64_t i = 0; i < row->padded; i += BLOCK)
+        for (int l = 0; l < BLOCK; l++) most[l] = row->logits[i + l] > most[l] ? row->logits[i + l] : most[l];
+    for (int l = 0; l < BLOCK; l++) best = most[l] > best ? most[l] : best;
+    return best;
+}
+
+static int64_t first_of(const row_of *row, float logit) {
+    int64_t id = 0;
+    while (row->logits[id] != logit) id++;
+    return id;
+}
+
+/* Of those above the pivot, or not below it. Without weights each weighs 1. */
+ANY_INLINE share share_of(const float *logits, const double *weights, int64_t n, float pivot, const int or_equal) {
+    double sums[SUMS] = {0};
+    int32_t counts[SUMS] = {0};
+    for (int64_t i = 0; i < n; i += SUMS)
+        for (int l = 0; l < SUMS; l++) counts[l] += or_equal ? logits[i + l] >= pivot : logits[i + l] > pivot;
+    for (int64_t i = 0; weights && i < n; i += SUMS) /* multiplied: a sum of chosen lanes goes wrong in GCC 12 */
+        for (int l = 0; l < SUMS; l++)
+            sums[l] += weights[i + l] * (double)(or_equal ? logits[i + l] >= pivot : logits[i + l] > pivot);
+    share found = {0, 0};
+    for (int l = 0; l < SUMS; l++) found.count += counts[l];
+    for (int l = 0; l < SUMS; l++) found.mass += sums[l];
+    if (!weights) found.mass = (double)found.count;
+    return found;
+}
+
+ANY_INLINE void pad(float *logits, double *weights, int64_t n) {
+    for (int64_t i = n; i < n + SUMS; i++) {
+        logits[i] = -INFINITY;
+        if (weights) weights[i] = 0;
+    }
+}
+
+/* Moves what lies between two logits to the front, and answers how much that is. */
+ANY_INLINE int64_t keep(const float *logits, double *weights, int64_t n, float above, float below, float *left) {
+    int64_t kept = 0;
+    for (int64_t start = 0; start < n; start += SUMS) {
+        int32_t any = 0;
+        for (int l = 0; l < SUMS; l++) any |= (logits[start + l] > above) & (logits[start + l] < below);
+        if (!any) continue;
+        for (int64_t i = start; i < start + SUMS; i++) { /* pads are never kept: they are -inf */
+            const float logit = logits[i];
+            left[kept] = logit;
+            if (weights) weights[kept] = weights[i];
+            kept += (logit > above) & (logit < below);
+        }
+    }
+    return kept;
+}
+
+/* Of a few, the one at which so much of their mass is reached as `part` is of all's. */
+ANY_INLINE int64_t pivot_of(const float *logits, const double *weights, int64_t n, double part) {
+    const int64_t num = n < SAMPLED ? n : SAMPLED;
+    int64_t places[SAMPLED];
+    double mass = 0;
+    for (int64_t taken = 0; taken < num; taken++) {
+        const int64_t place = taken * n / num;
+        int64_t at = taken;
+        for (; at > 0 && logits[places[at - 1]] < logits[place]; at--) places[at] = places[at - 1];
+        places[at] = place;
+        mass += weights ? weights[place] : 1;
+    }
+    double reached = 0;
+    for (int64_t i = 0; i < num; i++) {
+        reached += weights ? weights[places[i]] : 1;
+        if (reached >= part * mass) return places[i];
+    }
+    return places[num - 1];
+}
+
+/* The fewest of the best whose weights come to the goal. `logits` and `weights` end with pads; `left` is as long, and
+ * may be `logits`; the weights are overwritten. */
+ANY_INLINE cut select_best(const float *logits, double *weights, int64_t n, double goal, double total, float *left) {
+    share above = {0, 0};
+    while (n > 0) {
+        const int64_t place = pivot_of(logits, weights, n, (goal - above.mass) / total);
+        const float pivot = logits[place];
+        const double weight = weights ? weights[place] : 1;
+        const share greater = share_of(logits, weights, n, pivot, 0);
+        float lower = -INFINITY, upper = pivot;
+        if (above.mass + greater.mass >= goal) {
+            lower = pivot, upper = INFINITY;
+            total = greater.mass;
+        } else if (pivot == -INFINITY) {
+            break;
+        } else {
+            const share equal = share_of(logits, weights, n, pivot, 1);
+            if (above.mass + equal.mass >= goal) {
+                double mass = above.mass + greater.mass;
+                int64_t count = above.count + greater.count;
+                do {
+                    mass += weight;
+                    count++;
+                } while (mass < goal && count < above.count + equal.count);
+                return (cut){pivot, count};
+            }
+            above.mass += equal.mass;
+            above.count += equal.count;
+            total -= equal.mass;
+        }
+        n = keep(logits, weights, n, lower, upper, left);
+        logits = left;
+        pad(left, weights, n);
+    }
+    return (cut){-INFINITY, INT64_MAX};
+}
+
+ANY_INLINE cut cut_of(const row_of *row, const td_sampling *sampling, float *left, double *weights) {
+    cut kept = {-INFINITY, INT64_MAX};
+    const float *logits = row->logits;
+    int64_t n = row->vocab;
+    if (sampling->top_k > 0 && sampling->top_k < n) {
+        kept = select_best(logits, NULL, n, (double)sampling->top_k, (double)n, left);
+        if (sampling->top_p >= 1) return kept;
+        n = keep(logits, NULL, n, kept.least, INFINITY, left);
+        while (kept.least > -INFINITY && n < sampling->top_k) left[n++] = kept.least;
+        pad(left, NULL, n);
+        logits = left;
+    }
+    if (sampling->top_p >= 1) return kept;
+    for (int64_t i = 0; i < n; i++) weights[i] = exp_of(score_of(row, logits[i]));
+    for (int64_t i = n; i < n + SUMS; i++) weights[i] = 0;
+    const double mass = share_of(logits, weights, n, -INFINITY, 1).mass;
+    if (mass * sampling->top_p <= 0) return (cut){(float)row->best, 1};
+    const cut nucleus = select_best(logits, weights, n, mass * sampling->top_p, mass, left);
+    return nucleus.count < kept.count ? nucleus : kept;
+}
+
+/* Logits may differ and their scores be equal: scores decide. */
+static int is_kept(const row_of *row, cut kept, int64_t id) {
+    const double least = score_of(row, kept.least), score = score_of(row, row->logits[id]);
+    if (score != least) return score > least;
+    int64_t before = 0;
+    for (int64_t i = 0; i < row->vocab; i++) {
+        const double other = score_of(row, row->logits[i]);
+        before += other > least || (i < id && other == least);
+    }
+    return before < kept.count;
+}
+
+/* A logit below this cannot win against `best`, or is not kept. */
+ANY_INLINE float floor_of(const row_of *row, cut kept, double best) {
+    double floor = row->best + row->temperature * (best - MOST_NOISE);
+    const double least = kept.least - (row->best - kept.least) * 0x1p-48;
+    if (least > floor) floor = least;
+    return nextafterf((float)floor, -INFINITY);
+}
+
+ANY_INLINE int64_t winner_of(const row_of *row, uint64_t key, cut kept) {
+    const float best_logit = (float)row->best;
+    const float scale = row->temperature > 1e-30 ? (float)(1 / row->temperature) : 1e30f;
+    int64_t winner = first_of(row, best_logit); /* kept by every filter */
+    double best = noise_of(key, winner);
+    float floor = floor_of(row, kept, best), needed = (float)best - SLACK;
+    for (int64_t start = 0; start < row->padded; start += BLOCK) {
+        const float *logits = row->logits + start;
+        int32_t any = 0;
+        for (int l = 0; l < BLOCK; l++) any |= logits[l] >= floor;
+        if (!any) continue;
+        float reach[BLOCK];
+        for (int l = 0; l < BLOCK; l++) {
+            const uint64_t bits = hash_of(key, start + l) | 0x3ff0000000000000u;
+            double u;
+            memcpy(&u, &bits, sizeof u); /* in [1, 2) */
+            const float rest = (float)(2 - u - 0x1p-53);
+            int32_t log2_of_rest;
+            memcpy(&log2_of_rest, &rest, sizeof rest);
+            reach[l] = (logits[l] - best_logit) * scale + (127 - (float)log2_of_rest * 0x1p-23f) * 0.693147181f;
+        }
+        any = 0;
+        for (int l = 0; l < BLOCK; l++) any |= reach[l] >= needed;
+        if (!any) continue;
+        for (int l = 0; l < BLOCK; l++) {
+            if (reach[l] < needed || logits[l] < floor) continue;
+            const double total = noise_of(key, start + l) + score_of(row, logits[l]);
+            const int64_t id = start + l;
+            if (total < best || (total == best && id >= winner) || !is_kept(row, kept, id)) continue;
+            winner = id, best = total;
+            floor = floor_of(row, kept, best), needed = (float)best - SLACK;
+        }
+    }
+    return winner;
+}
+
+ANY_INLINE void drop_below(const row_of *row, double least_score) {
+    for (int64_t i = 0; i < row->vocab; i++)
+        row->logits[i] = score_of(row, row->logits[i]) < least_score ? -INFINITY : row->logits[i];
+}
+
+ANY_INLINE int64_t padded_to_block(int64_t vocab) { return (vocab + BLOCK - 1) / BLOCK * BLOCK + BLOCK; }
+
+ANY_INLINE void draw_rows(const td_draws *draws) {
+    const int64_t padded = padded_to_block(draws->vocab);
+    double *weights = draws->scratch;
+    float *logits = (float *)(weights + padded), *left = logits + padded;
+    const int64_t *banned = draws->banned;
+    for (int64_t i = 0; i < draws->rows; i++) {
+        const td_sampling *sampling = draws->samplings + i;
+        const int all_numbers = load(draws, i, logits);
+        for (int64_t j = draws->vocab; j < padded; j++) logits[j] = -INFINITY;
+        for (int64_t j = 0; j < sampling->num_banned; j++) logits[*banned++] = -INFINITY;
+        row_of row = {logits, draws->vocab, padded, 0, sampling->temperature};
+        const float best = max_of(&row);
+        draws->token_ids[i] = -1;
+        if (!all_numbers || !(fabsf(best) <= FLT_MAX) || sampling->temperature > LARGEST_TEMPERATURE) continue;
+        row.best = best;
+        if (sampling->temperature <= 0) {
+            draws->token_ids[i] = first_of(&row, best);
+            continue;
+        }
+        if (sampling->least_score > -INFINITY) drop_below(&row, sampling->least_score);
+        draws->token_ids[i] = winner_of(&row, sampling->key, cut_of(&row, sampling, left, weights));
+    }
+}
+
+__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) static void draw_by_512(const td_draws *draws) {
+    draw_rows(draws);
+}
+
+__attribute__((target("avx2"))) static void draw_by_256(const td_draws *draws) { draw_rows(draws); }
+
+int64_t td_draw_scratch_bytes(int64_t vocab) {
+    return padded_to_block(vocab) * (int64_t)(sizeof(double) + 2 * sizeof(float));
+}
+
+void td_draw(const td_draws *draws) {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        draw_by_512(draws);
+    else if (__builtin_cpu_supports("avx2"))
+        draw_by_256(draws);
+    else
+        draw_rows(draws);
+}
