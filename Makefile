@@ -17,7 +17,7 @@ BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all soak bench-engine bench-overlap bench-kv check proto clean
+.PHONY: help demo test test-all soak chaos-simulated bench-engine bench-overlap bench-kv check proto clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -33,6 +33,9 @@ test-all: $(VENV)/.test ## the tests and the long ones
 
 soak: $(VENV)/.test ## a cluster at full rate for ten minutes, with KV reads that go wrong; SOAK_ARGS="--minutes 1"
 	@$(BIN)/python -m tests.soak $(SOAK_ARGS)
+
+chaos-simulated: $(VENV)/.test ## a thousand simulated clusters in which something fails; CHAOS_ARGS="--seeds 10000 --first 7"
+	@$(BIN)/python -m tests.chaos.simulated $(CHAOS_ARGS)
 
 bench-engine: $(VENV)/.test ## one core: Tandem's colocated worker, vLLM (VLLM_PYTHON=its environment's Python), the limits
 	@$(BIN)/python -m benchmarks.engine --write

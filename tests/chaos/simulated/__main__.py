@@ -1,12 +1,13 @@
 """`python -m tests.chaos.simulated --seeds N --first S`: so many schedules, and the story of each that goes wrong."""
 
 import argparse
-import gc
 import logging
 import os
 import sys
 import time
 from collections import Counter
+
+from cluster.process import leave
 
 _HASHES = "PYTHONHASHSEED"
 
@@ -30,7 +31,6 @@ def main() -> int:
             print(f"seed {seed}: {result.violations[0]}", flush=True)
             if len(gone_wrong) <= arguments.stories:
                 print(story_of(seed, shrunk=not arguments.whole), flush=True)
-            gc.collect()
     took_s = time.process_time() - began_s
     for name, number in sorted(totals.items()):
         print(f"{number:10} {name}")
@@ -51,4 +51,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

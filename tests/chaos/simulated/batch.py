@@ -13,18 +13,11 @@ _COLLECT_EVERY = 20
 
 
 def run_seeds(seeds: Iterable[int]) -> Iterator[tuple[int, Result]]:
-    """When the collector runs would depend on what ran before: it runs between schedules only."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with simulated_machine():
-            for number, seed in enumerate(seeds, start=1):
-                yield seed, run_schedule(make_schedule(seed))
-                if number % _COLLECT_EVERY == 0:
-                    gc.collect()
-    finally:
-        if was_enabled:
-            gc.enable()
+    with simulated_machine():
+        for number, seed in enumerate(seeds, start=1):
+            yield seed, run_schedule(make_schedule(seed))
+            if number % _COLLECT_EVERY == 0:
+                gc.collect()
 
 
 def story_of(seed: int, *, shrunk: bool) -> str:

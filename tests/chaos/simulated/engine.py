@@ -17,9 +17,9 @@ from engine.step import Chunk, DrawnToken, Launched, Sample, StepPlan, StepResul
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 96
 _KEY_BYTES = _VALUE_BYTES = 16
-_LAYOUT = lay_out((LayerShape(1, _KEY_BYTES // 4, _VALUE_BYTES // 4),), BLOCK_SIZE, "float32")
-_BLOCK_BYTES = _LAYOUT.block_bytes
-_FINGERPRINT = LayoutFingerprint("stand-in", "stand-in", "float32", _LAYOUT.digest())
+LAYOUT = lay_out((LayerShape(1, _KEY_BYTES // 4, _VALUE_BYTES // 4),), BLOCK_SIZE, "float32")
+_BLOCK_BYTES = LAYOUT.block_bytes
+_FINGERPRINT = LayoutFingerprint("stand-in", "stand-in", "float32", LAYOUT.digest())
 
 
 class StandInRunner:
@@ -121,7 +121,7 @@ class StandInEngine:
 
 
 def stand_in_engine(num_blocks: int, vocab_size: int, *, launches: bool) -> StandInEngine:
-    pool = KvPool(_LAYOUT, num_blocks)
+    pool = KvPool(LAYOUT, num_blocks)
     info = ModelInfo("demo_model", "stand-in", vocab_size, MAX_MODEL_LEN, frozenset(), "float32", Sampling())
     return StandInEngine(info, pool, (StandInLauncher if launches else StandInRunner)(pool, vocab_size))
 
@@ -129,7 +129,7 @@ def stand_in_engine(num_blocks: int, vocab_size: int, *, launches: bool) -> Stan
 def serial_tokens(prompt: Sequence[int], seed: int, max_tokens: int, vocab_size: int) -> tuple[int, ...]:
     """What a run of one sequence says, on a pool of its own."""
     num_blocks = -(-(len(prompt) + max_tokens) // BLOCK_SIZE)
-    runner = StandInRunner(KvPool(_LAYOUT, num_blocks), vocab_size)
+    runner = StandInRunner(KvPool(LAYOUT, num_blocks), vocab_size)
     block_ids, tokens, start = tuple(range(num_blocks)), [], 0
     ahead = tuple(prompt)
     for position in range(len(prompt), len(prompt) + max_tokens):

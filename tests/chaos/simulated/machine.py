@@ -3,8 +3,11 @@
 Everything is put in place by name, around the modules that look there; the modules themselves are the production ones.
 """
 
+import gc
+import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from random import Random
 from types import SimpleNamespace
@@ -26,6 +29,7 @@ from tests.chaos.simulated.steps import SimulatedStepLoop
 from tests.chaos.simulated.transport import Exports, Imports
 from tests.system.router_harness import DEMO_MODEL
 
+_COLLECTIONS = 3  # what is closed lets others go
 _WALL_S = 1_800_000_000.0
 
 
@@ -102,6 +106,31 @@ def _transports(settings: object, means: TransportMeans) -> Available:
     )
 
 
+def _nothing() -> None:
+    pass
+
+
+@contextmanager
+def _unheard_ends() -> Iterator[None]:
+    """What is left of killed processes is collected after their run, and complains that its world is gone. Between runs
+    only: when the collector comes would depend on what ran before."""
+    was_enabled, hook = gc.isenabled(), sys.unraisablehook
+    gc.disable()
+    gc.freeze()  # what is there now need not be looked through after every few runs
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sys.unraisablehook = lambda _: None
+            yield
+            for _ in range(_COLLECTIONS):
+                gc.collect()
+    finally:
+        sys.unraisablehook = hook
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
 @contextmanager
 def simulated_machine() -> Iterator[None]:
     """Around any number of runs."""
@@ -112,7 +141,8 @@ def simulated_machine() -> Iterator[None]:
         "grpc.aio.insecure_channel": lambda address, options=(): Channel(world().network, address, world().watch),
         "grpc.aio.server": lambda interceptors=(), options=(): Server(world().network, interceptors),
         "cluster.serving._refuse_taken": lambda host, port: None,
-        "cluster.serving.reflection": mock.MagicMock(),
+        "cluster.serving.reflection.enable_server_reflection": lambda *_: None,
+        "cluster.process.gc": SimpleNamespace(disable=_nothing, freeze=_nothing, enable=_nothing),
         "cluster.registry._client": lambda *_: RedisClient(world().redis),
         "cluster.registry.random": dice,
         "cluster.registry.to_json": lru_cache(256)(to_json),  # members say the same again and again
@@ -136,14 +166,15 @@ def simulated_machine() -> Iterator[None]:
         "secrets.randbits": lambda bits: world().ids.getrandbits(bits),
     }
     for role in ("prefill_worker", "decode_worker"):
-        replaced[f"{role}.start.lasting"] = nullcontext
         replaced[f"{role}.app.build_engine"] = engines
         replaced[f"{role}.app.StepLoop"] = SimulatedStepLoop
         replaced[f"{role}.app.MonotonicClock"] = SimulatedClock
     with ExitStack() as stack:
+        vocab_size()
         for name, value in replaced.items():
             stack.enter_context(mock.patch(name, value))
         for owner in (Exporter, Importer):
             defaults = owner.__init__.__kwdefaults__
             stack.enter_context(mock.patch.dict(defaults, wall_clock=_wall_s))
+        stack.enter_context(_unheard_ends())
         yield

@@ -91,6 +91,19 @@ class World:
         await self._become_idle()
         await self._leave_all()
 
+    def result(self) -> Result:
+        for context in self.loop.errors:
+            self.violations.append(f"nobody handled: {context.get('message')} {context.get('exception')!r}")
+        return Result(
+            violations=tuple(self.violations),
+            happened=tuple(self.happened),
+            trace=tuple(self.trace),
+            outcomes=self.outcomes,
+            hit=tuple(self.hit),
+            simulated_s=self.loop.time(),
+            num_events=self.loop.num_run,
+        )
+
     def watch(self, method: str, sender: Process, receiver: Process, message: Any) -> None:
         """Every message, as it is sent."""
         oneof = _ONEOFS.get(type(message))
@@ -191,7 +204,7 @@ class World:
         self.loop.wake(former)
         self.network.on_change()
         await asyncio.wait([main], timeout=_LEAVE_S)
-        if not main.done() or not isinstance(main.exception(), Fenced):
+        if not main.done() or not isinstance(main.exception(), Fenced | RegistryUnavailable):
             self.wrong(f"{former} goes on though another has its name: {main!r}")
         self.say(former, "ends")
         self.loop.kill(former)
@@ -426,14 +439,6 @@ def run_schedule(schedule: Schedule) -> Result:
             world.wrong(f"the harness itself: {error!r}")
         finally:
             asyncio.set_event_loop(None)
-    for context in loop.errors:
-        world.violations.append(f"nobody handled: {context.get('message')} {context.get('exception')!r}")
-    return Result(
-        violations=tuple(world.violations),
-        happened=tuple(world.happened),
-        trace=tuple(world.trace),
-        outcomes=world.outcomes,
-        hit=tuple(world.hit),
-        simulated_s=loop.time(),
-        num_events=loop.num_run,
-    )
+            result = world.result()
+            loop.close()
+    return result
