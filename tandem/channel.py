@@ -12,6 +12,7 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", 16 * 1024 * 1024),
     ("grpc.keepalive_time_ms", 10_000),  # a router that is frozen or cut off is given up after both
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # where this is left at its minute, that has no effect
     ("grpc.min_reconnect_backoff_ms", 5_000),  # the longest that connecting may take
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),

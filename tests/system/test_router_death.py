@@ -1,4 +1,4 @@
-"""A router that is killed while it serves: clients that know another one get every token, once, and the same."""
+"""A router is killed or frozen while it serves: clients that know another one get every token, once, and the same."""
 
 import asyncio
 import signal
@@ -50,7 +50,10 @@ def content(choice: Choice) -> tuple[object, ...]:
     return choice.token_ids, choice.text, choice.finish_reason, chosen
 
 
-async def test_a_router_that_is_killed_costs_its_clients_no_token(cluster: LocalCluster) -> None:
+@pytest.mark.parametrize("blow", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+async def test_a_router_that_is_killed_or_frozen_costs_its_clients_no_token(
+    cluster: LocalCluster, blow: signal.Signals
+) -> None:
     """Eight streams, from one that has its first tokens to one that has more than twenty."""
     staying = cluster.members["router0"].grpc_address
     async with AsyncClient(staying, timeout_s=TIMEOUT_S) as client:
@@ -59,7 +62,7 @@ async def test_a_router_that_is_killed_costs_its_clients_no_token(cluster: Local
         async with AsyncClient([dying.grpc_address, staying], timeout_s=TIMEOUT_S) as client:
             generations = [started(client, number) for number in range(8)]
             await asyncio.gather(*(until(generation, 2 + 3 * i) for i, generation in enumerate(generations)))
-            dying.send_signal(signal.SIGKILL)
+            dying.send_signal(blow)
             results = await asyncio.gather(*(generation.result() for generation in generations))
     for result, expected in zip(results, undisturbed, strict=True):
         assert list(map(content, result.choices)) == list(map(content, expected.choices))
