@@ -10,13 +10,14 @@ from cli.last_cluster import find_address, find_tls_ca
 from cluster.errors import ConfigError
 from tandem import channel
 from tandem.client import AsyncClient, Client
+from tandem.routers import addresses
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help="a router's gRPC address (default: TANDEM_ADDRESS, else the cluster last started here)",
+        help="gRPC address of a router, or several with commas (default: TANDEM_ADDRESS, else the last cluster here)",
     )
     parser.add_argument("--api-key", metavar="KEY", help="the router's key (default: TANDEM_API_KEY)")
     parser.add_argument(
@@ -39,9 +40,9 @@ def open_async_client(arguments: argparse.Namespace) -> AsyncClient:
 
 
 def open_channel(arguments: argparse.Namespace) -> grpc.Channel:
-    """For calls that the client library does not have. Raises as open_client."""
+    """For calls that the client library does not have, to the first address. Raises as open_client."""
     address = find_address(arguments.address)
-    return channel.open_channel(address, tls_ca=tls_ca(arguments, address))
+    return channel.open_channel(addresses(address)[0], tls_ca=tls_ca(arguments, address))
 
 
 def metadata(arguments: argparse.Namespace) -> Sequence[tuple[str, str]]:
