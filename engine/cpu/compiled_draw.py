@@ -49,8 +49,10 @@ def compiled_draw() -> "CompiledDraw":
 class CompiledDraw:
     """A RowDraw for logits on the CPU; called by one thread at a time. It leaves the interpreter's lock meanwhile."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, widest: int = 512) -> None:
+        """`widest`: bits of the widest registers that it may use, where the processor has them."""
         self._draw, self._scratch_bytes = library.td_draw, library.td_draw_scratch_bytes
+        self._widest = widest
         self._vocab_size = 0
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -80,7 +82,7 @@ class CompiledDraw:
             token_ids.data_ptr(),
             self._scratch.data_ptr(),
         )
-        self._draw(ctypes.byref(draws))
+        self._draw(ctypes.byref(draws), self._widest)
         return token_ids if bool((token_ids >= 0).all()) else None
 
 

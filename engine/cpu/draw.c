@@ -9,12 +9,14 @@
  * reordered, so every processor has the same weights and sums.
  */
 #include <float.h>
+#include <immintrin.h>
 #include <math.h>
 #include <string.h>
 
 #include "kernels.h"
 
 #define ANY_INLINE static inline __attribute__((always_inline))
+#define WIDE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
 
 enum { BLOCK = 64, SUMS = 16, SAMPLED = 32 };
 
@@ -39,6 +41,8 @@ typedef struct {
     double mass;
     int64_t count;
 } share;
+
+typedef int64_t (*keeping)(const float *logits, double *weights, int64_t n, float above, float below, float *left);
 
 ANY_INLINE double score_of(const row_of *row, float logit) { return ((double)logit - row->best) / row->temperature; }
 
@@ -123,19 +127,35 @@ ANY_INLINE void pad(float *logits, double *weights, int64_t n) {
     }
 }
 
-/* Moves what lies between two logits to the front, and answers how much that is. */
+/* Moves what lies between two logits to the front, and answers how much that is. Pads are -inf and never kept. */
 ANY_INLINE int64_t keep(const float *logits, double *weights, int64_t n, float above, float below, float *left) {
     int64_t kept = 0;
-    for (int64_t start = 0; start < n; start += SUMS) {
-        int32_t any = 0;
-        for (int l = 0; l < SUMS; l++) any |= (logits[start + l] > above) & (logits[start + l] < below);
-        if (!any) continue;
-        for (int64_t i = start; i < start + SUMS; i++) { /* pads are never kept: they are -inf */
-            const float logit = logits[i];
-            left[kept] = logit;
-            if (weights) weights[kept] = weights[i];
-            kept += (logit > above) & (logit < below);
+    for (int64_t i = 0; i < n; i++) {
+        const float logit = logits[i];
+        left[kept] = logit;
+        if (weights) weights[kept] = weights[i];
+        kept += (logit > above) & (logit < below);
+    }
+    return kept;
+}
+
+/* The same. */
+WIDE static int64_t keep_by_512(const float *logits, double *weights, int64_t n, float above, float below,
+                                float *left) {
+    int64_t kept = 0;
+    for (int64_t i = 0; i < n; i += SUMS) {
+        const __m512 found = _mm512_loadu_ps(logits + i);
+        const __mmask16 lanes = _mm512_cmp_ps_mask(found, _mm512_set1_ps(above), _CMP_GT_OQ) &
+                                _mm512_cmp_ps_mask(found, _mm512_set1_ps(below), _CMP_LT_OQ);
+        if (!lanes) continue;
+        _mm512_storeu_ps(left + kept, _mm512_maskz_compress_ps(lanes, found));
+        if (weights) {
+            const __m512d first = _mm512_loadu_pd(weights + i), second = _mm512_loadu_pd(weights + i + 8);
+            const int64_t between = kept + __builtin_popcount(lanes & 0xff);
+            _mm512_storeu_pd(weights + kept, _mm512_maskz_compress_pd((__mmask8)lanes, first));
+            _mm512_storeu_pd(weights + between, _mm512_maskz_compress_pd((__mmask8)(lanes >> 8), second));
         }
+        kept += __builtin_popcount(lanes);
     }
     return kept;
 }
@@ -162,7 +182,8 @@ ANY_INLINE int64_t pivot_of(const float *logits, const double *weights, int64_t 
 
 /* The fewest of the best whose weights come to the goal. `logits` and `weights` end with pads; `left` is as long, and
  * may be `logits`; the weights are overwritten. */
-ANY_INLINE cut select_best(const float *logits, double *weights, int64_t n, double goal, double total, float *left) {
+ANY_INLINE cut select_best(const float *logits, double *weights, int64_t n, double goal, double total, float *left,
+                           const keeping keep) {
     share above = {0, 0};
     while (n > 0) {
         const int64_t place = pivot_of(logits, weights, n, (goal - above.mass) / total);
@@ -197,12 +218,13 @@ ANY_INLINE cut select_best(const float *logits, double *weights, int64_t n, doub
     return (cut){-INFINITY, INT64_MAX};
 }
 
-ANY_INLINE cut cut_of(const row_of *row, const td_sampling *sampling, float *left, double *weights) {
+ANY_INLINE cut cut_of(const row_of *row, const td_sampling *sampling, float *left, double *weights,
+                      const keeping keep) {
     cut kept = {-INFINITY, INT64_MAX};
     const float *logits = row->logits;
     int64_t n = row->vocab;
     if (sampling->top_k > 0 && sampling->top_k < n) {
-        kept = select_best(logits, NULL, n, (double)sampling->top_k, (double)n, left);
+        kept = select_best(logits, NULL, n, (double)sampling->top_k, (double)n, left, keep);
         if (sampling->top_p >= 1) return kept;
         n = keep(logits, NULL, n, kept.least, INFINITY, left);
         while (kept.least > -INFINITY && n < sampling->top_k) left[n++] = kept.least;
@@ -214,7 +236,7 @@ ANY_INLINE cut cut_of(const row_of *row, const td_sampling *sampling, float *lef
     for (int64_t i = n; i < n + SUMS; i++) weights[i] = 0;
     const double mass = share_of(logits, weights, n, -INFINITY, 1).mass;
     if (mass * sampling->top_p <= 0) return (cut){(float)row->best, 1};
-    const cut nucleus = select_best(logits, weights, n, mass * sampling->top_p, mass, left);
+    const cut nucleus = select_best(logits, weights, n, mass * sampling->top_p, mass, left, keep);
     return nucleus.count < kept.count ? nucleus : kept;
 }
 
@@ -281,7 +303,7 @@ ANY_INLINE void drop_below(const row_of *row, double least_score) {
 
 ANY_INLINE int64_t padded_to_block(int64_t vocab) { return (vocab + BLOCK - 1) / BLOCK * BLOCK + BLOCK; }
 
-ANY_INLINE void draw_rows(const td_draws *draws) {
+ANY_INLINE void draw_rows(const td_draws *draws, const keeping keep) {
     const int64_t padded = padded_to_block(draws->vocab);
     double *weights = draws->scratch;
     float *logits = (float *)(weights + padded), *left = logits + padded;
@@ -301,27 +323,25 @@ ANY_INLINE void draw_rows(const td_draws *draws) {
             continue;
         }
         if (sampling->least_score > -INFINITY) drop_below(&row, sampling->least_score);
-        draws->token_ids[i] = winner_of(&row, sampling->key, cut_of(&row, sampling, left, weights));
+        draws->token_ids[i] = winner_of(&row, sampling->key, cut_of(&row, sampling, left, weights, keep));
     }
 }
 
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) static void draw_by_512(const td_draws *draws) {
-    draw_rows(draws);
-}
+WIDE static void draw_by_512(const td_draws *draws) { draw_rows(draws, keep_by_512); }
 
-__attribute__((target("avx2"))) static void draw_by_256(const td_draws *draws) { draw_rows(draws); }
+__attribute__((target("avx2"))) static void draw_by_256(const td_draws *draws) { draw_rows(draws, keep); }
 
 int64_t td_draw_scratch_bytes(int64_t vocab) {
     return padded_to_block(vocab) * (int64_t)(sizeof(double) + 2 * sizeof(float));
 }
 
-void td_draw(const td_draws *draws) {
+void td_draw(const td_draws *draws, int64_t widest) {
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+    if (widest >= 512 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         draw_by_512(draws);
-    else if (__builtin_cpu_supports("avx2"))
+    else if (widest >= 256 && __builtin_cpu_supports("avx2"))
         draw_by_256(draws);
     else
-        draw_rows(draws);
+        draw_rows(draws, keep);
 }

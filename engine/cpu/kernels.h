@@ -117,6 +117,7 @@ typedef struct {
 } td_draws;
 
 int64_t td_draw_scratch_bytes(int64_t vocab);
-void td_draw(const td_draws *draws);
+/* In the widest registers there are of at most so many bits; their width changes no token. */
+void td_draw(const td_draws *draws, int64_t widest);
 
 #endif

@@ -36,7 +36,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "td_run": (None, (ctypes.POINTER(Model), ctypes.POINTER(Step))),
     "td_linear_scratch_bytes": (_integer, (_integer,)),
     "td_draw_scratch_bytes": (_integer, (_integer,)),
-    "td_draw": (None, (_address,)),
+    "td_draw": (None, (_address, _integer)),
     "td_linear": (None, (_bf16s, _integer, ctypes.POINTER(Product), _floats, _address)),
 }
 
