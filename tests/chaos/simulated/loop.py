@@ -53,7 +53,7 @@ def current() -> Process:
     return _PROCESS.get()
 
 
-class _Counted:
+class Counted:
     """A hash that is the same in every run: sets of tasks have the same order whenever a seed is replayed."""
 
     numbers = itertools.count()
@@ -61,15 +61,15 @@ class _Counted:
 
     def __hash__(self) -> int:
         if self._number < 0:
-            self._number = next(_Counted.numbers)
+            self._number = next(Counted.numbers)
         return self._number
 
 
-class _Task(_Counted, asyncio.Task):  # type: ignore[type-arg]
+class _Task(Counted, asyncio.Task):  # type: ignore[type-arg]
     pass
 
 
-class _Future(_Counted, asyncio.Future):  # type: ignore[type-arg]
+class _Future(Counted, asyncio.Future):  # type: ignore[type-arg]
     pass
 
 
@@ -80,7 +80,7 @@ class Stuck(AssertionError):
 class SimulatedLoop(asyncio.BaseEventLoop):
     def __init__(self, dice: Random) -> None:
         super().__init__()
-        _Counted.numbers = itertools.count()
+        Counted.numbers = itertools.count()
         self._dice = dice
         self._now_s = 0.0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []

@@ -20,15 +20,17 @@ from kvtransfer.exporter import Exporter
 from kvtransfer.importer import Importer
 from kvtransfer.transports.available import Available
 from kvtransfer.transports.base import TransportMeans
+from router.decode_events import Sequences
 from router.tokenization import Tokenization
 from tests.chaos.simulated.calls import Channel, Server
 from tests.chaos.simulated.engine import MAX_MODEL_LEN, stand_in_engine
-from tests.chaos.simulated.loop import Threads, current
+from tests.chaos.simulated.loop import Counted, Threads, current
 from tests.chaos.simulated.redis import RedisClient
 from tests.chaos.simulated.steps import SimulatedStepLoop
 from tests.chaos.simulated.transport import Exports, Imports
 from tests.system.router_harness import DEMO_MODEL
 
+_FIXED_ROWS = 16.0  # what a step does once, in rows
 _COLLECTIONS = 3  # what is closed lets others go
 _WALL_S = 1_800_000_000.0
 
@@ -155,6 +157,8 @@ def simulated_machine() -> Iterator[None]:
         "kvtransfer.import_run._DICE": dice,
         "kvtransfer.channel_reads.time": clock,
         "kvtransfer.worker_transfer.available_transports": _transports,
+        "router.decode_events.Sequences": type("Sequences", (Counted, Sequences), {}),
+        "router.decode_stream.Sequences": type("Sequences", (Counted, Sequences), {}),
         "router.app.configure_logs": lambda *_: None,
         "router.app.cluster_key": lambda _: b"k" * 32,
         "router.app.HttpServer": _HttpServer,
@@ -169,6 +173,7 @@ def simulated_machine() -> Iterator[None]:
         replaced[f"{role}.app.build_engine"] = engines
         replaced[f"{role}.app.StepLoop"] = SimulatedStepLoop
         replaced[f"{role}.app.MonotonicClock"] = SimulatedClock
+    replaced["decode_worker.app.fixed_rows"] = lambda _: _FIXED_ROWS
     with ExitStack() as stack:
         vocab_size()
         for name, value in replaced.items():
