@@ -40,7 +40,7 @@ class Outbox:
         self._changed.set()
 
     def give_up(self, error: TandemError) -> None:
-        """The client reads too slowly, or reads another stream: what waits is dropped, and the story is told to stop."""
+        """The client is too slow, or reads another stream: what waits is dropped, and the story is told to stop."""
         self._given_up = error
         self.clear()
         self._changed.set()

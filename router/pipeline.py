@@ -6,30 +6,28 @@ that, the next attempt starts from the prompt and the tokens committed. Never co
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cluster.clock import Clock
-from cluster.errors import DeadlineExceeded, Draining, TandemError
+from cluster.errors import DeadlineExceeded, Draining
 from cluster.messages import MemberId
 from cluster.telemetry import Telemetry
-from router.accounting import RequestAccount
 from router.admission import Admission
+from router.arrivals import Arrival, Arrivals
 from router.attempt import Attempt
 from router.choice import Choice
 from router.failures import AttemptFailed
 from router.fleet import Fleet
-from router.ledger import LedgerRecorder, PhaseName
+from router.ledger import PhaseName
 from router.live_request import LiveRequest
 from router.live_streams import LiveStreams
 from router.migration import Migrations
-from router.outbox import Outbox, Outboxes
+from router.outbox import Outboxes
 from router.placement import Placement, Policy, RequestFacts
 from router.prefix_beliefs import PrefixBeliefs
 from router.requests import (
-    Accepted,
     ChatPrompt,
     ChoiceDelta,
     GenerateRequest,
@@ -57,18 +55,6 @@ class PipelineSettings:
     max_attempts: int  # in a row without a token from decode
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request that came in, and where what happens to it is written down."""
-
-    request: GenerateRequest
-    request_id: str
-    ledger: LedgerRecorder
-    account: RequestAccount
-    outbox: Outbox
-    accepted: asyncio.Future[Accepted]  # there before the first delta is
-
-
 class Pipeline:
     def __init__(
         self,
@@ -93,15 +79,16 @@ class Pipeline:
         self._fleet = fleet
         self._migrations = migrations
         self._prefixes = prefixes
-        self._outboxes = outboxes
+        self._arrivals = Arrivals(outboxes=outboxes, clock=clock, telemetry=telemetry)
         self._streams = LiveStreams()
         self._settings = settings
         self._clock = clock
         self._telemetry = telemetry
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._draining = False
-        self.num_live = 0
+
+    @property
+    def num_live(self) -> int:
+        return self._arrivals.num_live
 
     @property
     def is_ready(self) -> bool:
@@ -115,12 +102,12 @@ class Pipeline:
     async def drain(self) -> None:
         """Takes no new request; returns when the present ones have ended."""
         self.refuse_new()
-        await self._idle.wait()
+        await self._arrivals.none_left()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
         """The request's stream; its last output has the summary. Closing it early cancels the request on every worker.
         Raises TandemError, at any point."""
-        with self._arrival(request) as arrival:
+        with self._arrivals.arrived(request) as arrival:
             async with running(self._serve(arrival)) as story:
                 arrival.outbox.on_slow(story.cancel)
                 is_told = False
@@ -288,38 +275,6 @@ class Pipeline:
                 yield
         finally:
             self._admission.release(arrival.request_id, self._clock.now_s())
-
-    @contextmanager
-    def _arrival(self, request: GenerateRequest) -> Iterator[Arrival]:
-        """Whatever its end, a request is counted once."""
-        request_id = request.request_id or f"req-{secrets.token_hex(12)}"
-        ledger = LedgerRecorder(self._clock.now_s())
-        account = RequestAccount(self._telemetry)
-        outcome = "cancelled"
-        self._change_live(+1)
-        try:
-            with self._outboxes.open() as outbox:
-                accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
-                yield Arrival(request, request_id, ledger, account, outbox, accepted)
-            outcome = "ok"
-        except TandemError as error:
-            outcome = error.reason
-            raise
-        except Exception:
-            outcome = "internal"
-            raise
-        finally:
-            account.ended(outcome, ledger.ledger(self._clock.now_s()))
-            self._change_live(-1)
-            _LOG.info("request ended", extra={"request_id": request_id, "outcome": outcome})
-
-    def _change_live(self, change: int) -> None:
-        self.num_live += change
-        self._telemetry.gauge("tandem_requests_live", self.num_live)
-        if self.num_live:
-            self._idle.clear()
-        else:
-            self._idle.set()
 
 
 def _by_committed(choices: Sequence[Choice]) -> list[list[Choice]]:

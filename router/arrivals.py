@@ -1,0 +1,76 @@
+"""Requests that came in and have not ended: each is counted once, whatever its end. Never looks at what is asked."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from cluster.clock import Clock
+from cluster.errors import TandemError
+from cluster.telemetry import Telemetry
+from router.accounting import RequestAccount
+from router.ledger import LedgerRecorder
+from router.outbox import Outbox, Outboxes
+from router.requests import Accepted, GenerateRequest
+
+_LOG = logging.getLogger("tandem.router.pipeline")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that came in, and where what happens to it is written down."""
+
+    request: GenerateRequest
+    request_id: str
+    ledger: LedgerRecorder
+    account: RequestAccount
+    outbox: Outbox
+    accepted: asyncio.Future[Accepted]  # there before the first delta is
+
+
+class Arrivals:
+    def __init__(self, *, outboxes: Outboxes, clock: Clock, telemetry: Telemetry) -> None:
+        self._outboxes = outboxes
+        self._clock = clock
+        self._telemetry = telemetry
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.num_live = 0
+
+    async def none_left(self) -> None:
+        """Returns when all have ended."""
+        await self._idle.wait()
+
+    @contextmanager
+    def arrived(self, request: GenerateRequest) -> Iterator[Arrival]:
+        """Live until the block is left."""
+        request_id = request.request_id or f"req-{secrets.token_hex(12)}"
+        ledger = LedgerRecorder(self._clock.now_s())
+        account = RequestAccount(self._telemetry)
+        accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
+        outcome = "cancelled"
+        self._change_live(+1)
+        try:
+            with self._outboxes.open() as outbox:
+                yield Arrival(request, request_id, ledger, account, outbox, accepted)
+            outcome = "ok"
+        except TandemError as error:
+            outcome = error.reason
+            raise
+        except Exception:
+            outcome = "internal"
+            raise
+        finally:
+            account.ended(outcome, ledger.ledger(self._clock.now_s()))
+            self._change_live(-1)
+            _LOG.info("request ended", extra={"request_id": request_id, "outcome": outcome})
+
+    def _change_live(self, change: int) -> None:
+        self.num_live += change
+        self._telemetry.gauge("tandem_requests_live", self.num_live)
+        if self.num_live:
+            self._idle.clear()
+        else:
+            self._idle.set()
