@@ -124,7 +124,7 @@ class AsyncGeneration:
         return self
 
     async def __anext__(self) -> Delta:
-        if self._closed.is_set():  # grpc would raise CancelledError, as if the reader's own task were cancelled
+        if self._closed.is_set():
             raise _closed()
         while not self._pending:
             try:
@@ -133,6 +133,11 @@ class AsyncGeneration:
             except TandemError as error:
                 await self._go_on(error)
                 continue
+            except asyncio.CancelledError:  # grpc's word for a closed call too, as if the reader's task were cancelled
+                task = asyncio.current_task()
+                if self._is_over and task is not None and not task.cancelling():
+                    raise _closed() from None
+                raise
             self._asking.routers.first = self._progress.router
             self._pending.extend(self._progress.take(response))
         return self._pending.popleft()
@@ -148,12 +153,16 @@ class AsyncGeneration:
         self._closed.set()
         self._call.cancel()
 
+    @property
+    def _is_over(self) -> bool:
+        return self._closed.is_set() or self._asking.routers.is_closed
+
     async def _go_on(self, error: TandemError) -> None:
         """Raises TandemError."""
         wait_s = self._progress.lost(error, time.monotonic())
         with suppress(TimeoutError):
             await asyncio.wait_for(self._closed.wait(), wait_s)
-        if self._closed.is_set() or self._asking.routers.is_closed:
+        if self._is_over:
             raise _closed() from error
         self._call, self._responses = self._ask()
 

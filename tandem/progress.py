@@ -1,7 +1,7 @@
 """How far a generation has come, and how it goes on at another router when its own is lost.
 
-Decides only: time is an argument. Another router is asked where none can have said what is wrong: the connection broke,
-or the router is leaving or has no workers. Nothing else is ever asked again.
+Decides only: time is an argument. Asked again is what nobody has judged: the connection broke, the router is leaving or
+cannot reach its cluster, or the one that is to go on is full. What says that the request is wrong is the answer.
 """
 
 import random
@@ -13,7 +13,8 @@ from tandem.results import Delta, Result
 from tandem.v1 import inference_pb2
 
 _DRAINING = "draining"
-_SLOW_CLIENT = "slow_client"
+# Too much, but not for now: the reader is too slow, or gRPC itself finds a message too large.
+_NOT_FOR_NOW = frozenset({"slow_client", "resource_exhausted"})
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.1, 2.0  # at most; the clients of a lost router do not all come at once
 _MAX_DOUBLINGS = 10
 
@@ -58,7 +59,7 @@ class Progress:
         has begun is given up for its deadline alone, as long as nobody says that it cannot be had; before, each router
         is asked once.
         """
-        is_refusal = self._num_lost > 0 and isinstance(error, Overloaded) and error.reason != _SLOW_CLIENT
+        is_refusal = self._num_lost > 0 and isinstance(error, Overloaded) and error.reason not in _NOT_FOR_NOW
         if not (isinstance(error, Unavailable) or (is_refusal and self._has_begun)):
             raise error
         self._num_lost += 1

@@ -120,13 +120,30 @@ def test_closing_ends_the_wait_for_a_router() -> None:
         closing.join()
 
 
-async def test_closing_the_client_ends_the_wait_too() -> None:
+@pytest.mark.parametrize("closed", ["the generation", "its client"])
+async def test_closing_ends_an_async_wait_for_a_router_or_its_answer(closed: str) -> None:
+    """Whichever it is: the reader is told so, not cancelled."""
+    with router(responses=TWO_CHOICES[:1], hold=True) as (servicer, address):
+        client = AsyncClient(address)
+        generation = client.generate("x", n=2)
+        await anext(generation), await anext(generation)
+        reading = asyncio.create_task(generation.result())
+        await asyncio.sleep(0)
+        if closed == "its client":
+            await client.close()
+        generation.close()
+        with pytest.raises(Cancelled):
+            await reading
+        await client.close()
+        assert await asyncio.to_thread(servicer.left.wait, 10)
     with router(responses=TWO_CHOICES[:1], failure=gone) as (servicer, address):
         client = AsyncClient(address)
         generation = client.generate("x", n=2)
         await anext(generation)
         servicer.responses = []
-        asyncio.get_running_loop().call_later(0.05, generation.close)
+        reading = asyncio.create_task(generation.result())
+        close = generation.close if closed == "the generation" else lambda: asyncio.ensure_future(client.close())
+        asyncio.get_running_loop().call_later(0.05, close)
         with pytest.raises(Cancelled):
-            await generation.result()
+            await reading
         await client.close()

@@ -99,12 +99,14 @@ def test_a_choice_does_not_go_on_after_its_end() -> None:
         InvalidRequest("what to change", reason="invalid_request"),
         Unauthenticated("which key", reason="unauthenticated"),
         Overloaded("read faster", reason="slow_client"),
+        Overloaded("larger than max", reason="resource_exhausted"),
         DeadlineExceeded("too late", reason="deadline_exceeded"),
         InternalError("its own fault", reason="internal"),
     ],
 )
 def test_what_a_router_says_is_wrong_is_not_asked_again(error: TandemError) -> None:
     generation = begun()
+    generation.lost(LOST, 0.0)
     with pytest.raises(type(error)) as raised:
         generation.lost(error, 0.0)
     assert raised.value is error
