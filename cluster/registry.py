@@ -2,8 +2,9 @@
 
 A member is one key that lapses unless it is renewed. Beside it stands, for a day, which incarnation registered last:
 renewal compares with that inside a script, so a process that was stopped and wakes up can never take its successor's
-place, whether or not either lease has lapsed meanwhile. Every change is published, so watchers wait for news instead of
-polling; they still look now and then, because a lapse publishes nothing.
+place, whether or not either lease has lapsed meanwhile. The generation, a number that grows with every registration by
+Redis's own clock, says who is newer where a Redis that lost everything was told of the older one first. Every change is
+published, so watchers wait for news instead of polling; they still look now and then, as a lapse publishes nothing.
 
 Owns the keys and scripts. Decides nothing about members: a lapsed lease only means that no sign of life came here.
 """
@@ -29,25 +30,35 @@ Answer = TypeVar("Answer")
 _INCARNATION_KEPT_MS = 24 * 3600 * 1000
 _JITTER = 0.2
 
-# KEYS: lease, incarnation, members, channel. ARGV: id, incarnation, member, lease in ms, incarnation kept in ms.
+# KEYS: lease, incarnation, members, channel, generation. ARGV: id, incarnation, member, lease in ms, incarnation kept
+# in ms, generation (0: it has not registered here).
 _WRITE = """
 local before = redis.call('GET', KEYS[1])
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[5])
+redis.call('SET', KEYS[5], generation, 'PX', ARGV[5])
 redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[4])
 redis.call('SADD', KEYS[3], ARGV[1])
 if before ~= ARGV[3] then redis.call('PUBLISH', KEYS[4], ARGV[1]) end
-return ''
 """
 _COMPARE = """
-local current = redis.call('GET', KEYS[2])
-if current and current ~= ARGV[2] then return current end
+local current, generation = redis.call('GET', KEYS[2]), tonumber(ARGV[6])
+local newest = tonumber(redis.call('GET', KEYS[5])) or generation
+if current and current ~= ARGV[2] and newest >= generation then return current end
 """
-_REGISTER = _WRITE
-_RENEW = _COMPARE + _WRITE
+_REGISTER = (
+    """
+local now = redis.call('TIME')
+local newest = tonumber(redis.call('GET', KEYS[5])) or 0
+local generation = math.max(now[1] * 1000 + math.floor(now[2] / 1000), newest + 1)
+"""
+    + _WRITE
+    + "return generation"
+)
+_RENEW = _COMPARE + _WRITE + "return ''"
 _LEAVE = (
     _COMPARE
     + """
-redis.call('DEL', KEYS[1], KEYS[2])
+redis.call('DEL', KEYS[1], KEYS[2], KEYS[5])
 redis.call('SREM', KEYS[3], ARGV[1])
 redis.call('PUBLISH', KEYS[4], ARGV[1])
 return ''
@@ -80,6 +91,7 @@ class Registry:
         self._timeout_s = timeout_s
         self._clock = clock or MonotonicClock()
         self._read_at_s = self._clock.now_s()
+        self._generations: dict[MemberId, int] = {}  # of those that registered here
         self._place = _place(url)
         self._prefix = f"{{{cluster_name}}}:"  # braces: all keys on one node of a Redis cluster
         self._client = _client(url, timeout_s)
@@ -98,7 +110,8 @@ class Registry:
 
     async def register(self, member: Member) -> None:
         """Takes the place of whichever incarnation of this member was there: the newest start wins."""
-        await self._call(self._register(self._keys(member.id), self._arguments(member)))
+        answer = await self._call(self._register(self._keys(member.id), self._arguments(member)))
+        self._generations[member.id] = int(answer)
 
     async def renew(self, member: Member) -> None:
         """Extends the lease and replaces what it says; brings it back where it had lapsed. Raises Fenced when another
@@ -159,11 +172,13 @@ class Registry:
             f"{self._prefix}incarnation:{member_id.id}",
             f"{self._prefix}members",
             f"{self._prefix}changes",
+            f"{self._prefix}generation:{member_id.id}",
         ]
 
     def _arguments(self, member: Member) -> list[str | int]:
         lease_ms = max(1, round(self.lease_s * 1000))
-        return [member.id.id, member.id.incarnation, to_json(member), lease_ms, _INCARNATION_KEPT_MS]
+        generation = self._generations.get(member.id, 0)
+        return [member.id.id, member.id.incarnation, to_json(member), lease_ms, _INCARNATION_KEPT_MS, generation]
 
     def _not_fenced(self, member: Member, current: str) -> None:
         if current:

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
+from redis.asyncio import Redis
 
 from cluster.errors import ConfigError, Fenced, RegistryUnavailable
 from cluster.member import Capacity, Member, MemberState
@@ -126,6 +127,20 @@ async def test_a_woken_process_cannot_take_its_successors_lapsed_place(brief_reg
         await brief_registry.renew(member(incarnation="old"))
     await brief_registry.renew(member(incarnation="new"))
     assert await brief_registry.members() == (member(incarnation="new"),)
+
+
+async def test_where_redis_lost_everything_the_newer_incarnation_still_wins(
+    registry: Registry, redis_url: str, cluster_name: str
+) -> None:
+    await registry.register(member(incarnation="old"))
+    await registry.register(member(incarnation="new"))
+    async with Redis.from_url(redis_url) as redis:
+        await redis.delete(*await redis.keys(f"{{{cluster_name}}}:*"))
+    await registry.renew(member(incarnation="old"))  # nobody can know better
+    await registry.renew(member(incarnation="new"))
+    with pytest.raises(Fenced, match="incarnation new"):
+        await registry.renew(member(incarnation="old"))
+    assert await registry.members() == (member(incarnation="new"),)
 
 
 async def test_a_fenced_member_is_told_by_its_renewal(brief_registry: Registry) -> None:

@@ -60,10 +60,20 @@ class RedisServer:
     def put(self, key: str, value: str, milliseconds: int) -> None:
         self._keys[key] = _Kept(value, self._network.loop.time() + milliseconds / 1000)
 
-    def write(self, keys: Sequence[str], values: Sequence[Any]) -> str:
-        lease, incarnation, members, _ = keys
+    def register(self, keys: Sequence[str], values: Sequence[Any]) -> int:
+        generation = max(round(self._network.loop.time() * 1000), self._generation(keys, 0) + 1)
+        self._write(keys, values, generation)
+        return generation
+
+    def _generation(self, keys: Sequence[str], default: int) -> int:
+        kept = self.get(keys[4])
+        return default if kept is None else int(kept)
+
+    def _write(self, keys: Sequence[str], values: Sequence[Any], generation: int) -> str:
+        lease, incarnation, members, _, newest = keys
         before = self.get(lease)
         self.put(incarnation, values[1], values[4])
+        self.put(newest, str(generation), values[4])
         self.put(lease, values[2], values[3])
         self._sets.setdefault(members, {})[values[0]] = None
         if before != values[2]:
@@ -71,18 +81,21 @@ class RedisServer:
         return ""
 
     def renew(self, keys: Sequence[str], values: Sequence[Any]) -> str:
-        holder = self.get(keys[1])
-        return holder if holder and holder != values[1] else self.write(keys, values)
+        return self._other_holder(keys, values) or self._write(keys, values, int(values[5]))
 
     def leave(self, keys: Sequence[str], values: Sequence[Any]) -> str:
-        holder = self.get(keys[1])
-        if holder and holder != values[1]:
+        if holder := self._other_holder(keys, values):
             return holder
-        self._keys.pop(keys[0], None)
-        self._keys.pop(keys[1], None)
+        for key in (keys[0], keys[1], keys[4]):
+            self._keys.pop(key, None)
         self._sets.get(keys[2], {}).pop(values[0], None)
         self._publish()
         return ""
+
+    def _other_holder(self, keys: Sequence[str], values: Sequence[Any]) -> str:
+        holder, generation = self.get(keys[1]), int(values[5])
+        is_newer = self._generation(keys, generation) >= generation
+        return holder if holder and holder != values[1] and is_newer else ""
 
     def members(self, keys: Sequence[str], values: Sequence[Any]) -> list[str]:
         ids = self._sets.get(keys[0], {})
@@ -102,7 +115,7 @@ class RedisClient:
     def __init__(self, server: RedisServer) -> None:
         self._server = server
         self._scripts = {
-            registry._REGISTER: server.write,
+            registry._REGISTER: server.register,
             registry._RENEW: server.renew,
             registry._LEAVE: server.leave,
             registry._MEMBERS: server.members,
