@@ -312,7 +312,8 @@ ANY_INLINE void draw_rows(const td_draws *draws, const keeping keep) {
         const td_sampling *sampling = draws->samplings + i;
         const int all_numbers = load(draws, i, logits);
         for (int64_t j = draws->vocab; j < padded; j++) logits[j] = -INFINITY;
-        for (int64_t j = 0; j < sampling->num_banned; j++) logits[*banned++] = -INFINITY;
+        for (int64_t j = 0; j < sampling->num_banned; j++, banned++)
+            if (*banned >= 0 && *banned < draws->vocab) logits[*banned] = -INFINITY;
         row_of row = {logits, draws->vocab, padded, 0, sampling->temperature};
         const float best = max_of(&row);
         draws->token_ids[i] = -1;

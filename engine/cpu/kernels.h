@@ -111,7 +111,7 @@ typedef struct {
     const void *logits;       /* [rows, vocab] of this stride: float, or bf16; not changed */
     int64_t is_bf16, stride, rows, vocab;
     const td_sampling *samplings;  /* [rows] */
-    const int64_t *banned;    /* token ids of all rows, one row's after the other's */
+    const int64_t *banned;    /* token ids of all rows, one row's after the other's; others are nothing */
     int64_t *token_ids;       /* [rows] */
     void *scratch;            /* td_draw_scratch_bytes(vocab) */
 } td_draws;

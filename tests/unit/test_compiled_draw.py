@@ -151,6 +151,14 @@ def test_what_it_cannot_say_is_left_to_torch(compiled: CompiledDraw, bad: float,
     assert compiled(torch.zeros(3, 100, dtype=torch.float64), samples) is None
 
 
+def test_bans_of_what_is_no_token_are_nothing(compiled: CompiledDraw) -> None:
+    """Nor a write beside the row."""
+    logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(1))
+    samples = [Sample(1, 2, Sampling(1.0), frozenset({-1, 100, 1 << 40}))]
+
+    assert drawn(compiled, logits, samples) == drawn(compiled, logits, [Sample(1, 2, Sampling(1.0))])
+
+
 def test_the_log_probabilities_are_those_of_the_logits_as_they_came(compiled: CompiledDraw) -> None:
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(1))
     samples = [Sample(row, 2, Sampling(0.5, top_k=5, num_logprobs=3), frozenset({row})) for row in range(3)]
