@@ -1,0 +1,207 @@
+"""Over a fixed set of seeds a simulated cluster loses nothing; seeds replay; what is broken on purpose is found."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from random import Random
+from unittest import mock
+
+import pytest
+
+from cluster.messages import SampledToken, Sampling
+from decode_worker.imports import Imports
+from engine.pool import KvPool
+from engine.step import Chunk, Sample, StepPlan
+from kvtransfer import handoff, import_machine
+from router.choice import Choice
+from router.decode_stream import DecodeStream
+from router.requests import ChoiceDelta
+from tests.chaos.simulated.batch import run_seeds, told
+from tests.chaos.simulated.engine import LAYOUT, StandInRunner
+from tests.chaos.simulated.loop import Process, SimulatedLoop
+from tests.chaos.simulated.machine import simulated_machine
+from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, make_schedule
+from tests.chaos.simulated.shrink import shrink
+from tests.chaos.simulated.world import run_schedule
+
+_FIXED = range(100)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_logs() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_a_fixed_set_of_schedules_loses_repeats_and_leaks_nothing() -> None:
+    met: set[str] = set()
+    for seed, result in run_seeds(_FIXED):
+        assert not result.violations, f"seed {seed}; `python -m tests.chaos.simulated --seeds 1 --first {seed}` tells"
+        met.update(result.hit)
+    for phase in Phase:
+        assert any(hit.endswith(f"when {phase}") for hit in met), f"nothing went wrong when a request was {phase}"
+    for kind in (Kind.KILL, Kind.STOP, Kind.DRAIN, Kind.CUT, Kind.RESET, Kind.SUPERSEDED):
+        assert any(str(kind) in hit for hit in met), f"nobody {kind}"
+
+
+def test_a_seed_replays_to_the_byte() -> None:
+    for seed in (3, 13):
+        (_, first), (_, second) = run_seeds((seed, seed))
+        assert repr(first.trace) == repr(second.trace)
+        assert first.happened == second.happened
+
+
+def _without(*, guards: handoff.Guards) -> AbstractContextManager[object]:
+    return mock.patch.object(import_machine.advance, "__defaults__", (guards,))
+
+
+def _append_anything(choice: Choice, index: int, token: SampledToken) -> ChoiceDelta:
+    return _APPEND(choice, choice.num_committed, token)
+
+
+_APPEND = Choice.append
+
+
+@dataclass(frozen=True)
+class Break:
+    """A guard of production code taken away, and schedules in which that may do harm."""
+
+    name: str
+    apply: Callable[[], AbstractContextManager[object]]
+    provoke: Callable[[int], Schedule]
+    found_as: str  # part of what the harness says
+    within: int = 40  # seeds
+
+
+def _reads_go_wrong(seed: int) -> Schedule:
+    return replace(_busy(seed), read_faults=True)
+
+
+def _connections_break(seed: int) -> Schedule:
+    dice = Random(seed)
+    mishaps = tuple(
+        Mishap(Kind.RESET, "decode", 0, at_s=dice.random() / 10, for_s=0.0, phase=Phase.DECODING, occurrence=occurrence)
+        for occurrence in (0, 4, 8)
+    )
+    return replace(_busy(seed), step_s=0.1, mishaps=mishaps)
+
+
+def _decode_is_cancelled(seed: int) -> Schedule:
+    busy = _busy(seed)
+    return replace(busy, asks=tuple(replace(ask, cancel_after=1) for ask in busy.asks), latency_s=0.05)
+
+
+def _busy(seed: int) -> Schedule:
+    asks = tuple(Ask(0.0, 0, 0, 0, num_tokens=30, max_tokens=20) for _ in range(4))
+    schedule = replace(make_schedule(seed), num_routers=1, num_prefills=1, num_decodes=1, num_blocks=96)
+    return replace(schedule, asks=asks, mishaps=(), read_faults=False)
+
+
+BREAKS = (
+    Break(
+        "the importer takes what differs from its digest",
+        lambda: _without(guards=replace(handoff.GUARDS, same_digest=lambda announced, found: True)),
+        _reads_go_wrong,
+        "where a run without faults says",
+    ),
+    Break(
+        "the router appends whatever token comes",
+        lambda: mock.patch.object(Choice, "append", _append_anything),
+        _connections_break,
+        "where a run without faults says",
+    ),
+    Break(
+        "the router waits on for what was lost with a connection",
+        lambda: mock.patch.object(DecodeStream, "_give_up_doubtful"),
+        _connections_break,
+        "deadline_exceeded",
+    ),
+    Break(
+        "blocks of an import that failed are never given back",
+        lambda: mock.patch.object(Imports, "discard"),
+        _decode_is_cancelled,
+        "",
+    ),
+)
+
+
+def test_what_provokes_a_break_is_harmless_without_one() -> None:
+    with simulated_machine():
+        for broken in BREAKS:
+            for seed in range(6):
+                assert not run_schedule(broken.provoke(seed)).violations
+
+
+@pytest.mark.parametrize("broken", BREAKS, ids=lambda broken: broken.name.replace(" ", "-"))
+def test_what_is_broken_on_purpose_is_found(broken: Break) -> None:
+    with simulated_machine(), broken.apply():
+        for seed in range(broken.within):
+            violations = run_schedule(broken.provoke(seed)).violations
+            if any(broken.found_as in violation for violation in violations):
+                return
+    pytest.fail(f"not found in {broken.within} schedules")
+
+
+def test_a_predecessor_that_wakes_ends_though_redis_has_forgotten_who_came_after_it() -> None:
+    mishaps = (Mishap(Kind.SUPERSEDED, "decode", 0, 0.0, for_s=0.05), Mishap(Kind.EMPTY, "redis", 0, 0.2, for_s=0.0))
+    with simulated_machine():
+        for seed in range(8):  # which of the two renews first is drawn
+            assert not run_schedule(replace(_busy(seed), mishaps=mishaps)).violations
+
+
+def test_a_schedule_that_goes_wrong_is_shrunk_to_its_story() -> None:
+    broken = BREAKS[1]
+    with simulated_machine(), broken.apply():
+        schedule = next(s for s in map(broken.provoke, range(broken.within)) if run_schedule(s).violations)
+        small = shrink(schedule, run_schedule(schedule), run_schedule)
+        story = told(small)
+    assert len(small.asks) < len(schedule.asks) and len(small.mishaps) < len(schedule.mishaps)
+    assert "loses its connections" in story and "WRONG: request" in story
+
+
+def test_every_byte_that_a_sequence_holds_decides_its_next_token() -> None:
+    pool, num_tokens = KvPool(LAYOUT, 3), 10
+    runner = StandInRunner(pool, 1 << 40)
+    sample = Sample(seed=1, position=num_tokens, sampling=Sampling())
+    prefill = Chunk(0, tuple(range(num_tokens)), 0, (2, 0, 1), (sample,))
+    runner.run(StepPlan((prefill,)))
+
+    def next_token() -> int:
+        newest = replace(prefill, token_ids=(9,), start=num_tokens - 1)
+        return runner.run(StepPlan((newest,))).tokens[0][0].token_id
+
+    whole, held = next_token(), 0
+    for place in range(pool.raw.numel()):
+        pool.raw.view(-1)[place] ^= 1
+        held += next_token() != whole
+        pool.raw.view(-1)[place] ^= 1
+    newest_bytes = LAYOUT.block_bytes // LAYOUT.block_size  # written anew by the step itself
+    assert held == (num_tokens - 1) * newest_bytes
+
+
+def test_a_killed_process_does_nothing_more() -> None:
+    loop, done = SimulatedLoop(Random(1)), list[str]()
+    victim, other = Process("victim"), Process("other")
+
+    async def work(name: str) -> None:
+        try:
+            await asyncio.sleep(2.0)
+            done.append(f"{name} worked")
+        finally:
+            done.append(f"{name} cleaned up")
+
+    async def run() -> None:
+        loop.spawn(victim, work("victim"), "work")
+        survivor = loop.spawn(other, work("other"), "work")
+        await asyncio.sleep(1.0)
+        loop.kill(victim)
+        await survivor
+        await asyncio.sleep(5.0)
+
+    with ExitStack() as stack:
+        stack.callback(loop.close)
+        loop.world.context.copy().run(loop.run_until_complete, run())
+        assert done == ["other worked", "other cleaned up"]
