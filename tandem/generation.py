@@ -161,7 +161,8 @@ class AsyncGeneration:
         """Raises TandemError."""
         wait_s = self._progress.lost(error, time.monotonic())
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._closed.wait(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await self._closed.wait()
         if self._is_over:
             raise _closed() from error
         self._call, self._responses = self._ask()
