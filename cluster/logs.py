@@ -55,7 +55,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
-    return {name: value for name, value in vars(record).items() if name not in _OWN}
+    """A name that begins with an underscore is a library's own mark on every record, as Ray makes them."""
+    return {name: value for name, value in vars(record).items() if name not in _OWN and not name.startswith("_")}
 
 
 def _time(record: logging.LogRecord) -> str:
