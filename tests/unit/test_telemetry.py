@@ -96,7 +96,7 @@ def test_a_line_of_the_log_carries_the_request_and_the_numbers(log_lines: io.Str
 
 def test_what_a_library_marks_its_records_with_is_not_logged(log_lines: io.StringIO) -> None:
     configure_logs("info", "text", log_lines)
-    logging.getLogger("tandem.router").info("admitted", extra={"_ray_timestamp_ns": 1})
+    logging.getLogger("tandem.router").info("admitted", extra={"_marked_by": "a library"})
     assert log_lines.getvalue().endswith("INFO tandem.router admitted\n")
 
 
