@@ -67,8 +67,10 @@ class Registration:
 
 
 def refuse_unequal(member: Member, others: tuple[Member, ...]) -> None:
-    """A worker of another model, layout or fine-tune has no business here: raises ConfigError with both values."""
-    for other in others:
+    """A worker of another model, layout or fine-tune has no business here: raises ConfigError with both values. Those
+    that are starting too are asked only where nobody has been accepted yet: they may be the ones that do not belong."""
+    accepted = [other for other in others if other.state is not MemberState.STARTING and other.fingerprint is not None]
+    for other in accepted or others:
         if other.id.id == member.id.id or member.fingerprint is None or other.fingerprint is None:
             continue
         difference = fingerprint_difference(member.fingerprint, other.fingerprint)

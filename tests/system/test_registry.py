@@ -171,6 +171,17 @@ async def test_a_worker_that_does_not_fit_is_refused_with_both_values(
     assert [found.id.id for found in await registry.members()] == ["d0"]
 
 
+async def test_whoever_is_still_starting_refuses_nobody_who_fits_the_accepted(registry: Registry) -> None:
+    """Two start together beside one that serves: the one that does not belong is told of the serving one, and the other
+    joins, whichever comes first."""
+    foreign = replace(FINGERPRINT, weights="weights-b")
+    await Registration(registry, member("d0", role=Role.DECODE, state=MemberState.READY)).join()
+    await registry.register(member("a-stranger", fingerprint=foreign))  # about to be told
+    await Registration(registry, member("p0")).join()
+    with pytest.raises(ConfigError, match="decode worker d0@first"):
+        await Registration(registry, member("b-stranger", fingerprint=foreign)).join()
+
+
 async def test_a_restarted_worker_may_bring_another_model_when_it_was_alone(registry: Registry) -> None:
     await Registration(registry, member(incarnation="old")).join()
     await Registration(registry, member(incarnation="new", fingerprint=replace(FINGERPRINT, weights="b"))).join()
