@@ -52,9 +52,11 @@ class DecodeStream:
         timing: StreamTiming,
         handles: Iterator[int],
         on_change: Callable[[], None],
+        on_leaving: Callable[[float], None],
         telemetry: Telemetry,
     ) -> None:
-        """`handles`: numbers that this router never gave this worker before. `on_change`: it connected or broke."""
+        """`handles`: numbers that this router never gave this worker before. `on_change`: it connected or broke.
+        `on_leaving`: it takes no more, and has what it has for so many seconds."""
         self._router = router
         self._worker = member.id
         self._address = member.address
@@ -62,6 +64,7 @@ class DecodeStream:
         self._timing = timing
         self._handles = handles
         self._on_change = on_change
+        self._on_leaving = on_leaving
         self._telemetry = telemetry
         self._owners: dict[int, Sequences] = {}
         self._moves: dict[int, Move] = {}  # that were asked for and have no outcome yet
@@ -226,6 +229,8 @@ class DecodeStream:
             case "heartbeat":
                 self.heartbeat = message.heartbeat
                 self.pairs = figures_from_wire(message.heartbeat.pairs)
+            case "leaving":
+                self._on_leaving(message.leaving.grace_s)
 
     def _on_step(self, step: worker_pb2.StepOutput) -> None:
         for token in tokens_of(step):

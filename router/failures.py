@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from cluster.errors import (
     DeadlineExceeded,
+    Draining,
     HandOffFailed,
     HandOffReason,
     InternalError,
@@ -42,6 +43,11 @@ class AttemptFailed(Exception):
     @property
     def is_full_queue(self) -> bool:
         return isinstance(self.error, QueueFull)
+
+    @property
+    def is_leaving(self) -> bool:
+        """`member` takes no new work: nothing was tried."""
+        return isinstance(self.error, Draining)
 
     @property
     def is_lost_exporter(self) -> bool:

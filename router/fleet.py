@@ -139,6 +139,16 @@ class Fleet:
         if peer is not None:
             peer.doubt()
 
+    def leave(self, member: MemberId, grace_s: float) -> None:
+        """It said itself that it is leaving: the registry's word may come later."""
+        peer = self.peer(member)
+        if peer is not None:
+            peer.leave(grace_s)
+
+    def leaving(self) -> list[DecodePeer]:
+        """Decode workers that end, or hand on, what they have: `leaves_at_s` says until when."""
+        return [peer for peer in self._decodes.values() if peer.leaves_at_s is not None]
+
     def members(self) -> tuple[Member, ...]:
         """Routers too."""
         return self._members
@@ -158,7 +168,8 @@ class Fleet:
 
     def _may_get_work(self, peer: Peer) -> bool:
         registered = self._registered.get(peer.member.id)
-        return peer.trusted and registered is not None and registered.state is MemberState.READY
+        is_there = peer.trusted and peer.leaves_at_s is None
+        return is_there and registered is not None and registered.state is MemberState.READY
 
     def _is_settled(self) -> bool:
         connected = [load.member for load in (*self.prefill_loads(), *self.decode_loads())]
@@ -244,6 +255,7 @@ class Fleet:
             timing=self._timing,
             handles=self._handles,
             on_change=self._notify,
+            on_leaving=lambda grace_s: self.leave(member.id, grace_s),
             telemetry=self._telemetry,
         )
         peer = DecodePeer(member, channel, stream, grace_s=self._timing.grace_s, on_change=self._notify)

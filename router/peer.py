@@ -42,6 +42,7 @@ class Peer:
         self.pairing = sys.intern(repr(member.fingerprint))
         self.trusted = True
         self.assigned = 0  # sequences that this router has there
+        self.leaves_at_s: float | None = None  # by the event loop's clock; None: it stays
         self._channel = channel
         self._grace_s = grace_s
         self._on_change = on_change
@@ -61,6 +62,11 @@ class Peer:
         """Something failed directly: no new work until a check has passed."""
         self.trusted = False
         self._doubt.set()
+
+    def leave(self, grace_s: float) -> None:
+        """It said that it takes no new work, and for how long it still has what it was given."""
+        self.leaves_at_s = max(self.leaves_at_s or 0.0, asyncio.get_running_loop().time() + grace_s)
+        self._on_change()
 
     def set_registered(self, registered: bool) -> None:
         """Its lease may have lapsed: then it is looked at again and again, until it is back or lost."""

@@ -182,7 +182,9 @@ class Pipeline:
             except AttemptFailed as failure:
                 self._note(live, failure)
                 num_gained = sum(choice.num_committed for choice in choices) - num_committed
-                tries = 1 if num_gained > len(choices) else tries + 1  # more than prefill's own: decode worked
+                if num_gained > len(choices):  # more than prefill's own: decode worked
+                    tries = 0
+                tries += not failure.is_leaving
                 if tries >= self._settings.max_attempts:
                     raise failure.error from failure
                 local_reason = failure.name if self._is_last_resort(tries, failure, choices) else ""
@@ -227,6 +229,8 @@ class Pipeline:
     def _note(self, live: LiveRequest, failure: AttemptFailed) -> None:
         live.failed(failure.name, failure.member)
         self._telemetry.count("tandem_retries_total", leg=failure.leg, reason=failure.reason)
+        if failure.is_leaving:
+            self._fleet.leave(failure.member, 0.0)
         if failure.is_lost_exporter:
             self._fleet.doubt(failure.member)
         _LOG.warning("attempt failed: %s", failure, extra={"request_id": live.request_id, "reason": failure.name})

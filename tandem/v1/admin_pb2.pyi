@@ -77,3 +77,47 @@ class MigrateResponse(_message.Message):
     num_moved: int
     num_kept: int
     def __init__(self, num_moved: _Optional[int] = ..., num_kept: _Optional[int] = ...) -> None: ...
+
+class RequestsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LiveRequest(_message.Message):
+    __slots__ = ("request_id", "phase", "age_s", "prefill_member", "decode_member", "num_tokens", "reasons")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MEMBER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_MEMBER_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REASONS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    phase: str
+    age_s: float
+    prefill_member: str
+    decode_member: str
+    num_tokens: int
+    reasons: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., phase: _Optional[str] = ..., age_s: _Optional[float] = ..., prefill_member: _Optional[str] = ..., decode_member: _Optional[str] = ..., num_tokens: _Optional[int] = ..., reasons: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RequestsResponse(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[LiveRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[LiveRequest, _Mapping]]] = ...) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("prefill", "decode")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    prefill: int
+    decode: int
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ...) -> None: ...
+
+class ScaleResponse(_message.Message):
+    __slots__ = ("prefill", "decode")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    prefill: int
+    decode: int
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ...) -> None: ...

@@ -50,6 +50,16 @@ class AdminStub(object):
                 request_serializer=tandem_dot_v1_dot_admin__pb2.MigrateRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_admin__pb2.MigrateResponse.FromString,
                 _registered_method=True)
+        self.Requests = channel.unary_unary(
+                '/tandem.v1.Admin/Requests',
+                request_serializer=tandem_dot_v1_dot_admin__pb2.RequestsRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_admin__pb2.RequestsResponse.FromString,
+                _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/tandem.v1.Admin/Scale',
+                request_serializer=tandem_dot_v1_dot_admin__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_admin__pb2.ScaleResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -78,6 +88,21 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Requests(self, request, context):
+        """What this router is serving now, the oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scale(self, request, context):
+        """How many workers each pool is to have; whoever runs the workers (`tandem up`, Ray) follows it.
+        Errors: INVALID_ARGUMENT, UNAVAILABLE (no registry, or nobody here follows targets).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +120,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Migrate,
                     request_deserializer=tandem_dot_v1_dot_admin__pb2.MigrateRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_admin__pb2.MigrateResponse.SerializeToString,
+            ),
+            'Requests': grpc.unary_unary_rpc_method_handler(
+                    servicer.Requests,
+                    request_deserializer=tandem_dot_v1_dot_admin__pb2.RequestsRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_admin__pb2.RequestsResponse.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=tandem_dot_v1_dot_admin__pb2.ScaleRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_admin__pb2.ScaleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +214,60 @@ class Admin(object):
             '/tandem.v1.Admin/Migrate',
             tandem_dot_v1_dot_admin__pb2.MigrateRequest.SerializeToString,
             tandem_dot_v1_dot_admin__pb2.MigrateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Requests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/Requests',
+            tandem_dot_v1_dot_admin__pb2.RequestsRequest.SerializeToString,
+            tandem_dot_v1_dot_admin__pb2.RequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/Scale',
+            tandem_dot_v1_dot_admin__pb2.ScaleRequest.SerializeToString,
+            tandem_dot_v1_dot_admin__pb2.ScaleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -216,18 +216,26 @@ class CancelSequences(_message.Message):
     def __init__(self, handles: _Optional[bytes] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "step", "started", "failed", "heartbeat")
+    __slots__ = ("hello", "step", "started", "failed", "heartbeat", "leaving")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     step: StepOutput
     started: SequenceStarted
     failed: SequenceFailed
     heartbeat: Heartbeat
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., started: _Optional[_Union[SequenceStarted, _Mapping]] = ..., failed: _Optional[_Union[SequenceFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    leaving: WorkerLeaving
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., started: _Optional[_Union[SequenceStarted, _Mapping]] = ..., failed: _Optional[_Union[SequenceFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leaving: _Optional[_Union[WorkerLeaving, _Mapping]] = ...) -> None: ...
+
+class WorkerLeaving(_message.Message):
+    __slots__ = ("grace_s",)
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    grace_s: float
+    def __init__(self, grace_s: _Optional[float] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("worker",)

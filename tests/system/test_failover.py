@@ -58,6 +58,20 @@ async def test_a_full_or_leaving_prefill_worker_is_passed_over() -> None:
         assert workers[0].refusals == workers[1].refusals == []
 
 
+async def test_workers_that_leave_use_up_no_attempt() -> None:
+    """Each says so once: it is asked no more, though the registry still calls it ready."""
+    async with router_under_test(max_attempts=2) as router:
+        leaving = [await router.add_prefill(f"p{i}") for i in range(3)]
+        for worker in leaving:
+            worker.refusals = [Draining("leaving")] * 3
+        await router.add_prefill("p3")
+        await router.add_decode("d0")
+        await router.connected()
+        for _ in range(4):
+            assert (await answer_to(router, request := ask())).token_ids[0] == expected_tokens(router, request)
+        assert [len(worker.refusals) for worker in leaving] == [2, 2, 2]
+
+
 async def test_full_queues_everywhere_are_told_to_a_client_that_has_nothing_yet() -> None:
     async with router_under_test(max_attempts=2) as router:
         prefill = await router.add_prefill("p0")
