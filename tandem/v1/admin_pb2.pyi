@@ -43,22 +43,30 @@ class MemberStatus(_message.Message):
     def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., last_seen_s: _Optional[float] = ..., figures: _Optional[_Mapping[str, float]] = ..., model: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ..., pairs: _Optional[_Iterable[_Union[_worker_pb2.PairFigures, _Mapping]]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("members", "live_requests")
+    __slots__ = ("members", "live_requests", "target")
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     LIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
     live_requests: int
-    def __init__(self, members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., live_requests: _Optional[int] = ...) -> None: ...
+    target: ScaleTarget
+    def __init__(self, members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., live_requests: _Optional[int] = ..., target: _Optional[_Union[ScaleTarget, _Mapping]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("member_id",)
+    __slots__ = ("member_id", "wait")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
     member_id: str
-    def __init__(self, member_id: _Optional[str] = ...) -> None: ...
+    wait: bool
+    def __init__(self, member_id: _Optional[str] = ..., wait: bool = ...) -> None: ...
 
 class DrainResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("member", "outcome")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    outcome: str
+    def __init__(self, member: _Optional[str] = ..., outcome: _Optional[str] = ...) -> None: ...
 
 class MigrateRequest(_message.Message):
     __slots__ = ("source", "target", "max_sequences")
@@ -115,9 +123,23 @@ class ScaleRequest(_message.Message):
     def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ...) -> None: ...
 
 class ScaleResponse(_message.Message):
-    __slots__ = ("prefill", "decode")
+    __slots__ = ("target",)
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    target: ScaleTarget
+    def __init__(self, target: _Optional[_Union[ScaleTarget, _Mapping]] = ...) -> None: ...
+
+class ScaleTarget(_message.Message):
+    __slots__ = ("prefill", "decode", "version", "follower", "reached", "problem")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWER_FIELD_NUMBER: _ClassVar[int]
+    REACHED_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
     prefill: int
     decode: int
-    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ...) -> None: ...
+    version: int
+    follower: str
+    reached: int
+    problem: str
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., version: _Optional[int] = ..., follower: _Optional[str] = ..., reached: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...

@@ -74,7 +74,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Asks one member to finish its work, take no more, and leave.
+        """Asks one member, this router or another one or a worker, to finish its work, take no more, and leave.
+        Errors: NOT_FOUND (no such member; the message names those that are there).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class InferenceStub(object):
-    """Served by every router.
+    """Served by every router. The initial metadata of its answers has `tandem-routers`: gRPC addresses of the routers that serve
+    this cluster now, with commas between them.
     """
 
     def __init__(self, channel):
@@ -58,7 +59,8 @@ class InferenceStub(object):
 
 
 class InferenceServicer(object):
-    """Served by every router.
+    """Served by every router. The initial metadata of its answers has `tandem-routers`: gRPC addresses of the routers that serve
+    this cluster now, with commas between them.
     """
 
     def Generate(self, request, context):
@@ -123,7 +125,8 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference(object):
-    """Served by every router.
+    """Served by every router. The initial metadata of its answers has `tandem-routers`: gRPC addresses of the routers that serve
+    this cluster now, with commas between them.
     """
 
     @staticmethod

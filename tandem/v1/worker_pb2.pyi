@@ -404,9 +404,13 @@ class InspectResponse(_message.Message):
     def __init__(self, member: _Optional[str] = ..., blocks: _Optional[_Mapping[str, int]] = ..., figures: _Optional[_Mapping[str, float]] = ..., violation: _Optional[str] = ...) -> None: ...
 
 class DrainWorkerRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("wait",)
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    wait: bool
+    def __init__(self, wait: bool = ...) -> None: ...
 
 class DrainWorkerResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("outcome",)
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    outcome: str
+    def __init__(self, outcome: _Optional[str] = ...) -> None: ...
