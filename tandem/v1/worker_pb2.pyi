@@ -296,18 +296,20 @@ class SequenceFailed(_message.Message):
     def __init__(self, handles: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("step", "running", "waiting", "free_blocks", "pairs")
+    __slots__ = ("step", "running", "waiting", "free_blocks", "pairs", "step_s")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
     step: int
     running: int
     waiting: int
     free_blocks: int
     pairs: _containers.RepeatedCompositeFieldContainer[PairFigures]
-    def __init__(self, step: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., pairs: _Optional[_Iterable[_Union[PairFigures, _Mapping]]] = ...) -> None: ...
+    step_s: float
+    def __init__(self, step: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., pairs: _Optional[_Iterable[_Union[PairFigures, _Mapping]]] = ..., step_s: _Optional[float] = ...) -> None: ...
 
 class PairFigures(_message.Message):
     __slots__ = ("exporter", "transport", "bytes_per_s", "latency_s")
