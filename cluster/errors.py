@@ -15,6 +15,7 @@
     ├── Unavailable               the cluster cannot do it now
     │   ├── NoWorkers
     │   ├── Draining
+    │   ├── Unhealthy             its step thread, its answers or its event loop are not what they should be
     │   └── WorkerLost
     ├── DeadlineExceeded
     ├── Cancelled
@@ -102,6 +103,10 @@ class NoWorkers(Unavailable):
 
 class Draining(Unavailable):
     reason = "draining"
+
+
+class Unhealthy(Unavailable):
+    reason = "unhealthy"
 
 
 class WorkerLost(Unavailable):

@@ -16,6 +16,7 @@ class MemberState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
+    UNHEALTHY = "unhealthy"  # gets no new work, and its routers take elsewhere what it had
 
 
 @dataclass(frozen=True, slots=True)
