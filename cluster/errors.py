@@ -22,6 +22,7 @@
     ├── HandOffFailed             carries one of HandOffReason
     ├── RegistryUnavailable
     ├── Fenced                    a newer incarnation of this member exists
+    ├── DrainIncomplete           the grace of a drain passed, and work was left
     ├── ConfigError               wrong flag, environment variable or file; refused before anything starts
     │   └── ModelRefused          the model would be silently wrong, or cannot be loaded
     └── InternalError             our own fault
@@ -164,6 +165,10 @@ class RegistryUnavailable(TandemError):
 
 class Fenced(TandemError):
     reason = "fenced"
+
+
+class DrainIncomplete(TandemError):
+    reason = "drain_incomplete"
 
 
 class ConfigError(TandemError):

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from typing import NoReturn
 
-from cluster.errors import ConfigError, Fenced, RegistryUnavailable, TandemError
+from cluster.errors import ConfigError, DrainIncomplete, Fenced, RegistryUnavailable, TandemError
 
 _LOG = logging.getLogger("tandem.process")
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -29,11 +29,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ExitStatus(IntEnum):
-    OK = 0
+    OK = 0  # asked to leave, and nothing was left
     CRASHED = 1
     CONFIG = 2  # a restart would not help: argparse uses it too
     FENCED = 3  # a newer incarnation has this member's name
     REGISTRY = 4
+    DRAIN_INCOMPLETE = 5  # asked to leave, and its grace passed with work left, which goes on elsewhere
 
 
 def run_process(name: str, main: Callable[[], Coroutine[None, None, None]]) -> int:
@@ -107,4 +108,6 @@ def _status(error: TandemError) -> ExitStatus:
             return ExitStatus.FENCED
         case RegistryUnavailable():
             return ExitStatus.REGISTRY
+        case DrainIncomplete():
+            return ExitStatus.DRAIN_INCOMPLETE
     return ExitStatus.CRASHED
