@@ -134,7 +134,7 @@ class DecodeStream:
             detail = await self._converse_until_lost()
         finally:
             self.connected.clear()
-            for sequences in set(self._owners.values()):
+            for sequences in dict.fromkeys(self._owners.values()):
                 sequences.events.put_nowait(Lost(detail))
         return detail
 
@@ -214,7 +214,7 @@ class DecodeStream:
         self._on_change()
 
     def _give_up_doubtful(self) -> None:
-        for sequences in {self._owners[handle] for handle in self._doubtful}:  # `release` keeps it within the owners
+        for sequences in dict.fromkeys(self._owners[handle] for handle in sorted(self._doubtful)):
             sequences.events.put_nowait(Lost("its stream broke, and what it said since did not arrive"))
         self._doubtful.clear()
 
@@ -254,8 +254,9 @@ class DecodeStream:
         for owner in self._owners_of(failed.handles):
             owner.events.put_nowait(Failed(failed.reason, failed.detail))
 
-    def _owners_of(self, handles: Iterable[int]) -> set[Sequences]:
-        return {owner for owner in map(self._owner, handles) if owner is not None}
+    def _owners_of(self, handles: Iterable[int]) -> list[Sequences]:
+        """Each once, in the order of its first handle."""
+        return list(dict.fromkeys(owner for owner in map(self._owner, handles) if owner is not None))
 
     def _owner(self, handle: int) -> Sequences | None:
         """None: the attempt is no longer current. The worker is told, and again if it goes on (its Start may have come
