@@ -35,6 +35,9 @@ class ClusterSettings:
     member_id: str = setting("", "name of this member; default: role and a random suffix")
     member_lease_s: float = setting(5.0, "a member that does not renew for so long gets no new work")
     drain_grace_s: float = setting(30.0, "how long a drained process may take to finish its work")
+    health_port: int = setting(0, "port of health answers that need no event loop and no TLS; 0: a free one")
+    loop_timeout_s: float = setting(30.0, "a process whose event loop stands still for so long is not alive")
+    stuck_exit_s: float = setting(60.0, "a process that is stuck for so long after that ends, with status 6")
     tls_cert: str = setting("", "PEM file with this process's certificate chain; with --tls-key and --tls-ca: mTLS")
     tls_key: str = setting("", "PEM file with the key of --tls-cert")
     tls_ca: str = setting("", "PEM file with the authorities whose certificates members must have")
@@ -44,6 +47,9 @@ class ClusterSettings:
     def __post_init__(self) -> None:
         require(self.member_lease_s > 0, f"--member-lease-s must be positive, not {self.member_lease_s}")
         require(self.drain_grace_s >= 0, f"--drain-grace-s must not be negative, not {self.drain_grace_s}")
+        require(0 <= self.health_port < 1 << 16, f"--health-port must be from 0 to 65535, not {self.health_port}")
+        for name in ("loop_timeout_s", "stuck_exit_s"):
+            require(getattr(self, name) > 0, f"{_flag(name)} must be positive, not {getattr(self, name)}")
         require("@" not in self.member_id, f"--member-id must not contain '@': {self.member_id!r}")
         require(bool(self.cluster_name), "--cluster-name must not be empty")
         require(

@@ -68,6 +68,7 @@ class EngineSettings:
     )
     draft_model: str = setting("", "local folder or hub name of the draft model, with --speculation draft")
     num_guesses: int = setting(4, "most tokens guessed ahead in a step; fewer where few come true")
+    step_timeout_s: float = setting(60.0, "a step that takes longer makes its worker unhealthy; the first, five times")
     deterministic: str = setting(
         "off", "tokens do not depend on batch, chunking or worker; costs speed", choices=("off", "on")
     )
@@ -87,6 +88,7 @@ class EngineSettings:
         if self.kv_cache_memory != "auto":
             parse_bytes(self.kv_cache_memory)
         require(self.swap_bytes >= 0, "--swap-space is a size, or 0")
+        require(self.step_timeout_s > 0, f"--step-timeout-s must be positive, not {self.step_timeout_s}")
         require(self.num_guesses >= 1, f"--num-guesses must be at least 1, not {self.num_guesses}")
         drafts = self.speculation == "draft"
         require(bool(self.draft_model) == drafts, "--speculation draft and --draft-model go together")

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from typing import NoReturn
 
-from cluster.errors import ConfigError, DrainIncomplete, Fenced, RegistryUnavailable, TandemError
+from cluster.errors import ConfigError, DrainIncomplete, Fenced, RegistryUnavailable, TandemError, Unhealthy
 
 _LOG = logging.getLogger("tandem.process")
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -35,6 +35,7 @@ class ExitStatus(IntEnum):
     FENCED = 3  # a newer incarnation has this member's name
     REGISTRY = 4
     DRAIN_INCOMPLETE = 5  # asked to leave, and its grace passed with work left, which goes on elsewhere
+    STUCK = 6  # its device, its step thread or its event loop stood still: a restart is what helps
 
 
 def run_process(name: str, main: Callable[[], Coroutine[None, None, None]]) -> int:
@@ -110,4 +111,6 @@ def _status(error: TandemError) -> ExitStatus:
             return ExitStatus.REGISTRY
         case DrainIncomplete():
             return ExitStatus.DRAIN_INCOMPLETE
+        case Unhealthy():
+            return ExitStatus.STUCK
     return ExitStatus.CRASHED
