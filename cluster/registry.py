@@ -6,13 +6,14 @@ place, whether or not either lease has lapsed meanwhile. The generation, a numbe
 Redis's own clock, says who is newer where a Redis that lost everything was told of the older one first. Every change is
 published, so watchers wait for news instead of polling; they still look now and then, as a lapse publishes nothing.
 
-Owns the keys and scripts. Decides nothing about members: a lapsed lease only means that no sign of life came here.
+Owns the keys and scripts. Decides nothing about members: a lapsed lease only means that no sign of life came here. A
+Redis that cannot be reached, or refuses, or has lost what it was told is in doubt: nobody is missing for its sake alone.
 """
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Awaitable
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
@@ -31,7 +32,8 @@ _INCARNATION_KEPT_MS = 24 * 3600 * 1000
 _JITTER = 0.2
 
 # KEYS: lease, incarnation, members, channel, generation. ARGV: id, incarnation, member, lease in ms, incarnation kept
-# in ms, generation (0: it has not registered here).
+# in ms, generation (0: it has not registered here). Renewing and leaving answer (the incarnation that registered since,
+# or '', whether the lease had lapsed).
 _WRITE = """
 local before = redis.call('GET', KEYS[1])
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[5])
@@ -43,7 +45,7 @@ if before ~= ARGV[3] then redis.call('PUBLISH', KEYS[4], ARGV[1]) end
 _COMPARE = """
 local current, generation = redis.call('GET', KEYS[2]), tonumber(ARGV[6])
 local newest = tonumber(redis.call('GET', KEYS[5])) or generation
-if current and current ~= ARGV[2] and newest >= generation then return current end
+if current and current ~= ARGV[2] and newest >= generation then return {current, 0} end
 """
 _REGISTER = (
     """
@@ -54,14 +56,14 @@ local generation = math.max(now[1] * 1000 + math.floor(now[2] / 1000), newest + 
     + _WRITE
     + "return generation"
 )
-_RENEW = _COMPARE + _WRITE + "return ''"
+_RENEW = _COMPARE + _WRITE + "return {'', before and 0 or 1}"
 _LEAVE = (
     _COMPARE
     + """
 redis.call('DEL', KEYS[1], KEYS[2], KEYS[5])
 redis.call('SREM', KEYS[3], ARGV[1])
 redis.call('PUBLISH', KEYS[4], ARGV[1])
-return ''
+return {'', 0}
 """
 )
 # KEYS: members. ARGV: prefix of the leases. Forgets the ids whose lease has lapsed; their renewal brings them back.
@@ -91,14 +93,15 @@ class Registry:
         self._timeout_s = timeout_s
         self._clock = clock or MonotonicClock()
         self._read_at_s = self._clock.now_s()
-        self._generations: dict[MemberId, int] = {}  # of those that registered here
-        self._place = _place(url)
+        self._doubted_at_s = -float("inf")  # when it last failed, or had lost a lease of somebody who renews it
+        self._generations: dict[MemberId, int] = {}  # of those that registered here and have not left
+        self._missing: set[MemberId] = set()  # of those, in the newest snapshot
         self._prefix = f"{{{cluster_name}}}:"  # braces: all keys on one node of a Redis cluster
-        self._client = _client(url, timeout_s)
-        self._register = self._client.register_script(_REGISTER)
-        self._renew = self._client.register_script(_RENEW)
-        self._leave = self._client.register_script(_LEAVE)
-        self._members = self._client.register_script(_MEMBERS)
+        self._redis = open_redis(url, timeout_s)
+        self._register = self._redis.register_script(_REGISTER)
+        self._renew = self._redis.register_script(_RENEW)
+        self._leave = self._redis.register_script(_LEAVE)
+        self._members = self._redis.register_script(_MEMBERS)
 
     @property
     def age_s(self) -> float:
@@ -106,7 +109,8 @@ class Registry:
         return self._clock.now_s() - self._read_at_s
 
     async def ping(self) -> None:
-        await self._call(self._client.ping())
+        """It answers, and lets this process in: the question is one that will be asked again and again."""
+        await self.members()
 
     async def register(self, member: Member) -> None:
         """Takes the place of whichever incarnation of this member was there: the newest start wins."""
@@ -116,55 +120,85 @@ class Registry:
     async def renew(self, member: Member) -> None:
         """Extends the lease and replaces what it says; brings it back where it had lapsed. Raises Fenced when another
         incarnation registered since."""
-        self._not_fenced(member, await self._call(self._renew(self._keys(member.id), self._arguments(member))))
+        current, had_lapsed = await self._call(self._renew(self._keys(member.id), self._arguments(member)))
+        self._not_fenced(member, current)
+        if had_lapsed:
+            self._doubt()
 
     async def leave(self, member: Member) -> None:
         """Ends the lease at once. Raises Fenced."""
-        self._not_fenced(member, await self._call(self._leave(self._keys(member.id), self._arguments(member))))
+        arguments = self._arguments(member)
+        self._generations.pop(member.id, None)
+        current, _ = await self._call(self._leave(self._keys(member.id), arguments))
+        self._not_fenced(member, current)
 
     async def members(self) -> tuple[Member, ...]:
         """All whose leases are valid, in the order of their ids. What cannot be read (a version of the far future) is
         left out: nobody here could talk to it."""
         texts = await self._call(self._members([self._prefix + "members"], [self._prefix + "lease:"]))
         self._read_at_s = self._clock.now_s()
-        return tuple(sorted(_readable(texts), key=lambda member: member.id))
+        found = tuple(sorted(_readable(texts), key=lambda member: member.id))
+        missing = set(self._generations).difference(member.id for member in found)
+        if missing - self._missing:
+            self._doubt()
+        self._missing = missing
+        return found
 
     async def watch(self) -> AsyncGenerator[tuple[Member, ...], None]:
         """A snapshot at once, and another whenever one differs. While the registry is gone nothing new comes, so what
-        was seen last stays; and when it is back, those missing from it are kept for one lease longer: a Redis that
-        stopped has lost every lease, and its members need that long to come back."""
+        was seen last stays. As long as it is in doubt, and for one lease after, those missing from it are kept: members
+        need that long to come back to a Redis that has lost every lease."""
         believed: tuple[Member, ...] | None = None
-        back_at_s = -float("inf")
         gone = False
         while True:
             try:
-                async with self._client.pubsub(ignore_subscribe_messages=True) as news:
-                    await self._call(news.subscribe(self._prefix + "changes"))
+                async with self._redis.pubsub() as news:
+                    await self._call(self._redis.subscribe(news, self._prefix + "changes"))
                     while True:
                         found = await self.members()
                         if gone:
-                            gone, back_at_s = False, self._clock.now_s()
-                        if believed is not None and self._clock.now_s() - back_at_s < self.lease_s:
+                            gone = False
+                            self._doubt()
+                        if believed is not None and self._clock.now_s() - self._doubted_at_s < self.lease_s:
                             found = with_missing(found, believed)
                         if found != believed:
                             believed = found
                             yield found
-                        await _heeding_cancel(news.get_message(timeout=jittered(self.lease_s / 5)))
-            except (RegistryUnavailable, RedisError, OSError):
+                        await self._until_news(news)
+            except (RegistryUnavailable, *REDIS_ERRORS):
                 gone = True
                 await asyncio.sleep(jittered(self.lease_s / 5))
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._redis.aclose()
+
+    async def _until_news(self, news: PubSub) -> None:
+        """Or until it is time to look. A connection that says nothing is asked for a sign of life: one that a network
+        cut in half would stay silent for ever. Raises RegistryUnavailable, REDIS_ERRORS."""
+        pause_s = jittered(self.lease_s / 5)
+        async with asyncio.timeout(pause_s + self._timeout_s):
+            if await _heeding_cancel(news.get_message(timeout=pause_s)) is not None:
+                return
+        await self._call(news.ping())
+        if await self._call(news.get_message(timeout=self._timeout_s)) is None:
+            raise RegistryUnavailable(f"Redis at {self._redis.place} tells no news any more")
 
     async def _call(self, answer: Awaitable[Answer]) -> Answer:
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await _heeding_cancel(answer)
-        except (RedisError, OSError, TimeoutError) as error:
-            raise RegistryUnavailable(
-                f"cannot reach Redis at {self._place}: {error or type(error).__name__}"
-            ) from error
+        except ResponseError as error:
+            self._doubt()
+            if "READONLY" in str(error):  # the master has become a replica
+                await self._redis.drop_idle()
+            raise RegistryUnavailable(f"Redis at {self._redis.place} refuses: {words(error)}") from error
+        except (*REDIS_ERRORS, TimeoutError) as error:
+            self._doubt()
+            raise RegistryUnavailable(f"cannot reach Redis at {self._redis.place}: {words(error)}") from error
+
+    def _doubt(self) -> None:
+        """Whoever is missing now may have been lost by Redis alone."""
+        self._doubted_at_s = self._clock.now_s()
 
     def _keys(self, member_id: MemberId) -> list[str]:
         return [
@@ -217,28 +251,3 @@ def _readable(texts: list[str]) -> list[Member]:
         except ValueError:
             continue
     return members
-
-
-def _client(url: str, timeout_s: float) -> Redis:
-    try:
-        return Redis.from_url(
-            url,
-            decode_responses=True,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-        )
-    except ValueError as error:
-        raise ConfigError(f"--redis: {error}") from error
-
-
-def _place(url: str) -> str:
-    """Host and port, without the password that a URL may hold. Raises ConfigError."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port or 6379
-    except ValueError as error:
-        raise ConfigError(f"--redis: {error}") from None
-    if not (parts.scheme in ("redis", "rediss") and parts.hostname) and not (parts.scheme == "unix" and parts.path):
-        raise ConfigError("--redis must be a URL: redis://host:port/db")
-    return f"{parts.hostname}:{port}" if parts.hostname else parts.path
