@@ -17,6 +17,8 @@ _LOG = logging.getLogger("tandem.registration")
 class Registration:
     def __init__(self, registry: Registry, member: Member) -> None:
         self._registry = registry
+        self._state = member.state
+        self._is_unhealthy = False
         self.member = member
 
     async def join(self) -> None:
@@ -35,11 +37,13 @@ class Registration:
 
     async def set_state(self, state: MemberState) -> None:
         """Tells the registry now, or, while it is gone, with the next renewal that reaches it. Raises Fenced."""
-        self.member = self.member.with_state(state)
-        try:
-            await self._registry.renew(self.member)
-        except RegistryUnavailable as error:
-            _LOG.warning("registry does not know the new state yet", extra={"state": state, "error": str(error)})
+        self._state = state
+        await self._tell_state()
+
+    async def set_unhealthy(self, is_unhealthy: bool) -> None:
+        """Likewise. While it is unhealthy no other state is told. Raises Fenced."""
+        self._is_unhealthy = is_unhealthy
+        await self._tell_state()
 
     async def keep(self) -> None:
         """Renews until cancelled, three times within a lease. While the registry is gone it goes on trying: the member
@@ -64,6 +68,15 @@ class Registration:
             await self._registry.leave(self.member)
         except (RegistryUnavailable, Fenced) as error:
             _LOG.info("left without telling the registry", extra={"error": str(error)})
+
+
+    async def _tell_state(self) -> None:
+        state = MemberState.UNHEALTHY if self._is_unhealthy else self._state
+        self.member = self.member.with_state(state)
+        try:
+            await self._registry.renew(self.member)
+        except RegistryUnavailable as error:
+            _LOG.warning("registry does not know the new state yet", extra={"state": state, "error": str(error)})
 
 
 def refuse_unequal(member: Member, others: tuple[Member, ...]) -> None:
