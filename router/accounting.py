@@ -15,6 +15,11 @@ class RequestAccount:
         self._num_tokens: dict[int, int] = {}
         self._admitted = False
 
+    @property
+    def num_tokens(self) -> int:
+        """That the client has been given, over all choices."""
+        return sum(self._num_tokens.values())
+
     def admitted(self, num_prompt_tokens: int) -> None:
         self._admitted = True
         self._telemetry.count("tandem_prompt_tokens_total", num_prompt_tokens)

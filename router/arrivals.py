@@ -1,6 +1,7 @@
 """Requests that came in and have not ended: each is counted once, whatever its end. Never looks at what is asked."""
 
 import asyncio
+import itertools
 import logging
 import secrets
 from collections.abc import Iterator
@@ -37,7 +38,17 @@ class Arrivals:
         self._telemetry = telemetry
         self._idle = asyncio.Event()
         self._idle.set()
-        self.num_live = 0
+        self._numbers = itertools.count()
+        self._live: dict[int, Arrival] = {}  # the oldest first
+
+    @property
+    def live(self) -> tuple[Arrival, ...]:
+        """The oldest first."""
+        return tuple(self._live.values())
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
 
     async def none_left(self) -> None:
         """Returns when all have ended."""
@@ -51,10 +62,12 @@ class Arrivals:
         account = RequestAccount(self._telemetry)
         accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
         outcome = "cancelled"
-        self._change_live(+1)
+        number = next(self._numbers)
         try:
             with self._outboxes.open() as outbox:
-                yield Arrival(request, request_id, ledger, account, outbox, accepted)
+                arrival = self._live[number] = Arrival(request, request_id, ledger, account, outbox, accepted)
+                self._on_change()
+                yield arrival
             outcome = "ok"
         except TandemError as error:
             outcome = error.reason
@@ -64,11 +77,11 @@ class Arrivals:
             raise
         finally:
             account.ended(outcome, ledger.ledger(self._clock.now_s()))
-            self._change_live(-1)
+            self._live.pop(number, None)
+            self._on_change()
             _LOG.info("request ended", extra={"request_id": request_id, "outcome": outcome})
 
-    def _change_live(self, change: int) -> None:
-        self.num_live += change
+    def _on_change(self) -> None:
         self._telemetry.gauge("tandem_requests_live", self.num_live)
         if self.num_live:
             self._idle.clear()

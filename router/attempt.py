@@ -46,7 +46,7 @@ class Attempt:
         with leg(DECODE, decode_id):
             decode = self._fleet.decode(decode_id)
         with DecodeLeg(self._live, decode, self._choices, exporter=prefill_id) as decoding:
-            self._live.dispatched()
+            self._live.dispatched(prefill=prefill_id, decode=decode_id)
             with leg(PREFILL, prefill_id):
                 chain = self._chain(prefill_id, self._choices[0].committed)
                 holders = self._prefixes.holders(chain, besides=prefill_id)
@@ -70,7 +70,7 @@ class Attempt:
 
     async def first_token_only(self, prefill_id: MemberId) -> None:
         """One token is missing: prefill gives it, and there is nothing to decode."""
-        self._live.dispatched()
+        self._live.dispatched(prefill=prefill_id)
         with leg(PREFILL, prefill_id):
             job = self._live.prefill_job(self._choices, self._number, importer=None)
             async with self._fleet.prefill(prefill_id).prefill(job) as call:
@@ -82,7 +82,7 @@ class Attempt:
         with leg(DECODE, decode_id):
             decode = self._fleet.decode(decode_id)
             with DecodeLeg(self._live, decode, self._choices, exporter=None) as decoding:
-                self._live.dispatched()
+                self._live.dispatched(decode=decode_id)
                 await decode.start(self._live.decode_job(decoding.owners, self._number, self._router, ticket=None))
                 await self._follow(decoding)
                 self._note_outputs(decode_id)

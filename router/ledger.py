@@ -29,10 +29,19 @@ class LedgerRecorder:
         self._reasons: list[str] = []
         self._transport = ""
         self._kv_bytes = 0
+        self.prefill_member = self.decode_member = ""  # of the present attempt
 
     @property
     def phase(self) -> PhaseName:
         return self._marks[-1][0]
+
+    @property
+    def began_s(self) -> float:
+        return self._marks[0][1]
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return tuple(self._reasons)
 
     def enter(self, phase: PhaseName, at_s: float) -> None:
         """A time before the present phase began (another machine's durations) counts as its beginning."""
@@ -43,6 +52,10 @@ class LedgerRecorder:
         """The client was given a token; the first time counts."""
         if self._first_token_s is None:
             self._first_token_s = now_s
+
+    def attempt(self, prefill: str = "", decode: str = "") -> None:
+        """Who is asked now."""
+        self.prefill_member, self.decode_member = prefill, decode
 
     def member(self, member: str) -> None:
         """One that serves the request, in the order they join."""
@@ -61,7 +74,6 @@ class LedgerRecorder:
         self._end_s = max(now_s, self._marks[-1][1])
 
     def ledger(self, now_s: float) -> Ledger:
-        begin_s = self._marks[0][1]
         end_s = self._end_s if self._end_s is not None else max(now_s, self._marks[-1][1])
         ends_s = [at_s for _, at_s in self._marks[1:]] + [end_s]
         durations_s: dict[PhaseName, float] = {}
@@ -69,10 +81,10 @@ class LedgerRecorder:
             durations_s[phase] = durations_s.get(phase, 0.0) + (until_s - at_s)
         return Ledger(
             phases=tuple(Phase(str(phase), durations_s[phase]) for phase in PhaseName if phase in durations_s),
-            wall_s=end_s - begin_s,
-            ttft_s=(self._first_token_s if self._first_token_s is not None else end_s) - begin_s,
+            wall_s=end_s - self.began_s,
+            ttft_s=(self._first_token_s if self._first_token_s is not None else end_s) - self.began_s,
             members=tuple(self._members),
             transport=self._transport,
             kv_bytes=self._kv_bytes,
-            reasons=tuple(self._reasons),
+            reasons=self.reasons,
         )

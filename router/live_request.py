@@ -126,8 +126,9 @@ class LiveRequest:
             is_batch=self.request.is_batch,
         )
 
-    def dispatched(self) -> None:
+    def dispatched(self, *, prefill: MemberId | None = None, decode: MemberId | None = None) -> None:
         """Workers are being asked. A stream that was interrupted stays in `retry` until tokens flow again."""
+        self.ledger.attempt(str(prefill or ""), str(decode or ""))
         if not self._has_tokens:
             self._enter(PhaseName.PREFILL_QUEUE)
 
@@ -144,6 +145,7 @@ class LiveRequest:
         """Sequences join the decode worker's batch; without first tokens their prefill begins there."""
         self._found(started.num_cached)
         self.ledger.member(str(decode))
+        self.ledger.decode_member = str(decode)
         self.ledger.moved(started.transport, started.kv_bytes)
         if self.ledger.phase is PhaseName.TRANSFER:
             self._enter(PhaseName.DECODE_QUEUE, began_ago_s=started.queue_s)
@@ -162,6 +164,7 @@ class LiveRequest:
     def failed(self, reason: str, member: MemberId) -> None:
         self.failed_members.add(member)
         self.ledger.reason(reason)
+        self.ledger.attempt()
         self._enter(PhaseName.RETRY)
 
     def _found(self, num_cached: int) -> None:

@@ -91,6 +91,11 @@ class Pipeline:
         return self._arrivals.num_live
 
     @property
+    def live(self) -> tuple[Arrival, ...]:
+        """The oldest first."""
+        return self._arrivals.live
+
+    @property
     def is_ready(self) -> bool:
         """A request that came now would be served."""
         return self._fleet.is_ready and not self._draining

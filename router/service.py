@@ -14,6 +14,7 @@ from cluster.member import Member
 from cluster.pair_wire import figures_to_wire
 from router.fleet import Fleet
 from router.inference_wire import chat_from_wire, generate_request_from_wire, model_to_wire, output_to_wire
+from router.live_listing import live_requests_to_wire
 from router.migration import Migrations
 from router.pipeline import Pipeline
 from router.tokenization import Tokenization
@@ -88,6 +89,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Migrate(self, request: admin_pb2.MigrateRequest, context: _Context) -> admin_pb2.MigrateResponse:
         count = await self._migrations.migrate(request.source, request.target, request.max_sequences)
         return admin_pb2.MigrateResponse(num_moved=count.num_moved, num_kept=count.num_kept)
+
+    async def Requests(self, request: admin_pb2.RequestsRequest, context: _Context) -> admin_pb2.RequestsResponse:
+        return admin_pb2.RequestsResponse(
+            requests=live_requests_to_wire(self._pipeline.live, asyncio.get_running_loop().time())
+        )
 
     async def _status(self, member: Member) -> admin_pb2.MemberStatus:
         """A worker that does not answer is listed without figures, and with how long it has been silent."""

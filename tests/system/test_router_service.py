@@ -219,3 +219,24 @@ async def test_drain_reaches_the_worker_that_is_named() -> None:
         assert second.state is MemberState.DRAINING
         with pytest.raises(grpc.aio.AioRpcError, match="no worker 'd7'"):
             await admin.Drain(admin_pb2.DrainRequest(member_id="d7"), timeout=10)
+
+
+async def test_an_operator_sees_every_live_request_its_phase_and_its_workers() -> None:
+    async with served() as (router, channel):
+        prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
+        await router.connected()
+        admin = admin_pb2_grpc.AdminStub(channel)
+        decode.pause_at = 4
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(generate_request(request_id="mine"), timeout=20)
+        num_tokens = 0
+        while num_tokens < 4:
+            response = await call.read()
+            num_tokens += sum(len(delta.token_ids) // 4 for delta in response.deltas)
+        (listed,) = (await admin.Requests(admin_pb2.RequestsRequest(), timeout=5)).requests
+        assert (listed.request_id, listed.phase, listed.num_tokens) == ("mine", "decode", 4)
+        assert (listed.prefill_member, listed.decode_member) == (str(prefill.id), str(decode.id))
+        assert listed.age_s > 0 and not listed.reasons
+        decode.resumed.set()
+        while await call.read() is not grpc.aio.EOF:
+            pass
+        assert not (await admin.Requests(admin_pb2.RequestsRequest(), timeout=5)).requests
