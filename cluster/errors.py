@@ -132,6 +132,7 @@ class HandOffReason(StrEnum):
     REPLAYED_TICKET = "replayed_ticket"  # this attempt has attached or settled before
     STALE_INCARNATION = "stale_incarnation"
     LAYOUT_MISMATCH = "layout_mismatch"
+    NO_COMMON_PROTOCOL = "no_common_protocol"
     NO_COMMON_TRANSPORT = "no_common_transport"
     LEASE_LAPSED = "lease_lapsed"
     DIGEST_MISMATCH = "digest_mismatch"

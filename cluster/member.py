@@ -6,10 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 from cluster.messages import LayoutFingerprint, MemberId, Role
-
-# The newest form of proto/tandem/v1 that this code speaks, and the oldest that it still understands.
-PROTOCOL_NEWEST = 1
-PROTOCOL_OLDEST = 1
+from cluster.protocol import OURS, ProtocolRange
 
 
 class MemberState(StrEnum):
@@ -43,15 +40,19 @@ class Member:
     fingerprint: LayoutFingerprint | None = None
     transports: tuple[str, ...] = ()  # best first
     capacity: Capacity | None = None
-    protocol_oldest: int = PROTOCOL_OLDEST
-    protocol_newest: int = PROTOCOL_NEWEST
+    protocol_oldest: int = OURS.oldest
+    protocol_newest: int = OURS.newest
+
+    @property
+    def protocol(self) -> ProtocolRange:
+        return ProtocolRange(self.protocol_oldest, self.protocol_newest)
 
     def with_state(self, state: MemberState) -> "Member":
         return replace(self, state=state)
 
     def speaks_with(self, other: "Member") -> bool:
         """There is a version of the protocol that both understand."""
-        return self.protocol_oldest <= other.protocol_newest and other.protocol_oldest <= self.protocol_newest
+        return self.protocol.common(other.protocol) is not None
 
     def may_exchange_kv(self, other: "Member") -> bool:
         """Only members of equal fingerprints form a pair."""
@@ -69,25 +70,32 @@ def to_json(member: Member) -> str:
 
 
 def from_json(text: str) -> Member:
-    """Inverse of to_json; what a newer version added is left out. Raises ValueError for anything else."""
+    """Inverse of to_json; what a newer version added is left out. Raises ValueError for anything else, a role that this
+    version does not know among it: nobody here could ask such a member for anything."""
     try:
         values = json.loads(text)
         fingerprint, capacity = values["fingerprint"], values["capacity"]
+        protocol = ProtocolRange(values["protocol_oldest"], values["protocol_newest"])
         return Member(
             id=MemberId(**_known(MemberId, values["id"])),
             role=Role(values["role"]),
             address=values["address"],
             http_address=values["http_address"],
             model=values["model"],
-            state=MemberState(values["state"]),
+            state=_state(values["state"]),
             fingerprint=LayoutFingerprint(**_known(LayoutFingerprint, fingerprint)) if fingerprint else None,
             transports=tuple(values["transports"]),
             capacity=Capacity(**_known(Capacity, capacity)) if capacity else None,
-            protocol_oldest=values["protocol_oldest"],
-            protocol_newest=values["protocol_newest"],
+            protocol_oldest=protocol.oldest,
+            protocol_newest=protocol.newest,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"not a member: {text[:200]!r}") from error
+
+
+def _state(name: str) -> MemberState:
+    """One that only newer versions know is less than ready: the member gets no new work, and keeps what it has."""
+    return MemberState(name) if name in MemberState.__members__.values() else MemberState.DRAINING
 
 
 def _known(kind: type[MemberId | LayoutFingerprint | Capacity], values: dict[str, Any]) -> dict[str, Any]:

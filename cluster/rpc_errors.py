@@ -64,8 +64,11 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> TandemError:
     message = explained(error.details() or error.code().name)
     reason = trailing.get(REASON)
     if reason == HandOffFailed.reason:
-        handoff_reason = HandOffReason(trailing.get(HANDOFF_REASON, HandOffReason.PROTOCOL))
-        return HandOffFailed(handoff_reason, message.removeprefix(f"{handoff_reason}: "))
+        named = trailing.get(HANDOFF_REASON, "")
+        known = named in HandOffReason.__members__.values()  # else of a version that knows more
+        return HandOffFailed(
+            HandOffReason(named) if known else HandOffReason.PROTOCOL, message.removeprefix(f"{named}: ")
+        )
     kind = _BY_REASON.get(reason) if reason is not None else None
     if kind is None and "larger than max" in message:
         kind = InvalidRequest  # gRPC's own status for it, RESOURCE_EXHAUSTED, would tell a client to try again

@@ -5,8 +5,10 @@ from dataclasses import asdict, dataclass
 
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
+from cluster.protocol import ProtocolRange
 from cluster.wire import fingerprint_from_wire
 from kvtransfer import tickets
+from kvtransfer.handoff_wire import protocol_from_wire
 from kvtransfer.transports.base import ExporterTransport, negotiate
 from tandem.v1 import kv_pb2
 
@@ -15,17 +17,24 @@ from tandem.v1 import kv_pb2
 class AcceptedAttach:
     ticket: Ticket
     transports: tuple[ExporterTransport, ...]  # at least one; what the importer likes best comes first
+    protocol: int  # that both speak
 
 
 class AttachRules:
     def __init__(
-        self, *, member: MemberId, layout: LayoutFingerprint, key: bytes, transports: Sequence[ExporterTransport]
+        self,
+        *,
+        member: MemberId,
+        layout: LayoutFingerprint,
+        key: bytes,
+        transports: Sequence[ExporterTransport],
+        protocol: ProtocolRange,
     ) -> None:
-        self._member, self._layout, self._key = member, layout, key
+        self._member, self._layout, self._key, self._protocol = member, layout, key, protocol
         self._transports = tuple(transports)
 
     def check(self, attach: kv_pb2.Attach, *, importer: str, wall_s: float) -> AcceptedAttach:
-        """Raises HandOffFailed with the first reason that applies."""
+        """Raises HandOffFailed with the first reason that applies, ValueError for versions that are no range."""
         signed = attach.ticket.SerializeToString()
         ticket = tickets.read(signed, self._key)
         if importer != str(ticket.importer):
@@ -36,13 +45,22 @@ class AttachRules:
         if ticket.exporter != self._member:
             detail = f"a ticket of {ticket.exporter}; this is its successor {self._member}"
             raise HandOffFailed(HandOffReason.STALE_INCARNATION, detail)
+        protocol = self._common_protocol(protocol_from_wire(attach))
         self._check_layout(fingerprint_from_wire(attach.layout))
         transports = negotiate(attach.transports, attach.endpoints, self._transports)
         if not transports:
             theirs, ours = ", ".join(attach.transports), ", ".join(t.name for t in self._transports)
             detail = f"the importer has [{theirs}], the exporter [{ours}], as far as each reaches the other"
             raise HandOffFailed(HandOffReason.NO_COMMON_TRANSPORT, detail)
-        return AcceptedAttach(ticket, transports)
+        return AcceptedAttach(ticket, transports, protocol)
+
+    def _common_protocol(self, theirs: ProtocolRange) -> int:
+        """Before the layout: a newer version may say more in it."""
+        version = self._protocol.common(theirs)
+        if version is None:
+            detail = f"the importer speaks protocol {theirs}, the exporter {self._protocol}"
+            raise HandOffFailed(HandOffReason.NO_COMMON_PROTOCOL, detail)
+        return version
 
     def _check_layout(self, theirs: LayoutFingerprint) -> None:
         ours = asdict(self._layout)

@@ -27,6 +27,7 @@ class Attached:
     export: "TicketExport"
     transports: tuple[ExporterTransport, ...]  # the first is the one to use, the others are alternatives
     epoch: Epoch
+    protocol: int  # that both sides speak
 
 
 class ExportCall:
@@ -60,6 +61,7 @@ class ExportCall:
     @staticmethod
     def _admit(attached: Attached, accepted: kv_pb2.Accepted) -> None:
         """Opens the pool to the epoch, by every way that was agreed."""
+        accepted.protocol = attached.protocol
         first, *others = attached.transports
         accepted.transport, accepted.endpoint = first.name, first.admit(attached.epoch)
         for other in others:

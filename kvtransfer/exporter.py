@@ -17,6 +17,7 @@ from cluster.clock import Clock
 from cluster.config import TransferSettings
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
+from cluster.protocol import OURS, ProtocolRange
 from kvtransfer import export_machine as machine
 from kvtransfer import tickets
 from kvtransfer.attach_rules import AttachRules
@@ -75,6 +76,7 @@ class Exporter:
         clock: Clock,
         counters: TransferCounters,
         wall_clock: Callable[[], float] = time.time,
+        protocol: ProtocolRange = OURS,
     ) -> None:
         self._member, self._address = member, address
         self._wire = wire
@@ -85,7 +87,7 @@ class Exporter:
         self._release = release
         self._clock, self._wall_clock = clock, wall_clock
         self._counters = counters
-        self._rules = AttachRules(member=member, layout=layout, key=key, transports=self._transports)
+        self._rules = AttachRules(member=member, layout=layout, key=key, transports=self._transports, protocol=protocol)
         self._tickets: dict[bytes, TicketExport] = {}
         self._calls: set[ExportCall] = set()
         self._next_call = 0

@@ -6,6 +6,7 @@ Attach and Accepted, and read it from there.
 
 from cluster.errors import HandOffReason
 from cluster.messages import Epoch
+from cluster.protocol import ProtocolRange
 from cluster.wire import epoch_from_wire, epoch_to_wire, pack_ids, unpack_ids
 from kvtransfer.digest import split_digests
 from kvtransfer.handoff import (
@@ -26,6 +27,7 @@ from kvtransfer.handoff import (
 from tandem.v1 import kv_pb2
 
 IMPORTER_METADATA = "tandem-importer"  # of a HandOff call: "id@incarnation" of who attaches
+_UNSAID = 1  # the protocol's version where a message names none
 
 _OUTCOMES = {
     Outcome.OK: kv_pb2.Settle.OUTCOME_OK,
@@ -57,6 +59,15 @@ def renew_or_settle_from_wire(wire: kv_pb2.ImporterMessage, epoch: Epoch) -> Ren
             return Settle(epoch_from_wire(wire.settle.epoch), outcome, reason)
         case other:
             raise ValueError(f"{other} where only Renew or Settle may come")
+
+
+def protocol_from_wire(attach: kv_pb2.Attach) -> ProtocolRange:
+    """Raises ValueError. An importer that says nothing is from before there was anything to say."""
+    return ProtocolRange(attach.protocol_oldest or _UNSAID, attach.protocol_newest or _UNSAID)
+
+
+def accepted_protocol(accepted: kv_pb2.Accepted) -> int:
+    return accepted.protocol or _UNSAID
 
 
 def to_wire(message: ExporterMessage) -> kv_pb2.ExporterMessage:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from cluster.clock import Clock
 from cluster.errors import HandOffFailed, HandOffReason, TandemError
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
+from cluster.protocol import ProtocolRange
 from cluster.wire import fingerprint_to_wire
 from kvtransfer import import_events as events
 from kvtransfer import import_machine as machine
@@ -22,8 +23,8 @@ from kvtransfer.channel_reads import ChannelReads
 from kvtransfer.counters import TransferCounters
 from kvtransfer.deadline_timer import DeadlineTimer
 from kvtransfer.exporter_channels import ExporterChannels
-from kvtransfer.handoff import Accepted, Attach, Failed, Finished, ImporterMessage, Renew, Settle
-from kvtransfer.handoff_wire import from_wire, settle_to_wire
+from kvtransfer.handoff import Accepted, Attach, ExporterMessage, Failed, Finished, ImporterMessage, Renew, Settle
+from kvtransfer.handoff_wire import accepted_protocol, from_wire, settle_to_wire
 from kvtransfer.import_call import ImportCall
 from kvtransfer.import_ways import ImportWays
 from kvtransfer.pairs import PairBook
@@ -51,6 +52,7 @@ class ImportMeans:
     clock: Clock
     counters: TransferCounters
     unhealthy: Callable[[str], None]
+    protocol: ProtocolRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,8 @@ class ImportRun:
                         transports=list(endpoints),
                         layout=fingerprint_to_wire(self._means.layout),
                         endpoints=endpoints,
+                        protocol_oldest=self._means.protocol.oldest,
+                        protocol_newest=self._means.protocol.newest,
                     )
                 )
             case Renew():
@@ -186,8 +190,10 @@ class ImportRun:
                 return settle_to_wire(message)
 
     def _hear(self, wire: kv_pb2.ExporterMessage) -> None:
+        if wire.WhichOneof("message") is None:
+            return  # of a kind that this version does not know: within one version of the protocol it may be ignored
         try:
-            message = from_wire(wire, self._plan.epoch)
+            message = self._checked(from_wire(wire, self._plan.epoch), wire)
         except (ValueError, TandemError) as error:
             message = Failed(self._plan.epoch, HandOffReason.PROTOCOL, str(error))
         if isinstance(message, Accepted):
@@ -198,6 +204,14 @@ class ImportRun:
         if isinstance(message, Finished):
             self._finished_s = self._means.clock.now_s() - max(0.0, wire.finished.age_s)
         self._take(events.FromExporter(message))
+
+    def _checked(self, message: ExporterMessage, wire: kv_pb2.ExporterMessage) -> ExporterMessage:
+        """Raises ValueError when the exporter goes on in a version that was not offered."""
+        if isinstance(message, Accepted):
+            version = accepted_protocol(wire.accepted)
+            if version not in self._means.protocol:
+                raise ValueError(f"accepted in protocol {version}, where {self._means.protocol} was offered")
+        return message
 
     def _on_call_ended(self, error: str) -> None:
         self._cause = error

@@ -17,6 +17,7 @@ from cluster.clock import Clock
 from cluster.config import TransferSettings
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
+from cluster.protocol import OURS, ProtocolRange
 from cluster.serving import open_channel
 from kvtransfer import tickets
 from kvtransfer.block_source import BlockSource as BlockSource
@@ -74,6 +75,7 @@ class Importer:
         pairs: PairBook | None = None,  # None: one of its own
         wall_clock: Callable[[], float] = time.time,
         unhealthy: Callable[[str], None] = _LOG.critical,  # blocks that only a restart of the process gives back
+        protocol: ProtocolRange = OURS,
     ) -> None:
         self._member, self._block_size, self._key, self._settings = member, block_size, key, settings
         self._counters, self._wall_clock = counters, wall_clock
@@ -91,6 +93,7 @@ class Importer:
             clock=clock,
             counters=counters,
             unhealthy=unhealthy,
+            protocol=protocol,
         )
         self._runs: dict[asyncio.Task[None], ImportRun] = {}  # by the task that waits for its end
 

@@ -75,5 +75,5 @@ class KvTransferServicer(kv_pb2_grpc.KvTransferServicer):
                 self._exporter.attach(call, message.attach)
         elif call.attached is None:
             raise ValueError("a hand-off begins with Attach")
-        else:
+        elif message.WhichOneof("message") is not None:  # else of a kind that only newer versions know
             call.attached.export.hear(call, renew_or_settle_from_wire(message, call.attached.epoch))

@@ -19,6 +19,7 @@ from cluster.clock import Clock, MonotonicClock
 from cluster.config import TransferSettings
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
+from cluster.protocol import OURS, ProtocolRange
 from engine.block_pool import BlockPool
 from engine.pool import KvPool
 from kvtransfer.block_source import Reservation
@@ -425,6 +426,8 @@ async def handoff_rig(
     importer_settings: TransferSettings | None = None,  # None: the same
     exporter_clock: Clock | None = None,
     importer_layout: LayoutFingerprint = LAYOUT,
+    exporter_protocol: ProtocolRange = OURS,
+    importer_protocol: ProtocolRange = OURS,
     wire_dtype: str = "native",
     exporter_member: MemberId = EXPORTER,
     wall_clock: Callable[[], float] = lambda: 1_000.0,
@@ -459,6 +462,7 @@ async def handoff_rig(
         clock=exporter_clock or MonotonicClock(),
         counters=counters,
         wall_clock=wall_clock,
+        protocol=exporter_protocol,
     )
     importer = Importer(
         member=IMPORTER,
@@ -472,6 +476,7 @@ async def handoff_rig(
         counters=counters,
         wall_clock=wall_clock,
         unhealthy=lambda text: unhealthy.set(),
+        protocol=importer_protocol,
     )
     rig = Rig(
         source,

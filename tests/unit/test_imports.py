@@ -32,6 +32,8 @@ PURE = [
     "cluster.lengths",
     "cluster.member",
     "cluster.messages",
+    "cluster.protocol",
+    "cluster.redis_url",
     "decode_worker.admission",
     "decode_worker.commands",
     "decode_worker.growth",

@@ -1,0 +1,91 @@
+"""Members of different versions: which protocol two of them speak, and what is read of a newer one's entry."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from cluster.errors import ConfigError
+from cluster.member import Capacity, Member, MemberState, from_json, to_json
+from cluster.messages import LayoutFingerprint, MemberId, Role
+from cluster.protocol import ProtocolRange
+from cluster.registration import refuse_unequal
+
+FINGERPRINT = LayoutFingerprint("weights", "config", "float32", "table")
+VERSIONS = [(1, 1), (1, 2), (2, 2), (2, 3)]
+# What each speaks with each, by their place in VERSIONS; None: they never pair.
+COMMON = [
+    [1, 1, None, None],
+    [1, 2, 2, 2],
+    [None, 2, 2, 2],
+    [None, 2, 2, 3],
+]
+
+
+def member(name: str = "d0", versions: tuple[int, int] = (1, 1)) -> Member:
+    return Member(
+        id=MemberId(name, "a1"),
+        role=Role.DECODE,
+        address="127.0.0.1:7000",
+        model="demo_model",
+        state=MemberState.READY,
+        fingerprint=FINGERPRINT,
+        transports=("shm", "tcp"),
+        capacity=Capacity(512, 16, 8, 2048, 4096),
+        protocol_oldest=versions[0],
+        protocol_newest=versions[1],
+    )
+
+
+def record(**changes: object) -> str:
+    return json.dumps(json.loads(to_json(member())) | changes)
+
+
+@pytest.mark.parametrize("ours", range(4))
+@pytest.mark.parametrize("theirs", range(4))
+def test_two_members_speak_the_newest_version_that_both_understand(ours: int, theirs: int) -> None:
+    one, other = ProtocolRange(*VERSIONS[ours]), ProtocolRange(*VERSIONS[theirs])
+    assert one.common(other) == other.common(one) == COMMON[ours][theirs]
+
+
+@pytest.mark.parametrize("ours", range(4))
+@pytest.mark.parametrize("theirs", range(4))
+def test_workers_pair_exactly_where_they_have_a_version_in_common(ours: int, theirs: int) -> None:
+    one, other = member("d0", VERSIONS[ours]), member("d1", VERSIONS[theirs])
+    can_pair = COMMON[ours][theirs] is not None
+    assert one.may_exchange_kv(other) == other.may_exchange_kv(one) == can_pair
+    if can_pair:
+        refuse_unequal(one, (other,))
+    else:
+        with pytest.raises(ConfigError, match=r"speaks protocol \d to \d"):
+            refuse_unequal(one, (other,))
+
+
+def test_the_protocol_says_nothing_about_the_layout() -> None:
+    fine_tune = replace(member("d1", (1, 2)), fingerprint=replace(FINGERPRINT, weights="other"))
+    assert fine_tune.speaks_with(member()) and not fine_tune.may_exchange_kv(member())
+
+
+@pytest.mark.parametrize("versions", [(0, 1), (2, 1), (-1, -1)])
+def test_what_is_no_range_of_versions_is_refused(versions: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="no range"):
+        ProtocolRange(*versions)
+    with pytest.raises(ValueError, match="not a member"):
+        from_json(record(protocol_oldest=versions[0], protocol_newest=versions[1]))
+
+
+def test_what_a_newer_member_says_besides_is_passed_over() -> None:
+    values = json.loads(to_json(member()))
+    values["zone"] = {"name": "a"}
+    for part in ("id", "fingerprint", "capacity"):
+        values[part] |= {"later": 1}
+    assert from_json(json.dumps(values)) == member()
+
+
+def test_a_state_of_a_newer_version_is_one_in_which_a_member_gets_no_new_work() -> None:
+    assert from_json(record(state="evacuating")) == member().with_state(MemberState.DRAINING)
+
+
+def test_a_member_of_a_role_that_nobody_here_knows_is_left_out() -> None:
+    with pytest.raises(ValueError, match="not a member"):
+        from_json(record(role="encoder"))
