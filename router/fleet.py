@@ -205,7 +205,11 @@ class Fleet:
         if member.model != self._router.model:
             return f"it serves {member.model}, this router {self._router.model}"
         if not member.speaks_with(self._router):
-            return f"it speaks protocol {member.protocol_oldest} to {member.protocol_newest}"
+            return f"it speaks protocol {member.protocol}, this router {self._router.protocol}"
+        served = (other for other in self._registered.values() if other.id in self._supervisors)
+        stranger = next((other for other in served if not member.speaks_with(other)), None)
+        if stranger is not None:
+            return f"it speaks protocol {member.protocol}, {stranger.role} worker {stranger.id} {stranger.protocol}"
         if member.fingerprint is None:
             return "it has no fingerprint"
         peers: list[Peer] = [*self._decodes.values(), *self._prefills.values()]
