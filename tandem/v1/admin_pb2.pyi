@@ -11,6 +11,10 @@ class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class FollowRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class MemberStatus(_message.Message):
     __slots__ = ("member_id", "incarnation", "role", "state", "address", "last_seen_s", "figures", "model", "kv_transports", "pairs")
     class FiguresEntry(_message.Message):

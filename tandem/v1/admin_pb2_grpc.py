@@ -60,6 +60,11 @@ class AdminStub(object):
                 request_serializer=tandem_dot_v1_dot_admin__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_admin__pb2.ScaleResponse.FromString,
                 _registered_method=True)
+        self.Follow = channel.unary_stream(
+                '/tandem.v1.Admin/Follow',
+                request_serializer=tandem_dot_v1_dot_admin__pb2.FollowRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_admin__pb2.StatusResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -104,6 +109,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Follow(self, request, context):
+        """Members and target, without figures: as they are, and again whenever one of them changes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -131,6 +143,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=tandem_dot_v1_dot_admin__pb2.ScaleRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_admin__pb2.ScaleResponse.SerializeToString,
+            ),
+            'Follow': grpc.unary_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=tandem_dot_v1_dot_admin__pb2.FollowRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_admin__pb2.StatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -269,6 +286,33 @@ class Admin(object):
             '/tandem.v1.Admin/Scale',
             tandem_dot_v1_dot_admin__pb2.ScaleRequest.SerializeToString,
             tandem_dot_v1_dot_admin__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Follow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Admin/Follow',
+            tandem_dot_v1_dot_admin__pb2.FollowRequest.SerializeToString,
+            tandem_dot_v1_dot_admin__pb2.StatusResponse.FromString,
             options,
             channel_credentials,
             insecure,
