@@ -6,13 +6,13 @@ the step thread arrive in `on_events`, on the event loop. Never touches a block.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import grpc
 
 from cluster import wire
-from cluster.errors import Draining, HandOffFailed, InvalidRequest, TandemError, Unavailable
+from cluster.errors import Draining, HandOffFailed, InvalidRequest, TandemError, Unavailable, Unhealthy
 from cluster.hashing import NewChain
 from cluster.messages import DecodeJob, Inspected, MemberId
 from cluster.telemetry import Telemetry
@@ -59,8 +59,10 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         wire_dtype: str,
         stream_grace_s: float,
         inspections: Inspections,
+        refuse_if_unhealthy: Callable[[], None],
         telemetry: Telemetry,
     ) -> None:
+        self._refuse_if_unhealthy = refuse_if_unhealthy
         self._member = member
         self._steps = steps
         self._vocab_size = vocab_size
@@ -105,6 +107,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     async def Freeze(
         self, request: worker_pb2.FreezeRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_pb2.FreezeResponse:
+        self._refuse_if_unhealthy()
         importer = wire.member_from_wire(request.importer)
         if importer == self._member:
             raise InvalidRequest("a sequence cannot move to where it is")
@@ -115,6 +118,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     async def Thaw(
         self, request: worker_pb2.ThawRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_pb2.ThawResponse:
+        self._refuse_if_unhealthy()
         router = wire.member_from_wire(request.router)
         self._live.setdefault(router, set()).add(request.new_handle)
         try:
@@ -133,6 +137,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("message") != "hello":
             raise InvalidRequest("the first message of Connect must be RouterHello")
+        self._refuse_if_unhealthy()
         router = wire.member_from_wire(first.hello.router)
         connection = object()
         stream = self._streams.connect(router, connection)
@@ -143,6 +148,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             yield worker_pb2.WorkerMessage(hello=worker_pb2.WorkerHello(worker=str(self._member)))
             async for message in stream.drain(connection):
                 yield message
+            self._refuse_if_unhealthy()
             if reader.done():
                 reader.result()  # raises what made it end
         finally:
@@ -183,11 +189,16 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._draining = True
         await self._idle.wait()
 
+    def end_work(self, _: Unhealthy) -> None:
+        """Every stream ends, with what `refuse_if_unhealthy` raises; what ran for its router is cancelled."""
+        self._streams.close()
+
     async def close(self) -> None:
         self._streams.close()
         await self.imports.close()
 
     def _checked(self, job: DecodeJob) -> DecodeJob:
+        self._refuse_if_unhealthy()
         if self._draining:
             raise Draining("this decode worker is leaving; try another")
         if self._streams.get(job.router) is None:

@@ -6,13 +6,14 @@ blocks go to the exporter and first tokens to the call that waits for them. Neve
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import grpc
 
 from cluster import wire
-from cluster.errors import Draining, HandOffReason, InvalidRequest
+from cluster.errors import Draining, HandOffReason, InvalidRequest, Unhealthy
 from cluster.hashing import hash_prompt
 from cluster.messages import Inspected, PrefillJob
 from cluster.telemetry import Telemetry
@@ -29,6 +30,7 @@ from prefill_worker.rates import RunningRate
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 _Outcome = commands.Finished | commands.Failed
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -56,8 +58,10 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         vocab_size: int,
         cluster_key: bytes,
         inspections: Inspections,
+        refuse_if_unhealthy: Callable[[], None],
         telemetry: Telemetry,
     ) -> None:
+        self._refuse_if_unhealthy = refuse_if_unhealthy
         self._steps = steps
         self._exporter = exporter
         self._prefixes = prefixes
@@ -83,8 +87,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         try:
             chain = self._tiers.chain(job) if self._tiers is not None else None
             if self._tiers is not None and chain is not None:
-                await self._tiers.fetch(job, chain)
-            num_pulled = 0 if self._pulls is None else await self._pulls.fetch(job)
+                await _unless_ended(call, self._tiers.fetch(job, chain))
+            num_pulled = 0 if self._pulls is None else await _unless_ended(call, self._pulls.fetch(job))
             self._steps.post(commands.Submit(ticket_id, job))
             # Shielded: a wait that is cancelled would cancel what it waits for, as if the attempt had ended.
             ticket = await asyncio.shield(call.accepted)
@@ -146,12 +150,23 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         """The exporter: nobody holds, or will hold, a lease on this ticket."""
         self._steps.post(commands.Release(ticket_id))
 
+    def end_work(self, error: Unhealthy) -> None:
+        """Every call ends with this; the step thread forgets their jobs as soon as it can."""
+        for ticket_id, call in self._calls.items():
+            self._steps.post(commands.Cancel(ticket_id))
+            self._exporter.fail(ticket_id, reason=HandOffReason.PREFILL_FAILED, detail=error.message)
+            if not call.accepted.done():
+                call.accepted.set_exception(error)
+            if not call.outcome.done():
+                call.outcome.set_result(commands.Failed(ticket_id, error))
+
     async def drain(self) -> None:
         """Takes no new work; returns when the present calls have ended."""
         self._draining = True
         await self._idle.wait()
 
     def _checked(self, job: PrefillJob) -> PrefillJob:
+        self._refuse_if_unhealthy()
         if self._draining:
             raise Draining("this prefill worker is leaving; try another")
         if not job.token_ids:
@@ -166,6 +181,11 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._idle.clear()
         return call
 
+    def _waiting(self, ticket_id: bytes) -> _Call | None:
+        """None: it has its outcome, or has gone."""
+        call = self._calls.get(ticket_id)
+        return None if call is None or call.outcome.done() else call
+
     def _close(self, ticket_id: bytes, call: _Call) -> None:
         """However the call ends: nothing of an unfinished attempt goes on."""
         del self._calls[ticket_id]
@@ -176,7 +196,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             self._exporter.fail(ticket_id, reason=HandOffReason.CANCELLED, detail="the prefill was cancelled")
 
     def _on_accepted(self, event: commands.Accepted) -> None:
-        call = self._calls.get(event.ticket_id)
+        call = self._waiting(event.ticket_id)
         if call is None:  # cancelled meanwhile: no ticket was given out, so nobody else will release its blocks
             self._steps.post(commands.Release(event.ticket_id))
             return
@@ -197,7 +217,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
 
     def _on_refused(self, event: commands.Refused) -> None:
         self._telemetry.count("tandem_prefill_refused_total", reason=event.error.reason)
-        call = self._calls.get(event.ticket_id)
+        call = self._waiting(event.ticket_id)
         if call is not None:
             call.accepted.set_exception(event.error)
             call.outcome.set_result(commands.Failed(event.ticket_id, event.error))
@@ -206,7 +226,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._telemetry.observe("tandem_prefill_queue_seconds", event.queue_s)
         self._telemetry.observe("tandem_prefill_seconds", event.prefill_s)
         self._telemetry.count("tandem_prefix_cached_tokens_total", event.num_cached)
-        call = self._calls.get(event.ticket_id)
+        call = self._waiting(event.ticket_id)
         if call is not None:
             self._compute.note(len(call.job.token_ids) - event.num_cached, event.prefill_s)
             call.outcome.set_result(event)  # the client's first token before anything that may take time
@@ -220,6 +240,18 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     def _on_failed(self, event: commands.Failed) -> None:
         self._telemetry.count("tandem_prefill_failed_total", reason=event.error.reason)
         self._exporter.fail(event.ticket_id, reason=HandOffReason.PREFILL_FAILED, detail=str(event.error))
-        call = self._calls.get(event.ticket_id)
+        call = self._waiting(event.ticket_id)
         if call is not None:
             call.outcome.set_result(event)
+
+
+async def _unless_ended(call: _Call, work: Coroutine[Any, Any, Result]) -> Result:
+    """What `work` gives. Raises what the call has ended with before."""
+    working = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((working, call.outcome), return_when=asyncio.FIRST_COMPLETED)
+        if isinstance(outcome := call.outcome.result() if call.outcome.done() else None, commands.Failed):
+            raise outcome.error
+        return await working
+    finally:
+        working.cancel()
