@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.errors import ConfigError
+from cluster.health import HealthStatus
 from cluster.rpc_errors import ErrorInterceptor
 from cluster.telemetry import Telemetry
 from cluster.tls import ClusterTls
@@ -42,7 +43,8 @@ _CHANNEL_OPTIONS = (
 class GrpcServer:
     """Made, given its services (`add_..._to_server(servicer, server.grpc)`), bound, started, stopped; in that order.
 
-    Not ready until told: health says NOT_SERVING from the start and again from `set_ready(False)`.
+    Not ready until told: health says NOT_SERVING from the start and again from `set_ready(False)`. Alive from the start,
+    but for the time of a problem. `status` says the same to other threads.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class GrpcServer:
             options=[*_SERVER_OPTIONS, *_message_options(max_message_bytes)],
         )
         self._credentials = credentials
-        self._service_names = ["", *service_names]
+        self.status = HealthStatus(service_names)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.grpc)
@@ -87,14 +89,22 @@ class GrpcServer:
 
     async def set_ready(self, ready: bool) -> None:
         """What the health service says, for the server and each of its services."""
-        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in self._service_names:
-            await self._health.set(name, status)
+        self.status.is_ready = ready
+        await self._publish()
+
+    async def set_problem(self, problem: str) -> None:
+        """Why a restart of the process would help: then it is neither alive nor ready. Empty: it would not."""
+        self.status.problem = problem
+        await self._publish()
 
     async def stop(self, grace_s: float) -> None:
         """Takes no new call; those in progress may go on for so long, then they are cancelled."""
         await self.set_ready(False)
         await self.grpc.stop(grace_s)
+
+    async def _publish(self) -> None:
+        for name in self.status.names:
+            await self._health.set(name, self.status.status(name))
 
 
 def open_channel(

@@ -12,7 +12,7 @@ and number of events are the same. Scheduler and pool are not touched until the 
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
@@ -31,11 +31,27 @@ class _Stop(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the loop has come, for heartbeats. Times by the loop's clock."""
+    """How far the loop has come, for heartbeats and the watchdog. Times by the loop's clock."""
 
     steps: int  # computed or failed
     last_step_s: float  # when the last one ended; the loop's making before the first
-    busy_since_s: float | None  # start of the step that is running now
+    busy_since_s: float | None = None  # start of the step that is running now
+    longest_step_s: float = 0.0
+    plan: StepPlan | None = None  # of the step that is running now
+
+    @property
+    def work(self) -> str:
+        """What the running step was asked to compute."""
+        if self.plan is None:
+            return "no step"
+        chunks = self.plan.chunks
+        longest = max((chunk.end for chunk in chunks), default=0)
+        num_moved = len(self.plan.copies) + len(self.plan.swaps_out) + len(self.plan.swaps_in)
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        return (
+            f"a step of {len(chunks)} sequences and {num_tokens} tokens, the longest sequence of {longest},"
+            f" with {num_moved} blocks copied"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +101,7 @@ class StepLoop(Generic[CommandT, EventT]):
         self._on_fatal = on_fatal
         self._held: list[tuple[EventT, ...]] | None = [] if isinstance(runner, Launcher) else None  # None: none is held
         self._inbox: SimpleQueue[CommandT | _Stop] = SimpleQueue()
-        self._progress = Progress(0, clock.now_s(), None)
+        self._progress = Progress(0, clock.now_s())
         # A daemon: a step that hangs in the device must not keep a process alive that wants to end.
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
 
@@ -97,6 +113,11 @@ class StepLoop(Generic[CommandT, EventT]):
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def thread_id(self) -> int | None:
+        """None before the start."""
+        return self._thread.ident
 
     def start(self) -> None:
         self._thread.start()
@@ -146,7 +167,7 @@ class StepLoop(Generic[CommandT, EventT]):
         return None if deadline_s is None else max(0.0, deadline_s - now_s)
 
     def _step(self, plan: StepPlan, now_s: float) -> None:
-        self._progress = Progress(self._progress.steps, self._progress.last_step_s, now_s)
+        self._begin(plan, now_s)
         launched = _tried(lambda: self._launcher.launch(plan))
         self._let_go()
         result = launched if isinstance(launched, Exception) else _tried(launched.result)
@@ -156,7 +177,13 @@ class StepLoop(Generic[CommandT, EventT]):
         else:
             events = self._scheduler.complete(plan, result, self._clock.now_s())
         self._hand_over(events)
-        self._progress = Progress(self._progress.steps + 1, self._clock.now_s(), None)
+        before, ended_s = self._progress, self._clock.now_s()
+        self._progress = Progress(
+            before.steps + 1, ended_s, longest_step_s=max(before.longest_step_s, ended_s - now_s)
+        )
+
+    def _begin(self, plan: StepPlan, now_s: float) -> None:
+        self._progress = replace(self._progress, busy_since_s=now_s, plan=plan)
 
     def _hand_over(self, events: tuple[EventT, ...]) -> None:
         if events and self._held is not None:

@@ -64,6 +64,7 @@ class SimulatedStepLoop(StepLoop[CommandT, EventT]):
     def _step(self, plan: StepPlan, now_s: float) -> None:
         """Begins; `_end_step` computes."""
         self._is_stepping = True
+        self._begin(plan, now_s)
         num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
         loop = _loop()
         hangs_s, current().hangs_in_step_s = current().hangs_in_step_s, 0.0
