@@ -68,6 +68,7 @@ METRICS: dict[str, Metric] = {
     "tandem_prefix_index_blocks": _gauge("blocks that prefill workers say they have cached"),
     "tandem_registry_age_seconds": _gauge("since the registry was last read"),
     "tandem_http_responses_total": _counter("HTTP answers", "route", "status"),
+    "tandem_unhealthy_total": _counter("times that a worker became unhealthy, by what found it", "finder"),
     "tandem_rpc_errors_total": _counter("gRPC calls that this process ended with an error", "reason"),
     # prefill worker
     "tandem_prefill_refused_total": _counter("prefills refused by the worker", "reason"),

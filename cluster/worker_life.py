@@ -6,12 +6,13 @@ and what draining means is the worker's own.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from cluster.config import WorkerConfig, echo
 from cluster.errors import InternalError
+from cluster.health import HealthPort
 from cluster.identity import advertised_host, cluster_key, new_member_id
 from cluster.logs import configure_logs
 from cluster.member import Capacity, Member, MemberState
@@ -21,6 +22,7 @@ from cluster.registry import Registry
 from cluster.serving import GrpcServer, join_address, open_channel
 from cluster.telemetry import Telemetry
 from cluster.tls import load_tls
+from cluster.watchdog import StuckLimits
 
 _LOG = logging.getLogger("tandem.worker")
 _STOP_GRACE_S = 1.0
@@ -46,6 +48,8 @@ class WorkerLife:
             credentials=self.tls.member_credentials() if self.tls is not None else None,
         )
         self.address = join_address(self.host, self.server.bind(config.host, config.port))
+        loop_limits = StuckLimits(config.loop_timeout_s, config.stuck_exit_s)
+        self._health = HealthPort(self.server.status, host=config.host, port=config.health_port, limits=loop_limits)
         self._registry = Registry(url=config.redis, cluster_name=config.cluster_name, lease_s=config.member_lease_s)
         self._stop = stop
         self._loop = asyncio.get_running_loop()
@@ -71,32 +75,37 @@ class WorkerLife:
         transports: Sequence[str],
         announce: Callable[..., None],
         drain: Callable[[], Awaitable[None]],
+        watch: Callable[[Registration], Coroutine[Any, Any, NoReturn]],
     ) -> None:
         """Returns after a drain; raises Fenced when somebody newer has this name, InternalError when the worker broke,
         ConfigError when it does not fit into the cluster."""
         registration = Registration(self._registry, self._as_member(fingerprint, capacity, transports))
         await self.server.start()
+        self._health.start()
         await registration.join()
         keep = asyncio.create_task(registration.keep(), name="keep registration")
+        watching = asyncio.create_task(watch(registration), name="watch over health")
         stopped = asyncio.create_task(self._stop.wait(), name="wait for stop")
         try:
             await registration.set_state(MemberState.READY)
             await self.server.set_ready(True)
-            announce(grpc=self.address, member=self.member)
-            ends: tuple[asyncio.Future[Any], ...] = (keep, stopped, self._fatal)
+            announce(grpc=self.address, health=join_address(self.host, self._health.port), member=self.member)
+            ends: tuple[asyncio.Future[Any], ...] = (keep, watching, stopped, self._fatal)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for end in (keep, self._fatal):
+            for end in (keep, watching, self._fatal):
                 if end.done():
                     end.result()  # raises
             await self._drain(registration, drain)
         finally:
             stopped.cancel()
             keep.cancel()
+            watching.cancel()
             await registration.leave()
             await self._registry.close()
 
     async def end(self) -> None:
         """Ends the server; the calls that are left have a moment."""
+        self._health.stop()
         await self.server.stop(_STOP_GRACE_S)
 
     async def _drain(self, registration: Registration, drain: Callable[[], Awaitable[None]]) -> None:

@@ -12,6 +12,8 @@ from cluster.lengths import LengthLimits
 from cluster.member import Capacity
 from cluster.pair_wire import figures_to_wire
 from cluster.process import lasting
+from cluster.watchdog import StuckLimits
+from cluster.worker_health import WorkerHealth
 from cluster.worker_life import WorkerLife
 from cluster.worker_service import Inspections, WorkerService
 from decode_worker import commands
@@ -60,6 +62,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
             transports=worker.transfer.transports.names,
             announce=announce,
             drain=worker.service.drain,
+            watch=worker.health.watch,
         )
     finally:
         beats.cancel()
@@ -98,6 +101,14 @@ class _Worker:
         )
         inspections = Inspections(self.steps.post)
         self._inspections = inspections
+        self.health = WorkerHealth(
+            server=life.server,
+            steps=self.steps,
+            limits=StuckLimits(config.step_timeout_s, config.stuck_exit_s),
+            clock=clock,
+            telemetry=life.telemetry,
+            end_work=lambda error: self.service.end_work(error),
+        )
         self.transfer = WorkerTransfer(
             life=life,
             pool=engine.pool,
@@ -120,6 +131,7 @@ class _Worker:
             wire_dtype=config.kv_wire_dtype,
             stream_grace_s=config.stream_grace_s,
             inspections=inspections,
+            refuse_if_unhealthy=self.health.refuse_if_unhealthy,
             telemetry=life.telemetry,
         )
         workers = WorkerService(
@@ -150,6 +162,7 @@ class _Worker:
                     waiting=waiting,
                     free_blocks=free_blocks,
                     pairs=figures_to_wire(self.transfer.pairs.figures()),
+                    step_s=self.health.step_s,
                 )
             )
             await asyncio.sleep(self._heartbeat_s)
@@ -173,7 +186,7 @@ class _Worker:
         self.service.exports.release(ticket_id)
 
     def _figures(self) -> dict[str, float]:
-        return self.transfer.figures() | {
+        return self.transfer.figures() | self.health.figures() | {
             "local_prefills": float(self.service.num_local_prefills),
             "imports": float(len(self.service.imports)),
         }

@@ -11,6 +11,8 @@ from cluster.hashing import NATIVE, NewChain, keyed_chains, nameless_chains
 from cluster.lengths import LengthLimits
 from cluster.member import Capacity
 from cluster.process import lasting
+from cluster.watchdog import StuckLimits
+from cluster.worker_health import WorkerHealth
 from cluster.worker_life import WorkerLife
 from cluster.worker_service import Inspections, WorkerService
 from engine.build import Engine, build_engine
@@ -55,6 +57,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
             transports=worker.transfer.transports.names,
             announce=announce,
             drain=worker.drain,
+            watch=worker.health.watch,
         )
     finally:
         await life.end()
@@ -84,6 +87,14 @@ class _Worker:
             on_fatal=life.fatal,
         )
         inspections = Inspections(self.steps.post)
+        self.health = WorkerHealth(
+            server=life.server,
+            steps=self.steps,
+            limits=StuckLimits(config.step_timeout_s, config.stuck_exit_s),
+            clock=clock,
+            telemetry=life.telemetry,
+            end_work=lambda error: self.service.end_work(error),
+        )
         self.transfer = WorkerTransfer(
             life=life,
             pool=engine.pool,
@@ -136,6 +147,7 @@ class _Worker:
             vocab_size=engine.model_info.vocab_size,
             cluster_key=life.key,
             inspections=inspections,
+            refuse_if_unhealthy=self.health.refuse_if_unhealthy,
             telemetry=life.telemetry,
         )
         workers = WorkerService(
@@ -158,7 +170,8 @@ class _Worker:
 
     def _figures(self) -> dict[str, float]:
         parts = [part.figures() for part in (self.transfer, self.pulls, self.tiers) if part is not None]
-        return {name: figure for figures in parts for name, figure in figures.items()}
+        figures = {name: figure for figures in parts for name, figure in figures.items()}
+        return figures | self.health.figures()
 
     def _ask_for_prefix(self, ticket_id: bytes, block_hashes: tuple[bytes, ...], min_blocks: int) -> None:
         self.steps.post(commands.OfferPrefix(ticket_id, block_hashes, min_blocks))

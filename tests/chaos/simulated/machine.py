@@ -52,6 +52,21 @@ class _HttpServer:
         await stop.wait()
 
 
+class _HealthPort:
+    """Nobody asks a thread."""
+
+    port = 1
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
 class _Dice(Random):
     """Of the world that is running."""
 
@@ -151,6 +166,7 @@ def simulated_machine() -> Iterator[None]:
         "cluster.registry.from_json": lru_cache(256)(from_json),
         "cluster.registry.MonotonicClock": SimulatedClock,
         "cluster.worker_life.configure_logs": lambda *_: None,
+        "cluster.worker_life.HealthPort": _HealthPort,
         "cluster.worker_life.cluster_key": lambda _: b"k" * 32,
         "kvtransfer.importer.ThreadPoolExecutor": Threads,
         "kvtransfer.exporter.ThreadPoolExecutor": Threads,
