@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from cluster.config import WorkerConfig, echo
 from cluster.errors import InternalError
@@ -75,7 +75,7 @@ class WorkerLife:
         transports: Sequence[str],
         announce: Callable[..., None],
         drain: Callable[[], Awaitable[None]],
-        watch: Callable[[Registration], Coroutine[Any, Any, NoReturn]],
+        watch: Callable[[Registration], Coroutine[Any, Any, None]],
     ) -> None:
         """Returns after a drain; raises Fenced when somebody newer has this name, InternalError when the worker broke,
         ConfigError when it does not fit into the cluster."""
