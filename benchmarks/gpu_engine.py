@@ -1,10 +1,10 @@
 """The engine on one GPU, with the shape of an 8B Llama and random weights, beside the device's own limits.
 
-    python -m benchmarks.gpu_engine [--attention-backend NAME] [--cuda-graphs off] [--tiny]
+    python -m benchmarks.gpu_engine [--attention-backend NAME] [--cuda-graphs off] [--tiny] [--output FOLDER]
 
 Prefill: one prompt alone, in chunks. Decode: steps of so many sequences, greedy, whole steps with sampling and the read
 of the tokens. Limits are measured in the same run, before and after: the bandwidth of a copy (bytes read and written),
-and the rate of a large bfloat16 product. `--tiny` runs everything in small, on a CPU too, and keeps nothing.
+and the rate of a large bfloat16 product. `--tiny` runs everything in small, on a CPU too.
 """
 
 import argparse
@@ -62,11 +62,12 @@ def main() -> None:
     loads = TINY_LOADS if arguments.tiny else GPU_LOADS
     result = run(arguments, loads)
     print(table(result))
-    if not arguments.tiny:
-        _RESULTS.mkdir(parents=True, exist_ok=True)
+    folder = arguments.output or (None if arguments.tiny else _RESULTS)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
         name = f"engine-{result['attention']}"
-        (_RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        (_RESULTS / f"{name}.md").write_text(table(result))
+        (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (folder / f"{name}.md").write_text(table(result))
 
 
 def run(arguments: argparse.Namespace, loads: Loads) -> dict[str, Any]:
@@ -258,7 +259,8 @@ def _arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--cuda-graphs", default="auto", choices=("auto", "off"))
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--tiny", action="store_true", help="small, anywhere, and nothing is kept")
+    parser.add_argument("--tiny", action="store_true", help="small, anywhere, and kept only where --output says")
+    parser.add_argument("--output", type=Path, help="folder for the result; default: benchmarks/results/gpu")
     return parser.parse_args(given)
 
 

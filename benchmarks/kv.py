@@ -13,18 +13,28 @@ import torch
 
 from benchmarks import machine
 from benchmarks.kv_importer import COLUMNS, moves_over
-from benchmarks.kv_parties import HOST
-from benchmarks.kv_shapes import POOL_BLOCKS, QUICK_POOL_BLOCKS, QUICK_SHAPES, SHAPES, Shape
+from benchmarks.kv_parties import EXPORTER, HOST, means_of, module_of
+from benchmarks.kv_shapes import (
+    GPU_POOL_BLOCKS,
+    GPU_SHAPES,
+    POOL_BLOCKS,
+    QUICK_POOL_BLOCKS,
+    QUICK_SHAPES,
+    SHAPES,
+    Shape,
+    target_pool,
+)
 from benchmarks.kv_table import Cell, as_json, as_markdown
 from cli.certificates import make_authority, make_certificate
-from kvtransfer.transports.nixl_agent import why_not_loadable
 
 _RESULTS = Path(__file__).parent / "results"
-_ROWS = ("shm", "tcp", "tcp+tls", "nixl")
+_ROWS = {"cpu": ("shm", "tcp", "tcp+tls", "nixl"), "cuda": ("cuda_ipc", "nccl", "nixl", "tcp")}
 _PACKAGES = ("numpy", "grpcio", "nixl-cu13")
 
 
-async def measure(rows: Sequence[str], shapes: Sequence[Shape], num_pool_blocks: int) -> list[Cell]:
+async def measure(
+    rows: Sequence[str], shapes: Sequence[Shape], num_pool_blocks: int, device: str = "cpu"
+) -> list[Cell]:
     """One pair of processes per row."""
     cells: list[Cell] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -33,7 +43,7 @@ async def measure(rows: Sequence[str], shapes: Sequence[Shape], num_pool_blocks:
             make_certificate(Path(folder), authority, "member", [HOST], days=2)
         for row in rows:
             certificates = folder if row == "tcp+tls" else ""
-            async with moves_over(row.split("+")[0], num_pool_blocks, certificates) as (moves, limits):
+            async with moves_over(row.split("+")[0], num_pool_blocks, certificates, device) as (moves, limits):
                 for shape in shapes:
                     print(f"{row}, {shape.name}", file=sys.stderr, flush=True)
                     samples = await _in_turns(moves.timed(shape, limits), shape.num_samples)
@@ -58,6 +68,21 @@ def _cell(row: str, shape: Shape, samples: dict[str, list[float]]) -> Cell:
     return Cell(row, shape.name, shape.num_bytes, samples, *(ours[name] for name in COLUMNS))
 
 
+def _offered(rows: Sequence[str], device: str) -> list[str]:
+    """Without those that this machine does not have; each is told with its reason."""
+    pool = target_pool(1, device)
+    offered = []
+    for row in rows:
+        name = row.partition("+")[0]
+        reason = module_of(name).unavailable(means_of(EXPORTER, pool, None))
+        if reason:
+            print(f"{row} is left out: {reason}", file=sys.stderr)
+        else:
+            offered.append(row)
+    pool.close()
+    return offered
+
+
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
@@ -68,20 +93,24 @@ def _version(package: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer samples, at most 64 MB; kept nowhere")
-    parser.add_argument("--transports", default=",".join(_ROWS), help="lines of the table, comma-separated")
+    parser.add_argument("--device", default="cpu", choices=tuple(_ROWS), help="where both pools lie")
+    parser.add_argument("--transports", default="", help="lines of the table, comma-separated")
+    parser.add_argument("--keep", action="store_true", help="what --quick found, too")
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder for kv.md and kv.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = arguments.transports.split(",")
-    if "nixl" in rows and (reason := why_not_loadable()):
-        print(f"nixl is left out: {reason}", file=sys.stderr)
-        rows.remove("nixl")
-    shapes, num_pool_blocks = (QUICK_SHAPES, QUICK_POOL_BLOCKS) if arguments.quick else (SHAPES, POOL_BLOCKS)
-    cells = asyncio.run(measure(rows, shapes, num_pool_blocks))
+    rows = _offered(
+        arguments.transports.split(",") if arguments.transports else _ROWS[arguments.device], arguments.device
+    )
+    shapes: Sequence[Shape]
+    shapes, num_pool_blocks = (SHAPES, POOL_BLOCKS) if arguments.device == "cpu" else (GPU_SHAPES, GPU_POOL_BLOCKS)
+    if arguments.quick:
+        shapes, num_pool_blocks = QUICK_SHAPES, QUICK_POOL_BLOCKS
+    cells = asyncio.run(measure(rows, shapes, num_pool_blocks, arguments.device))
     about = machine.about() | {name: _version(name) for name in _PACKAGES} | {"flags": " ".join(sys.argv[1:])}
     table = as_markdown(cells, about)
     print(table)
-    if not arguments.quick:
+    if arguments.keep or not arguments.quick:
         arguments.output.mkdir(parents=True, exist_ok=True)
         (arguments.output / "kv.md").write_text(table)
         (arguments.output / "kv.json").write_text(as_json(cells, about))

@@ -33,7 +33,7 @@ class Hello:
     """What the process says first. Bytes as hexadecimal digits."""
 
     pid: int
-    memfd: int
+    memfd: int  # -1: the pool is not in host memory, and the limits that need it are not offered
     endpoint: str  # of the transport, for EPOCH
     plain_port: int
     bare_nixl: str  # the bare agent's metadata; empty without the library
@@ -63,9 +63,9 @@ class Offers:
         return issued.signed
 
 
-async def serve(transport_name: str, num_blocks: int, certificates: str) -> None:
+async def serve(transport_name: str, num_blocks: int, certificates: str, device: str) -> None:
     tls = load_tls(certificates)
-    pool = source_pool(num_blocks)
+    pool = source_pool(num_blocks, device)
     transport: ExporterTransport = module_of(transport_name).exporter(means_of(EXPORTER, pool, tls))
     server = grpc.aio.server()
     if tls is None:
@@ -87,13 +87,12 @@ async def serve(transport_name: str, num_blocks: int, certificates: str) -> None
     kv_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(exporter=exporter), server)
     await exporter.start()
     await server.start()
-    assert pool.memfd is not None
-    bare = BareExporter(pool) if transport_name == "nixl" else None
+    bare = BareExporter(pool) if transport_name == "nixl" and pool.memfd is not None else None
     hello = Hello(
         pid=os.getpid(),
-        memfd=pool.memfd,
+        memfd=-1 if pool.memfd is None else pool.memfd,
         endpoint=transport.admit(EPOCH).hex(),
-        plain_port=PlainServer(pool, tls.server_context() if tls else None).port,
+        plain_port=0 if pool.memfd is None else PlainServer(pool, tls.server_context() if tls else None).port,
         bare_nixl=bare.metadata.hex() if bare else "",
         address=pool.raw.data_ptr(),
     )
@@ -118,5 +117,6 @@ if __name__ == "__main__":
     parser.add_argument("--transport", required=True)
     parser.add_argument("--blocks", type=int, required=True)
     parser.add_argument("--certificates", default="")
+    parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
-    asyncio.run(serve(arguments.transport, arguments.blocks, arguments.certificates))
+    asyncio.run(serve(arguments.transport, arguments.blocks, arguments.certificates, arguments.device))

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+from benchmarks.kv_device_copy import DeviceCopy
 from benchmarks.kv_memcpy import Memcpy
 from benchmarks.kv_nixl import BareImporter
 from benchmarks.kv_parties import EPOCH, IMPORTER, KEY, LAYOUT, PROMPT_HASH, load_tls, means_of, module_of
@@ -130,12 +131,12 @@ class Moves:
 
 @asynccontextmanager
 async def moves_over(
-    transport: str, num_blocks: int, certificates: str
+    transport: str, num_blocks: int, certificates: str, device: str
 ) -> AsyncIterator[tuple[Moves, dict[str, Prepare]]]:
     """The moves, and what prepares those of each limit by its name."""
-    async with _exporter_process(transport, num_blocks, certificates) as process:
+    async with _exporter_process(transport, num_blocks, certificates, device) as process:
         tls = load_tls(certificates)
-        pool = target_pool(num_blocks)
+        pool = target_pool(num_blocks, device)
         means = means_of(IMPORTER, pool, tls)
         side = module_of(transport).importer(means)
         importer = Importer(
@@ -159,6 +160,8 @@ async def moves_over(
 
 
 def _limits(transport: str, hello: dict[str, Any], pool: KvPool, context: ssl.SSLContext | None) -> dict[str, Prepare]:
+    if pool.raw.is_cuda:
+        return {"device copy": DeviceCopy(pool).prepare}
     if transport == "shm":
         return {"memcpy": Memcpy(hello["pid"], hello["memfd"], pool).prepare}
     if transport == "nixl":
@@ -170,11 +173,13 @@ def _limits(transport: str, hello: dict[str, Any], pool: KvPool, context: ssl.SS
 
 
 @asynccontextmanager
-async def _exporter_process(transport: str, num_blocks: int, certificates: str) -> AsyncIterator[ExporterProcess]:
+async def _exporter_process(
+    transport: str, num_blocks: int, certificates: str, device: str
+) -> AsyncIterator[ExporterProcess]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "benchmarks.kv_exporter", "--transport", transport, "--blocks", str(num_blocks)),
-        *("--certificates", certificates),
+        *("--certificates", certificates, "--device", device),
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,

@@ -48,17 +48,28 @@ QUICK_SHAPES = (ONE_BLOCK, SHAPES[1], Shape("64 MB", 1024, False, 5), Shape("1,0
 QUICK_POOL_BLOCKS = 2048
 
 
-def source_pool(num_blocks: int) -> KvPool:
+# A GPU moves these in the time that it takes to ask: what is asked for at once is larger.
+GPU_SHAPES = (
+    ONE_BLOCK,
+    SHAPES[1],
+    Shape("64 MB", 1024, False, 51),
+    Shape("1 GB", 16_384, False, 21),
+    Shape("16,384 x 64 KB", 16_384, True, 21),
+)
+GPU_POOL_BLOCKS = 32_768
+
+
+def source_pool(num_blocks: int, device: str) -> KvPool:
     """Block i is told by its first eight bytes."""
-    pool = KvPool(LAYOUT, num_blocks)
-    pool.raw[:] = _row()
-    pool.raw[:, :8] = torch.arange(num_blocks).view(torch.uint8).view(num_blocks, 8)
+    pool = KvPool(LAYOUT, num_blocks, device)
+    pool.raw[:] = _row().to(pool.device)
+    pool.raw[:, :8] = torch.arange(num_blocks).view(torch.uint8).view(num_blocks, 8).to(pool.device)
     return pool
 
 
-def target_pool(num_blocks: int) -> KvPool:
+def target_pool(num_blocks: int, device: str) -> KvPool:
     """As a pool that has served for a while: every page is there."""
-    pool = KvPool(LAYOUT, num_blocks)
+    pool = KvPool(LAYOUT, num_blocks, device)
     pool.raw.fill_(0xFF)
     return pool
 
@@ -67,7 +78,7 @@ def check_arrived(target: KvPool, remote: Sequence[int], local: Sequence[int]) -
     row = _row()
     for source_id, block_id in zip(remote, local, strict=True):
         row[:8] = torch.tensor([source_id]).view(torch.uint8)
-        assert torch.equal(target.raw[block_id], row), f"block {source_id} did not arrive in block {block_id}"
+        assert torch.equal(target.raw[block_id].cpu(), row), f"block {source_id} did not arrive in block {block_id}"
 
 
 def _row() -> torch.Tensor:
