@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 
 from cluster.errors import ConfigError
 from cluster.process import ExitStatus
@@ -96,7 +96,7 @@ class LoopWatch:
                 return
 
 
-class HealthPort(health_pb2_grpc.HealthServicer):
+class HealthPort:
     """Bound when made, answers from `start` to `stop`."""
 
     def __init__(self, status: HealthStatus, *, host: str, port: int, limits: StuckLimits) -> None:
@@ -104,7 +104,13 @@ class HealthPort(health_pb2_grpc.HealthServicer):
         self._status = status
         self._watch = LoopWatch(limits)
         self._server = grpc.server(ThreadPoolExecutor(1, "health"), options=_OPTIONS)
-        health_pb2_grpc.add_HealthServicer_to_server(self, self._server)
+        check = grpc.unary_unary_rpc_method_handler(
+            self._check,
+            request_deserializer=health_pb2.HealthCheckRequest.FromString,
+            response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
+        )
+        handler = grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": check})
+        self._server.add_generic_rpc_handlers((handler,))
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             self.port: int = self._server.add_insecure_port(address)
@@ -121,7 +127,7 @@ class HealthPort(health_pb2_grpc.HealthServicer):
         self._watch.stop()
         self._server.stop(grace=None)
 
-    def Check(
+    def _check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
     ) -> health_pb2.HealthCheckResponse:
         status = self._status.status(request.service)

@@ -69,7 +69,6 @@ class Registration:
         except (RegistryUnavailable, Fenced) as error:
             _LOG.info("left without telling the registry", extra={"error": str(error)})
 
-
     async def _tell_state(self) -> None:
         state = MemberState.UNHEALTHY if self._is_unhealthy else self._state
         self.member = self.member.with_state(state)

@@ -43,8 +43,8 @@ _CHANNEL_OPTIONS = (
 class GrpcServer:
     """Made, given its services (`add_..._to_server(servicer, server.grpc)`), bound, started, stopped; in that order.
 
-    Not ready until told: health says NOT_SERVING from the start and again from `set_ready(False)`. Alive from the start,
-    but for the time of a problem. `status` says the same to other threads.
+    Not ready until told: health says NOT_SERVING from the start and again from `set_ready(False)`. Alive from the
+    start, but for the time of a problem. `status` says the same to other threads.
     """
 
     def __init__(

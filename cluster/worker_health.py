@@ -9,7 +9,7 @@ cluster/watchdog.py and never touches a sequence.
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from cluster.clock import Clock
 from cluster.errors import Unhealthy
@@ -106,7 +106,7 @@ class WorkerHealth:
             self._telemetry.count("tandem_unhealthy_total", finder=finder)
             self._end_work(Unhealthy(self.problem))
 
-    async def watch(self, registration: Registration) -> NoReturn:
+    async def watch(self, registration: Registration) -> None:
         """Until it is cancelled. Raises Unhealthy when only a restart can help, and Fenced."""
         telling = asyncio.create_task(self._tell(registration), name="tell of health")
         try:
@@ -150,7 +150,7 @@ class WorkerHealth:
             _LOG.warning("the step has ended after all; the worker is healthy again")
             self.found(_STEP, "")
 
-    async def _tell(self, registration: Registration) -> NoReturn:
+    async def _tell(self, registration: Registration) -> None:
         """A registry that does not answer delays only its own news."""
         while True:
             await self._changed.wait()
