@@ -18,13 +18,14 @@ from cluster.serving import GrpcServer, join_address, open_channel
 from cluster.telemetry import Telemetry
 from cluster.tls import load_tls
 from router.admission import Admission
-from router.decode_stream import StreamTiming
+from router.drains import Drains
 from router.fleet import Fleet
 from router.http_server import HttpServer
 from router.migration import Migrations
 from router.openai_api import build_app
 from router.outbox import Outboxes
 from router.pipeline import Pipeline, PipelineSettings
+from router.patience import Patience
 from router.placement import policy
 from router.prefix_beliefs import PrefixBeliefs
 from router.prefix_following import PrefixFollowing
@@ -89,7 +90,7 @@ class _Router:
             router=self.member,
             membership=self.registry,
             connect=partial(open_channel, tls=tls),
-            timing=StreamTiming(silence_s=config.member_lease_s, grace_s=config.stream_grace_s),
+            patience=Patience(silence_s=config.member_lease_s, grace_s=config.stream_grace_s),
             telemetry=telemetry,
             follow_prefixes=PrefixFollowing(index, memory).follow,
         )

@@ -17,7 +17,7 @@ from router.failures import DECODE, PREFILL, leg
 from router.fleet import Fleet
 from router.live_request import LiveRequest
 from router.migration import Migrations
-from router.peer import FirstTokens
+from router.prefill_peer import FirstTokens
 from router.prefix_beliefs import PrefixBeliefs
 from router.running import branches, running
 

@@ -14,9 +14,9 @@ from cluster.errors import InternalError, WorkerLost
 from cluster.messages import MemberId
 from router.choice import Choice
 from router.decode_events import DecodeEvent, Failed, Lost, Move, Sequences, Started, Token
+from router.decode_peer import DecodePeer
 from router.failures import DECODE, FIRST_TOKEN_MISMATCH, AttemptFailed, failed_sequences, leg
 from router.live_request import LiveRequest
-from router.peer import DecodePeer
 
 
 class DecodeLeg:

@@ -21,6 +21,7 @@ from cluster.messages import MemberId, PairFigure
 from cluster.pair_wire import figures_from_wire
 from cluster.telemetry import Telemetry
 from router.decode_events import Failed, Lost, Move, MoveOutcome, Sequences, Started, tokens_of
+from router.patience import Patience
 from router.probe import nobody_listens
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
@@ -29,15 +30,6 @@ _RECONNECT_PAUSE_S = 0.05
 _RETELL_S = 0.2
 _MAX_TOLD = 4096
 _REPLACED = "another incarnation answers at its address"
-
-
-@dataclass(frozen=True, slots=True)
-class StreamTiming:
-    """`silence_s`: a worker that says nothing for so long, no heartbeat either, counts as disconnected. `grace_s`: from
-    there it may come back for so long."""
-
-    silence_s: float
-    grace_s: float
 
 
 class DecodeStream:
@@ -49,7 +41,7 @@ class DecodeStream:
         router: MemberId,
         member: Member,
         stub: worker_pb2_grpc.DecodeWorkerStub,
-        timing: StreamTiming,
+        patience: Patience,
         handles: Iterator[int],
         on_change: Callable[[], None],
         on_leaving: Callable[[float], None],
@@ -61,7 +53,7 @@ class DecodeStream:
         self._worker = member.id
         self._address = member.address
         self._stub = stub
-        self._timing = timing
+        self._patience = patience
         self._handles = handles
         self._on_change = on_change
         self._on_leaving = on_leaving
@@ -72,6 +64,7 @@ class DecodeStream:
         self._told_at_s: dict[int, float] = {}  # when the worker was last told to cancel, the latest last
         self._cancels: asyncio.Queue[tuple[int, ...] | None] = asyncio.Queue()
         self.connected = asyncio.Event()
+        self.heard_s = asyncio.get_running_loop().time()  # when it last said something here
         self.heartbeat = worker_pb2.Heartbeat()
         self.pairs: tuple[PairFigure, ...] = ()  # how fast its hand-offs are, from the same heartbeat
 
@@ -143,11 +136,11 @@ class DecodeStream:
         disconnected_at_s = loop.time()
         while True:
             try:
-                problem = await self._converse(disconnected_at_s + self._timing.grace_s)
+                problem = await self._converse(disconnected_at_s + self._patience.grace_s)
             except grpc.aio.AioRpcError as error:
                 problem = f"{error.code().name}: {error.details()}"
             except TimeoutError:
-                problem = f"no sign of life for {self._timing.silence_s} s"
+                problem = f"no sign of life for {self._patience.silence_s} s"
             except (InvalidRequest, ValueError) as error:
                 return f"it said what cannot be read: {error}"
             if self.connected.is_set():
@@ -159,8 +152,8 @@ class DecodeStream:
                 return problem
             if await nobody_listens(self._address):
                 return f"nobody listens at its address any more ({problem})"
-            if loop.time() >= disconnected_at_s + self._timing.grace_s:
-                return f"its stream broke and did not come back within {self._timing.grace_s} s ({problem})"
+            if loop.time() >= disconnected_at_s + self._patience.grace_s:
+                return f"its stream broke and did not come back within {self._patience.grace_s} s ({problem})"
             await asyncio.sleep(_RECONNECT_PAUSE_S)
 
     async def _converse(self, hello_deadline_s: float) -> str:
@@ -170,7 +163,8 @@ class DecodeStream:
         try:
             async with asyncio.timeout_at(hello_deadline_s) as patience:
                 async for message in call:
-                    patience.reschedule(asyncio.get_running_loop().time() + self._timing.silence_s)
+                    self.heard_s = asyncio.get_running_loop().time()
+                    patience.reschedule(self.heard_s + self._patience.silence_s)
                     if message.WhichOneof("message") == "hello":
                         if message.hello.worker != str(self._worker):
                             return _REPLACED
@@ -209,7 +203,7 @@ class DecodeStream:
         """What was said while nobody listened may be lost: who stays silent from here on is tried again."""
         self._doubtful = set(self._owners)
         if self._doubtful:
-            asyncio.get_running_loop().call_later(self._timing.grace_s, self._give_up_doubtful)
+            asyncio.get_running_loop().call_later(self._patience.grace_s, self._give_up_doubtful)
         self.connected.set()
         self._on_change()
 

@@ -17,9 +17,12 @@ from cluster.errors import NoWorkers
 from cluster.member import Member, MemberState, fingerprint_difference
 from cluster.messages import MemberId, PairFigure, Role
 from cluster.telemetry import Telemetry
-from router.decode_stream import DecodeStream, StreamTiming
-from router.peer import DecodePeer, Peer, PrefillPeer
+from router.decode_peer import DecodePeer
+from router.decode_stream import DecodeStream
+from router.patience import Patience
+from router.peer import Peer
 from router.placement import WorkerLoad
+from router.prefill_peer import PrefillPeer
 from router.probe import silence
 from router.running import running
 from tandem.v1 import worker_pb2_grpc
@@ -46,7 +49,7 @@ class Fleet:
         router: Member,
         membership: Membership,
         connect: Callable[[str], grpc.aio.Channel],
-        timing: StreamTiming,
+        patience: Patience,
         telemetry: Telemetry,
         follow_prefixes: Callable[[Member, grpc.aio.Channel], Coroutine[None, None, None]],
     ) -> None:
@@ -55,7 +58,7 @@ class Fleet:
         self._router = router
         self._membership = membership
         self._connect = connect
-        self._timing = timing
+        self._patience = patience
         self._telemetry = telemetry
         self._has_snapshot = False
         self._members: tuple[Member, ...] = ()
@@ -247,7 +250,7 @@ class Fleet:
             await asyncio.sleep(_RETRY_PAUSE_S)
 
     async def _serve_prefill(self, member: Member, channel: grpc.aio.Channel) -> str:
-        peer = PrefillPeer(member, channel, grace_s=self._timing.grace_s, on_change=self._notify)
+        peer = PrefillPeer(member, channel, patience=self._patience, on_change=self._notify)
         async with running(self._follow_prefixes(member, channel)):
             return await self._serve(peer, self._prefills)
 
@@ -256,13 +259,13 @@ class Fleet:
             router=self._router.id,
             member=member,
             stub=worker_pb2_grpc.DecodeWorkerStub(channel),
-            timing=self._timing,
+            patience=self._patience,
             handles=self._handles,
             on_change=self._notify,
             on_leaving=lambda grace_s: self.leave(member.id, grace_s),
             telemetry=self._telemetry,
         )
-        peer = DecodePeer(member, channel, stream, grace_s=self._timing.grace_s, on_change=self._notify)
+        peer = DecodePeer(member, channel, stream, patience=self._patience, on_change=self._notify)
         return await self._serve(peer, self._decodes)
 
     async def _serve(self, peer: _AnyPeer, peers: dict[MemberId, _AnyPeer]) -> str:

@@ -16,9 +16,9 @@ from cluster.telemetry import Telemetry
 from router.decode_events import Move, MoveOutcome
 from router.decode_leg import DecodeLeg
 from router.failures import DECODE, AttemptFailed, leg
+from router.decode_peer import DecodePeer
 from router.fleet import Fleet
 from router.live_request import LiveRequest
-from router.peer import DecodePeer
 from router.placement import Policy, RequestFacts, WorkerLoad
 from tandem.v1 import worker_pb2
 

@@ -11,16 +11,16 @@ from tandem.channel import explained
 _TIMEOUT_S = 1.0
 
 
-async def answers(channel: grpc.aio.Channel) -> bool:
+async def answers(channel: grpc.aio.Channel, timeout_s: float = _TIMEOUT_S) -> bool:
     """Its gRPC server answers. Whether it takes new work is the registry's word, not this."""
-    return not await silence(channel)
+    return not await silence(channel, timeout_s)
 
 
-async def silence(channel: grpc.aio.Channel) -> str:
+async def silence(channel: grpc.aio.Channel, timeout_s: float = _TIMEOUT_S) -> str:
     """Why its gRPC server does not answer; empty when it does."""
     check = health_pb2_grpc.HealthStub(channel).Check
     try:
-        await check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
+        await check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
     except grpc.aio.AioRpcError as error:
         return explained(error.details() or error.code().name)
     return ""

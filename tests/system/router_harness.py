@@ -11,10 +11,10 @@ from cluster.messages import LayoutFingerprint, MemberId, Role
 from cluster.serving import open_channel
 from cluster.telemetry import Telemetry
 from router.admission import Admission
-from router.decode_stream import StreamTiming
 from router.fleet import Fleet
 from router.migration import Migrations
 from router.outbox import Outboxes
+from router.patience import Patience
 from router.pipeline import Pipeline, PipelineSettings
 from router.placement import policy
 from router.prefix_beliefs import PrefixBeliefs
@@ -83,7 +83,7 @@ class RouterUnderTest:
             router=self.member,
             membership=self.membership,
             connect=open_channel,
-            timing=StreamTiming(silence_s=silence_s, grace_s=grace_s),
+            patience=Patience(silence_s=silence_s, grace_s=grace_s),
             telemetry=self.telemetry,
             follow_prefixes=PrefixFollowing(index, memory).follow,
         )

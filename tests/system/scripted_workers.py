@@ -6,9 +6,11 @@ calls broken.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
+
+import grpc
 
 from cluster import wire
 from cluster.errors import NotFound, TandemError, Unavailable
@@ -99,7 +101,10 @@ class ScriptedWorker:
         self.fingerprint = FINGERPRINT
         self.capacity: Capacity | None = None
         self.drained = asyncio.Event()
-        self.server = GrpcServer(service_names=["tandem.v1.Worker"], telemetry=Telemetry())
+        self.door = Gate()  # of every new call, health checks too
+        self.server = GrpcServer(
+            service_names=["tandem.v1.Worker"], telemetry=Telemetry(), interceptors=[_Door(self.door)]
+        )
         self.address = ""
         worker_pb2_grpc.add_WorkerServicer_to_server(_About(self), self.server.grpc)
 
@@ -124,12 +129,29 @@ class ScriptedWorker:
     async def die(self) -> None:
         await self.server.stop(0)
 
+    def freeze(self) -> None:
+        """As a stopped process: it listens, and says nothing. Calls in progress stand where its gates hold them."""
+        self.door.close()
+
     async def __aenter__(self) -> Self:
         await self.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.die()
+
+
+class _Door(grpc.aio.ServerInterceptor):
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        await self._gate.passed()
+        return await continuation(handler_call_details)
 
 
 class ScriptedPrefill(ScriptedWorker):
@@ -192,6 +214,7 @@ class ScriptedDecode(ScriptedWorker):
         self.refusals: list[TandemError] = []
         self.handoff_failures: list[str] = []  # reasons, one per attempt with a ticket
         self.started = asyncio.Event()  # a job came
+        self.before_taking = Gate()  # a job that came, by its Start
         self.pairs: tuple[PairFigure, ...] = ()  # what its heartbeats say of its hand-offs
         self.transfer = Gate()
         self.pause_at: int | None = None  # no token from this index on, until resumed
@@ -216,6 +239,10 @@ class ScriptedDecode(ScriptedWorker):
         for task in self.running.values():
             task.cancel()
         await super().die()
+
+    def freeze(self) -> None:
+        super().freeze()
+        self.voice.close()
 
     def break_streams(self) -> None:
         """Ends every connection; the sequences go on."""
@@ -290,6 +317,7 @@ class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
         worker.started.set()
         if worker.refusals:
             raise worker.refusals.pop(0)
+        await worker.before_taking.passed()
         task = asyncio.create_task(self._serve(job))
         for sequence in job.sequences:
             worker.running[sequence.handle] = task

@@ -1,0 +1,103 @@
+"""A decode worker, as this router speaks with it: sequences start by calls of their own, and speak on its one stream.
+
+Owns the stream, which is a check of its own. Never decides what becomes of a sequence.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from cluster import wire
+from cluster.errors import DeadlineExceeded, WorkerLost
+from cluster.member import Member
+from cluster.messages import DecodeJob, MemberId
+from router.decode_events import Sequences
+from router.decode_stream import DecodeStream
+from router.patience import Patience
+from router.peer import OWN_CALL_S, Answer, Peer
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+
+
+class DecodePeer(Peer):
+    def __init__(
+        self,
+        member: Member,
+        channel: grpc.aio.Channel,
+        stream: DecodeStream,
+        *,
+        patience: Patience,
+        on_change: Callable[[], None],
+    ) -> None:
+        super().__init__(member, channel, patience=patience, on_change=on_change)
+        self._stub = worker_pb2_grpc.DecodeWorkerStub(channel)
+        self.stream = stream
+
+    @property
+    def heard_s(self) -> float:
+        return max(super().heard_s, self.stream.heard_s)
+
+    async def run(self) -> str:
+        """The stream is a check of its own: it breaks when the worker does."""
+        stream = asyncio.create_task(self.stream.run())
+        checks = asyncio.create_task(super().run())
+        try:
+            done, _ = await asyncio.wait((stream, checks), return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            stream.cancel()
+            checks.cancel()
+            await asyncio.gather(stream, checks, return_exceptions=True)
+
+    @contextmanager
+    def open(self, num_sequences: int) -> Iterator[Sequences]:
+        """Handles on the stream for one attempt; what has not ended on leaving is cancelled."""
+        with self.assign(num_sequences), self.stream.open(num_sequences) as sequences:
+            yield sequences
+
+    @contextmanager
+    def part(self, sequences: Sequences, handle: int) -> Iterator[Sequences]:
+        """One of an attempt's sequences by itself."""
+        with self.assign(1), self.stream.part(sequences, handle) as parted:
+            yield parted
+
+    async def freeze(
+        self, handle: int, *, router: MemberId, importer: MemberId, attempt: int
+    ) -> worker_pb2.FreezeResponse:
+        """Raises TandemError; NotFound: it does not decode there, and nothing has happened."""
+        request = worker_pb2.FreezeRequest(router=str(router), handle=handle, importer=str(importer), attempt=attempt)
+        return await self._in_time(self._calls.Freeze(request, timeout=OWN_CALL_S))
+
+    async def thaw(self, handle: int, new_handle: int, *, router: MemberId) -> None:
+        """Raises TandemError."""
+        request = worker_pb2.ThawRequest(router=str(router), handle=handle, new_handle=new_handle)
+        await self._in_time(self._calls.Thaw(request, timeout=OWN_CALL_S))
+
+    async def _in_time(self, answer: Awaitable[Answer]) -> Answer:
+        """The deadline of such a call is this router's patience, never the request's end."""
+        try:
+            return await self._unless_lost(answer)
+        except DeadlineExceeded as error:
+            raise WorkerLost(f"decode worker {self.member.id} did not answer within {OWN_CALL_S:g} s") from error
+
+    async def start(self, job: DecodeJob) -> None:
+        """Raises TandemError. Nothing is computed within this call: one that takes longer than silence is borne has met
+        a worker that will not do."""
+        limit_s = self._patience.call_s
+        try:
+            await self._unless_lost(
+                self._calls.Start(wire.decode_job_to_wire(job), timeout=min(job.timeout_s, limit_s))
+            )
+        except DeadlineExceeded as error:
+            if job.timeout_s <= limit_s:
+                raise
+            self.doubt()
+            raise WorkerLost(f"decode worker {self.member.id} did not take a start within {limit_s:g} s") from error
+
+    @property
+    def _calls(self) -> worker_pb2_grpc.DecodeWorkerStub:
+        """Raises WorkerLost: whoever still holds this peer must not use its closed channel."""
+        if self._lost.is_set():
+            raise self._worker_lost()
+        return self._stub

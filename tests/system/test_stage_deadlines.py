@@ -1,0 +1,124 @@
+"""A worker that is slow or stopped in one stage of a request is noticed there, long before the request's own deadline.
+
+Silence is borne for shorter than by default; the request's deadline never comes into it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tests.system.router_harness import Answer, RouterUnderTest, answer_to, ask, expected_tokens, router_under_test
+from tests.system.scripted_workers import ScriptedDecode, ScriptedPrefill
+
+_DEADLINE_S = 10.0  # of a test's wait; requests have the harness's 30 s
+
+
+@asynccontextmanager
+async def impatient_router() -> AsyncIterator[RouterUnderTest]:
+    async with router_under_test(silence_s=0.6, grace_s=0.2, placement="round-robin") as router:
+        yield router
+
+
+async def _end(router: RouterUnderTest, task: "asyncio.Task[Answer]") -> Answer:
+    async with asyncio.timeout(_DEADLINE_S):
+        answer = await task
+    assert answer.token_ids[0] == expected_tokens(router, ask())
+    return answer
+
+
+async def _two_prefills(router: RouterUnderTest) -> tuple[ScriptedPrefill, ScriptedPrefill]:
+    """By round-robin the first request is the first one's."""
+    workers = await router.add_prefill("p0"), await router.add_prefill("p1")
+    await router.add_decode("d0")
+    await router.connected()
+    return workers
+
+
+async def _two_decodes(router: RouterUnderTest) -> tuple[ScriptedDecode, ScriptedDecode]:
+    await router.add_prefill("p0")
+    workers = await router.add_decode("d0"), await router.add_decode("d1")
+    await router.connected()
+    return workers
+
+
+async def test_a_prefill_worker_that_freezes_before_it_accepts_is_left() -> None:
+    async with impatient_router() as router:
+        frozen, other = await _two_prefills(router)
+        frozen.before_accepting.close()
+        task = asyncio.create_task(answer_to(router, ask()))
+        await asyncio.wait_for(frozen.before_accepting.reached.wait(), _DEADLINE_S)
+        frozen.freeze()
+        answer = await _end(router, task)
+        assert answer.summary.ledger.reasons == ("prefill_worker_lost",)
+        assert [len(worker.jobs) for worker in (frozen, other)] == [1, 1]
+
+
+async def test_a_prefill_worker_that_freezes_before_the_first_token_is_left() -> None:
+    async with impatient_router() as router:
+        frozen, other = await _two_prefills(router)
+        frozen.before_first_tokens.close()
+        task = asyncio.create_task(answer_to(router, ask()))
+        await asyncio.wait_for(frozen.before_first_tokens.reached.wait(), _DEADLINE_S)
+        frozen.freeze()
+        answer = await _end(router, task)
+        assert answer.summary.ledger.reasons == ("prefill_worker_lost",)
+        assert answer.summary.ledger.members[0] == str(other.id)
+
+
+async def test_a_prefill_worker_that_only_computes_for_long_is_waited_for() -> None:
+    async with impatient_router() as router:
+        slow, _ = await _two_prefills(router)
+        slow.before_first_tokens.close()
+        task = asyncio.create_task(answer_to(router, ask()))
+        await asyncio.wait_for(slow.before_first_tokens.reached.wait(), _DEADLINE_S)
+        for _ in range(4):  # asked four times over whether it is there
+            slow.door.reached.clear()
+            await asyncio.wait_for(slow.door.reached.wait(), _DEADLINE_S)
+        slow.before_first_tokens.open()
+        assert (await _end(router, task)).summary.ledger.reasons == ()
+
+
+async def test_an_idle_prefill_worker_that_freezes_gets_no_request() -> None:
+    async with impatient_router() as router:
+        frozen, _ = await _two_prefills(router)
+        frozen.freeze()
+        await router.until_gone(frozen)
+        for _ in range(2):
+            answer = await _end(router, asyncio.create_task(answer_to(router, ask())))
+            assert answer.summary.ledger.reasons == ()
+        frozen.door.open()
+        await router.connected_to(frozen)
+
+
+async def test_a_start_that_does_not_return_is_left_though_its_worker_lives() -> None:
+    async with impatient_router() as router:
+        stuck, other = await _two_decodes(router)
+        stuck.before_taking.close()
+        answer = await _end(router, asyncio.create_task(answer_to(router, ask())))
+        assert answer.summary.ledger.reasons == ("decode_worker_lost",)
+        assert [len(worker.jobs) for worker in (stuck, other)] == [1, 1]
+        await router.connected_to(stuck)  # it answers: it is only that call that it did not
+
+
+async def test_a_decode_worker_that_freezes_before_its_sequences_join_is_left() -> None:
+    async with impatient_router() as router:
+        frozen, other = await _two_decodes(router)
+        frozen.transfer.close()
+        task = asyncio.create_task(answer_to(router, ask()))
+        await asyncio.wait_for(frozen.transfer.reached.wait(), _DEADLINE_S)
+        frozen.freeze()
+        answer = await _end(router, task)
+        assert answer.summary.ledger.reasons == ("decode_worker_lost",)
+        assert answer.summary.ledger.members[-1] == str(other.id)
+
+
+async def test_a_decode_worker_that_freezes_between_two_tokens_is_left() -> None:
+    async with impatient_router() as router:
+        frozen, other = await _two_decodes(router)
+        frozen.pause_at = 4
+        task = asyncio.create_task(answer_to(router, ask()))
+        await asyncio.wait_for(frozen.paused.wait(), _DEADLINE_S)
+        frozen.freeze()
+        answer = await _end(router, task)
+        assert answer.summary.ledger.reasons == ("decode_worker_lost",)
+        assert answer.summary.ledger.members[-1] == str(other.id)
