@@ -27,7 +27,9 @@ TRANSPORTS = ("cuda_ipc", "nccl", "nixl", "shm", "tcp")  # best first
 class ClusterSettings:
     """What every process of a cluster needs to find and trust the others."""
 
-    redis: str = setting("", "URL of the Redis that holds the registry, redis://host:port/db")
+    redis: str = setting(
+        "", "URL of the Redis that holds the registry: redis://host:port/db, or redis+sentinel://, redis+cluster://, unix://"
+    )
     cluster_name: str = setting("tandem", "prefix of every key in Redis; members of one name form one cluster")
     cluster_key_file: str = setting("", "file with the key that signs tickets; made at first start where missing")
     host: str = setting("127.0.0.1", "address to bind to")
@@ -267,7 +269,7 @@ def echo(config: WorkerConfig | RouterConfig) -> str:
 
 def _shown(name: str, value: object) -> object:
     if name == "redis":  # user and password before the host, and what may stand behind a question mark
-        return re.sub(r"\?.*", "?***", re.sub(r"//[^/]*@", "//***@", str(value)))
+        return re.sub(r"\?.*", "?***", re.sub(r"//.*@", "//***@", str(value)))
     return "***" if name == "api_key" else value
 
 

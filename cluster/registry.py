@@ -6,25 +6,25 @@ place, whether or not either lease has lapsed meanwhile. The generation, a numbe
 Redis's own clock, says who is newer where a Redis that lost everything was told of the older one first. Every change is
 published, so watchers wait for news instead of polling; they still look now and then, as a lapse publishes nothing.
 
-Owns the keys and scripts. Decides nothing about members: a lapsed lease only means that no sign of life came here. A
-Redis that cannot be reached, or refuses, or has lost what it was told is in doubt: nobody is missing for its sake alone.
+Owns the keys and scripts. Decides nothing about members: a lapsed lease only means that no sign of life came here.
+While Redis cannot be reached, refuses or has lost what it was told, it is in doubt: who is missing there may live.
 """
 
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from contextlib import aclosing
+from typing import TypeVar
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.asyncio.client import PubSub
+from redis.commands.core import AsyncScript
+from redis.exceptions import ResponseError
 
 from cluster.clock import Clock, MonotonicClock
-from cluster.errors import ConfigError, Fenced, RegistryUnavailable
+from cluster.errors import Fenced, RegistryUnavailable
 from cluster.member import Member, from_json, to_json
 from cluster.messages import MemberId
+from cluster.redis_client import REDIS_ERRORS, open_redis, words
 
 Answer = TypeVar("Answer")
 
@@ -93,7 +93,8 @@ class Registry:
         self._timeout_s = timeout_s
         self._clock = clock or MonotonicClock()
         self._read_at_s = self._clock.now_s()
-        self._doubted_at_s = -float("inf")  # when it last failed, or had lost a lease of somebody who renews it
+        self._is_gone = False
+        self._doubted_at_s = -float("inf")  # when it was last back, or had lost a lease of somebody who renews it
         self._generations: dict[MemberId, int] = {}  # of those that registered here and have not left
         self._missing: set[MemberId] = set()  # of those, in the newest snapshot
         self._prefix = f"{{{cluster_name}}}:"  # braces: all keys on one node of a Redis cluster
@@ -102,6 +103,7 @@ class Registry:
         self._renew = self._redis.register_script(_RENEW)
         self._leave = self._redis.register_script(_LEAVE)
         self._members = self._redis.register_script(_MEMBERS)
+        self._scripts: dict[str, AsyncScript] = {}  # of those who keep something else here
 
     @property
     def age_s(self) -> float:
@@ -149,52 +151,67 @@ class Registry:
         was seen last stays. As long as it is in doubt, and for one lease after, those missing from it are kept: members
         need that long to come back to a Redis that has lost every lease."""
         believed: tuple[Member, ...] | None = None
-        gone = False
+        async with aclosing(self.news("changes")) as news:
+            async for _ in news:
+                try:
+                    found = await self.members()
+                except RegistryUnavailable:
+                    continue
+                if believed is not None and self._clock.now_s() - self._doubted_at_s < self.lease_s:
+                    found = with_missing(found, believed)
+                if found != believed:
+                    believed = found
+                    yield found
+
+    async def news(self, channel: str) -> AsyncGenerator[None, None]:
+        """Comes at once, whenever something is published there, and now and then by itself, as what is published while
+        nobody listens is lost. While the registry is gone nothing comes."""
         while True:
             try:
-                async with self._redis.pubsub() as news:
-                    await self._call(self._redis.subscribe(news, self._prefix + "changes"))
+                async with self._redis.pubsub() as subscription:
+                    await self._call(self._redis.subscribe(subscription, self._prefix + channel))
                     while True:
-                        found = await self.members()
-                        if gone:
-                            gone = False
-                            self._doubt()
-                        if believed is not None and self._clock.now_s() - self._doubted_at_s < self.lease_s:
-                            found = with_missing(found, believed)
-                        if found != believed:
-                            believed = found
-                            yield found
-                        await self._until_news(news)
+                        yield
+                        await self._until_published(subscription, channel)
             except (RegistryUnavailable, *REDIS_ERRORS):
-                gone = True
+                self._is_gone = True
                 await asyncio.sleep(jittered(self.lease_s / 5))
+
+    async def evaluate(self, script: str, names: Sequence[str], arguments: Sequence[str | int]) -> list[str]:
+        """Runs a script over keys of these names, which are this cluster's own."""
+        run = self._scripts.get(script)
+        if run is None:
+            run = self._scripts[script] = self._redis.register_script(script)
+        return await self._call(run([self._prefix + name for name in names], arguments))
 
     async def close(self) -> None:
         await self._redis.aclose()
 
-    async def _until_news(self, news: PubSub) -> None:
+    async def _until_published(self, subscription: PubSub, channel: str) -> None:
         """Or until it is time to look. A connection that says nothing is asked for a sign of life: one that a network
         cut in half would stay silent for ever. Raises RegistryUnavailable, REDIS_ERRORS."""
         pause_s = jittered(self.lease_s / 5)
         async with asyncio.timeout(pause_s + self._timeout_s):
-            if await _heeding_cancel(news.get_message(timeout=pause_s)) is not None:
-                return
-        await self._call(news.ping())
-        if await self._call(news.get_message(timeout=self._timeout_s)) is None:
-            raise RegistryUnavailable(f"Redis at {self._redis.place} tells no news any more")
+            published = await _heeding_cancel(subscription.get_message(timeout=pause_s))
+        if published is None:
+            await self._call(self._redis.subscribe(subscription, self._prefix + channel))
 
     async def _call(self, answer: Awaitable[Answer]) -> Answer:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await _heeding_cancel(answer)
+                value = await _heeding_cancel(answer)
         except ResponseError as error:
-            self._doubt()
+            self._is_gone = True
             if "READONLY" in str(error):  # the master has become a replica
                 await self._redis.drop_idle()
             raise RegistryUnavailable(f"Redis at {self._redis.place} refuses: {words(error)}") from error
         except (*REDIS_ERRORS, TimeoutError) as error:
-            self._doubt()
+            self._is_gone = True
             raise RegistryUnavailable(f"cannot reach Redis at {self._redis.place}: {words(error)}") from error
+        if self._is_gone:
+            self._is_gone = False
+            self._doubt()
+        return value
 
     def _doubt(self) -> None:
         """Whoever is missing now may have been lost by Redis alone."""

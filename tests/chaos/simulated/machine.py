@@ -160,7 +160,7 @@ def simulated_machine() -> Iterator[None]:
         "cluster.serving._refuse_taken": lambda host, port: None,
         "cluster.serving.reflection.enable_server_reflection": lambda *_: None,
         "cluster.process.gc": SimpleNamespace(disable=_nothing, freeze=_nothing, enable=_nothing),
-        "cluster.registry._client": lambda *_: RedisClient(world().redis),
+        "cluster.registry.open_redis": lambda *_: RedisClient(world().redis),
         "cluster.registry.random": dice,
         "cluster.registry.to_json": lru_cache(256)(to_json),  # members say the same again and again
         "cluster.registry.from_json": lru_cache(256)(from_json),

@@ -69,7 +69,8 @@ class RedisServer:
         kept = self.get(keys[4])
         return default if kept is None else int(kept)
 
-    def _write(self, keys: Sequence[str], values: Sequence[Any], generation: int) -> str:
+    def _write(self, keys: Sequence[str], values: Sequence[Any], generation: int) -> bool:
+        """Whether the lease had lapsed."""
         lease, incarnation, members, _, newest = keys
         before = self.get(lease)
         self.put(incarnation, values[1], values[4])
@@ -78,19 +79,21 @@ class RedisServer:
         self._sets.setdefault(members, {})[values[0]] = None
         if before != values[2]:
             self._publish()
-        return ""
+        return before is None
 
-    def renew(self, keys: Sequence[str], values: Sequence[Any]) -> str:
-        return self._other_holder(keys, values) or self._write(keys, values, int(values[5]))
-
-    def leave(self, keys: Sequence[str], values: Sequence[Any]) -> str:
+    def renew(self, keys: Sequence[str], values: Sequence[Any]) -> tuple[str, int]:
         if holder := self._other_holder(keys, values):
-            return holder
+            return holder, 0
+        return "", int(self._write(keys, values, int(values[5])))
+
+    def leave(self, keys: Sequence[str], values: Sequence[Any]) -> tuple[str, int]:
+        if holder := self._other_holder(keys, values):
+            return holder, 0
         for key in (keys[0], keys[1], keys[4]):
             self._keys.pop(key, None)
         self._sets.get(keys[2], {}).pop(values[0], None)
         self._publish()
-        return ""
+        return "", 0
 
     def _other_holder(self, keys: Sequence[str], values: Sequence[Any]) -> str:
         holder, generation = self.get(keys[1]), int(values[5])
@@ -110,7 +113,9 @@ class RedisServer:
 
 
 class RedisClient:
-    """What the registry's module uses of redis-py's client."""
+    """What the registry's module uses of cluster/redis_client.py."""
+
+    place = PLACE
 
     def __init__(self, server: RedisServer) -> None:
         self._server = server
@@ -130,12 +135,14 @@ class RedisClient:
 
         return call
 
-    async def ping(self) -> bool:
-        await self._server.reach()
-        return True
-
-    def pubsub(self, **_: Any) -> "News":
+    def pubsub(self) -> "News":
         return News(self._server)
+
+    async def subscribe(self, news: "News", channel: str) -> None:
+        await news.subscribe()
+
+    async def drop_idle(self) -> None:
+        pass
 
     async def aclose(self) -> None:
         pass
@@ -153,7 +160,7 @@ class News:
     async def __aexit__(self, *_: object) -> None:
         self._server.listeners.pop(self, None)
 
-    async def subscribe(self, channel: str) -> None:
+    async def subscribe(self) -> None:
         await self._server.reach()
         self._server.listeners[self] = None
 
