@@ -6,12 +6,14 @@ and what draining means is the worker's own.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from cluster.config import WorkerConfig, echo
-from cluster.errors import InternalError
+from cluster.errors import DrainIncomplete, InternalError
 from cluster.health import HealthPort
 from cluster.identity import advertised_host, cluster_key, new_member_id
 from cluster.logs import configure_logs
@@ -26,6 +28,15 @@ from cluster.watchdog import StuckLimits
 
 _LOG = logging.getLogger("tandem.worker")
 _STOP_GRACE_S = 1.0
+
+Result = TypeVar("Result")
+Drain: TypeAlias = Callable[[float], Coroutine[Any, Any, None]]
+Ends: TypeAlias = "Sequence[asyncio.Future[None]]"
+
+
+class DrainOutcome(StrEnum):
+    DRAINED = "drained"  # nothing was left
+    INCOMPLETE = "incomplete"  # the grace ended before the work did
 
 
 class WorkerLife:
@@ -54,6 +65,7 @@ class WorkerLife:
         self._stop = stop
         self._loop = asyncio.get_running_loop()
         self._fatal: asyncio.Future[None] = self._loop.create_future()
+        self._drained: asyncio.Future[DrainOutcome] = self._loop.create_future()
         _LOG.info("starting", extra={"member": str(self.member), "settings": echo(config)})
 
     async def check_registry(self) -> None:
@@ -67,6 +79,22 @@ class WorkerLife:
     def request_drain(self) -> None:
         self._stop.set()
 
+    async def drained(self) -> DrainOutcome:
+        """Waits for the end of the drain, whoever asked for it."""
+        return await asyncio.shield(self._drained)
+
+    async def unless_stopped(self, work: Callable[[], Result]) -> Result | None:
+        """What `work` gives, on a thread of its own. None: the worker was asked to leave before, and the thread is left
+        behind."""
+        working = self._loop.run_in_executor(ThreadPoolExecutor(1, "start"), work)
+        stopped = asyncio.create_task(self._stop.wait(), name="wait for stop")
+        try:
+            await asyncio.wait((working, stopped), return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            working.cancel()
+            stopped.cancel()
+
     async def live(
         self,
         *,
@@ -74,11 +102,12 @@ class WorkerLife:
         capacity: Capacity,
         transports: Sequence[str],
         announce: Callable[..., None],
-        drain: Callable[[], Awaitable[None]],
+        drain: Drain,
         watch: Callable[[Registration], Coroutine[Any, Any, None]],
     ) -> None:
-        """Returns after a drain; raises Fenced when somebody newer has this name, InternalError when the worker broke,
-        ConfigError when it does not fit into the cluster."""
+        """Returns after a drain. `drain` gets its grace in seconds, and raises DrainIncomplete when that was too short.
+        Raises that too, Fenced when somebody newer has this name, InternalError when the worker broke, ConfigError when
+        it does not fit into the cluster."""
         registration = Registration(self._registry, self._as_member(fingerprint, capacity, transports))
         await self.server.start()
         self._health.start()
@@ -86,16 +115,14 @@ class WorkerLife:
         keep = asyncio.create_task(registration.keep(), name="keep registration")
         watching = asyncio.create_task(watch(registration), name="watch over health")
         stopped = asyncio.create_task(self._stop.wait(), name="wait for stop")
+        breaks = (keep, watching, self._fatal)
         try:
-            await registration.set_state(MemberState.READY)
-            await self.server.set_ready(True)
-            announce(grpc=self.address, health=join_address(self.host, self._health.port), member=self.member)
-            ends: tuple[asyncio.Future[Any], ...] = (keep, watching, stopped, self._fatal)
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for end in (keep, watching, self._fatal):
-                if end.done():
-                    end.result()  # raises
-            await self._drain(registration, drain)
+            if not self._stop.is_set():
+                await registration.set_state(MemberState.READY)
+                await self.server.set_ready(True)
+                announce(grpc=self.address, health=join_address(self.host, self._health.port), member=self.member)
+                await _until(stopped, breaks)
+            await self._drain(registration, drain, breaks)
         finally:
             stopped.cancel()
             keep.cancel()
@@ -108,15 +135,25 @@ class WorkerLife:
         self._health.stop()
         await self.server.stop(_STOP_GRACE_S)
 
-    async def _drain(self, registration: Registration, drain: Callable[[], Awaitable[None]]) -> None:
+    async def _drain(self, registration: Registration, drain: Drain, breaks: Ends) -> None:
+        """Whoever has work here is told first: the registry may not answer."""
+        grace_s = self.config.drain_grace_s
         await self.server.set_ready(False)
-        await registration.set_state(MemberState.DRAINING)
-        _LOG.info("draining")
+        _LOG.info("draining", extra={"grace_s": grace_s})
+        draining = asyncio.create_task(drain(grace_s), name="drain")
+        telling = asyncio.create_task(registration.set_state(MemberState.DRAINING), name="tell the registry")
+        outcome = DrainOutcome.INCOMPLETE
         try:
-            async with asyncio.timeout(self.config.drain_grace_s):
-                await drain()
-        except TimeoutError:
-            _LOG.warning("drain ended with work left", extra={"grace_s": self.config.drain_grace_s})
+            await _until(draining, (telling, *breaks))
+            outcome = DrainOutcome.DRAINED
+        except DrainIncomplete as error:
+            _LOG.warning("drain ended with work left: %s", error.message, extra={"grace_s": grace_s})
+            raise
+        finally:
+            self._drained.set_result(outcome)
+            draining.cancel()
+            telling.cancel()
+            await asyncio.gather(draining, telling, return_exceptions=True)
 
     def _as_member(self, fingerprint: LayoutFingerprint, capacity: Capacity, transports: Sequence[str]) -> Member:
         return Member(
@@ -133,3 +170,13 @@ class WorkerLife:
         if not self._fatal.done():
             _LOG.error("the worker cannot go on", exc_info=error)
             self._fatal.set_exception(InternalError(f"the worker cannot go on: {error}"))
+
+
+async def _until(work: asyncio.Future[Any], breaks: Ends) -> None:
+    """Until `work` is done. Raises what it, or one of `breaks` before it, raised."""
+    waiting: set[asyncio.Future[Any]] = {work, *breaks}
+    while not work.done():
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for end in done:
+            end.result()
+    work.result()

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from cluster.clock import MonotonicClock
 from cluster.config import WorkerConfig
@@ -41,7 +42,9 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
     """Until the worker is asked to stop; then drains. Raises ConfigError, ModelRefused, Fenced."""
     config = life.config
     with lasting():
-        engine = await asyncio.to_thread(_engine, config)
+        engine = await life.unless_stopped(partial(_engine, config))
+    if engine is None:
+        return
     host_blocks, swap_report = open_host_blocks(engine.pool, config.swap_bytes)
     for line in (*engine.report, swap_report):
         _LOG.info(line)
@@ -186,10 +189,14 @@ class _Worker:
         self.service.exports.release(ticket_id)
 
     def _figures(self) -> dict[str, float]:
-        return self.transfer.figures() | self.health.figures() | {
-            "local_prefills": float(self.service.num_local_prefills),
-            "imports": float(len(self.service.imports)),
-        }
+        return (
+            self.transfer.figures()
+            | self.health.figures()
+            | {
+                "local_prefills": float(self.service.num_local_prefills),
+                "imports": float(len(self.service.imports)),
+            }
+        )
 
 
 def _engine(config: WorkerConfig) -> Engine:

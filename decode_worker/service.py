@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import grpc
 
 from cluster import wire
-from cluster.errors import Draining, HandOffFailed, InvalidRequest, TandemError, Unavailable, Unhealthy
+from cluster.errors import DrainIncomplete, Draining, HandOffFailed, InvalidRequest, TandemError, Unavailable, Unhealthy
 from cluster.hashing import NewChain
 from cluster.messages import DecodeJob, Inspected, MemberId
 from cluster.telemetry import Telemetry
@@ -85,7 +85,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         )
         self._live: dict[MemberId, set[int]] = {}
         self._arrivals: dict[tuple[MemberId, int], _Arrival] = {}
-        self._draining = False
+        self._leaves_at_s: float | None = None  # by the event loop's clock; None: it stays
         self.num_local_prefills = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -146,6 +146,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         reader.add_done_callback(lambda _: self._streams.disconnect(router, connection))
         try:
             yield worker_pb2.WorkerMessage(hello=worker_pb2.WorkerHello(worker=str(self._member)))
+            if self._leaves_at_s is not None:
+                yield _leaving(self._leaves_at_s)
             async for message in stream.drain(connection):
                 yield message
             self._refuse_if_unhealthy()
@@ -184,10 +186,21 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         """Tells every router that this worker lives."""
         self._streams.broadcast(worker_pb2.WorkerMessage(heartbeat=heartbeat))
 
-    async def drain(self) -> None:
-        """Takes no new work; returns when the present sequences have ended."""
-        self._draining = True
-        await self._idle.wait()
+    async def drain(self, grace_s: float) -> None:
+        """Takes no new work and tells every router so, now or when it connects: those hand the sequences on that will not
+        end in time. Returns when none is here any more and the last tokens are sent. Raises DrainIncomplete."""
+        self._leaves_at_s = asyncio.get_running_loop().time() + grace_s
+        self._streams.broadcast(_leaving(self._leaves_at_s))
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+                await self._streams.said()
+        except TimeoutError:
+            num_left = sum(map(len, self._live.values()))
+            raise DrainIncomplete(
+                f"{num_left} sequence(s) were left after {grace_s:g} s, which their routers start again elsewhere;"
+                " give it more --drain-grace-s, or the pool another worker"
+            ) from None
 
     def end_work(self, _: Unhealthy) -> None:
         """Every stream ends, with what `refuse_if_unhealthy` raises; what ran for its router is cancelled."""
@@ -199,7 +212,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
     def _checked(self, job: DecodeJob) -> DecodeJob:
         self._refuse_if_unhealthy()
-        if self._draining:
+        if self._leaves_at_s is not None:
             raise Draining("this decode worker is leaving; try another")
         if self._streams.get(job.router) is None:
             raise Unavailable(f"no stream from {job.router} here; call Connect first")
@@ -296,6 +309,11 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             del self._live[router]
         if not self._live:
             self._idle.set()
+
+
+def _leaving(leaves_at_s: float) -> worker_pb2.WorkerMessage:
+    left_s = max(0.0, leaves_at_s - asyncio.get_running_loop().time())
+    return worker_pb2.WorkerMessage(leaving=worker_pb2.WorkerLeaving(grace_s=left_s))
 
 
 def _step_output(step: int, tokens: list[commands.SequenceToken]) -> worker_pb2.StepOutput:

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 
 from cluster.config import WorkerConfig
 from cluster.messages import Role
@@ -12,10 +14,11 @@ _SERVICES = ("tandem.v1.DecodeWorker", "tandem.v1.KvTransfer", "tandem.v1.Worker
 
 
 async def run(config: WorkerConfig, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:
-    """Serves until `stop` is set, then drains. Raises ConfigError, ModelRefused, RegistryUnavailable, Fenced."""
+    """Serves until `stop` is set, then drains. Raises ConfigError, ModelRefused, RegistryUnavailable, Fenced,
+    DrainIncomplete."""
     life = WorkerLife(config, role=Role.DECODE, service_names=_SERVICES, stop=stop)
     await life.check_registry()
     with lasting():
-        from decode_worker import app
-
-    await app.serve(life, announce=announce)
+        app = await life.unless_stopped(partial(import_module, "decode_worker.app"))
+    if app is not None:
+        await app.serve(life, announce=announce)

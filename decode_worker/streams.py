@@ -22,6 +22,8 @@ class RouterStream:
         self.router = router
         self._waiting: deque[worker_pb2.WorkerMessage] = deque()
         self._changed = asyncio.Event()
+        self.has_said_all = asyncio.Event()  # nothing waits, and what was taken to be sent is sent
+        self.has_said_all.set()
         self._connection: object | None = None
 
     @property
@@ -35,6 +37,7 @@ class RouterStream:
 
     def send(self, message: worker_pb2.WorkerMessage) -> None:
         self._waiting.append(message)
+        self.has_said_all.clear()
         self._changed.set()
 
     def attach(self, connection: object | None) -> None:
@@ -51,6 +54,7 @@ class RouterStream:
             if self._waiting:
                 yield self._waiting.popleft()
             else:
+                self.has_said_all.set()
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -96,6 +100,11 @@ class RouterStreams:
             if stream.is_connected:
                 stream.send(message)
 
+    async def said(self) -> None:
+        """Waits until every router has been sent what there was to say, or is gone."""
+        for stream in tuple(self._streams.values()):
+            await stream.has_said_all.wait()
+
     def close(self) -> None:
         for router in tuple(self._streams):
             self._drop(router)
@@ -105,6 +114,7 @@ class RouterStreams:
         stream = self._streams.pop(router, None)
         if stream is not None:
             stream.attach(None)
+            stream.has_said_all.set()
             self._on_gone(router)
 
     def _end_grace(self, router: MemberId) -> None:

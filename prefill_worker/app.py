@@ -4,9 +4,11 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from cluster.clock import MonotonicClock
 from cluster.config import WorkerConfig
+from cluster.errors import DrainIncomplete
 from cluster.hashing import NATIVE, NewChain, keyed_chains, nameless_chains
 from cluster.lengths import LengthLimits
 from cluster.member import Capacity
@@ -38,7 +40,9 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
     """Until the worker is asked to stop; then drains. Raises ConfigError, ModelRefused, Fenced."""
     config = life.config
     with lasting():
-        engine = await asyncio.to_thread(build_engine, config, WireDtype(config.kv_wire_dtype))
+        engine = await life.unless_stopped(partial(build_engine, config, WireDtype(config.kv_wire_dtype)))
+    if engine is None:
+        return
     for line in engine.report:
         _LOG.info(line)
     worker = _Worker(life, engine)
@@ -160,13 +164,23 @@ class _Worker:
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self.service, life.server.grpc)
         worker_pb2_grpc.add_WorkerServicer_to_server(workers, life.server.grpc)
 
-    async def drain(self) -> None:
-        """Finishes the present calls, and waits until what they left behind has been fetched or has lapsed."""
-        await self.service.drain()
-        while self.transfer.exporter.num_live_tickets:
-            self._released.clear()
-            await self._released.wait()
-        self._feed.close()
+    async def drain(self, grace_s: float) -> None:
+        """Finishes the calls that have begun, and waits until what they left behind has been fetched or has lapsed.
+        Raises DrainIncomplete."""
+        exporter = self.transfer.exporter
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.service.drain()
+                while exporter.num_live_tickets:
+                    self._released.clear()
+                    await self._released.wait()
+        except TimeoutError:
+            raise DrainIncomplete(
+                f"{self.service.num_calls} prefill(s) and {exporter.num_live_tickets} ticket(s) were left after"
+                f" {grace_s:g} s, which their routers start again elsewhere; give it more --drain-grace-s"
+            ) from None
+        finally:
+            self._feed.close()
 
     def _figures(self) -> dict[str, float]:
         parts = [part.figures() for part in (self.transfer, self.pulls, self.tiers) if part is not None]

@@ -107,9 +107,15 @@ class UnfollowPrefixes:
     follower_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Take no new job, and give back those that hold nothing yet: both are refused with Draining."""
+
+
 Command = (
     Submit
     | Cancel
+    | Leave
     | Release
     | FindPrefix
     | OfferPrefix

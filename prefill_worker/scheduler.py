@@ -14,6 +14,7 @@ from itertools import count
 from cluster.errors import (
     Cancelled,
     DeadlineExceeded,
+    Draining,
     InternalError,
     InvalidRequest,
     PromptTooLong,
@@ -40,6 +41,7 @@ from prefill_worker.commands import (
     FindPrefix,
     Finished,
     FollowPrefixes,
+    Leave,
     LendPrefix,
     OfferPrefix,
     PrefixFound,
@@ -93,6 +95,7 @@ class PrefillScheduler:
         self._running: dict[int, Running] = {}  # by number
         self._leased: dict[bytes, tuple[int, ...]] = {}  # what ended tickets still have pinned
         self._deadlines: Deadlines[bytes] = Deadlines()
+        self._is_leaving = False
         self._numbers = count()
         self._steps = 0
         self._tokens_computed = 0
@@ -106,6 +109,8 @@ class PrefillScheduler:
                 return (self._submit(ticket_id, job, now_s),)
             case Cancel(ticket_id):
                 return self._abort(ticket_id, Cancelled("the prefill was cancelled"))
+            case Leave():
+                return self._leave()
             case Release(ticket_id):
                 self._release(ticket_id)
                 return ()
@@ -214,6 +219,8 @@ class PrefillScheduler:
     def _refusal(self, job: PrefillJob) -> TandemError | None:
         if not job.token_ids or not job.seeds:
             return InvalidRequest("a prefill needs at least one token and one choice")
+        if self._is_leaving:
+            return Draining("this prefill worker is leaving; try another")
         refusal = self._lengths.refusal(len(job.token_ids) - job.num_committed, job.stops.max_tokens)
         if refusal is not None:
             return refusal
@@ -324,6 +331,11 @@ class PrefillScheduler:
             return ()
         self._prompts_failed += 1
         return (Failed(ticket_id, error),)
+
+    def _leave(self) -> tuple[Event, ...]:
+        self._is_leaving = True
+        reason = Draining("this prefill worker is leaving, and had not begun with it; try another")
+        return tuple(event for ticket_id in tuple(self._queue) for event in self._abort(ticket_id, reason))
 
     def _release(self, ticket_id: bytes) -> None:
         """Ends the leases of a ticket. One that still waits or runs goes on without an importer."""

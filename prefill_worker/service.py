@@ -150,6 +150,10 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         """The exporter: nobody holds, or will hold, a lease on this ticket."""
         self._steps.post(commands.Release(ticket_id))
 
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
     def end_work(self, error: Unhealthy) -> None:
         """Every call ends with this; the step thread forgets their jobs as soon as it can."""
         for ticket_id, call in self._calls.items():
@@ -161,8 +165,9 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 call.outcome.set_result(commands.Failed(ticket_id, error))
 
     async def drain(self) -> None:
-        """Takes no new work; returns when the present calls have ended."""
+        """Takes no new work and gives back what has not begun; returns when the present calls have ended."""
         self._draining = True
+        self._steps.post(commands.Leave())
         await self._idle.wait()
 
     def _checked(self, job: PrefillJob) -> PrefillJob:

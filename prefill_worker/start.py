@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 
 from cluster.config import WorkerConfig
 from cluster.messages import Role
@@ -12,10 +14,11 @@ _SERVICES = ("tandem.v1.PrefillWorker", "tandem.v1.Worker", "tandem.v1.KvTransfe
 
 
 async def run(config: WorkerConfig, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:
-    """Serves until `stop` is set, then drains. Raises ConfigError, ModelRefused, RegistryUnavailable, Fenced."""
+    """Serves until `stop` is set, then drains. Raises ConfigError, ModelRefused, RegistryUnavailable, Fenced,
+    DrainIncomplete."""
     life = WorkerLife(config, role=Role.PREFILL, service_names=_SERVICES, stop=stop)
     await life.check_registry()
     with lasting():
-        from prefill_worker import app
-
-    await app.serve(life, announce=announce)
+        app = await life.unless_stopped(partial(import_module, "prefill_worker.app"))
+    if app is not None:
+        await app.serve(life, announce=announce)
