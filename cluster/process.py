@@ -76,13 +76,17 @@ def lasting() -> Iterator[None]:
 
 
 def stop_requested() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT from here on; a second one ends the process at once. On the running loop."""
+    """Set by the first SIGTERM or SIGINT from here on; a second one ends the process at once. Whoever else sets it, a
+    drain by an operator, counts as no signal. On the running loop."""
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
+    was_signalled = False
 
     def on_signal(number: signal.Signals) -> None:
-        if asked.is_set():
+        nonlocal was_signalled
+        if was_signalled:
             os._exit(128 + number)
+        was_signalled = True
         asked.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
