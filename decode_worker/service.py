@@ -187,8 +187,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._streams.broadcast(worker_pb2.WorkerMessage(heartbeat=heartbeat))
 
     async def drain(self, grace_s: float) -> None:
-        """Takes no new work and tells every router so, now or when it connects: those hand the sequences on that will not
-        end in time. Returns when none is here any more and the last tokens are sent. Raises DrainIncomplete."""
+        """Takes no new work and tells every router so, now or when it connects: it hands on what will not end in time.
+        Returns when no sequence is here any more and the last tokens are sent. Raises DrainIncomplete."""
         self._leaves_at_s = asyncio.get_running_loop().time() + grace_s
         self._streams.broadcast(_leaving(self._leaves_at_s))
         try:

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from cluster import wire
 from cluster.messages import MemberId, SampledToken, TokenLogprobs
+from router.course import Course
 from tandem.v1 import worker_pb2
 
 
@@ -57,6 +58,7 @@ class Move:
 
     handle: int
     target: MemberId | None  # None: placement chooses
+    patience_s: float  # for what the source has sent to arrive, and for the target to begin
     outcome: asyncio.Future[MoveOutcome]
 
     def settle(self, outcome: MoveOutcome) -> None:
@@ -71,9 +73,11 @@ DecodeEvent = Started | Token | Failed | Lost | Move
 class Sequences:
     """One attempt's handles on the stream, and what the worker says about them."""
 
-    def __init__(self, handles: tuple[int, ...]) -> None:
-        self.handles = handles
-        self.live = set(handles)
+    def __init__(self, courses: dict[int, Course]) -> None:
+        """By handle."""
+        self.handles = tuple(courses)
+        self.courses = courses
+        self.live = set(courses)
         self.started: set[int] = set()  # that have joined the worker's batch
         self.events: asyncio.Queue[DecodeEvent] = asyncio.Queue()  # bounded by the request's own max_tokens
 
@@ -82,7 +86,7 @@ class Sequences:
 
     def part(self, handle: int) -> "Sequences":
         """One of them by itself, with what was said about it and not heard yet."""
-        parted = Sequences((handle,))
+        parted = Sequences({handle: self.courses[handle]})
         parted.started = self.started & parted.live
         self.live.discard(handle)
         for _ in range(self.events.qsize()):

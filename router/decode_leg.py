@@ -34,7 +34,8 @@ class DecodeLeg:
         self._live = live
         self._exporter = exporter
         self._exit = ExitStack()
-        self.sequences = self._exit.enter_context(decode.open(len(choices)) if opened is None else opened)
+        opened = decode.open([choice.num_missing for choice in choices]) if opened is None else opened
+        self.sequences = self._exit.enter_context(opened)
         self.owners = dict(zip(self.sequences.handles, choices, strict=True))
 
     def __enter__(self) -> Self:

@@ -4,7 +4,7 @@ Owns the stream, which is a check of its own. Never decides what becomes of a se
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import grpc
@@ -51,9 +51,10 @@ class DecodePeer(Peer):
             await asyncio.gather(stream, checks, return_exceptions=True)
 
     @contextmanager
-    def open(self, num_sequences: int) -> Iterator[Sequences]:
-        """Handles on the stream for one attempt; what has not ended on leaving is cancelled."""
-        with self.assign(num_sequences), self.stream.open(num_sequences) as sequences:
+    def open(self, num_missing: Sequence[int]) -> Iterator[Sequences]:
+        """Handles on the stream for one attempt, by how many tokens each may get; what has not ended on leaving is
+        cancelled."""
+        with self.assign(len(num_missing)), self.stream.open(num_missing) as sequences:
             yield sequences
 
     @contextmanager

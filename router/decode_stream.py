@@ -8,18 +8,18 @@ broke may come back within the grace time; what was lost meanwhile shows as a ga
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import grpc
 
 from cluster import wire
-from cluster.errors import InvalidRequest
+from cluster.errors import Draining, InvalidRequest
 from cluster.member import Member
 from cluster.messages import MemberId, PairFigure
 from cluster.pair_wire import figures_from_wire
 from cluster.telemetry import Telemetry
+from router.course import Course
 from router.decode_events import Failed, Lost, Move, MoveOutcome, Sequences, Started, tokens_of
 from router.patience import Patience
 from router.probe import nobody_listens
@@ -73,9 +73,10 @@ class DecodeStream:
         return len(self._owners)
 
     @contextmanager
-    def open(self, num_sequences: int) -> Iterator[Sequences]:
-        """Handles for one attempt. On leaving, those that have not ended are cancelled at the worker."""
-        sequences = Sequences(tuple(next(self._handles) for _ in range(num_sequences)))
+    def open(self, num_missing: Sequence[int]) -> Iterator[Sequences]:
+        """Handles for one attempt, by how many tokens each may get. On leaving, those that have not ended are cancelled
+        at the worker."""
+        sequences = Sequences({next(self._handles): Course(number) for number in num_missing})
         self._owners.update(dict.fromkeys(sequences.handles, sequences))
         try:
             yield sequences
@@ -95,12 +96,24 @@ class DecodeStream:
         """Sequences that run at the worker and are not being moved, the oldest first."""
         return [h for h, owner in self._owners.items() if h in owner.started and h not in self._moves]
 
-    def ask_to_move(self, handle: int, target: MemberId | None) -> Move | None:
+    def courses(self) -> dict[int, Course]:
+        """Of those sequences, by handle."""
+        return {handle: self._owners[handle].courses[handle] for handle in self.movable()}
+
+    def unstarted(self) -> list[int]:
+        """Sequences that were asked for, and have not joined the worker's batch."""
+        return [handle for handle, owner in self._owners.items() if handle not in owner.started]
+
+    def give_up(self, handle: int) -> None:
+        """Of a worker that leaves: its attempt need not wait for this one any longer."""
+        self._owners[handle].events.put_nowait(Failed(Draining.reason, "the worker leaves, and has not begun with it"))
+
+    def ask_to_move(self, handle: int, target: MemberId | None, patience_s: float) -> Move | None:
         """Tells the attempt that has it. None: it has ended, or is being moved already."""
         owner = self._owners.get(handle)
         if owner is None or handle in self._moves:
             return None
-        move = self._moves[handle] = Move(handle, target, asyncio.get_running_loop().create_future())
+        move = self._moves[handle] = Move(handle, target, patience_s, asyncio.get_running_loop().create_future())
         move.outcome.add_done_callback(lambda _: self._moves.pop(handle))
         owner.events.put_nowait(move)
         return move
@@ -227,9 +240,11 @@ class DecodeStream:
                 self._on_leaving(message.leaving.grace_s)
 
     def _on_step(self, step: worker_pb2.StepOutput) -> None:
+        now_s = asyncio.get_running_loop().time()
         for token in tokens_of(step):
             owner = self._owner(token.handle)
             if owner is not None:
+                owner.courses[token.handle].drew(now_s)
                 owner.events.put_nowait(token)
 
     def _on_started(self, started: worker_pb2.SequenceStarted) -> None:

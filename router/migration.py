@@ -2,7 +2,8 @@
 
 A move is not a failure. The sequence is frozen where it is, its KV is handed over, and it goes on at the target as a
 new attempt; where that fails it is thawed and goes on where it was. Only when neither worker has it any more does the
-story start it again, as after any failure. Nothing here decides that a sequence should move.
+story start it again, as after any failure. Nothing here decides that a sequence should move: operators do, and
+router/evacuation.py for workers that leave.
 """
 
 import asyncio
@@ -15,15 +16,16 @@ from cluster.messages import MemberId
 from cluster.telemetry import Telemetry
 from router.decode_events import Move, MoveOutcome
 from router.decode_leg import DecodeLeg
-from router.failures import DECODE, AttemptFailed, leg
 from router.decode_peer import DecodePeer
+from router.failures import DECODE, AttemptFailed, leg
 from router.fleet import Fleet
 from router.live_request import LiveRequest
 from router.placement import Policy, RequestFacts, WorkerLoad
 from tandem.v1 import worker_pb2
 
 _LOG = logging.getLogger("tandem.router.migration")
-_AT_ONCE = 4  # from one worker: a frozen sequence's client waits for its own transfer, not for everybody's
+AT_ONCE = 4  # from one worker: a frozen sequence's client waits for its own transfer, not for everybody's
+PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Migrations:
         fleet: Fleet,
         policy: Policy,
         telemetry: Telemetry,
-        patience_s: float = 30.0,  # for what the source has sent to arrive, and for the target to begin
+        patience_s: float = PATIENCE_S,  # for what the source has sent to arrive, and for the target to begin
     ) -> None:
         self._router = router
         self._fleet = fleet
@@ -66,19 +68,23 @@ class Migrations:
         going_to = self._decode(target).member.id if target else None
         if going_to == leaving.member.id:
             raise InvalidRequest(f"{source} is source and target; name another target, or none")
-        slots = asyncio.Semaphore(_AT_ONCE)
+        slots = asyncio.Semaphore(AT_ONCE)
 
         async def moved(handle: int) -> MoveOutcome:
             async with slots:
-                move = leaving.stream.ask_to_move(handle, going_to)
-                if move is None:
-                    return MoveOutcome.ENDED
-                return await asyncio.shield(move.outcome)  # goes on when whoever asked does not wait
+                return await self.move(leaving, handle, going_to)
 
         handles = leaving.stream.movable()[: max_sequences or None]
         outcomes = await asyncio.gather(*map(moved, handles))
         num_moved = outcomes.count(MoveOutcome.MOVED)
         return MigrationCount(num_moved, len(outcomes) - num_moved - outcomes.count(MoveOutcome.ENDED))
+
+    async def move(
+        self, source: DecodePeer, handle: int, target: MemberId | None = None, patience_s: float | None = None
+    ) -> MoveOutcome:
+        """One sequence. It goes on when whoever asked does not wait. `target` None: placement chooses."""
+        move = source.stream.ask_to_move(handle, target, self._patience_s if patience_s is None else patience_s)
+        return MoveOutcome.ENDED if move is None else await asyncio.shield(move.outcome)
 
     async def carry(self, live: LiveRequest, source: DecodeLeg, move: Move) -> DecodeLeg:
         """The leg on which a single sequence goes on, at the target or where it was; if that is another leg, `source`
@@ -98,7 +104,7 @@ class Migrations:
             target = self._target(live, source, move.target)
         except (NoWorkers, Overloaded) as error:
             return _Carried(source, MoveOutcome.KEPT, error.reason)
-        migration = _Migration(live, source, target, router=self._router, patience_s=self._patience_s)
+        migration = _Migration(live, source, target, router=self._router, patience_s=move.patience_s)
         return await migration.run()
 
     def _target(self, live: LiveRequest, source: DecodeLeg, named: MemberId | None) -> DecodePeer:
@@ -212,6 +218,7 @@ class _Migration:
             (new_handle,) = back.sequences.handles
             await self._source.decode.thaw(self._handle, new_handle, router=self._router)
             back.sequences.started.add(new_handle)
+            back.sequences.courses[new_handle] = self._source.sequences.courses[self._handle]
             undo.pop_all()
         self._live.decoding()
         return back
