@@ -19,6 +19,7 @@ from cluster.telemetry import Telemetry
 from cluster.tls import load_tls
 from router.admission import Admission
 from router.drains import Drains
+from router.evacuation import Evacuation
 from router.fleet import Fleet
 from router.http_server import HttpServer
 from router.migration import Migrations
@@ -96,6 +97,7 @@ class _Router:
         )
         placement = policy(config.placement)
         migrations = Migrations(router=self.member.id, fleet=self._fleet, policy=placement, telemetry=telemetry)
+        self._evacuation = Evacuation(fleet=self._fleet, migrations=migrations)
         self._pipeline = Pipeline(
             router=self.member.id,
             tokenization=tokenization,
@@ -132,6 +134,7 @@ class _Router:
             async with asyncio.TaskGroup() as tasks:
                 background = [
                     tasks.create_task(self._fleet.run(), name="fleet"),
+                    tasks.create_task(self._evacuation.run(), name="evacuation"),
                     tasks.create_task(registration.keep(), name="keep registration"),
                     tasks.create_task(self._follow_readiness(), name="readiness"),
                     tasks.create_task(self._publish_figures(), name="figures"),
