@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from cluster.errors import Cancelled
+from cluster.errors import Cancelled, TandemError
 from router.outbox import Outbox
 
 
@@ -33,6 +33,11 @@ class LiveStreams:
         finally:
             del self._streams[request_id]
             stream.ended.set()
+
+    def end_all(self, error: TandemError) -> None:
+        """Every stream ends with this."""
+        for stream in tuple(self._streams.values()):
+            stream.outbox.give_up(error)
 
     async def end(self, request_id: str) -> None:
         """Returns once no stream here serves it; its workers have been told to stop by then."""

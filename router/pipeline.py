@@ -109,6 +109,10 @@ class Pipeline:
         self.refuse_new()
         await self._arrivals.none_left()
 
+    def end_all(self) -> None:
+        """The drain's grace is over: streams end, and say that another router goes on with them."""
+        self._streams.end_all(Draining("this router leaves before the request's end; resume it at another"))
+
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
         """The request's stream; its last output has the summary. Closing it early cancels the request on every worker.
         Raises TandemError, at any point."""
