@@ -14,6 +14,7 @@ from typing import Any
 from starlette.responses import Response
 
 from cluster.errors import (
+    Draining,
     InternalError,
     InvalidRequest,
     TandemError,
@@ -24,6 +25,7 @@ from cluster.errors import (
 )
 
 _NOT_AN_OBJECT = ("missing", "model_type", "model_attributes_type", "dict_type")
+_ELSEWHERE_S = 1.0  # behind a load balancer the next try finds another router; our own client needs no wait
 _MAX_TOLD = 5  # validation errors in one message
 _LOG = logging.getLogger("tandem.router.http")
 
@@ -62,8 +64,9 @@ def error_body(error: TandemError) -> dict[str, Any]:
 
 def error_response(error: TandemError) -> Response:
     headers: dict[str, str] = {}
-    if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    retry_after_s = _ELSEWHERE_S if isinstance(error, Draining) else error.retry_after_s
+    if retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
     return Response(json_bytes(error_body(error)), http_status(error), headers, media_type="application/json")
