@@ -16,6 +16,13 @@ class MemberState(StrEnum):
     UNHEALTHY = "unhealthy"  # gets no new work, and its routers take elsewhere what it had
 
 
+class DrainOutcome(StrEnum):
+    """What became of a member's work after it was asked to leave."""
+
+    DRAINED = "drained"  # nothing was left
+    INCOMPLETE = "incomplete"  # the grace ended before the work did
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """Of a worker: what its pool and its steps hold."""

@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from enum import StrEnum
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -17,7 +16,7 @@ from cluster.errors import DrainIncomplete, InternalError
 from cluster.health import HealthPort
 from cluster.identity import advertised_host, cluster_key, new_member_id
 from cluster.logs import configure_logs
-from cluster.member import Capacity, Member, MemberState
+from cluster.member import Capacity, DrainOutcome, Member, MemberState
 from cluster.messages import LayoutFingerprint, Role
 from cluster.registration import Registration
 from cluster.registry import Registry
@@ -32,11 +31,6 @@ _STOP_GRACE_S = 1.0
 Result = TypeVar("Result")
 Drain: TypeAlias = Callable[[float], Coroutine[Any, Any, None]]
 Ends: TypeAlias = "Sequence[asyncio.Future[None]]"
-
-
-class DrainOutcome(StrEnum):
-    DRAINED = "drained"  # nothing was left
-    INCOMPLETE = "incomplete"  # the grace ended before the work did
 
 
 class WorkerLife:
