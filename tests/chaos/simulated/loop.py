@@ -17,6 +17,7 @@ from typing import Any
 
 _PROCESS: "contextvars.ContextVar[Process]" = contextvars.ContextVar("process")
 _MAX_AT_ONCE = 200_000  # callbacks at one moment: more are a loop that never ends
+_TICK_S = 1e-9  # what passes at least: a wait for less than the clock's last bit ends, as it does on a real machine
 
 
 class Process:
@@ -205,7 +206,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             heapq.heappop(timers)
         if not timers:
             raise Stuck("nothing can happen any more: everybody waits for somebody else")
-        self._now_s = max(self._now_s, timers[0][0])
+        self._now_s = max(self._now_s + _TICK_S, timers[0][0])
         while timers and timers[0][0] <= self._now_s:
             timer = heapq.heappop(timers)[2]
             if not timer._cancelled:
