@@ -1,48 +1,94 @@
 """Which requests may begin. Pure: the time is an argument.
 
-Owns the ids of live requests and when the last ones ended, from which it says when to try again. Never looks at
-workers.
+Owns the places of live requests and their ids, and says from how fast places became free when to try again. What it
+knows of workers it is told: what waits at them, and how fast they are.
 """
 
-from cluster.errors import DuplicateRequest, Overloaded
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-_SMOOTHING = 0.2
-_FIRST_RETRY_S = 1.0
-_MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
+from cluster.errors import DuplicateRequest, Overloaded, QueueFull
+from cluster.service_rate import ServiceRate, bounded_retry_s
 
 
 class Admission:
-    """At most `max_live_requests` at once, each id once."""
+    """At most `max_live_requests` at once, each id once.
+
+    A place is taken before anything is spent on a request, tokenizing included, and held until its client has left. An
+    id is taken while the request is served, so that a client which comes back for it finds it.
+    """
 
     def __init__(self, max_live_requests: int) -> None:
         self._max_live_requests = max_live_requests
+        self._num_places = 0  # taken
         self._live: set[str] = set()
-        self._last_end_s: float | None = None
-        self._mean_gap_s: float | None = None  # between the ends of requests
+        self._rate = ServiceRate()
 
     def __len__(self) -> int:
+        """Ids that are served."""
         return len(self._live)
 
+    @property
+    def num_places(self) -> int:
+        """That are taken."""
+        return self._num_places
+
+    def enter(self, request_id: str, *, comes_back: bool = False) -> None:
+        """Takes a place, which must be left again. Raises Overloaded. A client that comes back for a request that is
+        served here ends its old stream, whose place is about to become free: as many again may do so at once."""
+        most = self._max_live_requests * (2 if comes_back and request_id in self._live else 1)
+        if self._num_places >= most:
+            raise Overloaded(
+                f"{self._num_places} requests are being served, the most this router takes; try again",
+                retry_after_s=self._rate.retry_after_s(),
+            )
+        self._num_places += 1
+
+    def leave(self, now_s: float) -> None:
+        self._num_places -= 1
+        self._rate.note_end(now_s)
+
     def admit(self, request_id: str) -> None:
-        """Every admitted request must be released. Raises DuplicateRequest, Overloaded."""
+        """Of a request that has its place. Every admitted id must be released. Raises DuplicateRequest."""
         if request_id in self._live:
             raise DuplicateRequest(f"request id {request_id!r} belongs to a live request; choose another, or none")
-        if len(self._live) >= self._max_live_requests:
-            raise Overloaded(
-                f"{len(self._live)} requests are being served, the most this router takes; try again",
-                retry_after_s=self._retry_after_s(),
-            )
         self._live.add(request_id)
 
-    def release(self, request_id: str, now_s: float) -> None:
+    def release(self, request_id: str) -> None:
         self._live.remove(request_id)
-        if self._last_end_s is not None:
-            gap_s = max(0.0, now_s - self._last_end_s)
-            mean_s = gap_s if self._mean_gap_s is None else self._mean_gap_s
-            self._mean_gap_s = mean_s + _SMOOTHING * (gap_s - mean_s)
-        self._last_end_s = now_s
 
-    def _retry_after_s(self) -> float:
-        """A place becomes free about once per mean gap."""
-        expected_s = _FIRST_RETRY_S if self._mean_gap_s is None else self._mean_gap_s
-        return min(max(expected_s, _MIN_RETRY_S), _MAX_RETRY_S)
+
+@dataclass(frozen=True, slots=True)
+class WorkerBacklog:
+    """What is ahead of a newcomer at one worker."""
+
+    num_tokens: int  # of prompts that wait there or are being computed
+    tokens_per_s: float | None  # None: too little was measured
+    full_for_s: float = 0.0  # it said that its queue is full, and when to come back; 0: it takes more
+
+    @property
+    def wait_s(self) -> float:
+        """Until a newcomer's turn; 0 where nobody can tell."""
+        return self.num_tokens / self.tokens_per_s if self.tokens_per_s else 0.0
+
+
+def early_refusal(
+    prefills: Sequence[WorkerBacklog], decodes: Sequence[WorkerBacklog], time_left_s: float
+) -> Overloaded | None:
+    """Whether a new request would be in vain, before a worker hears of it: every queue of a pool is full, or its turn
+    would come after its deadline wherever it waits. Without workers there is nothing to say: it waits for one."""
+    for pool, backlogs in (("prefill", prefills), ("decode", decodes)):
+        if backlogs and all(backlog.full_for_s > 0 for backlog in backlogs):
+            first_s = min(backlog.full_for_s for backlog in backlogs)
+            return QueueFull(
+                f"the queues of all {len(backlogs)} {pool} workers are full; try again",
+                retry_after_s=bounded_retry_s(first_s),
+            )
+    least_s = min((backlog.wait_s for backlog in prefills), default=0.0)
+    if least_s <= time_left_s:
+        return None
+    return Overloaded(
+        f"about {least_s:.3g} s of other prompts are ahead of this one, and its deadline is in {time_left_s:.3g} s;"
+        " allow more, or try again",
+        retry_after_s=bounded_retry_s(least_s - time_left_s),
+    )

@@ -12,6 +12,7 @@ from cluster.clock import Clock
 from cluster.errors import TandemError
 from cluster.telemetry import Telemetry
 from router.accounting import RequestAccount
+from router.admission import Admission
 from router.ledger import LedgerRecorder
 from router.outbox import Outbox, Outboxes
 from router.requests import Accepted, GenerateRequest
@@ -32,7 +33,8 @@ class Arrival:
 
 
 class Arrivals:
-    def __init__(self, *, outboxes: Outboxes, clock: Clock, telemetry: Telemetry) -> None:
+    def __init__(self, *, admission: Admission, outboxes: Outboxes, clock: Clock, telemetry: Telemetry) -> None:
+        self._admission = admission
         self._outboxes = outboxes
         self._clock = clock
         self._telemetry = telemetry
@@ -56,7 +58,7 @@ class Arrivals:
 
     @contextmanager
     def arrived(self, request: GenerateRequest) -> Iterator[Arrival]:
-        """Live until the block is left."""
+        """Live, and with a place of its own, until the block is left. Raises Overloaded."""
         request_id = request.request_id or f"req-{secrets.token_hex(12)}"
         ledger = LedgerRecorder(self._clock.now_s())
         account = RequestAccount(self._telemetry)
@@ -64,7 +66,7 @@ class Arrivals:
         outcome = "cancelled"
         number = next(self._numbers)
         try:
-            with self._outboxes.open() as outbox:
+            with self._placed(request_id, comes_back=request.resume_from is not None), self._outboxes.open() as outbox:
                 arrival = self._live[number] = Arrival(request, request_id, ledger, account, outbox, accepted)
                 self._on_change()
                 yield arrival
@@ -80,6 +82,14 @@ class Arrivals:
             self._live.pop(number, None)
             self._on_change()
             _LOG.info("request ended", extra={"request_id": request_id, "outcome": outcome})
+
+    @contextmanager
+    def _placed(self, request_id: str, *, comes_back: bool) -> Iterator[None]:
+        self._admission.enter(request_id, comes_back=comes_back)
+        try:
+            yield
+        finally:
+            self._admission.leave(self._clock.now_s())
 
     def _on_change(self) -> None:
         self._telemetry.gauge("tandem_requests_live", self.num_live)

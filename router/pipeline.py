@@ -40,6 +40,7 @@ from router.requests import (
 )
 from router.running import all_of, running
 from router.tokenization import Tokenization
+from router.tokenizer_threads import TokenizerThreads
 from router.validation import ResolvedRequest, check, resolve
 
 _LOG = logging.getLogger("tandem.router.pipeline")
@@ -79,8 +80,9 @@ class Pipeline:
         self._fleet = fleet
         self._migrations = migrations
         self._prefixes = prefixes
-        self._arrivals = Arrivals(outboxes=outboxes, clock=clock, telemetry=telemetry)
+        self._arrivals = Arrivals(admission=admission, outboxes=outboxes, clock=clock, telemetry=telemetry)
         self._streams = LiveStreams()
+        self._threads = TokenizerThreads()
         self._settings = settings
         self._clock = clock
         self._telemetry = telemetry
@@ -162,9 +164,9 @@ class Pipeline:
             case TextPrompt(text):
                 if len(text) <= _INLINE_CHARACTERS:
                     return self._tokenization.encode(text)
-                return await asyncio.to_thread(self._tokenization.encode, text)
+                return await self._threads.run(self._tokenization.encode_prompt, text)
             case ChatPrompt(messages):
-                return await asyncio.to_thread(self._tokenization.encode_chat, messages)
+                return await self._threads.run(self._tokenization.encode_chat, messages)
 
     async def _resume(self, live: LiveRequest, has: Sequence[ResumedChoice] | None) -> list[ChoiceDelta]:
         """What a client that comes from another router, or back, has missed. Its old stream here has ended then."""
@@ -173,7 +175,7 @@ class Pipeline:
         if sum(len(choice.token_ids) for choice in has) <= _INLINE_TOKENS:
             missed = live.resume(has)
         else:
-            missed = await asyncio.to_thread(live.resume, has)
+            missed = await self._threads.run(live.resume, has)
         await self._streams.end(live.request_id)
         return missed
 
@@ -287,7 +289,7 @@ class Pipeline:
             with self._streams.listed(arrival.request_id, arrival.outbox):
                 yield
         finally:
-            self._admission.release(arrival.request_id, self._clock.now_s())
+            self._admission.release(arrival.request_id)
 
 
 def _by_committed(choices: Sequence[Choice]) -> list[list[Choice]]:

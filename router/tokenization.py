@@ -2,6 +2,7 @@
 
 Owns the tokenizer, the chat template and what config.json says of the model. Everything here is a pure function of its
 arguments and safe to call from several threads; a long prompt takes long, so the pipeline encodes off its event loop.
+The library keeps Python's lock while it encodes one text, and gives it back for a list of texts: all are lists of one.
 """
 
 from collections.abc import Sequence
@@ -10,13 +11,16 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
-from cluster.errors import ConfigError, InvalidRequest, NoChatTemplate, NoTokenizer
+from cluster.errors import ConfigError, InvalidRequest, NoChatTemplate, NoTokenizer, PromptTooLong
 from cluster.lengths import NO_LIMITS, LengthLimits
 from router.chat_template import ChatTemplate, read_chat_template
 from router.detokenizer import Detokenizer, Vocabulary
 from router.model_files import ModelInfo, locate, model_info, read_json
 from router.requests import ChatMessage
 from router.text_stream import TextStream
+
+_HEAD_CHARACTERS = 16  # per token of the context: a prompt that is longer is judged by its beginning first
+_HEAD_MARGIN = 2  # a cut changes the tokens beside it, never as many as the context has
 
 
 class Tokenization:
@@ -50,10 +54,15 @@ class Tokenization:
         """With the special tokens that the tokenizer's post-processor adds. Raises NoTokenizer, InvalidRequest."""
         return self._encode(text, add_special_tokens=True)
 
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """As `encode`. A text that is far too long costs no more than its beginning. Raises PromptTooLong too."""
+        self._check_head(text)
+        return self.encode(text)
+
     def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
         """The conversation and the opening of the assistant's turn; the special tokens are the template's alone.
 
-        Raises NoTokenizer, NoChatTemplate, InvalidRequest.
+        Raises NoTokenizer, NoChatTemplate, InvalidRequest, PromptTooLong.
         """
         self._need_tokenizer()
         if self._chat_template is None:
@@ -61,7 +70,9 @@ class Tokenization:
             raise NoChatTemplate(f"the model {name} has no chat template: send a prompt instead of messages")
         if not messages:
             raise InvalidRequest("messages must not be empty")
-        return self._encode(self._chat_template.render(messages), add_special_tokens=False)
+        text = self._chat_template.render(messages)
+        self._check_head(text)
+        return self._encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Without special tokens. Raises NoTokenizer, InvalidRequest."""
@@ -85,7 +96,21 @@ class Tokenization:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"the text holds half of a surrogate pair at character {error.start}") from error
-        return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        (encoding,) = tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)
+
+    def _check_head(self, text: str) -> None:
+        """Raises PromptTooLong where the beginning alone is far more than the model's context."""
+        max_model_len = self.model_info.max_model_len
+        num_characters = _HEAD_CHARACTERS * max_model_len
+        if len(text) <= num_characters:
+            return
+        num_tokens = len(self._encode(text[:num_characters], add_special_tokens=False))
+        if num_tokens > _HEAD_MARGIN * max_model_len:
+            raise PromptTooLong(
+                f"the first {num_characters} of the prompt's {len(text)} characters are {num_tokens} tokens;"
+                f" the context is {max_model_len}"
+            )
 
     def _need_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:

@@ -34,6 +34,7 @@ PURE = [
     "cluster.messages",
     "cluster.protocol",
     "cluster.redis_url",
+    "cluster.service_rate",
     "decode_worker.admission",
     "decode_worker.commands",
     "decode_worker.growth",
@@ -75,6 +76,7 @@ PURE = [
     "router.admission",
     "prefill_worker.prefix_followers",
     "router.placement",
+    "router.prefill_backlog",
     "router.prefix_index",
     "router.prefix_memory",
 ]
