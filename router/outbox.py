@@ -1,7 +1,7 @@
 """What waits for clients to read it. Workers' streams are always drained, so what a client does not read piles up here:
 at most its own request's tokens, and over all requests a cap, past which the slowest client is given up.
 
-Owns the waiting deltas and their number. Never looks into a request.
+Owns the waiting deltas and their number. Never looks into a request. A log-probability counts as a token.
 """
 
 import asyncio
@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 from cluster.errors import SlowClient, TandemError
 from router.requests import ChoiceDelta
+
+MOST_TAKEN = 4096  # tokens: what a connection is given to write is bounded as what waits for it is
 
 
 class Outbox:
@@ -28,7 +30,7 @@ class Outbox:
         if self._given_up is None:
             self._waiting.setdefault(delta.choice, []).append(delta)
             self._changed.set()
-            self._count(len(delta.token_ids))
+            self._count(_weight(delta))
 
     def on_slow(self, stop: Callable[[], object]) -> None:
         """Called when the client is given up."""
@@ -52,16 +54,28 @@ class Outbox:
         self._count(-self.num_tokens)
 
     async def take(self) -> tuple[ChoiceDelta, ...]:
-        """Waits for something; one delta per choice with all that it grew by. Empty: the end. Raises what it was
-        given up with."""
+        """Waits for something; one delta per choice with what it grew by, `MOST_TAKEN` tokens or little more in all.
+        Empty: the end. Raises what it was given up with."""
         while not self._waiting and not self._ended and self._given_up is None:
             self._changed.clear()
             await self._changed.wait()
         if self._given_up is not None:
             raise self._given_up
-        deltas = tuple(_merged(waiting) for waiting in self._waiting.values())
-        self.clear()
-        return deltas
+        return tuple(self._portion())
+
+    def _portion(self) -> Iterator[ChoiceDelta]:
+        """Of each choice what is oldest; one that is cut short waits behind the others."""
+        left = MOST_TAKEN
+        while self._waiting and left > 0:
+            choice = next(iter(self._waiting))
+            waiting, taken = self._waiting.pop(choice), 0
+            while taken < len(waiting) and left > 0:
+                weight = _weight(waiting[taken])
+                self._count(-weight)
+                left, taken = left - weight, taken + 1
+            if taken < len(waiting):
+                self._waiting[choice] = waiting[taken:]
+            yield _merged(waiting[:taken])
 
     def _count(self, change: int) -> None:
         self.num_tokens += change
@@ -99,6 +113,10 @@ class Outboxes:
                     f" {self.num_tokens} for all clients, more than {self._max_tokens}; read faster"
                 )
             )
+
+
+def _weight(delta: ChoiceDelta) -> int:
+    return len(delta.token_ids) + sum(len(logprobs.top) for logprobs in delta.logprobs)
 
 
 def _merged(deltas: list[ChoiceDelta]) -> ChoiceDelta:

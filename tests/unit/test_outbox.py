@@ -3,7 +3,8 @@
 import pytest
 
 from cluster.errors import SlowClient
-from router.outbox import Outboxes
+from cluster.messages import TokenLogprobs
+from router.outbox import MOST_TAKEN, Outboxes
 from router.requests import ChoiceDelta
 
 
@@ -49,3 +50,29 @@ async def test_a_client_that_leaves_takes_what_waited_with_it() -> None:
         outbox.put(delta(0, 0, 1, 2, 3))
     assert outboxes.num_tokens == 0
     outboxes.check()
+
+
+async def test_one_take_is_bounded_and_what_is_left_comes_in_order_with_the_next() -> None:
+    outboxes = Outboxes(max_tokens=100_000)
+    with outboxes.open() as outbox:
+        for index in range(MOST_TAKEN + 10):
+            outbox.put(delta(0, index, index))
+        outbox.put(delta(1, 0, 7))
+        first = await outbox.take()
+        assert [(d.choice, d.first_index, len(d.token_ids)) for d in first] == [(0, 0, MOST_TAKEN)]
+        second = await outbox.take()
+        assert [(d.choice, d.first_index, len(d.token_ids)) for d in second] == [(1, 0, 1), (0, MOST_TAKEN, 10)]
+        assert outboxes.num_tokens == 0
+    outboxes.check()
+
+
+async def test_log_probabilities_weigh_as_the_tokens_that_they_name() -> None:
+    outboxes = Outboxes(max_tokens=100)
+    logprobs = TokenLogprobs(5, -0.5, tuple((token_id, -1.0) for token_id in range(20)))
+    with outboxes.open() as outbox:
+        for index in range(4):
+            outbox.put(ChoiceDelta(0, index, (5,), "x", (logprobs,)))
+        assert outboxes.num_tokens == 84
+        outbox.put(ChoiceDelta(0, 4, (5,), "x", (logprobs,)))
+        with pytest.raises(SlowClient):
+            await outbox.take()
