@@ -7,7 +7,16 @@ for what happens anyway. Ranges are checked by the pipeline, which gRPC shares.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
 
 from cluster.errors import InvalidRequest
 from router.requests import (
@@ -22,6 +31,9 @@ from router.requests import (
 )
 
 MAX_PROMPTS = 128
+MAX_MESSAGES = 2048
+_MAX_FIELDS = 128  # of one object; looking at each of a million would hold up everybody
+_MAX_LISTED = 4096
 
 # Fields of other servers that Tandem does not have, with the values (besides null) that ask for nothing.
 _ASKS_FOR_NOTHING: Mapping[str, tuple[object, ...]] = {
@@ -69,6 +81,8 @@ class _Strict(BaseModel):
     def _drop_what_asks_for_nothing(cls, data: object) -> object:
         if not isinstance(data, dict):
             return data
+        if len(data) > _MAX_FIELDS:
+            raise ValueError(f"an object has {len(data)} fields; at most {_MAX_FIELDS} are looked at")
         return {name: value for name, value in data.items() if not cls._is_nothing(name, value)}
 
     @classmethod
@@ -134,7 +148,10 @@ class Message(_Strict):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        list[TextPart], BeforeValidator(lambda v: [TextPart(type="text", text=v)] if isinstance(v, str) else v)
+        list[TextPart],
+        Field(max_length=MAX_MESSAGES),
+        FailFast(),
+        BeforeValidator(lambda v: [TextPart(type="text", text=v)] if isinstance(v, str) else v),
     ]
 
     def value(self) -> ChatMessage:
@@ -156,7 +173,9 @@ class _Request(_Strict):
     temperature: float | None = Field(None, description="0 is greedy; up to 2")
     top_p: float | None = Field(None, description="above 0, at most 1")
     seed: int | None = Field(None, description="same seed, same prompt, same tokens")
-    stop: Annotated[list[str], BeforeValidator(_one_or_more)] = Field([], description="a string, or up to 16")
+    stop: Annotated[list[str], Field(max_length=_MAX_LISTED), FailFast(), BeforeValidator(_one_or_more)] = Field(
+        [], description="a string, or up to 16"
+    )
     user: str | None = Field(None, description="accepted; changes nothing")
     service_tier: Literal["auto", "default", "flex"] = Field("auto", description="flex: served with what is left over")
     # What vLLM's clients know beyond OpenAI's fields.
@@ -164,7 +183,9 @@ class _Request(_Strict):
     min_p: float | None = Field(None, description="drops tokens less likely than this share of the likeliest")
     min_tokens: int = Field(0, description="no end before this many tokens")
     ignore_eos: bool = Field(False, description="go on past the model's own end")
-    stop_token_ids: list[int] = Field([], description="token ids that end the text like EOS")
+    stop_token_ids: Annotated[list[int], FailFast()] = Field(
+        [], description="token ids that end the text like EOS", max_length=_MAX_LISTED
+    )
     cache_salt: str = Field("", description="prompts share KV with those of the same salt only")
     priority: int = Field(0, description="less goes first, where the workers' policy asks for it")
     return_token_ids: bool = Field(False, description="adds token_ids to every choice")
@@ -225,7 +246,7 @@ class CompletionRequest(_Request):
 class ChatCompletionRequest(_Request):
     """Of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, description="the newer name of max_tokens")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, description="needs logprobs; up to 20")

@@ -18,6 +18,7 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 1024
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_CACHE_SALT_CHARACTERS = 256
 
@@ -90,8 +91,9 @@ def check_token_ids(token_ids: tuple[int, ...], model: ModelInfo) -> None:
 def resolve(request: GenerateRequest, prompt_token_ids: tuple[int, ...], model: ModelInfo) -> ResolvedRequest:
     """`request` has passed `check`. Raises InvalidRequest, PromptTooLong."""
     _require(bool(prompt_token_ids), "the prompt is empty: it must have at least one token")
-    check_token_ids(prompt_token_ids, model)
+    # First: a prompt may be too long to be looked through at all.
     max_tokens = _max_tokens(len(prompt_token_ids), request.stop, model)
+    check_token_ids(prompt_token_ids, model)
     _require(
         request.stop.min_tokens <= max_tokens,
         f"min_tokens is {request.stop.min_tokens}, more than the {max_tokens} tokens that may be generated",
@@ -130,6 +132,10 @@ def _check_stop(stop: StopConditions, model: ModelInfo) -> None:
         all(len(text) <= MAX_STOP_STRING_CHARACTERS for text in stop.stop),
         f"a stop string must have at most {MAX_STOP_STRING_CHARACTERS} characters",
     )
+    _require(
+        len(stop.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+        f"at most {MAX_STOP_TOKEN_IDS} stop token ids, not {len(stop.stop_token_ids)}",
+    )
     if stop.stop and not model.has_tokenizer:
         raise NoTokenizer(f"the model {model.name} has no tokenizer: it takes stop_token_ids, no stop strings")
     check_token_ids(stop.stop_token_ids, model)
@@ -140,6 +146,10 @@ def _check_resumption(request: GenerateRequest, choices: tuple[ResumedChoice, ..
     _require(bool(request.request_id), "resume_from goes on with a request: give its request_id")
     _require(len(choices) == request.n, f"resume_from has {len(choices)} choices, the request {request.n}")
     for choice in choices:
+        _require(
+            len(choice.token_ids) <= model.max_model_len,
+            f"a choice of resume_from has {len(choice.token_ids)} tokens, the context {model.max_model_len}",
+        )
         check_token_ids(choice.token_ids, model)
 
 
