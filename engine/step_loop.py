@@ -178,9 +178,7 @@ class StepLoop(Generic[CommandT, EventT]):
             events = self._scheduler.complete(plan, result, self._clock.now_s())
         self._hand_over(events)
         before, ended_s = self._progress, self._clock.now_s()
-        self._progress = Progress(
-            before.steps + 1, ended_s, longest_step_s=max(before.longest_step_s, ended_s - now_s)
-        )
+        self._progress = Progress(before.steps + 1, ended_s, longest_step_s=max(before.longest_step_s, ended_s - now_s))
 
     def _begin(self, plan: StepPlan, now_s: float) -> None:
         self._progress = replace(self._progress, busy_since_s=now_s, plan=plan)
