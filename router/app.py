@@ -7,13 +7,15 @@ from functools import partial
 
 from cluster.clock import MonotonicClock
 from cluster.config import RouterConfig, echo
+from cluster.errors import DrainIncomplete
 from cluster.identity import advertised_host, cluster_key, new_member_id
 from cluster.lengths import LengthLimits
 from cluster.logs import configure_logs
-from cluster.member import Member, MemberState
+from cluster.member import DrainOutcome, Member, MemberState
 from cluster.messages import Role
 from cluster.registration import Registration
 from cluster.registry import Registry
+from cluster.scale_target import ScaleTargets
 from cluster.serving import GrpcServer, join_address, open_channel
 from cluster.telemetry import Telemetry
 from cluster.tls import load_tls
@@ -25,15 +27,18 @@ from router.http_server import HttpServer
 from router.migration import Migrations
 from router.openai_api import build_app
 from router.outbox import Outboxes
-from router.pipeline import Pipeline, PipelineSettings
 from router.patience import Patience
+from router.pipeline import Pipeline, PipelineSettings
 from router.placement import policy
 from router.prefix_beliefs import PrefixBeliefs
 from router.prefix_following import PrefixFollowing
 from router.prefix_index import PrefixIndex
 from router.prefix_memory import PrefixMemory
+from router.running import running
+from router.scaling import Scaling
 from router.service import AdminService, ApiKeyInterceptor, InferenceService
 from router.tokenization import Tokenization
+from router.told_routers import told_routers
 from tandem.v1 import admin_pb2_grpc, inference_pb2_grpc
 
 _LOG = logging.getLogger("tandem.router")
@@ -44,19 +49,21 @@ _FIGURES_S = 1.0
 
 
 async def run(config: RouterConfig, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:
-    """Serves until `stop` is set, then drains. Raises ConfigError, RegistryUnavailable, Fenced."""
+    """Serves until `stop` is set, then drains. Raises ConfigError, RegistryUnavailable, Fenced, DrainIncomplete."""
     configure_logs(config.log_level, config.log_format)
-    router = _Router(config)
+    router = _Router(config, stop)
     _LOG.info("starting", extra={"member": str(router.member.id), "settings": echo(config)})
     await router.registry.ping()
-    await router.serve(stop, announce)
+    await router.serve(announce)
 
 
 class _Router:
     """The parts that know each other; built whole, before anything starts."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, stop: asyncio.Event) -> None:
         self._config = config
+        self._stop = stop
+        self._drained: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         telemetry, clock, host = Telemetry(), MonotonicClock(), advertised_host(config)
         tls = load_tls(config, host)
         self._telemetry = telemetry
@@ -119,13 +126,28 @@ class _Router:
             api_key=config.api_key,
             max_message_bytes=config.max_message_bytes,
         )
-        inference = InferenceService(pipeline=self._pipeline, tokenization=tokenization)
-        admin = AdminService(pipeline=self._pipeline, fleet=self._fleet, migrations=migrations)
+        inference = InferenceService(
+            pipeline=self._pipeline,
+            tokenization=tokenization,
+            told_routers=lambda: told_routers(self.member, self._fleet.members()),
+        )
+        self._scaling = Scaling(ScaleTargets(self.registry))
+        drains = Drains(
+            router=self.member.id,
+            fleet=self._fleet,
+            connect=partial(open_channel, tls=tls),
+            stop=stop,
+            drained=self._drained,
+        )
+        admin = AdminService(
+            pipeline=self._pipeline, fleet=self._fleet, migrations=migrations, drains=drains, scaling=self._scaling
+        )
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, self._grpc.grpc)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._grpc.grpc)
 
-    async def serve(self, stop: asyncio.Event, announce: Callable[..., None]) -> None:
-        """Returns after a drain; raises Fenced when somebody newer has this name."""
+    async def serve(self, announce: Callable[..., None]) -> None:
+        """Returns after a drain; raises DrainIncomplete when that was too short, Fenced when somebody newer has its
+        name."""
         registration = Registration(self.registry, self.member)
         http_stop = asyncio.Event()
         try:
@@ -135,19 +157,30 @@ class _Router:
                 background = [
                     tasks.create_task(self._fleet.run(), name="fleet"),
                     tasks.create_task(self._evacuation.run(), name="evacuation"),
+                    tasks.create_task(self._scaling.run(), name="scale target"),
                     tasks.create_task(registration.keep(), name="keep registration"),
                     tasks.create_task(self._follow_readiness(), name="readiness"),
                     tasks.create_task(self._publish_figures(), name="figures"),
                 ]
                 tasks.create_task(self._http.serve(self._app, stop=http_stop, grace_s=_STOP_GRACE_S), name="HTTP")
-                await self._fleet.settle(_SETTLE_S)
-                await registration.set_state(MemberState.READY)
-                announce(http=self.member.http_address, grpc=self.member.address, member=self.member.id)
-                await stop.wait()
-                await self._drain(registration)
+                async with running(self._stop.wait()) as stopped:
+                    async with running(self._fleet.settle(_SETTLE_S)) as settled:
+                        await asyncio.wait((stopped, settled), return_when=asyncio.FIRST_COMPLETED)
+                    if not self._stop.is_set():
+                        await registration.set_state(MemberState.READY)
+                        announce(http=self.member.http_address, grpc=self.member.address, member=self.member.id)
+                    await stopped
+                telling = registration.set_state(MemberState.DRAINING)  # the registry may not answer
+                background.append(tasks.create_task(telling, name="tell the registry"))
+                num_left = await self._drain()
                 http_stop.set()
                 for task in background:
                     task.cancel()
+            if num_left:
+                raise DrainIncomplete(
+                    f"{num_left} request(s) were left after {self._config.drain_grace_s:g} s; clients of other routers"
+                    " resume them there; give it more --drain-grace-s"
+                )
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         finally:
@@ -155,17 +188,22 @@ class _Router:
             await registration.leave()
             await self.registry.close()
 
-    async def _drain(self, registration: Registration) -> None:
-        """No new request; those that are live may end."""
+    async def _drain(self) -> int:
+        """No new request; those that are live may end. Answers how many were left, which are told to go elsewhere."""
         self._pipeline.refuse_new()
         await self._grpc.set_ready(False)
-        await registration.set_state(MemberState.DRAINING)
         _LOG.info("draining", extra={"live_requests": self._pipeline.num_live})
         try:
             async with asyncio.timeout(self._config.drain_grace_s):
                 await self._pipeline.drain()
         except TimeoutError:
-            _LOG.warning("drain ended with requests left", extra={"live_requests": self._pipeline.num_live})
+            num_left = self._pipeline.num_live
+            _LOG.warning("drain ended with requests left", extra={"live_requests": num_left})
+            self._drained.set_result(DrainOutcome.INCOMPLETE)
+            self._pipeline.end_all()
+            return num_left
+        self._drained.set_result(DrainOutcome.DRAINED)
+        return 0
 
     async def _follow_readiness(self) -> None:
         """The health service says what /ready says."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -12,31 +12,45 @@ from cluster import wire
 from cluster.errors import InvalidRequest, TandemError, Unauthenticated
 from cluster.member import Member
 from cluster.pair_wire import figures_to_wire
+from router.drains import Drains, Operator
 from router.fleet import Fleet
 from router.inference_wire import chat_from_wire, generate_request_from_wire, model_to_wire, output_to_wire
 from router.live_listing import live_requests_to_wire
 from router.migration import Migrations
 from router.pipeline import Pipeline
+from router.running import running
+from router.scaling import Scaling, target_to_wire
 from router.tokenization import Tokenization
 from router.validation import check_model
+from tandem.routers import ROUTERS_KEY
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 # What gRPC ends at the client's deadline carries no message: the router's own end comes a little before, and names the
 # phase.
 _EARLY_SHARE, _EARLY_MAX_S = 0.1, 0.25
+_LOOK_AGAIN_S = 1.0
 _GUARDED_PREFIX = "/tandem.v1."
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, *, pipeline: Pipeline, tokenization: Tokenization) -> None:
+    def __init__(
+        self,
+        *,
+        pipeline: Pipeline,
+        tokenization: Tokenization,
+        told_routers: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        """`told_routers`: addresses of the cluster's routers, this one's first; none: clients are told of none."""
         self._pipeline = pipeline
         self._tokenization = tokenization
+        self._told_routers = told_routers
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        await self._tell_routers(context)
         left_s = context.time_remaining()
         timeout_s = None if left_s is None else left_s - min(_EARLY_MAX_S, left_s * _EARLY_SHARE)
         async with aclosing(self._pipeline.generate(generate_request_from_wire(request, timeout_s))) as outputs:
@@ -68,23 +82,47 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.ListModelsResponse:
         return inference_pb2.ListModelsResponse(models=[model_to_wire(self._tokenization.model_info)])
 
+    async def _tell_routers(self, context: _Context) -> None:
+        """At once, before anything can go wrong here: a client that loses this router knows where to go on."""
+        routers = self._told_routers()
+        if routers:
+            await context.send_initial_metadata(((ROUTERS_KEY, ",".join(routers)),))
+
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    def __init__(self, *, pipeline: Pipeline, fleet: Fleet, migrations: Migrations) -> None:
+    def __init__(
+        self, *, pipeline: Pipeline, fleet: Fleet, migrations: Migrations, drains: Drains, scaling: Scaling
+    ) -> None:
         self._pipeline = pipeline
         self._fleet = fleet
         self._migrations = migrations
+        self._drains = drains
+        self._scaling = scaling
 
     async def Status(self, request: admin_pb2.StatusRequest, context: _Context) -> admin_pb2.StatusResponse:
         members = await asyncio.gather(*(self._status(member) for member in self._fleet.members()))
-        return admin_pb2.StatusResponse(members=members, live_requests=self._pipeline.num_live)
+        return self._response(members)
+
+    async def Follow(
+        self, request: admin_pb2.FollowRequest, context: _Context
+    ) -> AsyncIterator[admin_pb2.StatusResponse]:
+        told = None
+        while True:
+            found = [_member_status(member) for member in self._fleet.members()], target_to_wire(self._scaling.target)
+            if found != told:
+                told = found
+                yield self._response(found[0])
+            await self._changed()
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: _Context) -> admin_pb2.DrainResponse:
-        peer = self._fleet.peer_by_name(request.member_id)
-        if peer is None:
-            raise InvalidRequest(f"no worker {request.member_id!r} is connected to this router; `status` lists them")
-        await peer.drain()
-        return admin_pb2.DrainResponse()
+        operator = Operator(context.time_remaining(), _authorization(context))
+        drained = await self._drains.drain(request.member_id, operator, wait=request.wait)
+        return admin_pb2.DrainResponse(member=str(drained.member), outcome=drained.outcome)
+
+    async def Scale(self, request: admin_pb2.ScaleRequest, context: _Context) -> admin_pb2.ScaleResponse:
+        prefill = request.prefill if request.HasField("prefill") else None
+        decode = request.decode if request.HasField("decode") else None
+        return admin_pb2.ScaleResponse(target=target_to_wire(await self._scaling.set(prefill, decode)))
 
     async def Migrate(self, request: admin_pb2.MigrateRequest, context: _Context) -> admin_pb2.MigrateResponse:
         count = await self._migrations.migrate(request.source, request.target, request.max_sequences)
@@ -106,18 +144,39 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 figures = dict(inspected.figures) | {f"blocks_{k}": float(v) for k, v in inspected.blocks.items()}
             except TandemError:
                 last_seen_s = peer.silent_s
-        return admin_pb2.MemberStatus(
-            member_id=member.id.id,
-            incarnation=member.id.incarnation,
-            role=member.role,
-            state=member.state,
-            address=member.address,
-            last_seen_s=last_seen_s,
-            figures=figures,
-            model=member.model,
-            kv_transports=member.transports,
-            pairs=figures_to_wire(self._fleet.pairs(member.id)),
-        )
+        status = _member_status(member)
+        status.last_seen_s = last_seen_s
+        status.figures.update(figures)
+        status.pairs.extend(figures_to_wire(self._fleet.pairs(member.id)))
+        return status
+
+    async def _changed(self) -> None:
+        """Or a little later, as what changed while an answer was being sent is not heard of."""
+        async with running(self._fleet.changed()) as members, running(self._scaling.changed()) as target:
+            await asyncio.wait((members, target), timeout=_LOOK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
+
+    def _response(self, members: Iterable[admin_pb2.MemberStatus]) -> admin_pb2.StatusResponse:
+        target = target_to_wire(self._scaling.target)
+        return admin_pb2.StatusResponse(members=members, live_requests=self._pipeline.num_live, target=target)
+
+
+def _member_status(member: Member) -> admin_pb2.MemberStatus:
+    """What the registry says."""
+    return admin_pb2.MemberStatus(
+        member_id=member.id.id,
+        incarnation=member.id.incarnation,
+        role=member.role,
+        state=member.state,
+        address=member.address,
+        model=member.model,
+        kv_transports=member.transports,
+    )
+
+
+def _authorization(context: _Context) -> tuple[tuple[str, str], ...]:
+    """What the caller showed, for a router that is asked in their name."""
+    shown = context.invocation_metadata() or ()
+    return tuple((key, str(value)) for key, value in shown if key == "authorization")
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):

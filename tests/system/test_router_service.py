@@ -10,8 +10,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster import wire
 from cluster.member import MemberState
+from cluster.registry import Registry
 from cluster.rpc_errors import REASON, RETRY_AFTER_S
+from cluster.scale_target import ScaleTargets
 from cluster.serving import GrpcServer, open_channel
+from router.drains import Drains
+from router.scaling import Scaling
 from router.service import AdminService, ApiKeyInterceptor, InferenceService
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.system.router_harness import PROMPT, RouterUnderTest, ask, expected_tokens, router_under_test
@@ -30,7 +34,21 @@ async def served(api_key: str = "", **settings: object) -> AsyncIterator[tuple[R
         )
         inference = InferenceService(pipeline=router.pipeline, tokenization=router.tokenization)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.grpc)
-        admin = AdminService(pipeline=router.pipeline, fleet=router.fleet, migrations=router.migrations)
+        drains = Drains(
+            router=router.member.id,
+            fleet=router.fleet,
+            connect=open_channel,
+            stop=asyncio.Event(),
+            drained=asyncio.get_running_loop().create_future(),
+        )
+        registry = Registry(url="redis://127.0.0.1:1/0", cluster_name="nobody", lease_s=5.0)  # it does not answer
+        admin = AdminService(
+            pipeline=router.pipeline,
+            fleet=router.fleet,
+            migrations=router.migrations,
+            drains=drains,
+            scaling=Scaling(ScaleTargets(registry)),
+        )
         admin_pb2_grpc.add_AdminServicer_to_server(admin, server.grpc)
         port = server.bind("127.0.0.1", 0)
         await server.start()
@@ -39,6 +57,7 @@ async def served(api_key: str = "", **settings: object) -> AsyncIterator[tuple[R
                 yield router, channel
         finally:
             await server.stop(0)
+            await registry.close()
 
 
 def generate_request(max_tokens: int = 8, **fields: object) -> inference_pb2.GenerateRequest:
@@ -217,7 +236,7 @@ async def test_drain_reaches_the_worker_that_is_named() -> None:
         await admin.Drain(admin_pb2.DrainRequest(member_id="d1"), timeout=10)
         assert second.drained.is_set() and not first.drained.is_set()
         assert second.state is MemberState.DRAINING
-        with pytest.raises(grpc.aio.AioRpcError, match="no worker 'd7'"):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"no member 'd7' .* there are: d0, d1"):
             await admin.Drain(admin_pb2.DrainRequest(member_id="d7"), timeout=10)
 
 

@@ -342,6 +342,9 @@ class Context:
     def invocation_metadata(self) -> Any:
         return self._metadata
 
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        """For clients of the library; nobody here is one."""
+
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
         self.status = (code, details, tuple(trailing_metadata))
         raise grpc.aio.AbortError
