@@ -8,11 +8,13 @@
 
 `AsyncClient` is the same with `async with`, `async for` and `await`. Calls raise the errors of tandem/errors.py, and
 ValueError or TypeError for what cannot be sent. Leaving a generation early (`close`, its `with`, dropping it) cancels
-it on every worker. With the addresses of several routers a generation survives its router (tandem/progress.py).
+it on every worker. A generation survives its router where the cluster has another one (tandem/progress.py): routers
+name the others in their answers, and the addresses of several may be given.
 """
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -41,14 +43,17 @@ class Client:
         timeout_s: float = _GENERATION_TIMEOUT_S,
         tls_ca: str | None = None,
         secure: bool = False,
+        discover: bool = True,
     ) -> None:
         """`address` is the router's host:port for gRPC, or several, in a list or with commas between them: the first
         that answers serves, and another one goes on with what it leaves unfinished. `timeout_s` is the deadline of a
         generation that names none. With `tls_ca`, a PEM file, a router must have a certificate of one of its
-        authorities; with `secure` alone, a publicly trusted one; else the connection is plaintext. Raises OSError when
-        the file cannot be read, ValueError when there is no address."""
-        self._channels = [open_channel(one, tls_ca=tls_ca, secure=secure) for one in addresses(address)]
-        self._routers = Routers(self._channels)
+        authorities; with `secure` alone, a publicly trusted one; else the connection is plaintext. `discover`: routers
+        that the given ones name are asked too when one is lost; for addresses behind a load balancer or NAT, whose
+        routers cannot be dialled from here, say False. Raises OSError when the file cannot be read, ValueError when
+        there is no address."""
+        dial = partial(open_channel, tls_ca=tls_ca, secure=secure)
+        self._routers = Routers(addresses(address), dial, discover=discover)
         self._metadata = _metadata(api_key)
         self._timeout_s = timeout_s
 
@@ -83,23 +88,22 @@ class Client:
 
     def close(self) -> None:
         """Cancels what still runs."""
-        self._routers.is_closed = True
-        for channel in self._channels:
+        for channel in self._routers.close():
             channel.close()
 
     def _ask(self, method: str, request: object) -> Any:
         """The first router that can be reached answers."""
         failure = None
-        for number in self._routers.in_turn():
+        for router in self._routers.in_turn():
             try:
                 with told():
-                    answer = getattr(self._routers.stubs[number], method)(
+                    answer = getattr(self._routers.stub(router), method)(
                         request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata
                     )
             except Unavailable as error:
                 failure = error
             else:
-                self._routers.first = number
+                self._routers.first = router
                 return answer
         assert failure is not None
         raise failure
@@ -122,9 +126,10 @@ class AsyncClient:
         timeout_s: float = _GENERATION_TIMEOUT_S,
         tls_ca: str | None = None,
         secure: bool = False,
+        discover: bool = True,
     ) -> None:
-        self._channels = [open_async_channel(one, tls_ca=tls_ca, secure=secure) for one in addresses(address)]
-        self._routers = Routers(self._channels)
+        dial = partial(open_async_channel, tls_ca=tls_ca, secure=secure)
+        self._routers = Routers(addresses(address), dial, discover=discover)
         self._metadata = _metadata(api_key)
         self._timeout_s = timeout_s
 
@@ -159,21 +164,20 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Cancels what still runs."""
-        self._routers.is_closed = True
-        await asyncio.gather(*(channel.close() for channel in self._channels))
+        await asyncio.gather(*(channel.close() for channel in self._routers.close()))
 
     async def _ask(self, method: str, request: object) -> Any:
         failure = None
-        for number in self._routers.in_turn():
+        for router in self._routers.in_turn():
             try:
                 with told():
-                    answer = await getattr(self._routers.stubs[number], method)(
+                    answer = await getattr(self._routers.stub(router), method)(
                         request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata
                     )
             except Unavailable as error:
                 failure = error
             else:
-                self._routers.first = number
+                self._routers.first = router
                 return answer
         assert failure is not None
         raise failure

@@ -4,11 +4,11 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 import grpc
 
@@ -29,20 +29,22 @@ class _Call(Protocol):
 
     def cancel(self) -> bool: ...
 
+    def initial_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Asking:
     """What is asked, of whom, for how long."""
 
     request: inference_pb2.GenerateRequest
-    routers: Routers
+    routers: Routers[Any]  # of blocking channels, or of asyncio's
     metadata: Metadata
     timeout_s: float
 
     def progress(self) -> Progress:
         return Progress(
             self.request,
-            num_routers=len(self.routers.stubs),
+            known=self.routers.known,
             router=self.routers.first,
             deadline_s=time.monotonic() + self.timeout_s,
         )
@@ -57,6 +59,7 @@ class Generation:
         self._progress = asking.progress()
         self._closed = threading.Event()
         self._pending: deque[Delta] = deque()
+        self._has_learnt = False
         self._call: _Call = self._ask()
 
     def __iter__(self) -> Iterator[Delta]:
@@ -70,8 +73,10 @@ class Generation:
             except TandemError as error:
                 if self._closed.is_set():
                     raise
+                self._learn()
                 self._go_on(error)
                 continue
+            self._learn()
             self._asking.routers.first = self._progress.router
             self._pending.extend(self._progress.take(response))
         return self._pending.popleft()
@@ -87,6 +92,13 @@ class Generation:
         self._closed.set()
         self._call.cancel()
 
+    def _learn(self) -> None:
+        """Once per call: its answer has begun, or it has ended."""
+        if not self._has_learnt:
+            self._has_learnt = True
+            for channel in self._asking.routers.learn(self._progress.router, self._call.initial_metadata()):
+                channel.close()
+
     def _go_on(self, error: TandemError) -> None:
         """Raises TandemError."""
         if self._closed.wait(self._progress.lost(error, time.monotonic())) or self._asking.routers.is_closed:
@@ -97,7 +109,8 @@ class Generation:
 
     def _ask(self) -> _Call:
         progress, asking = self._progress, self._asking
-        stub = asking.routers.stubs[progress.router]
+        stub = asking.routers.stub(progress.router)
+        self._has_learnt = False
         left_s = progress.time_left_s(time.monotonic())
         call: _Call = stub.Generate(progress.request, timeout=left_s, metadata=asking.metadata)
         return call
@@ -118,6 +131,7 @@ class AsyncGeneration:
         self._progress = asking.progress()
         self._closed = asyncio.Event()
         self._pending: deque[Delta] = deque()
+        self._has_learnt = False
         self._call, self._responses = self._ask()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
@@ -131,6 +145,7 @@ class AsyncGeneration:
                 with told():
                     response = await anext(self._responses)
             except TandemError as error:
+                await self._learn()
                 await self._go_on(error)
                 continue
             except asyncio.CancelledError:  # grpc's word for a closed call too, as if the reader's task were cancelled
@@ -138,6 +153,7 @@ class AsyncGeneration:
                 if self._is_over and task is not None and not task.cancelling():
                     raise _closed() from None
                 raise
+            await self._learn()
             self._asking.routers.first = self._progress.router
             self._pending.extend(self._progress.take(response))
         return self._pending.popleft()
@@ -157,6 +173,13 @@ class AsyncGeneration:
     def _is_over(self) -> bool:
         return self._closed.is_set() or self._asking.routers.is_closed
 
+    async def _learn(self) -> None:
+        """As Generation._learn."""
+        if not self._has_learnt:
+            self._has_learnt = True
+            for channel in self._asking.routers.learn(self._progress.router, await self._call.initial_metadata()):
+                await channel.close()
+
     async def _go_on(self, error: TandemError) -> None:
         """Raises TandemError."""
         wait_s = self._progress.lost(error, time.monotonic())
@@ -169,7 +192,8 @@ class AsyncGeneration:
 
     def _ask(self) -> tuple[_AsyncCall, AsyncIterator[inference_pb2.GenerateResponse]]:
         progress, asking = self._progress, self._asking
-        stub = asking.routers.stubs[progress.router]
+        stub = asking.routers.stub(progress.router)
+        self._has_learnt = False
         left_s = progress.time_left_s(time.monotonic())
         call: _AsyncCall = stub.Generate(progress.request, timeout=left_s, metadata=asking.metadata)
         return call, aiter(call)

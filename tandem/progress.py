@@ -5,7 +5,7 @@ cannot reach its cluster, or the one that is to go on is full. What says that th
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tandem.assembly import Assembly
 from tandem.errors import DeadlineExceeded, Overloaded, TandemError, Unavailable
@@ -20,20 +20,20 @@ _MAX_DOUBLINGS = 10
 
 
 class Progress:
-    """`request` is what is to be asked of router number `router` now."""
+    """`request` is what is to be asked of the router at `router` now."""
 
     def __init__(
         self,
         request: inference_pb2.GenerateRequest,
         *,
-        num_routers: int,
-        router: int,
+        known: Callable[[], Sequence[str]],
+        router: str,
         deadline_s: float,
         draw: Callable[[], float] = random.random,
     ) -> None:
         self.request = request
         self.router = router
-        self._num_routers = num_routers
+        self._known = known
         self._deadline_s = deadline_s
         self._draw = draw
         self._assembly = Assembly(request.request_id)
@@ -63,8 +63,9 @@ class Progress:
         if not (isinstance(error, Unavailable) or (is_refusal and self._has_begun)):
             raise error
         self._num_lost += 1
+        known = self._known()
         is_gone = error.is_lost or error.reason == _DRAINING or is_refusal
-        if not (is_gone and self._has_begun) and self._num_lost >= self._num_routers:
+        if not (is_gone and self._has_begun) and self._num_lost >= len(known):
             raise error
         wait_s = self._draw() * min(_FIRST_WAIT_S * 2.0 ** min(self._num_lost - 1, _MAX_DOUBLINGS), _MAX_WAIT_S)
         wait_s += error.retry_after_s or 0.0
@@ -72,7 +73,7 @@ class Progress:
             raise DeadlineExceeded(
                 f"no router went on with it in time; the last one: {error.message}", reason="deadline_exceeded"
             ) from error
-        self.router = (self.router + 1) % self._num_routers
+        self.router = _after(self.router, known)
         self.request = self._resumed()
         return wait_s
 
@@ -85,3 +86,7 @@ class Progress:
             request.stop.max_tokens = accepted.max_tokens
         request.resume_from.CopyFrom(self._assembly.resume_from(request.n or 1))
         return request
+
+
+def _after(router: str, known: Sequence[str]) -> str:
+    return known[(known.index(router) + 1) % len(known)] if router in known else known[0]

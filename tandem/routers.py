@@ -1,10 +1,23 @@
-"""The routers that a client knows, in the order in which it asks them."""
+"""The routers that a client knows: those it was given, and those that they name in their answers.
 
-from collections.abc import Iterator, Sequence
+Owns the channels, each opened when it is first used. Where a router stands behind another address than its own (a load
+balancer, a tunnel) its own is not dialled, once an answer has shown that both are the same.
+"""
+
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from typing import Any, Generic, TypeVar
 
 import grpc
 
 from tandem.v1 import inference_pb2_grpc
+
+ROUTERS_KEY = "tandem-routers"  # initial metadata: the router that answers, then the others, with commas
+_MAX_CHANNELS = 64  # beyond it those of routers that are long gone are closed
+_LOOPBACK = ("127.", "localhost:", "[::1]:")
+
+Channel = TypeVar("Channel", grpc.Channel, grpc.aio.Channel)
 
 
 def addresses(given: str | Sequence[str]) -> tuple[str, ...]:
@@ -16,15 +29,76 @@ def addresses(given: str | Sequence[str]) -> tuple[str, ...]:
     return found
 
 
-class Routers:
-    """One stub per address. `first` is the one that answered last: the next call starts there."""
+class Routers(Generic[Channel]):
+    """`first` is the address that answered last: the next call starts there. Safe to use from several threads."""
 
-    def __init__(self, channels: Sequence[grpc.Channel | grpc.aio.Channel]) -> None:
-        self.stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in channels]
-        self.first = 0
+    def __init__(
+        self,
+        given: Sequence[str],
+        dial: Callable[[str], Channel],
+        *,
+        discover: bool,
+        shuffle: Callable[[MutableSequence[Any]], None] = random.shuffle,
+    ) -> None:
+        """`discover`: those that the given ones name are known too."""
+        self.first = given[0]
         self.is_closed = False  # by their client
+        self._given = tuple(dict.fromkeys(given))
+        self._found: tuple[str, ...] = ()
+        self._discover = discover
+        self._dial: Callable[[str], Channel] = dial
+        self._shuffle = shuffle
+        self._reached_as: dict[str, str] = {}  # a router's own address -> the one under which it answered
+        self._channels: dict[str, Channel] = {address: dial(address) for address in self._given}
+        self._lock = threading.Lock()
 
-    def in_turn(self) -> Iterator[int]:
-        """Each once."""
-        first = self.first
-        yield from (number % len(self.stubs) for number in range(first, first + len(self.stubs)))
+    def known(self) -> tuple[str, ...]:
+        """The given ones in their order, then the found ones in an order of this client's own: the clients of a dead
+        router do not all go to the same one."""
+        return (*self._given, *self._found)
+
+    def in_turn(self) -> Iterator[str]:
+        """Each once, from the first."""
+        known = self.known()
+        start = known.index(self.first) if self.first in known else 0
+        yield from known[start:] + known[:start]
+
+    def stub(self, address: str) -> inference_pb2_grpc.InferenceStub:
+        with self._lock:
+            channel = self._channels.get(address)
+            if channel is None:
+                channel = self._channels[address] = self._dial(address)
+        return inference_pb2_grpc.InferenceStub(channel)
+
+    def learn(self, asked: str, metadata: Iterable[tuple[str, Any]] | None) -> list[Channel]:
+        """From the initial metadata of an answer of `asked`. What it answers is to be closed."""
+        told = next((str(value) for key, value in metadata or () if key == ROUTERS_KEY), "")
+        if not told or not self._discover:
+            return []
+        with self._lock:
+            itself, *others = told.split(",")
+            self._reached_as = {own: known for own, known in self._reached_as.items() if own in others}
+            self._reached_as[itself] = asked
+            found = [self._reached_as.get(own, own) for own in (itself, *others)]
+            found = [one for one in dict.fromkeys(found) if one not in self._given and _is_reachable(one, asked)]
+            if set(found) != set(self._found):
+                self._shuffle(found)
+                self._found = tuple(found)
+            return self._long_gone()
+
+    def close(self) -> list[Channel]:
+        """What it answers is to be closed."""
+        with self._lock:
+            self.is_closed = True
+            return list(self._channels.values())
+
+    def _long_gone(self) -> list[Channel]:
+        """The oldest channels to what nobody names any more; a stream may still be on a younger one."""
+        unknown = [address for address in self._channels if address not in self.known()]
+        excess = max(0, len(self._channels) - _MAX_CHANNELS)
+        return [self._channels.pop(address) for address in unknown[:excess]]
+
+
+def _is_reachable(found: str, asked: str) -> bool:
+    """Another machine's loopback is not ours."""
+    return asked.startswith(_LOOPBACK) or not found.startswith(_LOOPBACK)

@@ -30,9 +30,10 @@ def delta(choice: int, first_index: int, token_ids: tuple[int, ...], text: str =
     return Response(deltas=[grown])
 
 
-def progress(num_routers: int = 2, n: int = 1, draw: float = 1.0, router: int = 0) -> Progress:
+def progress(num_routers: int = 2, n: int = 1, draw: float = 1.0, router: str = "a") -> Progress:
     request = inference_pb2.GenerateRequest(request_id="r", text="x", n=n)
-    return Progress(request, num_routers=num_routers, router=router, deadline_s=100.0, draw=lambda: draw)
+    known = tuple("abcdef"[:num_routers])
+    return Progress(request, known=lambda: known, router=router, deadline_s=100.0, draw=lambda: draw)
 
 
 def begun(num_routers: int = 2) -> Progress:
@@ -47,7 +48,7 @@ def test_another_router_is_told_what_is_there_and_what_the_first_one_chose() -> 
     generation.take(delta(2, 0, (7,), "b", reason="stop"))
     generation.lost(LOST, 0.0)
     asked = generation.request
-    assert (generation.router, asked.request_id, asked.text, asked.n) == (1, "r", "x", 3)
+    assert (generation.router, asked.request_id, asked.text, asked.n) == ("b", "r", "x", 3)
     assert (asked.sampling, asked.stop.max_tokens) == (ACCEPTED.sampling, 9)
     has = [(unpack_ids(c.token_ids), c.num_characters, c.finish_reason) for c in asked.resume_from.choices]
     assert has == [((5, 6), 2, ""), ((), 0, ""), ((7,), 1, "stop")]
@@ -113,12 +114,12 @@ def test_what_a_router_says_is_wrong_is_not_asked_again(error: TandemError) -> N
 
 
 def test_before_anything_came_each_router_is_asked_once() -> None:
-    generation = progress(num_routers=3, router=1)
+    generation = progress(num_routers=3, router="b")
     asked = [generation.router]
     for _ in range(2):
         generation.lost(LOST, 0.0)
         asked.append(generation.router)
-    assert asked == [1, 2, 0]
+    assert asked == ["b", "c", "a"]
     with pytest.raises(Unavailable, match="Socket closed"):
         generation.lost(LOST, 0.0)
 
@@ -145,7 +146,7 @@ def test_what_has_begun_goes_on_until_its_deadline_with_growing_waits(error: Tan
         generation.lost(error, now_s)
     assert waits_s[:4] == [0.2, 0.4, 0.8, 1.6]
     assert set(waits_s[4:]) == {2.0}
-    assert routers[:4] == [0, 1, 0, 1]
+    assert routers[:4] == ["a", "b", "a", "b"]
 
 
 def test_a_wait_is_drawn_so_that_clients_of_one_router_do_not_come_at_once() -> None:
