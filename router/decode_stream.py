@@ -14,10 +14,11 @@ from contextlib import contextmanager
 import grpc
 
 from cluster import wire
-from cluster.errors import Draining, InvalidRequest
+from cluster.errors import Draining, InvalidRequest, Unhealthy
 from cluster.member import Member
 from cluster.messages import MemberId, PairFigure
 from cluster.pair_wire import figures_from_wire
+from cluster.rpc_errors import error_from_rpc
 from cluster.telemetry import Telemetry
 from router.course import Course
 from router.decode_events import Failed, Lost, Move, MoveOutcome, Sequences, Started, tokens_of
@@ -152,6 +153,8 @@ class DecodeStream:
                 problem = await self._converse(disconnected_at_s + self._patience.grace_s)
             except grpc.aio.AioRpcError as error:
                 problem = f"{error.code().name}: {error.details()}"
+                if isinstance(error_from_rpc(error), Unhealthy):
+                    return f"it is unhealthy: {error.details()}"
             except TimeoutError:
                 problem = f"no sign of life for {self._patience.silence_s} s"
             except (InvalidRequest, ValueError) as error:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import grpc
 
-from cluster.errors import Cancelled, TandemError, Unavailable, WorkerLost
+from cluster.errors import Cancelled, TandemError, Unavailable, Unhealthy, WorkerLost
 from cluster.member import Member
 from cluster.rpc_errors import error_from_rpc
 from router.patience import Patience
@@ -162,6 +162,8 @@ class Peer:
 
     def _judged(self, error: TandemError) -> TandemError:
         """A call that did not get through, or that the worker cut off, makes it suspect; a refusal does not."""
+        if isinstance(error, Unhealthy):
+            self.doubt()
         if isinstance(error, Cancelled) or type(error) is Unavailable:
             self.doubt()
             return WorkerLost(f"{self.member.role} worker {self.member.id} does not answer: {error.message}")

@@ -6,24 +6,27 @@ import contextlib
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.health import LIVENESS
 from tandem.channel import explained
 
 _TIMEOUT_S = 1.0
 
 
 async def answers(channel: grpc.aio.Channel, timeout_s: float = _TIMEOUT_S) -> bool:
-    """Its gRPC server answers. Whether it takes new work is the registry's word, not this."""
+    """Its gRPC server answers, and says that it is alive. Whether it takes new work is the registry's word, not this."""
     return not await silence(channel, timeout_s)
 
 
 async def silence(channel: grpc.aio.Channel, timeout_s: float = _TIMEOUT_S) -> str:
-    """Why its gRPC server does not answer; empty when it does."""
+    """Why its gRPC server does not answer, or that it is stuck; empty when all is well."""
     check = health_pb2_grpc.HealthStub(channel).Check
     try:
-        await check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        answer = await check(health_pb2.HealthCheckRequest(service=LIVENESS), timeout=timeout_s)
     except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.NOT_FOUND:
+            return ""  # of a version that knows no such service, and answers all the same
         return explained(error.details() or error.code().name)
-    return ""
+    return "" if answer.status == health_pb2.HealthCheckResponse.SERVING else "it says that it is unhealthy"
 
 
 async def nobody_listens(address: str) -> bool:
