@@ -67,9 +67,10 @@ class DecodeLeg:
         return None
 
     async def until_started(self) -> None:
-        """Until one of its sequences has joined the worker's batch. Raises AttemptFailed, TandemError."""
+        """Until one of its sequences has joined the worker's batch, or all have ended. Raises AttemptFailed,
+        TandemError."""
         with leg(DECODE, self.worker):
-            while not self.sequences.started:
+            while self.sequences.live and not self.sequences.started:
                 self._take(await self.sequences.next())
 
     async def until_delivered(self, num_output: int, timeout_s: float) -> None:

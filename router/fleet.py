@@ -1,14 +1,14 @@
 """The workers as this router sees them now: who is registered, who answers, and how much each has to do.
 
-Owns one supervising task per member: it connects, watches, and when the worker is lost tells every call in progress.
-What the registry says decides about new work only; a worker counts as lost when it fails a direct check or a newer
-incarnation of it registers. While the registry is gone the last known membership holds.
+Each has a supervisor, which connects, watches, and when the worker is lost tells every call in progress. What the
+registry says decides about new work only; a worker counts as lost when it fails a direct check or a newer incarnation
+of it registers. While the registry is gone the last known membership holds.
 """
 
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Protocol, TypeVar
 
 import grpc
@@ -23,15 +23,13 @@ from router.patience import Patience
 from router.peer import Peer
 from router.placement import WorkerLoad
 from router.prefill_peer import PrefillPeer
-from router.probe import silence
 from router.running import running
+from router.supervision import Supervisors
 from tandem.v1 import worker_pb2_grpc
 
 _LOG = logging.getLogger("tandem.router.fleet")
-_RETRY_PAUSE_S = 0.2
 
 _AnyPeer = TypeVar("_AnyPeer", bound=Peer)
-_Serve = Callable[[Member, grpc.aio.Channel], Awaitable[str]]
 
 
 class Membership(Protocol):
@@ -57,14 +55,13 @@ class Fleet:
         self._follow_prefixes = follow_prefixes
         self._router = router
         self._membership = membership
-        self._connect = connect
         self._patience = patience
         self._telemetry = telemetry
         self._has_snapshot = False
         self._members: tuple[Member, ...] = ()
         self._registered: dict[MemberId, Member] = {}  # the workers among them
         self._refused: set[MemberId] = set()
-        self._supervisors: dict[MemberId, asyncio.Task[None]] = {}
+        self._supervisors = Supervisors(connect=connect, is_wanted=self._registered_now)
         self._prefills: dict[MemberId, PrefillPeer] = {}
         self._decodes: dict[MemberId, DecodePeer] = {}
         self._handles = itertools.count(1)
@@ -77,9 +74,7 @@ class Fleet:
             async for members in self._membership.watch():
                 self._on_members(members)
         finally:
-            for supervisor in self._supervisors.values():
-                supervisor.cancel()
-            await asyncio.gather(*self._supervisors.values(), return_exceptions=True)
+            await self._supervisors.close()
 
     @property
     def is_ready(self) -> bool:
@@ -169,6 +164,9 @@ class Fleet:
         peers: list[Peer] = [*self._prefills.values(), *self._decodes.values()]
         return next((peer for peer in peers if name in (peer.member.id.id, str(peer.member.id))), None)
 
+    def _registered_now(self, member: MemberId) -> bool:
+        return member in self._registered
+
     def _may_get_work(self, peer: Peer) -> bool:
         registered = self._registered.get(peer.member.id)
         is_there = peer.trusted and peer.leaves_at_s is None
@@ -184,9 +182,9 @@ class Fleet:
         workers = [member for member in members if member.role is not Role.ROUTER]
         self._registered = {member.id: member for member in workers}
         incarnations = {member.id.id: member.id for member in workers}
-        for member_id, supervisor in self._supervisors.items():
+        for member_id in self._supervisors:
             if incarnations.get(member_id.id, member_id) != member_id:
-                supervisor.cancel()
+                self._supervisors.cancel(member_id)
         for peer in (*self._prefills.values(), *self._decodes.values()):
             peer.set_registered(peer.member.id in self._registered)
         for member in workers:
@@ -222,32 +220,7 @@ class Fleet:
     def _supervise(self, member: Member) -> None:
         self.has_prefill_pool |= member.role is Role.PREFILL
         serve = self._serve_prefill if member.role is Role.PREFILL else self._serve_decode
-        task = self._supervisors[member.id] = asyncio.create_task(
-            self._serve_while_registered(member, serve), name=f"supervise {member.id}"
-        )
-        task.add_done_callback(lambda ended: self._on_supervisor_ended(member.id, ended))
-
-    def _on_supervisor_ended(self, member: MemberId, supervisor: asyncio.Task[None]) -> None:
-        """The next snapshot starts another one, if the member is still there."""
-        del self._supervisors[member]
-        if not supervisor.cancelled() and supervisor.exception() is not None:
-            _LOG.error("supervision failed", extra={"worker": str(member)}, exc_info=supervisor.exception())
-
-    async def _serve_while_registered(self, member: Member, serve: _Serve) -> None:
-        told = ""
-        while member.id in self._registered:
-            channel = self._connect(member.address)
-            try:
-                reason = await silence(channel)
-                if reason and reason != told:
-                    _LOG.warning("worker does not answer", extra={"worker": str(member.id), "reason": reason})
-                told = reason
-                if not reason:
-                    detail = await serve(member, channel)
-                    _LOG.warning("worker lost", extra={"worker": str(member.id), "detail": detail})
-            finally:
-                await channel.close()
-            await asyncio.sleep(_RETRY_PAUSE_S)
+        self._supervisors.supervise(member, serve)
 
     async def _serve_prefill(self, member: Member, channel: grpc.aio.Channel) -> str:
         peer = PrefillPeer(member, channel, patience=self._patience, on_change=self._notify)

@@ -1,0 +1,67 @@
+"""Supervision: a worker that is wanted always has somebody who connects to it again."""
+
+import asyncio
+
+import grpc
+
+from cluster.member import Member
+from cluster.messages import MemberId
+from cluster.serving import open_channel
+from router.supervision import Supervisors
+from tests.system.scripted_workers import ScriptedPrefill, Store
+
+_DEADLINE_S = 10.0
+
+
+class _Served:
+    """Fails so many times, then serves until told that the worker is lost."""
+
+    def __init__(self, num_failures: int = 0) -> None:
+        self.num_failures = num_failures
+        self.begun: asyncio.Queue[MemberId] = asyncio.Queue()
+        self.lost = asyncio.Event()
+
+    async def serve(self, member: Member, channel: grpc.aio.Channel) -> str:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise RuntimeError("our own fault")
+        self.begun.put_nowait(member.id)
+        await self.lost.wait()
+        return "told to"
+
+
+async def test_an_error_of_our_own_costs_a_pause_and_not_the_worker() -> None:
+    async with ScriptedPrefill("p0", Store()) as worker:
+        served = _Served(num_failures=3)
+        supervisors = Supervisors(connect=open_channel, is_wanted=lambda _: True, pause_s=0.001)
+        supervisors.supervise(worker.member, served.serve)
+        try:
+            assert await asyncio.wait_for(served.begun.get(), _DEADLINE_S) == worker.id
+            assert served.num_failures == 0
+            assert list(supervisors) == [worker.id]
+        finally:
+            await supervisors.close()
+
+
+async def test_a_worker_that_comes_back_while_its_supervisor_ends_gets_another_one() -> None:
+    async with ScriptedPrefill("p0", Store()) as worker:
+        served, answers = _Served(), iter([True, False, True, True])  # wanted; not any more; and just then again
+        supervisors = Supervisors(connect=open_channel, is_wanted=lambda _: next(answers, True), pause_s=0.001)
+        supervisors.supervise(worker.member, served.serve)
+        try:
+            await asyncio.wait_for(served.begun.get(), _DEADLINE_S)
+            served.lost.set()
+            await asyncio.wait_for(served.begun.get(), _DEADLINE_S)
+        finally:
+            await supervisors.close()
+
+
+async def test_closing_ends_every_task_for_good() -> None:
+    async with ScriptedPrefill("p0", Store()) as worker:
+        served = _Served()
+        supervisors = Supervisors(connect=open_channel, is_wanted=lambda _: True, pause_s=0.001)
+        supervisors.supervise(worker.member, served.serve)
+        await asyncio.wait_for(served.begun.get(), _DEADLINE_S)
+        await supervisors.close()
+        assert worker.id not in supervisors
+        assert served.begun.empty()
