@@ -122,6 +122,10 @@ class HealthPort:
         self._watch.start()
         self._server.start()
 
+    def end_within(self, timeout_s: float) -> None:
+        """The process leaves by itself within this, or is ended."""
+        threading.Thread(target=_end_after, args=(timeout_s,), name="end by force", daemon=True).start()
+
     def stop(self) -> None:
         """On the loop. Nobody answers any more; does not wait."""
         self._watch.stop()
@@ -141,6 +145,11 @@ def _say(text: str) -> None:
     saying = threading.Thread(target=_LOG.error, args=(text,), daemon=True)
     saying.start()
     saying.join(_SAY_S)
+
+
+def _end_after(timeout_s: float) -> None:
+    time.sleep(timeout_s)
+    _end()
 
 
 def _end() -> None:

@@ -21,6 +21,7 @@ from cluster.watchdog import StepSight, StepWatchdog, StuckLimits, Verdict
 
 _LOG = logging.getLogger("tandem.worker.health")
 _STEP = "step"
+_STOP_S = 10.0
 
 
 class StepProgress(Protocol):
@@ -80,6 +81,11 @@ class WorkerHealth:
         """How long the present step has been running; 0: none is."""
         busy_since_s = self._steps.progress.busy_since_s
         return 0.0 if busy_since_s is None else max(0.0, self._clock.now_s() - busy_since_s)
+
+    @property
+    def stop_s(self) -> float:
+        """How long to wait for the step thread's end: one that is stuck would be waited for in vain."""
+        return 0.0 if self._problems else _STOP_S
 
     @property
     def problem(self) -> str:

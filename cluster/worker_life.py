@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from cluster.config import WorkerConfig, echo
-from cluster.errors import DrainIncomplete, InternalError
+from cluster.errors import DrainIncomplete, InternalError, Unhealthy
 from cluster.health import HealthPort
 from cluster.identity import advertised_host, cluster_key, new_member_id
 from cluster.logs import configure_logs
@@ -27,6 +27,7 @@ from cluster.watchdog import StuckLimits
 
 _LOG = logging.getLogger("tandem.worker")
 _STOP_GRACE_S = 1.0
+_STUCK_END_S = 15.0  # for one that is stuck to leave in order
 
 Result = TypeVar("Result")
 Drain: TypeAlias = Callable[[float], Coroutine[Any, Any, None]]
@@ -117,6 +118,9 @@ class WorkerLife:
                 announce(grpc=self.address, health=join_address(self.host, self._health.port), member=self.member)
                 await _until(stopped, breaks)
             await self._drain(registration, drain, breaks)
+        except Unhealthy:
+            self._health.end_within(_STUCK_END_S)
+            raise
         finally:
             stopped.cancel()
             keep.cancel()

@@ -72,7 +72,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
         await worker.service.close()
         await life.end()
         await worker.transfer.close()
-        await asyncio.to_thread(worker.steps.stop)
+        await asyncio.to_thread(worker.steps.stop, worker.health.stop_s)
 
 
 class _Worker:

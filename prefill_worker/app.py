@@ -70,7 +70,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
             await worker.pulls.close()
         if worker.tiers is not None:
             await worker.tiers.close()
-        await asyncio.to_thread(worker.steps.stop)
+        await asyncio.to_thread(worker.steps.stop, worker.health.stop_s)
 
 
 class _Worker:

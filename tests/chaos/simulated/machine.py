@@ -66,6 +66,9 @@ class _HealthPort:
     def stop(self) -> None:
         pass
 
+    def end_within(self, timeout_s: float) -> None:
+        pass
+
 
 class _Dice(Random):
     """Of the world that is running."""
