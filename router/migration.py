@@ -216,9 +216,9 @@ class _Migration:
         with ExitStack() as undo, leg(DECODE, self._source.worker):
             back = undo.enter_context(DecodeLeg(self._live, self._source.decode, [self._choice], exporter=None))
             (new_handle,) = back.sequences.handles
-            await self._source.decode.thaw(self._handle, new_handle, router=self._router)
-            back.sequences.started.add(new_handle)
             back.sequences.courses[new_handle] = self._source.sequences.courses[self._handle]
+            back.sequences.started.add(new_handle)  # it is there, and was: nobody need start it elsewhere
+            await self._source.decode.thaw(self._handle, new_handle, router=self._router)
             undo.pop_all()
         self._live.decoding()
         return back

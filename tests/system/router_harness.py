@@ -11,6 +11,7 @@ from cluster.messages import LayoutFingerprint, MemberId, Role
 from cluster.serving import open_channel
 from cluster.telemetry import Telemetry
 from router.admission import Admission
+from router.evacuation import Evacuation
 from router.fleet import Fleet
 from router.migration import Migrations
 from router.outbox import Outboxes
@@ -95,6 +96,7 @@ class RouterUnderTest:
             telemetry=self.telemetry,
             patience_s=migration_patience_s,
         )
+        self.evacuation = Evacuation(fleet=self.fleet, migrations=self.migrations)
         self.pipeline = Pipeline(
             router=self.member.id,
             tokenization=self.tokenization,
@@ -157,6 +159,7 @@ async def router_under_test(**settings: object) -> AsyncIterator[RouterUnderTest
     router = RouterUnderTest(**settings)  # type: ignore[arg-type]
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(running(router.fleet.run()))
+        await stack.enter_async_context(running(router.evacuation.run()))
         try:
             yield router
         finally:

@@ -244,6 +244,12 @@ class ScriptedDecode(ScriptedWorker):
         super().freeze()
         self.voice.close()
 
+    def leave(self, grace_s: float) -> None:
+        """Tells every router so; what it has goes on."""
+        leaving = worker_pb2.WorkerMessage(leaving=worker_pb2.WorkerLeaving(grace_s=grace_s))
+        for stream in self.streams.values():
+            stream.put_nowait(leaving)
+
     def break_streams(self) -> None:
         """Ends every connection; the sequences go on."""
         for stream in self.streams.values():

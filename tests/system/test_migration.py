@@ -1,8 +1,7 @@
 """A running sequence that moves, or stays after all: whatever fails on the way, the client gets every token once."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 
 import pytest
 
@@ -18,85 +17,11 @@ from cluster.errors import (
 )
 from cluster.member import Capacity
 from router.migration import MigrationCount
-from router.requests import GenerateRequest
-from tests.system.router_harness import Answer, RouterUnderTest, ask, expected_tokens, router_under_test
-from tests.system.scripted_workers import ScriptedDecode, ScriptedPrefill
+from tests.system.migration_stage import stage
+from tests.system.router_harness import ask, expected_tokens
+from tests.system.scripted_workers import ScriptedDecode
 
 MOVED, KEPT, NOTHING = MigrationCount(1, 0), MigrationCount(0, 1), MigrationCount(0, 0)
-
-
-class Stage:
-    """A router, a prefill worker and two decode workers; requests begin at the first one, which pauses at token 5."""
-
-    def __init__(
-        self, router: RouterUnderTest, prefill: ScriptedPrefill, source: ScriptedDecode, target: ScriptedDecode
-    ) -> None:
-        self.router, self.prefill, self.source, self.target = router, prefill, source, target
-
-    async def migrate(self, source: str = "d0", target: str = "", max_sequences: int = 0) -> MigrationCount:
-        async with asyncio.timeout(10):
-            return await self.router.migrations.migrate(source, target, max_sequences)
-
-    def migrating(self) -> "asyncio.Task[MigrationCount]":
-        return asyncio.create_task(self.migrate())
-
-    def count(self, outcome: str, reason: str = "") -> float:
-        return self.router.telemetry.value("tandem_migrations_total", outcome=outcome, reason=reason)
-
-    @asynccontextmanager
-    async def streaming(self, request: GenerateRequest) -> AsyncIterator["asyncio.Task[Answer]"]:
-        """The request's sequences have drawn five tokens each at the source."""
-        self.source.pause_at = 5
-        answer, has_five = Answer(), asyncio.Event()
-
-        async def read() -> Answer:
-            async for output in self.router.pipeline.generate(request):
-                answer.take(output)
-                if len(answer.token_ids) == request.n and all(len(ids) >= 5 for ids in answer.token_ids.values()):
-                    has_five.set()
-            return answer
-
-        answering = asyncio.create_task(read())
-        async with asyncio.timeout(10):
-            await has_five.wait()
-        try:
-            yield answering
-        finally:
-            answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
-
-    async def complete(self, answering: "asyncio.Task[Answer]", request: GenerateRequest) -> Answer:
-        """The client's whole answer, which must be what it would have been."""
-        async with asyncio.timeout(20):
-            answer = await answering
-        expected = [expected_tokens(self.router, request, choice) for choice in range(request.n)]
-        assert [answer.token_ids[choice] for choice in range(request.n)] == expected
-        ledger = answer.summary.ledger
-        assert sum(phase.duration_s for phase in ledger.phases) == pytest.approx(ledger.wall_s, rel=0.02)
-        return answer
-
-
-@asynccontextmanager
-async def stage(**settings: object) -> AsyncIterator[Stage]:
-    async with router_under_test(**settings) as router:
-        prefill, source = await router.add_prefill("p0"), await router.add_decode("d0")
-        await router.connected()
-        target = ScriptedDecode("d1", router.store)
-        on_stage = Stage(router, prefill, source, target)
-        router.made.append(target)
-        await target.start()
-        try:
-            yield on_stage
-        finally:
-            stream_handles = [peer.stream.num_sequences for peer in router.fleet._decodes.values()]
-            assert not any(stream_handles), "a handle outlives its request"
-
-
-async def _joined(on: Stage) -> None:
-    """The target comes after the requests: so they began at the source."""
-    on.router.workers.append(on.target)
-    on.router.register()
-    await on.router.connected_to(on.target)
 
 
 async def _none_frozen(decode: ScriptedDecode) -> None:
@@ -110,7 +35,7 @@ async def _all_cancelled(decode: ScriptedDecode) -> None:
 
 async def test_a_stream_goes_on_at_the_target_and_its_client_sees_nothing() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
-        await _joined(on)
+        await on.joined()
         assert await on.migrate() == MOVED
         answer = await on.complete(answering, request)
         (job,) = on.target.jobs
@@ -127,7 +52,7 @@ async def test_a_stream_goes_on_at_the_target_and_its_client_sees_nothing() -> N
 
 async def test_every_choice_moves_by_itself() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20, n=3)) as answering:
-        await _joined(on)
+        await on.joined()
         assert await on.migrate(max_sequences=1) == MOVED
         assert await on.migrate() == MigrationCount(2, 0)
         await on.complete(answering, request)
@@ -137,7 +62,7 @@ async def test_every_choice_moves_by_itself() -> None:
 
 async def test_choices_that_stay_are_not_disturbed() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20, n=3)) as answering:
-        await _joined(on)
+        await on.joined()
         assert await on.migrate(max_sequences=1) == MOVED
         on.source.resumed.set()
         await on.complete(answering, request)
@@ -146,7 +71,7 @@ async def test_choices_that_stay_are_not_disturbed() -> None:
 
 async def test_to_and_fro_as_often_as_one_likes() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20, n=2)) as answering:
-        await _joined(on)
+        await on.joined()
         on.target.pause_at = 5
         for _ in range(40):
             assert await on.migrate("d0", "d1") == MigrationCount(2, 0)
@@ -166,7 +91,7 @@ async def test_logprobs_and_a_stop_string_span_the_move() -> None:
         stop = text[begun - 2 : begun + 2]
         request = ask(max_tokens=40, stop=(stop,), logprobs=1)
         async with on.streaming(request) as answering:
-            await _joined(on)
+            await on.joined()
             await on.migrate()
             async with asyncio.timeout(10):
                 answer = await answering
@@ -183,7 +108,7 @@ async def test_logprobs_and_a_stop_string_span_the_move() -> None:
 )
 async def test_a_target_that_refuses_leaves_the_sequence_where_it_was(refusal: TandemError) -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
-        await _joined(on)
+        await on.joined()
         on.target.refusals = [refusal]
         assert await on.migrate() == KEPT
         on.source.resumed.set()
@@ -196,7 +121,7 @@ async def test_a_target_that_refuses_leaves_the_sequence_where_it_was(refusal: T
 @pytest.mark.parametrize("reason", [HandOffReason.DIGEST_MISMATCH, HandOffReason.NOT_ENOUGH_BLOCKS])
 async def test_a_failed_hand_off_leaves_it_where_it_was(reason: HandOffReason) -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
-        await _joined(on)
+        await on.joined()
         on.target.handoff_failures = [str(reason)]
         assert await on.migrate() == KEPT
         assert on.count("kept", reason) == 1
@@ -206,7 +131,7 @@ async def test_a_failed_hand_off_leaves_it_where_it_was(reason: HandOffReason) -
 
 async def test_a_target_that_starts_from_another_token_is_not_gone_on_from() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
-        await _joined(on)
+        await on.joined()
         on.target.first_token_offset = 1
         assert await on.migrate() == KEPT
         on.source.resumed.set()
@@ -218,7 +143,7 @@ async def test_a_target_that_starts_from_another_token_is_not_gone_on_from() -> 
 
 async def test_a_target_that_dies_while_it_pulls() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
-        await _joined(on)
+        await on.joined()
         on.target.transfer.close()
         moving = on.migrating()
         async with asyncio.timeout(10):
@@ -232,7 +157,7 @@ async def test_a_target_that_dies_while_it_pulls() -> None:
 
 async def test_a_target_that_does_not_begin_in_time_is_given_up_and_told() -> None:
     async with stage(migration_patience_s=0.3) as on, on.streaming(request := ask(max_tokens=20)) as answering:
-        await _joined(on)
+        await on.joined()
         on.target.transfer.close()
         assert await on.migrate() == KEPT
         async with asyncio.timeout(10):
@@ -245,7 +170,7 @@ async def test_a_target_that_does_not_begin_in_time_is_given_up_and_told() -> No
 
 async def test_a_source_that_dies_before_it_is_frozen_is_an_ordinary_failover() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
-        await _joined(on)
+        await on.joined()
         on.source.before_freezing.close()
         moving = on.migrating()
         async with asyncio.timeout(10):
@@ -260,7 +185,7 @@ async def test_a_source_that_dies_before_it_is_frozen_is_an_ordinary_failover() 
 
 async def test_a_source_that_dies_while_the_target_pulls() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
-        await _joined(on)
+        await on.joined()
         on.target.transfer.close()
         on.target.handoff_failures = [str(HandOffReason.EXPORTER_LOST)]
         moving = on.migrating()
@@ -277,7 +202,7 @@ async def test_a_source_that_dies_while_the_target_pulls() -> None:
 
 async def test_a_source_that_dies_after_the_target_has_begun_is_not_missed() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
-        await _joined(on)
+        await on.joined()
         on.target.pause_at = 5
         assert await on.migrate() == MOVED
         await on.source.die()
@@ -289,7 +214,7 @@ async def test_a_source_that_dies_after_the_target_has_begun_is_not_missed() -> 
 
 async def test_a_thaw_that_fails_is_an_ordinary_failover() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
-        await _joined(on)
+        await on.joined()
         on.target.refusals = [QueueFull("full")]
         on.source.thaw_refusals = [NotFound("it expired")]
         assert await on.migrate() == KEPT
@@ -300,7 +225,7 @@ async def test_a_thaw_that_fails_is_an_ordinary_failover() -> None:
 
 async def test_a_sequence_that_ends_first_gives_its_last_tokens_from_where_it_was() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=8)) as answering:
-        await _joined(on)
+        await on.joined()
         on.source.before_freezing.close()
         moving = on.migrating()
         async with asyncio.timeout(10):
@@ -315,7 +240,7 @@ async def test_a_sequence_that_ends_first_gives_its_last_tokens_from_where_it_wa
 
 async def test_tokens_that_arrive_after_the_freeze_was_answered_come_first() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
-        await _joined(on)
+        await on.joined()
         on.source.voice.close()
         on.source.pause_at = 9
         on.source.resumed.set()
@@ -336,7 +261,7 @@ async def test_tokens_that_arrive_after_the_freeze_was_answered_come_first() -> 
 
 async def test_tokens_that_were_lost_are_not_waited_for_for_ever() -> None:
     async with stage(migration_patience_s=0.3) as on, on.streaming(request := ask(max_tokens=20)) as answering:
-        await _joined(on)
+        await on.joined()
         on.source.voice.close()
         on.source.pause_at = 9
         on.source.resumed.set()
@@ -351,7 +276,7 @@ async def test_tokens_that_were_lost_are_not_waited_for_for_ever() -> None:
 @pytest.mark.parametrize("where", ["freezing", "frozen", "pulling", "thawing"])
 async def test_a_client_that_leaves_during_the_move_frees_both_workers(where: str) -> None:
     async with stage() as on, on.streaming(ask(max_tokens=20)) as answering:
-        await _joined(on)
+        await on.joined()
         gate = {
             "freezing": on.source.before_freezing,
             "frozen": on.source.after_freezing,
@@ -373,7 +298,7 @@ async def test_a_client_that_leaves_during_the_move_frees_both_workers(where: st
 
 async def test_a_deadline_that_passes_during_the_move_says_so() -> None:
     async with stage() as on, on.streaming(ask(max_tokens=20, timeout_s=1.0)) as answering:
-        await _joined(on)
+        await on.joined()
         on.target.transfer.close()
         moving = on.migrating()
         with pytest.raises(DeadlineExceeded, match="in phase transfer"):
@@ -385,7 +310,7 @@ async def test_a_deadline_that_passes_during_the_move_says_so() -> None:
 async def test_a_cancel_that_was_lost_with_its_connection_is_said_again() -> None:
     """A frozen sequence says nothing that would remind the router of it."""
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
-        await _joined(on)
+        await on.joined()
         on.source.is_deaf = True
         assert await on.migrate() == MOVED
         await on.complete(answering, request)
@@ -398,7 +323,7 @@ async def test_a_cancel_that_was_lost_with_its_connection_is_said_again() -> Non
 
 async def test_one_sequence_is_moved_once_at_a_time() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
-        await _joined(on)
+        await on.joined()
         on.target.transfer.close()
         moving = on.migrating()
         async with asyncio.timeout(10):
@@ -411,7 +336,7 @@ async def test_one_sequence_is_moved_once_at_a_time() -> None:
 
 async def test_an_operator_who_goes_away_does_not_stop_the_move() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
-        await _joined(on)
+        await on.joined()
         on.target.transfer.close()
         moving = on.migrating()
         async with asyncio.timeout(10):
@@ -449,7 +374,7 @@ async def test_nobody_is_sent_to_where_it_would_queue(capacity: Capacity) -> Non
     """Scripted workers say that they have ten free blocks."""
     async with stage() as on, on.streaming(request := ask(prompt=tuple(range(5, 25)), max_tokens=20)) as answering:
         on.target.capacity = capacity
-        await _joined(on)
+        await on.joined()
         peer = on.router.fleet.decode(on.target.id)
         async with asyncio.timeout(10):
             while not peer.stream.heartbeat.free_blocks:
@@ -462,7 +387,7 @@ async def test_nobody_is_sent_to_where_it_would_queue(capacity: Capacity) -> Non
 
 async def test_a_sequence_that_has_not_begun_is_left_alone() -> None:
     async with stage() as on:
-        await _joined(on)
+        await on.joined()
         for decode in (on.source, on.target):
             decode.transfer.close()
         async with aclosing(on.router.pipeline.generate(ask())) as outputs:

@@ -1,0 +1,86 @@
+"""Sequences that are to move: a real router, a scripted prefill worker, and two scripted decode workers of which the
+second one joins when a test wants it to."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from router.migration import MigrationCount
+from router.requests import GenerateRequest
+from tests.system.router_harness import Answer, RouterUnderTest, expected_tokens, router_under_test
+from tests.system.scripted_workers import ScriptedDecode, ScriptedPrefill
+
+
+class Stage:
+    """A router, a prefill worker and two decode workers; requests begin at the first one, which pauses at token 5."""
+
+    def __init__(
+        self, router: RouterUnderTest, prefill: ScriptedPrefill, source: ScriptedDecode, target: ScriptedDecode
+    ) -> None:
+        self.router, self.prefill, self.source, self.target = router, prefill, source, target
+
+    async def migrate(self, source: str = "d0", target: str = "", max_sequences: int = 0) -> MigrationCount:
+        async with asyncio.timeout(10):
+            return await self.router.migrations.migrate(source, target, max_sequences)
+
+    async def joined(self) -> None:
+        """The target comes after the requests: so they began at the source."""
+        self.router.workers.append(self.target)
+        self.router.register()
+        await self.router.connected_to(self.target)
+
+    def migrating(self) -> "asyncio.Task[MigrationCount]":
+        return asyncio.create_task(self.migrate())
+
+    def count(self, outcome: str, reason: str = "") -> float:
+        return self.router.telemetry.value("tandem_migrations_total", outcome=outcome, reason=reason)
+
+    @asynccontextmanager
+    async def streaming(self, request: GenerateRequest) -> AsyncIterator["asyncio.Task[Answer]"]:
+        """The request's sequences have drawn five tokens each at the source."""
+        self.source.pause_at = 5
+        answer, has_five = Answer(), asyncio.Event()
+
+        async def read() -> Answer:
+            async for output in self.router.pipeline.generate(request):
+                answer.take(output)
+                if len(answer.token_ids) == request.n and all(len(ids) >= 5 for ids in answer.token_ids.values()):
+                    has_five.set()
+            return answer
+
+        answering = asyncio.create_task(read())
+        async with asyncio.timeout(10):
+            await has_five.wait()
+        try:
+            yield answering
+        finally:
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+
+    async def complete(self, answering: "asyncio.Task[Answer]", request: GenerateRequest) -> Answer:
+        """The client's whole answer, which must be what it would have been."""
+        async with asyncio.timeout(20):
+            answer = await answering
+        expected = [expected_tokens(self.router, request, choice) for choice in range(request.n)]
+        assert [answer.token_ids[choice] for choice in range(request.n)] == expected
+        ledger = answer.summary.ledger
+        assert sum(phase.duration_s for phase in ledger.phases) == pytest.approx(ledger.wall_s, rel=0.02)
+        return answer
+
+
+@asynccontextmanager
+async def stage(**settings: object) -> AsyncIterator[Stage]:
+    async with router_under_test(**settings) as router:
+        prefill, source = await router.add_prefill("p0"), await router.add_decode("d0")
+        await router.connected()
+        target = ScriptedDecode("d1", router.store)
+        on_stage = Stage(router, prefill, source, target)
+        router.made.append(target)
+        await target.start()
+        try:
+            yield on_stage
+        finally:
+            stream_handles = [peer.stream.num_sequences for peer in router.fleet._decodes.values()]
+            assert not any(stream_handles), "a handle outlives its request"

@@ -1,0 +1,121 @@
+"""A decode worker says that it leaves: a real router takes its sequences elsewhere in time, over scripted workers."""
+
+import asyncio
+
+from cluster.errors import QueueFull
+from tests.system.migration_stage import Stage, stage
+from tests.system.router_harness import answer_to, ask
+from tests.system.scripted_workers import ScriptedDecode
+
+_LONG_S = 1000.0
+
+
+async def _known_to_leave(on: Stage, worker: ScriptedDecode) -> None:
+    async with asyncio.timeout(10):
+        while worker.id not in {peer.member.id for peer in on.router.fleet.leaving()}:
+            await on.router.fleet.changed()
+
+
+async def test_what_will_not_end_in_time_goes_on_elsewhere_without_a_second_prefill() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20, n=3, logprobs=1)) as answering:
+        await on.joined()
+        on.source.leave(0.0)
+        answer = await on.complete(answering, request)
+        assert answer.summary.ledger.reasons == (), "moved, not failed over"
+        assert (len(on.prefill.jobs), len(on.target.jobs), on.count("moved")) == (1, 3, 3)
+        logprobs: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        for delta in (delta for output in answer.outputs for delta in output.deltas):
+            logprobs[delta.choice] += [item.token_id for item in delta.logprobs]
+        assert logprobs == answer.token_ids
+
+
+async def test_what_will_end_in_time_stays() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20, n=2)) as answering:
+        await on.joined()
+        on.source.leave(_LONG_S)
+        await _known_to_leave(on, on.source)
+        await answer_to(on.router, ask(max_tokens=5))  # what would move has moved by then
+        on.source.resumed.set()
+        await on.complete(answering, request)
+        assert on.count("moved") == 0 and len(on.target.jobs) == 1
+
+
+async def test_without_another_worker_it_stays_until_one_comes() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        on.source.leave(0.0)
+        await _known_to_leave(on, on.source)
+        await on.joined()
+        await on.complete(answering, request)
+        assert (on.count("moved"), len(on.prefill.jobs)) == (1, 1)
+
+
+async def test_the_last_worker_of_a_pool_finishes_what_it_has() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        on.source.leave(0.0)
+        await _known_to_leave(on, on.source)
+        on.source.resumed.set()
+        answer = await on.complete(answering, request)
+        assert answer.summary.ledger.reasons == ()
+
+
+async def test_two_that_leave_at_once_do_not_send_to_each_other() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await on.joined()
+        on.target.leave(_LONG_S)
+        await _known_to_leave(on, on.target)
+        on.source.leave(0.0)
+        await _known_to_leave(on, on.source)
+        on.source.resumed.set()
+        await on.complete(answering, request)
+        assert not on.target.jobs
+
+
+async def test_a_target_without_room_is_asked_again() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await on.joined()
+        on.target.refusals = [QueueFull("full"), QueueFull("still full")]
+        on.source.leave(0.0)
+        answer = await on.complete(answering, request)
+        assert (on.count("kept", "queue_full"), on.count("moved")) == (2, 1)
+        assert answer.summary.ledger.reasons == () and len(on.prefill.jobs) == 1
+
+
+async def test_a_target_that_leaves_in_the_middle_of_a_move_is_left_for_another() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await on.joined()
+        on.target.transfer.close()
+        on.source.leave(0.0)
+        async with asyncio.timeout(10):
+            await on.target.transfer.reached.wait()
+        third = await on.router.add_decode("d2")
+        await on.router.connected_to(third)
+        on.target.leave(0.0)
+        await on.complete(answering, request)
+        assert (on.count("kept", "draining"), on.count("moved")) == (1, 1)
+        assert len(on.prefill.jobs) == len(third.jobs) == 1
+
+
+async def test_what_has_not_begun_there_begins_elsewhere_and_uses_up_no_attempt() -> None:
+    async with stage(max_attempts=2) as on:
+        on.source.transfer.close()
+        on.target.transfer.close()
+        request = ask(max_tokens=20)
+        answering = asyncio.create_task(answer_to(on.router, request))
+        async with asyncio.timeout(10):
+            await on.source.transfer.reached.wait()
+            await on.joined()
+            on.source.leave(0.0)
+            await on.target.transfer.reached.wait()
+            await on.router.connected_to(await on.router.add_decode("d2"))
+            on.target.leave(0.0)
+        answer = await on.complete(answering, request)
+        assert answer.summary.ledger.reasons == ("decode_draining", "decode_draining")
+        await on.source.until(lambda: bool(on.source.cancelled_handles))
+
+
+async def test_more_than_move_at_once_leave_all_the_same() -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20, n=9)) as answering:
+        await on.joined()
+        on.source.leave(0.0)
+        await on.complete(answering, request)
+        assert on.count("moved") == 9 and len(on.prefill.jobs) == 1
