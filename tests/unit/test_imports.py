@@ -75,6 +75,7 @@ PURE = [
     "prefill_worker.turns",
     "router.admission",
     "prefill_worker.prefix_followers",
+    "router.course",
     "router.placement",
     "router.prefill_backlog",
     "router.prefix_index",
