@@ -32,13 +32,14 @@ _SUPERVISOR_S = 1.0
 _HARMLESS = {Fault.DROP: 0.004, Fault.DELAY: 0.01, Fault.DUPLICATE: 0.02, Fault.REORDER: 0.02, Fault.CORRUPT: 0.02}
 
 Happened = tuple[float, str, str]  # when, who, what
+Said = tuple[float, str, str, str, Any]  # when, in which method, by whom, to whom, of which kind
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     violations: tuple[str, ...]
     happened: tuple[Happened, ...]
-    trace: tuple[object, ...]  # every message of every call, with its time
+    trace: tuple[Said, ...]  # every message of every call
     outcomes: "Counter[str]"
     hit: tuple[str, ...]  # (kind, role, phase) of mishaps that met a request in the named phase
     simulated_s: float
@@ -57,7 +58,7 @@ class World:
         self.launches = schedule.launches
         self.members: dict[str, Member] = {}  # by place
         self.happened: list[Happened] = []
-        self.trace: list[object] = []
+        self.trace: list[Said] = []
         self.violations: list[str] = []
         self.outcomes: Counter[str] = Counter()
         self.hit: list[str] = []
