@@ -71,12 +71,10 @@ class WorkerLife:
         """The worker cannot go on. Any thread may say so."""
         self._loop.call_soon_threadsafe(self._set_fatal, error)
 
-    def request_drain(self) -> None:
+    def request_drain(self) -> "asyncio.Future[DrainOutcome]":
+        """Answers what becomes of it, for whoever waits."""
         self._stop.set()
-
-    async def drained(self) -> DrainOutcome:
-        """Waits for the end of the drain, whoever asked for it."""
-        return await asyncio.shield(self._drained)
+        return asyncio.shield(self._drained)
 
     async def unless_stopped(self, work: Callable[[], Result]) -> Result | None:
         """What `work` gives, on a thread of its own. None: the worker was asked to leave before, and the thread is left

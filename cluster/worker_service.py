@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 
 from cluster.errors import Unavailable
+from cluster.member import DrainOutcome
 from cluster.messages import Inspect, Inspected, MemberId
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
@@ -55,7 +56,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         member: MemberId,
         inspections: Inspections,
         more_figures: Callable[[], dict[str, float]],
-        request_drain: Callable[[], None],
+        request_drain: Callable[[], Awaitable[DrainOutcome]],
         measure_pair: Callable[[worker_pb2.MeasurePairRequest], Awaitable[worker_pb2.MeasurePairResponse]]
         | None = None,
         follow_prefixes: Callable[[worker_pb2.FollowPrefixesRequest], AsyncIterator[worker_pb2.PrefixNews]]
@@ -82,8 +83,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def DrainWorker(
         self, request: worker_pb2.DrainWorkerRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_pb2.DrainWorkerResponse:
-        self._request_drain()
-        return worker_pb2.DrainWorkerResponse()
+        drained = self._request_drain()
+        return worker_pb2.DrainWorkerResponse(outcome=await drained if request.wait else "")
 
     async def MeasurePair(
         self, request: worker_pb2.MeasurePairRequest, context: grpc.aio.ServicerContext[object, object]
