@@ -192,6 +192,7 @@ class _Worker:
         return (
             self.transfer.figures()
             | self.health.figures()
+            | self.service.figures()
             | {
                 "local_prefills": float(self.service.num_local_prefills),
                 "imports": float(len(self.service.imports)),

@@ -22,6 +22,7 @@ from decode_worker.exports import Exports, FreezeOrder
 from decode_worker.imports import Imports
 from decode_worker.limits import DecodeLimits
 from decode_worker.streams import RouterStreams
+from decode_worker.waiting_jobs import WaitingJobs
 from engine.step_loop import StepLoop
 from kvtransfer.exporter import Exporter
 from kvtransfer.importer import Imported, Importer
@@ -85,6 +86,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         )
         self._live: dict[MemberId, set[int]] = {}
         self._arrivals: dict[tuple[MemberId, int], _Arrival] = {}
+        self._waiting = WaitingJobs(limits.max_queue + limits.max_num_seqs)
         self._leaves_at_s: float | None = None  # by the event loop's clock; None: it stays
         self.num_local_prefills = 0
         self._idle = asyncio.Event()
@@ -95,6 +97,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     ) -> worker_pb2.StartResponse:
         job = self._checked(wire.decode_job_from_wire(request))
         self._live.setdefault(job.router, set()).update(s.handle for s in job.sequences)
+        self._waiting.add(job.router, (s.handle for s in job.sequences))
         self._idle.clear()
         self._telemetry.count("tandem_decode_starts_total", source="local" if job.signed_ticket is None else "handoff")
         if job.signed_ticket is None:
@@ -184,7 +187,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
     def beat(self, heartbeat: worker_pb2.Heartbeat) -> None:
         """Tells every router that this worker lives."""
-        self._streams.broadcast(worker_pb2.WorkerMessage(heartbeat=heartbeat))
+        self._streams.beat(worker_pb2.WorkerMessage(heartbeat=heartbeat))
 
     async def drain(self, grace_s: float) -> None:
         """Takes no new work and tells every router so, now or when it connects: it hands on what will not end in time.
@@ -206,6 +209,9 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         """Every stream ends, with what `refuse_if_unhealthy` raises; what ran for its router is cancelled."""
         self._streams.close()
 
+    def figures(self) -> dict[str, float]:
+        return {"waiting_jobs": float(len(self._waiting)), "stream_bytes": float(self._streams.waiting_bytes)}
+
     async def close(self) -> None:
         self._streams.close()
         await self.imports.close()
@@ -223,7 +229,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             raise InvalidRequest(f"token id {highest} is outside the vocabulary of {self._vocab_size}")
         if job.signed_ticket is not None and len({s.committed_token_ids for s in job.sequences}) > 1:
             raise InvalidRequest("the sequences of one ticket must have the same committed tokens")
-        refusal = self._limits.job_refusal(job)
+        refusal = self._limits.job_refusal(job) or self._waiting.refusal()
         if refusal is not None:
             raise refusal  # before a byte of KV moves for it
         return job
@@ -278,6 +284,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             started.transfer_s = known[0].transfer_s
             started.kv_bytes = known[0].kv_bytes
             started.transport = known[0].transport
+        self._waiting.remove(event.router, event.handles, asyncio.get_running_loop().time())
         self._telemetry.observe("tandem_decode_queue_seconds", event.queue_s)
         self._telemetry.count("tandem_prefix_cached_tokens_total", event.num_cached)
         self._streams.send(event.router, worker_pb2.WorkerMessage(started=started))
@@ -299,6 +306,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
     def _forget(self, router: MemberId, handles: frozenset[int]) -> None:
         self.exports.forget(router, handles)
+        self._waiting.remove(router, handles, asyncio.get_running_loop().time())
         live = self._live.get(router)
         if live is None:
             return

@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from cluster.messages import MemberId
 from tandem.v1 import worker_pb2
 
-_MAX_WAITING_MESSAGES = 65_536
+_MAX_WAITING_BYTES = 32 << 20
+_MESSAGE_BYTES = 512  # what one takes beside its content
 
 
 class RouterStream:
@@ -21,6 +22,8 @@ class RouterStream:
     def __init__(self, router: MemberId) -> None:
         self.router = router
         self._waiting: deque[worker_pb2.WorkerMessage] = deque()
+        self._waiting_bytes = 0
+        self._heartbeat: worker_pb2.WorkerMessage | None = None  # the latest, if it is not sent
         self._changed = asyncio.Event()
         self.has_said_all = asyncio.Event()  # nothing waits, and what was taken to be sent is sent
         self.has_said_all.set()
@@ -29,7 +32,11 @@ class RouterStream:
     @property
     def is_overfull(self) -> bool:
         """The router has not read for so long that it counts as gone."""
-        return len(self._waiting) > _MAX_WAITING_MESSAGES
+        return self._waiting_bytes > _MAX_WAITING_BYTES
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._waiting_bytes
 
     @property
     def is_connected(self) -> bool:
@@ -37,6 +44,13 @@ class RouterStream:
 
     def send(self, message: worker_pb2.WorkerMessage) -> None:
         self._waiting.append(message)
+        self._waiting_bytes += _size(message)
+        self.has_said_all.clear()
+        self._changed.set()
+
+    def beat(self, message: worker_pb2.WorkerMessage) -> None:
+        """In place of an earlier one that waits: only the latest says anything."""
+        self._heartbeat = message
         self.has_said_all.clear()
         self._changed.set()
 
@@ -51,8 +65,13 @@ class RouterStream:
     async def drain(self, connection: object) -> AsyncIterator[worker_pb2.WorkerMessage]:
         """What `connection` has to send, until another one is attached."""
         while self._connection is connection:
-            if self._waiting:
-                yield self._waiting.popleft()
+            if self._heartbeat is not None:
+                heartbeat, self._heartbeat = self._heartbeat, None
+                yield heartbeat
+            elif self._waiting:
+                message = self._waiting.popleft()
+                self._waiting_bytes -= _size(message)
+                yield message
             else:
                 self.has_said_all.set()
                 self._changed.clear()
@@ -94,6 +113,17 @@ class RouterStreams:
         if stream.is_overfull:
             self._drop(router)
 
+    def beat(self, message: worker_pb2.WorkerMessage) -> None:
+        """A heartbeat, to every connected router."""
+        for stream in self._streams.values():
+            if stream.is_connected:
+                stream.beat(message)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of all routers, that are not sent yet."""
+        return sum(stream.waiting_bytes for stream in self._streams.values())
+
     def broadcast(self, message: worker_pb2.WorkerMessage) -> None:
         """To every connected router."""
         for stream in self._streams.values():
@@ -121,3 +151,7 @@ class RouterStreams:
         grace = self._graces.pop(router, None)
         if grace is not None:
             grace.cancel()
+
+
+def _size(message: worker_pb2.WorkerMessage) -> int:
+    return _MESSAGE_BYTES + message.ByteSize()

@@ -149,6 +149,7 @@ class _Worker:
             compute=compute,
             feed=self._feed,
             vocab_size=engine.model_info.vocab_size,
+            max_calls=config.max_queue + config.max_num_seqs,
             cluster_key=life.key,
             inspections=inspections,
             refuse_if_unhealthy=self.health.refuse_if_unhealthy,

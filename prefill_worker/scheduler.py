@@ -24,6 +24,7 @@ from cluster.errors import (
 from cluster.hashing import NATIVE, NewChain
 from cluster.lengths import NO_LIMITS, LengthLimits
 from cluster.messages import Inspect, Inspected, PrefillJob, SampledToken
+from cluster.service_rate import ServiceRate
 from engine.block_pool import BlockPool
 from engine.deadlines import Deadlines
 from engine.policies import FirstCome, Policy
@@ -100,6 +101,7 @@ class PrefillScheduler:
         self._steps = 0
         self._tokens_computed = 0
         self._tokens_cached = 0
+        self._rate = ServiceRate()
         self._prompts_done = 0
         self._prompts_failed = 0
 
@@ -231,7 +233,10 @@ class PrefillScheduler:
                 f" {self._pool.num_blocks * self._block_size}: shorten it, or give the worker more --kv-cache-memory"
             )
         if len(self._queue) >= self._max_queue:
-            return QueueFull(f"{len(self._queue)} prefills are waiting and --max-queue is {self._max_queue}: try later")
+            return QueueFull(
+                f"{len(self._queue)} prefills are waiting and --max-queue is {self._max_queue}: try later",
+                retry_after_s=self._rate.retry_after_s(),
+            )
         return None
 
     def _start(self, waiting: Waiting, now_s: float) -> Running | None:
@@ -302,6 +307,7 @@ class PrefillScheduler:
             self._pool.lease((tail.block_id,))
             running.num_leased += 1
         self._end(running)
+        self._rate.note_end(now_s)
         self._prompts_done += 1
         num_output = running.job.num_committed + 1
         tokens = tuple(

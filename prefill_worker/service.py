@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import grpc
 
 from cluster import wire
-from cluster.errors import Draining, HandOffReason, InvalidRequest, Unhealthy
+from cluster.errors import Draining, HandOffReason, InvalidRequest, QueueFull, Unhealthy
 from cluster.hashing import hash_prompt
 from cluster.messages import Inspected, PrefillJob
+from cluster.service_rate import ServiceRate
 from cluster.telemetry import Telemetry
 from cluster.worker_service import Inspections
 from engine.step_loop import StepLoop
@@ -56,6 +57,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         compute: RunningRate,  # tokens
         feed: PrefixFeed,
         vocab_size: int,
+        max_calls: int,  # at once: before one waits for anything, a prefix of another worker included
         cluster_key: bytes,
         inspections: Inspections,
         refuse_if_unhealthy: Callable[[], None],
@@ -70,6 +72,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._compute = compute
         self._feed = feed
         self._vocab_size = vocab_size
+        self._max_calls = max_calls
+        self._rate = ServiceRate()
         self._cluster_key = cluster_key
         self._inspections = inspections
         self._telemetry = telemetry
@@ -174,6 +178,13 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._refuse_if_unhealthy()
         if self._draining:
             raise Draining("this prefill worker is leaving; try another")
+        if len(self._calls) >= self._max_calls:
+            self._telemetry.count("tandem_prefill_refused_total", reason=QueueFull.reason)
+            raise QueueFull(
+                f"{len(self._calls)} prefills wait or run here, the most that --max-queue and --max-num-seqs allow: try"
+                " later",
+                retry_after_s=self._rate.retry_after_s(),
+            )
         if not job.token_ids:
             raise InvalidRequest("a prefill needs at least one token")
         if max(job.token_ids) >= self._vocab_size:
@@ -228,6 +239,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             call.outcome.set_result(commands.Failed(event.ticket_id, event.error))
 
     def _on_finished(self, event: commands.Finished) -> None:
+        self._rate.note_end(event.ended_s)
         self._telemetry.observe("tandem_prefill_queue_seconds", event.queue_s)
         self._telemetry.observe("tandem_prefill_seconds", event.prefill_s)
         self._telemetry.count("tandem_prefix_cached_tokens_total", event.num_cached)

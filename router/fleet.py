@@ -13,10 +13,11 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from cluster.errors import NoWorkers
+from cluster.errors import NoWorkers, Overloaded
 from cluster.member import Member, MemberState, fingerprint_difference
 from cluster.messages import MemberId, PairFigure, Role
 from cluster.telemetry import Telemetry
+from router.admission import early_refusal
 from router.decode_peer import DecodePeer
 from router.decode_stream import DecodeStream
 from router.patience import Patience
@@ -122,6 +123,15 @@ class Fleet:
             for peer in self._decodes.values()
             if self._may_get_work(peer) and peer.stream.connected.is_set()
         ]
+
+    def early_refusal(self, time_left_s: float) -> Overloaded | None:
+        """Why a request that came now would be served too late, or not at all, by those that take work."""
+        now_s = asyncio.get_running_loop().time()
+        prefills, decodes = (
+            [peer.backlog.ahead(now_s) for peer in peers.values() if self._may_get_work(peer)]
+            for peers in (self._prefills, self._decodes)
+        )
+        return early_refusal(prefills, decodes, time_left_s)
 
     def prefill(self, member: MemberId) -> PrefillPeer:
         """Raises NoWorkers."""

@@ -13,9 +13,10 @@ from typing import TypeVar
 
 import grpc
 
-from cluster.errors import Cancelled, TandemError, Unavailable, Unhealthy, WorkerLost
+from cluster.errors import Cancelled, QueueFull, TandemError, Unavailable, Unhealthy, WorkerLost
 from cluster.member import Member
 from cluster.rpc_errors import error_from_rpc
+from router.backlog import Backlog
 from router.patience import Patience
 from router.probe import answers, nobody_listens
 from tandem.v1 import worker_pb2, worker_pb2_grpc
@@ -38,6 +39,7 @@ class Peer:
         self.pairing = sys.intern(repr(member.fingerprint))
         self.trusted = True
         self.assigned = 0  # sequences that this router has there
+        self.backlog = Backlog()
         self.leaves_at_s: float | None = None  # by the event loop's clock; None: it stays
         self._channel = channel
         self._patience = patience
@@ -161,7 +163,10 @@ class Peer:
         return WorkerLost(f"{self.member.role} worker {self.member.id} is lost: {self._lost_detail}")
 
     def _judged(self, error: TandemError) -> TandemError:
-        """A call that did not get through, or that the worker cut off, makes it suspect; a refusal does not."""
+        """A call that did not get through, or that the worker cut off, makes it suspect; a refusal does not. What a
+        full queue says of when to come back is kept for those who have not asked yet."""
+        if isinstance(error, QueueFull):
+            self.backlog.refused(error.retry_after_s, asyncio.get_running_loop().time())
         if isinstance(error, Unhealthy):
             self.doubt()
         if isinstance(error, Cancelled) or type(error) is Unavailable:

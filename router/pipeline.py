@@ -142,6 +142,7 @@ class Pipeline:
                 resolved = resolve(arrival.request, prompt_token_ids, self._model)
                 live = self._live_request(arrival, resolved, deadline_s)
                 missed = await self._resume(live, arrival.request.resume_from)
+                self._refuse_early(live, arrival.request)
                 with self._admitted(arrival):
                     arrival.account.admitted(len(prompt_token_ids))
                     arrival.accepted.set_result(resolved.accepted)
@@ -156,6 +157,12 @@ class Pipeline:
         finally:
             ledger.end(self._clock.now_s())
             arrival.outbox.end()
+
+    def _refuse_early(self, live: LiveRequest, request: GenerateRequest) -> None:
+        """Before any worker hears of it. Whoever has tokens already goes on. Raises Overloaded."""
+        refusal = self._fleet.early_refusal(live.time_left_s())
+        if refusal is not None and request.resume_from is None:
+            raise refusal
 
     async def _tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         match prompt:

@@ -36,9 +36,11 @@ _RpcCall: TypeAlias = "grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worke
 class PrefillCall:
     """One attempt at one prefill, in progress."""
 
-    def __init__(self, peer: "PrefillPeer", call: "_RpcCall") -> None:
+    def __init__(self, peer: "PrefillPeer", call: "_RpcCall", number: int) -> None:
+        """`number`: the prompt's in the peer's backlog."""
         self._peer = peer
         self._call = call
+        self._number = number
 
     async def ticket(self) -> bytes:
         """The job is queued; its signed ticket, empty without an importer. Raises TandemError."""
@@ -47,6 +49,7 @@ class PrefillCall:
     async def first_tokens(self) -> FirstTokens:
         """After `ticket`. Raises TandemError."""
         message = (await self._next("first_tokens")).first_tokens
+        self._peer.backlog.done(self._number, asyncio.get_running_loop().time())
         return FirstTokens(
             tokens=tuple(map(wire.sampled_token_from_wire, message.tokens)),
             prefill_s=message.prefill_s,
@@ -75,10 +78,12 @@ class PrefillPeer(Peer):
         """Leaving it early cancels the attempt."""
         with self.assign(len(job.seeds)):
             call = self._stub.Prefill(wire.prefill_job_to_wire(job), timeout=job.timeout_s)
+            number = self.backlog.begin(len(job.token_ids), asyncio.get_running_loop().time())
             try:
-                yield PrefillCall(self, call)
+                yield PrefillCall(self, call, number)
             finally:
                 call.cancel()
+                self.backlog.drop(number)
 
     @contextmanager
     def abandoned_unless_taken(self, ticket: bytes) -> Iterator[Callable[[], None]]:

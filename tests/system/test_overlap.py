@@ -216,6 +216,8 @@ async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
         tiers=None,
         compute=RunningRate(),
         feed=PrefixFeed(MemberId("p0", "1"), steps.post),
+        max_calls=64,
+        refuse_if_unhealthy=lambda: None,
         vocab_size=engine.model_info.vocab_size,
         cluster_key=_KEY,
         inspections=Inspections(steps.post),

@@ -12,7 +12,7 @@ _KEPT_SHARE = 0.9  # of the sums before, at each step: the last few dozen count
 _MIN_PROMPTS = 8  # measured before the rate is believed: the first prompts of a worker are its slowest
 
 
-class PrefillBacklog:
+class Backlog:
     def __init__(self) -> None:
         self._numbers = count()
         self._prompts: dict[int, int] = {}  # tokens of what is not computed yet

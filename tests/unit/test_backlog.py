@@ -2,12 +2,12 @@
 
 import pytest
 
-from router.prefill_backlog import PrefillBacklog
+from router.backlog import Backlog
 
 
-def _measured(num_prompts: int, *, num_tokens: int = 100, gap_s: float = 0.5) -> tuple[PrefillBacklog, float]:
+def _measured(num_prompts: int, *, num_tokens: int = 100, gap_s: float = 0.5) -> tuple[Backlog, float]:
     """One that was busy all the time; and when it ended."""
-    backlog, now_s = PrefillBacklog(), 10.0
+    backlog, now_s = Backlog(), 10.0
     numbers = [backlog.begin(num_tokens, now_s) for _ in range(num_prompts)]
     for number in numbers:
         now_s += gap_s
