@@ -74,6 +74,7 @@ class Schedule:
     read_faults: bool
     asks: tuple[Ask, ...]
     mishaps: tuple[Mishap, ...]
+    drain_grace_s: float
 
 
 _DOWN_S = (0.2, 1.0, 2.5, 4.0, 8.0)
@@ -97,6 +98,7 @@ def make_schedule(seed: int) -> Schedule:
         read_faults=dice.random() < 0.25,
         asks=tuple(sorted(asks, key=lambda ask: ask.at_s)),
         mishaps=tuple(_mishap(dice, counts) for _ in range(dice.choice((1, 1, 1, 2)))),
+        drain_grace_s=dice.choice((0.02, 0.2, 0.2, 30.0)),
     )
 
 

@@ -17,6 +17,7 @@ def describe(schedule: Schedule) -> str:
         f"seed {schedule.seed}: {schedule.num_routers} routers, {schedule.num_prefills} prefill and "
         f"{schedule.num_decodes} decode workers of {schedule.num_blocks} blocks"
     ]
+    lines[0] += f", which have {schedule.drain_grace_s:g} s to leave"
     extras = {
         "devices compute on their own": schedule.launches,
         "sequences guess ahead": schedule.speculates,
