@@ -1,0 +1,130 @@
+"""A worker whose step hangs: it says so, its requests go on elsewhere unchanged, it comes back or makes room.
+
+Two workers whose steps hang on order join the shared cluster, one in each pool.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cluster.health import LIVENESS, READINESS
+from cluster.process import ExitStatus
+from tests.faults.control import FaultControl, Worker
+from tests.faults.faulty_transport import Fault
+from tests.system.asking import Answer, ask, question
+from tests.system.local_cluster import LocalCluster, Member
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+
+_QUESTION = question([20 + i % 700 for i in range(100)], max_tokens=24, ignore_eos=True)
+_NAMES = ("prefill-hanging", "decode-hanging")
+_FLAGS = (
+    *("--dtype", "float32", "--kv-transports", "shm", "--max-prefill-tokens", "64", "--num-blocks", "512"),
+    *("--step-timeout-s", "1", "--stuck-exit-s", "3"),
+)
+_AT_ONCE = 6  # among three workers of each pool: some come to each
+_DEADLINE_S = 60.0
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+@dataclass
+class Hanging:
+    cluster: LocalCluster
+    tokens: tuple[int, ...]  # the answer, undisturbed
+    members: dict[str, Member]
+    orders: dict[str, Worker]
+
+    async def hang(self, name: str) -> "list[asyncio.Task[Answer]]":
+        """Asks until a step of this worker hangs; those questions are still open."""
+        await self.orders[name].order(Fault.HELD)
+        hung = asyncio.create_task(self.orders[name].injected())
+        async with asyncio.timeout(_DEADLINE_S):
+            while True:
+                asking = [asyncio.create_task(ask(self.cluster, _QUESTION)) for _ in range(_AT_ONCE)]
+                answered = asyncio.gather(*asking)
+                await asyncio.wait((answered, hung), return_when=asyncio.FIRST_COMPLETED)
+                if hung.done():
+                    return asking
+                self.check(await answered)
+
+    def check(self, answers: "list[Answer]") -> None:
+        for answer in answers:
+            assert answer.token_ids == self.tokens, answer.ledger
+
+    async def until(self, name: str, serving: bool) -> None:
+        """As a watcher of the worker's own health service sees it."""
+        async with asyncio.timeout(_DEADLINE_S), self.cluster.channel(name) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=LIVENESS))
+            while ((await watch.read()).status == _SERVING) is not serving:
+                pass
+            watch.cancel()
+
+    async def says(self, name: str) -> dict[str, bool]:
+        """The health port, by service."""
+        async with grpc.aio.insecure_channel(self.members[name].ready["health"]) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            names = (LIVENESS, READINESS, "")
+            return {
+                name: (await check(health_pb2.HealthCheckRequest(service=name), timeout=10)).status == _SERVING
+                for name in names
+            }
+
+    async def until_state(self, name: str, state: str) -> None:
+        """As the registry has it, and a router shows it."""
+        async with asyncio.timeout(_DEADLINE_S):
+            while state not in [m.state for m in (await self.cluster.status()).members if m.member_id == name]:
+                pass
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def hanging(shm_cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Hanging]:
+    control = FaultControl(tmp_path_factory.mktemp("hanging"))
+    await control.start()
+    await shm_cluster.mend()
+    answer = await ask(shm_cluster, _QUESTION)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAULT_CONTROL", str(control.path))
+        try:
+            starts = (shm_cluster.start_member(name, "tests.faults.hanging_worker", _FLAGS) for name in _NAMES)
+            members = dict(zip(_NAMES, await asyncio.gather(*starts), strict=True))
+            orders = {name: await control.worker(name) for name in _NAMES}
+            yield Hanging(shm_cluster, answer.token_ids, members, orders)
+        finally:
+            for name in _NAMES:
+                member = shm_cluster.members.pop(name, None)
+                if member is not None and member.process.returncode is None:
+                    member.process.kill()
+                    await member.process.wait()
+            await control.stop()
+
+
+@pytest.mark.parametrize("name", _NAMES)
+async def test_a_worker_whose_step_hangs_is_left_and_comes_back_and_ends_when_it_hangs_for_good(
+    hanging: Hanging, name: str
+) -> None:
+    assert await hanging.says(name) == {LIVENESS: True, READINESS: True, "": True}
+
+    open_questions = await hanging.hang(name)
+    await hanging.until(name, serving=False)
+
+    assert await hanging.says(name) == {LIVENESS: False, READINESS: False, "": False}
+    await hanging.until_state(name, "unhealthy")
+    answers = await asyncio.gather(*open_questions)
+    hanging.check(answers)
+    assert any(answer.ledger.reasons for answer in answers), "nobody was there"
+    assert "has run for" in "".join(hanging.members[name].output)
+
+    hanging.orders[name].let_go()
+    await hanging.until(name, serving=True)
+    await hanging.until_state(name, "ready")
+    assert await hanging.says(name) == {LIVENESS: True, READINESS: True, "": True}
+    assert not await hanging.cluster.blocks_in_use(name), "what it computed too late still holds blocks"
+
+    open_questions = await hanging.hang(name)  # it has work again
+    assert await hanging.members[name].exit_code() == ExitStatus.STUCK
+    hanging.check(await asyncio.gather(*open_questions))
