@@ -35,6 +35,7 @@ PURE = [
     "cluster.protocol",
     "cluster.redis_url",
     "cluster.service_rate",
+    "cluster.watchdog",
     "decode_worker.admission",
     "decode_worker.commands",
     "decode_worker.growth",
