@@ -1,0 +1,88 @@
+"""When a step counts as stuck: long enough, watched all the while, and never for what was not the step's fault."""
+
+import pytest
+
+from cluster.watchdog import StandStill, StepSight, StepWatchdog, StuckLimits, Verdict
+
+_LIMITS = StuckLimits(timeout_s=10.0, exit_s=5.0)
+
+
+class Watched:
+    """A watchdog that is asked once per look until a time."""
+
+    def __init__(self) -> None:
+        self.dog = StepWatchdog(_LIMITS)
+        self.now_s = 100.0
+
+    def until(self, seconds: float, sight: StepSight) -> Verdict:
+        verdict = self.dog.look(sight, self.now_s)
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s += _LIMITS.look_s
+            verdict = self.dog.look(sight, self.now_s)
+        return verdict
+
+
+def step(number: int = 7, *, longest_step_s: float = 0.1) -> StepSight:
+    return StepSight(is_alive=True, is_busy=True, steps=number, longest_step_s=longest_step_s)
+
+
+IDLE = StepSight(is_alive=True, is_busy=False, steps=7, longest_step_s=0.1)
+
+
+def test_a_step_is_stuck_after_its_limit_and_hopeless_after_as_much_as_it_may_have_more() -> None:
+    watched = Watched()
+    assert watched.until(9.0, step()) is Verdict.WELL
+    assert watched.until(2.0, step()) is Verdict.STUCK
+    assert watched.until(2.0, step()) is Verdict.STUCK
+    assert watched.until(3.0, step()) is Verdict.HOPELESS
+
+
+def test_a_step_that_ends_after_all_makes_everything_well() -> None:
+    watched = Watched()
+    assert watched.until(12.0, step(7)) is Verdict.STUCK
+    assert watched.until(0.0, step(8)) is Verdict.WELL
+    assert watched.until(9.0, step(8)) is Verdict.WELL
+
+
+def test_many_short_steps_are_never_one_long_one() -> None:
+    watched = Watched()
+    assert {watched.until(3.0, step(number)) for number in range(1, 20)} == {Verdict.WELL}
+
+
+def test_a_thread_without_work_may_wait_for_ever() -> None:
+    assert Watched().until(1000.0, IDLE) is Verdict.WELL
+
+
+def test_the_first_step_may_compile() -> None:
+    watched = Watched()
+    assert watched.until(49.0, step(0)) is Verdict.WELL
+    assert watched.until(2.0, step(0)) is Verdict.STUCK
+
+
+@pytest.mark.parametrize(("longest_step_s", "limit_s"), [(3.0, 10.0), (6.0, 18.0), (200.0, 30.0)])
+def test_a_worker_of_long_steps_may_take_longer_within_bounds(longest_step_s: float, limit_s: float) -> None:
+    watched = Watched()
+    assert watched.until(limit_s - 1.0, step(longest_step_s=longest_step_s)) is Verdict.WELL
+    assert watched.until(2.0, step(longest_step_s=longest_step_s)) is Verdict.STUCK
+
+
+def test_a_process_that_was_stopped_as_a_whole_wakes_up_well() -> None:
+    watched = Watched()
+    assert watched.until(3.0, step()) is Verdict.WELL
+    watched.now_s += 3600.0
+    assert watched.until(4.0, step()) is Verdict.WELL
+    assert watched.until(4.0, step()) is Verdict.STUCK, "what was seen before and after counts"
+
+
+def test_a_dead_step_thread_is_hopeless_at_once() -> None:
+    assert Watched().until(0.0, StepSight(False, False, 7, 0.1)) is Verdict.HOPELESS
+
+
+def test_what_has_never_moved_has_not_stood_still() -> None:
+    still = StandStill(look_s=1.0)
+    assert still.look(3, 50.0) == 0.0
+    assert still.look(3, 51.0) == 1.0
+    assert still.look(4, 52.0) == 0.0
+    assert still.look(None, 53.0) == 0.0
+    assert still.look(None, 54.0) == 0.0
