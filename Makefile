@@ -13,6 +13,8 @@ PYTEST_ARGS ?=
 TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 SOAK_ARGS ?=
+FAULT_ARGS ?=
+CHAOS_ARGS ?=
 BENCH_ARGS ?=
 
 # A machine with a GPU has a Python and a torch of its own, and perhaps no network: what else it lacks travels as wheels.
@@ -25,7 +27,7 @@ WHEEL_PLATFORMS := $(foreach tag,2_28 2_27 2_17,--platform manylinux_$(tag)_x86_
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all soak chaos-simulated bench-engine bench-overlap bench-kv gpu-check gpu-wheels check proto clean
+.PHONY: help demo test test-all soak chaos chaos-simulated bench-engine bench-overlap bench-kv gpu-check gpu-wheels check proto clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -41,6 +43,9 @@ test-all: $(VENV)/.test ## the tests and the long ones
 
 soak: $(VENV)/.test ## a cluster at full rate for ten minutes, with KV reads that go wrong; SOAK_ARGS="--minutes 1"
 	@$(BIN)/python -m tests.soak $(SOAK_ARGS)
+
+chaos: $(VENV)/.test ## a real cluster, 200 faults, every process killed in every phase; FAULT_ARGS="--rounds 5 --only sigkill"
+	@$(BIN)/python -m tests.chaos $(FAULT_ARGS)
 
 chaos-simulated: $(VENV)/.test ## a thousand simulated clusters in which something fails; CHAOS_ARGS="--seeds 10000 --first 7"
 	@$(BIN)/python -m tests.chaos.simulated $(CHAOS_ARGS)

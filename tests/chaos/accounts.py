@@ -1,0 +1,106 @@
+"""What is left when a round is over and nothing is on its way: blocks, mappings, descriptors, threads, memory."""
+
+import asyncio
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from tests.chaos.views import Views
+
+_FREE_S = 75.0  # a ticket that nobody came for ends by itself after a minute
+_PAUSE_S = 0.05
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_MORE_FILES, _MORE_THREADS = 24, 16  # above the first look: connections and pools that were not needed before
+_NOBODYS = ("free", "cached")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUse:
+    files: int
+    threads: int
+    mapped_pools: int  # shared memory of its own and of others
+    rss_mb: float
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """`leaked`: blocks that are neither free nor cached, by worker and state."""
+
+    leaked: dict[str, dict[str, int]]
+    violations: dict[str, str]
+    remains: tuple[str, ...]  # what a process has kept, in words
+    free_after_s: float
+    uses: dict[str, ProcessUse] = field(default_factory=dict)
+
+
+async def workers_account(views: Views, workers: list[str]) -> tuple[dict[str, dict[str, int]], dict[str, str], float]:
+    """Leaked blocks, violations, and how long it took until there were none. A worker that does not answer leaks."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    leaked: dict[str, dict[str, int]] = {}
+    violations: dict[str, str] = {}
+    waiting = list(workers)
+    while waiting and loop.time() < began_s + _FREE_S:
+        for name in tuple(waiting):
+            try:
+                report = await views.inspect(name)
+            except grpc.RpcError as error:
+                leaked[name] = {str(error.code()): 1} if isinstance(error, grpc.aio.AioRpcError) else {"silent": 1}
+                continue
+            if report.violation:
+                violations[name] = report.violation
+            leaked[name] = {state: num for state, num in report.blocks.items() if state not in _NOBODYS and num}
+            if not leaked[name]:
+                del leaked[name]
+                waiting.remove(name)
+        if waiting:
+            await asyncio.sleep(_PAUSE_S)
+    return leaked, violations, loop.time() - began_s
+
+
+class ProcessBook:
+    """Every process's use at its first rest, and now."""
+
+    def __init__(self) -> None:
+        self.first: dict[int, ProcessUse] = {}
+        self.last: dict[int, ProcessUse] = {}
+        self.names: dict[int, str] = {}
+        self.num_looks: dict[int, int] = {}
+
+    def look(self, pids: dict[str, int]) -> tuple[dict[str, ProcessUse], tuple[str, ...]]:
+        """By member name. Also: what is more than it was."""
+        uses, remains = {}, []
+        for name, pid in pids.items():
+            use = uses[name] = process_use(pid)
+            first = self.first.setdefault(pid, use)
+            self.last[pid], self.names[pid] = use, name
+            self.num_looks[pid] = self.num_looks.get(pid, 0) + 1
+            if use.files > first.files + _MORE_FILES:
+                remains.append(f"{name}: {use.files} files, {first.files} before")
+            if use.threads > first.threads + _MORE_THREADS:
+                remains.append(f"{name}: {use.threads} threads, {first.threads} before")
+            if use.mapped_pools > len(pids):
+                remains.append(f"{name}: {use.mapped_pools} pools are mapped")
+        return uses, tuple(remains)
+
+    def longest(self) -> dict[str, tuple[ProcessUse, ProcessUse, int]]:
+        """Of each member the process that was looked at most often: first, last, how often."""
+        best: dict[str, int] = {}
+        for pid, name in self.names.items():
+            if name not in best or self.num_looks[pid] > self.num_looks[best[name]]:
+                best[name] = pid
+        return {name: (self.first[pid], self.last[pid], self.num_looks[pid]) for name, pid in sorted(best.items())}
+
+
+def process_use(pid: int) -> ProcessUse:
+    process = Path(f"/proc/{pid}")
+    pools = set(re.findall(r" (\d+) +/memfd:", (process / "maps").read_text()))
+    return ProcessUse(
+        files=len(os.listdir(process / "fd")),
+        threads=len(os.listdir(process / "task")),
+        mapped_pools=len(pools),
+        rss_mb=round(int((process / "statm").read_text().split()[1]) * _PAGE_BYTES / 1e6, 1),
+    )

@@ -1,0 +1,217 @@
+"""One question put to the cluster, over each of the three ways in, and what became of it.
+
+Owns the judgement of one answer: whole, lost, or with tokens that are repeated, missing or others than they should be.
+Asks once: what goes on elsewhere by itself is the client library's business.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import grpc
+import httpx
+import openai
+
+from cluster.wire import pack_ids, unpack_ids
+from tandem.client import AsyncClient
+from tandem.errors import TandemError
+from tandem.options import GenerateOptions
+from tandem.v1 import inference_pb2, inference_pb2_grpc
+from tests.chaos.questions import ChoiceAnswer, Question, RightAnswer
+
+TIMEOUT_S = 60.0
+
+
+class Way(StrEnum):
+    LIBRARY = "library"  # knows every router
+    GRPC = "grpc"
+    HTTP = "http"
+
+
+class Outcome(StrEnum):
+    OK = "ok"
+    LOST = "lost"
+    REPEATED = "repeated"
+    MISSING = "missing"
+    MISMATCH = "mismatch"
+
+
+class Wrong(Exception):
+    def __init__(self, outcome: Outcome, what: str) -> None:
+        super().__init__(what)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """How one router is reached."""
+
+    name: str
+    library: AsyncClient  # asks this one first
+    grpc: inference_pb2_grpc.InferenceStub
+    http: openai.AsyncOpenAI
+
+
+@dataclass
+class Asked:
+    """A question on its way, or answered. Times are the loop's."""
+
+    request_id: str
+    question: Question
+    way: Way
+    router: str  # that was asked first
+    salt: str
+    began_s: float
+    last_token_s: float = 0.0
+    fault_s: float | None = None  # what worked on it was hit then
+    wait_s: float = 0.0  # the longest for a token, from then on
+    outcome: Outcome | None = None
+    told: str = ""  # what went wrong
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    ends: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens.values()))
+
+    def hit(self, now_s: float) -> None:
+        self.fault_s = now_s
+
+    def note_wait(self, now_s: float) -> None:
+        if self.fault_s is not None:
+            self.wait_s = max(self.wait_s, now_s - max(self.fault_s, self.last_token_s))
+        self.last_token_s = now_s
+
+    def take(self, choice: int, first_index: int | None, token_ids: tuple[int, ...], text: str, end: str) -> None:
+        """Raises Wrong."""
+        self.note_wait(asyncio.get_running_loop().time())
+        tokens = self.tokens.setdefault(choice, [])
+        if choice in self.ends:
+            raise Wrong(Outcome.REPEATED, f"choice {choice} goes on after its end")
+        if first_index is not None and first_index != len(tokens):
+            outcome = Outcome.REPEATED if first_index < len(tokens) else Outcome.MISSING
+            raise Wrong(outcome, f"choice {choice} has {len(tokens)} tokens and gets number {first_index}")
+        tokens.extend(token_ids)
+        self.texts[choice] = self.texts.get(choice, "") + text
+        if end:
+            self.ends[choice] = end
+
+    def answer(self) -> RightAnswer:
+        """Raises Wrong."""
+        if len(self.ends) != self.question.n:
+            raise Wrong(Outcome.MISSING, f"{len(self.ends)} of {self.question.n} choices have ended")
+        return tuple(
+            ChoiceAnswer(tuple(self.tokens[choice]), self.texts[choice], self.ends[choice])
+            for choice in sorted(self.tokens)
+        )
+
+
+async def ask(asked: Asked, doors: Doors, right: RightAnswer | None) -> None:
+    """Fills `asked` to its outcome; never raises for it. Without `right` nothing is compared."""
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            await _WAYS[asked.way](asked, doors)
+        answer = asked.answer()
+        if right is not None and answer != right:
+            raise Wrong(Outcome.MISMATCH, _difference(answer, right))
+        asked.outcome = Outcome.OK
+    except Wrong as wrong:
+        asked.outcome, asked.told = wrong.outcome, str(wrong)
+    except (TandemError, grpc.RpcError, openai.OpenAIError, httpx.HTTPError, TimeoutError) as error:
+        asked.outcome, asked.told = Outcome.LOST, _told(error)
+    except asyncio.CancelledError:
+        asked.outcome, asked.told = Outcome.LOST, "the run ended first"
+        raise
+
+
+async def _by_library(asked: Asked, doors: Doors) -> None:
+    question = asked.question
+    options = GenerateOptions(
+        max_tokens=question.max_tokens,
+        temperature=question.temperature,
+        seed=question.seed,
+        n=question.n,
+        ignore_eos=True,
+        request_id=asked.request_id,
+        cache_salt=asked.salt,
+    )
+    if question.logprobs is not None:
+        options["logprobs"] = question.logprobs
+    generation = doors.library.generate(token_ids=question.prompt, timeout_s=TIMEOUT_S, **options)
+    async with generation:
+        async for delta in generation:
+            _check_logprobs(question, len(delta.token_ids), len(delta.logprobs))
+            asked.take(delta.choice, delta.first_index, delta.token_ids, delta.text, delta.finish_reason)
+        await generation.result()
+
+
+async def _by_grpc(asked: Asked, doors: Doors) -> None:
+    question = asked.question
+    request = inference_pb2.GenerateRequest(
+        request_id=asked.request_id,
+        token_ids=pack_ids(question.prompt),
+        sampling=inference_pb2.SamplingParams(temperature=question.temperature, seed=question.seed),
+        stop=inference_pb2.StopConditions(max_tokens=question.max_tokens, ignore_eos=True),
+        n=question.n,
+        logprobs=question.logprobs,
+        cache_salt=asked.salt,
+    )
+    has_summary = False
+    async for response in doors.grpc.Generate(request, timeout=TIMEOUT_S):
+        for delta in response.deltas:
+            token_ids = unpack_ids(delta.token_ids)
+            _check_logprobs(question, len(token_ids), len(delta.logprobs))
+            asked.take(delta.choice, delta.first_index, token_ids, delta.text, delta.finish_reason)
+        has_summary = response.HasField("summary")
+    if not has_summary:
+        raise Wrong(Outcome.MISSING, "the stream ended without its summary")
+
+
+async def _by_http(asked: Asked, doors: Doors) -> None:
+    question = asked.question
+    stream: AsyncIterator[Any] = await doors.http.completions.create(
+        model="",
+        prompt=list(question.prompt),
+        max_tokens=question.max_tokens,
+        temperature=question.temperature,
+        seed=question.seed,
+        n=question.n,
+        logprobs=question.logprobs,
+        stream=True,
+        extra_headers={"X-Request-Id": asked.request_id},
+        extra_body={"ignore_eos": True, "return_token_ids": True, "cache_salt": asked.salt},
+    )
+    async for part in stream:
+        for choice in part.choices:
+            token_ids = tuple((choice.model_extra or {}).get("token_ids") or ())
+            asked.take(choice.index, None, token_ids, choice.text, choice.finish_reason or "")
+
+
+_WAYS = {Way.LIBRARY: _by_library, Way.GRPC: _by_grpc, Way.HTTP: _by_http}
+
+
+def _check_logprobs(question: Question, num_tokens: int, num_logprobs: int) -> None:
+    if num_logprobs != (num_tokens if question.logprobs is not None else 0):
+        raise Wrong(Outcome.MISSING, f"{num_logprobs} log-probabilities came with {num_tokens} tokens")
+
+
+def _difference(answer: RightAnswer, right: RightAnswer) -> str:
+    for number, (got, expected) in enumerate(zip(answer, right, strict=True)):
+        for index, (one, other) in enumerate(zip(got.token_ids, expected.token_ids, strict=False)):
+            if one != other:
+                return f"choice {number}, token {index} of {len(expected.token_ids)}: {one} for {other}"
+        if got != expected:
+            return (
+                f"choice {number}: {len(got.token_ids)} tokens, {len(got.text)} characters, {got.finish_reason}; for"
+                f" {len(expected.token_ids)}, {len(expected.text)}, {expected.finish_reason}"
+            )
+    return "they differ"
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return f"{type(error).__name__}: {error}"[:300]

@@ -1,0 +1,107 @@
+"""`python -m tests.chaos.held_decode ...`: a decode worker as it is, whose reads of KV can be held up from outside.
+
+A read that is held has brought its bytes and does not return: to the worker it goes on. So a phase that lasts
+milliseconds lasts until somebody has looked at it. HOLD_CONTROL is the path of a Unix socket; `holds.py` is its other
+end.
+"""
+
+import asyncio
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+
+from cluster.config import TransferSettings, WorkerConfig, parse_arguments
+from cluster.messages import Epoch
+from cluster.process import announce_ready, leave, run_process, stop_requested
+from decode_worker import start
+from kvtransfer import worker_transfer
+from kvtransfer.transports.available import Available, available_transports
+from kvtransfer.transports.base import Channel, ImporterTransport, TransportMeans
+
+
+class Hold:
+    """Says `hold EXPORTER` when a read begins to be held, `gone EXPORTER` when it ends. Hears `hold`, `step` (what is
+    held goes on, the next reads do not) and `go`."""
+
+    def __init__(self) -> None:
+        self._is_held = False
+        self._go_on = asyncio.Event()
+        self._writer: asyncio.StreamWriter | None = None
+        self._listening: asyncio.Task[None] | None = None
+
+    async def connect(self, path: str, name: str) -> None:
+        reader, self._writer = await asyncio.open_unix_connection(path)
+        self._say(f"hello {name}")
+        self._listening = asyncio.create_task(self._listen(reader))
+
+    async def wait(self, exporter: str) -> None:
+        if not self._is_held:
+            return
+        self._say(f"hold {exporter}")
+        try:
+            await self._go_on.wait()
+        finally:
+            self._say(f"gone {exporter}")
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        while word := (await reader.readline()).decode().strip():
+            self._is_held = word != "go"
+            if word in ("go", "step"):
+                self._go_on.set()
+                self._go_on = asyncio.Event()
+            self._say(f"did {word}")
+
+    def _say(self, what: str) -> None:
+        assert self._writer is not None
+        self._writer.write(f"{what}\n".encode())
+
+
+class _Transport:
+    def __init__(self, inner: ImporterTransport, hold: Hold) -> None:
+        self._inner, self._hold = inner, hold
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    def endpoint(self) -> bytes:
+        return self._inner.endpoint()
+
+    async def open(self, epoch: Epoch, exporter_endpoint: bytes) -> "_Channel":
+        return _Channel(await self._inner.open(epoch, exporter_endpoint), self._hold, epoch.exporter.id)
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class _Channel:
+    def __init__(self, inner: Channel, hold: Hold, exporter: str) -> None:
+        self._inner, self._hold, self._exporter = inner, hold, exporter
+
+    async def read(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
+        await self._inner.read(remote_block_ids, local_block_ids)
+        await self._hold.wait(self._exporter)
+
+    async def destroy(self) -> None:
+        await self._inner.destroy()
+
+    async def release(self) -> None:
+        await self._inner.release()
+
+
+async def _main() -> None:
+    config = parse_arguments(WorkerConfig, "decode_worker", sys.argv[1:])
+    hold = Hold()
+    await hold.connect(os.environ["HOLD_CONTROL"], config.member_id)
+
+    def held_transports(settings: TransferSettings, means: TransportMeans) -> Available:
+        found = available_transports(settings, means)
+        return dataclasses.replace(found, importers=tuple(_Transport(inner, hold) for inner in found.importers))
+
+    worker_transfer.available_transports = held_transports  # type: ignore[attr-defined]
+    await start.run(config, stop=stop_requested(), announce=announce_ready)
+
+
+if __name__ == "__main__":
+    leave(run_process("decode_worker", _main))

@@ -1,0 +1,73 @@
+"""What the members themselves say: a router of its live requests, a worker of its blocks. Asks only."""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import grpc
+
+from tandem.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+_ANSWER_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A live request, as its router lists it. Workers by name, without incarnation; empty: none."""
+
+    request_id: str
+    router: str
+    phase: str
+    age_s: float
+    prefill: str
+    decode: str
+    num_tokens: int
+
+    def is_with(self, role: str, name: str) -> bool:
+        return {"router": self.router, "prefill": self.prefill, "decode": self.decode}[role] == name
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Its prefill worker has done its part."""
+        return self.phase not in ("prefill_queue", "prefill", "transfer")
+
+
+class Views:
+    """Channels to members, made anew for each round."""
+
+    def __init__(self, routers: dict[str, str], workers: dict[str, str]) -> None:
+        """Their gRPC addresses by name."""
+        self._channels = {name: grpc.aio.insecure_channel(at) for name, at in (routers | workers).items()}
+        self._admins = {name: admin_pb2_grpc.AdminStub(self._channels[name]) for name in routers}
+        self._workers = {name: worker_pb2_grpc.WorkerStub(self._channels[name]) for name in workers}
+
+    async def close(self) -> None:
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+
+    async def listing(self, besides: Iterable[str] = ()) -> list[Listed]:
+        """Of all routers but these, the oldest first. Raises grpc.RpcError."""
+        names = [name for name in self._admins if name not in set(besides)]
+        answers = await asyncio.gather(*(self._listing(name) for name in names))
+        return sorted((one for answer in answers for one in answer), key=lambda one: -one.age_s)
+
+    async def inspect(self, name: str) -> worker_pb2.InspectResponse:
+        """Raises grpc.RpcError."""
+        answer: worker_pb2.InspectResponse = await self._workers[name].Inspect(
+            worker_pb2.InspectRequest(), timeout=_ANSWER_S
+        )
+        return answer
+
+    async def _listing(self, router: str) -> list[Listed]:
+        answer = await self._admins[router].Requests(admin_pb2.RequestsRequest(), timeout=_ANSWER_S)
+        return [
+            Listed(
+                request_id=one.request_id,
+                router=router,
+                phase=one.phase,
+                age_s=one.age_s,
+                prefill=one.prefill_member.partition("@")[0],
+                decode=one.decode_member.partition("@")[0],
+                num_tokens=one.num_tokens,
+            )
+            for one in answer.requests
+        ]
