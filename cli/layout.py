@@ -47,7 +47,7 @@ def worker_specs(pools: Pools, flags: Mapping[str, object], *, num_threads: int,
     known = {item.name for item in dataclasses.fields(WorkerConfig)}
     mine = {name: value for name, value in flags.items() if name in known | {"config"}}
     mine.setdefault("num_threads", num_threads)
-    mine["port"] = 0  # `--port` of `tandem up` is the router's
+    mine["port"] = mine["health_port"] = 0  # those of `tandem up` are the router's
     suffix = f"-{secrets.token_hex(2)}" if is_shared else ""
     names = [f"prefill-{number}" for number in range(pools.num_prefill)]
     names += [f"decode-{number}" for number in range(pools.num_decode)]

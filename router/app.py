@@ -8,6 +8,7 @@ from functools import partial
 from cluster.clock import MonotonicClock
 from cluster.config import RouterConfig, echo
 from cluster.errors import DrainIncomplete
+from cluster.health import HealthPort
 from cluster.identity import advertised_host, cluster_key, new_member_id
 from cluster.lengths import LengthLimits
 from cluster.logs import configure_logs
@@ -19,6 +20,7 @@ from cluster.scale_target import ScaleTargets
 from cluster.serving import GrpcServer, join_address, open_channel
 from cluster.telemetry import Telemetry
 from cluster.tls import load_tls
+from cluster.watchdog import StuckLimits
 from router.admission import Admission
 from router.drains import Drains
 from router.evacuation import Evacuation
@@ -85,6 +87,9 @@ class _Router:
             interceptors=[ApiKeyInterceptor(config.api_key)] if config.api_key else [],
             credentials=tls.public_credentials() if tls is not None else None,
         )
+        loop_limits = StuckLimits(config.loop_timeout_s, config.stuck_exit_s)
+        self._health = HealthPort(self._grpc.status, host=config.host, port=config.health_port, limits=loop_limits)
+        self._health_address = join_address(host, self._health.port)
         self.member = Member(
             id=new_member_id(config, Role.ROUTER),
             role=Role.ROUTER,
@@ -152,6 +157,7 @@ class _Router:
         http_stop = asyncio.Event()
         try:
             await self._grpc.start()
+            self._health.start()
             await registration.join()
             async with asyncio.TaskGroup() as tasks:
                 background = [
@@ -168,7 +174,12 @@ class _Router:
                         await asyncio.wait((stopped, settled), return_when=asyncio.FIRST_COMPLETED)
                     if not self._stop.is_set():
                         await registration.set_state(MemberState.READY)
-                        announce(http=self.member.http_address, grpc=self.member.address, member=self.member.id)
+                        announce(
+                            http=self.member.http_address,
+                            grpc=self.member.address,
+                            health=self._health_address,
+                            member=self.member.id,
+                        )
                     await stopped
                 telling = registration.set_state(MemberState.DRAINING)  # the registry may not answer
                 background.append(tasks.create_task(telling, name="tell the registry"))
@@ -184,6 +195,7 @@ class _Router:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         finally:
+            self._health.stop()
             await self._grpc.stop(_STOP_GRACE_S)
             await registration.leave()
             await self.registry.close()

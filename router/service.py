@@ -12,6 +12,7 @@ from cluster import wire
 from cluster.errors import InvalidRequest, TandemError, Unauthenticated
 from cluster.member import Member
 from cluster.pair_wire import figures_to_wire
+from router.decode_peer import DecodePeer
 from router.drains import Drains, Operator
 from router.fleet import Fleet
 from router.inference_wire import chat_from_wire, generate_request_from_wire, model_to_wire, output_to_wire
@@ -144,6 +145,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 figures = dict(inspected.figures) | {f"blocks_{k}": float(v) for k, v in inspected.blocks.items()}
             except TandemError:
                 last_seen_s = peer.silent_s
+                if isinstance(peer, DecodePeer):
+                    figures = {"step_s": peer.stream.heartbeat.step_s}
         status = _member_status(member)
         status.last_seen_s = last_seen_s
         status.figures.update(figures)
