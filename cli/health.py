@@ -1,4 +1,5 @@
-"""`python -m cli.health [HOST:PORT]`: exit 0 when the member there is ready. What a container's health check runs.
+"""`python -m cli.health [HOST:PORT [SERVICE]]`: exit 0 when the member there is ready. What a container's health check
+runs. SERVICE `liveness`: exit 0 when it is alive. Without an address it asks the health port, where there is one.
 
 Imports gRPC and nothing of Tandem: it starts every few seconds beside the process it asks.
 """
@@ -12,14 +13,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 _DEFAULT_ADDRESS = "127.0.0.1:50051"
 _TIMEOUT_S = 2.5
+_OPTIONS = [("grpc.enable_http_proxy", 0)]
 
 
 def main(arguments: list[str]) -> int:
-    address = arguments[0] if arguments else _DEFAULT_ADDRESS
+    health_port = os.environ.get("TANDEM_HEALTH_PORT")
+    has_port = bool(health_port) and not arguments
+    address = f"127.0.0.1:{health_port}" if has_port else (arguments or [_DEFAULT_ADDRESS])[0]
+    service = arguments[1] if len(arguments) > 1 else ""
     try:
-        with _channel(address) as channel:
+        with _plain_channel(address) if has_port else _channel(address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=_TIMEOUT_S)
     except grpc.RpcError as error:
         sys.stderr.write(f"{address}: {error}\n")
         return 1
@@ -28,12 +33,15 @@ def main(arguments: list[str]) -> int:
 
 def _channel(address: str) -> grpc.Channel:
     """With the certificate that the member itself has, where its settings are in the environment."""
-    options = [("grpc.enable_http_proxy", 0)]
     ca, key, cert = (os.environ.get(f"TANDEM_TLS_{name}") for name in ("CA", "KEY", "CERT"))
     if not (ca and key and cert):
-        return grpc.insecure_channel(address, options=options)
+        return _plain_channel(address)
     credentials = grpc.ssl_channel_credentials(*(Path(path).read_bytes() for path in (ca, key, cert)))
-    return grpc.secure_channel(address, credentials, options=options)
+    return grpc.secure_channel(address, credentials, options=_OPTIONS)
+
+
+def _plain_channel(address: str) -> grpc.Channel:
+    return grpc.insecure_channel(address, options=_OPTIONS)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from cluster.config import RouterConfig, WorkerConfig, add_flags, load_config
+from cluster.health import LIVENESS, READINESS
 
 _KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 _CONFIGS: dict[str, type[RouterConfig] | type[WorkerConfig]] = {
@@ -90,3 +91,14 @@ def test_pods_have_longer_to_end_than_a_drain_takes() -> None:
         if re.search("redis", name):
             continue
         assert item["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > grace_s
+
+
+def test_every_member_is_restarted_by_liveness_and_routed_to_by_readiness() -> None:
+    """On the port whose answers need neither the event loop nor a certificate."""
+    for name, item in _deployments().items():
+        if re.search("redis", name):
+            continue
+        container = item["spec"]["template"]["spec"]["containers"][0]
+        health_port = int(container["args"][container["args"].index("--health-port") + 1])
+        assert container["livenessProbe"]["grpc"] == {"port": health_port, "service": LIVENESS}
+        assert container["readinessProbe"]["grpc"] == {"port": health_port, "service": READINESS}

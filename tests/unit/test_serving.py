@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster import errors
+from cluster.health import LIVENESS, READINESS
 from cluster.rpc_errors import error_from_rpc
 from cluster.serving import GrpcServer, is_serving, join_address, open_channel
 from cluster.telemetry import Telemetry
@@ -233,6 +234,22 @@ async def test_health_follows_readiness(served: Served) -> None:
     await served.server.set_ready(False)
     assert await states() == [False, False]
     watch.cancel()
+
+
+async def test_who_drains_is_alive_and_who_has_a_problem_is_not(served: Served) -> None:
+    async def states() -> dict[str, bool]:
+        names = (LIVENESS, READINESS, "", "tandem.v1.Inference")
+        return {name: await is_serving(served.channel, timeout_s=DEADLINE_S, service=name) for name in names}
+
+    alive_only = {LIVENESS: True, READINESS: False, "": False, "tandem.v1.Inference": False}
+    assert await states() == alive_only
+    await served.server.set_ready(True)
+    assert set((await states()).values()) == {True}
+    await served.server.set_problem("step 7 has run for more than 60 s")
+    assert set((await states()).values()) == {False}
+    await served.server.set_ready(False)
+    await served.server.set_problem("")
+    assert await states() == alive_only
 
 
 async def test_reflection_lists_what_is_served(served: Served) -> None:
