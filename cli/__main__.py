@@ -12,7 +12,19 @@ from cluster.process import ExitStatus
 from tandem.errors import TandemError as ClientError
 
 # Each has HELP, add_arguments(parser) and run(arguments) -> exit status.
-_VERBS = ("up", "status", "generate", "doctor", "migrate", "certs", "estimate", "bench")
+_VERBS = (
+    "up",
+    "status",
+    "requests",
+    "generate",
+    "scale",
+    "drain",
+    "migrate",
+    "doctor",
+    "certs",
+    "estimate",
+    "bench",
+)
 _INTERRUPTED = 130
 
 

@@ -2,7 +2,8 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
 
 import grpc
 
@@ -10,7 +11,11 @@ from cli.last_cluster import find_address, find_tls_ca
 from cluster.errors import ConfigError
 from tandem import channel
 from tandem.client import AsyncClient, Client
+from tandem.errors import TandemError, error_from_rpc
 from tandem.routers import addresses
+
+Metadata: TypeAlias = Sequence[tuple[str, str]]
+Answer = TypeVar("Answer")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,28 +30,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="use TLS; PEM file with the authorities of the router's certificate (default: TANDEM_TLS_CA)",
     )
+    parser.add_argument(
+        "--no-discover",
+        dest="discover",
+        action="store_false",
+        help="ask no router but those of --address: for a load balancer, or routers that cannot be dialled from here",
+    )
 
 
 def open_client(arguments: argparse.Namespace) -> Client:
     """Raises ConfigError when there is no address to be found, or no file of authorities."""
     address = find_address(arguments.address)
-    return Client(address, _api_key(arguments), tls_ca=tls_ca(arguments, address))
+    return Client(address, _api_key(arguments), tls_ca=tls_ca(arguments, address), discover=arguments.discover)
 
 
 def open_async_client(arguments: argparse.Namespace) -> AsyncClient:
     """As open_client, on the running loop."""
     address = find_address(arguments.address)
-    return AsyncClient(address, _api_key(arguments), tls_ca=tls_ca(arguments, address))
+    return AsyncClient(address, _api_key(arguments), tls_ca=tls_ca(arguments, address), discover=arguments.discover)
 
 
-def open_channel(arguments: argparse.Namespace) -> grpc.Channel:
-    """For calls that the client library does not have, to the first address. Raises as open_client."""
+def ask(arguments: argparse.Namespace, call: Callable[[grpc.Channel, Metadata], Answer]) -> Answer:
+    """For calls that the client library does not have: of the first router that can be reached. Raises as open_client,
+    and the client library's errors."""
     address = find_address(arguments.address)
-    return channel.open_channel(addresses(address)[0], tls_ca=tls_ca(arguments, address))
+    failure: TandemError | None = None
+    for one in addresses(address):
+        with channel.open_channel(one, tls_ca=tls_ca(arguments, address)) as opened:
+            try:
+                return call(opened, metadata(arguments))
+            except grpc.RpcError as error:
+                failure = error_from_rpc(error)
+                if not failure.is_lost:
+                    raise failure from error
+    assert failure is not None
+    raise failure
 
 
-def metadata(arguments: argparse.Namespace) -> Sequence[tuple[str, str]]:
-    """For a call on `open_channel`."""
+def metadata(arguments: argparse.Namespace) -> Metadata:
+    """For a call that the client library does not have."""
     key = _api_key(arguments)
     return [("authorization", f"Bearer {key}")] if key else []
 

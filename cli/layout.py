@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cli.child import ChildSpec
+from cli.pool_plan import Slot
 from cluster.config import RouterConfig, WorkerConfig
+from cluster.errors import ConfigError
+from cluster.messages import Role
 
 # A secret goes where `ps` does not show it.
 _BY_ENVIRONMENT = frozenset({"api_key", "redis"})
+_LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,10 @@ class Pools:
     def num_workers(self) -> int:
         return self.num_prefill + self.num_decode
 
+    def slots(self) -> list[Slot]:
+        prefill = [Slot(Role.PREFILL, number) for number in range(self.num_prefill)]
+        return prefill + [Slot(Role.DECODE, number) for number in range(self.num_decode)]
+
     def __str__(self) -> str:
         if self.num_prefill == 0:
             return f"{self.num_decode} colocated"
@@ -35,26 +43,57 @@ def threads_per_worker(num_cores: int, num_workers: int) -> int:
     return max(1, num_cores // num_workers)
 
 
-def router_spec(flags: Mapping[str, object]) -> ChildSpec:
-    """`flags` by field name, as given to `tandem up`; each process takes those it knows."""
-    known = {item.name for item in dataclasses.fields(RouterConfig)}
-    mine = {name: value for name, value in flags.items() if name in known | {"config"}}
-    return _spec("router", "router", mine)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """`flags` by field name, as given to `tandem up`; each process takes those it knows. `suffix`: of members' ids,
+    where others register in the same Redis and plain ones could be taken."""
+
+    flags: Mapping[str, object]
+    num_threads: int  # of a worker
+    suffix: str = ""
+
+    def router(self, number: int, ports: "Ports") -> ChildSpec:
+        name = f"{Role.ROUTER}-{number}"
+        mine = {**self._known(RouterConfig), "port": ports.http, "grpc_port": ports.grpc}
+        return _spec(name, "router", {**mine, "member_id": self.member_id(name)})
+
+    def worker(self, slot: Slot) -> ChildSpec:
+        mine = self._known(WorkerConfig)
+        mine.setdefault("num_threads", self.num_threads)
+        mine["port"] = mine["health_port"] = 0  # those of `tandem up` are the router's
+        threads = {"OMP_NUM_THREADS": str(mine["num_threads"]), "TOKENIZERS_PARALLELISM": "false"}
+        return _spec(str(slot), f"{slot.role}_worker", {**mine, "member_id": self.member_id(str(slot))}, threads)
+
+    def member_id(self, name: str) -> str:
+        return name + self.suffix
+
+    def _known(self, config_type: type[RouterConfig | WorkerConfig]) -> dict[str, object]:
+        known = {item.name for item in dataclasses.fields(config_type)} | {"config"}
+        return {name: value for name, value in self.flags.items() if name in known}
 
 
-def worker_specs(pools: Pools, flags: Mapping[str, object], *, num_threads: int, is_shared: bool) -> list[ChildSpec]:
-    """`is_shared`: others register in the same Redis, so plain names could be taken."""
-    known = {item.name for item in dataclasses.fields(WorkerConfig)}
-    mine = {name: value for name, value in flags.items() if name in known | {"config"}}
-    mine.setdefault("num_threads", num_threads)
-    mine["port"] = mine["health_port"] = 0  # those of `tandem up` are the router's
-    suffix = f"-{secrets.token_hex(2)}" if is_shared else ""
-    names = [f"prefill-{number}" for number in range(pools.num_prefill)]
-    names += [f"decode-{number}" for number in range(pools.num_decode)]
-    threads = {"OMP_NUM_THREADS": str(mine["num_threads"]), "TOKENIZERS_PARALLELISM": "false"}
-    return [
-        _spec(name, f"{name.partition('-')[0]}_worker", {**mine, "member_id": name + suffix}, threads) for name in names
-    ]
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Of one router. 0: a free one."""
+
+    http: int
+    grpc: int
+
+
+def router_ports(first: Ports, count: int) -> list[Ports]:
+    """The first router's as told, the others' the numbers after them. Raises ConfigError."""
+    ports = [Ports(*(port + i if port else 0 for port in (first.http, first.grpc))) for i in range(count)]
+    told = [port for each in ports for port in (each.http, each.grpc) if port]
+    if len(set(told)) < len(told) or max(told, default=0) > _LAST_PORT:
+        raise ConfigError(
+            f"--port {first.http} and --grpc-port {first.grpc} leave no room for {count} routers: each takes the port "
+            "after the one before"
+        )
+    return ports
+
+
+def new_suffix() -> str:
+    return f"-{secrets.token_hex(2)}"
 
 
 def _spec(

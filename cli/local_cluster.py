@@ -1,24 +1,27 @@
-"""A cluster on this machine: Redis, one router and its workers, from nothing to the first answer and back.
+"""A cluster on this machine: Redis, its routers and workers, from nothing to the first answer and back.
 
-Owns their order: Redis first and last, the router after its workers at the start and before them at the end.
+Owns their order: Redis first and last, routers after their workers at the start and before them at the end.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cli.layout import Pools, router_spec, worker_specs
+from cli.layout import Layout, Pools, Ports, new_suffix
+from cli.pool_follower import PoolFollower
 from cli.supervisor import Supervisor
+from cli.worker_loads import WorkerLoads
 from cluster.errors import Unavailable
+from cluster.messages import Role
 from cluster.redis_server import RedisServer
 from cluster.registry import Registry
 from cluster.serving import open_channel
 from cluster.tls import ClusterTls
 
-_ROUTER = "router"
+_LEAVE_S = 5.0  # beside the grace of a drain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +29,12 @@ class Plan:
     """`flags` by field name; `redis` empty: one of our own."""
 
     pools: Pools
+    routers: Sequence[Ports]
     flags: Mapping[str, object]
     redis: str
+    cluster_name: str
+    member_lease_s: float
+    api_key: str
     num_threads: int
     start_timeout_s: float
     drain_grace_s: float
@@ -37,8 +44,8 @@ class Plan:
 class LocalCluster:
     """`start`, then `drain` to let it finish what it has in hand, then always `close`.
 
-    `grpc` and `http` are the router's addresses (host:port), once started. `say` gets what a person should know,
-    `echo(name, line)` the processes' logs.
+    `grpc` and `http` are the first router's addresses (host:port), once started, `more_grpc` the others'. `say` gets
+    what a person should know, `echo(name, line)` the processes' logs.
     """
 
     def __init__(self, plan: Plan, *, say: Callable[[str], None], echo: Callable[[str, str], None]) -> None:
@@ -47,8 +54,11 @@ class LocalCluster:
         self._supervisor = Supervisor(say=say, echo=echo)
         self._redis: RedisServer | None = None
         self._began_s = asyncio.get_running_loop().time()
+        self._redis_url = ""
+        self._layout = Layout(flags=plan.flags, num_threads=plan.num_threads)
         self.grpc = ""
         self.http = ""
+        self.more_grpc: tuple[str, ...] = ()
 
     async def start(self) -> None:
         """Returns when the first request would succeed.
@@ -56,10 +66,16 @@ class LocalCluster:
         Raises ConfigError when a setting is refused, RegistryUnavailable when the Redis that was named does not answer,
         Unavailable when a process does not come up.
         """
-        redis_url = await self._redis_url()
+        self._redis_url = await self._find_redis()
+        self._layout = Layout(
+            flags={**self._plan.flags, "redis": self._redis_url},
+            num_threads=self._plan.num_threads,
+            suffix=new_suffix() if self._plan.redis else "",
+        )
         try:
             async with asyncio.timeout(self._plan.start_timeout_s):
-                await self._start_processes({**self._plan.flags, "redis": redis_url})
+                await self._start_workers()
+                await self._start_routers()
         except TimeoutError:
             raise Unavailable(
                 f"not ready after {self._plan.start_timeout_s:g} s; a large model may need more --start-timeout-s"
@@ -69,12 +85,30 @@ class LocalCluster:
         """Waits for, and raises, what ends the whole."""
         await self._supervisor.failed()
 
+    async def follow_target(self) -> None:
+        """Keeps the pools as large as `tandem scale` says, until cancelled."""
+        plan = self._plan
+        registry = Registry(url=self._redis_url, cluster_name=plan.cluster_name, lease_s=plan.member_lease_s)
+        follower = PoolFollower(
+            supervisor=self._supervisor,
+            registry=registry,
+            layout=self._layout,
+            first=plan.pools,
+            loads=WorkerLoads([self.grpc, *self.more_grpc], plan.api_key, plan.tls).ask,
+            grace_s=self._grace_s,
+            say=self._say,
+        )
+        try:
+            await follower.run()
+        finally:
+            await registry.close()
+
     async def drain(self) -> None:
-        """The router first: its workers are still there to finish what it has in hand."""
-        grace_s = self._plan.drain_grace_s + 5.0  # their own, and a little for leaving
+        """The routers first: their workers are still there to finish what they have in hand."""
         names = list(self._supervisor.pids())
-        await self._supervisor.stop([name for name in names if name == _ROUTER], grace_s)
-        await self._supervisor.stop([name for name in names if name != _ROUTER], grace_s)
+        routers = [name for name in names if name.startswith(Role.ROUTER)]
+        await self._supervisor.stop(routers, self._grace_s)
+        await self._supervisor.stop([name for name in names if name not in routers], self._grace_s)
 
     async def close(self) -> None:
         """Nothing is left when this returns."""
@@ -86,7 +120,11 @@ class LocalCluster:
         """Of routers and workers that run now."""
         return self._supervisor.pids()
 
-    async def _redis_url(self) -> str:
+    @property
+    def _grace_s(self) -> float:
+        return self._plan.drain_grace_s + _LEAVE_S
+
+    async def _find_redis(self) -> str:
         """One of our own, or the one that was named; asked now, not by each worker after it has loaded torch."""
         if not self._plan.redis:
             self._redis = await RedisServer.start()
@@ -99,19 +137,24 @@ class LocalCluster:
             await registry.close()
         return self._plan.redis
 
-    async def _start_processes(self, flags: Mapping[str, object]) -> None:
+    async def _start_workers(self) -> None:
         plan = self._plan
-        workers = worker_specs(plan.pools, flags, num_threads=plan.num_threads, is_shared=bool(plan.redis))
-        self._say(f"starting {plan.pools} on {flags['model']}, {plan.num_threads} thread(s) per worker")
+        self._say(f"starting {plan.pools} on {plan.flags['model']}, {plan.num_threads} thread(s) per worker")
+        workers = [self._layout.worker(slot) for slot in plan.pools.slots()]
         self._supervisor.start(workers)
         await asyncio.gather(*(self._until_ready(spec.name) for spec in workers))
-        # Only now: a router connects to the workers that it finds before it says that it is ready, so its first request
-        # already goes the whole way.
-        self._supervisor.start([router_spec(flags)])
-        fields = await self._until_ready(_ROUTER)
-        self.grpc, self.http = fields["grpc"], fields["http"]
-        self._supervisor.restart_with(_ROUTER, _same_ports(fields))
-        await _until_serving(self.grpc, self._plan.tls)
+
+    async def _start_routers(self) -> None:
+        """After the workers: a router connects to those that it finds before it says that it is ready, so its first
+        request already goes the whole way."""
+        routers = [self._layout.router(number, ports) for number, ports in enumerate(self._plan.routers)]
+        self._supervisor.start(routers)
+        fields = await asyncio.gather(*(self._until_ready(spec.name) for spec in routers))
+        for spec, found in zip(routers, fields, strict=True):
+            self._supervisor.restart_with(spec.name, _same_ports(found))
+        self.grpc, *more = (found["grpc"] for found in fields)
+        self.http, self.more_grpc = fields[0]["http"], tuple(more)
+        await asyncio.gather(*(_until_serving(found["grpc"], self._plan.tls) for found in fields))
 
     async def _until_ready(self, name: str) -> dict[str, str]:
         fields = await self._supervisor.ready(name)

@@ -6,7 +6,6 @@ import json
 import grpc
 
 from cli import connection
-from tandem.errors import error_from_rpc
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
 HELP = "move a decode worker's running sequences to another one, KV and all; their streams go on"
@@ -33,14 +32,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _ask(arguments: argparse.Namespace) -> admin_pb2.MigrateResponse:
     request = admin_pb2.MigrateRequest(source=arguments.source, target=arguments.to, max_sequences=arguments.max)
-    with connection.open_channel(arguments) as channel:
-        try:
-            answer: admin_pb2.MigrateResponse = admin_pb2_grpc.AdminStub(channel).Migrate(
-                request, timeout=_TIMEOUT_S, metadata=connection.metadata(arguments)
-            )
-            return answer
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
+
+    def call(channel: grpc.Channel, metadata: connection.Metadata) -> admin_pb2.MigrateResponse:
+        answer: admin_pb2.MigrateResponse = admin_pb2_grpc.AdminStub(channel).Migrate(
+            request, timeout=_TIMEOUT_S, metadata=metadata
+        )
+        return answer
+
+    return connection.ask(arguments, call)
 
 
 def _positive(text: str) -> int:

@@ -9,7 +9,6 @@ import grpc
 from cli import connection
 from cli.last_cluster import find_address
 from cli.table import table
-from tandem.errors import error_from_rpc
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
 HELP = "members of the cluster, their blocks and queues"
@@ -57,7 +56,23 @@ def status_object(address: str, status: admin_pb2.StatusResponse) -> dict[str, o
         }
         for member in _sorted(status)
     ]
-    return {"router": address, "live_requests": status.live_requests, "members": members}
+    return {
+        "router": address,
+        "live_requests": status.live_requests,
+        **({"target": target_object(status.target)} if status.HasField("target") else {}),
+        "members": members,
+    }
+
+
+def target_object(target: admin_pb2.ScaleTarget) -> dict[str, object]:
+    return {
+        "prefill": target.prefill,
+        "decode": target.decode,
+        "version": target.version,
+        "follower": target.follower,
+        "is_reached": target.reached >= target.version,
+        "problem": target.problem,
+    }
 
 
 def status_text(address: str, status: admin_pb2.StatusResponse) -> str:
@@ -78,7 +93,21 @@ def status_text(address: str, status: admin_pb2.StatusResponse) -> str:
         for member in _sorted(status)
     ]
     heading = ("role", "member", "state", "address", "silent for s", "blocks", "figures")
-    return f"router {address}: {status.live_requests} live request(s)\n\n{table(heading, rows)}"
+    lines = [f"router {address}: {status.live_requests} live request(s)"]
+    if status.HasField("target"):
+        lines.append(target_text(status.target))
+    return "\n".join([*lines, "", table(heading, rows)])
+
+
+def target_text(target: admin_pb2.ScaleTarget) -> str:
+    if not target.follower:
+        how = "nobody follows it now"
+    elif target.reached >= target.version:
+        how = f"reached; followed by {target.follower}"
+    else:
+        how = f"on its way; followed by {target.follower}"
+    problem = f" ({target.problem})" if target.problem else ""
+    return f"target: {target.prefill} prefill, {target.decode} decode: {how}{problem}"
 
 
 def _blocks(member: admin_pb2.MemberStatus) -> str:
@@ -98,11 +127,11 @@ def _sorted(status: admin_pb2.StatusResponse) -> list[admin_pb2.MemberStatus]:
 
 def ask(arguments: argparse.Namespace) -> admin_pb2.StatusResponse:
     """The router's account of its cluster. Raises ConfigError, and the client library's errors."""
-    with connection.open_channel(arguments) as channel:
-        try:
-            status: admin_pb2.StatusResponse = admin_pb2_grpc.AdminStub(channel).Status(
-                admin_pb2.StatusRequest(), timeout=_TIMEOUT_S, metadata=connection.metadata(arguments)
-            )
-            return status
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
+
+    def call(channel: grpc.Channel, metadata: connection.Metadata) -> admin_pb2.StatusResponse:
+        status: admin_pb2.StatusResponse = admin_pb2_grpc.AdminStub(channel).Status(
+            admin_pb2.StatusRequest(), timeout=_TIMEOUT_S, metadata=metadata
+        )
+        return status
+
+    return connection.ask(arguments, call)

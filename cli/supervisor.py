@@ -1,7 +1,9 @@
 """Keeps a set of child processes alive, from their first start to the end of all.
 
-A child that dies is started again, later each time, and reported with its last lines. One whose settings are wrong, or
-that never comes up, ends the whole. Owns the children; knows nothing of what they do.
+A child that dies is started again, later each time, and reported with its last lines. One that somebody else asked to
+leave is replaced at once; one that is retired is not. Of those that the whole began with, one whose settings are
+wrong, or that never comes up, ends the whole; those that were added later are tried again and again. Owns the children;
+knows nothing of what they do.
 """
 
 import asyncio
@@ -29,9 +31,20 @@ class _Kept:
 
     spec: ChildSpec
     ready: asyncio.Future[dict[str, str]]
+    is_vital: bool  # the whole ends if it never comes up
     child: Child | None = None
     task: asyncio.Task[None] | None = None
     num_failures: int = 0
+    is_up: bool = False
+    is_leaving: bool = False
+    retiring: asyncio.Task[None] | None = None
+    problem: str = ""  # why it is not up
+
+
+_LEFT = {
+    ExitStatus.OK: "was drained",
+    ExitStatus.DRAIN_INCOMPLETE: "was drained, and had work left that goes on elsewhere",
+}
 
 
 class Supervisor:
@@ -45,15 +58,40 @@ class Supervisor:
         self._patience = patience or Patience()
         self._kept: dict[str, _Kept] = {}
         self._stopping = False
+        self._changed = asyncio.Event()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, specs: Sequence[ChildSpec]) -> None:
         """Begins to keep these children alive; returns at once."""
-        loop = asyncio.get_running_loop()
         for spec in specs:
-            kept = self._kept[spec.name] = _Kept(spec, loop.create_future())
-            kept.task = asyncio.create_task(self._keep(kept), name=f"keep {spec.name}")
-            kept.task.add_done_callback(self._on_end)
+            self._begin(spec, is_vital=True)
+
+    def add(self, spec: ChildSpec) -> None:
+        """As `start`, for one that the whole can do without."""
+        self._begin(spec, is_vital=False)
+
+    def retire(self, name: str, grace_s: float) -> None:
+        """Begins to let it go: asks it to leave, kills it if it has not within the grace, says what became of it, and
+        forgets it. Its name is free when it is no longer among those that leave."""
+        kept = self._kept[name]
+        kept.is_leaving = True
+        kept.retiring = asyncio.create_task(self._retire(kept, grace_s), name=f"retire {name}")
+        kept.retiring.add_done_callback(self._on_end)
+
+    def staying(self) -> dict[str, bool]:
+        """Whether each child that is kept is up now."""
+        return {name: kept.is_up for name, kept in self._kept.items() if not kept.is_leaving}
+
+    def leaving(self) -> list[str]:
+        return [name for name, kept in self._kept.items() if kept.is_leaving]
+
+    def problems(self) -> list[str]:
+        """Why those that are not up are not, where that is known."""
+        return [kept.problem for kept in self._kept.values() if kept.problem and not kept.is_leaving]
+
+    async def changed(self) -> None:
+        """Waits until a child is up, or is up no more, or has left."""
+        await self._changed.wait()
 
     async def ready(self, name: str) -> dict[str, str]:
         """The fields of the child's first ready line. Raises what ended the whole."""
@@ -81,7 +119,7 @@ class Supervisor:
         self._stopping = True
         leaving = [self._kept[name] for name in names if name in self._kept]
         for kept in leaving:
-            if kept.child is not None:
+            if kept.child is not None and not kept.is_leaving:  # who was asked before would take it for a second signal
                 kept.child.terminate()
         ends = [asyncio.ensure_future(kept.child.wait()) for kept in leaving if kept.child is not None]
         if ends:
@@ -102,8 +140,10 @@ class Supervisor:
     async def close(self) -> None:
         """Nothing is left when this returns."""
         self.kill()
-        tasks = [kept.task for kept in self._kept.values() if kept.task is not None]
+        tasks = [task for kept in self._kept.values() for task in (kept.task, kept.retiring) if task is not None]
         for kept in self._kept.values():
+            if kept.retiring is not None:
+                kept.retiring.cancel()
             if kept.task is not None and kept.child is None:  # between two lives; the others end with their child
                 kept.task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -111,13 +151,21 @@ class Supervisor:
         if not self._failed.cancelled():
             self._failed.exception()  # seen: whoever waited has it
 
+    def _begin(self, spec: ChildSpec, *, is_vital: bool) -> None:
+        kept = self._kept[spec.name] = _Kept(spec, asyncio.get_running_loop().create_future(), is_vital)
+        kept.task = asyncio.create_task(self._keep(kept), name=f"keep {spec.name}")
+        kept.task.add_done_callback(self._on_end)
+
     async def _keep(self, kept: _Kept) -> None:
         backoff_s = self._patience.first_backoff_s
         while not self._stopping:
             began_s = time.monotonic()
-            end = await self._live(kept)
-            if self._stopping:
+            was_up, end = await self._live(kept)
+            if self._stopping or kept.is_leaving:
                 return
+            if was_up and end.status in _LEFT:
+                self._say(f"{kept.spec.name} {_LEFT[ExitStatus(end.status)]}; starting it again")
+                continue
             if time.monotonic() - began_s >= self._patience.healthy_s:
                 backoff_s = self._patience.first_backoff_s
             error = self._fatal(kept, end)
@@ -125,11 +173,13 @@ class Supervisor:
                 self._fail(error)
                 return
             self._say(_obituary(kept.spec.name, end, f"starting it again in {backoff_s:g} s"))
+            kept.problem = f"{kept.spec.name} {_how(end)}"
+            self._notify()
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, self._patience.max_backoff_s)
 
-    async def _live(self, kept: _Kept) -> ChildEnd:
-        """One life of a child."""
+    async def _live(self, kept: _Kept) -> tuple[bool, ChildEnd]:
+        """One life of a child: whether it was ever up, and its end."""
         child = await Child.start(kept.spec, lambda line: self._echo(kept.spec.name, line))
         kept.child = child
         try:
@@ -138,15 +188,37 @@ class Supervisor:
                 self._say(f"{kept.spec.name} is back")
             elif fields is not None:
                 kept.ready.set_result(fields)
-            return await child.wait()
+            if fields is not None:
+                kept.is_up, kept.problem = True, ""
+                self._notify()
+            return fields is not None, await child.wait()
         finally:
-            kept.child = None
+            kept.child, kept.is_up = None, False
+            self._notify()
             child.kill()
             await child.close()
 
+    async def _retire(self, kept: _Kept, grace_s: float) -> None:
+        became = "was not running"
+        if kept.child is not None:
+            kept.child.terminate()
+            try:
+                async with asyncio.timeout(grace_s):
+                    became = _departure(await kept.child.wait())
+            except TimeoutError:
+                became = "did not leave in time and was killed"
+                kept.child.kill()
+        elif kept.task is not None:  # between two lives
+            kept.task.cancel()
+        if kept.task is not None:
+            await asyncio.wait([kept.task])
+        del self._kept[kept.spec.name]
+        self._say(f"{kept.spec.name} {became}")
+        self._notify()
+
     def _fatal(self, kept: _Kept, end: ChildEnd) -> TandemError | None:
         """Why the whole cannot go on, if this end says so."""
-        if kept.ready.done():
+        if kept.ready.done() or not kept.is_vital:
             return None
         kept.num_failures += 1
         if end.status == ExitStatus.CONFIG:
@@ -160,12 +232,26 @@ class Supervisor:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
     def _fail(self, error: BaseException) -> None:
         if not self._failed.done():
             self._failed.set_exception(error)
 
 
 def _obituary(name: str, end: ChildEnd, then: str) -> str:
-    how = f"was killed by signal {-end.status}" if end.status < 0 else f"ended with status {end.status}"
     lines = "".join(f"\n    {name} | {line}" for line in end.last_lines)
-    return f"{name} {how}; {then}{'; its last lines:' if lines else ''}{lines}"
+    return f"{name} {_how(end)}; {then}{'; its last lines:' if lines else ''}{lines}"
+
+
+def _how(end: ChildEnd) -> str:
+    return f"was killed by signal {-end.status}" if end.status < 0 else f"ended with status {end.status}"
+
+
+def _departure(end: ChildEnd) -> str:
+    """Of one that was retired."""
+    if end.status in _LEFT:
+        return _LEFT[ExitStatus(end.status)]
+    return f"{_how(end)} instead of leaving in order"

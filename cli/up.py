@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cli.last_cluster import LastCluster, forget, remember
-from cli.layout import Pools, threads_per_worker
+from cli.layout import Pools, Ports, router_ports, threads_per_worker
 from cli.local_cluster import LocalCluster, Plan, first_of
 from cluster.config import (
     RouterConfig,
@@ -52,6 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pools.add_argument("--decode", type=int, metavar="N", help="decode workers (default: 1)")
     pools.add_argument("--colocated", type=int, metavar="N", help="instead: N workers that prefill and decode")
     pools.add_argument(
+        "--routers",
+        type=int,
+        metavar="N",
+        default=1,
+        help="routers; each takes the ports after those of the one before (default: 1)",
+    )
+    pools.add_argument(
         "--start-timeout-s",
         type=float,
         metavar="X",
@@ -63,8 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     plan, config = plan_from(arguments)
-    _check_port_is_free(config.host, config.port, "--port")
-    _check_port_is_free(config.host, config.grpc_port, "--grpc-port")
+    for ports in plan.routers:
+        _check_port_is_free(config.host, ports.http, "--port")
+        _check_port_is_free(config.host, ports.grpc, "--grpc-port")
     asyncio.run(_up(plan))
     return 0
 
@@ -78,8 +86,12 @@ def plan_from(arguments: argparse.Namespace) -> tuple[Plan, UpConfig]:
     num_cores = len(os.sched_getaffinity(0))
     plan = Plan(
         pools=pools,
+        routers=routers_from(arguments.routers, config),
         flags={**given, "model": config.model},
         redis=config.redis,
+        cluster_name=config.cluster_name,
+        member_lease_s=config.member_lease_s,
+        api_key=config.api_key,
         num_threads=config.num_threads or threads_per_worker(num_cores, pools.num_workers),
         start_timeout_s=arguments.start_timeout_s,
         drain_grace_s=config.drain_grace_s,
@@ -99,6 +111,13 @@ def pools_from(prefill: int | None, decode: int | None, colocated: int | None) -
     if pools.num_decode < 1 or pools.num_prefill < 0:
         raise ConfigError(f"a cluster needs at least one decode worker, not {pools}")
     return pools
+
+
+def routers_from(count: int, config: RouterConfig) -> list[Ports]:
+    """Raises ConfigError."""
+    if count < 1:
+        raise ConfigError(f"a cluster needs at least one router, not --routers {count}")
+    return router_ports(Ports(config.port, config.grpc_port), count)
 
 
 def tell(text: str) -> None:
@@ -154,12 +173,14 @@ async def _announce_and_stay(cluster: LocalCluster, plan: Plan) -> None:
     started = _started(cluster, plan)
     remember(started)
     announce_ready(http=f"{'https' if started.tls_ca else 'http'}://{cluster.http}", grpc=cluster.grpc)
-    await asyncio.Event().wait()
+    await cluster.follow_target()
 
 
 def _started(cluster: LocalCluster, plan: Plan) -> LastCluster:
     tls_ca = os.path.abspath(plan.tls.ca_file) if plan.tls is not None else ""
-    return LastCluster(grpc=cluster.grpc, http=cluster.http, pid=os.getpid(), tls_ca=tls_ca)
+    return LastCluster(
+        grpc=cluster.grpc, http=cluster.http, pid=os.getpid(), tls_ca=tls_ca, more_grpc=cluster.more_grpc
+    )
 
 
 def _names() -> frozenset[str]:

@@ -5,13 +5,10 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -22,83 +19,10 @@ from cli.up import pools_from
 from cluster.errors import ConfigError
 from tandem.client import Client
 from tandem.errors import Unavailable
+from tests.system.up_command import DEADLINE_S, Up
 
-DEADLINE_S = 120.0
-ROOT = Path(__file__).parents[2]
 PROMPT = "def read(path):\n"
 Command = Callable[..., tuple[int, str]]
-
-
-class Up:
-    """`tandem up` in a process of its own, heard to the last line."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
-        self.environment["XDG_RUNTIME_DIR"] = str(folder)
-        ports = () if "--port" in arguments else ("--port", "0", "--grpc-port", "0")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "cli", "up", *ports, "--cluster-key-file", str(folder / "key"), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=self.environment,
-        )
-        self.lines: list[str] = []
-        self._changed = threading.Condition()
-        self._readers = [threading.Thread(target=self._read, args=(stream,)) for stream in self._streams()]
-        for reader in self._readers:
-            reader.start()
-
-    def until(self, part: str) -> str:
-        """The first line with it, now or to come."""
-
-        def found() -> str | None:
-            return next((line for line in self.lines if part in line), None)
-
-        with self._changed:
-            self._changed.wait_for(lambda: found() is not None or not self._is_heard(), DEADLINE_S)
-            line = found()
-        assert line is not None, f"no line with {part!r} in:\n" + "".join(self.lines)
-        return line
-
-    def children(self) -> dict[str, int]:
-        """Process ids by module or program name."""
-        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        names = {}
-        for pid in path.read_text().split():
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            names["redis-server" if b"redis-server" in words[0] else words[2].decode()] = int(pid)
-        return names
-
-    def end(self) -> int:
-        """However it stands: nothing is left."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-        try:
-            return self.process.wait(DEADLINE_S)
-        finally:
-            self.process.kill()
-            for reader in self._readers:
-                reader.join(DEADLINE_S)
-            for stream in self._streams():
-                stream.close()
-
-    def _is_heard(self) -> bool:
-        return any(reader.is_alive() for reader in self._readers)
-
-    def _streams(self) -> list[IO[str]]:
-        assert self.process.stdout is not None and self.process.stderr is not None
-        return [self.process.stdout, self.process.stderr]
-
-    def _read(self, stream: Iterable[str]) -> None:
-        for line in stream:
-            with self._changed:
-                self.lines.append(line)
-                self._changed.notify_all()
-        with self._changed:
-            self._changed.notify_all()
 
 
 @pytest.fixture(scope="module")
@@ -342,6 +266,15 @@ def test_an_address_is_taken_from_the_flag_then_the_variable_then_the_last_clust
     assert find_address(None, environment) == "127.0.0.1:7"
     assert find_address(None, environment | {"TANDEM_ADDRESS": "h:1"}) == "h:1"
     assert find_address("g:2", environment | {"TANDEM_ADDRESS": "h:1"}) == "g:2"
+
+
+def test_all_routers_of_the_last_cluster_are_asked_and_each_of_several_addresses_is_looked_at(tmp_path: Path) -> None:
+    environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    remember(LastCluster("h:7", "h:8", os.getpid(), more_grpc=("h:9",)), environment)
+    assert find_address(None, environment) == "h:7,h:9"
+    assert find_address("g:1, g:2", environment) == "g:1, g:2"
+    with pytest.raises(ConfigError, match="'g2'"):
+        find_address("g:1,g2", environment)
 
 
 def test_workers_share_the_cores_and_pools_are_what_was_asked_for() -> None:

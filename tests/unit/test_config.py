@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.layout import Pools, router_spec, worker_specs
+from cli.layout import Layout, Pools, Ports
 from cluster.config import RouterConfig, WorkerConfig, echo, load_config, parse_arguments
 from cluster.engine_settings import parse_bytes
 from cluster.errors import ConfigError
@@ -180,7 +180,8 @@ def test_sizes_are_read_with_their_unit(text: str, num_bytes: int) -> None:
 
 def test_lengths_given_to_tandem_up_reach_every_process() -> None:
     flags = {"model": "m", "max_input_length": 100, "kv_cache_dtype": "int8"}
-    router = router_spec(flags)
-    workers = worker_specs(Pools(num_prefill=1, num_decode=1), flags, num_threads=1, is_shared=False)
+    layout = Layout(flags=flags, num_threads=1)
+    router = layout.router(0, Ports(0, 0))
+    workers = [layout.worker(slot) for slot in Pools(num_prefill=1, num_decode=1).slots()]
     assert all("--max-input-length=100" in spec.arguments for spec in (router, *workers))
     assert ["--kv-cache-dtype=int8" in spec.arguments for spec in (router, *workers)] == [False, True, True]

@@ -24,17 +24,27 @@ def child(name: str, program: str, *arguments: str) -> ChildSpec:
     return ChildSpec(name, (sys.executable, "-c", program, *arguments))
 
 
+WILL_NOT_LEAVE = (
+    "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\nsignal.pause()\n"
+)
+
+
 class Watched:
     """A supervisor and what it said."""
 
     def __init__(self) -> None:
         self.said: asyncio.Queue[str] = asyncio.Queue()
+        self.heard: asyncio.Queue[str] = asyncio.Queue()
         self.log: list[tuple[str, str]] = []
         self.supervisor = Supervisor(
             say=self.said.put_nowait,
-            echo=lambda name, line: self.log.append((name, line)),
+            echo=self._echo,
             patience=Patience(first_backoff_s=0.01, max_backoff_s=0.02, first_starts=3),
         )
+
+    def _echo(self, name: str, line: str) -> None:
+        self.log.append((name, line))
+        self.heard.put_nowait(line)
 
     async def told(self) -> str:
         return await asyncio.wait_for(self.said.get(), DEADLINE_S)
@@ -142,11 +152,89 @@ async def test_a_stop_lets_a_child_finish_and_starts_it_no_more(watched: Watched
 
 
 async def test_a_child_that_will_not_leave_is_killed_after_the_grace(watched: Watched) -> None:
-    stays = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\nsignal.pause()\n"
-    watched.supervisor.start([child("one", stays)])
+    watched.supervisor.start([child("one", WILL_NOT_LEAVE)])
     await watched.ready("one")
     await watched.supervisor.stop(["one"], 0.05)
     await asyncio.wait_for(watched.supervisor.close(), DEADLINE_S)
+
+
+LEAVES = (
+    "import signal, sys\n"
+    "signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(sys.argv[1])))\n"
+    "print('ready', flush=True)\nsignal.pause()\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"), [(0, "was drained; starting"), (5, "had work left that goes on elsewhere")]
+)
+async def test_a_child_that_somebody_else_asked_to_leave_is_replaced_and_no_crash(
+    watched: Watched, status: int, said: str
+) -> None:
+    watched.supervisor.start([child("one", LEAVES, str(status))])
+    await watched.ready("one")
+    os.kill(watched.supervisor.pids()["one"], signal.SIGTERM)
+    obituary = await watched.told()
+    assert said in obituary and "lines" not in obituary
+    assert await watched.told() == "one is back"
+
+
+async def test_a_retired_child_leaves_in_order_and_its_name_is_free(watched: Watched) -> None:
+    watched.supervisor.start([child("one", LEAVES, "0")])
+    await watched.ready("one")
+    watched.supervisor.retire("one", DEADLINE_S)
+    assert (watched.supervisor.leaving(), watched.supervisor.staying()) == (["one"], {})
+    assert await watched.told() == "one was drained"
+    assert (watched.supervisor.leaving(), watched.supervisor.staying()) == ([], {})
+    watched.supervisor.add(child("one", STAY))
+    await watched.ready("one")
+    assert watched.supervisor.staying() == {"one": True}
+
+
+async def test_a_retired_child_that_will_not_leave_is_killed_and_one_that_is_between_two_lives_is_forgotten(
+    watched: Watched,
+) -> None:
+    watched.supervisor.start([child("stays", WILL_NOT_LEAVE)])
+    await watched.ready("stays")
+    watched.supervisor.retire("stays", 0.05)
+    assert await watched.told() == "stays did not leave in time and was killed"
+    watched.supervisor.add(child("dies", "raise SystemExit(1)"))
+    await watched.told()
+    watched.supervisor.retire("dies", DEADLINE_S)
+    while "dies was" not in await watched.told():
+        pass
+    assert watched.supervisor.staying() == {}
+
+
+async def test_a_child_that_leaves_already_is_not_asked_again_when_the_whole_stops(watched: Watched) -> None:
+    """A second signal would end it at once, with its work in hand."""
+    counts = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\n"
+        "signal.signal(signal.SIGWINCH, lambda *_: sys.exit(0))\n"  # handled after a SIGTERM
+        "print('ready', flush=True)\n"
+        "while True: signal.pause()\n"
+    )
+    watched.supervisor.start([child("one", counts)])
+    await watched.ready("one")
+    pid = watched.supervisor.pids()["one"]
+    watched.supervisor.retire("one", DEADLINE_S)
+    await asyncio.wait_for(watched.heard.get(), DEADLINE_S)
+    stopping = asyncio.create_task(watched.supervisor.stop(["one"], DEADLINE_S))
+    await asyncio.sleep(0)
+    os.kill(pid, signal.SIGWINCH)
+    await asyncio.wait_for(stopping, DEADLINE_S)
+    assert watched.log == [("one", "asked")]
+
+
+async def test_an_added_child_that_never_comes_up_is_tried_again_and_ends_nothing(watched: Watched) -> None:
+    watched.supervisor.start([child("one", STAY)])
+    await watched.ready("one")
+    watched.supervisor.add(child("two", "raise SystemExit(2)"))
+    for _ in range(5):
+        assert "two ended with status 2; starting it again" in await watched.told()
+    assert watched.supervisor.problems() == ["two ended with status 2"]
+    assert watched.supervisor.staying() == {"one": True, "two": False}
 
 
 async def test_arguments_of_the_first_life_are_kept_for_the_next(watched: Watched) -> None:

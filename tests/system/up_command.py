@@ -1,0 +1,91 @@
+"""`tandem up` in a process of its own, for tests."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+DEADLINE_S = 120.0
+ROOT = Path(__file__).parents[2]
+
+
+class Up:
+    """Heard to the last line."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+        self.environment["XDG_RUNTIME_DIR"] = str(folder)
+        ports = () if "--port" in arguments else ("--port", "0", "--grpc-port", "0")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "cli", "up", *ports, "--cluster-key-file", str(folder / "key"), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=self.environment,
+        )
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self._readers = [threading.Thread(target=self._read, args=(stream,)) for stream in self._streams()]
+        for reader in self._readers:
+            reader.start()
+
+    def until(self, part: str) -> str:
+        """The first line with it, now or to come."""
+
+        def found() -> str | None:
+            return next((line for line in self.lines if part in line), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() is not None or not self._is_heard(), DEADLINE_S)
+            line = found()
+        assert line is not None, f"no line with {part!r} in:\n" + "".join(self.lines)
+        return line
+
+    def children(self) -> dict[str, int]:
+        """Process ids by module or program name."""
+        return {name: pid for name, _, pid in self._children()}
+
+    def members(self) -> dict[str, int]:
+        """Process ids by the name that each was started with."""
+        return {member: pid for _, member, pid in self._children() if member}
+
+    def end(self) -> int:
+        """However it stands: nothing is left."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(DEADLINE_S)
+        finally:
+            self.process.kill()
+            for reader in self._readers:
+                reader.join(DEADLINE_S)
+            for stream in self._streams():
+                stream.close()
+
+    def _children(self) -> Iterator[tuple[str, str, int]]:
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        for pid in path.read_text().split():
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            named = next((word for word in words if word.startswith("--member-id=")), "")
+            yield "redis-server" if "redis-server" in words[0] else words[2], named.partition("=")[2], int(pid)
+
+    def _is_heard(self) -> bool:
+        return any(reader.is_alive() for reader in self._readers)
+
+    def _streams(self) -> list[IO[str]]:
+        assert self.process.stdout is not None and self.process.stderr is not None
+        return [self.process.stdout, self.process.stderr]
+
+    def _read(self, stream: Iterable[str]) -> None:
+        for line in stream:
+            with self._changed:
+                self.lines.append(line)
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()

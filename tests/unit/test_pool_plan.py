@@ -1,0 +1,65 @@
+"""Which workers are started and retired to reach a target."""
+
+import pytest
+
+from cli.layout import Ports, router_ports
+from cli.pool_plan import PoolPlan, Slot, pool_plan
+from cli.worker_loads import load
+from cluster.errors import ConfigError
+from cluster.messages import Role
+from cluster.scale_target import ScaleTarget
+
+
+def slots(*names: str) -> list[Slot]:
+    return [Slot.parse(name) for name in names]
+
+
+def plan(staying: str, target: tuple[int, int], *, leaving: str = "", **busy: float) -> tuple[list[str], list[str]]:
+    """`busy` by name, _ for -."""
+    found = pool_plan(
+        slots(*staying.split()),
+        slots(*leaving.split()),
+        ScaleTarget(*target),
+        {Slot.parse(name.replace("_", "-")): value for name, value in busy.items()},
+    )
+    return [str(slot) for slot in found.starts], [str(slot) for slot in found.retires]
+
+
+def test_pools_that_are_as_they_should_be_are_left_alone() -> None:
+    found = pool_plan(slots("prefill-0", "decode-0", "decode-4"), [], ScaleTarget(1, 2), {})
+    assert found == PoolPlan() and not found
+
+
+def test_new_workers_take_the_lowest_free_names_and_never_one_that_is_still_leaving() -> None:
+    assert plan("prefill-0 decode-1", (2, 4), leaving="decode-0") == (
+        ["decode-2", "decode-3", "decode-4", "prefill-1"],
+        [],
+    )
+
+
+def test_the_least_busy_worker_is_retired_and_of_idle_ones_the_newest() -> None:
+    assert plan("decode-0 decode-1 decode-2", (0, 2), decode_0=9, decode_1=2, decode_2=5) == ([], ["decode-1"])
+    assert plan("decode-0 decode-1 decode-2", (0, 1)) == ([], ["decode-2", "decode-1"])
+    assert plan("prefill-0 decode-0", (0, 1), prefill_0=99) == ([], ["prefill-0"])
+
+
+def test_one_that_leaves_already_counts_as_gone() -> None:
+    assert plan("decode-1", (0, 1), leaving="decode-0") == ([], [])
+    assert plan("decode-1", (0, 2), leaving="decode-0") == (["decode-2"], [])
+
+
+def test_blocks_that_requests_hold_and_requests_that_wait_make_a_worker_busy() -> None:
+    assert load({"blocks_free": 10, "blocks_cached": 5, "running": 2}) == 0
+    assert load({"blocks_free": 7, "blocks_held": 3, "blocks_leased": 2, "waiting": 4}) == 9
+
+
+def test_a_slot_is_read_from_its_name() -> None:
+    assert Slot.parse("prefill-12") == Slot(Role.PREFILL, 12)
+
+
+def test_routers_take_the_ports_after_the_first_ones() -> None:
+    assert router_ports(Ports(8000, 50051), 3) == [Ports(8000, 50051), Ports(8001, 50052), Ports(8002, 50053)]
+    assert router_ports(Ports(0, 0), 2) == [Ports(0, 0), Ports(0, 0)]
+    for clash in (Ports(8000, 8001), Ports(65535, 0)):
+        with pytest.raises(ConfigError, match="leave no room for 2 routers"):
+            router_ports(clash, 2)
