@@ -109,7 +109,8 @@ async def _knows(client: Redis, num_replicas: int) -> bool:
 
 
 async def _is_whole(client: Redis) -> bool:
-    return dict(await client.execute_command("CLUSTER INFO"))["cluster_state"] == "ok"  # type: ignore[no-untyped-call]
+    info: dict[str, str] = await client.execute_command("CLUSTER INFO")  # type: ignore[no-untyped-call]
+    return info["cluster_state"] == "ok"
 
 
 async def _answers(client: Redis) -> bool:

@@ -1,6 +1,7 @@
 """The registry on a real redis-server: leases, incarnations, and what happens while it is gone."""
 
 import asyncio
+import itertools
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -206,7 +207,7 @@ async def test_members_without_a_common_protocol_never_pair(registry: Registry) 
 
 async def on_own_server(act: Callable[[RedisServer, Registry], Awaitable[None]]) -> None:
     server = await RedisServer.start()
-    registry = Registry(url=server.url, cluster_name="own", lease_s=0.5, timeout_s=0.2)
+    registry = Registry(url=server.url, cluster_name="own", lease_s=0.5, timeout_s=0.5)
     try:
         await act(server, registry)
     finally:
@@ -259,6 +260,126 @@ async def test_a_redis_that_lost_everything_is_told_again() -> None:
             await successor.stop()
 
     await on_own_server(act)
+
+
+async def test_a_redis_that_is_emptied_while_it_runs_costs_nobody() -> None:
+    """Whichever comes back first, the watcher itself or another: those that are not yet back are kept."""
+
+    async def act(server: RedisServer, registry: Registry) -> None:
+        worker = Registry(url=server.url, cluster_name="own", lease_s=registry.lease_s)
+        theirs = Registration(worker, member("d0"))
+        ours = Registration(registry, router)
+        await theirs.join()
+        await ours.join()
+        async with Redis.from_url(server.url) as redis, aclosing(registry.watch()) as watch:
+            async with asyncio.timeout(DEADLINE_S):
+                believed = await anext(watch)
+                news = asyncio.ensure_future(anext(watch))
+                for returning in (ours, theirs):
+                    await redis.flushall()
+                    await returning.set_state(MemberState.STARTING)
+                    await asyncio.wait([news], timeout=registry.lease_s / 2)  # two looks
+                    assert not news.done()
+                await ours.set_state(MemberState.READY)
+                assert await news == (member("d0"), router.with_state(MemberState.READY))
+                assert believed == (member("d0"), router)
+        await worker.close()
+
+    router = member("r0", role=Role.ROUTER, fingerprint=None, transports=(), capacity=None)
+    await on_own_server(act)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "mend", "words"),
+    [
+        ("CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0", "OOM|maxmemory"),
+        ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE", "READONLY"),
+    ],
+    ids=["full", "a replica"],
+)
+async def test_a_redis_that_takes_nothing_is_gone_and_nobody_is_missing(spoil: str, mend: str, words: str) -> None:
+    """It still answers questions, with fewer and fewer members."""
+
+    async def act(server: RedisServer, registry: Registry) -> None:
+        registration = Registration(registry, member())
+        await registration.join()
+        keeper = asyncio.create_task(registration.keep())
+        async with Redis.from_url(server.url) as redis, aclosing(registry.watch()) as watch:
+            async with asyncio.timeout(DEADLINE_S):
+                assert await anext(watch) == (member(),)
+                news = asyncio.ensure_future(anext(watch))
+                await redis.execute_command(*spoil.split())  # type: ignore[no-untyped-call]
+                with pytest.raises(RegistryUnavailable, match=words):
+                    await registry.renew(member())
+                await asyncio.wait([news], timeout=3 * registry.lease_s)
+                assert not news.done()
+                await redis.execute_command(*mend.split())  # type: ignore[no-untyped-call]
+                await registration_seen(registry)
+                await registry.register(member("d0"))
+                assert await news == (member("d0"), member())
+                assert not keeper.done()
+                keeper.cancel()
+
+    await on_own_server(act)
+
+
+async def test_a_redis_that_is_still_loading_is_gone_and_not_wrong() -> None:
+    async def load(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.readline():
+            writer.write(b"-LOADING Redis is loading the dataset in memory\r\n")
+
+    server = await asyncio.start_server(load, "127.0.0.1", 0)
+    registry = Registry(url=f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", cluster_name="c", lease_s=1.0)
+    registration = Registration(registry, member())
+    await registration.set_state(MemberState.READY)
+    with pytest.raises(RegistryUnavailable, match="loading"):
+        await registry.register(member())
+    await registry.close()
+    server.close()
+
+
+async def test_scripts_that_redis_has_forgotten_are_told_again(registry: Registry, redis_url: str) -> None:
+    await registry.register(member())
+    async with Redis.from_url(redis_url) as redis:
+        await redis.script_flush()
+    await registry.renew(member(state=MemberState.READY))
+    assert await registry.members() == (member(state=MemberState.READY),)
+
+
+async def test_a_subscription_that_a_network_cut_in_half_is_made_anew(redis_url: str, cluster_name: str) -> None:
+    """Nothing comes on it any more, and nothing says so; everything else works."""
+    subscribed: asyncio.Queue[None] = asyncio.Queue()
+    number = itertools.count(1)
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", int(redis_url.split(":")[2].split("/")[0]))
+        answers = asyncio.create_task(answer(there[0], writer))
+        while data := await reader.read(65536):
+            there[1].write(data)
+        answers.cancel()
+        there[1].close()
+        writer.close()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+            if b"subscribe" in data:
+                subscribed.put_nowait(None)
+                if next(number) == 1:
+                    return  # the first subscription hears nothing after its confirmation
+
+    server = await asyncio.start_server(forward, "127.0.0.1", 0)
+    url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    registry = Registry(url=url, cluster_name=cluster_name, lease_s=0.5)
+    async with aclosing(registry.watch()) as watch, asyncio.timeout(DEADLINE_S):
+        assert await anext(watch) == ()
+        news = asyncio.ensure_future(anext(watch))
+        await subscribed.get()
+        await subscribed.get()
+        await registry.register(member())
+        assert await news == (member(),)
+    await registry.close()
+    server.close()
 
 
 async def registration_seen(registry: Registry) -> None:
