@@ -143,6 +143,7 @@ class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
 
     port: int = setting(0, "gRPC port; 0: a free one")
     heartbeat_s: float = setting(1.0, "time between two heartbeats to each router")
+    canary_interval_s: float = setting(0.0, "an idle worker tries a few tokens of its own after so long; 0: never")
     stream_grace_s: float = setting(2.0, "a router whose stream broke may come back for so long")
 
     def __post_init__(self) -> None:
@@ -153,6 +154,9 @@ class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
         require_exact_wire(self.deterministic, self.kv_wire_dtype)
         require(bool(self.model), "--model is needed: a local folder or a hub name")
         _require_port("port", self.port)
+        require(
+            self.canary_interval_s >= 0, f"--canary-interval-s must not be negative, not {self.canary_interval_s}"
+        )
         require(
             0 < self.heartbeat_s <= self.member_lease_s / 2,
             f"--heartbeat-s must be positive and at most half of --member-lease-s, {self.member_lease_s:g} s, not"

@@ -68,6 +68,9 @@ METRICS: dict[str, Metric] = {
     "tandem_prefix_index_blocks": _gauge("blocks that prefill workers say they have cached"),
     "tandem_registry_age_seconds": _gauge("since the registry was last read"),
     "tandem_http_responses_total": _counter("HTTP answers", "route", "status"),
+    "tandem_canaries_total": _counter(
+        "generations of an idle worker's own; in no other figure but its steps and computed tokens", "outcome"
+    ),
     "tandem_unhealthy_total": _counter("times that a worker became unhealthy, by what found it", "finder"),
     "tandem_rpc_errors_total": _counter("gRPC calls that this process ended with an error", "reason"),
     # prefill worker

@@ -17,7 +17,7 @@ from cluster.registration import Registration
 from cluster.serving import GrpcServer
 from cluster.stacks import stack_of
 from cluster.telemetry import Telemetry
-from cluster.watchdog import StepSight, StepWatchdog, StuckLimits, Verdict
+from cluster.watchdog import StandStill, StepSight, StepWatchdog, StuckLimits, Verdict
 
 _LOG = logging.getLogger("tandem.worker.health")
 _STEP = "step"
@@ -32,6 +32,9 @@ class StepProgress(Protocol):
 
     @property
     def busy_since_s(self) -> float | None: ...
+
+    @property
+    def last_step_s(self) -> float: ...
 
     @property
     def longest_step_s(self) -> float: ...
@@ -73,6 +76,7 @@ class WorkerHealth:
         self._telemetry = telemetry
         self._end_work = end_work
         self._watchdog = StepWatchdog(limits)
+        self._unwell = StandStill(limits.look_s)
         self._problems: dict[str, str] = {}  # by what found them
         self._changed = asyncio.Event()
 
@@ -141,7 +145,8 @@ class WorkerHealth:
             self._end_of_step_problem()
         elif _STEP not in self._problems:
             self._begin_of_step_problem(progress)
-        if verdict is Verdict.HOPELESS:
+        unwell_s = self._unwell.look(1 if self._problems else None, self._clock.now_s())
+        if verdict is Verdict.HOPELESS or unwell_s >= self._limits.exit_s:
             _LOG.critical("the worker is stuck and does not recover: %s", self.problem)
             raise Unhealthy(self.problem)
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from cluster.canary import Canaries
 from cluster.clock import MonotonicClock
 from cluster.config import WorkerConfig
 from cluster.errors import Unavailable
@@ -18,6 +19,7 @@ from cluster.worker_health import WorkerHealth
 from cluster.worker_life import WorkerLife
 from cluster.worker_service import Inspections, WorkerService
 from decode_worker import commands
+from decode_worker.canary import DecodeCanary
 from decode_worker.limits import DecodeLimits
 from decode_worker.preemption_cost import PreemptionCost
 from decode_worker.scheduler import DecodeScheduler
@@ -36,6 +38,7 @@ from kvtransfer.worker_transfer import WorkerTransfer
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 _LOG = logging.getLogger("tandem.decode")
+_CANARY_FACTOR = 5.0  # of a step's limit: the first one may compile
 
 
 async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
@@ -52,6 +55,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
     await worker.transfer.start()
     worker.steps.start()
     beats = asyncio.create_task(worker.beat(), name="heartbeats")
+    canaries = asyncio.create_task(worker.canaries.run(), name="canaries")
     try:
         await life.live(
             fingerprint=engine.fingerprint,
@@ -69,6 +73,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
         )
     finally:
         beats.cancel()
+        canaries.cancel()
         await worker.service.close()
         await life.end()
         await worker.transfer.close()
@@ -111,6 +116,20 @@ class _Worker:
             clock=clock,
             telemetry=life.telemetry,
             end_work=lambda error: self.service.end_work(error),
+        )
+        flight = DecodeCanary(
+            self.steps.post, vocab_size=engine.model_info.vocab_size, timeout_s=_CANARY_FACTOR * config.step_timeout_s
+        )
+        self._without_canaries = flight.take
+        self.canaries = Canaries(
+            flight,
+            interval_s=config.canary_interval_s,
+            timeout_s=_CANARY_FACTOR * config.step_timeout_s,
+            retry_s=min(config.canary_interval_s, config.stuck_exit_s / 4),
+            progress=lambda: self.steps.progress,
+            health=self.health,
+            clock=clock,
+            telemetry=life.telemetry,
         )
         self.transfer = WorkerTransfer(
             life=life,
@@ -182,7 +201,10 @@ class _Worker:
 
     def _emit(self, events: tuple[commands.Event, ...]) -> None:
         """From the step thread to the event loop."""
-        self._loop.call_soon_threadsafe(self.service.on_events, events)
+        self._loop.call_soon_threadsafe(self._on_events, events)
+
+    def _on_events(self, events: tuple[commands.Event, ...]) -> None:
+        self.service.on_events(self._without_canaries(events))
 
     def _release(self, ticket_id: bytes) -> None:
         """No lease is left on a ticket of this worker."""

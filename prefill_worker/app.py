@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from cluster.canary import Canaries
 from cluster.clock import MonotonicClock
 from cluster.config import WorkerConfig
 from cluster.errors import DrainIncomplete
@@ -24,6 +25,7 @@ from kvtransfer.exporter_channels import ExporterChannels
 from kvtransfer.wire_dtypes import WireDtype
 from kvtransfer.worker_transfer import WorkerTransfer
 from prefill_worker import commands
+from prefill_worker.canary import PrefillCanary
 from prefill_worker.prefix_feed import PrefixFeed
 from prefill_worker.prefix_pulls import PrefixPulls, PullMeans
 from prefill_worker.prefix_tiers import PrefixTiers, TierMeans
@@ -34,6 +36,7 @@ from prefill_worker.tier_opening import open_tiers
 from tandem.v1 import worker_pb2_grpc
 
 _LOG = logging.getLogger("tandem.prefill")
+_CANARY_FACTOR = 5.0  # of a step's limit: the first one may compile
 
 
 async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
@@ -48,6 +51,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
     worker = _Worker(life, engine)
     await worker.transfer.start()
     worker.steps.start()
+    canaries = asyncio.create_task(worker.canaries.run(), name="canaries")
     try:
         await life.live(
             fingerprint=engine.fingerprint,
@@ -64,6 +68,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
             watch=worker.health.watch,
         )
     finally:
+        canaries.cancel()
         await life.end()
         await worker.transfer.close()
         if worker.pulls is not None:
@@ -98,6 +103,20 @@ class _Worker:
             clock=clock,
             telemetry=life.telemetry,
             end_work=lambda error: self.service.end_work(error),
+        )
+        flight = PrefillCanary(
+            self.steps.post, vocab_size=engine.model_info.vocab_size, timeout_s=_CANARY_FACTOR * config.step_timeout_s
+        )
+        self._without_canaries = flight.take
+        self.canaries = Canaries(
+            flight,
+            interval_s=config.canary_interval_s,
+            timeout_s=_CANARY_FACTOR * config.step_timeout_s,
+            retry_s=min(config.canary_interval_s, config.stuck_exit_s / 4),
+            progress=lambda: self.steps.progress,
+            health=self.health,
+            clock=clock,
+            telemetry=life.telemetry,
         )
         self.transfer = WorkerTransfer(
             life=life,
@@ -193,7 +212,10 @@ class _Worker:
 
     def _emit(self, events: tuple[commands.Event, ...]) -> None:
         """From the step thread to the event loop."""
-        self._loop.call_soon_threadsafe(self.service.on_events, events)
+        self._loop.call_soon_threadsafe(self._on_events, events)
+
+    def _on_events(self, events: tuple[commands.Event, ...]) -> None:
+        self.service.on_events(self._without_canaries(events))
 
     def _release(self, ticket_id: bytes) -> None:
         self.steps.post(commands.Release(ticket_id))
