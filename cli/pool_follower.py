@@ -16,7 +16,8 @@ from cli.supervisor import Supervisor
 from cluster.errors import RegistryUnavailable
 from cluster.messages import Role
 from cluster.registry import Registry
-from cluster.scale_target import Following, ScaleTarget
+from cluster.scale_registry import Following
+from cluster.scale_target import ScaleTarget
 
 
 class PoolFollower:

@@ -16,7 +16,7 @@ from cluster.member import DrainOutcome, Member, MemberState
 from cluster.messages import Role
 from cluster.registration import Registration
 from cluster.registry import Registry
-from cluster.scale_target import ScaleTargets
+from cluster.scale_registry import ScaleTargets
 from cluster.serving import GrpcServer, join_address, open_channel
 from cluster.telemetry import Telemetry
 from cluster.tls import load_tls

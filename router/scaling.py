@@ -6,7 +6,8 @@ Owns the task that follows it. Decides nothing: whoever runs the workers follows
 import asyncio
 from contextlib import aclosing
 
-from cluster.scale_target import ScaleTarget, ScaleTargets
+from cluster.scale_registry import ScaleTargets
+from cluster.scale_target import ScaleTarget
 from tandem.v1 import admin_pb2
 
 

@@ -12,8 +12,9 @@ from cluster import wire
 from cluster.member import MemberState
 from cluster.registry import Registry
 from cluster.rpc_errors import REASON, RETRY_AFTER_S
-from cluster.scale_target import ScaleTargets
+from cluster.scale_registry import ScaleTargets
 from cluster.serving import GrpcServer, open_channel
+from router.client_stalls import ClientStalls
 from router.drains import Drains
 from router.scaling import Scaling
 from router.service import AdminService, ApiKeyInterceptor, InferenceService
@@ -24,7 +25,9 @@ _MAX_MESSAGE_BYTES = 100_000
 
 
 @asynccontextmanager
-async def served(api_key: str = "", **settings: object) -> AsyncIterator[tuple[RouterUnderTest, grpc.aio.Channel]]:
+async def served(
+    api_key: str = "", client_stall_s: float = 60.0, **settings: object
+) -> AsyncIterator[tuple[RouterUnderTest, grpc.aio.Channel]]:
     async with router_under_test(**settings) as router:
         server = GrpcServer(
             service_names=["tandem.v1.Inference", "tandem.v1.Admin"],
@@ -32,7 +35,8 @@ async def served(api_key: str = "", **settings: object) -> AsyncIterator[tuple[R
             max_message_bytes=_MAX_MESSAGE_BYTES,
             interceptors=[ApiKeyInterceptor(api_key)] if api_key else [],
         )
-        inference = InferenceService(pipeline=router.pipeline, tokenization=router.tokenization)
+        stalls = ClientStalls(client_stall_s, router.telemetry)
+        inference = InferenceService(pipeline=router.pipeline, tokenization=router.tokenization, stalls=stalls)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.grpc)
         drains = Drains(
             router=router.member.id,

@@ -24,6 +24,7 @@ OURS = {*ALLOWED, "simulator", "cli", "deploy", "benchmarks"}
 
 # They decide; loops perform. Standard library and each other only: no clock of their own, no await.
 PURE = [
+    "cli.pool_plan",
     "cluster.config",
     "cluster.clock",
     "cluster.engine_settings",
@@ -34,6 +35,7 @@ PURE = [
     "cluster.messages",
     "cluster.protocol",
     "cluster.redis_url",
+    "cluster.scale_target",
     "cluster.service_rate",
     "cluster.watchdog",
     "decode_worker.admission",
@@ -82,6 +84,7 @@ PURE = [
     "router.placement",
     "router.prefix_index",
     "router.prefix_memory",
+    "router.told_routers",
 ]
 # Deciding modules among them: neither read a clock nor wait.
 CLOCKLESS = [name for name in PURE if name not in ("cluster.clock", "cluster.config")]

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from redis.exceptions import ConnectionError as RedisGone
 
-from cluster import registry, scale_target
+from cluster import registry, scale_registry
 from tests.chaos.simulated.loop import current
 from tests.chaos.simulated.network import Network
 
@@ -124,7 +124,7 @@ class RedisClient:
             registry._RENEW: server.renew,
             registry._LEAVE: server.leave,
             registry._MEMBERS: server.members,
-            scale_target._ANSWER: lambda keys, values: [],  # nobody scales
+            scale_registry._ANSWER: lambda keys, values: [],  # nobody scales
         }
 
     def register_script(self, text: str) -> Script:
