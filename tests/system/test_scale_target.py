@@ -1,0 +1,108 @@
+"""The scale target in a real Redis: who may set it, who follows it, what is left when Redis loses everything."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+from redis.asyncio import Redis
+
+from cluster.errors import InvalidRequest, Unavailable
+from cluster.registry import Registry
+from cluster.scale_registry import Following, ScaleTargets
+from cluster.scale_target import ScaleTarget
+
+
+@pytest.fixture
+async def registry(redis_url: str, cluster_name: str) -> AsyncIterator[Registry]:
+    registry = Registry(url=redis_url, cluster_name=cluster_name, lease_s=5.0)
+    yield registry
+    await registry.close()
+
+
+def following(registry: Registry, name: str = "first", target: tuple[int, int] = (1, 2)) -> Following:
+    return Following(registry, name, ScaleTarget(*target))
+
+
+async def test_without_a_follower_a_target_is_refused_with_what_to_do(registry: Registry) -> None:
+    targets = ScaleTargets(registry)
+    assert await targets.read() is None
+    with pytest.raises(Unavailable, match="kubectl scale"):
+        await targets.set(None, 3)
+    follower = following(registry)
+    assert await follower.report(reached=1) == ""
+    await follower.leave()
+    with pytest.raises(Unavailable, match="tandem up"):
+        await targets.set(None, 3)
+
+
+async def test_a_follower_hears_at_once_what_an_operator_sets_and_the_operator_how_far_it_is(
+    registry: Registry,
+) -> None:
+    targets, follower = ScaleTargets(registry), following(registry)
+    await follower.report(reached=0)
+    await follower.report(reached=1)
+    async with aclosing(targets.watch()) as seen:
+        assert await anext(seen) == ScaleTarget(1, 2, version=1, follower="first", reached=1)
+        assert await targets.set(None, 3) == ScaleTarget(1, 3, version=2, follower="first", reached=1)
+        assert await follower.report(reached=1, problem="decode-2 ended with status 1") == ""
+        assert (follower.target.prefill, follower.target.decode, follower.target.version) == (1, 3, 2)
+        await follower.report(reached=2)
+        while (target := await anext(seen)) is None or target.reached < 2:
+            pass
+        assert target.problem == ""
+
+
+async def test_of_two_operators_none_undoes_what_the_other_left_alone(registry: Registry) -> None:
+    targets, follower = ScaleTargets(registry), following(registry)
+    await follower.report(reached=1)
+    first, second = await targets.set(4, None), await targets.set(None, 5)
+    assert (second.prefill, second.decode) == (4, 5)
+    assert (first.version, second.version) == (2, 3)
+    assert (await targets.set(4, 5)).version == 3, "nothing has changed"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "said"), [(None, None, "which pool"), (1, 0, "the least is 1"), (300, 1, "0 to 256, not 300")]
+)
+async def test_what_no_cluster_can_have_is_refused(
+    registry: Registry, prefill: int | None, decode: int | None, said: str
+) -> None:
+    await following(registry).report(reached=1)
+    with pytest.raises(InvalidRequest, match=said):
+        await ScaleTargets(registry).set(prefill, decode)
+
+
+async def test_one_follows_at_a_time_and_the_next_one_begins_with_its_own_pools(registry: Registry) -> None:
+    first, second = following(registry), following(registry, "second", (2, 2))
+    await first.report(reached=1)
+    assert await second.report(reached=0) == "first"
+    assert (second.target.prefill, second.target.decode) == (2, 2), "another one's target is none of its business"
+    await first.leave()
+    assert await second.report(reached=0) == ""
+    target = await ScaleTargets(registry).read()
+    assert target is not None and (target.prefill, target.decode, target.follower) == (2, 2, "second")
+
+
+async def test_a_registry_that_lost_everything_is_told_the_target_again(
+    registry: Registry, redis_url: str, cluster_name: str
+) -> None:
+    targets, follower = ScaleTargets(registry), following(registry)
+    await follower.report(reached=1)
+    await targets.set(None, 7)
+    await follower.report(reached=1)
+    async with Redis.from_url(redis_url) as client:
+        await client.delete(*await client.keys(f"*{cluster_name}*"))
+    await follower.report(reached=1)
+    assert await targets.read() == ScaleTarget(1, 7, version=2, follower="first", reached=1)
+
+
+async def test_a_follower_whose_lease_lapsed_finds_the_target_as_it_was_set(
+    registry: Registry, redis_url: str, cluster_name: str
+) -> None:
+    targets, follower = ScaleTargets(registry), following(registry)
+    await follower.report(reached=1)
+    await targets.set(None, 7)
+    async with Redis.from_url(redis_url) as client:
+        await client.delete(f"{{{cluster_name}}}:scale:follower")
+    await follower.report(reached=1)
+    assert follower.target == ScaleTarget(1, 7, version=2, follower="first", reached=1)
