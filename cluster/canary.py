@@ -103,7 +103,7 @@ class Canaries:
                 await self.fly()
 
     async def fly(self) -> Outcome:
-        """One canary, and another where the first was wrong: one wrong answer may be the guest's who came in between."""
+        """One canary, and another where the first was wrong: somebody may have come in between unseen."""
         outcome = await self._fly_once()
         if outcome is Outcome.DIFFERS:
             outcome = await self._fly_once()

@@ -1,0 +1,212 @@
+"""Canary generations over real schedulers and step threads: what is wrong is found, and nobody else notices."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.canary import Canaries, CanaryJudge, Flight, Outcome
+from cluster.clock import MonotonicClock
+from cluster.hashing import nameless_chains
+from cluster.messages import Inspect, Inspected, MemberId, PrefillJob, Sampling, TokenStops
+from cluster.serving import GrpcServer
+from cluster.telemetry import Telemetry
+from cluster.watchdog import StuckLimits
+from cluster.worker_health import WorkerHealth
+from decode_worker.canary import DecodeCanary
+from decode_worker.limits import DecodeLimits
+from decode_worker.scheduler import DecodeScheduler
+from engine.step import DrawnToken, StepPlan, StepResult
+from engine.step_loop import StepLoop
+from prefill_worker import commands as prefill_commands
+from prefill_worker.canary import PrefillCanary
+from prefill_worker.scheduler import PrefillScheduler
+from tests.unit.fake_paged_runner import VOCAB_SIZE, FakePagedRunner
+
+_DEADLINE_S = 30.0
+_NUM_BLOCKS, _BLOCK_SIZE = 16, 16
+
+
+class Device(FakePagedRunner):
+    """Computes what it should, unless it is told not to."""
+
+    def __init__(self) -> None:
+        super().__init__(_NUM_BLOCKS, _BLOCK_SIZE)
+        self.num_wrong = 0  # steps from now on
+        self.may_go = threading.Event()
+        self.may_go.set()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert self.may_go.wait(_DEADLINE_S)
+        result = super().run(plan)
+        if not self.num_wrong:
+            return result
+        self.num_wrong -= 1
+        wrong = tuple(tuple(DrawnToken(token.token_id ^ 1) for token in drawn) for drawn in result.tokens)
+        return replace(result, tokens=wrong)
+
+
+class Bench:
+    """An idle worker, as far as canaries see one."""
+
+    def __init__(self, role: str, *, timeout_s: float = _DEADLINE_S) -> None:
+        self.device, self.telemetry, clock = Device(), Telemetry(), MonotonicClock()
+        self.told: list[object] = []  # what is left for the service
+        self.ended: list[Exception] = []
+        self._loop = asyncio.get_running_loop()
+        self._heard = asyncio.Event()
+        self.steps: StepLoop[object, object] = StepLoop(
+            _scheduler(role), self.device, clock, self._emit, on_error=print, on_fatal=print
+        )
+        flight: PrefillCanary | DecodeCanary
+        kind: Callable[..., PrefillCanary | DecodeCanary] = PrefillCanary if role == "prefill" else DecodeCanary
+        self._flight = flight = kind(self.steps.post, vocab_size=VOCAB_SIZE, timeout_s=timeout_s)
+        self.health = WorkerHealth(
+            server=GrpcServer(service_names=[], telemetry=self.telemetry),
+            steps=self.steps,
+            limits=StuckLimits(60.0, 60.0),
+            clock=clock,
+            telemetry=self.telemetry,
+            end_work=self.ended.append,
+        )
+        guarded: Flight = flight
+        self.canaries = Canaries(
+            guarded,
+            interval_s=60.0,
+            timeout_s=timeout_s,
+            retry_s=60.0,
+            progress=lambda: self.steps.progress,
+            health=self.health,
+            clock=clock,
+            telemetry=self.telemetry,
+        )
+        self.steps.start()
+
+    async def inspect(self) -> Inspected:
+        self.steps.post(Inspect(1))
+        async with asyncio.timeout(_DEADLINE_S):
+            while not self.told or not isinstance(self.told[-1], Inspected):
+                self._heard.clear()
+                await self._heard.wait()
+        inspected = self.told.pop()
+        assert isinstance(inspected, Inspected)
+        return inspected
+
+    def close(self) -> None:
+        self.device.may_go.set()
+        assert self.steps.stop(_DEADLINE_S)
+
+    def _emit(self, events: tuple[object, ...]) -> None:
+        self._loop.call_soon_threadsafe(self._take, events)
+
+    def _take(self, events: tuple[object, ...]) -> None:
+        self.told += self._flight.take(events)  # type: ignore[arg-type]
+        self._heard.set()
+
+
+def _scheduler(role: str) -> Any:
+    if role == "prefill":
+        return PrefillScheduler(
+            num_blocks=_NUM_BLOCKS,
+            block_size=_BLOCK_SIZE,
+            max_prefill_tokens=64,
+            max_num_seqs=8,
+            max_queue=8,
+            new_chain=nameless_chains(),
+        )
+    limits = DecodeLimits(
+        num_blocks=_NUM_BLOCKS,
+        block_size=_BLOCK_SIZE,
+        max_model_len=128,
+        max_num_seqs=8,
+        max_prefill_tokens=64,
+        max_queue=8,
+        watermark=0.0,
+    )
+    return DecodeScheduler(limits, new_chain=nameless_chains())
+
+
+@pytest.fixture(params=["prefill", "decode"])
+async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    bench = Bench(request.param)
+    yield bench
+    bench.close()
+
+
+async def test_a_canary_leaves_nothing_and_nobody_hears_of_it(bench: Bench) -> None:
+    assert [await bench.canaries.fly() for _ in range(3)] == [Outcome.OK] * 3
+
+    inspected = await bench.inspect()
+    assert bench.told == []
+    assert inspected.violation == ""
+    assert inspected.blocks["free"] == _NUM_BLOCKS
+    assert bench.telemetry.value("tandem_canaries_total", outcome="ok") == 3
+    assert bench.health.problem == ""
+
+
+async def test_a_device_that_computes_something_else_makes_the_worker_unhealthy_until_it_is_right_again(
+    bench: Bench,
+) -> None:
+    await bench.canaries.fly()
+
+    bench.device.num_wrong = 1000
+    assert await bench.canaries.fly() is Outcome.DIFFERS
+    assert "other tokens" in bench.health.problem
+    assert len(bench.ended) == 1, "what routers have here is ended once"
+    bench.device.num_wrong = 0
+    assert await bench.canaries.fly() is Outcome.OK
+    assert bench.health.problem == ""
+
+
+async def test_one_wrong_answer_is_asked_again_before_anybody_is_told(bench: Bench) -> None:
+    await bench.canaries.fly()
+
+    bench.device.num_wrong = 1
+
+    assert await bench.canaries.fly() is Outcome.OK
+    assert bench.telemetry.value("tandem_canaries_total", outcome="differs") == 1
+    assert bench.ended == []
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_canary_that_does_not_end_in_time_makes_the_worker_unhealthy_and_leaves_nothing(role: str) -> None:
+    bench = Bench(role, timeout_s=0.05)
+    try:
+        bench.device.may_go.clear()
+        assert await bench.canaries.fly() is Outcome.LATE
+        assert "in time" in bench.health.problem
+        bench.device.may_go.set()
+        assert (await bench.inspect()).blocks["free"] == _NUM_BLOCKS
+        assert bench.told == []
+    finally:
+        bench.close()
+
+
+async def test_real_work_meanwhile_goes_on_and_the_canary_says_nothing() -> None:
+    bench = Bench("prefill")
+    try:
+        bench.device.may_go.clear()
+        flying = asyncio.create_task(bench.canaries.fly())
+        job = PrefillJob("request", 0, (1, 2, 3), Sampling(), TokenStops(9), (7,), 0, MemberId("d", "1"), 60.0)
+        bench.steps.post(prefill_commands.Submit(b"real", job))
+        bench.device.may_go.set()
+        await flying
+        await bench.inspect()
+        kinds = [type(event) for event in bench.told]
+        assert kinds == [prefill_commands.Accepted, prefill_commands.Finished]
+    finally:
+        bench.close()
+
+
+def test_who_was_not_alone_proves_nothing() -> None:
+    judge = CanaryJudge()
+    assert judge.judge((9, 9), was_alone=False) is Outcome.DISTURBED
+    assert judge.judge((1, 2), was_alone=True) is Outcome.OK
+    assert judge.judge((9, 9), was_alone=False) is Outcome.DISTURBED
+    assert judge.judge(None, was_alone=False) is Outcome.DISTURBED
+    assert judge.judge((1, 2), was_alone=True) is Outcome.OK
+    assert judge.judge((1, 3), was_alone=True) is Outcome.DIFFERS
+    assert judge.judge(None, was_alone=True) is Outcome.LATE
