@@ -14,7 +14,8 @@ import pytest
 from cluster import wire
 from cluster.serving import GrpcServer, open_channel
 from router.service import InferenceService
-from tandem.client import AsyncClient
+from tandem.client import AsyncClient, Client
+from tandem.errors import Unavailable
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 from tests.system.router_harness import PROMPT, RouterUnderTest, ask, expected_tokens, router_under_test
 from tests.system.scripted_workers import ScriptedDecode, ScriptedPrefill, scripted_token
@@ -27,7 +28,8 @@ class MortalService(InferenceService):
     """Its server is gone before the first response of which `dies_before(responses sent, response)`."""
 
     def __init__(self, router: RouterUnderTest, stop: Callable[[], Any]) -> None:
-        super().__init__(pipeline=router.pipeline, tokenization=router.tokenization)
+        self.told: tuple[str, ...] = ()
+        super().__init__(pipeline=router.pipeline, tokenization=router.tokenization, told_routers=lambda: self.told)
         self.dies_before: Callable[[int, Response], bool] = lambda num_tokens, response: False
         self._stop = stop
         self._stopping: asyncio.Task[None] | None = None
@@ -109,6 +111,37 @@ async def test_the_client_gets_what_it_would_have_got(dies_before: Callable[[int
         assert result.ledger.reasons == ("resumed",)
         if dies_before is before_the_end:
             assert not second.prefill.jobs and not second.decode.jobs, "there was nothing left to compute"
+
+
+@pytest.mark.parametrize("dies_before", [before_token(0), before_token(5)], ids=["first-token", "token-5"])
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "blocking"])
+async def test_a_client_of_one_address_goes_on_at_the_router_that_it_was_told_of(
+    dies_before: Callable[[int, Response], bool], is_async: bool
+) -> None:
+    """Told before the first token, so that this one needs no second address either."""
+    async with served() as first, served() as second:
+        expected, _ = undisturbed(first.router)
+        first.service.told = (first.address, second.address)
+        first.service.dies_before = dies_before
+        if is_async:
+            async with AsyncClient(first.address, timeout_s=20) as client:
+                result = await client.generate(token_ids=PROMPT, seed=1, max_tokens=MAX_TOKENS).result()
+        else:
+            with Client(first.address, timeout_s=20) as blocking:
+                generation = blocking.generate(token_ids=PROMPT, seed=1, max_tokens=MAX_TOKENS)
+                result = await asyncio.to_thread(generation.result)
+        assert result.token_ids[:4] == expected[0]
+        assert (len(result.token_ids), result.ledger.reasons) == (MAX_TOKENS, ("resumed",))
+
+
+async def test_a_client_that_wants_to_be_told_of_nobody_asks_nobody_else() -> None:
+    async with served() as first, served() as second:
+        first.service.told = (first.address, second.address)
+        first.service.dies_before = before_token(0)
+        async with AsyncClient(first.address, timeout_s=20, discover=False) as client:
+            with pytest.raises(Unavailable):
+                await client.generate(token_ids=PROMPT, max_tokens=MAX_TOKENS).result()
+        assert not second.prefill.jobs
 
 
 async def test_what_the_first_router_drew_and_resolved_holds_at_the_second() -> None:
