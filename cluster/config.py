@@ -28,7 +28,8 @@ class ClusterSettings:
     """What every process of a cluster needs to find and trust the others."""
 
     redis: str = setting(
-        "", "URL of the Redis that holds the registry: redis://host:port/db, or redis+sentinel://, redis+cluster://, unix://"
+        "",
+        "URL of the Redis that holds the registry: redis://host:port/db, or redis+sentinel://, redis+cluster://, unix://",
     )
     cluster_name: str = setting("tandem", "prefix of every key in Redis; members of one name form one cluster")
     cluster_key_file: str = setting("", "file with the key that signs tickets; made at first start where missing")
@@ -185,6 +186,10 @@ class RouterConfig(ClusterSettings):
     request_timeout_s: float = setting(600.0, "deadline of a request that brings none")
     max_attempts: int = setting(3, "tries at each leg of a request")
     stream_grace_s: float = setting(2.0, "a worker whose stream broke may come back for so long")
+    breaker_failures: int = setting(
+        3, "hand-offs in a row that fail until two workers are not paired; 0: always paired"
+    )
+    breaker_max_pause_s: float = setting(30.0, "longest time until two workers that were not paired are tried again")
 
     def __post_init__(self) -> None:
         ClusterSettings.__post_init__(self)
@@ -196,6 +201,8 @@ class RouterConfig(ClusterSettings):
         require_lengths(self.max_model_len, self.max_input_length, self.max_output_length)
         require(self.request_timeout_s > 0, f"--request-timeout-s must be positive, not {self.request_timeout_s}")
         require(self.stream_grace_s >= 0, f"--stream-grace-s must not be negative, not {self.stream_grace_s}")
+        require(self.breaker_failures >= 0, f"--breaker-failures must not be negative, not {self.breaker_failures}")
+        require(self.breaker_max_pause_s > 0, f"--breaker-max-pause-s must be positive, not {self.breaker_max_pause_s}")
 
     @property
     def model_name(self) -> str:

@@ -61,6 +61,10 @@ METRICS: dict[str, Metric] = {
     "tandem_phase_seconds": _seconds("parts of a request's life; they sum to its wall time", "phase"),
     "tandem_retries_total": _counter("legs of a request that were tried again", "leg", "reason"),
     "tandem_local_prefills_total": _counter("prompts that were prefilled on a decode worker", "reason"),
+    "tandem_pair_breaker_state": _gauge(
+        "pairs of workers that are not used, or on trial, for failed hand-offs", "state"
+    ),
+    "tandem_pair_breaker_openings_total": _counter("times that a pair of workers was left alone for a while", "reason"),
     "tandem_migrations_total": _counter("sequences that were to move to another decode worker", "outcome", "reason"),
     "tandem_stale_messages_total": _counter("messages of an attempt that is no longer current; dropped"),
     "tandem_buffered_tokens": _gauge("tokens waiting for clients to read them"),

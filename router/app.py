@@ -22,6 +22,7 @@ from cluster.telemetry import Telemetry
 from cluster.tls import load_tls
 from cluster.watchdog import StuckLimits
 from router.admission import Admission
+from router.breakers import BreakerPolicy
 from router.drains import Drains
 from router.evacuation import Evacuation
 from router.fleet import Fleet
@@ -119,7 +120,11 @@ class _Router:
             migrations=migrations,
             prefixes=PrefixBeliefs(self._fleet, memory, index, cluster_key(config)),
             outboxes=self._outboxes,
-            settings=PipelineSettings(request_timeout_s=config.request_timeout_s, max_attempts=config.max_attempts),
+            settings=PipelineSettings(
+                request_timeout_s=config.request_timeout_s,
+                max_attempts=config.max_attempts,
+                breakers=BreakerPolicy(failures=config.breaker_failures, max_pause_s=config.breaker_max_pause_s),
+            ),
             clock=clock,
             telemetry=telemetry,
         )

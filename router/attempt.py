@@ -4,7 +4,7 @@ Owns the calls and legs of the try: leaving it, however, cancels on every worker
 AttemptFailed where another try may help; it never tries again itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from cluster.errors import InternalError
@@ -41,8 +41,8 @@ class Attempt:
         self._router = router
         self._number = live.next_attempt()
 
-    async def hand_over(self, prefill_id: MemberId, decode_id: MemberId) -> None:
-        """Prefill there, decode here: both legs at once, the first token before the KV has arrived."""
+    async def hand_over(self, prefill_id: MemberId, decode_id: MemberId, arrived: Callable[[], None]) -> None:
+        """Prefill there, decode here: both legs at once, the first token before the KV has `arrived`."""
         with leg(DECODE, decode_id):
             decode = self._fleet.decode(decode_id)
         with DecodeLeg(self._live, decode, self._choices, exporter=prefill_id) as decoding:
@@ -65,6 +65,9 @@ class Attempt:
                                     await starting
                                 taken()
                                 self._prefixes.note(chain, decode_id)
+            await decoding.until_started()
+            if decoding.sequences.started:
+                arrived()
             await self._follow(decoding)
             self._note_outputs(decode_id)
 

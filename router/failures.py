@@ -23,6 +23,20 @@ PREFILL, HANDOFF, DECODE = "prefill", "handoff", "decode"
 FIRST_TOKEN_MISMATCH = "first_token_mismatch"
 TOKEN_OUT_OF_ORDER = "token_out_of_order"
 _DECODE_SIDE = frozenset({HandOffReason.NOT_ENOUGH_BLOCKS, HandOffReason.IMPORTER_LOST})
+# Not a lapsed lease: whoever renewed it too late was stopped or busy itself.
+_OF_PAIR = frozenset(
+    {
+        HandOffReason.EXPORTER_LOST,
+        HandOffReason.READ_FAILED,
+        HandOffReason.READ_TIMEOUT,
+        HandOffReason.DIGEST_MISMATCH,
+        HandOffReason.UNVERIFIABLE,
+        HandOffReason.NO_COMMON_TRANSPORT,
+        HandOffReason.NO_COMMON_PROTOCOL,
+        HandOffReason.LAYOUT_MISMATCH,
+        HandOffReason.PROTOCOL,
+    }
+)
 
 
 class AttemptFailed(Exception):
@@ -50,9 +64,9 @@ class AttemptFailed(Exception):
         return isinstance(self.error, Draining)
 
     @property
-    def is_lost_exporter(self) -> bool:
-        """The decode worker could not reach `member`, or not any more."""
-        return self.leg == HANDOFF and self.reason == HandOffReason.EXPORTER_LOST
+    def is_of_pair(self) -> bool:
+        """What failed is between the two workers, unless one of them turns out to be lost."""
+        return self.leg == HANDOFF and self.reason in _OF_PAIR
 
 
 @contextmanager

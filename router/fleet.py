@@ -166,6 +166,9 @@ class Fleet:
         peer = self._decodes.get(member)
         return peer.stream.pairs if peer is not None else ()
 
+    def connected(self) -> tuple[MemberId, ...]:
+        return (*self._prefills, *self._decodes)
+
     def peer(self, member: MemberId) -> Peer | None:
         return self._prefills.get(member) or self._decodes.get(member)
 

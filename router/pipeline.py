@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from cluster.clock import Clock
 from cluster.errors import DeadlineExceeded, Draining
@@ -17,6 +17,7 @@ from cluster.telemetry import Telemetry
 from router.admission import Admission
 from router.arrivals import Arrival, Arrivals
 from router.attempt import Attempt
+from router.breakers import BreakerPolicy
 from router.choice import Choice
 from router.failures import AttemptFailed
 from router.fleet import Fleet
@@ -25,6 +26,7 @@ from router.live_request import LiveRequest
 from router.live_streams import LiveStreams
 from router.migration import Migrations
 from router.outbox import Outboxes
+from router.pair_trust import PairTrust
 from router.placement import Placement, Policy, RequestFacts
 from router.prefix_beliefs import PrefixBeliefs
 from router.requests import (
@@ -48,12 +50,14 @@ _INLINE_CHARACTERS = 2048  # a longer text is tokenized off the event loop
 _INLINE_TOKENS = 1024  # more are replayed off it
 _COLOCATED = "colocated"
 _NO_PREFILL_WORKER = "no_prefill_worker"
+_PAIRS_OPEN = "pairs_open"  # there are prefill workers, none that a decode worker may be paired with
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
     request_timeout_s: float  # of a request that brings none
     max_attempts: int  # in a row without a token from decode
+    breakers: BreakerPolicy = field(default_factory=BreakerPolicy)
 
 
 class Pipeline:
@@ -80,6 +84,7 @@ class Pipeline:
         self._fleet = fleet
         self._migrations = migrations
         self._prefixes = prefixes
+        self._pairs = PairTrust(policy=settings.breakers, fleet=fleet, telemetry=telemetry)
         self._arrivals = Arrivals(admission=admission, outboxes=outboxes, clock=clock, telemetry=telemetry)
         self._streams = LiveStreams()
         self._threads = TokenizerThreads()
@@ -219,6 +224,7 @@ class Pipeline:
             ),
         )
         while True:
+            facts = replace(facts, passed_over=self._pairs.passed_over())
             placement = self._policy.choose(self._fleet.prefill_loads(), self._fleet.decode_loads(), facts)
             if placement is not None and not (placement.prefill is None and self._fleet.is_checking_prefill):
                 return placement
@@ -242,20 +248,23 @@ class Pipeline:
         elif choices[0].num_missing == 1:
             await attempt.first_token_only(placement.prefill)
         else:
-            await attempt.hand_over(placement.prefill, placement.decode)
+            with self._pairs.trying(placement.prefill, placement.decode) as arrived:
+                await attempt.hand_over(placement.prefill, placement.decode, arrived)
 
     def _note(self, live: LiveRequest, failure: AttemptFailed) -> None:
         live.failed(failure.name, failure.member)
         self._telemetry.count("tandem_retries_total", leg=failure.leg, reason=failure.reason)
         if failure.is_leaving:
             self._fleet.leave(failure.member, 0.0)
-        if failure.is_lost_exporter:
-            self._fleet.doubt(failure.member)
+        if failure.is_of_pair:
+            self._fleet.doubt(failure.member)  # one of the two may be gone; if not, the pair is to blame
         _LOG.warning("attempt failed: %s", failure, extra={"request_id": live.request_id, "reason": failure.name})
 
     def _note_local(self, live: LiveRequest, reason: str) -> None:
         """Where there was never a prefill worker, prefill on decode is the way it works; else it is a fallback."""
-        if not reason:
+        if not reason and self._fleet.prefill_loads():
+            reason = _PAIRS_OPEN
+        elif not reason:
             reason = _NO_PREFILL_WORKER if self._fleet.has_prefill_pool else _COLOCATED
         self._telemetry.count("tandem_local_prefills_total", reason=reason)
         if reason != _COLOCATED:

@@ -3,7 +3,7 @@
 A policy sees pairs that can work together and nothing else; the cost model will be one more of them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +13,11 @@ from cluster.messages import MemberId, PairFigure
 # measurements, and small differences between them must not keep equals from taking turns.
 SLOW_FACTOR = 2.0
 SLOW_MARGIN_S = 0.005
+
+# One of so many placements that pass over slow pairs goes to one of them, or nobody would ever measure it again; never
+# one whose client would wait so much longer.
+SECOND_LOOK_EVERY = 64
+SECOND_LOOK_MARGIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,7 @@ class RequestFacts:
     num_choices: int
     avoid: frozenset[MemberId] = frozenset()  # failed this request before: last choice
     cached_tokens: Mapping[MemberId, int] = field(default_factory=dict)  # of the prompt, by prefill worker
+    passed_over: Collection[tuple[MemberId, MemberId]] = frozenset()  # prefill and decode workers not to be paired now
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ class Policy(Protocol):
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Placement | None:
-        """None: no decode worker. Without a prefill worker that pairs, the decode worker does both."""
+        """None: no decode worker. Without a prefill worker that it may be paired with, a decode worker does both."""
         ...
 
 
@@ -65,14 +71,15 @@ class LeastLoaded:
 
     def __init__(self) -> None:
         self._turns = _Turns()
+        self._speeds = _Speeds()
 
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Placement | None:
-        pairs = _pairs(prefills, decodes, request.avoid)
+        pairs = _pairs(prefills, decodes, request)
         least = min(map(_depth, pairs), default=0)
         lightest = [pair for pair in pairs if _depth(pair) == least]
-        return self._turns.take(_without_slow(lightest, request.num_prompt_tokens), pairs)
+        return self._turns.take(self._speeds.without_slow(lightest, request.num_prompt_tokens), pairs)
 
 
 class PrefixAware:
@@ -82,14 +89,15 @@ class PrefixAware:
 
     def __init__(self) -> None:
         self._turns = _Turns()
+        self._speeds = _Speeds()
 
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Placement | None:
-        pairs = _pairs(prefills, decodes, request.avoid)
+        pairs = _pairs(prefills, decodes, request)
         costs = [_depth(pair) + _share_to_compute(pair, request) for pair in pairs]
         cheapest = [pair for pair, cost in zip(pairs, costs, strict=True) if cost == min(costs)]
-        return self._turns.take(_without_slow(cheapest, request.num_prompt_tokens), pairs)
+        return self._turns.take(self._speeds.without_slow(cheapest, request.num_prompt_tokens), pairs)
 
 
 class RoundRobin:
@@ -101,7 +109,7 @@ class RoundRobin:
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Placement | None:
-        pairs = _pairs(prefills, decodes, request.avoid)
+        pairs = _pairs(prefills, decodes, request)
         return self._turns.take(pairs, pairs)
 
 
@@ -144,12 +152,48 @@ class _Turns:
         return turns, " ".join(str(load.member) for load in loads)
 
 
-def _pairs(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], avoid: frozenset[MemberId]) -> list[_Pair]:
-    """All that can work together; those to avoid only where there is no other. A decode worker without any prefill
-    worker of its kind pairs with None, and only if no decode worker has one."""
-    prefills, decodes = _rather(prefills, avoid), _rather(decodes, avoid)
-    disaggregated: list[_Pair] = [(p, d) for d in decodes for p in prefills if p.pairing == d.pairing]
-    return disaggregated or [(None, d) for d in decodes]
+class _Speeds:
+    """Passes over pairs that are known to be slow, except now and then, each in its turn."""
+
+    def __init__(self) -> None:
+        self._num_passed_over = 0  # placements since the last second look
+        self._looked_at: dict[tuple[MemberId, MemberId], int] = {}
+        self._num_looks = 0
+
+    def without_slow(self, pairs: Sequence[_Pair], num_prompt_tokens: int) -> Sequence[_Pair]:
+        """A pair that nobody has measured yet stays: else nobody ever would."""
+        times_s = [_transfer_s(pair, num_prompt_tokens) for pair in pairs]
+        known_s = [time_s for time_s in times_s if time_s is not None]
+        limit_s = min(known_s, default=0.0) * SLOW_FACTOR + SLOW_MARGIN_S
+        quick = [pair for pair, time_s in zip(pairs, times_s, strict=True) if time_s is None or time_s <= limit_s]
+        self._num_passed_over += len(quick) < len(pairs)
+        if self._num_passed_over < SECOND_LOOK_EVERY:
+            return quick
+        bearable_s = min(known_s) + SECOND_LOOK_MARGIN_S
+        slow = zip(pairs, times_s, strict=True)
+        bearable = [pair for pair, time_s in slow if time_s is not None and limit_s < time_s <= bearable_s]
+        return [self._second_look(bearable)] if bearable else quick
+
+    def _second_look(self, slow: Sequence[_Pair]) -> _Pair:
+        pair = min(slow, key=lambda pair: self._looked_at.get(_names(pair), 0))
+        self._num_passed_over, self._num_looks = 0, self._num_looks + 1
+        present = set(map(_names, slow))
+        self._looked_at = {names: look for names, look in self._looked_at.items() if names in present}
+        self._looked_at[_names(pair)] = self._num_looks
+        return pair
+
+
+def _pairs(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[_Pair]:
+    """All that can work together and are not passed over; workers to avoid only where there are no others. Where that
+    is nobody, decode workers by themselves: hand-offs between the others have just failed, and would again."""
+    ours, theirs = _rather(prefills, request.avoid), _rather(decodes, request.avoid)
+    pairs = _disaggregated(ours, theirs, request) or _disaggregated(prefills, decodes, request)
+    return [*pairs] or [(None, decode) for decode in theirs]
+
+
+def _disaggregated(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[_Pair]:
+    fitting = [(p, d) for d in decodes for p in prefills if p.pairing == d.pairing]
+    return [(p, d) for p, d in fitting if (p.member, d.member) not in request.passed_over]
 
 
 def _depth(pair: _Pair) -> int:
@@ -163,14 +207,10 @@ def _share_to_compute(pair: _Pair, request: RequestFacts) -> float:
     return max(0.0, 1 - cached / request.num_prompt_tokens)
 
 
-def _without_slow(pairs: Sequence[_Pair], num_prompt_tokens: int) -> Sequence[_Pair]:
-    """A pair that nobody has measured yet stays: else nobody ever would."""
-    times_s = [_transfer_s(pair, num_prompt_tokens) for pair in pairs]
-    known_s = [time_s for time_s in times_s if time_s is not None]
-    if not known_s:
-        return pairs
-    limit_s = min(known_s) * SLOW_FACTOR + SLOW_MARGIN_S
-    return [pair for pair, time_s in zip(pairs, times_s, strict=True) if time_s is None or time_s <= limit_s]
+def _names(pair: _Pair) -> tuple[MemberId, MemberId]:
+    prefill, decode = pair
+    assert prefill is not None, "there is nothing to transfer"
+    return prefill.member, decode.member
 
 
 def _transfer_s(pair: _Pair, num_prompt_tokens: int) -> float | None:

@@ -11,6 +11,7 @@ from cluster.messages import LayoutFingerprint, MemberId, Role
 from cluster.serving import open_channel
 from cluster.telemetry import Telemetry
 from router.admission import Admission
+from router.breakers import BreakerPolicy
 from router.evacuation import Evacuation
 from router.fleet import Fleet
 from router.migration import Migrations
@@ -69,6 +70,7 @@ class RouterUnderTest:
         grace_s: float = 1.0,
         placement: str = "least-loaded",
         migration_patience_s: float = 10.0,
+        breakers: BreakerPolicy | None = None,
     ) -> None:
         self.store = Store()
         self.telemetry = Telemetry()
@@ -106,7 +108,11 @@ class RouterUnderTest:
             migrations=self.migrations,
             prefixes=PrefixBeliefs(self.fleet, memory, index, b"key"),
             outboxes=self.outboxes,
-            settings=PipelineSettings(request_timeout_s=request_timeout_s, max_attempts=max_attempts),
+            settings=PipelineSettings(
+                request_timeout_s=request_timeout_s,
+                max_attempts=max_attempts,
+                breakers=breakers or BreakerPolicy(),
+            ),
             clock=MonotonicClock(),
             telemetry=self.telemetry,
         )

@@ -13,7 +13,7 @@ from typing import Any, Self
 import grpc
 
 from cluster import wire
-from cluster.errors import NotFound, TandemError, Unavailable
+from cluster.errors import HandOffReason, NotFound, TandemError, Unavailable
 from cluster.member import Capacity, Member, MemberState
 from cluster.messages import (
     DecodeJob,
@@ -213,6 +213,7 @@ class ScriptedDecode(ScriptedWorker):
         self.jobs: list[DecodeJob] = []
         self.refusals: list[TandemError] = []
         self.handoff_failures: list[str] = []  # reasons, one per attempt with a ticket
+        self.broken_with: set[str] = set()  # prefill workers whose KV never comes here
         self.started = asyncio.Event()  # a job came
         self.before_taking = Gate()  # a job that came, by its Start
         self.pairs: tuple[PairFigure, ...] = ()  # what its heartbeats say of its hand-offs
@@ -262,7 +263,7 @@ class ScriptedDecode(ScriptedWorker):
                 stream.get_nowait()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Looks again whenever a sequence went on, froze, thawed or was cancelled."""
+        """Looks again whenever a job came, or a sequence went on, froze, thawed or was cancelled."""
         async with asyncio.timeout(10):
             while not condition():
                 self._changed.clear()
@@ -321,6 +322,7 @@ class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
         worker, job = self._worker, wire.decode_job_from_wire(request)
         worker.jobs.append(job)
         worker.started.set()
+        worker.changed()
         if worker.refusals:
             raise worker.refusals.pop(0)
         await worker.before_taking.passed()
@@ -396,6 +398,8 @@ class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
         if job.signed_ticket is not None:
             firsts = await worker.store.finished[job.signed_ticket]
             await worker.transfer.passed()
+            if job.signed_ticket.decode().partition("@")[0] in worker.broken_with:
+                worker.handoff_failures.insert(0, HandOffReason.READ_FAILED)
             if worker.handoff_failures:
                 reason = worker.handoff_failures.pop(0)
                 failed = worker_pb2.SequenceFailed(handles=handles, reason=reason, detail="told to")

@@ -136,7 +136,11 @@ def test_a_setting_out_of_its_range_is_refused_and_named(name: str, value: objec
 
 
 @pytest.mark.parametrize(
-    "name", ["grpc_port", "max_attempts", "max_message_bytes", "request_timeout_s", "stream_grace_s"]
+    "name",
+    [
+        *("grpc_port", "max_attempts", "max_message_bytes", "request_timeout_s", "stream_grace_s"),
+        *("breaker_failures", "breaker_max_pause_s"),
+    ],
 )
 def test_a_routers_setting_out_of_its_range_is_refused_and_named(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}"):

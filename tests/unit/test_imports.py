@@ -79,6 +79,7 @@ PURE = [
     "prefill_worker.turns",
     "router.admission",
     "router.backlog",
+    "router.breakers",
     "prefill_worker.prefix_followers",
     "router.course",
     "router.placement",

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from cluster.messages import MemberId, PairFigure
 from router.placement import (
+    SECOND_LOOK_EVERY,
     SLOW_MARGIN_S,
     LeastLoaded,
     Placement,
@@ -109,6 +110,45 @@ def test_latency_counts_for_short_prompts() -> None:
     near = WorkerLoad(MemberId("d0", "1"), "a", 0, pairs=(PairFigure(MemberId("p0", "1"), "tcp", 1e9, 0.0),))
     far = WorkerLoad(MemberId("d1", "1"), "a", 0, pairs=(PairFigure(MemberId("p0", "1"), "tcp", 1e9, 0.5),))
     assert chosen_of([load("p0")], [near, far]) == {("p0", "d0")}
+
+
+def placements(prefills: list[WorkerLoad], decodes: list[WorkerLoad], times: int) -> list[tuple[str | None, str]]:
+    chosen = LeastLoaded()
+    return [names(chosen.choose(prefills, decodes, facts())) for _ in range(times)]
+
+
+def test_a_slow_pair_is_looked_at_again_now_and_then() -> None:
+    decodes = [measured("d0", p0=1e9, p1=1e7)]  # a millisecond, and a tenth of a second
+    chosen = placements([load("p0"), load("p1")], decodes, 3 * SECOND_LOOK_EVERY)
+    looks = [turn for turn, pair in enumerate(chosen) if pair == ("p1", "d0")]
+    assert looks == [SECOND_LOOK_EVERY * n - 1 for n in (1, 2, 3)]
+
+
+def test_slow_pairs_are_looked_at_by_turns() -> None:
+    decodes = [measured("d0", p0=1e9, p1=1e7, p2=2e7)]
+    chosen = placements([load("p0"), load("p1"), load("p2")], decodes, 4 * SECOND_LOOK_EVERY)
+    assert [pair[0] for pair in chosen if pair[0] != "p0"] == ["p1", "p2", "p1", "p2"]
+
+
+def test_no_client_waits_seconds_for_a_second_look() -> None:
+    decodes = [measured("d0", p0=1e9, p1=5e5)]  # two seconds
+    assert set(placements([load("p0"), load("p1")], decodes, 3 * SECOND_LOOK_EVERY)) == {("p0", "d0")}
+
+
+def test_a_pair_that_is_passed_over_gets_nothing_while_there_is_another() -> None:
+    d0, p0, p1 = MemberId("d0", "1"), MemberId("p0", "1"), MemberId("p1", "1")
+    for chosen in (LeastLoaded(), PrefixAware(), RoundRobin()):
+        facts = RequestFacts(10, 10, 1, passed_over={(p0, d0)})
+        assert names(chosen.choose([load("p0"), load("p1", 9)], [load("d0")], facts)) == ("p1", "d0")
+        assert names(chosen.choose([load("p0")], [load("d0"), load("d1", 9)], facts)) == ("p0", "d1")
+        avoiding = RequestFacts(10, 10, 1, frozenset({p1}), passed_over={(p0, d0)})
+        assert names(chosen.choose([load("p0"), load("p1")], [load("d0")], avoiding)) == ("p1", "d0")
+
+
+def test_where_every_pair_is_passed_over_decode_prefills() -> None:
+    pairs = {(MemberId("p0", "1"), MemberId(name, "1")) for name in ("d0", "d1")}
+    facts = RequestFacts(10, 10, 1, passed_over=pairs)
+    assert names(LeastLoaded().choose([load("p0")], [load("d0", 3), load("d1")], facts)) == (None, "d1")
 
 
 def cached(**tokens: int) -> RequestFacts:

@@ -165,6 +165,7 @@ def simulated_machine() -> Iterator[None]:
         "cluster.process.gc": SimpleNamespace(disable=_nothing, freeze=_nothing, enable=_nothing),
         "cluster.registry.open_redis": lambda *_: RedisClient(world().redis),
         "cluster.registry.random": dice,
+        "router.pair_trust.random": dice,
         "cluster.registry.to_json": lru_cache(256)(to_json),  # members say the same again and again
         "cluster.registry.from_json": lru_cache(256)(from_json),
         "cluster.registry.MonotonicClock": SimulatedClock,

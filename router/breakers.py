@@ -1,0 +1,141 @@
+"""Between which workers hand-offs are tried. Pure: told of hand-offs, how they ended, and the time.
+
+    CLOSED --failures in a row, within the window--> OPEN --pause over, next hand-off begins--> HALF_OPEN
+       ^                                              ^                                            |
+       |                                              +-------------- its trial fails -------------+
+       +------------------------------------ any hand-off between the two succeeds ----------------+
+
+A pair that is open is passed over, and so is one whose trial is under way: one request at a time finds out. Each
+reopening doubles the pause; that is forgotten once the pair has done without for a window. What ended without saying
+anything of the pair (an abort, a deadline, a full queue) is `dropped`. Owns the pairs that have failed, and nothing of
+those that work.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from cluster.messages import MemberId
+
+Pair = tuple[MemberId, MemberId]  # exporter, importer
+
+
+class BreakerState(StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+_MOVES = {
+    BreakerState.CLOSED: {BreakerState.OPEN},
+    BreakerState.OPEN: {BreakerState.HALF_OPEN, BreakerState.CLOSED},
+    BreakerState.HALF_OPEN: {BreakerState.OPEN, BreakerState.CLOSED},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerPolicy:
+    """`failures` 0: no pair is ever passed over."""
+
+    failures: int = 3  # in a row
+    window_s: float = 60.0  # within which they come
+    first_pause_s: float = 1.0
+    max_pause_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trial:
+    """One hand-off between two workers; of a half-open pair, the one that decides."""
+
+    pair: Pair
+
+
+@dataclass(slots=True)
+class _Breaker:
+    state: BreakerState = BreakerState.CLOSED
+    failed_s: list[float] = field(default_factory=list)  # CLOSED: since the last success
+    num_openings: int = 0
+    open_until_s: float = 0.0
+    closed_s: float = 0.0
+    decides: Trial | None = None  # HALF_OPEN
+
+    def move(self, state: BreakerState) -> None:
+        assert state in _MOVES[self.state], f"{self.state} to {state} after {self.num_openings} openings"
+        self.state = state
+        self.decides = None
+        self.failed_s.clear()
+
+    def is_passed_over(self, now_s: float) -> bool:
+        if self.state is BreakerState.HALF_OPEN:
+            return self.decides is not None
+        return self.state is BreakerState.OPEN and now_s < self.open_until_s
+
+
+class PairBreakers:
+    def __init__(self, policy: BreakerPolicy) -> None:
+        self._policy = policy
+        self._breakers: dict[Pair, _Breaker] = {}
+
+    def passed_over(self, now_s: float) -> frozenset[Pair]:
+        """Pairs that no request should be given now."""
+        return frozenset(pair for pair, breaker in self._breakers.items() if breaker.is_passed_over(now_s))
+
+    def begin(self, pair: Pair, now_s: float) -> Trial:
+        """A hand-off between these begins. Exactly one of the three methods below ends it."""
+        trial = Trial(pair)
+        breaker = self._breakers.get(pair)
+        if breaker is None or breaker.state is BreakerState.CLOSED or breaker.is_passed_over(now_s):
+            return trial
+        if breaker.state is BreakerState.OPEN:
+            breaker.move(BreakerState.HALF_OPEN)
+        breaker.decides = trial
+        return trial
+
+    def succeeded(self, trial: Trial, now_s: float) -> bool:
+        """True: that closed the pair."""
+        breaker = self._breakers.get(trial.pair)
+        if breaker is None:
+            return False
+        if breaker.state is BreakerState.CLOSED:
+            breaker.failed_s.clear()
+            return False
+        breaker.move(BreakerState.CLOSED)
+        breaker.closed_s = now_s
+        return True
+
+    def failed(self, trial: Trial, now_s: float, jitter: float) -> float | None:
+        """The pause that begins, where that opened the pair. `jitter`, from 0 up to 1, shortens it by up to a half, so
+        that routers do not try together. Hand-offs that began before the pair opened say nothing new."""
+        if not self._policy.failures:
+            return None
+        breaker = self._breakers.setdefault(trial.pair, _Breaker())
+        if breaker.state is BreakerState.CLOSED:
+            breaker.failed_s = [at_s for at_s in breaker.failed_s if at_s > now_s - self._policy.window_s] + [now_s]
+            if len(breaker.failed_s) < self._policy.failures:
+                return None
+            if now_s - breaker.closed_s > self._policy.window_s:
+                breaker.num_openings = 0
+        elif breaker.decides is not trial:
+            return None
+        breaker.move(BreakerState.OPEN)
+        breaker.num_openings += 1
+        doubled_s = self._policy.first_pause_s * 2.0 ** min(breaker.num_openings - 1, 30)
+        pause_s = min(doubled_s, self._policy.max_pause_s) * (1 - jitter / 2)
+        breaker.open_until_s = now_s + pause_s
+        return pause_s
+
+    def dropped(self, trial: Trial) -> None:
+        """It ended without saying anything of the pair; the next one may decide."""
+        breaker = self._breakers.get(trial.pair)
+        if breaker is not None and breaker.decides is trial:
+            breaker.decides = None
+
+    def keep(self, members: Collection[MemberId]) -> None:
+        """Whatever has another worker is forgotten; so is a pair that an incarnation ago was another one."""
+        self._breakers = {
+            pair: breaker for pair, breaker in self._breakers.items() if pair[0] in members and pair[1] in members
+        }
+
+    def count(self, state: BreakerState) -> int:
+        """Pairs in that state; of the closed ones, those that have failed before."""
+        return sum(breaker.state is state for breaker in self._breakers.values())
