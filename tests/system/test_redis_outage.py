@@ -1,0 +1,174 @@
+"""Redis dies and comes back empty, stands still until every key has expired, is emptied: clients see nothing of it.
+
+A real cluster on a Redis of its own. Clients of both interfaces ask again and again; each answer must be the
+undisturbed one, got without a retry.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+import pytest
+import pytest_asyncio
+from redis.asyncio import Redis
+
+from cluster.process import ExitStatus
+from cluster.redis_server import RedisServer
+from cluster.registry import Registry
+from tests.system.asking import Answer, ask, question
+from tests.system.local_cluster import LocalCluster
+from tests.system.test_registry import until
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+
+LEASE_S = 2.0
+_LONGER_S = 1.3 * LEASE_S
+_DEADLINE_S = 60.0
+_MEMBERSHIP = ("--member-lease-s", str(LEASE_S))
+_FLAGS = (*_MEMBERSHIP, "--heartbeat-s", "0.5", "--dtype", "float32", "--num-blocks", "256", "--prefix-caching", "off")
+_QUESTION = question(range(30, 110), max_tokens=200, ignore_eos=True)
+_BODY = {"model": "demo_model", "prompt": list(range(40, 90)), "max_tokens": 100, "temperature": 0, "stream": True}
+
+
+@dataclass
+class Cluster:
+    members: LocalCluster
+    redis: RedisServer
+    tokens: tuple[int, ...]  # undisturbed
+    text: str
+
+    async def registered(self) -> None:
+        """Until every member that runs is in the registry."""
+        running = {f"{name}@{member.incarnation}" for name, member in self.members.members.items()}
+        registry = Registry(url=self.redis.url, cluster_name=self.members.name, lease_s=LEASE_S)
+        async with aclosing(registry.watch()) as watch, asyncio.timeout(_DEADLINE_S):
+            await until(watch, lambda found: {str(member.id) for member in found} >= running)
+        await registry.close()
+
+    async def http_text(self) -> str:
+        text = ""
+        url = f"http://{self.members.members['router0'].ready['http']}/v1/completions"
+        async with httpx.AsyncClient(timeout=_DEADLINE_S) as http, http.stream("POST", url, json=_BODY) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            async for line in answer.aiter_lines():
+                text += line
+        assert text.endswith("data: [DONE]")
+        return _without_ids(text)
+
+    @asynccontextmanager
+    async def load(self) -> AsyncIterator[list["asyncio.Task[None]"]]:
+        """Clients at work; leaving it, each ends what it has begun, and says what went wrong."""
+        ending = asyncio.Event()
+        num_answered = [0] * 3
+
+        async def ask_on(client: int) -> None:
+            while not ending.is_set():
+                if client % 2:
+                    assert await self.http_text() == self.text
+                else:
+                    check(await ask(self.members, _QUESTION))
+                num_answered[client] += 1
+
+        def check(answer: Answer) -> None:
+            assert answer.token_ids == self.tokens
+            assert list(answer.ledger.reasons) == []
+
+        clients = [asyncio.create_task(ask_on(number)) for number in range(len(num_answered))]
+        try:
+            async with asyncio.timeout(_DEADLINE_S):
+                while not all(num_answered):
+                    assert not await ended_within(clients, 0.05)
+            yield clients
+        finally:
+            ending.set()
+            await asyncio.gather(*clients)
+        assert all(member.process.returncode is None for member in self.members.members.values())
+
+
+async def ended_within(clients: list["asyncio.Task[None]"], duration_s: float) -> list[BaseException | None]:
+    """Of clients that should go on for so long: what ended them."""
+    done, _ = await asyncio.wait(clients, timeout=duration_s, return_when=asyncio.FIRST_COMPLETED)
+    return [client.exception() for client in done]
+
+
+def _without_ids(events: str) -> str:
+    """A request's name and the second in which it came differ."""
+    return "".join(part for part in events.split(",") if '"id":' not in part and '"created":' not in part)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    redis = await RedisServer.start()
+    members = LocalCluster(redis.url, tmp_path_factory.mktemp("outage"), flags=_FLAGS)
+    made = Cluster(members, redis, (), "")
+    try:
+        await members.start(router_flags=_MEMBERSHIP)
+        made.tokens = (await ask(members, _QUESTION)).token_ids
+        made.text = await made.http_text()
+        yield made
+        codes = await members.stop()
+        assert set(codes.values()) == {0}, members.output()[-4000:]
+    finally:
+        await members.stop()
+        await made.redis.stop()
+
+
+async def _gone_for_longer_than_a_lease(cluster: Cluster, back: Awaitable[None]) -> None:
+    async with cluster.load() as clients:
+        assert not await ended_within(clients, _LONGER_S)
+        await back
+        await cluster.registered()
+        assert not await ended_within(clients, LEASE_S / 2)
+    await cluster.members.until_free()
+
+
+async def test_redis_killed_for_longer_than_a_lease_and_back_empty(cluster: Cluster) -> None:
+    async def start() -> None:
+        cluster.redis = await RedisServer.start(cluster.redis.port)
+
+    os.kill(cluster.redis.pid, signal.SIGKILL)
+    await cluster.redis.wait()
+    await _gone_for_longer_than_a_lease(cluster, start())
+
+
+@pytest.mark.slow
+async def test_redis_that_stands_still_until_every_key_has_expired(cluster: Cluster) -> None:
+    async def wake() -> None:
+        os.kill(cluster.redis.pid, signal.SIGCONT)
+
+    os.kill(cluster.redis.pid, signal.SIGSTOP)
+    await _gone_for_longer_than_a_lease(cluster, wake())
+
+
+async def test_redis_that_is_emptied_while_it_runs(cluster: Cluster) -> None:
+    async with cluster.load() as clients, Redis.from_url(cluster.redis.url) as redis:
+        for _ in range(3):
+            await redis.flushall()
+            assert not await ended_within(clients, LEASE_S / 4)
+        await cluster.registered()
+        assert not await ended_within(clients, LEASE_S / 4)
+    await cluster.members.until_free()
+
+
+@pytest.mark.slow
+async def test_a_worker_that_starts_without_redis_says_so_and_joins_when_it_is_back(cluster: Cluster) -> None:
+    members = cluster.members
+    os.kill(cluster.redis.pid, signal.SIGKILL)
+    await cluster.redis.wait()
+    early = await members.spawn("decode1", "decode_worker", _FLAGS)
+    said, _ = await asyncio.wait_for(early.process.communicate(), _DEADLINE_S)
+    last = said.decode().strip().splitlines()[-1]
+    assert early.process.returncode == ExitStatus.REGISTRY
+    assert f"127.0.0.1:{cluster.redis.port}" in last
+    assert "Traceback" not in said.decode()
+    cluster.redis = await RedisServer.start(cluster.redis.port)
+    await members.start_member("decode1", "decode_worker", _FLAGS)
+    await cluster.registered()
+    async with asyncio.timeout(_DEADLINE_S):
+        while not await members._all_connected():
+            pass
+    assert (await ask(members, _QUESTION)).token_ids == cluster.tokens
