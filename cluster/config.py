@@ -20,6 +20,7 @@ from cluster.engine_settings import EngineSettings, parse_bytes, require, requir
 from cluster.errors import ConfigError
 
 _ENVIRONMENT_PREFIX = "TANDEM_"
+CLIENT_STALL_S = 60.0
 TRANSPORTS = ("cuda_ipc", "nccl", "nixl", "shm", "tcp")  # best first
 
 
@@ -155,9 +156,7 @@ class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
         require_exact_wire(self.deterministic, self.kv_wire_dtype)
         require(bool(self.model), "--model is needed: a local folder or a hub name")
         _require_port("port", self.port)
-        require(
-            self.canary_interval_s >= 0, f"--canary-interval-s must not be negative, not {self.canary_interval_s}"
-        )
+        require(self.canary_interval_s >= 0, f"--canary-interval-s must not be negative, not {self.canary_interval_s}")
         require(
             0 < self.heartbeat_s <= self.member_lease_s / 2,
             f"--heartbeat-s must be positive and at most half of --member-lease-s, {self.member_lease_s:g} s, not"
@@ -182,6 +181,7 @@ class RouterConfig(ClusterSettings):
     max_output_length: int = setting(0, "most tokens of a continuation; 0: what --max-model-len leaves")
     max_live_requests: int = setting(1024, "requests served at once; one more is refused")
     max_buffered_tokens: int = setting(1_000_000, "tokens waiting for slow clients; past it the slowest are cancelled")
+    client_stall_s: float = setting(CLIENT_STALL_S, "a client that takes nothing of its answer for so long is given up")
     max_message_bytes: int = setting(4 * 1024 * 1024, "largest request taken")
     request_timeout_s: float = setting(600.0, "deadline of a request that brings none")
     max_attempts: int = setting(3, "tries at each leg of a request")
@@ -199,6 +199,7 @@ class RouterConfig(ClusterSettings):
         for name in ("max_attempts", "max_live_requests", "max_buffered_tokens", "max_message_bytes"):
             require(getattr(self, name) >= 1, f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
         require_lengths(self.max_model_len, self.max_input_length, self.max_output_length)
+        require(self.client_stall_s > 0, f"--client-stall-s must be positive, not {self.client_stall_s}")
         require(self.request_timeout_s > 0, f"--request-timeout-s must be positive, not {self.request_timeout_s}")
         require(self.stream_grace_s >= 0, f"--stream-grace-s must not be negative, not {self.stream_grace_s}")
         require(self.breaker_failures >= 0, f"--breaker-failures must not be negative, not {self.breaker_failures}")

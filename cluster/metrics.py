@@ -71,6 +71,8 @@ METRICS: dict[str, Metric] = {
     "tandem_members": _gauge("members of the cluster, as this router sees it", "role", "state"),
     "tandem_prefix_index_blocks": _gauge("blocks that prefill workers say they have cached"),
     "tandem_registry_age_seconds": _gauge("since the registry was last read"),
+    "tandem_stalled_clients_total": _counter("clients given up that took nothing of their answer", "surface"),
+    "tandem_http_connections_refused_total": _counter("HTTP connections past the bound, closed at once"),
     "tandem_http_responses_total": _counter("HTTP answers", "route", "status"),
     "tandem_canaries_total": _counter(
         "generations of an idle worker's own; in no other figure but its steps and computed tokens", "outcome"

@@ -29,7 +29,7 @@ class WaitingJobs:
         if len(self._jobs) < self._max_jobs:
             return None
         return QueueFull(
-            f"{len(self._jobs)} jobs wait here for their KV or a place, the most that --max-queue and --max-num-seqs allow:"
+            f"{len(self._jobs)} jobs wait here for their KV or a place, all that --max-queue and --max-num-seqs allow:"
             " try later",
             retry_after_s=self._rate.retry_after_s(),
         )

@@ -23,6 +23,7 @@ from cluster.tls import load_tls
 from cluster.watchdog import StuckLimits
 from router.admission import Admission
 from router.breakers import BreakerPolicy
+from router.client_stalls import ClientStalls
 from router.drains import Drains
 from router.evacuation import Evacuation
 from router.fleet import Fleet
@@ -49,6 +50,7 @@ _SERVICES = ("tandem.v1.Inference", "tandem.v1.Admin")
 _STOP_GRACE_S = 1.0
 _SETTLE_S = 3.0
 _FIGURES_S = 1.0
+_SPARE_CONNECTIONS = 256  # of HTTP: idle ones, probes, and those that are being refused
 
 
 async def run(config: RouterConfig, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:
@@ -135,10 +137,12 @@ class _Router:
             ready=lambda: self._pipeline.is_ready,
             api_key=config.api_key,
             max_message_bytes=config.max_message_bytes,
+            client_stall_s=config.client_stall_s,
         )
         inference = InferenceService(
             pipeline=self._pipeline,
             tokenization=tokenization,
+            stalls=ClientStalls(config.client_stall_s, telemetry),
             told_routers=lambda: told_routers(self.member, self._fleet.members()),
         )
         self._scaling = Scaling(ScaleTargets(self.registry))
@@ -173,7 +177,14 @@ class _Router:
                     tasks.create_task(self._follow_readiness(), name="readiness"),
                     tasks.create_task(self._publish_figures(), name="figures"),
                 ]
-                tasks.create_task(self._http.serve(self._app, stop=http_stop, grace_s=_STOP_GRACE_S), name="HTTP")
+                serving = self._http.serve(
+                    self._app,
+                    max_connections=2 * self._config.max_live_requests + _SPARE_CONNECTIONS,
+                    telemetry=self._telemetry,
+                    stop=http_stop,
+                    grace_s=_STOP_GRACE_S,
+                )
+                tasks.create_task(serving, name="HTTP")
                 async with running(self._stop.wait()) as stopped:
                     async with running(self._fleet.settle(_SETTLE_S)) as settled:
                         await asyncio.wait((stopped, settled), return_when=asyncio.FIRST_COMPLETED)

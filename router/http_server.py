@@ -4,12 +4,15 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from cluster.errors import ConfigError
 from cluster.tls import ClusterTls
+from router.http_connection import HttpConnection
+from router.http_edge import Counts
 
 
 class HttpServer:
@@ -28,10 +31,18 @@ class HttpServer:
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
         self.port: int = self._socket.getsockname()[1]
 
-    async def serve(self, app: ASGIApp, *, stop: asyncio.Event, grace_s: float) -> None:
+    async def serve(
+        self, app: ASGIApp, *, max_connections: int, telemetry: Counts, stop: asyncio.Event, grace_s: float
+    ) -> None:
         """Until `stop`; then answers in progress have `grace_s` to end."""
+        connection = partial(
+            HttpConnection,
+            max_connections=max_connections,
+            on_refused=lambda: telemetry.count("tandem_http_connections_refused_total"),
+        )
         config = uvicorn.Config(
             app,
+            http=connection,  # type: ignore[arg-type]  # whatever makes a protocol
             log_config=None,
             access_log=False,
             lifespan="off",

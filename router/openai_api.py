@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from cluster.config import CLIENT_STALL_S
 from cluster.errors import TandemError
 from cluster.telemetry import CONTENT_TYPE
 from router.http_edge import Edge, while_connected
@@ -41,14 +42,22 @@ def build_app(
     ready: Callable[[], bool],
     api_key: str,
     max_message_bytes: int,
+    client_stall_s: float = CLIENT_STALL_S,
 ) -> FastAPI:
-    """`ready` says whether a request would succeed now. `api_key` empty: none is asked for."""
+    """`ready` says whether a request would succeed now. `api_key` empty: none is asked for. `client_stall_s`: a client
+    that takes nothing of its answer for so long is given up."""
     app = FastAPI(
         title="Tandem",
         description="LLM serving with prefill and decode on separate pools. OpenAI-compatible; docs/openai_api.md.",
         separate_input_output_schemas=False,
     )
-    app.add_middleware(Edge, api_key=api_key, max_message_bytes=max_message_bytes, telemetry=telemetry)
+    app.add_middleware(
+        Edge,
+        api_key=api_key,
+        max_message_bytes=max_message_bytes,
+        client_stall_s=client_stall_s,
+        telemetry=telemetry,
+    )
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(TandemError, _tandem_error)
@@ -130,6 +139,8 @@ async def _invalid_body(_: Request, error: Exception) -> Response:
 
 async def _http_exception(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, TandemError):  # what refused the body while it was read
+        return error_response(error.__cause__)
     return status_response(error.status_code, str(error.detail), error.headers)
 
 

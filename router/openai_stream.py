@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import TandemError
-from router.http_edge import while_connected
+from router.http_edge import ClientGone, while_connected
 from router.openai_errors import error_body, internal_error, json_bytes
 from router.openai_responses import Envelope, Shape
 from router.requests import ChoiceDelta, GenerateRequest, Output, Usage
@@ -109,6 +109,8 @@ class EventStream(Response):
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                         started = True
                     await _send_body(send, events)
+        except ClientGone:
+            raise
         except Exception as error:
             if not started:
                 raise

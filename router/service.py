@@ -12,6 +12,7 @@ from cluster import wire
 from cluster.errors import InvalidRequest, TandemError, Unauthenticated
 from cluster.member import Member
 from cluster.pair_wire import figures_to_wire
+from router.client_stalls import ClientStalls
 from router.decode_peer import DecodePeer
 from router.drains import Drains, Operator
 from router.fleet import Fleet
@@ -22,6 +23,7 @@ from router.pipeline import Pipeline
 from router.running import running
 from router.scaling import Scaling, target_to_wire
 from router.tokenization import Tokenization
+from router.tokenizer_threads import TokenizerThreads
 from router.validation import check_model
 from tandem.routers import ROUTERS_KEY
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -41,11 +43,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         *,
         pipeline: Pipeline,
         tokenization: Tokenization,
+        stalls: ClientStalls,
         told_routers: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         """`told_routers`: addresses of the cluster's routers, this one's first; none: clients are told of none."""
         self._pipeline = pipeline
         self._tokenization = tokenization
+        self._threads = TokenizerThreads()
+        self._stalls = stalls
         self._told_routers = told_routers
 
     async def Generate(
@@ -56,7 +61,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         timeout_s = None if left_s is None else left_s - min(_EARLY_MAX_S, left_s * _EARLY_SHARE)
         async with aclosing(self._pipeline.generate(generate_request_from_wire(request, timeout_s))) as outputs:
             async for output in outputs:
-                yield output_to_wire(output)
+                with self._stalls.writing():
+                    yield output_to_wire(output)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: _Context
@@ -64,9 +70,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         check_model(request.model, self._tokenization.model_info)
         match request.WhichOneof("input"):
             case "text":
-                token_ids = await asyncio.to_thread(self._tokenization.encode, request.text)
+                token_ids = await self._threads.run(self._tokenization.encode, request.text)
             case "chat":
-                token_ids = await asyncio.to_thread(self._tokenization.encode_chat, chat_from_wire(request.chat))
+                token_ids = await self._threads.run(self._tokenization.encode_chat, chat_from_wire(request.chat))
             case _:
                 raise InvalidRequest("there is no input: set text or chat")
         return inference_pb2.TokenizeResponse(token_ids=wire.pack_ids(token_ids))
@@ -75,7 +81,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: _Context
     ) -> inference_pb2.DetokenizeResponse:
         check_model(request.model, self._tokenization.model_info)
-        text = await asyncio.to_thread(self._tokenization.decode, wire.unpack_ids(request.token_ids))
+        text = await self._threads.run(self._tokenization.decode, wire.unpack_ids(request.token_ids))
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(

@@ -263,3 +263,17 @@ async def test_an_operator_sees_every_live_request_its_phase_and_its_workers() -
         while await call.read() is not grpc.aio.EOF:
             pass
         assert not (await admin.Requests(admin_pb2.RequestsRequest(), timeout=5)).requests
+
+
+async def test_a_client_that_takes_nothing_loses_its_call_and_leaves_no_place_behind() -> None:
+    async with served(client_stall_s=0.5) as (router, channel):
+        await router.add_decode("d0")
+        await router.connected()
+        request = generate_request(max_tokens=1000, n=64, logprobs=20)  # more than flow control lets through unread
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60)
+        async with asyncio.timeout(40):
+            await call.read()
+            await router.pipeline.drain()
+        assert router.telemetry.value("tandem_stalled_clients_total", surface="grpc") == 1
+        assert router.admission.num_places == 0
+        call.cancel()

@@ -573,7 +573,8 @@ def test_an_early_failure_has_its_own_status(
     with endpoint(demo, error=error) as running, pytest.raises(kind) as raised:
         running.client.completions.create(model="", prompt="x", stream=stream)
     assert (raised.value.status_code, raised.value.code) == (status, error.reason)
-    assert raised.value.response.headers.get("retry-after") == ("3" if status == 429 else None)
+    told = "3" if status == 429 else "1" if isinstance(error, Draining) else None
+    assert raised.value.response.headers.get("retry-after") == told
 
 
 def test_a_failure_in_mid_stream_is_an_error_event(demo: Tokenization) -> None:
@@ -637,3 +638,37 @@ def test_a_stream_closed_by_its_reader_ends_the_request(demo: Tokenization) -> N
         assert next(iter(stream)).choices[0].text == "The"
         stream.close()
         assert running.pipeline.closed.wait(10), "the generator lived on"
+
+
+# What is too much
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"model": "", "prompt": ' + b"[" * 2000 + b"]" * 2000 + b"}", "JSON"),
+        (b'{"model": "", "prompt": "x", "stop": [' + b'"y",' * 5000 + b'"y"]}', "4096"),
+        (b'{"model": "", "prompt": "x", "stop_token_ids": [' + b"1," * 2000 + b"1]}", "1024"),
+        (b'{"prompt": "x",' + b",".join(b'"f%d": 1' % i for i in range(200)) + b"}", "201 fields"),
+        (b'{"model": "", "prompt": [' + b'"x",' * 128 + b'"x"]}', "129 prompts"),
+    ],
+)
+def test_many_parts_are_refused_by_their_number(shared: Endpoint, body: bytes, said: str) -> None:
+    answer = shared.post("/v1/completions", body)
+    assert answer.status_code == 400, answer.text
+    if said != "JSON":
+        assert said in answer.json()["error"]["message"]
+
+
+def test_many_messages_are_refused_by_their_number(shared: Endpoint) -> None:
+    answer = shared.post("/v1/chat/completions", b'{"model": "", "messages": [' + b"{}," * 3000 + b"{}]}")
+    assert answer.status_code == 400
+    assert len(answer.content) < 2000
+
+
+def test_a_body_that_is_declared_too_large_is_refused_before_it_is_sent(shared: Endpoint) -> None:
+    url = httpx.URL(shared.url)
+    with socket.create_connection((url.host, url.port or 0), timeout=20) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        connection.sendall(head + b"content-length: 100001\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")

@@ -48,7 +48,7 @@ class _HttpServer:
     def __init__(self, **_: object) -> None:
         pass
 
-    async def serve(self, app: object, *, stop: Any, grace_s: float) -> None:
+    async def serve(self, app: object, *, stop: Any, **_: object) -> None:
         await stop.wait()
 
 
