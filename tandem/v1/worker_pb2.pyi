@@ -362,18 +362,20 @@ class FollowPrefixesRequest(_message.Message):
     def __init__(self, member: _Optional[str] = ..., since: _Optional[int] = ...) -> None: ...
 
 class PrefixNews(_message.Message):
-    __slots__ = ("is_snapshot", "first_number", "next_number", "added", "evicted")
+    __slots__ = ("is_snapshot", "first_number", "next_number", "added", "evicted", "member")
     IS_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     FIRST_NUMBER_FIELD_NUMBER: _ClassVar[int]
     NEXT_NUMBER_FIELD_NUMBER: _ClassVar[int]
     ADDED_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
     is_snapshot: bool
     first_number: int
     next_number: int
     added: bytes
     evicted: bytes
-    def __init__(self, is_snapshot: bool = ..., first_number: _Optional[int] = ..., next_number: _Optional[int] = ..., added: _Optional[bytes] = ..., evicted: _Optional[bytes] = ...) -> None: ...
+    member: str
+    def __init__(self, is_snapshot: bool = ..., first_number: _Optional[int] = ..., next_number: _Optional[int] = ..., added: _Optional[bytes] = ..., evicted: _Optional[bytes] = ..., member: _Optional[str] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
     __slots__ = ()
