@@ -38,6 +38,7 @@ class PrefixFeed:
             while not self._closed.is_set():
                 news = await self._next(since)
                 for message in prefix_news.to_wire(news):
+                    message.member = str(self._member)
                     yield message
                 since = news.next_number
                 await self._pause()

@@ -60,6 +60,9 @@ class PrefixFollowing:
 
     def _take(self, worker: Member, message: worker_pb2.PrefixNews) -> bool:
         """Raises InvalidRequest."""
+        if message.member not in ("", str(worker.id)):
+            self._index.forget(worker.id)
+            raise InvalidRequest(f"{message.member} answers at its address")
         news = prefix_news.from_wire(message)
         self._memory.forget(news.evicted, worker.id)
         max_blocks = worker.capacity.num_blocks if worker.capacity is not None else 0
