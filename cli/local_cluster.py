@@ -13,13 +13,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cli.layout import Layout, Pools, Ports, new_suffix
 from cli.pool_follower import PoolFollower
 from cli.supervisor import Supervisor
-from cli.worker_loads import WorkerLoads
 from cluster.errors import Unavailable
 from cluster.messages import Role
 from cluster.redis_server import RedisServer
 from cluster.registry import Registry
 from cluster.serving import open_channel
 from cluster.tls import ClusterTls
+from cluster.worker_loads import WorkerLoads
 
 _LEAVE_S = 5.0  # beside the grace of a drain
 

@@ -1,17 +1,25 @@
-"""`python -m deploy.ray up|scale|status|down`: the pools on a Ray cluster.
+"""`python -m deploy.ray up|scale|follow|status|down`: the pools on a Ray cluster.
 
 python -m deploy.ray up --address auto --redis redis://10.0.0.5:6379/0 --prefill 2 --decode 2 --set model=/models/x
 python -m deploy.ray scale --address auto prefill=4
+python -m deploy.ray follow --address auto --redis redis://10.0.0.5:6379/0 --set model=/models/x
 """
 
 import argparse
+import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import ray
 
+from cluster.config import RouterConfig, load_config
 from cluster.errors import ConfigError, TandemError
+from cluster.identity import advertised_host
 from cluster.messages import Role
+from cluster.registry import Registry
+from cluster.tls import load_tls
+from cluster.worker_loads import WorkerLoads
+from deploy.ray.follower import RayFollower
 from deploy.ray.pools import RayPools, Resources
 
 
@@ -21,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
         ray.init(address=options.address, namespace=options.namespace, log_to_driver=False)
         pools = RayPools(
             namespace=options.namespace,
-            settings=_pairs(options.set) | ({"redis": options.redis} if options.redis else {}),
+            settings=_settings(options),
             resources={role: Resources(options.cpus, options.gpus) for role in (Role.PREFILL, Role.DECODE)},
         )
         _perform(pools, options)
@@ -41,6 +49,8 @@ def _perform(pools: RayPools, options: argparse.Namespace) -> None:
         case "scale":
             for name, size in _pairs(options.pool).items():
                 pools.scale(Role(name), int(size))
+        case "follow":
+            asyncio.run(_follow(pools, _settings(options)))
         case "status":
             for role in Role:
                 print(f"{role}: {', '.join(pools.members(role)) or '-'}")
@@ -48,9 +58,29 @@ def _perform(pools: RayPools, options: argparse.Namespace) -> None:
             pools.stop()
 
 
+async def _follow(pools: RayPools, settings: Mapping[str, str]) -> None:
+    """Until it is stopped. Raises ConfigError."""
+    config = load_config(RouterConfig, {}, {f"TANDEM_{name.upper()}": value for name, value in settings.items()})
+    registry = Registry(url=config.redis, cluster_name=config.cluster_name, lease_s=config.member_lease_s)
+    tls = load_tls(config, advertised_host(config))
+
+    async def loads() -> Mapping[str, float]:
+        routers = [member.address for member in await registry.members() if member.role is Role.ROUTER]
+        return await WorkerLoads(routers, config.api_key, tls).ask()
+
+    try:
+        await RayFollower(pools=pools, registry=registry, loads=loads, say=print).run()
+    finally:
+        await registry.close()
+
+
+def _settings(options: argparse.Namespace) -> dict[str, str]:
+    return _pairs(options.set) | ({"redis": options.redis} if options.redis else {})
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deploy.ray", description=__doc__.splitlines()[0])
-    parser.add_argument("verb", choices=("up", "scale", "status", "down"))
+    parser.add_argument("verb", choices=("up", "scale", "follow", "status", "down"))
     parser.add_argument("pool", nargs="*", help="scale: prefill=N decode=M")
     parser.add_argument("--address", default="auto", help="of the Ray cluster; 'local' starts one here")
     parser.add_argument("--namespace", default="tandem", help="Ray namespace of the members")

@@ -62,17 +62,29 @@ class RayPools:
         ]
         return sorted(names, key=_number)
 
-    def scale(self, role: Role, size: int, own_settings: Mapping[str, object] | None = None) -> list[str]:
-        """Starts members, or drains the newest ones, until the pool has `size`. Answers the ready lines of new ones."""
+    def scale(
+        self,
+        role: Role,
+        size: int,
+        own_settings: Mapping[str, object] | None = None,
+        *,
+        busy: Mapping[str, float] | None = None,
+    ) -> list[str]:
+        """Starts members, or drains the least busy ones, the newest among equals, until the pool has `size`. `busy`:
+        how much each has to do, by member id. Answers the ready lines of new ones."""
         if size < 0:
             raise ConfigError(f"a pool cannot have {size} members")
         present = self.members(role)
-        for name in reversed(present[size:]):
+        for name in self._least_busy(present, busy or {})[: max(0, len(present) - size)]:
             self._end(name)
         first = _number(present[-1]) + 1 if present else 0
         new = [f"{role}-{first + i}" for i in range(size - len(present))]
         actors = [self._start(role, name, self._settings | dict(own_settings or {})) for name in new]
         return ray.get([actor.ready.remote(self._start_timeout_s) for actor in actors])
+
+    def wait_ready(self, role: Role) -> None:
+        """Raises TimeoutError, and what keeps a member from being ready."""
+        ray.get([self.actor(name).ready.remote(self._start_timeout_s) for name in self.members(role)])
 
     def actor(self, name: str) -> "ActorHandle[MemberProcess]":
         return ray.get_actor(name, namespace=self._namespace)
@@ -82,6 +94,19 @@ class RayPools:
         for role in (Role.ROUTER, Role.PREFILL, Role.DECODE):
             for name in self.members(role):
                 self._end(name)
+
+    def _least_busy(self, present: list[str], busy: Mapping[str, float]) -> list[str]:
+        loads = {name: busy.get(self._member_id(name), 0.0) if busy else 0.0 for name in present}
+        return sorted(present, key=lambda name: (loads[name], -_number(name)))
+
+    def _member_id(self, name: str) -> str:
+        """Empty: it is not ready, and has nothing to do."""
+        try:
+            line = str(ray.get(self.actor(name).ready.remote(0.0)))
+        except (TimeoutError, ConfigError, ray.exceptions.RayError):
+            return ""
+        fields = dict(word.partition("=")[::2] for word in line.split())
+        return fields.get("member", "").partition("@")[0]
 
     def _start(self, role: Role, name: str, settings: Mapping[str, object]) -> "ActorHandle[MemberProcess]":
         resources = self._resources.get(role, Resources())

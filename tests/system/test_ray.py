@@ -1,20 +1,25 @@
 """The pools on a local Ray: started, answering, restarted after a kill, scaled."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 
 import grpc
 import pytest
 
 from cluster.messages import Role
+from cluster.registry import Registry
+from cluster.scale_registry import ScaleTargets
 from cluster.wire import pack_ids, unpack_ids
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 from tests.system.local_cluster import DEMO_MODEL
 
 ray = pytest.importorskip("ray", reason="ray is not installed: it is the extra [ray]")
 
+from deploy.ray.follower import RayFollower  # noqa: E402
 from deploy.ray.pools import RayPools, Resources  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -93,3 +98,31 @@ def _ready_again(pools: RayPools, name: str) -> str:
         except ray.exceptions.RayActorError:
             continue
     raise AssertionError(f"{name} did not come back")
+
+
+def test_pools_on_ray_follow_the_scale_target(pools: RayPools, redis_url: str, cluster_name: str) -> None:
+    pools.scale(Role.PREFILL, 1)
+    pools.scale(Role.DECODE, 1)
+    asyncio.run(_scaled_up_and_down(pools, redis_url, cluster_name))
+    assert (len(pools.members(Role.PREFILL)), len(pools.members(Role.DECODE))) == (0, 2)
+
+
+async def _scaled_up_and_down(pools: RayPools, redis_url: str, cluster_name: str) -> None:
+    async def loads() -> dict[str, float]:
+        return {}
+
+    registry = Registry(url=redis_url, cluster_name=cluster_name, lease_s=5.0)
+    targets = ScaleTargets(registry)
+    follower = RayFollower(pools=pools, registry=registry, loads=loads, say=print)
+    following = asyncio.create_task(follower.run())
+    try:
+        async with asyncio.timeout(200), aclosing(targets.watch()) as seen:
+            while (target := await anext(seen)) is None or not target.follower:
+                pass
+            wanted = await targets.set(0, 2)
+            while (target := await anext(seen)) is None or target.reached < wanted.version:
+                pass
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await registry.close()

@@ -4,10 +4,10 @@ import pytest
 
 from cli.layout import Ports, router_ports
 from cli.pool_plan import PoolPlan, Slot, pool_plan
-from cli.worker_loads import load
 from cluster.errors import ConfigError
 from cluster.messages import Role
 from cluster.scale_target import ScaleTarget
+from cluster.worker_loads import load
 
 
 def slots(*names: str) -> list[Slot]:
