@@ -17,7 +17,7 @@ from tests.chaos.simulated.network import Conversation, Network
 
 _OK = (grpc.StatusCode.OK, "", ())
 _CANCELLED = (grpc.StatusCode.CANCELLED, "Locally cancelled by application!", ())
-_ENDED = (grpc.StatusCode.CANCELLED, "the server cancelled", ())
+_ENDED = (grpc.StatusCode.UNAVAILABLE, "Cancelling all calls", ())  # as gRPC says it where a server stops
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, "the connection broke", ())
 _REFUSED = (grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses; last error: Connection refused", ())
 _LATE = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())

@@ -1,13 +1,16 @@
-"""A client: asks, counts what it gets, and knows what it should get. Asks again only where its router has gone."""
+"""A client: asks, counts what it gets, and knows what it should get. When its router dies it goes on by the client
+library's own decisions (tandem/progress.py, assembly.py); the calls are made here."""
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from cluster.rpc_errors import REASON
-from cluster.wire import pack_ids, unpack_ids
+from cluster.wire import pack_ids
 from router.validation import _choice_seed
+from tandem.errors import InternalError, TandemError, error_from_rpc
+from tandem.progress import Progress
+from tandem.results import Delta
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 from tests.chaos.simulated.calls import Channel
 from tests.chaos.simulated.engine import serial_tokens
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 90.0
 _AGAIN_S = 0.5
+_AGAIN = "again"
 _known: dict[tuple[tuple[int, ...], int, int], tuple[int, ...]] = {}
 
 
@@ -34,68 +38,91 @@ class Client:
         self._prompt = tuple(shared + own)
         self._seed = number + 1
         self._got: list[list[int]] = []
+        self._ended: set[int] = set()
         self._is_wrong = False
 
     async def run(self) -> str:
-        """How it ended."""
+        """How it ended. What has begun goes on at whichever router can be had, by the client library's own rules; what
+        no router has taken up is asked anew."""
         await asyncio.sleep(self.ask.at_s)
-        router, deadline_s = self.ask.router, asyncio.get_running_loop().time() + _TIMEOUT_S
-        attempt = 0
-        while True:
-            left_s = deadline_s - asyncio.get_running_loop().time()
-            if left_s <= 0.5:
-                self._world.wrong(f"request {self.number} found no router in time")
-                return "no router"
+        loop, router, attempt = asyncio.get_running_loop(), self.ask.router, 0
+        deadline_s = loop.time() + _TIMEOUT_S
+        while deadline_s - loop.time() > _AGAIN_S:
             attempt += 1
-            outcome = await self._try(f"request{self.number}.{attempt}", f"router{router}", left_s)
-            if outcome != "again":
+            outcome = await self._generate(f"request{self.number}.{attempt}", router, deadline_s)
+            if outcome != _AGAIN:
                 return outcome
-            router = (router + 1) % self._world.schedule.num_routers
+            router += 1
             await asyncio.sleep(_AGAIN_S)
+        self._world.wrong(f"request {self.number} found no router in time")
+        return "no router"
 
-    async def _try(self, request_id: str, router: str, timeout_s: float) -> str:
-        world, num_choices = self._world, self.ask.n
-        before, self._got = self._got, [[] for _ in range(num_choices)]
-        ended: set[int] = set()
-        world.say(self.process, f"asks {router} for {self.ask.max_tokens} tokens after {self.ask.num_tokens}")
-        channel = Channel(world.network, world.members[router].address, world.watch)
-        call = inference_pb2_grpc.InferenceStub(channel).Generate(self._request(request_id), timeout=timeout_s)
-        try:
-            async for message in call:
-                for delta in message.deltas:
-                    self._take(delta, ended)
-                if self._wants_no_more():
-                    call.cancel()
-                    world.say(self.process, "has enough, and cancels")
-                    return "cancelled"
-        except grpc.aio.AioRpcError as error:
-            return self._on_error(error, before)
-        if len(ended) < num_choices:
-            world.wrong(f"request {self.number} ended without all of its {num_choices} choices' ends")
+    async def _generate(self, request_id: str, router: int, deadline_s: float) -> str:
+        world = self._world
+        known = world.router_addresses()
+        progress = Progress(
+            self._request(request_id),
+            known=world.router_addresses,
+            router=known[router % len(known)],
+            deadline_s=deadline_s,
+            draw=world.dice.random,
+        )
+        self._got, self._ended = [[] for _ in range(self.ask.n)], set()
+        while True:
+            channel = Channel(world.network, progress.router, world.watch)
+            left_s = progress.time_left_s(asyncio.get_running_loop().time())
+            num_tokens = sum(map(len, self._got))
+            goes_on = f"goes on after {num_tokens} tokens at" if num_tokens else "asks"
+            world.say(self.process, f"{goes_on} {progress.router}: {self.ask.max_tokens} tokens, {self.ask.n} times")
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(progress.request, timeout=left_s)
+            try:
+                return await self._read(call, progress)
+            except grpc.aio.AioRpcError as rpc_error:
+                next_step = self._lost(error_from_rpc(rpc_error), progress)
+            except InternalError as error:  # the library's word for a stream that is not what was promised
+                self._wrong(error.message)
+                return "wrong"
+            if isinstance(next_step, str):
+                return next_step
+            await asyncio.sleep(next_step)
+
+    async def _read(self, call: Any, progress: Progress) -> str:
+        """Raises AioRpcError, InternalError."""
+        async for message in call:
+            for delta in progress.take(message):
+                self._take(delta)
+            if self._wants_no_more():
+                call.cancel()
+                self._world.say(self.process, "has enough, and cancels")
+                return "cancelled"
+        progress.result()
+        if len(self._ended) < self.ask.n:
+            self._wrong(f"ended without all of its {self.ask.n} choices' ends")
         self._compare(is_whole=True)
-        world.say(self.process, "has everything")
+        self._world.say(self.process, "has everything")
         return "ok"
 
-    def _on_error(self, error: grpc.aio.AioRpcError, before: list[list[int]]) -> str:
-        trailing = dict(error.trailing_metadata() or ())
-        reason = str(trailing.get(REASON, ""))
-        self._world.say(self.process, f"hears {error.code().name} {reason}: {error.details()}")
+    def _lost(self, error: TandemError, progress: Progress) -> float | str:
+        """How long the library waits before it goes on; or how it ended."""
+        self._world.say(self.process, f"hears {type(error).__name__} {error.reason}: {error.message}")
         self._compare(is_whole=False)
-        is_routers = not reason and error.code() is grpc.StatusCode.UNAVAILABLE
-        if is_routers or reason in ("draining", "cancelled") or error.code() is grpc.StatusCode.CANCELLED:
-            return "again"
-        self._world.wrong(f"request {self.number} is lost: {error.code().name} {reason}: {error.details()}")
-        return reason or error.code().name
+        try:
+            return progress.lost(error, asyncio.get_running_loop().time())
+        except TandemError as final:
+            if not any(self._got) and (error.is_lost or error.reason == "draining"):
+                return _AGAIN
+            self._world.wrong(f"request {self.number} is lost: {type(final).__name__} {final.reason}: {final.message}")
+            return final.reason
 
-    def _take(self, delta: inference_pb2.ChoiceDelta, ended: set[int]) -> None:
+    def _take(self, delta: Delta) -> None:
         tokens = self._got[delta.choice]
-        if delta.choice in ended:
+        if delta.choice in self._ended:
             self._wrong(f"choice {delta.choice} goes on after its end")
         if delta.first_index != len(tokens):
             self._wrong(f"choice {delta.choice} has {len(tokens)} tokens, and gets one with index {delta.first_index}")
-        tokens.extend(unpack_ids(delta.token_ids))
+        tokens.extend(delta.token_ids)
         if delta.finish_reason:
-            ended.add(delta.choice)
+            self._ended.add(delta.choice)
 
     def _compare(self, *, is_whole: bool) -> None:
         for choice, tokens in enumerate(self._got):

@@ -105,6 +105,9 @@ class World:
             num_events=self.loop.num_run,
         )
 
+    def router_addresses(self) -> list[str]:
+        return [member.address for member in self.members.values() if member.role == "router"]
+
     def watch(self, method: str, sender: Process, receiver: Process, message: Any) -> None:
         """Every message, as it is sent."""
         oneof = _ONEOFS.get(type(message))
