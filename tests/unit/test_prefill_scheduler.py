@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from cluster.engine_settings import SCHEDULING_POLICIES
-from cluster.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequest, PromptTooLong, QueueFull
+from cluster.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    InternalError,
+    InvalidRequest,
+    PromptTooLong,
+    QueueFull,
+)
 from cluster.hashing import NATIVE, BlockChain, keyed_chains, nameless_chains
 from cluster.messages import FinishReason, Inspect, Inspected, MemberId, PrefillJob, Sampling, TokenStops
 from engine.policies import make_policy
@@ -24,6 +32,7 @@ from prefill_worker.commands import (
     Event,
     Failed,
     Finished,
+    Leave,
     OfferPrefix,
     PrefixOffered,
     PullReserved,
@@ -743,4 +752,18 @@ def test_an_offer_pins_what_is_here_until_it_is_released_and_too_little_pins_not
 
     bench.end_offer(offered)
     bench.run()
+    bench.assert_none_in_use()
+
+
+def test_one_that_leaves_finishes_what_it_has_begun_and_gives_back_the_rest() -> None:
+    bench = _Bench(max_prefill_tokens=16)
+    begun, waiting = bench.submit(_job(range(40))), bench.submit(_job(range(100, 140)))
+    bench.step()
+    bench.apply(Leave())
+    bench.submit(_job(range(8)))
+    bench.run()
+    assert bench.tickets[begun].finished is not None
+    assert isinstance(bench.tickets[waiting].error, Draining)
+    assert [type(refused.error) for refused in bench.refused] == [Draining]
+    bench.release(begun)
     bench.assert_none_in_use()

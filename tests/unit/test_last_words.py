@@ -1,0 +1,45 @@
+"""A decode worker that leaves waits until its routers have been sent what it had to say."""
+
+import asyncio
+from contextlib import aclosing
+
+from cluster.messages import MemberId
+from decode_worker.streams import RouterStreams
+from tandem.v1 import worker_pb2
+
+_ROUTER = MemberId("router", "1")
+_LAST = worker_pb2.WorkerMessage(step=worker_pb2.StepOutput(step=7))
+
+
+async def _is_pending(work: "asyncio.Task[None]") -> bool:
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return not work.done()
+
+
+async def test_all_is_said_when_the_last_message_is_written_and_not_when_it_is_taken() -> None:
+    streams, connection = RouterStreams(grace_s=60.0, on_gone=lambda _: None), object()
+    stream = streams.connect(_ROUTER, connection)
+    streams.send(_ROUTER, _LAST)
+    said = asyncio.create_task(streams.said())
+    async with aclosing(stream.drain(connection)) as read:
+        assert await _is_pending(said)
+        assert await anext(read) == _LAST
+        assert await _is_pending(said)
+        following = asyncio.create_task(anext(read))  # gRPC asks for the next one when it has written this one
+        async with asyncio.timeout(10):
+            await said
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_a_router_that_may_come_back_is_waited_for_and_one_that_is_gone_is_not() -> None:
+    streams, connection = RouterStreams(grace_s=60.0, on_gone=lambda _: None), object()
+    streams.connect(_ROUTER, connection)
+    streams.send(_ROUTER, _LAST)
+    streams.disconnect(_ROUTER, connection)
+    said = asyncio.create_task(streams.said())
+    assert await _is_pending(said)
+    streams.close()
+    async with asyncio.timeout(10):
+        await said
