@@ -63,7 +63,8 @@ class Attempt:
                             if decoding.sequences.live:
                                 with leg(DECODE, decode_id):
                                     await starting
-                                taken()
+                                if decode.stream.connected.is_set():  # else it may have died with the ticket
+                                    taken()
                                 self._prefixes.note(chain, decode_id)
             await decoding.until_started()
             if decoding.sequences.started:

@@ -374,6 +374,27 @@ async def test_a_ticket_that_decode_refused_is_given_back_and_one_that_it_took_i
         assert prefill.abandoned.empty()
 
 
+async def test_a_ticket_whose_decode_worker_died_before_the_first_token_is_given_back() -> None:
+    async with router_under_test() as router:
+        prefill = await router.add_prefill("p0")
+        first, second = await router.add_decode("d0"), await router.add_decode("d1")
+        await router.connected()
+        prefill.before_first_tokens.close()
+        answering = asyncio.create_task(answer_to(router, ask()))
+        async with asyncio.timeout(20):
+            while not (first.jobs or second.jobs):
+                await asyncio.sleep(0)
+            dying = first if first.jobs else second
+            await dying.die()
+            await router.until_gone(dying)
+            prefill.before_first_tokens.open()
+            answer = await answering
+            abandoned = await prefill.abandoned.get()
+        assert answer.token_ids[0] == expected_tokens(router, ask())
+        assert abandoned == f"{prefill.id} {prefill.jobs[0].request_id} {prefill.jobs[0].attempt}".encode()
+        assert prefill.abandoned.empty(), "the second one was taken"
+
+
 async def test_attempts_are_bounded() -> None:
     async with router_under_test(max_attempts=2) as router:
         decode = await router.add_decode("d0")
