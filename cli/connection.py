@@ -53,18 +53,26 @@ def open_async_client(arguments: argparse.Namespace) -> AsyncClient:
 def ask(arguments: argparse.Namespace, call: Callable[[grpc.Channel, Metadata], Answer]) -> Answer:
     """For calls that the client library does not have: of the first router that can be reached. Raises as open_client,
     and the client library's errors."""
-    address = find_address(arguments.address)
     failure: TandemError | None = None
-    for one in addresses(address):
-        with channel.open_channel(one, tls_ca=tls_ca(arguments, address)) as opened:
-            try:
-                return call(opened, metadata(arguments))
-            except grpc.RpcError as error:
-                failure = error_from_rpc(error)
-                if not failure.is_lost:
-                    raise failure from error
+    for address in addresses(find_address(arguments.address)):
+        try:
+            return ask_one(arguments, address, call)
+        except TandemError as error:
+            if not error.is_lost:
+                raise
+            failure = error
     assert failure is not None
     raise failure
+
+
+def ask_one(arguments: argparse.Namespace, address: str, call: Callable[[grpc.Channel, Metadata], Answer]) -> Answer:
+    """As ask, of the router at `address`."""
+    authorities = tls_ca(arguments, find_address(arguments.address))
+    with channel.open_channel(address, tls_ca=authorities) as opened:
+        try:
+            return call(opened, metadata(arguments))
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
 
 
 def metadata(arguments: argparse.Namespace) -> Metadata:

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 import grpc
 
 from cli import connection
+from cli.last_cluster import find_address
 from cli.table import table
+from tandem.errors import TandemError
+from tandem.routers import addresses
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
 HELP = "live requests: their phase, age, workers and tokens"
@@ -22,8 +25,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Those of the router that is asked: each knows its own."""
-    requests = connection.ask(arguments, _ask)
+    """Each router knows its own: all that are known here are asked, and one that cannot be reached is said. Raises
+    ConfigError, and the last router's error where none answered."""
+    requests: list[admin_pb2.LiveRequest] = []
+    failures: list[TandemError] = []
+    known = addresses(find_address(arguments.address))
+    for address in known:
+        try:
+            requests += connection.ask_one(arguments, address, _ask)
+        except TandemError as error:
+            failures.append(error)
+            if len(failures) == len(known):
+                raise
+            sys.stderr.write(f"tandem: router {address}: {error.message}\n")
     if arguments.json:
         json.dump(requests_object(requests), sys.stdout, indent=2)
         sys.stdout.write("\n")
