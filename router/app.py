@@ -205,8 +205,8 @@ class _Router:
                     task.cancel()
             if num_left:
                 raise DrainIncomplete(
-                    f"{num_left} request(s) were left after {self._config.drain_grace_s:g} s; clients of other routers"
-                    " resume them there; give it more --drain-grace-s"
+                    f"{num_left} request(s) were left after {self._config.drain_grace_s:g} s; clients that know another"
+                    " router resume them there; give it more --drain-grace-s"
                 )
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
