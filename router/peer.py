@@ -101,10 +101,6 @@ class Peer:
         """Raises TandemError."""
         return await self._unless_lost(self._worker.Inspect(worker_pb2.InspectRequest(), timeout=OWN_CALL_S))
 
-    async def drain(self) -> None:
-        """Raises TandemError."""
-        await self._unless_lost(self._worker.DrainWorker(worker_pb2.DrainWorkerRequest(), timeout=OWN_CALL_S))
-
     async def _until_in_doubt(self) -> None:
         """Somebody could not reach it; or it has said nothing for a while, was asked, and does not answer."""
         while not self._doubt.is_set():
