@@ -10,6 +10,7 @@ import grpc
 from cli import connection
 from cluster.errors import ConfigError
 from cluster.process import ExitStatus
+from tandem.errors import DeadlineExceeded
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
 HELP = "ask a worker or router to take no more, finish or hand on its work, and leave"
@@ -40,6 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     began_s = time.monotonic()
     try:
         answer = _ask(arguments)
+    except DeadlineExceeded as error:
+        waited = f"after {arguments.timeout_s:g} s {arguments.member} is still draining"
+        raise DeadlineExceeded(waited, reason=error.reason) from error
     except KeyboardInterrupt:
         sys.stderr.write(f"tandem: no longer waiting; {arguments.member} goes on draining\n")
         raise
