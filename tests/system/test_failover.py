@@ -382,8 +382,8 @@ async def test_a_ticket_whose_decode_worker_died_before_the_first_token_is_given
         prefill.before_first_tokens.close()
         answering = asyncio.create_task(answer_to(router, ask()))
         async with asyncio.timeout(20):
-            while not (first.jobs or second.jobs):
-                await asyncio.sleep(0)
+            taking = [asyncio.create_task(decode.before_taking.reached.wait()) for decode in (first, second)]
+            await asyncio.wait(taking, return_when=asyncio.FIRST_COMPLETED)
             dying = first if first.jobs else second
             await dying.die()
             await router.until_gone(dying)
