@@ -19,7 +19,7 @@ from tests.faults.faulty_transport import Fault
 from tests.system.asking import Answer, ask, question
 from tests.system.local_cluster import LocalCluster, Member
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
 _QUESTION = question([20 + i % 700 for i in range(100)], max_tokens=24, ignore_eos=True)
 _NAMES = ("prefill-hanging", "decode-hanging")
