@@ -1,0 +1,163 @@
+"""`tandem scale` and `tandem drain` on a cluster that `tandem up` runs, with streams on it; its clients' other router.
+
+The cluster is one prefill worker, one decode worker and two routers; each test leaves it as that.
+"""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from cli.__main__ import main
+from tandem.client import AsyncClient, AsyncGeneration
+from tandem.results import Result
+from tests.system.up_command import DEADLINE_S, Up
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+MAX_TOKENS = 500
+NUM_STREAMS = 3
+Command = Callable[..., Coroutine[None, None, tuple[int, str]]]
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    started = Up(tmp_path_factory.mktemp("up"), "--dtype", "float32", "--routers", "2", "--placement", "least-loaded")
+    try:
+        started.until("ready http=")
+        yield started
+    finally:
+        assert started.end() == 0
+
+
+@pytest.fixture
+def tandem(up: Up, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a client command on that cluster, beside this loop; answers its status and output."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", up.environment["XDG_RUNTIME_DIR"])
+
+    async def command(*arguments: str) -> tuple[int, str]:
+        status = await asyncio.to_thread(main, arguments)
+        captured = capsys.readouterr()
+        return status, captured.out + captured.err
+
+    return command
+
+
+def first_address(up: Up) -> str:
+    return up.until("ready http=").split("grpc=")[1].strip()
+
+
+def started(client: AsyncClient, number: int) -> AsyncGeneration:
+    """Greedy and sampled ones by turns."""
+    return client.generate(
+        token_ids=range(30, 50 + number),
+        max_tokens=MAX_TOKENS,
+        ignore_eos=True,
+        temperature=float(number % 2),
+        seed=number,
+        timeout_s=DEADLINE_S,
+    )
+
+
+def tokens(results: list[Result]) -> list[tuple[int, ...]]:
+    return [result.token_ids for result in results]
+
+
+@asynccontextmanager
+async def streams(client: AsyncClient, count: int) -> AsyncIterator[list["asyncio.Task[Result]"]]:
+    """Each of them past its first tokens."""
+    generations = [started(client, number) for number in range(count)]
+    for generation in generations:
+        while (await anext(generation)).first_index < 4:
+            pass
+    tasks = [asyncio.create_task(generation.result()) for generation in generations]
+    try:
+        yield tasks
+    finally:
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until_connected(tandem: Command, *names: str) -> None:
+    """The routers may place requests there."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            _, output = await tandem("status", "--json")
+            members = {member["member"]: member for member in json.loads(output)["members"]}
+            if all(members.get(name, {}).get("figures") and members[name]["state"] == "ready" for name in names):
+                return
+
+
+async def test_workers_come_and_go_under_streams_that_lose_no_token(up: Up, tandem: Command) -> None:
+    async with AsyncClient(first_address(up)) as client:
+        undisturbed = tokens(await asyncio.gather(*(started(client, number).result() for number in range(NUM_STREAMS))))
+
+        status, output = await tandem("scale", "decode=2")
+        assert (status, output.splitlines()[-1]) == (0, "target reached: 1 prefill, 2 decode")
+        assert "decode-1 is ready" in output
+        await until_connected(tandem, "decode-0", "decode-1")
+
+        async with streams(client, NUM_STREAMS) as drained:
+            status, output = await tandem("drain", "decode-0", "--wait", "--json")
+        assert (status, json.loads(output)["outcome"]) == (0, "drained")
+        assert "decode-0 was drained; starting it again" in up.until("decode-0 was drained")
+        assert tokens([task.result() for task in drained]) == undisturbed
+
+        await until_connected(tandem, "decode-0", "decode-1")
+        async with streams(client, NUM_STREAMS) as scaled:
+            status, output = await tandem("scale", "decode=1")
+        assert (status, output.splitlines()[-1]) == (0, "target reached: 1 prefill, 1 decode")
+        results = [task.result() for task in scaled]
+        assert tokens(results) == undisturbed
+        served = {member.partition("@")[0] for result in results for member in result.ledger.members}
+        assert {"decode-0", "decode-1"} <= served, "the one that left had streams"
+
+
+async def test_a_client_of_one_address_goes_on_at_the_router_that_it_was_told_of(up: Up) -> None:
+    address = first_address(up)
+    async with AsyncClient(address) as client:
+        undisturbed = tokens(await asyncio.gather(*(started(client, number).result() for number in range(3))))
+        async with streams(client, 3) as cut:
+            os.kill(up.members()["router-0"], signal.SIGKILL)
+        results = [task.result() for task in cut]
+    assert tokens(results) == undisturbed
+    assert [result.ledger.reasons[:1] for result in results] == [("resumed",)] * NUM_STREAMS
+    up.until("router-0 is back")
+    async with AsyncClient(address) as client:
+        assert (await started(client, 0).result()).token_ids == undisturbed[0]
+
+
+async def test_any_router_lists_what_it_serves_and_drains_the_other(up: Up, tandem: Command) -> None:
+    async with AsyncClient(first_address(up), discover=False) as client:
+        async with streams(client, 1) as (task,):
+            _, output = await tandem("requests", "--json")
+            (listed,) = json.loads(output)["requests"]
+            result = await task
+        assert (listed["request_id"], listed["phase"]) == (result.request_id, "decode")
+        assert listed["decode"].startswith("decode-0@") and listed["num_tokens"] > 4
+    status, output = await tandem("drain", "router-1", "--wait")
+    assert status == 0 and "router-1@" in output and "nothing was left undone" in output
+    assert "router-1 was drained; starting it again" in up.until("router-1 was drained")
+    up.until("router-1 is back")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (("drain", "nobody"), 1, "there are: decode-0, prefill-0, router-0, router-1"),
+        (("scale", "decode=0"), 2, "every request ends on a decode worker"),
+        (("scale", "decode=2", "decode=3"), 2, "given twice"),
+        (("scale", "router=2"), 2, "prefill=N or decode=N"),
+        (("scale", "decode=-1"), 2, "prefill=N or decode=N"),
+        (("scale", "decode=9999"), 1, "decode must be from 1 to 256, not 9999"),
+        (("drain", "decode-0", "--wait", "--timeout-s", "0"), 2, "--timeout-s must be positive"),
+    ],
+)
+async def test_what_cannot_be_is_refused_in_one_line_that_says_what_can(
+    tandem: Command, words: tuple[str, ...], status: int, said: str
+) -> None:
+    found, output = await tandem(*words)
+    assert (found, len(output.splitlines())) == (status, 1)
+    assert said in output
