@@ -60,5 +60,5 @@ def test_whoever_leaves_whenever_nothing_is_lost_repeated_or_leaked_and_sequence
         for seed in _FIXED:
             result = run_schedule(leaving(seed))
             assert not result.violations, f"seed {seed}: {result.violations}"
-            calls.update(kind for _, _, _, _, kind in result.trace)  # type: ignore[misc]
+            calls.update(kind for _, _, _, _, kind in result.trace)
     assert calls["leaving"] and calls["FreezeResponse"]
