@@ -430,6 +430,31 @@ def test_leased_blocks_stay_until_release_and_only_until_then() -> None:
     bench.assert_none_in_use()
 
 
+def test_tickets_that_nobody_takes_hold_prompts_back_until_the_queue_refuses_and_says_when_to_come_back() -> None:
+    """Decode is full: prefill does not run ahead of it by more than its own pool."""
+    bench = _Bench(num_blocks=6, max_queue=2, prefix_caching=False)
+    first, second = (bench.submit(_job(range(1, 11))) for _ in range(2))
+    bench.now_s = 3.0
+    bench.run()
+    third, fourth = (bench.submit(_job(range(1, 11))) for _ in range(2))
+    bench.run()
+    assert bench.tickets[third].is_live and bench.tickets[fourth].is_live
+    assert bench.inspect().blocks["leased"] == 6
+
+    bench.submit(_job(range(1, 11)))
+    (refusal,) = (refused.error for refused in bench.refused)
+    assert isinstance(refusal, QueueFull) and refusal.retry_after_s is not None
+
+    bench.release(first)
+    bench.run()
+    assert bench.tickets[third].finished is not None and bench.tickets[fourth].is_live
+    for ticket_id in (second, third):
+        bench.release(ticket_id)
+    bench.run()
+    bench.release(fourth)
+    bench.assert_none_in_use()
+
+
 def test_a_prompt_nobody_comes_for_frees_everything_when_it_is_done() -> None:
     bench = _Bench()
     ticket_id = bench.submit(_job(range(1, 11), imported=False))

@@ -1,0 +1,117 @@
+"""What would be in vain is refused before a worker hears of it; what waits before that ends with its deadline."""
+
+import asyncio
+import threading
+
+import pytest
+
+from cluster.errors import DeadlineExceeded, Overloaded, QueueFull
+from router.backlog import Backlog
+from router.requests import GenerateRequest, TextPrompt
+from tests.system.router_harness import answer_to, ask, router_under_test
+
+
+async def test_once_every_prefill_queue_was_full_a_newcomer_is_refused_without_a_job() -> None:
+    async with router_under_test() as router:
+        prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
+        await router.connected()
+        prefill.refusals = [QueueFull("the queue is full", retry_after_s=20.0) for _ in range(3)]
+        with pytest.raises(QueueFull):
+            await answer_to(router, ask())
+        num_jobs = len(prefill.jobs)
+        with pytest.raises(QueueFull, match="queues of all 1 prefill workers") as refusal:
+            await answer_to(router, ask())
+        assert refusal.value.retry_after_s is not None and 1 < refusal.value.retry_after_s <= 20
+        assert (len(prefill.jobs), len(decode.jobs)) == (num_jobs, 0)
+        assert router.telemetry.value("tandem_requests_refused_total", reason="queue_full") == 1
+
+
+async def test_with_room_at_another_worker_nobody_is_refused() -> None:
+    async with router_under_test() as router:
+        full, _ = await router.add_prefill("p0"), await router.add_prefill("p1")
+        await router.add_decode("d0")
+        await router.connected()
+        full.refusals = [QueueFull("the queue is full", retry_after_s=20.0) for _ in range(2)]
+        for _ in range(4):
+            assert len((await answer_to(router, ask())).token_ids[0]) == 8
+
+
+async def test_a_full_decode_pool_refuses_a_newcomer_before_its_prompt_is_computed() -> None:
+    async with router_under_test() as router:
+        prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
+        await router.connected()
+        decode.refusals = [QueueFull("jobs wait here", retry_after_s=20.0)]
+        await answer_to(router, ask())  # its next attempt was taken
+        num_jobs = len(prefill.jobs)
+        with pytest.raises(QueueFull, match="decode workers"):
+            await answer_to(router, ask())
+        assert len(prefill.jobs) == num_jobs
+
+
+async def test_a_turn_that_would_come_after_the_deadline_is_refused_without_a_job() -> None:
+    async with router_under_test() as router:
+        prefill = await router.add_prefill("p0")
+        await router.add_decode("d0")
+        await router.connected()
+        router.fleet.prefill(prefill.id).backlog = _of_100_tokens_per_s()
+        prefill.before_first_tokens.close()
+        ahead = asyncio.create_task(answer_to(router, ask(prompt=tuple(range(1, 1001)), max_tokens=2)))
+        async with asyncio.timeout(10):
+            await prefill.before_first_tokens.reached.wait()
+        with pytest.raises(Overloaded, match="ahead of this one") as refusal:
+            await answer_to(router, ask(timeout_s=4.0))
+        assert refusal.value.retry_after_s == pytest.approx(6.0, abs=1.0)
+        assert len(prefill.jobs) == 1
+        in_time = asyncio.create_task(answer_to(router, ask(timeout_s=25.0)))
+        prefill.before_first_tokens.open()
+        assert len((await in_time).token_ids[0]) == 8
+        await ahead
+
+
+def _of_100_tokens_per_s() -> Backlog:
+    backlog, now_s = Backlog(), asyncio.get_running_loop().time() - 100.0
+    for _ in range(20):
+        number = backlog.begin(100, now_s)
+        now_s += 1.0
+        backlog.done(number, now_s)
+    return backlog
+
+
+async def test_a_deadline_ends_a_request_whose_text_is_being_tokenized_and_frees_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with router_under_test() as router:
+        go, inside = threading.Event(), threading.Event()
+
+        def encode(_: str) -> tuple[int, ...]:
+            inside.set()
+            go.wait(20)
+            return (5,)
+
+        monkeypatch.setattr(router.tokenization, "encode_prompt", encode)
+        try:
+            with pytest.raises(DeadlineExceeded, match="in phase tokenize"):
+                await answer_to(router, GenerateRequest(TextPrompt("x" * 5000), timeout_s=0.2))
+            assert inside.is_set()
+            assert router.admission.num_places == 0
+        finally:
+            go.set()
+
+
+async def test_a_full_router_tokenizes_nothing_for_those_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with router_under_test(max_live_requests=1) as router:
+        decode = await router.add_decode("d0")
+        await router.connected()
+        decode.pause_at = 2
+        first = asyncio.create_task(answer_to(router, ask()))
+        async with asyncio.timeout(10):
+            await decode.paused.wait()
+        encoded: list[str] = []
+        monkeypatch.setattr(router.tokenization, "encode_prompt", encoded.append)
+        monkeypatch.setattr(router.tokenization, "encode", encoded.append)
+        for text in ("x", "x" * 5000):
+            with pytest.raises(Overloaded):
+                await answer_to(router, GenerateRequest(TextPrompt(text)))
+        assert encoded == []
+        decode.resumed.set()
+        await first

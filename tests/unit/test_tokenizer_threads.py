@@ -1,0 +1,97 @@
+"""Long texts are tokenized beside the event loop, a few at a time, and one that is far too long hardly at all."""
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import Overloaded, PromptTooLong
+from router.requests import ChatMessage
+from router.tokenization import Tokenization
+from router.tokenizer_threads import TokenizerThreads
+
+DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
+_LINE = "def f(x):\n    return x\n"
+
+
+@pytest.fixture(scope="module")
+def demo() -> Tokenization:
+    return Tokenization.load(str(DEMO_MODEL))
+
+
+async def test_the_event_loop_goes_on_while_a_long_text_is_tokenized(demo: Tokenization) -> None:
+    """Where the library kept Python's lock, one gap would be as long as the whole."""
+    threads, text = TokenizerThreads(), _LINE * 6_000
+    began_s = last_s = time.perf_counter()
+    longest_s = 0.0
+    encoding = asyncio.create_task(threads.run(demo.encode, text))
+    while not encoding.done():
+        await asyncio.sleep(0)
+        now_s = time.perf_counter()
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    assert len(encoding.result()) > len(text) / 4
+    assert longest_s < 0.5 * (last_s - began_s)
+
+
+async def test_no_more_run_than_there_are_threads_and_one_that_leaves_while_it_waits_never_runs() -> None:
+    threads, began, inside, go = TokenizerThreads(1), list[int](), threading.Event(), threading.Event()
+
+    def work(number: int) -> int:
+        began.append(number)
+        inside.set()
+        go.wait(20)
+        return number
+
+    first, second, third = (asyncio.create_task(threads.run(work, number)) for number in range(3))
+    assert await asyncio.to_thread(inside.wait, 20)
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    go.set()
+    assert [await first, await third] == [0, 2]
+    assert began == [0, 2]
+
+
+async def test_a_caller_that_leaves_keeps_its_thread_until_the_text_is_done() -> None:
+    threads, go, inside = TokenizerThreads(1), threading.Event(), threading.Event()
+
+    def work(number: int) -> int:
+        inside.set()
+        go.wait(20)
+        return number
+
+    first = asyncio.create_task(threads.run(work, 1))
+    assert await asyncio.to_thread(inside.wait, 20)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    second = asyncio.create_task(threads.run(work, 2))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not second.done()
+    go.set()
+    assert await second == 2
+
+
+async def test_one_waiting_text_too_many_is_refused_with_when_to_come_back() -> None:
+    threads, go = TokenizerThreads(1, max_waiting=1), threading.Event()
+    tasks = [asyncio.create_task(threads.run(go.wait, 20.0)) for _ in range(2)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    with pytest.raises(Overloaded) as refusal:
+        await threads.run(go.wait, 20.0)
+    assert refusal.value.retry_after_s
+    go.set()
+    assert await asyncio.gather(*tasks) == [True, True]
+
+
+def test_a_prompt_far_too_long_is_judged_by_its_beginning(demo: Tokenization) -> None:
+    text = _LINE * 170_000  # eight seconds, if it were looked through
+    for encode in (demo.encode_prompt, lambda text: demo.encode_chat([ChatMessage("user", text)])):
+        with pytest.raises(PromptTooLong, match="the first 16384 of the prompt's"):
+            encode(text)
+
+
+def test_a_prompt_of_few_tokens_is_taken_whole_however_many_characters_it_has(demo: Tokenization) -> None:
+    for text in (_LINE * 3, _LINE * 700):  # the second is a little too long: resolve says by how many tokens
+        assert demo.encode_prompt(text) == demo.encode(text)
