@@ -7,7 +7,7 @@ read loses its stream, not this worker its memory.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from cluster.messages import MemberId
 from tandem.v1 import worker_pb2
@@ -62,7 +62,7 @@ class RouterStream:
     def is_drained_by(self, connection: object) -> bool:
         return self._connection is connection
 
-    async def drain(self, connection: object) -> AsyncIterator[worker_pb2.WorkerMessage]:
+    async def drain(self, connection: object) -> AsyncGenerator[worker_pb2.WorkerMessage, None]:
         """What `connection` has to send, until another one is attached."""
         while self._connection is connection:
             if self._heartbeat is not None:

@@ -95,7 +95,8 @@ async def _word_of_leaving(
 ) -> worker_pb2.WorkerLeaving:
     async for message in worker.Connect(hellos):
         if message.HasField("leaving"):
-            return message.leaving
+            leaving: worker_pb2.WorkerLeaving = message.leaving
+            return leaving
     raise AssertionError("it ended the stream without it")
 
 

@@ -26,7 +26,7 @@ async def test_all_is_said_when_the_last_message_is_written_and_not_when_it_is_t
         assert await _is_pending(said)
         assert await anext(read) == _LAST
         assert await _is_pending(said)
-        following = asyncio.create_task(anext(read))  # gRPC asks for the next one when it has written this one
+        following = asyncio.ensure_future(anext(read))  # gRPC asks for the next one when it has written this one
         async with asyncio.timeout(10):
             await said
         following.cancel()
