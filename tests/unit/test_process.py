@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import ConfigError, Fenced, ModelRefused, RegistryUnavailable, TandemError, Unhealthy, WorkerLost
+from cluster.errors import (
+    ConfigError,
+    DrainIncomplete,
+    Fenced,
+    ModelRefused,
+    RegistryUnavailable,
+    TandemError,
+    Unhealthy,
+    WorkerLost,
+)
 from cluster.process import ExitStatus, announce_ready, lasting, run_process, stop_requested
 
 DEADLINE_S = 30.0
@@ -25,6 +34,7 @@ ROOT = Path(__file__).parents[2]
         (ModelRefused("what to change"), ExitStatus.CONFIG),
         (Fenced("what to change"), ExitStatus.FENCED),
         (RegistryUnavailable("what to change"), ExitStatus.REGISTRY),
+        (DrainIncomplete("what to change"), ExitStatus.DRAIN_INCOMPLETE),
         (Unhealthy("what to change"), ExitStatus.STUCK),
         (WorkerLost("what to change"), ExitStatus.CRASHED),
     ],
