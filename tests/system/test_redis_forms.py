@@ -16,18 +16,8 @@ from tests.system.redis_processes import HOST, redis_cluster, redis_process, sen
 from tests.system.test_registry import DEADLINE_S, member, until
 
 # What a member needs of Redis, and no more.
-_ACL = (
-    "resetchannels",
-    "~{own}:*",
-    "&{own}:*",
-    "-@all",
-    "+@read",
-    "+@write",
-    "+@scripting",
-    "+@pubsub",
-    "+@connection",
-)
-_MORE = ("+time", "+cluster", "+command", "+info", "+role")
+_RIGHTS = ("-@all", "+@read", "+@write", "+@scripting", "+@pubsub", "+@connection", "-@dangerous", "+time")
+_ACL = ("resetchannels", "~{own}:*", "&{own}:*", *_RIGHTS)
 _CLUSTER_OF_TWO = pytest.param("cluster of two", marks=pytest.mark.slow)  # nodes need seconds to agree
 FORMS = ("password", "acl", "socket", "sentinel", "sentinels with passwords", "cluster", _CLUSTER_OF_TWO)
 
@@ -46,7 +36,7 @@ async def redis_as(form: str, folder: Path) -> AsyncIterator[str]:
         elif form == "acl":
             server = await stack.enter_async_context(redis_process(folder))
             async with server.client() as client:
-                await client.execute_command("ACL SETUSER", "tandem", "on", ">secret", *_ACL, *_MORE)  # type: ignore[no-untyped-call]
+                await client.execute_command("ACL SETUSER", "tandem", "on", ">secret", *_ACL)  # type: ignore[no-untyped-call]
                 await client.execute_command("ACL SETUSER", "default", "off")  # type: ignore[no-untyped-call]
             yield f"redis://tandem:secret@{HOST}:{server.port}/0"
         else:
