@@ -181,6 +181,12 @@ class Exporter:
         if export is not None:
             export.take(machine.Fail(reason, detail))
 
+    def expect_soon(self, ticket_id: bytes) -> None:
+        """The router that was given the ticket has heard all, or is gone: whoever will come has been told, and comes
+        within a lease. After that nobody can attach; who has by then is not disturbed."""
+        if ticket_id in self._tickets:
+            asyncio.get_running_loop().call_later(self._settings.lease_s, self._withdraw_unattached, ticket_id)
+
     def reap(self) -> None:
         """Ends what is past its deadline. Happens by itself in time; a test with its own clock calls it."""
         for export in tuple(self._tickets.values()):
@@ -210,6 +216,11 @@ class Exporter:
         self._calls.discard(call)
         if call.attached is not None:
             call.attached.export.call_ended(call)
+
+    def _withdraw_unattached(self, ticket_id: bytes) -> None:
+        export = self._tickets.get(ticket_id)
+        if export is not None and not export.was_attached:
+            export.take(machine.Fail(HandOffReason.TICKET_EXPIRED, "nobody came for it"))
 
     def _on_released(self, export: TicketExport) -> None:
         del self._tickets[export.ticket.ticket_id]

@@ -36,6 +36,11 @@ class TicketExport:
         self._calls: dict[int, ExportCall] = {}
         self._timer = DeadlineTimer(clock, lambda: self.take(machine.Tick()))
 
+    @property
+    def was_attached(self) -> bool:
+        """By whichever attempt, over or not."""
+        return bool(self._state.calls)
+
     def attach(self, call: ExportCall, accepted: AcceptedAttach) -> None:
         """A call whose Attach passed every check. A signed attempt that is new here was reissued by the router."""
         epoch = accepted.ticket.epoch

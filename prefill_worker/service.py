@@ -210,6 +210,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         if not call.outcome.done():
             self._steps.post(commands.Cancel(ticket_id))
             self._exporter.fail(ticket_id, reason=HandOffReason.CANCELLED, detail="the prefill was cancelled")
+        else:
+            self._exporter.expect_soon(ticket_id)
 
     def _on_accepted(self, event: commands.Accepted) -> None:
         call = self._waiting(event.ticket_id)

@@ -101,6 +101,39 @@ async def test_a_ticket_nobody_attaches_to_is_dropped() -> None:
         rig.check_clean()
 
 
+async def test_a_ticket_whose_router_has_gone_is_dropped_within_a_lease() -> None:
+    settings = TransferSettings(lease_s=0.05)
+    async with handoff_rig("tcp", settings=settings) as rig:
+        prefill = rig.prefill(BLOCK_SIZE + 1)
+        prefill.compute()
+        rig.exporter.expect_soon(prefill.ticket_id)
+        async with asyncio.timeout(DEADLINE_S):
+            await prefill.released.wait()
+        assert await rig.failure(rig.start_import(prefill)) is HandOffReason.UNKNOWN_TICKET
+        rig.check_clean()
+
+
+async def test_who_has_attached_is_not_disturbed_by_the_end_of_the_router() -> None:
+    settings = TransferSettings(lease_s=0.2)
+    async with handoff_rig("tcp", settings=settings) as rig:
+        rig.watched.is_holding = True
+        prefill = rig.prefill(BLOCK_SIZE + 1)
+        importing = rig.start_import(prefill)
+        prefill.compute()
+        read = await rig.read_arrived()
+        rig.exporter.expect_soon(prefill.ticket_id)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(prefill.released.wait(), 2 * settings.lease_s)
+        assert not prefill.released.is_set()
+        rig.watched.is_holding = False
+        read.gate.set()
+        async with asyncio.timeout(DEADLINE_S):
+            assert rig.holds(prefill, await importing)
+            await prefill.released.wait()
+        rig.decode.finish(1)
+        rig.check_clean()
+
+
 async def test_an_importer_without_blocks_waits_and_holds_nothing() -> None:
     async with handoff_rig("tcp", num_decode_blocks=4) as rig:
         running = rig.decode.pool.reserve(2)
