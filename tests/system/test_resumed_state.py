@@ -1,0 +1,134 @@
+"""A decode worker dies in the middle: whatever the request asked for holds, field by field, as if nothing had been."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.messages import DecodeJob, PrefillJob, TokenLogprobs
+from router.requests import GenerateRequest, SamplingParams, StopConditions
+from tests.system.router_harness import Answer, RouterUnderTest, answer_to, ask, expected_tokens, router_under_test
+
+_WARM = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.05, seed=7)
+_MANY = replace(
+    ask(n=3, logprobs=2),
+    sampling=_WARM,
+    stop=StopConditions(max_tokens=24, min_tokens=6, ignore_eos=True, stop_token_ids=(3, 5)),
+    cache_salt="tenant",
+    priority=-3,
+    is_batch=True,
+)
+_AT = 9  # tokens that the client has then
+
+
+async def _undisturbed(request: GenerateRequest) -> Answer:
+    async with router_under_test() as router:
+        await router.add_prefill("p0")
+        await router.add_decode("d0")
+        await router.connected()
+        return await answer_to(router, request)
+
+
+async def _interrupted(router: RouterUnderTest, request: GenerateRequest) -> tuple[Answer, list[Any]]:
+    """The answer, and every job that a worker was given for it, in order."""
+    prefill, dying = await router.add_prefill("p0"), await router.add_decode("d0")
+    await router.connected()
+    dying.pause_at = _AT
+    task = asyncio.create_task(answer_to(router, request))
+    await asyncio.wait_for(dying.paused.wait(), 10)
+    heir = await router.add_decode("d1")
+    await router.connected()
+    await dying.die()
+    answer = await task
+    assert "decode_worker_lost" in answer.summary.ledger.reasons
+    return answer, [*prefill.jobs, *dying.jobs, *heir.jobs]
+
+
+def _delivered(answer: Answer) -> dict[str, object]:
+    """Everything that a client has been given, but for times and places."""
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    for output in answer.outputs:
+        for delta in output.deltas:
+            logprobs.setdefault(delta.choice, []).extend(delta.logprobs)
+    return {
+        "token_ids": answer.token_ids,
+        "text": answer.text,
+        "finish_reasons": answer.finish_reasons,
+        "stop_causes": answer.stop_causes,
+        "logprobs": logprobs,
+        "usage": answer.summary.usage,
+    }
+
+
+def _wanted(job: PrefillJob | DecodeJob) -> tuple[object, ...]:
+    """What of a job the request itself decides."""
+    prompt = (
+        job.prompt_token_ids if isinstance(job, DecodeJob) else job.token_ids[: len(job.token_ids) - job.num_committed]
+    )
+    return prompt, job.sampling, job.stops, job.cache_salt, job.priority, job.is_batch, job.request_id
+
+
+@pytest.mark.parametrize("request_", [ask(max_tokens=24), _MANY], ids=["greedy", "everything"])
+async def test_what_a_client_gets_is_what_it_would_have_had(request_: GenerateRequest) -> None:
+    undisturbed = await _undisturbed(request_)
+    async with router_under_test() as router:
+        answer, jobs = await _interrupted(router, request_)
+    assert _delivered(answer) == _delivered(undisturbed)
+    assert len({_wanted(job) for job in jobs}) == 1
+
+
+async def test_every_choice_goes_on_with_its_own_seed_from_its_own_tokens() -> None:
+    async with router_under_test() as router:
+        answer, jobs = await _interrupted(router, _MANY)
+    seeds = jobs[0].seeds
+    for job in jobs:
+        if isinstance(job, DecodeJob):
+            for start in job.sequences:
+                said = answer.token_ids[seeds.index(start.seed)]
+                assert list(start.committed_token_ids) == said[: len(start.committed_token_ids)]
+    again = [
+        start for job in jobs if isinstance(job, DecodeJob) for start in job.sequences if start.committed_token_ids
+    ]
+    assert {start.seed for start in again} == set(seeds)
+
+
+async def test_a_stop_string_that_begins_before_the_death_and_ends_after_it_is_found() -> None:
+    async with router_under_test() as router:
+        tokens, stop = _text_across(router, request := ask(max_tokens=24))
+    stopping = replace(request, stop=StopConditions(max_tokens=24, stop=(stop,)))
+    undisturbed = await _undisturbed(stopping)
+    async with router_under_test() as router:
+        answer, _ = await _interrupted(router, stopping)
+    assert _delivered(answer) == _delivered(undisturbed)
+    assert (answer.finish_reasons[0], answer.stop_causes[0]) == ("stop", stop)
+    assert _AT < len(answer.token_ids[0]) < len(tokens)
+
+
+async def test_a_stop_string_that_min_tokens_forbids_stays_forbidden() -> None:
+    async with router_under_test() as router:
+        tokens, stop = _text_across(router, request := ask(max_tokens=24))
+    later = replace(request, stop=StopConditions(max_tokens=24, min_tokens=_AT + 4, stop=(stop,)))
+    async with router_under_test() as router:
+        answer, _ = await _interrupted(router, later)
+    assert answer.token_ids[0] == tokens
+    assert answer.finish_reasons[0] == "length"
+
+
+async def test_a_stop_token_that_comes_after_the_death_ends_it() -> None:
+    async with router_under_test() as router:
+        tokens = expected_tokens(router, request := ask(max_tokens=24))
+    stopping = replace(request, stop=StopConditions(max_tokens=24, stop_token_ids=(tokens[_AT + 3],)))
+    async with router_under_test() as router:
+        answer, _ = await _interrupted(router, stopping)
+    assert answer.token_ids[0] == tokens[: _AT + 4]
+    assert (answer.finish_reasons[0], answer.stop_causes[0]) == ("stop", str(tokens[_AT + 3]))
+
+
+def _text_across(router: RouterUnderTest, request: GenerateRequest) -> tuple[list[int], str]:
+    """The answer's tokens, and a piece of its text that the death cuts in two."""
+    tokens = expected_tokens(router, request)
+    before, whole = router.tokenization.decode(tokens[:_AT]), router.tokenization.decode(tokens)
+    stop = whole[len(before) - 2 : len(before) + 2]
+    assert whole.index(stop) == len(before) - 2, "it stands there for the first time"
+    return tokens, stop
