@@ -31,17 +31,8 @@ _INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     # No child of ours speaks gRPC before it becomes another program; else gRPC tells the terminal of every fork.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
-    parser = argparse.ArgumentParser(
-        prog="tandem", description="LLM serving with prefill and decode on separate pools.", allow_abbrev=False
-    )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    modules: dict[str, ModuleType] = {}
-    for name in _VERBS:
-        module = modules[name] = import_module(f"cli.{name}")
-        module.add_arguments(verbs.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False))
-    parsed = parser.parse_args(arguments)
     try:
-        return int(modules[parsed.verb].run(parsed))
+        return _run(arguments)
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:  # whoever read us has had enough
@@ -53,6 +44,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (TandemError, ClientError) as error:
         sys.stderr.write(f"tandem: {error.reason}: {error.message}\n")
         return ExitStatus.CRASHED
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="tandem", description="LLM serving with prefill and decode on separate pools.", allow_abbrev=False
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    modules: dict[str, ModuleType] = {}
+    for name in _VERBS:
+        module = modules[name] = import_module(f"cli.{name}")
+        module.add_arguments(verbs.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False))
+    parsed = parser.parse_args(arguments)
+    return int(modules[parsed.verb].run(parsed))
 
 
 if __name__ == "__main__":
