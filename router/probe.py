@@ -13,7 +13,7 @@ _TIMEOUT_S = 1.0
 
 
 async def answers(channel: grpc.aio.Channel, timeout_s: float = _TIMEOUT_S) -> bool:
-    """Its gRPC server answers, and says that it is alive. Whether it takes new work is the registry's word, not this."""
+    """Its gRPC server answers, and says that it lives. Whether it takes new work is the registry's word, not this."""
     return not await silence(channel, timeout_s)
 
 
