@@ -56,7 +56,7 @@ async def test_a_new_follower_hears_everything_and_then_what_changes() -> None:
     worker.keep(_HASHES[0])
     news = worker.feed.follow(_asked())
     first = await anext(news)
-    assert (first.is_snapshot, first.next_number, first.added) == (True, 1, _HASHES[0])
+    assert (first.is_snapshot, first.next_number, first.added, first.member) == (True, 1, _HASHES[0], str(_ME))
 
     for block_hash in _HASHES[1:5]:  # one more than fit
         worker.keep(block_hash)
