@@ -1,0 +1,76 @@
+"""A prefill worker takes so many calls at once, and refuses one more before it asks anybody for anything."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from cluster import wire
+from cluster.errors import QueueFull
+from cluster.messages import PrefillJob, Sampling, TokenStops
+from cluster.telemetry import Telemetry
+from prefill_worker.rates import RunningRate
+from prefill_worker.service import PrefillService
+
+_JOB = PrefillJob(
+    request_id="r",
+    attempt=1,
+    token_ids=(1, 2, 3),
+    sampling=Sampling(temperature=0.0),
+    stops=TokenStops(max_tokens=8, min_tokens=0, stop_token_ids=frozenset()),
+    seeds=(1,),
+    num_committed=0,
+    importer=None,
+    timeout_s=10.0,
+)
+
+
+class _Steps:
+    def __init__(self) -> None:
+        self.posted: list[object] = []
+
+    def post(self, command: object) -> None:
+        self.posted.append(command)
+
+
+class _Exporter:
+    def fail(self, ticket_id: bytes, **_: object) -> None:
+        pass
+
+
+def _service(steps: _Steps, telemetry: Telemetry) -> PrefillService:
+    parts: dict[str, Any] = dict.fromkeys(("prefixes", "pulls", "tiers", "feed", "inspections"))
+    return PrefillService(
+        steps=steps,  # type: ignore[arg-type]
+        exporter=_Exporter(),  # type: ignore[arg-type]
+        compute=RunningRate(),
+        vocab_size=100,
+        max_calls=2,
+        cluster_key=b"key",
+        refuse_if_unhealthy=lambda: None,
+        telemetry=telemetry,
+        **parts,
+    )
+
+
+def _call(service: PrefillService) -> Any:
+    return service.Prefill(wire.prefill_job_to_wire(_JOB), None)  # type: ignore[arg-type]
+
+
+async def test_one_call_too_many_is_refused_before_the_step_thread_hears_of_it() -> None:
+    steps, telemetry = _Steps(), Telemetry()
+    service = _service(steps, telemetry)
+    waiting = [asyncio.create_task(anext(_call(service))) for _ in range(2)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert service.num_calls == 2
+    num_posted = len(steps.posted)
+    with pytest.raises(QueueFull) as refusal:
+        await anext(_call(service))
+    assert refusal.value.retry_after_s is not None
+    assert len(steps.posted) == num_posted
+    assert telemetry.value("tandem_prefill_refused_total", reason="queue_full") == 1
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert service.num_calls == 0
