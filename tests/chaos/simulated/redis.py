@@ -107,6 +107,9 @@ class RedisServer:
             del ids[member_id]
         return [text for text in found.values() if text is not None]
 
+    def nobody_scales(self, keys: Sequence[str], values: Sequence[Any]) -> list[str]:
+        return []
+
     def _publish(self) -> None:
         for news in self.listeners:
             news.tell("changes")
@@ -124,7 +127,7 @@ class RedisClient:
             registry._RENEW: server.renew,
             registry._LEAVE: server.leave,
             registry._MEMBERS: server.members,
-            scale_registry._ANSWER: lambda keys, values: [],  # nobody scales
+            scale_registry._ANSWER: server.nobody_scales,
         }
 
     def register_script(self, text: str) -> Script:

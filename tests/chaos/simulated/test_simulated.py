@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from cluster.messages import SampledToken, Sampling
+from cluster.registry import Registry
 from decode_worker.imports import Imports
 from engine.pool import KvPool
 from engine.step import Chunk, Sample, StepPlan
@@ -94,6 +95,19 @@ def _decode_is_cancelled(seed: int) -> Schedule:
     return replace(busy, asks=tuple(replace(ask, cancel_after=1) for ask in busy.asks), latency_s=0.05)
 
 
+def _is_superseded(seed: int) -> Schedule:
+    return replace(_busy(seed), mishaps=(Mishap(Kind.SUPERSEDED, "decode", 0, at_s=0.0, for_s=0.5),))
+
+
+def _asks_late(seed: int) -> Schedule:
+    busy = _busy(seed)
+    return replace(busy, asks=tuple(replace(ask, at_s=8.0) for ask in busy.asks))
+
+
+async def _says_nothing(*_: object) -> None:
+    pass
+
+
 def _busy(seed: int) -> Schedule:
     asks = tuple(Ask(0.0, 0, 0, 0, num_tokens=30, max_tokens=20) for _ in range(4))
     schedule = replace(make_schedule(seed), num_routers=1, num_prefills=1, num_decodes=1, num_blocks=96)
@@ -117,6 +131,24 @@ BREAKS = (
         "the router waits on for what was lost with a connection",
         lambda: mock.patch.object(DecodeStream, "_give_up_doubtful"),
         _connections_break,
+        "deadline_exceeded",
+    ),
+    Break(
+        "an import is settled before all of it has come",
+        lambda: _without(guards=replace(handoff.GUARDS, all_complete=lambda num_complete, num_blocks: True)),
+        _busy,
+        "where a run without faults says",
+    ),
+    Break(
+        "a member that was superseded is not told",
+        lambda: mock.patch.object(Registry, "_not_fenced"),
+        _is_superseded,
+        "goes on though another has its name",
+    ),
+    Break(
+        "a member's lease is never renewed",
+        lambda: mock.patch.object(Registry, "renew", _says_nothing),
+        _asks_late,
         "deadline_exceeded",
     ),
     Break(
