@@ -24,6 +24,7 @@ from tests.chaos.report import Run, write
 from tests.chaos.rounds import RoundResult, Rounds
 
 _NUM_CLIENTS = 6
+_SOON_S = 1.0
 
 
 def main() -> int:
@@ -94,6 +95,7 @@ def _tell_round(one: Round, result: RoundResult, seed: int) -> None:
         f"{one.story}{covered}: {result.seconds:.1f} s, {result.requests} requests, {result.affected} affected{worst}"
         + (f", {len(result.own_streams)} ended with their router" if result.own_streams else "")
         + (f" ({result.note})" if result.note else "")
+        + (f", free after {result.account.free_after_s:.1f} s" if result.account.free_after_s > _SOON_S else "")
     )
     if not result.is_right:
         _tell(f"  WRONG. Again: --seed {seed} --only {result.fault}   (was round {one.number})")

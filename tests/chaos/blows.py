@@ -24,6 +24,7 @@ _FILLER = "filler"
 async def strike(chaos: ChaosCluster, one: Round, victim: str, struck: Callable[[], None]) -> str:
     """`struck` is called once the fault is there. Answers what there is to say of it."""
     blows: dict[Kind, Callable[[], Awaitable[str]]] = {
+        Kind.NOTHING: lambda: _nothing(one.for_s, struck),
         Kind.SIGKILL: lambda: _killed(chaos, victim, struck),
         Kind.SIGTERM: lambda: _asked_to_leave(chaos, victim, struck),
         Kind.SIGSTOP: lambda: _stopped(chaos, victim, one.for_s, struck),
@@ -33,9 +34,16 @@ async def strike(chaos: ChaosCluster, one: Round, victim: str, struck: Callable[
         Kind.LINK_CUT: lambda: _link_cut(chaos, one.for_s, struck),
         Kind.DISK_FULL: lambda: _disk_full(chaos, one.for_s, struck),
         Kind.CLOCK_JUMP: lambda: _clock_jump(chaos, victim, one, struck),
+        Kind.STEP_HUNG: lambda: _step_hung(chaos, victim, one.for_s, struck),
         Kind.MEMORY_PRESSURE: lambda: _memory_pressure(chaos, victim, one.for_s, struck),
     }
     return await blows[one.fault.kind]()
+
+
+async def _nothing(for_s: float, struck: Callable[[], None]) -> str:
+    struck()
+    await asyncio.sleep(for_s)
+    return ""
 
 
 async def _killed(chaos: ChaosCluster, victim: str, struck: Callable[[], None]) -> str:
@@ -116,6 +124,15 @@ async def _clock_jump(chaos: ChaosCluster, victim: str, one: Round, struck: Call
     await asyncio.sleep(one.for_s)
     chaos.set_clock(victim, 0.0)
     return f"by {one.jump_s:+g} s"
+
+
+async def _step_hung(chaos: ChaosCluster, victim: str, for_s: float, struck: Callable[[], None]) -> str:
+    worker = chaos.holds.workers[victim]
+    await worker.hang()
+    struck()
+    await asyncio.sleep(for_s)
+    worker.tell("wake")
+    return await _started_again_if_dead(chaos, victim)
 
 
 async def _memory_pressure(chaos: ChaosCluster, victim: str, for_s: float, struck: Callable[[], None]) -> str:

@@ -1,4 +1,4 @@
-"""The harness's end of `held_decode`: which reads of which decode worker are held, and by whose KV."""
+"""The harness's end of `held_worker`: which reads of whom are held, and by whose KV; whose step hangs."""
 
 import asyncio
 from collections import Counter
@@ -8,13 +8,14 @@ _ANSWER_S = 5.0
 
 
 class HeldWorker:
-    """A decode worker that is connected. `reading`: how many of its reads are held, by exporter."""
+    """One that is connected. `reading`: how many of its reads are held, by exporter."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._answers: asyncio.Queue[str] = asyncio.Queue(64)
         self.reading: Counter[str] = Counter()
         self.num_held = 0  # ever
+        self.hangs = asyncio.Event()
 
     async def ask(self, word: str) -> None:
         """`hold`, `step` or `go`. Raises TimeoutError: it is stopped, or gone."""
@@ -30,12 +31,21 @@ class HeldWorker:
         if not self._writer.is_closing():
             self._writer.write(f"{word}\n".encode())
 
+    async def hang(self) -> None:
+        """Its next step does not begin. Raises TimeoutError: it has none."""
+        self.hangs.clear()
+        self.tell("hang")
+        async with asyncio.timeout(_ANSWER_S):
+            await self.hangs.wait()
+
     async def listen(self, reader: asyncio.StreamReader) -> None:
         while line := (await reader.readline()).decode().split():
             word, about = line
             if word == "did":
                 if not self._answers.full():  # nobody waits for that of `tell`
                     self._answers.put_nowait(about)
+            elif word == "hung":
+                self.hangs.set()
             else:
                 self.reading[about] += 1 if word == "hold" else -1
                 self.num_held += word == "hold"

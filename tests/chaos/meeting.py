@@ -76,7 +76,8 @@ class Meeting:
 
     async def any_work(self) -> Met:
         """The victim has some request; nobody is stopped. Raises TimeoutError."""
-        self._drive(self._load.questions.long_answers[:4])
+        questions = self._load.questions
+        self._drive(questions.long_prompts if self._victim.role == "prefill" else questions.long_answers[:4])
         async with asyncio.timeout(_TRY_S):
             while True:
                 listed = await self._views.listing()
@@ -229,7 +230,8 @@ class Meeting:
     async def _hold(self) -> None:
         """Reads of the victim, or of whichever decode worker works for it."""
         for name, worker in self._chaos.holds.workers.items():
-            if self._victim.role != "decode" or name == self._victim.name:
+            is_victims = name == self._victim.name if self._victim.role == "decode" else name.startswith("decode")
+            if is_victims:
                 await worker.ask("hold")
 
     def _awaits_kv(self, one: Listed) -> bool:

@@ -23,13 +23,13 @@ from tests.chaos.holds import Holds
 from tests.contract.namespaces import FarHost, far_host
 from tests.system.local_cluster import LocalCluster, Member
 
-ROLES = {"router": "router", "prefill": "prefill_worker", "decode": "tests.chaos.held_decode"}
+ROLES = {"router": "router", "prefill": "tests.chaos.held_worker", "decode": "tests.chaos.held_worker"}
 NUM_OF_EACH = 2
 _SHIM_SOURCE = Path(__file__).with_name("clock_shim.c")
 _DISK_BYTES = 6 << 20
 _FLAGS = (
     *("--dtype", "float32", "--max-prefill-tokens", "64", "--num-blocks", "384", "--max-num-seqs", "32"),
-    *("--kv-transports", "shm,tcp"),
+    *("--kv-transports", "shm,tcp", "--step-timeout-s", "4"),
 )
 _TIERS = ("--prefix-host-memory", "2MiB", "--prefix-disk-space", "64MiB")
 _WHOLE_S = 60.0

@@ -21,6 +21,7 @@ class Phase(StrEnum):
 
 
 class Kind(StrEnum):
+    NOTHING = "nothing"  # what the others are compared with
     SIGKILL = "sigkill"
     SIGSTOP = "sigstop"  # and woken later
     SIGTERM = "sigterm"
@@ -30,6 +31,7 @@ class Kind(StrEnum):
     LINK_CUT = "link_cut"  # of one decode worker to everybody, and healed
     DISK_FULL = "disk_full"  # under the spill tiers of the prefill workers
     CLOCK_JUMP = "clock_jump"  # of one process's wall clock
+    STEP_HUNG = "step_hung"  # one worker's next step does not begin for a while
     MEMORY_PRESSURE = "memory_pressure"  # one process gets no more address space for a while
 
 
@@ -43,7 +45,9 @@ SIGNALS = (Kind.SIGKILL, Kind.SIGSTOP, Kind.SIGTERM)
 _NUM_OF_EACH = 2
 _JUMPS_S = (-86_400.0, -60.0, 5.0, 60.0, 3600.0, 31_536_000.0)
 _DOWN_S = (0.5, 3.0, 7.0)  # of what takes no worker away
+_HUNG_S = 7.0  # more than the members' --step-timeout-s
 _STOPPED_S = 8.5  # more than the lease of a member and the grace of its streams
+_FOR_S = {Kind.SIGSTOP: _STOPPED_S, Kind.STEP_HUNG: _HUNG_S}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,8 @@ def all_faults() -> tuple[Fault, ...]:
     redis = [Fault(kind) for kind in (Kind.REDIS_KILLED, Kind.REDIS_EMPTIED, Kind.REDIS_STOPPED)]
     around = [Fault(Kind.LINK_CUT), Fault(Kind.DISK_FULL)]
     inside = [Fault(kind, role) for kind in (Kind.CLOCK_JUMP, Kind.MEMORY_PRESSURE) for role in ROLES]
-    return (*blows, *redis, *around, *inside)
+    hung = [Fault(Kind.STEP_HUNG, role) for role in ("prefill", "decode")]
+    return (Fault(Kind.NOTHING), *blows, *redis, *around, *inside, *hung)
 
 
 def make_plan(seed: int, num_rounds: int, wanted: Callable[[Fault], bool] = lambda fault: True) -> tuple[Round, ...]:
@@ -99,6 +104,6 @@ def _round(number: int, fault: Fault, dice: Random) -> Round:
         seed=dice.getrandbits(32),
         fault=fault,
         victim=dice.randrange(_NUM_OF_EACH),
-        for_s=_STOPPED_S if fault.kind is Kind.SIGSTOP else dice.choice(_DOWN_S),
+        for_s=_FOR_S.get(fault.kind) or dice.choice(_DOWN_S),
         jump_s=dice.choice(_JUMPS_S),
     )

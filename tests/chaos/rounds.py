@@ -38,7 +38,7 @@ class RoundResult:
     leaked_blocks: int
     recovery_s: tuple[float, ...]  # of each affected one: the longest wait for a token from the fault on
     wrong: tuple[str, ...]
-    account: Account | None = None
+    account: Account
     logs: dict[str, list[str]] = field(default_factory=dict)  # of a round that went wrong
 
     @property

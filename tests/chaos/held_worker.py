@@ -1,8 +1,9 @@
-"""`python -m tests.chaos.held_decode ...`: a decode worker as it is, whose reads of KV can be held up from outside.
+"""`python -m tests.chaos.held_worker ...`: a worker as it is, whose reads of KV and steps can be held up from outside.
 
 A read that is held has brought its bytes and does not return: to the worker it goes on. So a phase that lasts
-milliseconds lasts until somebody has looked at it. HOLD_CONTROL is the path of a Unix socket; `holds.py` is its other
-end.
+milliseconds lasts until somebody has looked at it. A step that is held has not begun; its thread waits. Flags are a
+worker's; a --member-id that begins with "prefill" makes it a prefill worker. HOLD_CONTROL is the path of a Unix socket;
+`holds.py` is its other end.
 """
 
 import asyncio
@@ -10,23 +11,29 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 from cluster.config import TransferSettings, WorkerConfig, parse_arguments
 from cluster.messages import Epoch
 from cluster.process import announce_ready, leave, run_process, stop_requested
-from decode_worker import start
+from engine.build import Engine
 from kvtransfer import worker_transfer
 from kvtransfer.transports.available import Available, available_transports
 from kvtransfer.transports.base import Channel, ImporterTransport, TransportMeans
+from tests.faults.faulty_transport import Fault
+from tests.faults.hanging_worker import HangingRunner
 
 
 class Hold:
-    """Says `hold EXPORTER` when a read begins to be held, `gone EXPORTER` when it ends. Hears `hold`, `step` (what is
-    held goes on, the next reads do not) and `go`."""
+    """Says `hold EXPORTER` when a read begins to be held, `gone EXPORTER` when it ends. Hears `hold`; `step`: what is
+    held goes on, the next reads do not; `go`; `hang`: the next step says `hung step` and waits; `wake`."""
 
     def __init__(self) -> None:
         self._is_held = False
         self._go_on = asyncio.Event()
+        self._is_to_hang = False
+        self._wake = asyncio.Event()
         self._writer: asyncio.StreamWriter | None = None
         self._listening: asyncio.Task[None] | None = None
 
@@ -44,9 +51,28 @@ class Hold:
         finally:
             self._say(f"gone {exporter}")
 
+    def next(self, transport: str) -> Fault | None:
+        """For HangingRunner."""
+        is_to_hang, self._is_to_hang = self._is_to_hang, False
+        return Fault.HELD if is_to_hang else None
+
+    def injected(self, fault: Fault) -> None:
+        self._say("hung step")
+
+    async def may_go_on(self) -> None:
+        await self._wake.wait()
+
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         while word := (await reader.readline()).decode().strip():
-            self._is_held = word != "go"
+            match word:
+                case "hang":
+                    self._is_to_hang = True
+                    self._wake.clear()
+                case "wake":
+                    self._is_to_hang = False
+                    self._wake.set()
+                case _:
+                    self._is_held = word != "go"
             if word in ("go", "step"):
                 self._go_on.set()
                 self._go_on = asyncio.Event()
@@ -91,17 +117,28 @@ class _Channel:
 
 
 async def _main() -> None:
-    config = parse_arguments(WorkerConfig, "decode_worker", sys.argv[1:])
+    config = parse_arguments(WorkerConfig, "held_worker", sys.argv[1:])
+    role = "prefill" if config.member_id.startswith("prefill") else "decode"
     hold = Hold()
+    orders: Any = hold
     await hold.connect(os.environ["HOLD_CONTROL"], config.member_id)
+    loop = asyncio.get_running_loop()
+    app: Any = import_module(f"{role}_worker.app")
+    build = app.build_engine
 
     def held_transports(settings: TransferSettings, means: TransportMeans) -> Available:
         found = available_transports(settings, means)
         return dataclasses.replace(found, importers=tuple(_Transport(inner, hold) for inner in found.importers))
 
+    def build_hanging(*arguments: Any) -> Engine:
+        engine: Engine = build(*arguments)
+        runner: Any = HangingRunner(engine.runner, orders, loop)
+        return dataclasses.replace(engine, runner=runner)
+
     worker_transfer.available_transports = held_transports  # type: ignore[attr-defined]
-    await start.run(config, stop=stop_requested(), announce=announce_ready)
+    app.build_engine = build_hanging
+    await import_module(f"{role}_worker.start").run(config, stop=stop_requested(), announce=announce_ready)
 
 
 if __name__ == "__main__":
-    leave(run_process("decode_worker", _main))
+    leave(run_process("held_worker", _main))
