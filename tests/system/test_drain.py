@@ -122,7 +122,7 @@ async def test_a_router_whose_grace_is_too_short_says_so_and_its_clients_go_on_e
 ) -> None:
     staying = cluster.members["router0"].grpc_address
     ports = ("--port", "0", "--grpc-port", "0", "--drain-grace-s", "0")
-    async with _leaving_soon(cluster, "second", "router", *ports) as leaving:
+    async with _leaving_soon(cluster, "router1", "router", *ports) as leaving:
         async with AsyncClient([leaving.grpc_address, staying], timeout_s=60) as client:
             generation = client.generate(token_ids=range(30, 60), max_tokens=100, ignore_eos=True, temperature=0.0)
             await anext(generation)
