@@ -62,6 +62,11 @@ async def test_sigterm_finishes_what_is_live_refuses_the_rest_and_exits_0(redis_
             while (reason := await _refusal(stub)) is None:
                 pass
         assert "leaving" in reason
+        async with httpx.AsyncClient(base_url=f"http://{addresses['http']}", timeout=20) as http:
+            refused = await http.post("/v1/completions", json={"model": "demo_model", "prompt": "x", "max_tokens": 1})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            assert int(refused.headers["retry-after"]) >= 1
+            assert [(await http.get(path)).status_code for path in ("/ready", "/health")] == [503, 200]
         worker.resumed.set()
         responses = [response async for response in live]
         assert responses[-1].HasField("summary")
