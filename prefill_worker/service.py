@@ -165,6 +165,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             self._exporter.fail(ticket_id, reason=HandOffReason.PREFILL_FAILED, detail=error.message)
             if not call.accepted.done():
                 call.accepted.set_exception(error)
+                call.accepted.exception()  # read: a call that waits for a prefix hears of it by its outcome
             if not call.outcome.done():
                 call.outcome.set_result(commands.Failed(ticket_id, error))
 
