@@ -55,12 +55,15 @@ class GrpcServer:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         credentials: grpc.ServerCredentials | None = None,
+        max_calls: int | None = None,
     ) -> None:
         """`service_names`: full names, as in `tandem.v1.Inference`. `interceptors` stand inside of the one that turns
-        errors into statuses, so they may raise a TandemError too. `credentials`: TLS with these; else plaintext."""
+        errors into statuses, so they may raise a TandemError too. `credentials`: TLS with these; else plaintext.
+        `max_calls`: at once; one more is RESOURCE_EXHAUSTED before it is read. None: its callers are members."""
         self.grpc = grpc.aio.server(
             interceptors=[ErrorInterceptor(telemetry), *interceptors],
             options=[*_SERVER_OPTIONS, *_message_options(max_message_bytes)],
+            maximum_concurrent_rpcs=max_calls,
         )
         self._credentials = credentials
         self.status = HealthStatus(service_names)

@@ -16,6 +16,7 @@ from kvtransfer.probe_opening import ProbeOpening
 from tandem.v1 import kv_pb2, kv_pb2_grpc
 
 _LOG = logging.getLogger(__name__)
+ATTACH_S = 10.0  # an importer attaches as it calls: one that does not holds nothing here for longer
 
 
 class KvTransferServicer(kv_pb2_grpc.KvTransferServicer):
@@ -33,10 +34,12 @@ class KvTransferServicer(kv_pb2_grpc.KvTransferServicer):
         metadata = dict(context.invocation_metadata() or ())
         call = self._exporter.open_call(importer=str(metadata.get(IMPORTER_METADATA, "")))
         reader = asyncio.create_task(self._read(request_iterator, call), name=f"hand-off {call.number}")
+        late = asyncio.get_running_loop().call_later(ATTACH_S, _refuse_unattached, call)
         try:
             async for message in call.messages():
                 yield message
         finally:
+            late.cancel()
             reader.cancel()
             self._exporter.end_call(call)
             await asyncio.wait([reader])
@@ -77,3 +80,8 @@ class KvTransferServicer(kv_pb2_grpc.KvTransferServicer):
             raise ValueError("a hand-off begins with Attach")
         elif message.WhichOneof("message") is not None:  # else of a kind that only newer versions know
             call.attached.export.hear(call, renew_or_settle_from_wire(message, call.attached.epoch))
+
+
+def _refuse_unattached(call: ExportCall) -> None:
+    if call.attached is None:
+        call.refuse(HandOffReason.PROTOCOL, f"nothing was attached to within {ATTACH_S:g} s")

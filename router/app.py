@@ -50,7 +50,7 @@ _SERVICES = ("tandem.v1.Inference", "tandem.v1.Admin")
 _STOP_GRACE_S = 1.0
 _SETTLE_S = 3.0
 _FIGURES_S = 1.0
-_SPARE_CONNECTIONS = 256  # of HTTP: idle ones, probes, and those that are being refused
+_SPARE_CALLS = 4096  # and HTTP connections: probes, operators, idle ones, and those that are being refused
 
 
 async def run(config: RouterConfig, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:
@@ -89,6 +89,7 @@ class _Router:
             max_message_bytes=config.max_message_bytes,
             interceptors=[ApiKeyInterceptor(config.api_key)] if config.api_key else [],
             credentials=tls.public_credentials() if tls is not None else None,
+            max_calls=2 * config.max_live_requests + _SPARE_CALLS,  # far more than are live: each is told why
         )
         loop_limits = StuckLimits(config.loop_timeout_s, config.stuck_exit_s)
         self._health = HealthPort(self._grpc.status, host=config.host, port=config.health_port, limits=loop_limits)
@@ -179,7 +180,7 @@ class _Router:
                 ]
                 serving = self._http.serve(
                     self._app,
-                    max_connections=2 * self._config.max_live_requests + _SPARE_CONNECTIONS,
+                    max_connections=2 * self._config.max_live_requests + _SPARE_CALLS,
                     telemetry=self._telemetry,
                     stop=http_stop,
                     grace_s=_STOP_GRACE_S,

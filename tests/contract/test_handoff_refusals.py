@@ -239,3 +239,13 @@ async def test_a_call_that_breaks_off_releases(rig: Rig) -> None:
         await prefill.released.wait()
     assert rig.counters.handoffs == {("exporter", "tcp", "failed", "importer_lost"): 1}
     rig.check_clean()
+
+
+async def test_a_call_that_never_attaches_is_refused_by_name(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtransfer.service.ATTACH_S", 0.1)
+    async with grpc.aio.insecure_channel(rig.address) as channel, asyncio.timeout(DEADLINE_S):
+        call = kv_pb2_grpc.KvTransferStub(channel).HandOff(metadata=((IMPORTER_METADATA, str(IMPORTER)),))
+        answer = await call.read()
+        assert answer.refused.reason == HandOffReason.PROTOCOL
+        assert await call.read() is grpc.aio.EOF
+    rig.check_clean()

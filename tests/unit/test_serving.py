@@ -51,11 +51,14 @@ class Service(inference_pb2_grpc.InferenceServicer):
 
 
 class Served:
-    def __init__(self, *, max_message_bytes: int = 1 << 20) -> None:
+    def __init__(self, *, max_message_bytes: int = 1 << 20, max_calls: int | None = None) -> None:
         self.telemetry = Telemetry()
         self.service = Service()
         self.server = GrpcServer(
-            service_names=["tandem.v1.Inference"], telemetry=self.telemetry, max_message_bytes=max_message_bytes
+            service_names=["tandem.v1.Inference"],
+            telemetry=self.telemetry,
+            max_message_bytes=max_message_bytes,
+            max_calls=max_calls,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(self.service, self.server.grpc)
         self.port = self.server.bind("127.0.0.1", 0)
@@ -279,3 +282,32 @@ async def test_a_graceful_stop_lets_a_call_finish(served: Served) -> None:
 def test_addresses_of_both_families_are_written_as_grpc_reads_them() -> None:
     assert join_address("127.0.0.1", 5) == "127.0.0.1:5"
     assert join_address("::1", 5) == "[::1]:5"
+
+
+async def test_one_call_too_many_is_refused_and_there_is_room_again_when_one_has_ended() -> None:
+    served = Served(max_calls=1)
+    await served.server.start()
+    held = asyncio.Event()
+
+    async def hold() -> None:
+        await held.wait()
+
+    served.service.act = hold
+    try:
+        call = served.stub.Generate(inference_pb2.GenerateRequest(), timeout=DEADLINE_S)
+        await call.read()
+        failure = await served.failure()
+        assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert isinstance(error_from_rpc(failure), errors.Overloaded)
+        held.set()
+        assert await call.read() is grpc.aio.EOF
+        async with asyncio.timeout(DEADLINE_S):
+            while True:  # the server counts a call until it is taken apart
+                try:
+                    await served.tokenize()
+                    break
+                except grpc.aio.AioRpcError:
+                    continue
+    finally:
+        await served.channel.close()
+        await served.server.stop(0)

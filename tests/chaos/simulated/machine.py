@@ -159,7 +159,7 @@ def simulated_machine() -> Iterator[None]:
     dice = _Dice()
     replaced = {
         "grpc.aio.insecure_channel": lambda address, options=(): Channel(world().network, address, world().watch),
-        "grpc.aio.server": lambda interceptors=(), options=(): Server(world().network, interceptors),
+        "grpc.aio.server": lambda interceptors=(), options=(), **_: Server(world().network, interceptors),
         "cluster.serving._refuse_taken": lambda host, port: None,
         "cluster.serving.reflection.enable_server_reflection": lambda *_: None,
         "cluster.process.gc": SimpleNamespace(disable=_nothing, freeze=_nothing, enable=_nothing),
