@@ -48,10 +48,10 @@ def _taken(member: Member) -> _Taken:
 
 @asynccontextmanager
 async def _small_router(cluster: LocalCluster) -> AsyncIterator[Member]:
-    """One more router of the cluster, which takes little and waits for nobody."""
+    """One more router of the cluster, which takes little and does not wait for long."""
     flags = ("--port", "0", "--grpc-port", "0", "--max-live-requests", "16", "--max-buffered-tokens", "3000")
     name = f"router-{secrets.token_hex(3)}"
-    router = await cluster.start_member(name, "router", (*flags, "--client-stall-s", "1", "--log-level", "error"))
+    router = await cluster.start_member(name, "router", (*flags, "--client-stall-s", "5", "--log-level", "error"))
     try:
         yield router
     finally:
