@@ -77,7 +77,7 @@ class Meeting:
     async def any_work(self) -> Met:
         """The victim has some request; nobody is stopped. Raises TimeoutError."""
         questions = self._load.questions
-        self._drive(questions.long_prompts if self._victim.role == "prefill" else questions.long_answers[:4])
+        self._drive(questions.long_prompts if self._victim.role == "prefill" else questions.long_answers, 5)
         async with asyncio.timeout(_TRY_S):
             while True:
                 listed = await self._views.listing()
@@ -100,7 +100,7 @@ class Meeting:
     async def _queued(self) -> Met:
         """Long prompts in one prefill worker: a step computes a part of one, or the end of one and the beginning of the
         next. The third in the line waits."""
-        self._drive([*self._load.questions.long_prompts, *self._load.questions.long_prompts[:4]])
+        self._drive(self._load.questions.long_prompts, 10)
         while True:
             listed = await self._views.listing()
             for prefill in self._prefills():
@@ -117,7 +117,7 @@ class Meeting:
 
     async def _prefilling(self) -> Met:
         """The oldest prompt of a prefill worker, while that computes: first come, first served."""
-        self._drive(self._load.questions.long_prompts[:4])
+        self._drive(self._load.questions.long_prompts, 4)
         while True:
             listed = await self._views.listing()
             for prefill in self._prefills():
@@ -147,7 +147,7 @@ class Meeting:
     async def _first_token(self) -> Met:
         """Its KV cannot arrive: reads are held."""
         await self._hold()
-        self._drive(self._load.questions.middling)
+        self._drive(self._load.questions.middling, 4)
         while True:
             mine = [one for one in self._mine(await self._views.listing()) if self._awaits_kv(one)]
             if mine:
@@ -158,7 +158,7 @@ class Meeting:
     async def _pulling(self) -> Met:
         """As many reads are held as there are hand-offs between the two workers: each of these is being read."""
         await self._hold()
-        self._drive(self._load.questions.middling)
+        self._drive(self._load.questions.middling, 4)
         while True:
             listed = await self._views.listing()
             read = {one.request_id for one in listed if self._is_read(one, listed)}
@@ -171,7 +171,7 @@ class Meeting:
         """The second read is held when it has brought the rest; the prefill worker is stopped; the read may end. What
         is left to do is to settle, with one who does not answer."""
         await self._hold()
-        self._drive(self._load.questions.middling[:2])
+        self._drive(self._load.questions.middling, 2)
         while True:
             listed = await self._views.listing()
             mine = [one for one in self._mine(listed) if self._awaits_kv(one) and self._num_held(one)]
@@ -195,7 +195,7 @@ class Meeting:
             raise TimeoutError
 
     async def _decoding(self) -> Met:
-        self._drive(self._load.questions.long_answers)
+        self._drive(self._load.questions.long_answers, 6)
         while True:
             if self._mine(one for one in await self._views.listing() if self._decodes(one)):
                 met = await self._stop_victim_if(self._decodes)
@@ -270,13 +270,13 @@ class Meeting:
             self._stopped.append(name)
             self._chaos.signal(name, signal.SIGSTOP)
 
-    def _drive(self, questions: Sequence[Question]) -> None:
+    def _drive(self, questions: Sequence[Question], times: int) -> None:
         """Each under a salt of its own: no prefix of it is anywhere."""
         routers = [self._victim.name] if self._victim.role == "router" else self._chaos.living("router")
-        for number, question in enumerate(questions):
+        for number in range(times):
             way = _WAYS[(number + self.num_tries) % len(_WAYS)]
             router = routers[number % len(routers)]
-            asked = self._load.start(question, way, router, salt=secrets.token_hex(8))
+            asked = self._load.start(questions[number % len(questions)], way, router, salt=secrets.token_hex(8))
             self._driven[asked.request_id] = asked
 
 

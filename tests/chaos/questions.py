@@ -47,9 +47,9 @@ def make_questions(num_mixed: int = _NUM_MIXED) -> Questions:
     numbers = iter(range(num_mixed, 1000))
     return Questions(
         mixed=tuple(mixed),
-        long_prompts=tuple(_question(next(numbers), dice, 880, 24) for _ in range(6)),
-        long_answers=tuple(_question(next(numbers), dice, 40, 320) for _ in range(6)),
-        middling=tuple(_question(next(numbers), dice, 260, 40) for _ in range(4)),
+        long_prompts=tuple(_question(next(numbers), dice, 880, 24) for _ in range(3)),
+        long_answers=tuple(_question(next(numbers), dice, 40, 320) for _ in range(3)),
+        middling=tuple(_question(next(numbers), dice, 260, 40) for _ in range(3)),
     )
 
 
