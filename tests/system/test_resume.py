@@ -13,6 +13,7 @@ import pytest
 
 from cluster import wire
 from cluster.serving import GrpcServer, open_channel
+from router.client_stalls import ClientStalls
 from router.service import InferenceService
 from tandem.client import AsyncClient, Client
 from tandem.errors import Unavailable
@@ -29,7 +30,12 @@ class MortalService(InferenceService):
 
     def __init__(self, router: RouterUnderTest, stop: Callable[[], Any]) -> None:
         self.told: tuple[str, ...] = ()
-        super().__init__(pipeline=router.pipeline, tokenization=router.tokenization, told_routers=lambda: self.told)
+        super().__init__(
+            pipeline=router.pipeline,
+            tokenization=router.tokenization,
+            stalls=ClientStalls(60.0, router.telemetry),
+            told_routers=lambda: self.told,
+        )
         self.dies_before: Callable[[int, Response], bool] = lambda num_tokens, response: False
         self._stop = stop
         self._stopping: asyncio.Task[None] | None = None
