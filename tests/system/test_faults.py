@@ -116,9 +116,10 @@ async def suite(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Asy
                 flags = (*_FLAGS, "--kv-transports", name)
                 starts.append(cluster.start_member(f"decode-{name}", "tests.faults.faulty_decode", flags))
             await asyncio.gather(*starts)
-            # By turns: the question is always the same one, and what a fault has slowed would else be passed over.
+            # By turns, and whatever failed before: the question is always the same one, and what a fault has slowed or
+            # broken would else be passed over.
             ports = ("--port", "0", "--grpc-port", "0", "--max-attempts", "4", "--placement", "round-robin")
-            await cluster.start_member("router0", "router", ports)
+            await cluster.start_member("router0", "router", (*ports, "--breaker-failures", "0"))
             await ask(cluster, _QUESTION)
             began_s = time.monotonic()
             answer = await ask(cluster, _QUESTION)

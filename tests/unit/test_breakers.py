@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.messages import MemberId
@@ -123,9 +123,10 @@ def test_no_failures_wanted_means_no_breaker() -> None:
         assert breakers.failed(breakers.begin(PAIR, 0.0), 0.0, jitter=0.0) is None
 
 
-_ENDS = st.lists(st.tuples(st.sampled_from("bbsfdt"), st.integers(0, 5), st.sampled_from([PAIR, OTHER])), max_size=60)
+_ENDS = st.lists(st.tuples(st.sampled_from("bbsfdt"), st.integers(0, 5), st.sampled_from([PAIR, OTHER])), max_size=30)
 
 
+@settings(max_examples=60, deadline=None)
 @given(_ENDS)
 def test_whatever_happened_every_pair_is_tried_again(steps: list[tuple[str, int, Pair]]) -> None:
     breakers, now_s = PairBreakers(POLICY), 0.0
