@@ -1,0 +1,25 @@
+"""A few rounds of `make chaos`, always the same: real processes end under load, and nothing is lost or left."""
+
+import pytest
+
+from tests.chaos.__main__ import run_plan
+from tests.chaos.plan import Fault, Kind, Phase, Round
+from tests.chaos.questions import make_questions
+
+_FAULTS = (
+    Fault(Kind.SIGKILL, "decode", Phase.DECODING),
+    Fault(Kind.REDIS_EMPTIED),
+    Fault(Kind.SIGKILL, "router", Phase.FIRST_TOKEN),
+    Fault(Kind.SIGTERM, "router", Phase.PULLING),
+    Fault(Kind.SIGKILL, "prefill", Phase.SETTLING),
+)
+
+
+@pytest.mark.timeout(300)
+async def test_members_that_end_at_the_worst_moments_cost_nobody_a_token() -> None:
+    plan = [Round(number, number, fault, victim=0, for_s=0.5, jump_s=0.0) for number, fault in enumerate(_FAULTS)]
+    run = await run_plan(plan, seed=0, questions=make_questions(num_mixed=6), num_clients=4)
+    told = [f"{result.fault}: {what}" for result in run.results for what in result.wrong]
+    assert not told and not run.broken, "\n".join([*told, run.broken])
+    assert [result.fault for result in run.covered] == [fault.name for fault in _FAULTS], "a victim was not met"
+    assert set(run.exits.values()) == {0}
