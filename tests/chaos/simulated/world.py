@@ -12,7 +12,7 @@ import decode_worker.start
 import prefill_worker.start
 import router.app
 from cluster.config import RouterConfig, WorkerConfig
-from cluster.errors import DrainIncomplete, Fenced, RegistryUnavailable
+from cluster.errors import DrainIncomplete, Fenced, RegistryUnavailable, Unhealthy
 from kvtransfer.transports.loopback import Fault, LoopbackNetwork
 from tandem.v1 import admin_pb2, admin_pb2_grpc, kv_pb2, worker_pb2, worker_pb2_grpc
 from tests.chaos.simulated.calls import Channel
@@ -27,6 +27,7 @@ REQUEST_TIMEOUT_S = 90.0
 _READY_S = 30.0
 _CLIENTS_S = 150.0
 _IDLE_S = 60.0  # until nothing is held any more, when everybody is well again
+_STUCK_S = 30.0  # for a worker whose step hangs to go on, or to end because of it
 _LEAVE_S = 40.0
 _SUPERVISOR_S = 1.0
 _HARMLESS = {Fault.DROP: 0.004, Fault.DELAY: 0.01, Fault.DUPLICATE: 0.02, Fault.REORDER: 0.02, Fault.CORRUPT: 0.02}
@@ -191,6 +192,8 @@ class World:
                 process.fails_in_step = True
             case Kind.HANG:
                 process.hangs_in_step_s = mishap.for_s
+                await asyncio.wait([member.main], timeout=_STUCK_S)
+                await self._start_again(member)
             case Kind.MOVE:
                 await self._ask_to_move(place)
 
@@ -309,6 +312,9 @@ class World:
 
     def _on_exit(self, member: "Member", *, is_expected: bool = True, may_leave_work: bool = False) -> None:
         error = member.main.exception()
+        if may_leave_work and isinstance(error, Unhealthy):
+            self.say(member.process, f"ends because it is stuck: {error}")
+            return
         if may_leave_work and isinstance(error, DrainIncomplete):
             self.say(member.process, f"leaves work behind: {error}")
             error = None
@@ -396,6 +402,8 @@ class Member:
             read_timeout_s=3.0,
             quarantine_s=1.5,
             heartbeat_s=1.0,
+            step_timeout_s=1.5,
+            stuck_exit_s=6.0,
         )
 
     async def left_over(self) -> list[str]:
