@@ -14,7 +14,7 @@ from cluster.registration import refuse_unequal
 FINGERPRINT = LayoutFingerprint("weights", "config", "float32", "table")
 VERSIONS = [(1, 1), (1, 2), (2, 2), (2, 3)]
 # What each speaks with each, by their place in VERSIONS; None: they never pair.
-COMMON = [
+COMMON: list[list[int | None]] = [
     [1, 1, None, None],
     [1, 2, 2, 2],
     [None, 2, 2, 2],
