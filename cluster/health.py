@@ -148,7 +148,7 @@ def _say(text: str) -> None:
 
 
 def _end_after(timeout_s: float) -> None:
-    time.sleep(timeout_s)
+    threading.Event().wait(timeout_s)
     _end()
 
 

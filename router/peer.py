@@ -107,7 +107,8 @@ class Peer:
             left_s = self._patience.ask_after_s - self.silent_s
             if left_s > 0:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._doubt.wait(), left_s)
+                    async with asyncio.timeout(left_s):
+                        await self._doubt.wait()
             elif not await self._answers(self._patience.answer_s):
                 self.doubt()
                 self._on_change()

@@ -18,3 +18,10 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """TANDEM_* of whoever runs the tests would change every process under test."""
     for name in [name for name in os.environ if name.startswith("TANDEM_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start processes come first, the longest of them before all: what is short fills the processes of the
+    run evenly to its end. The order within each kind stays as it was."""
+    items.sort(key=lambda item: ("tests/chaos/test_chaos" not in item.nodeid, "tests/unit" in item.nodeid))

@@ -8,9 +8,7 @@ from tests.chaos.questions import make_questions
 
 _FAULTS = (
     Fault(Kind.SIGKILL, "decode", Phase.DECODING),
-    Fault(Kind.REDIS_EMPTIED),
     Fault(Kind.SIGKILL, "router", Phase.FIRST_TOKEN),
-    Fault(Kind.SIGTERM, "router", Phase.PULLING),
     Fault(Kind.SIGKILL, "prefill", Phase.SETTLING),
 )
 

@@ -74,7 +74,7 @@ async def _answer_all(cluster: LocalCluster, cases: list[_Case]) -> list[Answer]
     return await asyncio.gather(*(one(case) for case in cases))
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def transport_and_cluster(request: pytest.FixtureRequest) -> tuple[str, LocalCluster]:
     """Two prefill and two decode workers, one transport."""
     return request.param, request.getfixturevalue(f"{request.param}_cluster")

@@ -103,7 +103,7 @@ async def hanging(shm_cluster: LocalCluster, tmp_path_factory: pytest.TempPathFa
             await control.stop()
 
 
-@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("name", [pytest.param("prefill-hanging", marks=pytest.mark.slow), "decode-hanging"])
 async def test_a_worker_whose_step_hangs_is_left_and_comes_back_and_ends_when_it_hangs_for_good(
     hanging: Hanging, name: str
 ) -> None:

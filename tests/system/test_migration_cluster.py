@@ -47,6 +47,7 @@ def _assert_same(answer: Answer, undisturbed: Answer) -> None:
     assert ours == pytest.approx(theirs, abs=1e-4)
 
 
+@pytest.mark.slow
 async def test_eight_requests_move_there_and_back_while_they_stream(cluster: LocalCluster) -> None:
     undisturbed = await asyncio.gather(*(ask(cluster, request) for request in _REQUESTS))
     async with AsyncExitStack() as stack:

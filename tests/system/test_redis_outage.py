@@ -144,6 +144,7 @@ async def test_redis_that_stands_still_until_every_key_has_expired(cluster: Clus
     await _gone_for_longer_than_a_lease(cluster, wake())
 
 
+@pytest.mark.slow
 async def test_redis_that_is_emptied_while_it_runs(cluster: Cluster) -> None:
     async with cluster.load() as clients, Redis.from_url(cluster.redis.url) as redis:
         for _ in range(3):

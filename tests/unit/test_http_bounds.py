@@ -101,6 +101,8 @@ async def test_a_request_that_never_comes_to_its_end_costs_its_connection(monkey
             slow.sendall(_HEAD + b"content-length: 500\r\n\r\nabc")
             for client in (silent, slow):
                 await asyncio.to_thread(_read_to_its_end, client)
+            async with asyncio.timeout(20):
+                await endless.left.wait()
         assert endless.num_inside == 0
 
 
