@@ -16,6 +16,7 @@ from tests.chaos.views import Views
 _BEFORE_S = 0.3  # the load runs for so long before anybody is looked for
 _LOG_LINES = 12
 # A client that knows one router only may lose its stream with that router, and by nothing else.
+_REFUSED = "this router is leaving"  # before it began; who asks by a load balancer is sent elsewhere by readiness
 _ENDS_STREAMS = (Kind.SIGKILL, Kind.SIGSTOP, Kind.MEMORY_PRESSURE)
 
 
@@ -193,4 +194,6 @@ def _wrong(course: Course, judged: Iterable[Asked], account: Account) -> Iterato
 def _went_with_its_router(asked: Asked, course: Course) -> bool:
     victim = course.victim
     is_its_own = victim.role == "router" and asked.router == victim.name and asked.way is not Way.LIBRARY
+    if course.round.fault.kind is Kind.SIGTERM:  # on its way to the stopped router when that was asked to leave
+        return is_its_own and asked.outcome is Outcome.LOST and not asked.tokens and _REFUSED in asked.told
     return is_its_own and course.round.fault.kind in _ENDS_STREAMS and asked.outcome in (Outcome.LOST, Outcome.MISSING)
