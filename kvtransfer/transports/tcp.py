@@ -124,6 +124,17 @@ class TcpImporter:
             reusable.close()
         else:
             self._idle.setdefault(reusable.address, []).append(reusable)
+            self._drop_dead()
+
+    def _drop_dead(self) -> None:
+        """Nobody asks again for what was left of an exporter that has ended: it is looked for with every new one."""
+        for address, connections in tuple(self._idle.items()):
+            for connection in tuple(connections):
+                if not connection.usable():
+                    connections.remove(connection)
+                    connection.close()
+            if not connections:
+                del self._idle[address]
 
 
 class TcpChannel:

@@ -321,16 +321,18 @@ async def test_an_importer_that_wants_tls_reads_from_nobody_else() -> None:
     await exporter.close()
 
 
-async def test_an_idle_tcp_connection_that_ended_is_not_used_again() -> None:
+async def test_an_idle_tcp_connection_that_ended_is_neither_used_again_nor_kept() -> None:
+    """An exporter that starts again is another one: what is left of those before would add up for ever."""
     source, target = random_pool(4, seed=1), random_pool(4, seed=2)
     importer = TcpImporter(memory=target)
-    for _ in range(2):
+    for _ in range(3):
         exporter = TcpExporter(memory=source, host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0)
         await exporter.start()
         channel = await importer.open(EPOCH, exporter.admit(EPOCH))
         await channel.read([1], [2])
         await channel.release()
         await exporter.close()
+    assert len(importer._idle) == 1
     await importer.close()
 
 
