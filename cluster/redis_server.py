@@ -7,11 +7,13 @@ back.
 import asyncio
 import importlib.util
 import os
+import random
 import shutil
 import signal
 import socket
 import tempfile
 from asyncio.subprocess import Process
+from contextlib import suppress
 from pathlib import Path
 
 from cluster.errors import ConfigError
@@ -145,7 +147,17 @@ async def _end(process: Process) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One that the kernel gives no client: whoever tries again and again to reach a server that has ended would in the
+    end be given the server's own port, be connected with itself, and keep the server from coming back."""
+    begin, end = _served_ports()
+    while True:
+        port = random.randrange(begin, end)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def _served_ports() -> tuple[int, int]:
+    """Those below the ones that clients get; where these begin too low, the highest of all."""
+    lowest, highest = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    return (10_000, lowest) if lowest > 12_000 else (min(highest + 1, 60_000), 65_536)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 
+from cluster.errors import TandemError
 from cluster.process import leave
 from tests.chaos.load import Load
 from tests.chaos.members import chaos_cluster
@@ -67,7 +68,7 @@ async def run_plan(plan: Sequence[Round], seed: int, *, questions: Questions, nu
                         continue
                     try:
                         results.append(await rounds.run(one))
-                    except (TimeoutError, RuntimeError) as error:
+                    except (TimeoutError, RuntimeError, TandemError) as error:
                         broken = f"{one.story}: {type(error).__name__}: {error}"
                         _tell(f"BROKEN {broken}\n{chaos.cluster.output()[-6000:]}")
                         break
