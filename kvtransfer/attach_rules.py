@@ -36,10 +36,8 @@ class AttachRules:
     def check(self, attach: kv_pb2.Attach, *, importer: str, wall_s: float) -> AcceptedAttach:
         """Raises HandOffFailed with the first reason that applies, ValueError for versions that are no range."""
         signed = attach.ticket.SerializeToString()
-        ticket = tickets.read(signed, self._key)
-        if importer != str(ticket.importer):
-            raise HandOffFailed(HandOffReason.FOREIGN_TICKET, f"the ticket is for {ticket.importer}, not {importer}")
-        tickets.verify(signed, self._key, importer=ticket.importer, wall_s=wall_s)
+        ticket = tickets.verify(signed, self._key, importer=importer)
+        tickets.refuse_expired(ticket, wall_s)
         if ticket.exporter.id != self._member.id:
             raise HandOffFailed(HandOffReason.UNKNOWN_TICKET, f"a ticket of {ticket.exporter}; this is {self._member}")
         if ticket.exporter != self._member:

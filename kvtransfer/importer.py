@@ -6,7 +6,6 @@ been proven quiet. Never owns blocks: it asks a BlockSource for them and says wh
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -73,12 +72,11 @@ class Importer:
         counters: TransferCounters,
         connect: Callable[[str], grpc.aio.Channel] = open_channel,  # to an exporter's address
         pairs: PairBook | None = None,  # None: one of its own
-        wall_clock: Callable[[], float] = time.time,
         unhealthy: Callable[[str], None] = _LOG.critical,  # blocks that only a restart of the process gives back
         protocol: ProtocolRange = OURS,
     ) -> None:
         self._member, self._block_size, self._key, self._settings = member, block_size, key, settings
-        self._counters, self._wall_clock = counters, wall_clock
+        self._counters = counters
         self._channels = ExporterChannels(connect)
         self._verifier = ThreadPoolExecutor(1, "kv-verify")
         self._means = ImportMeans(
@@ -149,7 +147,7 @@ class Importer:
         await asyncio.to_thread(self._verifier.shutdown)
 
     def _checked(self, signed_ticket: bytes, expected: Expected) -> Ticket:
-        ticket = tickets.verify(signed_ticket, self._key, importer=self._member, wall_s=self._wall_clock())
+        ticket = tickets.verify(signed_ticket, self._key, importer=str(self._member))
         if (ticket.num_tokens, ticket.num_choices) != (expected.num_tokens, expected.num_choices):
             detail = f"{ticket.num_tokens} tokens and {ticket.num_choices} choices in the ticket, "
             detail += f"{expected.num_tokens} and {expected.num_choices} in the request"

@@ -474,7 +474,6 @@ async def handoff_rig(
         transports=[watched, *watched_others],
         clock=MonotonicClock(),
         counters=counters,
-        wall_clock=wall_clock,
         unhealthy=lambda text: unhealthy.set(),
         protocol=importer_protocol,
     )

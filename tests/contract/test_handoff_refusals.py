@@ -97,7 +97,7 @@ async def test_an_expired_ticket(rig: Rig) -> None:
     assert (await refusal(rig, attach(tickets.sign(old, KEY))))[0] == HandOffReason.TICKET_EXPIRED
     signed = tickets.sign(old, KEY)
     assert await rig.failure(rig.start_import(prefill, signed=signed)) is HandOffReason.TICKET_EXPIRED
-    assert rig.counters.handoffs["importer", "", "refused", "ticket_expired"] == 1
+    assert rig.counters.handoffs["exporter", "", "refused", "ticket_expired"] == 2
 
 
 async def test_a_ticket_of_this_exporters_predecessor(rig: Rig) -> None:

@@ -131,7 +131,7 @@ async def worker() -> AsyncIterator[Worker]:
 async def test_the_ticket_is_for_all_tokens_but_the_last_and_names_its_importer(worker: Worker) -> None:
     frozen = await worker.frozen()
 
-    ticket = tickets.verify(frozen.signed_ticket, KEY, importer=IMPORTER, wall_s=0.0)
+    ticket = tickets.verify(frozen.signed_ticket, KEY, importer=str(IMPORTER))
     tokens = (*range(1, 7), worker.bench.choices[worker.handle].output[0])
     assert (ticket.num_tokens, ticket.num_choices, ticket.attempt) == (7, 1, _ATTEMPT)
     assert ticket.prompt_hash == hash_prompt(KEY, tokens)

@@ -17,7 +17,6 @@ from unittest import mock
 from cluster.clock import Clock
 from cluster.member import from_json, to_json
 from kvtransfer.exporter import Exporter
-from kvtransfer.importer import Importer
 from kvtransfer.transports.available import Available
 from kvtransfer.transports.base import TransportMeans
 from router.decode_events import Sequences
@@ -199,8 +198,6 @@ def simulated_machine() -> Iterator[None]:
         vocab_size()
         for name, value in replaced.items():
             stack.enter_context(mock.patch(name, value))
-        for owner in (Exporter, Importer):
-            defaults = owner.__init__.__kwdefaults__
-            stack.enter_context(mock.patch.dict(defaults, wall_clock=_wall_s))
+        stack.enter_context(mock.patch.dict(Exporter.__init__.__kwdefaults__, wall_clock=_wall_s))
         stack.enter_context(_unheard_ends())
         yield

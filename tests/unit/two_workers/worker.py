@@ -148,7 +148,6 @@ class Worker:
                 clock=LoopClock(),
                 counters=self.counters,
                 connect=connect,  # type: ignore[arg-type]
-                wall_clock=lambda: 1_000.0,
             )
         self.calls = Calls(KvTransferServicer(exporter=self.exporter))
 
