@@ -23,6 +23,7 @@ from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 _CHECK_S = 1.0
 _CHECK_PAUSE_S = 0.2
+_LEAST_WAIT_S = 0.001  # what is left may be less than a clock's last digit
 _LAPSED_CHECK_S = 1.0
 OWN_CALL_S = 5.0  # for calls of the router's own, which belong to no request
 
@@ -107,7 +108,7 @@ class Peer:
             left_s = self._patience.ask_after_s - self.silent_s
             if left_s > 0:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(left_s):
+                    async with asyncio.timeout(max(left_s, _LEAST_WAIT_S)):
                         await self._doubt.wait()
             elif not await self._answers(self._patience.answer_s):
                 self.doubt()

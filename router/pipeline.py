@@ -274,7 +274,7 @@ class Pipeline:
         """The last try does without a hand-off, so that a broken prefill pool costs time, not the request. A client
         that has nothing yet and meets full queues is better told to come back."""
         has_tokens = any(choice.num_committed for choice in choices)
-        return tries == self._settings.max_attempts - 1 and (has_tokens or not failure.is_full_queue)
+        return 0 < tries == self._settings.max_attempts - 1 and (has_tokens or not failure.is_full_queue)
 
     def _checked(self, request: GenerateRequest) -> float:
         """The request's timeout. Raises TandemError before anything is spent on it."""
