@@ -9,11 +9,11 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cluster import tickets
 from cluster.errors import HandOffReason, NotFound, TandemError
 from cluster.hashing import hash_prompt
 from cluster.messages import MemberId
 from decode_worker import commands
-from kvtransfer import tickets
 from kvtransfer.exporter import Exporter, FirstToken, TailBlock
 
 _WORD_S = 60.0  # after a ticket's end, for its router to thaw or cancel the sequence

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from cluster import tickets
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
 from cluster.protocol import ProtocolRange
 from cluster.wire import fingerprint_from_wire
-from kvtransfer import tickets
 from kvtransfer.handoff_wire import protocol_from_wire
 from kvtransfer.transports.base import ExporterTransport, negotiate
 from tandem.v1 import kv_pb2

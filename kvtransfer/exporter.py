@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from cluster import tickets
 from cluster.clock import Clock
 from cluster.config import TransferSettings
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
 from cluster.protocol import OURS, ProtocolRange
 from kvtransfer import export_machine as machine
-from kvtransfer import tickets
 from kvtransfer.attach_rules import AttachRules
 from kvtransfer.counters import TransferCounters
 from kvtransfer.digest import digest_blocks

@@ -9,10 +9,9 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from cluster import wire
+from cluster import tickets, wire
 from cluster.errors import InvalidRequest
 from cluster.hashing import HASH_BYTES
-from kvtransfer import tickets
 from kvtransfer.exporter import Exporter
 from tandem.v1 import kv_pb2
 

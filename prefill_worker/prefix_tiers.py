@@ -14,11 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from cluster import tickets
 from cluster.hashing import NATIVE, BlockChain, NewChain
 from cluster.messages import PrefillJob
 from cluster.telemetry import Telemetry
 from engine.schedule import sealed_blocks
-from kvtransfer import tickets
 from prefill_worker import commands
 from prefill_worker.pull_choice import CHEAPER_FACTOR
 from prefill_worker.rates import RunningRate

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from cluster import wire
+from cluster import tickets, wire
 from cluster.errors import Draining, HandOffReason, InvalidRequest, QueueFull, Unhealthy
 from cluster.hashing import hash_prompt
 from cluster.messages import Inspected, PrefillJob
@@ -20,7 +20,6 @@ from cluster.service_rate import ServiceRate
 from cluster.telemetry import Telemetry
 from cluster.worker_service import Inspections
 from engine.step_loop import StepLoop
-from kvtransfer import tickets
 from kvtransfer.exporter import Exporter, FirstToken, TailBlock
 from kvtransfer.prefix_offers import PrefixOffers
 from prefill_worker import commands

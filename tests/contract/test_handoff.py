@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from cluster import tickets
 from cluster.clock import MonotonicClock
 from cluster.errors import HandOffReason
-from kvtransfer import tickets
 from kvtransfer.digest import digest_blocks
 from kvtransfer.handoff import FirstToken
 from kvtransfer.memory import PoolMemory

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from cluster import tickets
 from cluster.clock import ManualClock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
 from cluster.wire import epoch_to_wire, fingerprint_to_wire
-from kvtransfer import tickets
 from kvtransfer.handoff_wire import IMPORTER_METADATA
 from kvtransfer.importer import Expected
 from kvtransfer.transports import shm

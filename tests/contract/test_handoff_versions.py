@@ -5,10 +5,10 @@ import asyncio
 import grpc
 import pytest
 
+from cluster import tickets
 from cluster.errors import HandOffReason
 from cluster.protocol import ProtocolRange
 from cluster.wire import epoch_to_wire, fingerprint_to_wire
-from kvtransfer import tickets
 from kvtransfer.export_call import ExportCall
 from kvtransfer.handoff_wire import IMPORTER_METADATA
 from tandem.v1 import kv_pb2, kv_pb2_grpc

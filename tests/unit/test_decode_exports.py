@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from cluster import wire
+from cluster import tickets, wire
 from cluster.clock import ManualClock
 from cluster.config import TransferSettings
 from cluster.errors import NotFound
@@ -14,7 +14,6 @@ from cluster.hashing import hash_prompt
 from cluster.messages import MemberId
 from decode_worker import commands
 from decode_worker.exports import Exports, FreezeOrder, FrozenSequence
-from kvtransfer import tickets
 from kvtransfer.export_call import ExportCall
 from kvtransfer.exporter import Exporter
 from kvtransfer.transports.loopback import LoopbackExporter, LoopbackNetwork
