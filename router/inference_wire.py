@@ -24,7 +24,9 @@ from router.requests import (
 from tandem.v1 import inference_pb2
 
 
-def generate_request_from_wire(message: inference_pb2.GenerateRequest, timeout_s: float | None) -> GenerateRequest:
+def generate_request_from_wire(
+    message: inference_pb2.GenerateRequest, timeout_s: float | None, sign_every_s: float | None = None
+) -> GenerateRequest:
     """Raises InvalidRequest."""
     return GenerateRequest(
         prompt=_prompt(message),
@@ -39,6 +41,7 @@ def generate_request_from_wire(message: inference_pb2.GenerateRequest, timeout_s
         priority=message.priority,
         is_batch=message.is_batch,
         resume_from=_resume_from(message.resume_from) if message.HasField("resume_from") else None,
+        sign_every_s=sign_every_s,
     )
 
 

@@ -53,12 +53,16 @@ class Outbox:
         self._waiting.clear()
         self._count(-self.num_tokens)
 
-    async def take(self) -> tuple[ChoiceDelta, ...]:
+    async def take(self, within_s: float | None = None) -> tuple[ChoiceDelta, ...] | None:
         """Waits for something; one delta per choice with what it grew by, `MOST_TAKEN` tokens or little more in all.
-        Empty: the end. Raises what it was given up with."""
+        Empty: the end. None: nothing came `within_s`. Raises what it was given up with."""
         while not self._waiting and not self._ended and self._given_up is None:
             self._changed.clear()
-            await self._changed.wait()
+            try:
+                async with asyncio.timeout(within_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                return None
         if self._given_up is not None:
             raise self._given_up
         return tuple(self._portion())

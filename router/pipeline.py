@@ -127,7 +127,10 @@ class Pipeline:
             async with running(self._serve(arrival)) as story:
                 arrival.outbox.on_slow(story.cancel)
                 is_told = False
-                while deltas := await arrival.outbox.take():
+                while (deltas := await arrival.outbox.take(request.sign_every_s)) != ():
+                    if deltas is None:
+                        yield Output(arrival.request_id)
+                        continue
                     arrival.ledger.token_handed_over(self._clock.now_s())
                     arrival.account.handed_over(deltas, self._clock.now_s())
                     yield Output(arrival.request_id, deltas, accepted=None if is_told else arrival.accepted.result())

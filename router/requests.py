@@ -78,6 +78,7 @@ class GenerateRequest:
     priority: int = 0  # less goes first, where the workers' policy asks for it
     is_batch: bool = False  # uses only what nothing else wants
     resume_from: tuple[ResumedChoice, ...] | None = None  # one per choice: goes on with a request of another router
+    sign_every_s: float | None = None  # after so long with nothing to say the client gets an output with nothing in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class Accepted:
 @dataclass(frozen=True, slots=True)
 class Output:
     """One message of a request's stream. The last has the summary; every one carries the id. The first one with deltas
-    says what a client needs to have the request go on at another router."""
+    says what a client needs to have the request go on at another router. One with nothing else is a sign of life."""
 
     request_id: str
     deltas: tuple[ChoiceDelta, ...] = ()

@@ -26,12 +26,14 @@ from router.tokenization import Tokenization
 from router.tokenizer_threads import TokenizerThreads
 from router.validation import check_model
 from tandem.routers import ROUTERS_KEY
+from tandem.silence import ALIVE_KEY
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 # What gRPC ends at the client's deadline carries no message: the router's own end comes a little before, and names the
 # phase.
 _EARLY_SHARE, _EARLY_MAX_S = 0.1, 0.25
 _LOOK_AGAIN_S = 1.0
+_LEAST_SIGN_S = 0.1
 _GUARDED_PREFIX = "/tandem.v1."
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -56,10 +58,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        await self._tell_routers(context)
+        sign_every_s = _sign_every_s(context)
+        await self._tell_first(context, sign_every_s)
         left_s = context.time_remaining()
         timeout_s = None if left_s is None else left_s - min(_EARLY_MAX_S, left_s * _EARLY_SHARE)
-        async with aclosing(self._pipeline.generate(generate_request_from_wire(request, timeout_s))) as outputs:
+        asked = generate_request_from_wire(request, timeout_s, sign_every_s)
+        async with aclosing(self._pipeline.generate(asked)) as outputs:
             async for output in outputs:
                 with self._stalls.writing():
                     yield output_to_wire(output)
@@ -89,11 +93,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.ListModelsResponse:
         return inference_pb2.ListModelsResponse(models=[model_to_wire(self._tokenization.model_info)])
 
-    async def _tell_routers(self, context: _Context) -> None:
-        """At once, before anything can go wrong here: a client that loses this router knows where to go on."""
-        routers = self._told_routers()
-        if routers:
-            await context.send_initial_metadata(((ROUTERS_KEY, ",".join(routers)),))
+    async def _tell_first(self, context: _Context, sign_every_s: float | None) -> None:
+        """At once, before anything can go wrong here: a client that loses this router knows where to go on, and one
+        that asked for signs of life may count on them."""
+        told: list[tuple[str, str]] = []
+        if routers := self._told_routers():
+            told.append((ROUTERS_KEY, ",".join(routers)))
+        if sign_every_s is not None:
+            told.append((ALIVE_KEY, f"{sign_every_s:g}"))
+        if told:
+            await context.send_initial_metadata(told)
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -167,6 +176,15 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     def _response(self, members: Iterable[admin_pb2.MemberStatus]) -> admin_pb2.StatusResponse:
         target = target_to_wire(self._scaling.target)
         return admin_pb2.StatusResponse(members=members, live_requests=self._pipeline.num_live, target=target)
+
+
+def _sign_every_s(context: _Context) -> float | None:
+    """None: not asked for, or by no number."""
+    asked = dict(context.invocation_metadata() or ()).get(ALIVE_KEY)
+    try:
+        return max(_LEAST_SIGN_S, float(asked)) if asked is not None else None
+    except ValueError:
+        return None
 
 
 def _member_status(member: Member) -> admin_pb2.MemberStatus:

@@ -24,7 +24,9 @@ from tandem.generation import Asking, AsyncGeneration, Generation, Metadata, tol
 from tandem.options import GenerateOptions, Message, generate_request, tokenize_request
 from tandem.results import Model, model_from_wire, pack_ids, unpack_ids
 from tandem.routers import Routers, addresses
+from tandem.silence import SILENCE_S
 from tandem.v1 import inference_pb2
+from tandem.watch import Watch
 
 __all__ = ["AsyncClient", "AsyncGeneration", "Client", "Generation"]
 
@@ -44,18 +46,22 @@ class Client:
         tls_ca: str | None = None,
         secure: bool = False,
         discover: bool = True,
+        silence_s: float = SILENCE_S,
     ) -> None:
         """`address` is the router's host:port for gRPC, or several, in a list or with commas between them: the first
         that answers serves, and another one goes on with what it leaves unfinished. `timeout_s` is the deadline of a
         generation that names none. With `tls_ca`, a PEM file, a router must have a certificate of one of its
         authorities; with `secure` alone, a publicly trusted one; else the connection is plaintext. `discover`: routers
         that the given ones name are asked too when one is lost; for addresses behind a load balancer or NAT, whose
-        routers cannot be dialled from here, say False. Raises OSError when the file cannot be read, ValueError when
-        there is no address."""
+        routers cannot be dialled from here, say False. `silence_s`: a router from which not even a sign of life has
+        come for so long, while one waits, is left for another. Raises OSError when the file cannot be read, ValueError
+        when there is no address."""
         dial = partial(open_channel, tls_ca=tls_ca, secure=secure)
         self._routers = Routers(addresses(address), dial, discover=discover)
         self._metadata = _metadata(api_key)
         self._timeout_s = timeout_s
+        self._silence_s = silence_s
+        self._watch = Watch()
 
     def generate(
         self,
@@ -69,7 +75,8 @@ class Client:
         """Continues a text, token ids as they are, or a conversation: exactly one of them."""
         request = generate_request(prompt, token_ids, messages, options)
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return Generation(Asking(request, self._routers, self._metadata, timeout_s))
+        asking = Asking(request, self._routers, self._metadata, timeout_s, self._silence_s)
+        return Generation(asking, self._watch)
 
     def tokenize(self, text: str | None = None, *, messages: Iterable[Message] | None = None) -> tuple[int, ...]:
         request = tokenize_request(text, messages)
@@ -127,11 +134,13 @@ class AsyncClient:
         tls_ca: str | None = None,
         secure: bool = False,
         discover: bool = True,
+        silence_s: float = SILENCE_S,
     ) -> None:
         dial = partial(open_async_channel, tls_ca=tls_ca, secure=secure)
         self._routers = Routers(addresses(address), dial, discover=discover)
         self._metadata = _metadata(api_key)
         self._timeout_s = timeout_s
+        self._silence_s = silence_s
 
     def generate(
         self,
@@ -145,7 +154,7 @@ class AsyncClient:
         """As Client.generate. The call starts here, before anything is awaited."""
         request = generate_request(prompt, token_ids, messages, options)
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return AsyncGeneration(Asking(request, self._routers, self._metadata, timeout_s))
+        return AsyncGeneration(Asking(request, self._routers, self._metadata, timeout_s, self._silence_s))
 
     async def tokenize(self, text: str | None = None, *, messages: Iterable[Message] | None = None) -> tuple[int, ...]:
         request = tokenize_request(text, messages)

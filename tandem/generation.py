@@ -12,11 +12,13 @@ from typing import Any, Protocol, Self, TypeAlias
 
 import grpc
 
-from tandem.errors import Cancelled, TandemError, error_from_rpc
+from tandem.errors import Cancelled, TandemError, Unavailable, error_from_rpc
 from tandem.progress import Progress
 from tandem.results import Delta, Result
 from tandem.routers import Routers
+from tandem.silence import ALIVE_KEY, Silence, sign_every_s
 from tandem.v1 import inference_pb2
+from tandem.watch import Watch, waiting
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 _AsyncCall: TypeAlias = "grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]"
@@ -40,6 +42,10 @@ class Asking:
     routers: Routers[Any]  # of blocking channels, or of asyncio's
     metadata: Metadata
     timeout_s: float
+    silence_s: float  # so long a router that promised signs of life may give none
+
+    def metadata_for_signs(self) -> Metadata:
+        return (*self.metadata, (ALIVE_KEY, f"{sign_every_s(self.silence_s):g}"))
 
     def progress(self) -> Progress:
         return Progress(
@@ -53,14 +59,15 @@ class Asking:
 class Generation:
     """Iterate over its deltas, or take its `result`. One reader, once."""
 
-    def __init__(self, asking: Asking) -> None:
+    def __init__(self, asking: Asking, watch: Watch) -> None:
         self.request_id = asking.request.request_id
         self._asking = asking
+        self._watch = watch
         self._progress = asking.progress()
         self._closed = threading.Event()
         self._pending: deque[Delta] = deque()
         self._has_learnt = False
-        self._call: _Call = self._ask()
+        self._call, self._silence = self._ask()
 
     def __iter__(self) -> Iterator[Delta]:
         return self
@@ -68,13 +75,13 @@ class Generation:
     def __next__(self) -> Delta:
         while not self._pending:
             try:
-                with told():
+                with told(), self._watch.waiting(self._silence, self._call.cancel):
                     response = next(self._call)
             except TandemError as error:
                 if self._closed.is_set():
                     raise
                 self._learn()
-                self._go_on(error)
+                self._go_on(_silent(self._progress.router, self._silence) if self._silence.is_over else error)
                 continue
             self._learn()
             self._asking.routers.first = self._progress.router
@@ -96,24 +103,27 @@ class Generation:
         """Once per call: its answer has begun, or it has ended."""
         if not self._has_learnt:
             self._has_learnt = True
-            for channel in self._asking.routers.learn(self._progress.router, self._call.initial_metadata()):
+            router, routers, metadata = self._progress.router, self._asking.routers, self._call.initial_metadata()
+            routers.promised(router, metadata, self._asking.silence_s)
+            self._silence.limit_s = routers.borne_s(router)
+            for channel in routers.learn(router, metadata):
                 channel.close()
 
     def _go_on(self, error: TandemError) -> None:
         """Raises TandemError."""
         if self._closed.wait(self._progress.lost(error, time.monotonic())) or self._asking.routers.is_closed:
             raise _closed() from error
-        self._call = self._ask()
+        self._call, self._silence = self._ask()
         if self._closed.is_set():  # since we looked
             self._call.cancel()
 
-    def _ask(self) -> _Call:
+    def _ask(self) -> tuple[_Call, Silence]:
         progress, asking = self._progress, self._asking
         stub = asking.routers.stub(progress.router)
         self._has_learnt = False
         left_s = progress.time_left_s(time.monotonic())
-        call: _Call = stub.Generate(progress.request, timeout=left_s, metadata=asking.metadata)
-        return call
+        call: _Call = stub.Generate(progress.request, timeout=left_s, metadata=asking.metadata_for_signs())
+        return call, Silence(asking.routers.borne_s(progress.router))
 
     def __enter__(self) -> Self:
         return self
@@ -132,7 +142,7 @@ class AsyncGeneration:
         self._closed = asyncio.Event()
         self._pending: deque[Delta] = deque()
         self._has_learnt = False
-        self._call, self._responses = self._ask()
+        self._call, self._responses, self._silence = self._ask()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
@@ -142,7 +152,7 @@ class AsyncGeneration:
             raise _closed()
         while not self._pending:
             try:
-                with told():
+                with told(), waiting(self._silence, self._call.cancel):
                     response = await anext(self._responses)
             except TandemError as error:
                 await self._learn()
@@ -150,9 +160,13 @@ class AsyncGeneration:
                 continue
             except asyncio.CancelledError:  # grpc's word for a closed call too, as if the reader's task were cancelled
                 task = asyncio.current_task()
-                if self._is_over and task is not None and not task.cancelling():
+                if task is None or task.cancelling() or not (self._is_over or self._silence.is_over):
+                    raise
+                if self._is_over:
                     raise _closed() from None
-                raise
+                await self._learn()
+                await self._go_on(_silent(self._progress.router, self._silence))
+                continue
             await self._learn()
             self._asking.routers.first = self._progress.router
             self._pending.extend(self._progress.take(response))
@@ -177,7 +191,10 @@ class AsyncGeneration:
         """As Generation._learn."""
         if not self._has_learnt:
             self._has_learnt = True
-            for channel in self._asking.routers.learn(self._progress.router, await self._call.initial_metadata()):
+            router, routers, metadata = self._progress.router, self._asking.routers, await self._call.initial_metadata()
+            routers.promised(router, metadata, self._asking.silence_s)
+            self._silence.limit_s = routers.borne_s(router)
+            for channel in routers.learn(router, metadata):
                 await channel.close()
 
     async def _go_on(self, error: TandemError) -> None:
@@ -188,15 +205,15 @@ class AsyncGeneration:
                 await self._closed.wait()
         if self._is_over:
             raise _closed() from error
-        self._call, self._responses = self._ask()
+        self._call, self._responses, self._silence = self._ask()
 
-    def _ask(self) -> tuple[_AsyncCall, AsyncIterator[inference_pb2.GenerateResponse]]:
+    def _ask(self) -> tuple[_AsyncCall, AsyncIterator[inference_pb2.GenerateResponse], Silence]:
         progress, asking = self._progress, self._asking
         stub = asking.routers.stub(progress.router)
         self._has_learnt = False
         left_s = progress.time_left_s(time.monotonic())
-        call: _AsyncCall = stub.Generate(progress.request, timeout=left_s, metadata=asking.metadata)
-        return call, aiter(call)
+        call: _AsyncCall = stub.Generate(progress.request, timeout=left_s, metadata=asking.metadata_for_signs())
+        return call, aiter(call), Silence(asking.routers.borne_s(progress.router))
 
     async def __aenter__(self) -> Self:
         return self
@@ -214,6 +231,10 @@ def told() -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise error_from_rpc(error) from error
+
+
+def _silent(router: str, silence: Silence) -> Unavailable:
+    return Unavailable(f"the router at {router} said nothing for {silence.limit_s:g} s", reason="silent", is_lost=True)
 
 
 def _closed() -> Cancelled:

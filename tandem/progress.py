@@ -41,7 +41,9 @@ class Progress:
         self._num_lost = 0  # in a row, without an answer
 
     def take(self, response: inference_pb2.GenerateResponse) -> list[Delta]:
-        """Raises InternalError when the stream is not what was promised."""
+        """Raises InternalError when the stream is not what was promised. A sign of life is not an answer yet."""
+        if not response.deltas and not response.HasField("summary"):
+            return []
         self._has_begun = True
         self._num_lost = 0
         return self._assembly.add(response)

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
+from tandem.silence import ALIVE_KEY, borne_s
 from tandem.v1 import inference_pb2_grpc
 
 ROUTERS_KEY = "tandem-routers"  # initial metadata: the router that answers, then the others, with commas
@@ -48,6 +49,7 @@ class Routers(Generic[Channel]):
         self._discover = discover
         self._dial: Callable[[str], Channel] = dial
         self._shuffle = shuffle
+        self._borne_s: dict[str, float] = {}  # of those that promised signs of life: how long they may say nothing
         self._reached_as: dict[str, str] = {}  # a router's own address -> the one under which it answered
         self._channels: dict[str, Channel] = {address: dial(address) for address in self._given}
         self._lock = threading.Lock()
@@ -69,6 +71,20 @@ class Routers(Generic[Channel]):
             if channel is None:
                 channel = self._channels[address] = self._dial(address)
         return inference_pb2_grpc.InferenceStub(channel)
+
+    def borne_s(self, address: str) -> float | None:
+        """How long it may say nothing to one who waits; None: as long as it is connected."""
+        return self._borne_s.get(address)
+
+    def promised(self, asked: str, metadata: Iterable[tuple[str, Any]] | None, silence_s: float) -> None:
+        """From the initial metadata of an answer of `asked`, which is borne for `silence_s` at least. One that says
+        nothing of it may be of a version that gives no signs."""
+        told = next((str(value) for key, value in metadata or () if key == ALIVE_KEY), None)
+        with self._lock:
+            if told is None:
+                self._borne_s.pop(asked, None)
+            else:
+                self._borne_s[asked] = borne_s(silence_s, told)
 
     def learn(self, asked: str, metadata: Iterable[tuple[str, Any]] | None) -> list[Channel]:
         """From the initial metadata of an answer of `asked`. What it answers is to be closed."""
@@ -96,6 +112,8 @@ class Routers(Generic[Channel]):
         """The oldest channels to what nobody names any more; a stream may still be on a younger one."""
         unknown = [address for address in self._channels if address not in self.known()]
         excess = max(0, len(self._channels) - _MAX_CHANNELS)
+        for address in unknown[:excess]:
+            self._borne_s.pop(address, None)
         return [self._channels.pop(address) for address in unknown[:excess]]
 
 

@@ -14,6 +14,7 @@ from tests.system.local_cluster import LocalCluster, Member
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 TIMEOUT_S = 90.0
 MAX_TOKENS = 160
+NOTICED_S = 14.0  # by its silence: gRPC's keepalive takes 15 s
 FLAGS = ("--port", "0", "--grpc-port", "0", "--placement", "least-loaded")
 
 
@@ -63,7 +64,8 @@ async def test_a_router_that_is_killed_or_frozen_costs_its_clients_no_token(
             generations = [started(client, number) for number in range(8)]
             await asyncio.gather(*(until(generation, 2 + 3 * i) for i, generation in enumerate(generations)))
             dying.send_signal(blow)
-            results = await asyncio.gather(*(generation.result() for generation in generations))
+            async with asyncio.timeout(NOTICED_S):
+                results = await asyncio.gather(*(generation.result() for generation in generations))
     for result, expected in zip(results, undisturbed, strict=True):
         assert list(map(content, result.choices)) == list(map(content, expected.choices))
         assert result.usage.completion_tokens == expected.usage.completion_tokens

@@ -18,6 +18,7 @@ from router.client_stalls import ClientStalls
 from router.drains import Drains
 from router.scaling import Scaling
 from router.service import AdminService, ApiKeyInterceptor, InferenceService
+from tandem.silence import ALIVE_KEY
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.system.router_harness import PROMPT, RouterUnderTest, ask, expected_tokens, router_under_test
 
@@ -103,6 +104,36 @@ async def test_a_generation_streams_and_ends_with_usage_and_ledger() -> None:
         assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (4, 8, 3)
         assert sum(phase.duration_s for phase in ledger.phases) == pytest.approx(ledger.wall_s, rel=0.02)
         assert not any(response.HasField("summary") for response in responses[:-1])
+
+
+async def test_a_client_that_asks_for_signs_of_life_gets_them_while_there_is_nothing_else_to_say() -> None:
+    async with served() as (router, channel):
+        worker = await router.add_decode("d0")
+        worker.pause_at = 3
+        await router.connected()
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(
+            generate_request(request_id="mine"), timeout=20, metadata=((ALIVE_KEY, "0.1"),)
+        )
+        assert dict(await call.initial_metadata())[ALIVE_KEY] == "0.1"
+        await worker.paused.wait()
+        empty = inference_pb2.GenerateResponse(request_id="mine")
+        num_signs, num_tokens = 0, 0
+        async for response in call:
+            num_tokens += sum(len(wire.unpack_ids(delta.token_ids)) for delta in response.deltas)
+            num_signs += response == empty
+            if num_signs == 2:
+                worker.resumed.set()
+        assert (num_tokens, response.HasField("summary")) == (8, True)
+
+
+async def test_nobody_gets_a_sign_of_life_who_did_not_ask_for_it_by_a_number() -> None:
+    async with served() as (router, channel):
+        await router.add_decode("d0")
+        await router.connected()
+        for metadata in ((), ((ALIVE_KEY, "often"),)):
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(generate_request(), timeout=20, metadata=metadata)
+            assert ALIVE_KEY not in dict(await call.initial_metadata())
+            assert all([response.deltas or response.HasField("summary") async for response in call])
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,7 @@ PURE = [
     "router.prefix_index",
     "router.prefix_memory",
     "router.told_routers",
+    "tandem.silence",
 ]
 # Deciding modules among them: neither read a clock nor wait.
 CLOCKLESS = [name for name in PURE if name not in ("cluster.clock", "cluster.config")]
