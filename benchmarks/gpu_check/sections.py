@@ -70,6 +70,7 @@ _TESTS = {
         "tests/unit/test_wire_dtypes.py",
         "tests/contract/test_cuda_ipc.py",
         "tests/contract/test_nccl_wheels.py",
+        "tests/contract/test_nixl.py",
     ),
 }
 

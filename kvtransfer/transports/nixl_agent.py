@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtransfer.transports.cuda_thread import use_device
+
 # The meta package chooses by torch's CUDA version; a wheel for either alone serves host memory just as well.
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 _LOAD_HINT = "install the extra `nixl`"
@@ -77,9 +79,12 @@ class Region:
 class NixlAgent:
     """Lives from its first line to `destroy`, after which nothing of it can touch memory."""
 
-    def __init__(self, name: str) -> None:
-        """Raises NixlError, ImportError."""
+    def __init__(self, name: str, device: int | None) -> None:
+        """`device`: the GPU whose memory it is to move; then the thread that calls this makes all its other calls, too.
+        Raises NixlError, ImportError."""
         api = _api()
+        if device is not None:
+            _called(lambda: use_device(device))
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._agent: Any = _called(lambda: api.nixl_agent(name, config))
         _called(lambda: self._agent.create_backend("UCX", {"engine_config": _UCX_SETTINGS}))

@@ -103,7 +103,7 @@ class NixlExporter:
 
     def _run(self, ready: "Future[bytes]") -> None:
         try:
-            agent = NixlAgent(f"exporter-{secrets.token_hex(8)}")
+            agent = NixlAgent(f"exporter-{secrets.token_hex(8)}", self._pool.device)
             for region in (self._pool, self._admissions):
                 agent.register(region)
             ready.set_result(agent.metadata())

@@ -109,7 +109,10 @@ class NixlLink:
         return read.ended
 
     def _is_idle(self) -> bool:
-        """The thread waits for a post or the end, which both come from here: until then the agent is ours."""
+        """The thread waits for a post or the end, which both come from here: until then the agent is ours, unless it
+        has GPU memory, whose context is the thread's."""
+        if self._pool.device is not None:
+            return False
         with self._changed:
             return self._has_read and self._num_in_flight == 0 and not self._closing
 
@@ -151,7 +154,7 @@ class NixlLink:
             read.ended.set_exception(TransportError(error))
 
     def _connected(self) -> NixlAgent:
-        agent = NixlAgent(f"importer-{secrets.token_hex(8)}")
+        agent = NixlAgent(f"importer-{secrets.token_hex(8)}", self._pool.device)
         for region in (self._pool, self._scratch_region):
             agent.register(region)
         agent.connect(self._there.metadata)

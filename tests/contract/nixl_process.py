@@ -34,10 +34,13 @@ _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
 class BytePool:
     """PoolMemory, every byte the same, large enough for a read to be caught in the middle."""
 
-    def __init__(self, byte: int) -> None:
+    def __init__(self, byte: int, device: str = "cpu") -> None:
+        """On a GPU in ordinary memory: UCX before 1.22 hands no exported pages over."""
         self.num_blocks, self.block_bytes = NUM_BLOCKS, BLOCK_BYTES
         self.memfd: int | None = None
-        self.raw = torch.full((NUM_BLOCKS, BLOCK_BYTES), byte, dtype=torch.uint8)
+        self.raw = torch.full((NUM_BLOCKS, BLOCK_BYTES), byte, dtype=torch.uint8, device=device)
+        if self.raw.is_cuda:
+            torch.cuda.synchronize()
 
     def holds(self, byte: int) -> bool:
         return bool((self.raw == byte).all())
@@ -100,7 +103,11 @@ async def process(
 
 def exporting(connection: "Connection[object, object]", byte: float) -> None:
     """Tells its endpoint and serves."""
-    asyncio.run(_export(connection, int(byte)))
+    asyncio.run(_export(connection, BytePool(int(byte))))
+
+
+def exporting_gpu_memory(connection: "Connection[object, object]", byte: float) -> None:
+    asyncio.run(_export(connection, BytePool(int(byte), "cuda")))
 
 
 def importing(connection: "Connection[object, object]", timeout_s: float) -> None:
@@ -135,8 +142,8 @@ def _enter(namespace: str) -> None:
         subprocess.run(["mount", *mount], check=True)
 
 
-async def _export(connection: "Connection[object, object]", byte: int) -> None:
-    exporter = NixlExporter(memory=BytePool(byte), linger_s=5.0)
+async def _export(connection: "Connection[object, object]", pool: BytePool) -> None:
+    exporter = NixlExporter(memory=pool, linger_s=5.0)
     await exporter.start()
     connection.send(exporter.admit(EPOCH))
     await asyncio.Event().wait()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from cluster.config import TransferSettings
 from cluster.messages import Epoch, MemberId
@@ -30,6 +31,7 @@ from tests.contract.nixl_process import (
     BytePool,
     Process,
     exporting,
+    exporting_gpu_memory,
     importing,
     process,
 )
@@ -224,6 +226,19 @@ async def test_where_reads_would_be_emulated_no_channel_opens(monkeypatch: pytes
     async with exporter(7) as there, importer(BytePool(0)) as here:
         with pytest.raises(TransportError, match="no RDMA, GPU or shared memory leads to it"):
             await here.open(EPOCH, there.admit(EPOCH))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+async def test_blocks_move_between_two_processes_in_gpu_memory() -> None:
+    pool = BytePool(0, "cuda")
+    async with process(exporting_gpu_memory, 7) as there, importer(pool) as here:
+        channel = await here.open(EPOCH, await _endpoint(there))
+        await channel.read([5, 6, 40], [1, 2, 3])
+        assert bool((pool.raw[1:4] == 7).all()) and not pool.raw[0].any() and not pool.raw[4:].any()
+        await channel.read(ALL_BLOCKS, ALL_BLOCKS)
+        assert pool.holds(7)
+        await channel.release()
 
 
 async def test_nothing_is_left_of_links_that_have_ended() -> None:
