@@ -15,6 +15,21 @@ from kvtransfer.transports.base import Channel, TransportError
 from kvtransfer.wire_format import WireFormat
 
 PIECE_BYTES = 4 << 20  # long enough to lose a round trip in it; measured best with shm and tcp
+GPU_PIECE_BYTES = 64 << 20  # at most, into GPU memory
+_SHORT_S = 0.001
+
+
+class PieceSize:
+    """How many blocks the next piece has. One that takes hardly longer than asking for it, as between GPUs, is followed
+    by one of twice the size."""
+
+    def __init__(self, block_bytes: int, most_bytes: int) -> None:
+        self.num_blocks = max(1, PIECE_BYTES // block_bytes)
+        self._most = max(self.num_blocks, most_bytes // block_bytes)
+
+    def took(self, seconds: float) -> None:
+        if seconds < _SHORT_S:
+            self.num_blocks = min(2 * self.num_blocks, self._most)
 
 
 class ChannelReads:
@@ -29,7 +44,8 @@ class ChannelReads:
     ) -> None:
         self._channel, self._wire, self._verifier = channel, wire, verifier
         self._was_read = was_read
-        self._piece_blocks = max(1, PIECE_BYTES // wire.memory.block_bytes)
+        most_bytes = GPU_PIECE_BYTES if wire.memory.raw.is_cuda else PIECE_BYTES
+        self._size = PieceSize(wire.memory.block_bytes, most_bytes)
         self._taking_in: list[asyncio.Future[tuple[bytes, ...]]] = []
         self._is_destroyed = False
 
@@ -42,14 +58,18 @@ class ChannelReads:
         """Digests of the local copies, in order, empty for those that nobody wants. Raises TransportError, OSError,
         RuntimeError; then only `destroy` may follow."""
         loop = asyncio.get_running_loop()
-        for start in range(0, len(remote_block_ids), self._piece_blocks):
-            piece = slice(start, start + self._piece_blocks)
+        start = 0
+        while start < len(remote_block_ids):
+            piece = slice(start, start + self._size.num_blocks)
+            start = piece.stop
             began_s = time.perf_counter()
             await self._channel.read(remote_block_ids[piece], local_block_ids[piece])
             if self._is_destroyed:
                 raise TransportError("the channel was destroyed")
             num_bytes = len(local_block_ids[piece]) * self._wire.memory.block_bytes
-            self._was_read(num_bytes, time.perf_counter() - began_s)
+            seconds = time.perf_counter() - began_s
+            self._was_read(num_bytes, seconds)
+            self._size.took(seconds)
             self._taking_in.append(
                 loop.run_in_executor(self._verifier, self._take_in, tuple(local_block_ids[piece]), unverified)
             )

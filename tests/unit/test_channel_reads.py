@@ -9,7 +9,7 @@ import pytest
 
 from engine.pool import KvPool
 from kvtransfer import channel_reads
-from kvtransfer.channel_reads import ChannelReads
+from kvtransfer.channel_reads import GPU_PIECE_BYTES, PIECE_BYTES, ChannelReads, PieceSize
 from kvtransfer.digest import digest_blocks
 from kvtransfer.transports.base import TransportError
 from kvtransfer.wire_format import NativeFormat
@@ -67,6 +67,21 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> tuple[KvPool, KvPool]:
     source, target = random_pool(NUM_BLOCKS, seed=1), random_pool(NUM_BLOCKS, seed=2)
     monkeypatch.setattr(channel_reads, "PIECE_BYTES", 3 * source.block_bytes + 1)
     return source, target
+
+
+def test_pieces_grow_while_they_are_quick_and_stay_where_they_are_not() -> None:
+    block_bytes = 2 << 20
+    between_gpus, in_host_memory = PieceSize(block_bytes, GPU_PIECE_BYTES), PieceSize(block_bytes, PIECE_BYTES)
+    sizes = []
+    for _ in range(6):
+        sizes.append(between_gpus.num_blocks)
+        between_gpus.took(1e-4)
+        in_host_memory.took(1e-4)
+    assert sizes == [2, 4, 8, 16, 32, 32] and in_host_memory.num_blocks == 2
+    slow = PieceSize(block_bytes, GPU_PIECE_BYTES)
+    slow.took(2e-3)
+    assert slow.num_blocks == 2
+    assert PieceSize(1 << 30, GPU_PIECE_BYTES).num_blocks == 1
 
 
 async def test_a_long_read_comes_in_pieces_with_every_digest_in_order(pools: tuple[KvPool, KvPool]) -> None:
