@@ -169,6 +169,7 @@ class PrefillJob:
     prefix_holders: tuple[PrefixHolder, ...] = ()  # the longest first
     priority: int = 0  # less goes first, where the worker's policy asks for it
     is_batch: bool = False  # uses only what nothing else wants
+    age_s: float = 0.0  # since the request arrived at its router, whatever was tried meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +197,7 @@ class DecodeJob:
     cache_salt: str = ""  # this and what follows: as of PrefillJob
     priority: int = 0
     is_batch: bool = False
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

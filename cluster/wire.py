@@ -107,6 +107,7 @@ def prefill_job_to_wire(job: PrefillJob) -> worker_pb2.PrefillRequest:
         ],
         priority=job.priority,
         is_batch=job.is_batch,
+        age_s=job.age_s,
     )
 
 
@@ -135,6 +136,7 @@ def prefill_job_from_wire(message: worker_pb2.PrefillRequest) -> PrefillJob:
         ),
         priority=message.priority,
         is_batch=message.is_batch,
+        age_s=max(0.0, message.age_s),
     )
 
 
@@ -152,6 +154,7 @@ def decode_job_to_wire(job: DecodeJob) -> worker_pb2.StartRequest:
         cache_salt=job.cache_salt,
         priority=job.priority,
         is_batch=job.is_batch,
+        age_s=job.age_s,
     )
 
 
@@ -177,6 +180,7 @@ def decode_job_from_wire(message: worker_pb2.StartRequest) -> DecodeJob:
         cache_salt=message.cache_salt,
         priority=message.priority,
         is_batch=message.is_batch,
+        age_s=max(0.0, message.age_s),
     )
 
 

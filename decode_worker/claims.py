@@ -19,7 +19,7 @@ def claim_of(command: Reserve, number: int, now_s: float, block_size: int, lengt
             predicted = lengths.predict(job.cache_salt, num_prompt, num_output, job.stops.max_tokens)
         work = Work(
             arrival=number,
-            arrived_s=now_s,
+            arrived_s=now_s - job.age_s,
             deadline_s=now_s + job.timeout_s,
             num_prompt=num_prompt,
             num_done=num_prompt + num_output,
@@ -29,4 +29,4 @@ def claim_of(command: Reserve, number: int, now_s: float, block_size: int, lengt
         )
         known, most = num_prompt + num_output, num_prompt + max(num_output, predicted - 1)
         num_to_grow = len(job.sequences) * (blocks_for(most, block_size) - blocks_for(known, block_size))
-    return Claim(number, command.handoff_id, command.num_blocks, command.block_hashes, work, num_to_grow)
+    return Claim(number, command.handoff_id, command.num_blocks, command.block_hashes, work, now_s, num_to_grow)

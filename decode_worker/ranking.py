@@ -42,7 +42,7 @@ class Ranking:
         waits = sequence.waits_since_s is not None
         return Work(
             arrival=group.number,
-            arrived_s=group.admitted_s,
+            arrived_s=group.admitted_s - group.job.age_s,
             deadline_s=group.admitted_s + group.job.timeout_s,
             num_prompt=len(group.job.prompt_token_ids),
             num_done=sequence.num_done,
@@ -54,4 +54,4 @@ class Ranking:
         )
 
     def _claim_work(self, claim: Claim) -> Work:
-        return replace(claim.work, waited_s=self.now_s - claim.work.arrived_s)
+        return replace(claim.work, waited_s=self.now_s - claim.since_s)

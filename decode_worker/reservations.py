@@ -17,6 +17,7 @@ class Claim:
     num_blocks: int
     block_hashes: tuple[bytes, ...]  # of the first of them, by which they may be found
     work: Work
+    since_s: float
     num_to_grow: int  # blocks that its sequences are predicted to need beyond these
     rank: Rank = ()  # as it stands among the others; less goes first
 

@@ -18,8 +18,8 @@ Rank = tuple[float, ...]  # less goes first
 class Work:
     """A prompt or a sequence as a policy sees it, at one moment."""
 
-    arrival: int  # counts arrivals; no two are equal
-    arrived_s: float
+    arrival: int  # counts arrivals here; no two are equal
+    arrived_s: float  # at its router, whatever was tried elsewhere since
     deadline_s: float
     num_prompt: int
     # Tokens computed, prompt and output. It never goes back: what was lost to a preemption stays counted.
@@ -93,14 +93,14 @@ PROMPT_TOKENS_PER_OUTPUT = 8
 
 @dataclass(frozen=True, slots=True)
 class FirstCome:
-    """In order of arrival."""
+    """In order of arrival: who comes again, as a worker failed it, goes before all that came since it came first."""
 
     name: str = "fcfs"
     is_preemptive: bool = False
     is_static: bool = False
 
     def rank(self, work: Work, now_s: float) -> Rank:
-        return ()
+        return (work.arrived_s,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ class Waiting:
     def work(self, now_s: float) -> Work:
         return Work(
             arrival=self.number,
-            arrived_s=self.submitted_s,
+            arrived_s=self.submitted_s - self.job.age_s,
             deadline_s=self.submitted_s + self.job.timeout_s,
             num_prompt=len(self.job.token_ids),
             predicted_tokens=_PREDICTED_TOKENS,
@@ -70,7 +70,7 @@ class Running:
         submitted_s = self.started_s - self.queue_s
         return Work(
             arrival=self.number,
-            arrived_s=submitted_s,
+            arrived_s=submitted_s - self.job.age_s,
             deadline_s=submitted_s + self.job.timeout_s,
             num_prompt=len(self.job.token_ids) - self.num_cached,
             num_done=self.num_computed - self.num_cached,

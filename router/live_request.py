@@ -95,6 +95,7 @@ class LiveRequest:
             prefix_holders=prefix_holders,
             priority=self.request.priority,
             is_batch=self.request.is_batch,
+            age_s=self._clock.now_s() - self.ledger.began_s,
         )
 
     def decode_job(
@@ -124,6 +125,7 @@ class LiveRequest:
             cache_salt=self.request.cache_salt,
             priority=self.request.priority,
             is_batch=self.request.is_batch,
+            age_s=self._clock.now_s() - self.ledger.began_s,
         )
 
     def dispatched(self, *, prefill: MemberId | None = None, decode: MemberId | None = None) -> None:

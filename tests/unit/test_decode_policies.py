@@ -1,5 +1,7 @@
 """The policy's order in the decode worker: who takes whose slot and blocks, and that nobody loses a token by it."""
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.messages import FinishReason
@@ -64,6 +66,22 @@ def test_a_hand_off_that_ranks_first_is_granted_its_blocks_after_the_step_that_c
     bench.finish(handoff)
     assert _ended(bench) == {FinishReason.LENGTH}
     assert len(bench.choices[low].output) == 15
+
+
+def test_of_two_hand_offs_that_wait_the_one_whose_request_is_older_is_granted_first() -> None:
+    bench = DecodeBench(limits(num_blocks=5), prefix_caching=False)
+    bench.admit(bench.job([1, 2, 3, 4, 5], max_tokens=3))
+    bench.step()
+    later = bench.reserve(bench.job(range(10, 26), max_tokens=2))
+    lost = bench.reserve(replace(bench.job(range(30, 46), max_tokens=2), age_s=4.0))
+    while lost.block_ids is None and later.block_ids is None:
+        bench.step()
+    assert (lost.block_ids is not None, later.block_ids) == (True, None)
+    bench.finish(lost)
+    while later.block_ids is None:
+        bench.step()
+    bench.finish(later)
+    assert _ended(bench) == {FinishReason.LENGTH}
 
 
 def test_fcfs_displaces_nobody() -> None:

@@ -90,6 +90,12 @@ def test_only_static_batching_is_static() -> None:
 def test_first_come_is_first_served() -> None:
     late, early = aged(WORK, 2, 5.0), aged(replace(WORK, num_prompt=9000, priority=9), 1, 0.0)
     assert in_order(FirstCome(), late, early) == [1, 2]
+    assert in_order(FirstCome(), aged(WORK, 2, 5.0), aged(WORK, 1, 5.0)) == [1, 2]
+
+
+def test_first_come_is_who_came_first_to_the_cluster_and_not_to_this_worker() -> None:
+    here, from_one_that_died = aged(WORK, 1, 5.0), aged(WORK, 2, 1.0)
+    assert in_order(FirstCome(), here, from_one_that_died) == [2, 1]
 
 
 def test_sorted_static_batches_take_the_arrivals_of_a_window_by_length() -> None:

@@ -61,6 +61,7 @@ def _job(
     salt: str = "",
     priority: int = 0,
     is_batch: bool = False,
+    age_s: float = 0.0,
 ) -> PrefillJob:
     return PrefillJob(
         request_id="request",
@@ -75,6 +76,7 @@ def _job(
         cache_salt=salt,
         priority=priority,
         is_batch=is_batch,
+        age_s=age_s,
     )
 
 
@@ -490,6 +492,20 @@ def test_a_prompt_reserves_whole_and_nobody_overtakes() -> None:
     bench.run()
 
     assert bench.tickets[large].finished and bench.tickets[small].finished
+
+
+def test_what_another_worker_lost_goes_before_all_that_came_later_and_behind_what_runs() -> None:
+    bench = _Bench(max_prefill_tokens=16)
+    running = bench.submit(_job(range(32)))
+    bench.step()
+    bench.now_s = 5.0
+    later = bench.submit(_job(range(100, 116)))
+    lost = bench.submit(_job(range(200, 216), age_s=4.0))
+    oldest = bench.submit(_job(range(300, 316), age_s=7.0))
+    ended = []
+    while bench.step() is not None:
+        ended += [ticket for ticket in bench.tickets if not bench.tickets[ticket].is_live and ticket not in ended]
+    assert ended == [running, oldest, lost, later]
 
 
 def test_with_a_backlog_steps_carry_exactly_the_budget_shared_by_prompts() -> None:

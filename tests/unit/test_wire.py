@@ -54,6 +54,7 @@ PREFILL_JOBS = st.builds(
     prefix_holders=st.lists(st.builds(PrefixHolder, MEMBERS, NAME, U32), max_size=2).map(tuple),
     priority=I32,
     is_batch=st.booleans(),
+    age_s=st.floats(0, 1e6),
 )
 SEQUENCES = st.lists(
     st.builds(SequenceStart, U32, U64, IDS), min_size=1, max_size=3, unique_by=lambda start: start.handle
@@ -72,6 +73,7 @@ DECODE_JOBS = st.builds(
     cache_salt=st.text(max_size=5),
     priority=I32,
     is_batch=st.booleans(),
+    age_s=st.floats(0, 1e6),
 )
 
 
