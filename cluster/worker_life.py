@@ -8,11 +8,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from cluster.config import WorkerConfig, echo
 from cluster.errors import DrainIncomplete, InternalError, Unhealthy
+from cluster.hashing import keyed_chains, nameless_chains
 from cluster.health import HealthPort
 from cluster.identity import advertised_host, cluster_key, new_member_id
 from cluster.logs import configure_logs
@@ -29,9 +31,19 @@ _LOG = logging.getLogger("tandem.worker")
 _STOP_GRACE_S = 1.0
 _STUCK_END_S = 15.0  # for one that is stuck to leave in order
 
+EventT = TypeVar("EventT")
 Result = TypeVar("Result")
 Drain: TypeAlias = Callable[[float], Coroutine[Any, Any, None]]
 Ends: TypeAlias = "Sequence[asyncio.Future[None]]"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProfile:
+    """What others must know of a worker to pair it."""
+
+    fingerprint: LayoutFingerprint
+    capacity: Capacity
+    transports: Sequence[str]
 
 
 class WorkerLife:
@@ -44,6 +56,8 @@ class WorkerLife:
         self.role = role
         self.member = new_member_id(config, role)
         self.key = cluster_key(config)
+        keeps_prefixes = config.prefix_caching == "on"
+        self.new_chain = keyed_chains(self.key, config.block_size) if keeps_prefixes else nameless_chains()
         self.telemetry = Telemetry()
         self.host = advertised_host(config)
         self.tls = load_tls(config, self.host)
@@ -71,6 +85,14 @@ class WorkerLife:
         """The worker cannot go on. Any thread may say so."""
         self._loop.call_soon_threadsafe(self._set_fatal, error)
 
+    def on_loop(self, hear: Callable[[EventT], None]) -> Callable[[EventT], None]:
+        """`hear`, for any thread to call: it hears on the event loop, in the order of the calls."""
+
+        def tell(event: EventT) -> None:
+            self._loop.call_soon_threadsafe(hear, event)
+
+        return tell
+
     def request_drain(self) -> "asyncio.Future[DrainOutcome]":
         """Answers what becomes of it, for whoever waits."""
         self._stop.set()
@@ -90,10 +112,8 @@ class WorkerLife:
 
     async def live(
         self,
+        profile: WorkerProfile,
         *,
-        fingerprint: LayoutFingerprint,
-        capacity: Capacity,
-        transports: Sequence[str],
         announce: Callable[..., None],
         drain: Drain,
         watch: Callable[[Registration], Coroutine[Any, Any, None]],
@@ -101,7 +121,7 @@ class WorkerLife:
         """Returns after a drain. `drain` gets its grace in seconds, and raises DrainIncomplete when that was too short.
         Raises that too, Fenced when somebody newer has this name, InternalError when the worker broke, ConfigError when
         it does not fit into the cluster."""
-        registration = Registration(self._registry, self._as_member(fingerprint, capacity, transports))
+        registration = Registration(self._registry, self._as_member(profile))
         await self.server.start()
         self._health.start()
         await registration.join()
@@ -151,15 +171,15 @@ class WorkerLife:
             telling.cancel()
             await asyncio.gather(draining, telling, return_exceptions=True)
 
-    def _as_member(self, fingerprint: LayoutFingerprint, capacity: Capacity, transports: Sequence[str]) -> Member:
+    def _as_member(self, profile: WorkerProfile) -> Member:
         return Member(
             id=self.member,
             role=self.role,
             address=self.address,
             model=self.config.model_name,
-            fingerprint=fingerprint,
-            transports=tuple(transports),
-            capacity=capacity,
+            fingerprint=profile.fingerprint,
+            transports=tuple(profile.transports),
+            capacity=profile.capacity,
         )
 
     def _set_fatal(self, error: Exception) -> None:

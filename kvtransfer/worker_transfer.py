@@ -4,9 +4,11 @@ import logging
 from collections.abc import Callable
 
 from cluster.clock import Clock
+from cluster.config import WorkerConfig
 from cluster.errors import InternalError
+from cluster.member import Capacity
 from cluster.messages import LayoutFingerprint
-from cluster.worker_life import WorkerLife
+from cluster.worker_life import WorkerLife, WorkerProfile
 from kvtransfer.exporter import Exporter
 from kvtransfer.importer import Importer
 from kvtransfer.kv_groups import BlockTable
@@ -21,6 +23,7 @@ from kvtransfer.transports.available import available_transports
 from kvtransfer.transports.base import TransportMeans
 from kvtransfer.verification import VerifyMode
 from kvtransfer.wire_dtypes import WireDtype
+from kvtransfer.wire_format import WireFormat
 from tandem.v1 import kv_pb2_grpc
 
 _LOG = logging.getLogger(__name__)
@@ -41,81 +44,50 @@ class WorkerTransfer:
         clock: Clock,
     ) -> None:
         """Raises ConfigError when a transport that the settings name cannot work here."""
-        config = life.config
+        self._life = life
+        self._layout = layout
+        self._clock = clock
+        self._num_blocks = pool.num_blocks
         self.counters = TelemetryCounters(life.telemetry)
-        self.counters.verifies(VerifyMode(config.kv_verify))
-        wire = WireDtype(config.kv_wire_dtype).format(pool, table)
-        self.block_bytes = wire.memory.block_bytes  # as they travel
-        ratio = self.block_bytes / pool.block_bytes
-        _LOG.info(
-            "KV travels as %s: %d bytes a block, %.3f of the pool's", config.kv_wire_dtype, self.block_bytes, ratio
-        )
-        self.transports = available_transports(
-            config,
-            TransportMeans(
-                member=life.member,
-                memory=wire.memory,
-                host=config.host,
-                advertise_host=life.host,
-                timeout_s=config.read_timeout_s,
-                server_tls=life.tls.server_context() if life.tls is not None else None,
-                client_tls=life.tls.client_context() if life.tls is not None else None,
-            ),
-        )
+        self.counters.verifies(VerifyMode(life.config.kv_verify))
+        self._wire = _wire_format(life.config, pool, table)
+        self.block_bytes = self._wire.memory.block_bytes  # as they travel
+        self.transports = available_transports(life.config, _transport_means(life, self._wire.memory))
         self.pairs = PairBook(self.transports.names)
-        self.exporter = Exporter(
-            member=life.member,
-            address=life.address,
-            wire=wire,
-            layout=layout,
-            key=life.key,
-            settings=config,
-            transports=self.transports.exporters,
-            release=release,
-            clock=clock,
-            counters=self.counters,
-        )
-        self.importer = Importer(
-            member=life.member,
-            wire=wire,
-            layout=layout,
-            block_size=config.block_size,
-            key=life.key,
-            settings=config,
-            transports=self.transports.importers,
-            clock=clock,
-            counters=self.counters,
-            connect=life.connect,
-            pairs=self.pairs,
-            unhealthy=lambda detail: life.fatal(InternalError(detail)),
-        )
-        self._probe_means = ProbeMeans(
-            member=life.member,
-            layout=layout,
-            key=life.key,
-            block_bytes=wire.memory.block_bytes,
-            transports=self.transports,
-            connect=life.connect,
-            pairs=self.pairs,
-            clock=clock,
-        )
-        self._opening = ProbeOpening(
-            member=life.member,
-            address=life.address,
-            memory=wire.memory,
-            layout=layout,
-            key=life.key,
-            transports=self.transports,
-        )
+        self.exporter = self._exporter(release)
+        self.importer = self._importer()
         self.prefixes = PrefixOffers(
-            exporter=self.exporter, block_size=config.block_size, ask=ask_for_prefix, release=release
+            exporter=self.exporter, block_size=life.config.block_size, ask=ask_for_prefix, release=release
         )
+        self._opening = self._probe_opening()
         servicer = KvTransferServicer(exporter=self.exporter, probes=self._opening, prefixes=self.prefixes)
         kv_pb2_grpc.add_KvTransferServicer_to_server(servicer, life.server.grpc)
 
+    def profile(self, *, max_model_len: int) -> WorkerProfile:
+        """What the cluster must know of this worker to pair it. `max_model_len`: of its model."""
+        config = self._life.config
+        capacity = Capacity(
+            num_blocks=self._num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            block_bytes=self.block_bytes,
+        )
+        return WorkerProfile(self._layout, capacity, self.transports.names)
+
     def probe(self, destination: Destination) -> PairProbe:
         """To measure others' memory from here."""
-        return PairProbe(self._probe_means, destination)
+        means = ProbeMeans(
+            member=self._life.member,
+            layout=self._layout,
+            key=self._life.key,
+            block_bytes=self.block_bytes,
+            transports=self.transports,
+            connect=self._life.connect,
+            pairs=self.pairs,
+            clock=self._clock,
+        )
+        return PairProbe(means, destination)
 
     async def start(self) -> None:
         """Raises OSError."""
@@ -132,3 +104,67 @@ class WorkerTransfer:
             "live_tickets": float(self.exporter.num_live_tickets),
             "block_bytes": float(self.block_bytes),
         }
+
+    def _exporter(self, release: Callable[[bytes], None]) -> Exporter:
+        return Exporter(
+            member=self._life.member,
+            address=self._life.address,
+            wire=self._wire,
+            layout=self._layout,
+            key=self._life.key,
+            settings=self._life.config,
+            transports=self.transports.exporters,
+            release=release,
+            clock=self._clock,
+            counters=self.counters,
+        )
+
+    def _importer(self) -> Importer:
+        return Importer(
+            member=self._life.member,
+            wire=self._wire,
+            layout=self._layout,
+            block_size=self._life.config.block_size,
+            key=self._life.key,
+            settings=self._life.config,
+            transports=self.transports.importers,
+            clock=self._clock,
+            counters=self.counters,
+            connect=self._life.connect,
+            pairs=self.pairs,
+            unhealthy=lambda detail: self._life.fatal(InternalError(detail)),
+        )
+
+    def _probe_opening(self) -> ProbeOpening:
+        return ProbeOpening(
+            member=self._life.member,
+            address=self._life.address,
+            memory=self._wire.memory,
+            layout=self._layout,
+            key=self._life.key,
+            transports=self.transports,
+        )
+
+
+def _wire_format(config: WorkerConfig, pool: PoolMemory, table: BlockTable) -> WireFormat:
+    wire = WireDtype(config.kv_wire_dtype).format(pool, table)
+    block_bytes = wire.memory.block_bytes
+    _LOG.info(
+        "KV travels as %s: %d bytes a block, %.3f of the pool's",
+        config.kv_wire_dtype,
+        block_bytes,
+        block_bytes / pool.block_bytes,
+    )
+    return wire
+
+
+def _transport_means(life: WorkerLife, memory: PoolMemory) -> TransportMeans:
+    return TransportMeans(
+        member=life.member,
+        memory=memory,
+        host=life.config.host,
+        advertise_host=life.host,
+        timeout_s=life.config.read_timeout_s,
+        server_tls=life.tls.server_context() if life.tls is not None else None,
+        client_tls=life.tls.client_context() if life.tls is not None else None,
+    )
