@@ -13,6 +13,7 @@ class Course:
     def __init__(self, num_left: int) -> None:
         self.num_left = num_left  # tokens that it may still get
         self.token_s: float | None = None  # from one token to the next; None: not known yet
+        self.is_waiting = False  # was to move and did not decode: preempted, or computed again; no token since
         self._latest_s: float | None = None
         self._pause_s = _FIRST_PAUSE_S
         self._stays_until_s = 0.0
@@ -20,6 +21,8 @@ class Course:
     def drew(self, now_s: float) -> None:
         """A token came."""
         self.num_left -= 1
+        if self.is_waiting:
+            self.is_waiting, self._stays_until_s = False, now_s  # now it has KV that can move
         if self._latest_s is not None:
             newest_s = now_s - self._latest_s
             known_s = newest_s if self.token_s is None else self.token_s

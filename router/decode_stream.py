@@ -105,9 +105,13 @@ class DecodeStream:
         """Sequences that were asked for, and have not joined the worker's batch."""
         return [handle for handle, owner in self._owners.items() if handle not in owner.started]
 
+    def preempted(self) -> list[int]:
+        """Sequences that were to move, had no KV in the worker's batch, and have not drawn a token since."""
+        return [handle for handle, course in self.courses().items() if course.is_waiting]
+
     def give_up(self, handle: int) -> None:
         """Of a worker that leaves: its attempt need not wait for this one any longer."""
-        self._owners[handle].events.put_nowait(Failed(Draining.reason, "the worker leaves, and has not begun with it"))
+        self._owners[handle].events.put_nowait(Failed(Draining.reason, "the worker leaves, and does not run it"))
 
     def ask_to_move(self, handle: int, target: MemberId | None, patience_s: float) -> Move | None:
         """Tells the attempt that has it. None: it has ended, or is being moved already."""

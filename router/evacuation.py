@@ -1,9 +1,9 @@
 """Decode workers that leave, and this router's sequences there: those that will not end in time go on at other workers.
 
 They are moved, KV and all, as when an operator asks (router/migration.py): those with most left first, a few at once,
-again and again where there was no room. One that has not begun there by the middle of the worker's grace is started
-elsewhere. Without another decode worker all of them stay as long as the worker does. What it still has when it goes is
-restarted as after any loss. docs/drain.md.
+again and again where there was no room. One that by the middle of the worker's grace has not begun there, or is
+preempted and has no KV that could move, is started elsewhere. Without another decode worker all of them stay as long as
+the worker does. What it still has when it goes is restarted as after any loss. docs/drain.md.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ class _Departure:
             move = self._move(handle, courses[handle], leaves_at_s - now_s)
             self._moving[handle] = moves.create_task(move, name=f"move {handle}")
         if now_s >= self._began_s + _START_SHARE * (leaves_at_s - self._began_s):
-            for handle in stream.unstarted():
+            for handle in (*stream.unstarted(), *stream.preempted()):
                 if handle not in self._given_up:
                     self._given_up.add(handle)
                     stream.give_up(handle)

@@ -187,6 +187,7 @@ class _Migration:
                     self._handle, router=self._router, importer=self._target.member.id, attempt=self._attempt
                 )
             except NotFound:
+                self._source.sequences.courses[self._handle].is_waiting = True
                 return None
 
     async def _begin_there(self, ticket: bytes) -> DecodeLeg:

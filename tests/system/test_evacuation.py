@@ -113,6 +113,16 @@ async def test_what_has_not_begun_there_begins_elsewhere_and_uses_up_no_attempt(
         await on.source.until(lambda: bool(on.source.cancelled_handles))
 
 
+async def test_what_is_preempted_there_begins_elsewhere_from_the_tokens_that_its_client_has() -> None:
+    async with stage(max_attempts=2) as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await on.joined()
+        on.source.progress.clear()
+        on.source.leave(0.0)
+        answer = await on.complete(answering, request)
+        assert answer.summary.ledger.reasons == ("decode_draining",)
+        assert (on.count("kept", "not_found"), len(on.prefill.jobs), on.prefill.jobs[-1].num_committed) == (1, 2, 5)
+
+
 async def test_more_than_move_at_once_leave_all_the_same() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20, n=9)) as answering:
         await on.joined()

@@ -54,3 +54,13 @@ def test_what_could_not_move_is_left_in_peace_each_time_for_longer_and_then_trie
         assert to_move({1: course}, now_s, now_s + 1.0) == [1]
     assert pauses_s == sorted(pauses_s)
     assert pauses_s[0] < 0.5 < 2.0 < pauses_s[-1] == pauses_s[-2]
+
+
+def test_what_was_preempted_may_move_as_soon_as_it_draws_again() -> None:
+    course = _course(100, 1.0)
+    course.is_waiting = True
+    for _ in range(5):
+        course.stayed(10.0)
+    assert to_move({1: course}, 10.5, 11.0) == []
+    course.drew(10.5)
+    assert to_move({1: course}, 10.5, 11.0) == [1] and not course.is_waiting
