@@ -4,6 +4,7 @@ Only time in which somebody looked counts. A process that was stopped as a whole
 with a step that began long ago and has hung for none of that time.
 """
 
+import math
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -42,8 +43,12 @@ class StandStill:
     def __init__(self, look_s: float) -> None:
         self._max_gap_s = look_s * _GAP_FACTOR
         self._counter: int | None = None
-        self._looked_s = 0.0
+        self._looked_s = math.inf  # never yet
         self._stood_s = 0.0
+
+    def is_late(self, now_s: float) -> bool:
+        """Nobody has looked for so long that this process was stopped."""
+        return now_s - self._looked_s > self._max_gap_s
 
     def look(self, counter: int | None, now_s: float) -> float:
         """`counter` None: there is nothing that should move."""
@@ -67,20 +72,33 @@ class StepSight:
 
 class StepWatchdog:
     """A step may take three times as long as the longest that was seen, within three times the limit; the first one,
-    in which things are compiled, five times the limit."""
+    in which things are compiled, five times the limit. One in which the process was stopped was not seen."""
 
     def __init__(self, limits: StuckLimits) -> None:
         self._limits = limits
         self._still = StandStill(limits.look_s)
+        self._longest_s = 0.0
+        self._told_s = 0.0  # the longest, with those that were not seen
+        self._step = 0  # at the last look
+        self._is_unseen = False  # the step of the last look
         self.stood_s = 0.0
 
     def look(self, sight: StepSight, now_s: float) -> Verdict:
+        self._learn(sight, self._still.is_late(now_s))
         self.stood_s = self._still.look(sight.steps if sight.is_busy else None, now_s)
         if not sight.is_alive:
             return Verdict.HOPELESS
         return self._limits.judge(self.stood_s, self._factor(sight))
 
+    def _learn(self, sight: StepSight, is_late: bool) -> None:
+        if sight.longest_step_s > self._told_s and not (is_late or self._is_unseen):
+            self._longest_s = sight.longest_step_s
+        self._told_s = sight.longest_step_s
+        is_same = sight.steps == self._step
+        self._is_unseen = sight.is_busy and (is_late or (self._is_unseen and is_same))
+        self._step = sight.steps
+
     def _factor(self, sight: StepSight) -> float:
         if sight.steps == 0:
             return _FIRST_STEP_FACTOR
-        return min(max(1.0, sight.longest_step_s * _LONGEST_FACTOR / self._limits.timeout_s), _LONGEST_FACTOR)
+        return min(max(1.0, self._longest_s * _LONGEST_FACTOR / self._limits.timeout_s), _LONGEST_FACTOR)

@@ -75,6 +75,17 @@ def test_a_process_that_was_stopped_as_a_whole_wakes_up_well() -> None:
     assert watched.until(4.0, step()) is Verdict.STUCK, "what was seen before and after counts"
 
 
+@pytest.mark.parametrize("before", [step(7), IDLE])
+def test_a_step_in_which_the_process_was_stopped_is_no_measure_of_those_that_follow(before: StepSight) -> None:
+    watched = Watched()
+    watched.until(3.0, before)
+    watched.now_s += 3600.0
+    watched.until(0.0, step(7))
+    assert watched.until(9.0, step(8, longest_step_s=3601.0)) is Verdict.WELL
+    assert watched.until(2.0, step(8, longest_step_s=3601.0)) is Verdict.STUCK
+    assert watched.until(17.0, step(9, longest_step_s=4000.0)) is Verdict.WELL, "that one was seen"
+
+
 def test_a_dead_step_thread_is_hopeless_at_once() -> None:
     assert Watched().until(0.0, StepSight(False, False, 7, 0.1)) is Verdict.HOPELESS
 
