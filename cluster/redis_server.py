@@ -45,7 +45,7 @@ class RedisServer:
         program = redis_program()
         for _ in range(_ATTEMPTS):
             folder = Path(tempfile.mkdtemp(prefix="tandem-redis-"))
-            chosen = port or _free_port()
+            chosen = port or free_port()
             process = await _spawn(program, chosen, folder)
             answers = await _answers(process, chosen)
             log = (folder / "redis.log").read_text(errors="replace") if (folder / "redis.log").exists() else ""
@@ -146,7 +146,7 @@ async def _end(process: Process) -> None:
         await process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """One that the kernel gives no client: whoever tries again and again to reach a server that has ended would in the
     end be given the server's own port, be connected with itself, and keep the server from coming back."""
     begin, end = _served_ports()

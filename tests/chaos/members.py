@@ -7,7 +7,6 @@ ports when they are started again, as under a supervisor. Knows how to harm noth
 import asyncio
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.redis_server import RedisServer
+from cluster.redis_server import RedisServer, free_port
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 from tests.chaos.holds import Holds
 from tests.contract.namespaces import FarHost, far_host
@@ -133,7 +132,7 @@ class ChaosCluster:
     def _flags(self, name: str) -> tuple[str, ...]:
         flags: tuple[str, ...] = ()
         if name.startswith("router"):
-            grpc_port, http_port = self._ports.get(name) or (_free_port(), _free_port())
+            grpc_port, http_port = self._ports.get(name) or (free_port(), free_port())
             flags = ("--grpc-port", str(grpc_port), "--port", str(http_port), "--placement", "least-loaded")
         else:
             flags = _FLAGS
@@ -256,10 +255,3 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             writer.write(data)
             await writer.drain()
     writer.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
