@@ -27,6 +27,7 @@ class Work:
     predicted_tokens: int = 0  # of output, all that it will have; 0: unknown
     priority: int = 0  # less goes first
     is_batch: bool = False  # uses only what nothing else wants
+    is_resumed: bool = False  # its client has tokens: its turn had come, at a worker that failed or that it left
     waited_s: float = 0.0  # the present wait; while it runs, the wait before it ran
     num_since_wait: int = 0  # of num_done, those computed since that wait ended; 0 while it waits
 
@@ -93,14 +94,15 @@ PROMPT_TOKENS_PER_OUTPUT = 8
 
 @dataclass(frozen=True, slots=True)
 class FirstCome:
-    """In order of arrival: who comes again, as a worker failed it, goes before all that came since it came first."""
+    """In order of arrival. Who comes again, as a worker failed it, goes before all that came since it came first; and
+    whoever had its turn, before those that had none."""
 
     name: str = "fcfs"
     is_preemptive: bool = False
     is_static: bool = False
 
     def rank(self, work: Work, now_s: float) -> Rank:
-        return (work.arrived_s,)
+        return (not work.is_resumed, work.arrived_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,11 @@ def test_first_come_is_who_came_first_to_the_cluster_and_not_to_this_worker() ->
     assert in_order(FirstCome(), here, from_one_that_died) == [2, 1]
 
 
+def test_first_come_goes_on_with_what_was_begun_before_it_begins_anything() -> None:
+    begun = [replace(aged(WORK, arrival, 9.0 - arrival), is_resumed=True) for arrival in (3, 4)]
+    assert in_order(FirstCome(), aged(WORK, 1, 0.0), *begun, aged(WORK, 2, 1.0)) == [4, 3, 1, 2]
+
+
 def test_sorted_static_batches_take_the_arrivals_of_a_window_by_length() -> None:
     works = [replace(WORK, arrival=arrival, num_prompt=100 - arrival) for arrival in range(6)]
     assert in_order(StaticBatching("static-sorted", window=3), *works) == [2, 1, 0, 5, 4, 3]

@@ -502,10 +502,11 @@ def test_what_another_worker_lost_goes_before_all_that_came_later_and_behind_wha
     later = bench.submit(_job(range(100, 116)))
     lost = bench.submit(_job(range(200, 216), age_s=4.0))
     oldest = bench.submit(_job(range(300, 316), age_s=7.0))
+    interrupted = bench.submit(_job(range(400, 416), age_s=1.0, num_committed=1))
     ended = []
     while bench.step() is not None:
         ended += [ticket for ticket in bench.tickets if not bench.tickets[ticket].is_live and ticket not in ended]
-    assert ended == [running, oldest, lost, later]
+    assert ended == [running, interrupted, oldest, lost, later]
 
 
 def test_with_a_backlog_steps_carry_exactly_the_budget_shared_by_prompts() -> None:
