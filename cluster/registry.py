@@ -13,7 +13,7 @@ While Redis cannot be reached, refuses or has lost what it was told, it is in do
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TypeVar
 
 from redis.asyncio.client import PubSub
@@ -30,6 +30,7 @@ Answer = TypeVar("Answer")
 
 _INCARNATION_KEPT_MS = 24 * 3600 * 1000
 _JITTER = 0.2
+_FIRST_QUESTIONS = 3
 
 # KEYS: lease, incarnation, members, channel, generation. ARGV: id, incarnation, member, lease in ms, incarnation kept
 # in ms, generation (0: it has not registered here). Renewing and leaving answer (the incarnation that registered since,
@@ -111,7 +112,12 @@ class Registry:
         return self._clock.now_s() - self._read_at_s
 
     async def ping(self) -> None:
-        """It answers, and lets this process in: the question is one that will be asked again and again."""
+        """It answers, and lets this process in: the question is one that will be asked again and again. A process that
+        has just started is slow itself, so one answer that is late is no reason to end."""
+        for _ in range(_FIRST_QUESTIONS - 1):
+            with suppress(RegistryUnavailable):
+                await self.members()
+                return
         await self.members()
 
     async def register(self, member: Member) -> None:

@@ -97,7 +97,7 @@ async def test_a_master_that_dies_is_replaced_and_the_watcher_misses_nobody(tmp_
             seen.append(await anext(watch))
             master.process.send_signal(signal.SIGKILL)
             with pytest.raises(RegistryUnavailable):
-                await registry.ping()
+                await registry.members()
             while len(await _members(registry)) < 2:
                 pass
             await registry.register(member("d1"))
