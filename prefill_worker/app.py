@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from cluster.clock import Clock, MonotonicClock
+from cluster.config import WorkerConfig
 from cluster.errors import DrainIncomplete
 from cluster.hashing import NATIVE
 from cluster.lengths import LengthLimits
@@ -22,6 +23,7 @@ from kvtransfer.wire_dtypes import WireDtype
 from kvtransfer.worker_transfer import WorkerTransfer
 from prefill_worker import commands
 from prefill_worker.canary import PrefillCanary
+from prefill_worker.limits import PrefillLimits
 from prefill_worker.prefix_feed import PrefixFeed
 from prefill_worker.prefix_pulls import PrefixPulls, PullMeans
 from prefill_worker.prefix_tiers import PrefixTiers, TierMeans
@@ -202,15 +204,17 @@ class _Worker:
 
 
 def _scheduler(life: WorkerLife, engine: Engine) -> PrefillScheduler:
-    config = life.config
-    return PrefillScheduler(
+    limits = _limits(life.config, engine)
+    return PrefillScheduler(limits, new_chain=life.new_chain, policy=make_policy(life.config.scheduling_policy))
+
+
+def _limits(config: WorkerConfig, engine: Engine) -> PrefillLimits:
+    return PrefillLimits(
         num_blocks=engine.pool.num_blocks,
         block_size=config.block_size,
-        max_prefill_tokens=config.max_prefill_tokens,
         max_num_seqs=config.max_num_seqs,
+        max_prefill_tokens=config.max_prefill_tokens,
         max_queue=config.max_queue,
         lengths=LengthLimits(config.max_input_length, config.max_output_length),
-        new_chain=life.new_chain,
-        policy=make_policy(config.scheduling_policy),
         prefix_eviction=config.prefix_eviction,
     )

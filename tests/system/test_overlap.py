@@ -29,6 +29,7 @@ from kvtransfer.transports.base import Channel, ImporterTransport
 from kvtransfer.transports.shm import ShmExporter, ShmImporter
 from kvtransfer.wire_format import NativeFormat
 from prefill_worker import commands
+from prefill_worker.limits import PrefillLimits
 from prefill_worker.prefix_feed import PrefixFeed
 from prefill_worker.rates import RunningRate
 from prefill_worker.scheduler import PrefillScheduler
@@ -179,11 +180,13 @@ async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
         loop.call_soon_threadsafe(services[0].on_events, events)
 
     scheduler = PrefillScheduler(
-        num_blocks=engine.pool.num_blocks,
-        block_size=settings.block_size,
-        max_prefill_tokens=_CHUNK,
-        max_num_seqs=4,
-        max_queue=4,
+        PrefillLimits(
+            num_blocks=engine.pool.num_blocks,
+            block_size=settings.block_size,
+            max_prefill_tokens=_CHUNK,
+            max_num_seqs=4,
+            max_queue=4,
+        ),
         new_chain=nameless_chains(),
     )
     steps = StepLoop[commands.Command, commands.Event](

@@ -23,6 +23,7 @@ from engine.step import DrawnToken, StepPlan, StepResult
 from engine.step_loop import StepLoop
 from prefill_worker import commands as prefill_commands
 from prefill_worker.canary import PrefillCanary
+from prefill_worker.limits import PrefillLimits
 from prefill_worker.scheduler import PrefillScheduler
 from tests.unit.fake_paged_runner import VOCAB_SIZE, FakePagedRunner
 
@@ -110,11 +111,9 @@ class Bench:
 def _scheduler(role: str) -> Any:
     if role == "prefill":
         return PrefillScheduler(
-            num_blocks=_NUM_BLOCKS,
-            block_size=_BLOCK_SIZE,
-            max_prefill_tokens=64,
-            max_num_seqs=8,
-            max_queue=8,
+            PrefillLimits(
+                num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, max_prefill_tokens=64, max_num_seqs=8, max_queue=8
+            ),
             new_chain=nameless_chains(),
         )
     limits = DecodeLimits(

@@ -8,6 +8,7 @@ from cluster.messages import MemberId, PrefillJob, Sampling, TokenStops
 from engine.step import StepPlan, StepResult
 from engine.step_loop import StepLoop
 from prefill_worker.commands import Command, Event, Failed, Finished, Submit
+from prefill_worker.limits import PrefillLimits
 from prefill_worker.scheduler import PrefillScheduler
 from tests.unit.fake_paged_runner import FakePagedRunner
 
@@ -47,7 +48,8 @@ class _Bench:
         self.fatal: list[Exception] = []
         self.ended = threading.Event()
         scheduler = PrefillScheduler(
-            num_blocks=8, block_size=4, max_prefill_tokens=8, max_num_seqs=4, max_queue=9, new_chain=nameless_chains()
+            PrefillLimits(num_blocks=8, block_size=4, max_prefill_tokens=8, max_num_seqs=4, max_queue=9),
+            new_chain=nameless_chains(),
         )
         self.loop: StepLoop[Command, Event] = StepLoop(
             scheduler,

@@ -44,6 +44,7 @@ from prefill_worker.commands import (
     Submit,
     Tail,
 )
+from prefill_worker.limits import PrefillLimits
 from prefill_worker.scheduler import PrefillScheduler
 from tests.unit.fake_paged_runner import FakePagedRunner, next_token, num_tokens
 
@@ -134,11 +135,13 @@ class _Bench:
     def __post_init__(self) -> None:
         self.new_chain = keyed_chains(b"key", self.block_size) if self.prefix_caching else nameless_chains()
         self.scheduler = PrefillScheduler(
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            max_prefill_tokens=self.max_prefill_tokens,
-            max_num_seqs=self.max_num_seqs,
-            max_queue=self.max_queue,
+            PrefillLimits(
+                num_blocks=self.num_blocks,
+                block_size=self.block_size,
+                max_prefill_tokens=self.max_prefill_tokens,
+                max_num_seqs=self.max_num_seqs,
+                max_queue=self.max_queue,
+            ),
             new_chain=self.new_chain,
             policy=make_policy(self.policy),
         )

@@ -20,6 +20,7 @@ from engine.pool import KvPool
 from engine.step import DrawnToken, StepResult
 from prefill_worker import commands
 from prefill_worker.block_files import BadBlockFile, BlockFiles
+from prefill_worker.limits import PrefillLimits
 from prefill_worker.prefix_tiers import PrefixTiers, TierMeans
 from prefill_worker.rates import RunningRate
 from prefill_worker.scheduler import PrefillScheduler
@@ -43,11 +44,9 @@ class _Worker:
         )
         chains = keyed_chains(b"key", _BLOCK_SIZE)
         self.scheduler = PrefillScheduler(
-            num_blocks=_NUM_BLOCKS,
-            block_size=_BLOCK_SIZE,
-            max_prefill_tokens=512,
-            max_num_seqs=4,
-            max_queue=4,
+            PrefillLimits(
+                num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, max_prefill_tokens=512, max_num_seqs=4, max_queue=4
+            ),
             new_chain=chains,
         )
         self.index, copies = open_tiers(config, self.pool, _LAYOUT)
@@ -289,7 +288,7 @@ async def test_copying_a_block_out_is_no_use_of_it() -> None:
     """Else every block would seem to have been used again."""
     worker = _Worker()
     await _fill(worker, 1)
-    uses = worker.scheduler._pool._cache._eviction._last_use.values()  # type: ignore[attr-defined]
+    uses = worker.scheduler._blocks.pool._cache._eviction._last_use.values()  # type: ignore[attr-defined]
     assert [use.num_uses for use in uses] == [1, 1, 1]
     await worker.tiers.close()
 
@@ -321,11 +320,11 @@ async def test_a_disk_that_hangs_costs_a_bounded_wait_then_none_and_its_blocks_o
     job = _job(_prompt(1))
     await worker.tiers.fetch(job, worker.tiers.chain(job))
     assert worker.outcomes("fetch") == {"late": 3}
-    assert worker.scheduler._pool.counts()["quarantined"] == 3
+    assert worker.scheduler._blocks.pool.counts()["quarantined"] == 3
 
     hangs.set()
     await asyncio.wrap_future(worker.tiers._fetcher.submit(int))  # behind the one that hung
-    assert worker.scheduler._pool.counts()["quarantined"] == 0
+    assert worker.scheduler._blocks.pool.counts()["quarantined"] == 0
     await worker.tiers.fetch(job, worker.tiers.chain(job))
     assert len(reads) == 1, "a slow disk is left alone"
     worker.scheduler.check()

@@ -15,6 +15,7 @@ from cluster.messages import MemberId, PrefillJob, Sampling, TokenStops
 from decode_worker.limits import DecodeLimits
 from engine.policies import make_policy
 from prefill_worker.commands import Accepted, Event, Finished, Refused, Release, Submit
+from prefill_worker.limits import PrefillLimits
 from prefill_worker.scheduler import PrefillScheduler
 from tests.unit.decode_bench import DecodeBench, HandOff, limits
 from tests.unit.fake_paged_runner import FakePagedRunner
@@ -95,11 +96,13 @@ def test_prefilling_ends_whatever_is_asked(policy: str, seed: int) -> None:
     dice = random.Random(seed)
     size = smallest(dice)
     scheduler = PrefillScheduler(
-        num_blocks=size.num_blocks,
-        block_size=size.block_size,
-        max_prefill_tokens=size.max_prefill_tokens,
-        max_num_seqs=size.max_num_seqs,
-        max_queue=NUM_JOBS,
+        PrefillLimits(
+            num_blocks=size.num_blocks,
+            block_size=size.block_size,
+            max_prefill_tokens=size.max_prefill_tokens,
+            max_num_seqs=size.max_num_seqs,
+            max_queue=NUM_JOBS,
+        ),
         new_chain=keyed_chains(b"key", size.block_size),
         policy=make_policy(policy),
     )
@@ -156,13 +159,15 @@ def prefill_job(
 
 def limited_prefill() -> PrefillScheduler:
     return PrefillScheduler(
-        num_blocks=9,
-        block_size=4,
-        max_prefill_tokens=8,
-        max_num_seqs=2,
-        max_queue=4,
+        PrefillLimits(
+            num_blocks=9,
+            block_size=4,
+            max_prefill_tokens=8,
+            max_num_seqs=2,
+            max_queue=4,
+            lengths=LengthLimits(max_input_length=5, max_output_length=7),
+        ),
         new_chain=keyed_chains(b"key", 4),
-        lengths=LengthLimits(max_input_length=5, max_output_length=7),
     )
 
 

@@ -13,6 +13,7 @@ from cluster.messages import Inspect, Inspected, MemberId, PrefillJob, Sampling,
 from engine.step import StepPlan, StepResult
 from engine.step_loop import StepLoop
 from prefill_worker.commands import Cancel, Command, Event, Failed, Finished, Release, Sealed, Submit
+from prefill_worker.limits import PrefillLimits
 from prefill_worker.scheduler import PrefillScheduler
 from tests.unit.fake_paged_runner import FakePagedRunner
 
@@ -52,11 +53,7 @@ class _HeldRunner(FakePagedRunner):
 class _Bench:
     def __init__(self, clock: ManualClock | MonotonicClock) -> None:
         self.scheduler = _CountingScheduler(
-            num_blocks=8,
-            block_size=4,
-            max_prefill_tokens=8,
-            max_num_seqs=4,
-            max_queue=9,
+            PrefillLimits(num_blocks=8, block_size=4, max_prefill_tokens=8, max_num_seqs=4, max_queue=9),
             new_chain=nameless_chains(),
         )
         self.runner = _HeldRunner(8, 4)

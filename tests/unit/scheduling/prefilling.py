@@ -9,6 +9,7 @@ from cluster.messages import PrefillJob, Sampling, TokenStops
 from engine.policies import Policy
 from engine.step import Sample
 from prefill_worker.commands import Command, Event, Finished, Submit
+from prefill_worker.limits import PrefillLimits
 from prefill_worker.scheduler import PrefillScheduler
 from tests.unit.fake_paged_runner import FakePagedRunner, next_token
 from tests.unit.scheduling.simulation import SameToken, Simulation, Step, StepCost
@@ -55,11 +56,13 @@ def prefill(
 ) -> Prefilled:
     """`prompts` in order of arrival. With `num_blocks` every first token follows from what its block table leads to."""
     scheduler = PrefillScheduler(
-        num_blocks=num_blocks or 1 << 16,
-        block_size=_BLOCK_SIZE,
-        max_prefill_tokens=max_prefill_tokens,
-        max_num_seqs=64,
-        max_queue=1 << 20,
+        PrefillLimits(
+            num_blocks=num_blocks or 1 << 16,
+            block_size=_BLOCK_SIZE,
+            max_prefill_tokens=max_prefill_tokens,
+            max_num_seqs=64,
+            max_queue=1 << 20,
+        ),
         new_chain=nameless_chains(),
         policy=policy,
     )
