@@ -3,9 +3,12 @@
 import argparse
 import asyncio
 import importlib.metadata
+import math
+import os
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from benchmarks.kv_shapes import (
     QUICK_POOL_BLOCKS,
     QUICK_SHAPES,
     SHAPES,
+    STAGED_SHAPES,
     Shape,
     target_pool,
 )
@@ -29,13 +33,20 @@ from cli.certificates import make_authority, make_certificate
 
 _RESULTS = Path(__file__).parent / "results"
 _ROWS = {"cpu": ("shm", "tcp", "tcp+tls", "nixl"), "cuda": ("cuda_ipc", "nccl", "nixl", "tcp")}
-_PACKAGES = ("numpy", "grpcio", "nixl-cu13")
+_PACKAGES = ("torch", "numpy", "grpcio", "nixl-cu13", "cupy-cuda13x", "nvidia-nccl-cu13", "cuda-bindings")
+_UNREACHED = {"nccl": "two processes on one GPU need NCCL 2.30"}
+_LEAST_SAMPLES = 3
+_GPU_CELL_S = 3.0  # all of it is to fit the minutes of a check
 
 
 async def measure(
-    rows: Sequence[str], shapes: Sequence[Shape], num_pool_blocks: int, device: str = "cpu"
+    rows: Sequence[str],
+    shapes: Sequence[Shape],
+    num_pool_blocks: int,
+    device: str = "cpu",
+    longest_s: float = math.inf,
 ) -> list[Cell]:
-    """One pair of processes per row."""
+    """One pair of processes per row. A cell that has taken `longest_s` takes no more samples than the least."""
     cells: list[Cell] = []
     with tempfile.TemporaryDirectory() as folder:
         if "tcp+tls" in rows:
@@ -45,17 +56,24 @@ async def measure(
             certificates = folder if row == "tcp+tls" else ""
             async with moves_over(row.split("+")[0], num_pool_blocks, certificates, device) as (moves, limits):
                 for shape in shapes:
+                    if (device, row) == ("cuda", "tcp") and shape not in STAGED_SHAPES:
+                        continue
                     print(f"{row}, {shape.name}", file=sys.stderr, flush=True)
-                    samples = await _in_turns(moves.timed(shape, limits), shape.num_samples)
+                    samples = await _in_turns(moves.timed(shape, limits), shape.num_samples, longest_s)
                     cells.append(_cell(row, shape, samples))
     return cells
 
 
-async def _in_turns(timed: Mapping[str, Callable[[], Awaitable[float]]], num_samples: int) -> dict[str, list[float]]:
+async def _in_turns(
+    timed: Mapping[str, Callable[[], Awaitable[float]]], num_samples: int, longest_s: float
+) -> dict[str, list[float]]:
     """The order changes with each turn; the first one warms up."""
     dice = random.Random(3)
     samples: dict[str, list[float]] = {name: [] for name in timed}
+    ends_at_s = time.monotonic() + longest_s
     for turn in range(num_samples + 1):
+        if turn > _LEAST_SAMPLES and time.monotonic() > ends_at_s:
+            break
         for name in dice.sample(sorted(timed), len(timed)):
             seconds = await timed[name]()
             if turn:
@@ -68,19 +86,32 @@ def _cell(row: str, shape: Shape, samples: dict[str, list[float]]) -> Cell:
     return Cell(row, shape.name, shape.num_bytes, samples, *(ours[name] for name in COLUMNS))
 
 
-def _offered(rows: Sequence[str], device: str) -> list[str]:
+async def _offered(rows: Sequence[str], device: str) -> list[str]:
     """Without those that this machine does not have; each is told with its reason."""
-    pool = target_pool(1, device)
     offered = []
     for row in rows:
-        name = row.partition("+")[0]
-        reason = module_of(name).unavailable(means_of(EXPORTER, pool, None))
+        reason = await _why_not(row.partition("+")[0], device)
         if reason:
             print(f"{row} is left out: {reason}", file=sys.stderr)
         else:
             offered.append(row)
-    pool.close()
     return offered
+
+
+async def _why_not(transport: str, device: str) -> str:
+    pool = target_pool(1, device, transport)
+    try:
+        module, means = module_of(transport), means_of(EXPORTER, pool, None)
+        if reason := module.unavailable(means):
+            return str(reason)
+        exporter, importer = module.exporter(means), module.importer(means)
+        await exporter.start()
+        is_reached = exporter.reachable(importer.endpoint())
+        await importer.close()
+        await exporter.close()
+    finally:
+        pool.close()
+    return "" if is_reached else _UNREACHED.get(transport, "no importer on this machine is reached")
 
 
 def _version(package: str) -> str:
@@ -99,14 +130,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder for kv.md and kv.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = _offered(
-        arguments.transports.split(",") if arguments.transports else _ROWS[arguments.device], arguments.device
+    if arguments.device == "cuda":
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # both processes are on one GPU
+    rows = asyncio.run(
+        _offered(arguments.transports.split(",") if arguments.transports else _ROWS[arguments.device], arguments.device)
     )
     shapes: Sequence[Shape]
     shapes, num_pool_blocks = (SHAPES, POOL_BLOCKS) if arguments.device == "cpu" else (GPU_SHAPES, GPU_POOL_BLOCKS)
-    if arguments.quick:
+    if arguments.quick and arguments.device == "cpu":
         shapes, num_pool_blocks = QUICK_SHAPES, QUICK_POOL_BLOCKS
-    cells = asyncio.run(measure(rows, shapes, num_pool_blocks, arguments.device))
+    longest_s = math.inf if arguments.device == "cpu" else _GPU_CELL_S
+    cells = asyncio.run(measure(rows, shapes, num_pool_blocks, arguments.device, longest_s))
     about = machine.about() | {name: _version(name) for name in _PACKAGES} | {"flags": " ".join(sys.argv[1:])}
     table = as_markdown(cells, about)
     print(table)

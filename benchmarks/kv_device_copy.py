@@ -1,4 +1,8 @@
-"""The limit of every transport between two pools on one GPU: one plain copy of as many bytes, read and written once."""
+"""The limits of every transport between two pools on one GPU: as many bytes, read and written once, in one process.
+
+A plain copy of neighbouring blocks, even where the shape scatters them: nothing moves as many bytes sooner. And the
+transport's own kernel on the shape's blocks, which tells what of a loss is the kernel's and what is the way to it.
+"""
 
 import random
 from collections.abc import Callable
@@ -12,16 +16,29 @@ from engine.pool import KvPool
 class DeviceCopy:
     def __init__(self, pool: KvPool) -> None:
         self._target = pool.raw
-        self._source = torch.empty_like(pool.raw)
+        self._source = torch.zeros_like(pool.raw)
 
     def prepare(self, shape: Shape, dice: random.Random) -> Callable[[], None]:
-        """Neighbouring blocks, even where the shape scatters them: nothing moves as many bytes sooner."""
         last = len(self._target) - shape.num_blocks
         source, target = dice.randrange(last + 1), dice.randrange(last + 1)
         torch.cuda.synchronize()
 
         def move() -> None:
             self._target[target : target + shape.num_blocks].copy_(self._source[source : source + shape.num_blocks])
+            torch.cuda.synchronize()
+
+        return move
+
+    def prepare_kernel(self, shape: Shape, dice: random.Random) -> Callable[[], None]:
+        from kvtransfer.transports.cuda_copy import copy_blocks
+
+        sources, targets = (
+            torch.tensor(shape.pick(len(self._target), dice), device=self._target.device) for _ in range(2)
+        )
+        torch.cuda.synchronize()
+
+        def move() -> None:
+            copy_blocks(self._source.data_ptr(), sources, self._target, targets)
             torch.cuda.synchronize()
 
         return move

@@ -65,7 +65,7 @@ class Offers:
 
 async def serve(transport_name: str, num_blocks: int, certificates: str, device: str) -> None:
     tls = load_tls(certificates)
-    pool = source_pool(num_blocks, device)
+    pool = source_pool(num_blocks, device, transport_name)
     transport: ExporterTransport = module_of(transport_name).exporter(means_of(EXPORTER, pool, tls))
     server = grpc.aio.server()
     if tls is None:

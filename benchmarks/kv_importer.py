@@ -36,6 +36,7 @@ Prepare = Callable[[Shape, random.Random], Callable[[], None]]  # what a limit's
 
 _START_TIMEOUT_S = 60.0
 _LINE_BYTES = 1 << 20
+_WARM_BLOCKS = 16
 
 
 class ExporterProcess:
@@ -79,9 +80,10 @@ class Moves:
         self._num_handoffs = 0
 
     async def warm_up(self) -> None:
-        """As between workers that have served for a while: every block was read once."""
-        everything = range(self._pool.num_blocks)
-        await self._channel.read(everything, everything)
+        """As between workers that have served for a while: every block was read once, for a page of host memory is
+        there when it is first written. Memory of a device always is."""
+        some = range(_WARM_BLOCKS if self._pool.raw.is_cuda else self._pool.num_blocks)
+        await self._channel.read(some, some)
 
     async def data_path(self, shape: Shape) -> float:
         remote, local = self._picks(shape)
@@ -136,7 +138,7 @@ async def moves_over(
     """The moves, and what prepares those of each limit by its name."""
     async with _exporter_process(transport, num_blocks, certificates, device) as process:
         tls = load_tls(certificates)
-        pool = target_pool(num_blocks, device)
+        pool = target_pool(num_blocks, device, transport)
         means = means_of(IMPORTER, pool, tls)
         side = module_of(transport).importer(means)
         importer = Importer(
@@ -161,7 +163,8 @@ async def moves_over(
 
 def _limits(transport: str, hello: dict[str, Any], pool: KvPool, context: ssl.SSLContext | None) -> dict[str, Prepare]:
     if pool.raw.is_cuda:
-        return {"device copy": DeviceCopy(pool).prepare}
+        copies = DeviceCopy(pool)
+        return {"device copy": copies.prepare, "our kernel": copies.prepare_kernel}
     if transport == "shm":
         return {"memcpy": Memcpy(hello["pid"], hello["memfd"], pool).prepare}
     if transport == "nixl":

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.kv_shapes import BLOCK_BYTES, Shape
+from benchmarks.kv_shapes import Shape
 from engine.pool import KvPool
 from kvtransfer.transports.host_memory import runs
 
@@ -22,10 +22,10 @@ class Memcpy:
         self._target = pool.raw.numpy()
         descriptor = os.open(f"/proc/{pid}/fd/{memfd}", os.O_RDONLY)
         try:
-            mapping = mmap.mmap(descriptor, pool.num_blocks * BLOCK_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
+            mapping = mmap.mmap(descriptor, pool.raw.numel(), mmap.MAP_SHARED, mmap.PROT_READ)
         finally:
             os.close(descriptor)
-        self._source = np.frombuffer(mapping, dtype=np.uint8).reshape(pool.num_blocks, BLOCK_BYTES)
+        self._source = np.frombuffer(mapping, dtype=np.uint8).reshape(pool.raw.shape)
         self._source.max()  # every page is mapped
 
     def prepare(self, shape: Shape, dice: random.Random) -> Callable[[], None]:

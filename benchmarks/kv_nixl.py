@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.kv_shapes import BLOCK_BYTES, Shape
+from benchmarks.kv_shapes import Shape
 from engine.pool import KvPool
 from kvtransfer.transports.host_memory import runs
 
@@ -60,8 +60,8 @@ class BareImporter:
 
     def _described(self, address: int, rows: Sequence[int], lengths: Sequence[int]) -> Any:
         pieces = np.zeros((len(rows), 3), dtype=np.uint64)
-        pieces[:, 0] = np.uint64(address) + np.array(rows, dtype=np.uint64) * np.uint64(BLOCK_BYTES)
-        pieces[:, 1] = np.array(lengths, dtype=np.uint64) * np.uint64(BLOCK_BYTES)
+        pieces[:, 0] = np.uint64(address) + np.array(rows, dtype=np.uint64) * np.uint64(self._pool.block_bytes)
+        pieces[:, 1] = np.array(lengths, dtype=np.uint64) * np.uint64(self._pool.block_bytes)
         return self._agent.get_xfer_descs(pieces, "DRAM")
 
 

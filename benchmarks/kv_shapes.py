@@ -9,10 +9,13 @@ import torch
 from engine.layout import LayerShape, lay_out
 from engine.pool import KvPool
 
-# 64 KiB: 16 tokens of a small model in bfloat16.
-LAYOUT = lay_out([LayerShape(num_kv_heads=4, key_dim=64, value_dim=64)] * 4, 16, "bfloat16")
-BLOCK_SIZE = LAYOUT.block_size  # tokens
-BLOCK_BYTES = LAYOUT.block_bytes
+# 16 tokens in bfloat16: of a small model, 64 KiB; of an 8B Llama, 2 MiB.
+LAYOUTS = {
+    "cpu": lay_out([LayerShape(num_kv_heads=4, key_dim=64, value_dim=64)] * 4, 16, "bfloat16"),
+    "cuda": lay_out([LayerShape(num_kv_heads=8, key_dim=128, value_dim=128)] * 32, 16, "bfloat16"),
+}
+BLOCK_SIZE = 16  # tokens
+_SMALL_BYTES, _LARGE_BYTES = LAYOUTS["cpu"].block_bytes, LAYOUTS["cuda"].block_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +26,11 @@ class Shape:
     num_blocks: int
     is_scattered: bool
     num_samples: int
+    block_bytes: int = _SMALL_BYTES
 
     @property
     def num_bytes(self) -> int:
-        return self.num_blocks * BLOCK_BYTES
+        return self.num_blocks * self.block_bytes
 
     def pick(self, num_pool_blocks: int, dice: random.Random) -> list[int]:
         if self.is_scattered:
@@ -48,38 +52,60 @@ QUICK_SHAPES = (ONE_BLOCK, SHAPES[1], Shape("64 MB", 1024, False, 5), Shape("1,0
 QUICK_POOL_BLOCKS = 2048
 
 
-# A GPU moves these in the time that it takes to ask: what is asked for at once is larger.
+# A GPU moves a gigabyte in the time that it takes to ask a few times.
 GPU_SHAPES = (
-    ONE_BLOCK,
-    SHAPES[1],
-    Shape("64 MB", 1024, False, 51),
-    Shape("1 GB", 16_384, False, 21),
-    Shape("16,384 x 64 KB", 16_384, True, 21),
+    Shape("2 MB", 1, False, 101, _LARGE_BYTES),
+    Shape("64 MB", 32, False, 51, _LARGE_BYTES),
+    Shape("1 GB", 512, False, 21, _LARGE_BYTES),
+    Shape("512 x 2 MB", 512, True, 21, _LARGE_BYTES),
+    Shape("4 GB", 2048, False, 11, _LARGE_BYTES),
 )
-GPU_POOL_BLOCKS = 32_768
+GPU_POOL_BLOCKS = 4096
+STAGED_SHAPES = GPU_SHAPES[:2]  # through host memory: it says all there is to say
 
 
-def source_pool(num_blocks: int, device: str) -> KvPool:
+class _OrdinaryPool(KvPool):
+    """In memory of the device that is not exported: UCX before 1.22 hands no exported pages to another process."""
+
+    def _cuda_memory(self, num_bytes: int) -> torch.Tensor:
+        self.why_no_cuda_file = "the pool is in ordinary memory"
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+
+
+def source_pool(num_blocks: int, device: str, transport: str) -> KvPool:
     """Block i is told by its first eight bytes."""
-    pool = KvPool(LAYOUT, num_blocks, device)
-    pool.raw[:] = _row().to(pool.device)
+    pool = _pool(num_blocks, device, transport)
+    pool.raw[:] = _row(pool).to(pool.device)
     pool.raw[:, :8] = torch.arange(num_blocks).view(torch.uint8).view(num_blocks, 8).to(pool.device)
-    return pool
+    return _completed(pool)
 
 
-def target_pool(num_blocks: int, device: str) -> KvPool:
+def target_pool(num_blocks: int, device: str, transport: str) -> KvPool:
     """As a pool that has served for a while: every page is there."""
-    pool = KvPool(LAYOUT, num_blocks, device)
+    pool = _pool(num_blocks, device, transport)
     pool.raw.fill_(0xFF)
-    return pool
+    return _completed(pool)
 
 
 def check_arrived(target: KvPool, remote: Sequence[int], local: Sequence[int]) -> None:
-    row = _row()
+    row = _row(target)
     for source_id, block_id in zip(remote, local, strict=True):
         row[:8] = torch.tensor([source_id]).view(torch.uint8)
         assert torch.equal(target.raw[block_id].cpu(), row), f"block {source_id} did not arrive in block {block_id}"
 
 
-def _row() -> torch.Tensor:
-    return torch.randint(0, 256, (BLOCK_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+def _pool(num_blocks: int, device: str, transport: str) -> KvPool:
+    kind = _OrdinaryPool if transport == "nixl" else KvPool
+    return kind(LAYOUTS[device], num_blocks, device)
+
+
+def _completed(pool: KvPool) -> KvPool:
+    """Transports do not wait for what the device was asked for by others."""
+    if pool.raw.is_cuda:
+        torch.cuda.synchronize()
+    return pool
+
+
+def _row(pool: KvPool) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 256, (pool.block_bytes,), dtype=torch.uint8, generator=generator)

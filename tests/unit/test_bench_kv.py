@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kv import measure
+from benchmarks.kv import _in_turns, _offered, measure
 from benchmarks.kv_shapes import Shape
 from benchmarks.kv_table import Cell, as_json, as_markdown
 
@@ -32,6 +32,23 @@ async def test_every_column_is_measured_between_two_processes(row: str) -> None:
     for cell in kept["cells"]:
         samples = [cell["data_path_s"], cell["verified_s"], cell["hand_off_s"], *cell["limits_s"].values()]
         assert all(len(each) == 1 and each[0] > 0 for each in samples)
+
+
+async def test_a_cell_whose_time_is_up_has_the_least_samples_of_every_column() -> None:
+    async def move() -> float:
+        return 1.0
+
+    samples = await _in_turns({"ours": move, "limit": move}, num_samples=50, longest_s=0.0)
+    assert samples == {"ours": [1.0] * 3, "limit": [1.0] * 3}
+
+
+async def test_transports_that_are_not_here_are_left_out_with_their_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert await _offered(["shm", "cuda_ipc", "nccl", "tcp+tls"], "cpu") == ["shm", "tcp+tls"]
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(" is left out: ")[0] for line in told] == ["cuda_ipc", "nccl"]
+    assert all("not on a GPU" in line or "not lie in" in line for line in told)
 
 
 def test_the_table_that_is_kept_is_computed_from_the_samples_that_are_kept() -> None:
