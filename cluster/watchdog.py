@@ -72,15 +72,16 @@ class StepSight:
 
 class StepWatchdog:
     """A step may take three times as long as the longest that was seen, within three times the limit; the first one,
-    in which things are compiled, five times the limit. One in which the process was stopped was not seen."""
+    in which things are compiled, five times the limit. One that was found stuck, or in which the process was stopped,
+    is no measure of others."""
 
     def __init__(self, limits: StuckLimits) -> None:
         self._limits = limits
         self._still = StandStill(limits.look_s)
         self._longest_s = 0.0
-        self._told_s = 0.0  # the longest, with those that were not seen
+        self._told_s = 0.0  # the longest, with those that are no measure
         self._step = 0  # at the last look
-        self._is_unseen = False  # the step of the last look
+        self._is_odd = False  # that step is no measure
         self.stood_s = 0.0
 
     def look(self, sight: StepSight, now_s: float) -> Verdict:
@@ -88,14 +89,16 @@ class StepWatchdog:
         self.stood_s = self._still.look(sight.steps if sight.is_busy else None, now_s)
         if not sight.is_alive:
             return Verdict.HOPELESS
-        return self._limits.judge(self.stood_s, self._factor(sight))
+        verdict = self._limits.judge(self.stood_s, self._factor(sight))
+        self._is_odd |= verdict is not Verdict.WELL
+        return verdict
 
     def _learn(self, sight: StepSight, is_late: bool) -> None:
-        if sight.longest_step_s > self._told_s and not (is_late or self._is_unseen):
+        if sight.longest_step_s > self._told_s and not (is_late or self._is_odd):
             self._longest_s = sight.longest_step_s
         self._told_s = sight.longest_step_s
         is_same = sight.steps == self._step
-        self._is_unseen = sight.is_busy and (is_late or (self._is_unseen and is_same))
+        self._is_odd = sight.is_busy and (is_late or (self._is_odd and is_same))
         self._step = sight.steps
 
     def _factor(self, sight: StepSight) -> float:

@@ -45,6 +45,13 @@ def test_a_step_that_ends_after_all_makes_everything_well() -> None:
     assert watched.until(9.0, step(8)) is Verdict.WELL
 
 
+def test_a_step_that_was_stuck_gives_those_that_follow_no_more_time() -> None:
+    watched = Watched()
+    assert watched.until(12.0, step(7)) is Verdict.STUCK
+    assert watched.until(9.0, step(8, longest_step_s=12.5)) is Verdict.WELL
+    assert watched.until(2.0, step(8, longest_step_s=12.5)) is Verdict.STUCK
+
+
 def test_many_short_steps_are_never_one_long_one() -> None:
     watched = Watched()
     assert {watched.until(3.0, step(number)) for number in range(1, 20)} == {Verdict.WELL}
@@ -83,7 +90,8 @@ def test_a_step_in_which_the_process_was_stopped_is_no_measure_of_those_that_fol
     watched.until(0.0, step(7))
     assert watched.until(9.0, step(8, longest_step_s=3601.0)) is Verdict.WELL
     assert watched.until(2.0, step(8, longest_step_s=3601.0)) is Verdict.STUCK
-    assert watched.until(17.0, step(9, longest_step_s=4000.0)) is Verdict.WELL, "that one was seen"
+    watched.until(0.0, step(9, longest_step_s=3601.0))
+    assert watched.until(17.0, step(10, longest_step_s=4000.0)) is Verdict.WELL, "that one was seen"
 
 
 def test_a_dead_step_thread_is_hopeless_at_once() -> None:
