@@ -1,6 +1,6 @@
 """An exporter of a GPU pool in a process of its own. Not a test: tests/contract/test_cuda_ipc.py starts it.
 
-Prints its endpoint, then serves until its input ends.
+Prints its endpoint, then serves until its input ends. With an argument its pool is of so many blocks, and zero.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ def patterned_pool(seed: int) -> KvPool:
 
 
 async def main() -> None:
-    pool = patterned_pool(seed=1)
+    pool = KvPool(LAYOUT, int(sys.argv[1]), "cuda") if sys.argv[1:] else patterned_pool(seed=1)
     exporter = CudaIpcExporter(memory=pool, access=CudaAccess(pool))
     await exporter.start()
     print(exporter.admit(EPOCH).hex(), flush=True)
