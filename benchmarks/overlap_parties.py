@@ -19,7 +19,8 @@ from pathlib import Path
 from benchmarks.paced_link import PacedLink
 from cluster import wire
 from cluster.clock import MonotonicClock
-from cluster.config import TransferSettings, WorkerConfig, parse_arguments
+from cluster.config import TransferSettings, WorkerConfig
+from cluster.config_sources import parse_arguments
 from cluster.hashing import hash_prompt
 from cluster.keys import load_cluster_key
 from cluster.messages import Epoch, MemberId, PrefillJob, Sampling, TokenStops

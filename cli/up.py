@@ -14,14 +14,8 @@ from pathlib import Path
 from cli.last_cluster import LastCluster, forget, remember
 from cli.layout import Pools, Ports, router_ports, threads_per_worker
 from cli.local_cluster import LocalCluster, Plan, first_of
-from cluster.config import (
-    RouterConfig,
-    TransferSettings,
-    add_flags,
-    load_config,
-    require_exact_wire,
-    require_one_quantisation,
-)
+from cluster.config import RouterConfig, TransferSettings, require_exact_wire, require_one_quantisation
+from cluster.config_sources import add_flags, load_config
 from cluster.engine_settings import EngineSettings
 from cluster.errors import ConfigError
 from cluster.identity import advertised_host

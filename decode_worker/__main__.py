@@ -2,7 +2,8 @@
 
 import sys
 
-from cluster.config import WorkerConfig, parse_arguments
+from cluster.config import WorkerConfig
+from cluster.config_sources import parse_arguments
 from cluster.process import announce_ready, leave, run_process, stop_requested
 from decode_worker import start
 

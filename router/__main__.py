@@ -2,7 +2,8 @@
 
 import sys
 
-from cluster.config import RouterConfig, parse_arguments
+from cluster.config import RouterConfig
+from cluster.config_sources import parse_arguments
 from cluster.process import announce_ready, leave, run_process, stop_requested
 from router import app
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import ray
 
-from cluster.config import RouterConfig, load_config
+from cluster.config import RouterConfig
+from cluster.config_sources import load_config
 from cluster.errors import ConfigError, TandemError
 from cluster.identity import advertised_host
 from cluster.messages import Role

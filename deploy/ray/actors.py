@@ -12,7 +12,8 @@ from collections.abc import Mapping
 
 import ray
 
-from cluster.config import RouterConfig, WorkerConfig, load_config
+from cluster.config import RouterConfig, WorkerConfig
+from cluster.config_sources import load_config
 from cluster.errors import ConfigError
 from cluster.messages import Role
 

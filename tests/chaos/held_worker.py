@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from cluster.config import TransferSettings, WorkerConfig, parse_arguments
+from cluster.config import TransferSettings, WorkerConfig
+from cluster.config_sources import parse_arguments
 from cluster.messages import Epoch
 from cluster.process import announce_ready, leave, run_process, stop_requested
 from engine.build import Engine

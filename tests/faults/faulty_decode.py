@@ -9,7 +9,8 @@ import dataclasses
 import os
 import sys
 
-from cluster.config import TransferSettings, WorkerConfig, parse_arguments
+from cluster.config import TransferSettings, WorkerConfig
+from cluster.config_sources import parse_arguments
 from cluster.process import announce_ready, leave, run_process, stop_requested
 from decode_worker import start
 from kvtransfer import worker_transfer

@@ -12,7 +12,8 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from cluster.config import WorkerConfig, parse_arguments
+from cluster.config import WorkerConfig
+from cluster.config_sources import parse_arguments
 from cluster.process import announce_ready, leave, run_process, stop_requested
 from engine.build import Engine
 from engine.step import DrawnToken, Runner, StepPlan, StepResult

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from cli.layout import Layout, Pools, Ports
-from cluster.config import RouterConfig, WorkerConfig, echo, load_config, parse_arguments
+from cluster.config import RouterConfig, WorkerConfig, echo
+from cluster.config_sources import load_config, parse_arguments
 from cluster.engine_settings import parse_bytes
 from cluster.errors import ConfigError
 

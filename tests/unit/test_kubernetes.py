@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.config import RouterConfig, WorkerConfig, add_flags, load_config
+from cluster.config import RouterConfig, WorkerConfig
+from cluster.config_sources import add_flags, load_config
 from cluster.health import LIVENESS, READINESS
 
 _KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"

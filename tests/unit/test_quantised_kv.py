@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.config import WorkerConfig, load_config
+from cluster.config import WorkerConfig
+from cluster.config_sources import load_config
 from cluster.engine_settings import EngineSettings
 from cluster.errors import ConfigError
 from cluster.messages import Sampling

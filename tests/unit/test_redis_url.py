@@ -2,7 +2,8 @@
 
 import pytest
 
-from cluster.config import RouterConfig, echo, load_config
+from cluster.config import RouterConfig, echo
+from cluster.config_sources import load_config
 from cluster.errors import ConfigError
 from cluster.redis_client import open_redis
 from cluster.redis_url import RedisForm, RedisUrl, read_redis_url
