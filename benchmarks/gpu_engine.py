@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +61,21 @@ class Row:
 def main() -> None:
     arguments = _arguments()
     loads = TINY_LOADS if arguments.tiny else GPU_LOADS
-    result = run(arguments, loads)
-    print(table(result))
     folder = arguments.output or (None if arguments.tiny else _RESULTS)
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"engine-{result['attention']}"
-        (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        (folder / f"{name}.md").write_text(table(result))
+    print(table(run(arguments, loads, lambda result: _keep(folder, result) if folder is not None else None)))
 
 
-def run(arguments: argparse.Namespace, loads: Loads) -> dict[str, Any]:
+def _keep(folder: Path, result: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"engine-{result['attention']}"
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(table(result))
+
+
+def run(
+    arguments: argparse.Namespace, loads: Loads, keep: Callable[[dict[str, Any]], object] = lambda result: None
+) -> dict[str, Any]:
+    """`keep` is given what is known so far after every row."""
     device = torch.device(arguments.device)
     config = tiny() if arguments.tiny else llama_8b()
     settings = EngineSettings(
@@ -85,17 +90,23 @@ def run(arguments: argparse.Namespace, loads: Loads) -> dict[str, Any]:
     loaded = _loaded(config, settings, device)
     bench = Bench(loaded, settings, loads)
     work = Work.of(config)
-    rows = [bench.prefill(tokens, work, before) for tokens in loads.prompt_tokens]
-    rows += [bench.decode(sequences, work, before) for sequences in loads.batch_sizes]
-    bench.close()
-    return {
+    result: dict[str, Any] = {
         "about": about() | {"device": _name(device)},
         "attention": loaded.attention.name,
         "report": bench.report,
         "loads": dataclasses.asdict(loads),
-        "rates": [dataclasses.asdict(rates) for rates in (before, _rates(device, arguments.tiny))],
-        "rows": [dataclasses.asdict(row) for row in rows],
+        "rates": [dataclasses.asdict(before)],
+        "rows": [],
     }
+    measured = [partial(bench.prefill, tokens) for tokens in loads.prompt_tokens]
+    measured += [partial(bench.decode, sequences) for sequences in loads.batch_sizes]
+    for measure in measured:
+        result["rows"].append(dataclasses.asdict(measure(work, before)))
+        keep(result)
+    bench.close()
+    result["rates"].append(dataclasses.asdict(_rates(device, arguments.tiny)))
+    keep(result)
+    return result
 
 
 class Bench:

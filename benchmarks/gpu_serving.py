@@ -1,14 +1,16 @@
 """A whole cluster on one GPU, with the shape of an 8B Llama: prefill and decode apart, and one worker that does both.
 
-    python -m benchmarks.gpu_serving [--tiny] [--json FILE]
+    python -m benchmarks.gpu_serving [--tiny] [--output FOLDER]
 
 Each in turn: conversations in an open loop; how evenly tokens come while long prompts storm in; and, apart, `kill -9`
-of each worker under conversations. `--tiny` does the same in small with the demo model on a CPU.
+of each worker under conversations. `--tiny` does the same in small with the demo model on a CPU. The folder gets
+serving.json and serving.md, written anew after each of these, and the log of every process.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import os
 import signal
 import sys
@@ -16,6 +18,7 @@ import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -83,40 +86,54 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_serving")
     parser.add_argument("--tiny", action="store_true", help="small, with the demo model on a CPU")
     parser.add_argument("--modes", default=",".join(MODES), help="of these, comma-separated")
-    parser.add_argument("--json", type=Path, help="also into this file")
+    parser.add_argument("--output", type=Path, help="folder for serving.json, .md and logs; default: none")
     arguments = parser.parse_args()
     size = TINY if arguments.tiny else GPU
-    figures = asyncio.run(_measure(size, arguments.modes.split(","), is_tiny=arguments.tiny))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
-    print(table(figures))
+    with tempfile.TemporaryDirectory() as folder:
+        kept = _Kept(arguments.output or Path(folder))
+        asyncio.run(_measure(size, arguments.modes.split(","), kept, is_tiny=arguments.tiny))
+    print(table(kept.figures))
 
 
-async def _measure(size: Size, modes: Sequence[str], *, is_tiny: bool) -> dict[str, Any]:
-    figures: dict[str, Any] = {"about": about(), "modes": {}, "kills": []}
+class _Kept:
+    """What is known so far. Owns the files in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.figures: dict[str, Any] = {"about": about(), "modes": {}, "kills": []}
+
+    def add(self, kind: str, name: str, found: object) -> None:
+        if kind == "kills":
+            self.figures["kills"].append(found)
+        else:
+            self.figures["modes"].setdefault(kind, {})[name] = found
+        print(f"{kind}: {name}", file=sys.stderr, flush=True)
+        (self._folder / "serving.json").write_text(json.dumps(self.figures, indent=1) + "\n")
+        (self._folder / "serving.md").write_text(table(self.figures) + "\n")
+
+    def log(self, mode: str, name: str, line: str) -> None:
+        with (self._folder / f"{mode}-{name}.log").open("a") as file:
+            file.write(f"{line}\n")
+
+
+async def _measure(size: Size, modes: Sequence[str], kept: _Kept, *, is_tiny: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if not is_tiny:
             llama_8b().save_pretrained(folder)
         model = () if is_tiny else ("--model", folder)
         for mode in modes:
-            async with _serving(mode, (*model, *size.flags), is_tiny=is_tiny) as (cluster, client):
+            async with _serving(mode, (*model, *size.flags), kept, is_tiny=is_tiny) as (cluster, client):
                 load = await _Load.prepared(client, size)
-                figures["modes"][mode] = {
-                    "conversations": report(await load.conversations(size.num_requests), size.objective),
-                    "alone": await load.evenness(with_storm=False),
-                    "in_storm": await load.evenness(with_storm=True),
-                }
-                print(f"{mode} is measured", file=sys.stderr, flush=True)
-                if mode == "disaggregated":
-                    for role in _WORKERS:
-                        figures["kills"].append(await _kill(cluster, load, role))
-                        print(f"{role} worker was killed", file=sys.stderr, flush=True)
-    return figures
+                kept.add(mode, "conversations", report(await load.conversations(size.num_requests), size.objective))
+                kept.add(mode, "alone", await load.evenness(with_storm=False))
+                kept.add(mode, "in_storm", await load.evenness(with_storm=True))
+                for role in _WORKERS if mode == "disaggregated" else ():
+                    kept.add("kills", role, await _kill(cluster, load, role))
 
 
 @asynccontextmanager
 async def _serving(
-    mode: str, flags: tuple[str, ...], *, is_tiny: bool
+    mode: str, flags: tuple[str, ...], kept: _Kept, *, is_tiny: bool
 ) -> AsyncIterator[tuple[LocalCluster, AsyncClient]]:
     """`tandem up`, from its own flags."""
     parser = argparse.ArgumentParser()
@@ -124,7 +141,7 @@ async def _serving(
     share = () if is_tiny else ("--gpu-memory-utilization", _MEMORY_SHARE[mode])
     arguments = parser.parse_args([*MODES[mode], "--port", "0", "--grpc-port", "0", *flags, *share])
     plan, _ = up.plan_from(arguments)
-    cluster = LocalCluster(plan, say=up.tell, echo=lambda name, line: None)
+    cluster = LocalCluster(plan, say=up.tell, echo=partial(kept.log, mode))
     try:
         await cluster.start()
         async with AsyncClient(cluster.grpc) as client:
@@ -220,6 +237,7 @@ async def _kill(cluster: LocalCluster, load: _Load, role: str) -> dict[str, Any]
         "role": role,
         "requests": num_requests,
         "lost": sum(bool(record.error) for record in records),
+        "errors": sorted({record.error for record in records if record.error}),
         "longest_gap_s": max(gaps_s, default=0.0),
     }
 
@@ -235,14 +253,16 @@ def table(figures: dict[str, Any]) -> str:
             " / ".join(f"{1e3 * talk[name].get(share, 0.0):.1f}" for share in ("p50", "p99"))
             for name in ("ttft_s", "itl_s")
         )
-        storm = " / ".join(f"{1e3 * found[name]['p99']:.1f}" for name in ("alone", "in_storm"))
+        storm = " / ".join(f"{1e3 * found.get(name, {}).get('p99', math.nan):.1f}" for name in ("alone", "in_storm"))
         ok, sent = talk["requests"]["ok"], talk["requests"]["sent"]
         rate = f"{talk['throughput']['requests_per_s']:.1f} ({ok} of {sent})"
         lines.append(f"| {mode} | {rate} | {ttft} | {itl} | {talk['goodput']['share']:.1%} | {storm} |")
     lines.append("")
     for kill in figures["kills"]:
         gap = f"longest gap {kill['longest_gap_s']:.1f} s"
-        lines.append(f"kill -9 of the {kill['role']} worker: {kill['lost']} of {kill['requests']} requests lost, {gap}")
+        errors = f" ({', '.join(kill['errors'])})" if kill["errors"] else ""
+        lost = f"{kill['lost']} of {kill['requests']} requests lost{errors}"
+        lines.append(f"kill -9 of the {kill['role']} worker: {lost}, {gap}")
     return "\n".join(lines)
 
 

@@ -23,7 +23,10 @@ from benchmarks.machine import about
 
 _ROOT = Path(__file__).parents[2]
 _RESULTS = _ROOT / "benchmarks" / "results" / "gpu"
-_LAST_LINES = 25
+_SHOWN_LINES = 30  # of each process's output, where something failed
+_KEPT_LINES = 200  # the same in the JSON
+_LONGEST_LINE = 1_000
+_LAST_WORDS_S = 5.0
 
 
 def main() -> int:
@@ -32,7 +35,7 @@ def main() -> int:
     inventory = take_inventory()
     report = Report(arguments.output, about() | {"device": inventory.device or "none"})
     report.add(inventory.outcome(needs_gpu=not arguments.tiny))
-    if report.has_failed:
+    if not inventory.can_begin(needs_gpu=not arguments.tiny):
         return 1
     with tempfile.TemporaryDirectory() as folder:
         for section in sections(Means(sys.executable, Path(folder), arguments.tiny)):
@@ -42,7 +45,7 @@ def main() -> int:
 
 
 def _run(section: Section, folder: Path, ends_at_s: float) -> Outcome:
-    """Its own program, its own time; ended whole where that is up."""
+    """Its own program, its own time; ended whole where that is up, and asked before where it stands."""
     began_s = time.monotonic()
     left_s = min(section.budget_s, ends_at_s - began_s)
     if left_s <= 0:
@@ -50,35 +53,67 @@ def _run(section: Section, folder: Path, ends_at_s: float) -> Outcome:
     process = subprocess.Popen(
         section.command,
         cwd=_ROOT,
-        env=os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        errors="replace",
         start_new_session=True,
     )
     try:
         said, _ = process.communicate(timeout=left_s)
+        outcome = _read(section, folder, said, process.returncode)
+    except subprocess.TimeoutExpired:
+        outcome = _cut(section, folder, _ended(process), left_s)
+    return replace(outcome, seconds=time.monotonic() - began_s)
+
+
+def _ended(process: subprocess.Popen[str]) -> str:
+    """What it said, at last the stack of every thread of it."""
+    os.killpg(process.pid, signal.SIGABRT)
+    try:
+        said, _ = process.communicate(timeout=_LAST_WORDS_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         said, _ = process.communicate()
-        cut = Outcome(section.name, Verdict.CUT, (f"It did not end within {left_s:.0f} s.", *_tail(said)))
-        return replace(cut, seconds=time.monotonic() - began_s)
-    return replace(_read(section, folder, said, process.returncode), seconds=time.monotonic() - began_s)
+    return said
+
+
+def _cut(section: Section, folder: Path, said: str, after_s: float) -> Outcome:
+    """With what it had found by then."""
+    why = f"It did not end within {after_s:.0f} s."
+    try:
+        found = section.read(folder, said)
+    except Exception:  # noqa: BLE001 -- half of a result may be anything
+        found = Outcome(section.name, Verdict.CUT, ())
+    return _with_last_words(replace(found, verdict=Verdict.CUT, lines=(why, "", *found.lines)), folder, said)
 
 
 def _read(section: Section, folder: Path, said: str, status: int) -> Outcome:
     try:
         outcome = section.read(folder, said)
-    except (OSError, ValueError, KeyError) as error:  # it ended before it wrote what it found
-        lines = (f"It ended with status {status}, and left nothing to read ({error}).", *_tail(said))
-        return Outcome(section.name, Verdict.FAILED, lines)
-    if outcome.verdict is Verdict.FAILED:
-        return replace(outcome, lines=(*outcome.lines, *_tail(said)))
-    return outcome
+    except Exception as error:  # noqa: BLE001 -- it ended before it wrote what it found, or wrote what nobody expects
+        lines = (f"It ended with status {status}, and left nothing to read ({type(error).__name__}: {error}).",)
+        return _with_last_words(Outcome(section.name, Verdict.FAILED, lines), folder, said)
+    if status not in section.statuses:
+        line = f"It ended with status {status}, after what follows."
+        outcome = replace(outcome, verdict=Verdict.FAILED, lines=(line, "", *outcome.lines))
+    return _with_last_words(outcome, folder, said) if outcome.verdict is Verdict.FAILED else outcome
 
 
-def _tail(said: str) -> tuple[str, ...]:
-    return ("", "```", *said.splitlines()[-_LAST_LINES:], "```")
+def _with_last_words(outcome: Outcome, folder: Path, said: str) -> Outcome:
+    """Enough to mend it by: the end of what it and its processes said; more of it in the JSON than in the Markdown."""
+    logs = {"output": said} | {log.name: log.read_text(errors="replace") for log in sorted(folder.glob("*.log"))}
+    tails = {name: _last_lines(text, _KEPT_LINES) for name, text in logs.items() if text.strip()}
+    for log in folder.glob("*.log"):
+        log.unlink()  # they are this section's
+    shown = [["", f"{name}, its end:", "```", *tail[-_SHOWN_LINES:], "```"] for name, tail in tails.items()]
+    figures = dict(outcome.figures) | {"last_lines": tails}
+    return replace(outcome, lines=(*outcome.lines, *(line for part in shown for line in part)), figures=figures)
+
+
+def _last_lines(text: str, most: int) -> list[str]:
+    return [line[:_LONGEST_LINE] for line in text.splitlines()[-most:]]
 
 
 def _arguments() -> argparse.Namespace:

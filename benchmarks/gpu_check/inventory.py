@@ -1,13 +1,18 @@
 """What a machine has of what the check needs: packages with their versions, the device, the contract's stubs."""
 
 import importlib
-import importlib.metadata
+import json
 import pkgutil
+import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu_check.report import Outcome, Verdict
+from benchmarks.machine import version
 
 # Without these nothing runs at all, or no cluster does.
 NEEDED = (
@@ -26,12 +31,18 @@ OPTIONAL = (
     "pytest-xdist",
 )
 
+_ROOT = Path(__file__).parents[2]
+# Whoever can import these has what every process of a cluster and its client import.
+_OURS = ("prefill_worker.app", "decode_worker.app", "router.app", "cli.up", "tandem.client", "benchmarks.gpu_engine")
+
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
     versions: dict[str, str]
     device: str  # empty: no GPU
     broken_stubs: tuple[str, ...]
+    broken_imports: tuple[str, ...] = ()  # of ours, each with its error
+    surroundings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -41,31 +52,35 @@ class Inventory:
     def absent(self) -> tuple[str, ...]:
         return tuple(name for name in OPTIONAL if not self.versions[name])
 
+    def can_begin(self, *, needs_gpu: bool) -> bool:
+        """Else no section could tell anything; what lacks less is told by the sections that lack it."""
+        return not (needs_gpu and not self.device) and not {"torch", "transformers", "pytest"} & set(self.missing)
+
     def outcome(self, *, needs_gpu: bool) -> Outcome:
         no_gpu = needs_gpu and not self.device
-        bad = bool(self.missing or self.broken_stubs or no_gpu)
+        bad = bool(self.missing or self.broken_stubs or self.broken_imports or no_gpu)
         found = ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)
         lines = [f"Device: {self.device or 'none'}. Python {sys.version.split()[0]}.", f"Found: {found}."]
+        lines += [f"{name}: {value}." for name, value in self.surroundings.items()]
+        if no_gpu:
+            lines.append("**No GPU answers `nvidia-smi`.**")
         if self.missing:
             lines.append(f"**Missing, and needed: {', '.join(self.missing)}** (docs/gpu.md says how wheels travel).")
         if self.absent:
             lines.append(f"Missing, and so left out: {', '.join(self.absent)}.")
         lines += [f"**A committed stub does not load: {problem}**" for problem in self.broken_stubs]
+        lines += [f"**Cannot be imported: {problem}**" for problem in self.broken_imports]
         if not self.broken_stubs:
             lines.append("The committed stubs load.")
-        figures = {"versions": self.versions, "device": self.device}
+        figures = {"versions": self.versions, "device": self.device, "surroundings": self.surroundings}
         return Outcome("What is here", Verdict.FAILED if bad else Verdict.PASSED, tuple(lines), figures)
 
 
 def take_inventory() -> Inventory:
-    return Inventory({name: _version(name) for name in (*NEEDED, *OPTIONAL)}, _device(), tuple(_broken_stubs()))
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    versions = {name: version(name) for name in (*NEEDED, *OPTIONAL)}
+    broken_imports, torch_says = _broken_imports()
+    surroundings = {"torch sees": torch_says or "nothing"} | _surroundings()
+    return Inventory(versions, _device(), tuple(broken_stubs()), tuple(broken_imports), surroundings)
 
 
 def _device() -> str:
@@ -78,13 +93,34 @@ def _device() -> str:
     return answer.stdout.strip().splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else ""
 
 
-def _broken_stubs() -> list[str]:
+def broken_stubs() -> list[str]:
     """Protobuf refuses stubs that are newer than itself."""
     problems = []
-    package = importlib.import_module("tandem.v1")
-    for module in pkgutil.iter_modules(package.__path__):
+    for module in pkgutil.iter_modules([str(_ROOT / "tandem" / "v1")]):
         try:
             importlib.import_module(f"tandem.v1.{module.name}")
         except Exception as error:  # noqa: BLE001 -- whatever it is, it is what this asks for
             problems.append(f"{module.name}: {error}")
     return problems
+
+
+def _broken_imports() -> tuple[list[str], str]:
+    """-> also what torch says of its device. In a process of its own: this one stays small, and the files are then in
+    the page cache for all others."""
+    command = (sys.executable, "-m", "benchmarks.gpu_check.imported", *_OURS)
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=_ROOT)
+    except subprocess.TimeoutExpired:
+        return ["they took more than two minutes"], ""
+    if answer.returncode:
+        return [f"the process ended with status {answer.returncode}: {answer.stderr[-800:]}"], ""
+    found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    return list(found["broken"]), str(found["torch"])
+
+
+def _surroundings() -> dict[str, str]:
+    """What decides whether kernels compile and processes share memory."""
+    tools = {name: shutil.which(name) or "not on the PATH" for name in ("gcc", "nvcc", "ptxas")}
+    shared = f"{shutil.disk_usage('/dev/shm').free >> 20} MiB free" if Path("/dev/shm").exists() else "none"
+    has_ipv6 = Path("/proc/sys/net/ipv6").exists()
+    return tools | {"/dev/shm": shared, "IPv6": "yes" if has_ipv6 else "no"}

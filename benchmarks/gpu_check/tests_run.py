@@ -1,73 +1,73 @@
-"""The tests marked `cuda`, run by pytest in a process of their own, and what their account says.
+"""The tests marked `cuda`, run by pytest in a process of their own, and what their reports say.
 
 On a machine with a GPU a test that skips has not been run: that is a failure, unless what it lacks is a wheel.
 """
 
+import json
 import re
-import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.gpu_check.kept_reports import Kept
 from benchmarks.gpu_check.report import Outcome, Verdict
 
 # What a skip's reason says when a wheel, a second GPU or a newer library is what it lacks.
 _MAY_SKIP = re.compile(
     r"could not import|cannot be imported|needs the extra|No module named|not installed|two GPUs|need NCCL", re.I
 )
+_SHOWN_FAILURES = 6  # in whole; the others are told by their last error, and are whole in the JSON
+_SHOWN_LINES = 60
+_TEST_TIMEOUT_S = 60
+_ERROR_LINE = re.compile(r"^E\s+(.*\S)", re.M)
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Of one run of pytest. Names as pytest gives them, with the reason or the first line of the error."""
+    """Of one run of pytest."""
 
-    num_passed: int
-    failed: tuple[str, ...]
-    skipped_for_want: tuple[str, ...]
-    skipped: tuple[str, ...]
+    passed: tuple[Kept, ...]
+    failed: tuple[Kept, ...]
+    skipped_for_want: tuple[Kept, ...]
+    skipped: tuple[Kept, ...]
 
     def outcome(self, name: str) -> Outcome:
-        bad = bool(self.failed or self.skipped or not self.num_passed)
+        bad = bool(self.failed or self.skipped or not self.passed)
         lines = [
-            f"{self.num_passed} passed, {len(self.failed)} failed, {len(self.skipped)} skipped without a right to."
+            f"{len(self.passed)} passed, {len(self.failed)} failed, {len(self.skipped)} skipped without a right to."
         ]
-        lines += [f"- **failed** {each}" for each in self.failed]
-        lines += [f"- **skipped** {each}" for each in self.skipped]
-        lines += [f"- left out: {each}" for each in sorted(set(self.skipped_for_want))]
+        lines += [f"- **failed** {_told(each)}" for each in self.failed]
+        lines += [f"- **skipped** {_told(each)}" for each in self.skipped]
+        lines += [f"- left out: {each}" for each in sorted({_told(each) for each in self.skipped_for_want})]
+        for each in self.failed[:_SHOWN_FAILURES]:
+            lines += ["", f"{each.name}:", "```", *each.text.splitlines()[-_SHOWN_LINES:], "```"]
         figures = {
-            "passed": self.num_passed,
-            "failed": self.failed,
-            "skipped": self.skipped,
-            "left_out": self.skipped_for_want,
+            "passed": {each.name: each.seconds for each in self.passed},
+            "failed": {each.name: each.text for each in self.failed},
+            "skipped": [_told(each) for each in self.skipped],
+            "left_out": [_told(each) for each in self.skipped_for_want],
         }
         return Outcome(name, Verdict.FAILED if bad else Verdict.PASSED, tuple(lines), figures)
 
 
-def read_account(junit: Path) -> Account:
-    """From pytest's JUnit file. Raises FileNotFoundError where pytest did not get so far."""
-    num_passed = 0
-    failed: list[str] = []
-    wanting: list[str] = []
-    skipped: list[str] = []
-    for case in ET.parse(junit).iter("testcase"):
-        name = f"{case.get('classname', '').removeprefix('tests.')}::{case.get('name')}"
-        bad = [child for child in case if child.tag in ("failure", "error")]
-        skip = case.find("skipped")
-        if bad:
-            failed.append(f"{name}: {_first_line(bad[0].get('message', ''))}")
-        elif skip is not None:
-            reason = _first_line(skip.get("message", ""))
-            (wanting if _MAY_SKIP.search(reason) else skipped).append(f"{name}: {reason}")
-        else:
-            num_passed += 1
-    return Account(num_passed, tuple(failed), tuple(wanting), tuple(skipped))
+def read_account(kept_reports: Path) -> Account:
+    """Raises FileNotFoundError where pytest did not get as far as its first test."""
+    kinds: dict[str, list[Kept]] = {"passed": [], "failed": [], "skipped": [], "wanting": []}
+    for line in kept_reports.read_text().splitlines():
+        kept = Kept(**json.loads(line))
+        kinds["wanting" if kept.outcome == "skipped" and _MAY_SKIP.search(kept.text) else kept.outcome].append(kept)
+    return Account(*(tuple(kinds[kind]) for kind in ("passed", "failed", "wanting", "skipped")))
 
 
-def command(python: str, tests: Sequence[str], junit: Path, *, marker: str, num_processes: int) -> list[str]:
+def command(python: str, tests: Sequence[str], kept: Path, *, marker: str, num_processes: int) -> list[str]:
     several = ["-n", str(num_processes)] if num_processes > 1 else []
-    quiet = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--maxfail=20", f"--junitxml={junit}"]
-    return [python, "-m", "pytest", *several, *quiet, "-m", marker, *tests]
+    quiet = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-o", "addopts=", "--tb=short", "--maxfail=40"]
+    keeping = ["-p", "benchmarks.gpu_check.kept_reports", f"--keep-reports={kept}", f"--timeout={_TEST_TIMEOUT_S}"]
+    return [python, "-m", "pytest", *several, *quiet, *keeping, "-m", marker, *tests]
 
 
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")[:300]
+def _told(kept: Kept) -> str:
+    """In a line: the reason, or the error's last own words."""
+    errors = _ERROR_LINE.findall(kept.text)
+    lines = [errors[0]] if errors else [line.strip() for line in kept.text.splitlines() if line.strip()]
+    return f"{kept.name.removeprefix('tests/')}: {lines[-1] if lines else 'no reason given'}"[:300]

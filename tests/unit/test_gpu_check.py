@@ -1,35 +1,43 @@
 """The check of a GPU: what it takes for a failure, and that a run that is cut or crashes still tells what it has."""
 
+import importlib.metadata
 import json
+import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from benchmarks.conversation_lengths import draw_lengths
+from benchmarks.gpu_check import imported, tests_run
 from benchmarks.gpu_check.__main__ import _run
-from benchmarks.gpu_check.inventory import Inventory, take_inventory
+from benchmarks.gpu_check.inventory import NEEDED, OPTIONAL, Inventory, broken_stubs
+from benchmarks.gpu_check.kept_reports import Kept
 from benchmarks.gpu_check.report import Outcome, Report, Verdict
 from benchmarks.gpu_check.sections import Means, Section, sections
 from benchmarks.gpu_check.tests_run import read_account
 
 FOREVER_S = 1e12
+ROOT = Path(__file__).parents[2]
+# Of what such a machine has (docs/gpu.md), what our wheels need.
+COMES_WITH_TORCH = {"anyio", "click", "grpcio", "h11", "httpx", "idna", "protobuf", "psutil", "pytest", "setuptools"}
 
 
-def junit(folder: Path, *cases: str) -> Path:
-    path = folder / "account.xml"
-    path.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+def kept(folder: Path, *reports: Kept) -> Path:
+    path = folder / "account.jsonl"
+    path.write_text("".join(json.dumps(asdict(report)) + "\n" for report in reports))
     return path
 
 
-def case(name: str, inside: str = "") -> str:
-    return f'<testcase classname="tests.cuda.test_golden" name="{name}">{inside}</testcase>'
+def passed(name: str) -> Kept:
+    return Kept(f"tests/cuda/test_golden.py::{name}", "passed", 0.5, "")
 
 
-def skip(reason: str) -> str:
-    return f'<skipped type="pytest.skip" message="{reason}"/>'
+def skipped(name: str, reason: str) -> Kept:
+    return Kept(f"tests/cuda/test_golden.py::{name}", "skipped", 0.0, reason)
 
 
 @pytest.mark.parametrize(
@@ -41,40 +49,92 @@ def skip(reason: str) -> str:
     ],
 )
 def test_a_test_may_skip_for_want_of_a_wheel(reason: str, tmp_path: Path) -> None:
-    account = read_account(junit(tmp_path, case("a"), case("b", skip(reason))))
-    outcome = account.outcome("golden")
+    outcome = read_account(kept(tmp_path, passed("a"), skipped("b", reason))).outcome("golden")
     assert outcome.verdict is Verdict.PASSED
-    assert f"- left out: cuda.test_golden::b: {reason}" in outcome.lines
+    assert f"- left out: cuda/test_golden.py::b: {reason}" in outcome.lines
 
 
-def test_a_test_that_skips_for_anything_else_is_a_failure(tmp_path: Path) -> None:
-    outcome = read_account(junit(tmp_path, case("a"), case("b", skip("needs a GPU")))).outcome("golden")
+def test_a_test_that_skips_for_anything_else_is_a_failure_and_so_is_nothing_run(tmp_path: Path) -> None:
+    outcome = read_account(kept(tmp_path, passed("a"), skipped("b", "needs a GPU"))).outcome("golden")
     assert outcome.verdict is Verdict.FAILED
-    assert "- **skipped** cuda.test_golden::b: needs a GPU" in outcome.lines
+    assert "- **skipped** cuda/test_golden.py::b: needs a GPU" in outcome.lines
+    assert read_account(kept(tmp_path)).outcome("x").verdict is Verdict.FAILED
 
 
-def test_failures_and_errors_are_told_by_their_first_line_and_nothing_run_is_no_success(tmp_path: Path) -> None:
-    bad = case("a", '<failure message="assert 1 == 2&#10;more"/>') + case("b", '<error message="RuntimeError: CUDA"/>')
-    account = read_account(junit(tmp_path, bad))
-    assert account.failed == ("cuda.test_golden::a: assert 1 == 2", "cuda.test_golden::b: RuntimeError: CUDA")
-    assert account.outcome("x").verdict is Verdict.FAILED
-    assert read_account(junit(tmp_path)).outcome("x").verdict is Verdict.FAILED
+TESTS = """
+import os, signal, sys
+import pytest
+
+def test_good(): pass
+
+def test_bad():
+    print("what it printed")
+    rows = [1, 2]
+    assert rows == [1, 3]
+
+def test_left_out():
+    pytest.importorskip("no_such_wheel")
+
+def test_hangs():
+    os.kill(os.getpid(), signal.SIGABRT)  # as of a section whose time is up
+"""
 
 
-def test_a_needed_package_a_stub_or_the_gpu_that_is_missing_is_a_failure_and_an_optional_one_is_told() -> None:
-    whole = take_inventory()
-    assert whole.broken_stubs == ()
-    versions = dict.fromkeys(whole.versions, "1.0")
+def test_a_run_of_tests_that_is_cut_tells_every_test_that_ended_with_its_traceback_and_where_it_stood(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    reports = tmp_path / "kept.jsonl"
+    command = tests_run.command(sys.executable, [str(tmp_path / "test_some.py")], reports, marker="", num_processes=1)
+    section = Section(
+        "some", (*command, "--rootdir", str(tmp_path)), 60.0, lambda *_: read_account(reports).outcome("")
+    )
+    outcome = _run(section, tmp_path, FOREVER_S)
+
+    assert outcome.verdict is Verdict.FAILED and "status -6" in outcome.lines[0]
+    assert [name.rpartition("::")[2] for name in outcome.figures["passed"]] == ["test_good"]
+    (text,) = outcome.figures["failed"].values()
+    assert "assert [1, 2] == [1, 3]" in text and "test_some.py:10" in text and "what it printed" in text
+    assert any("**failed**" in line and "assert [1, 2] == [1, 3]" in line for line in outcome.lines)
+    assert any("no_such_wheel" in line for line in outcome.figures["left_out"])
+    assert any("in test_hangs" in line for line in outcome.figures["last_lines"]["output"])
+
+
+def test_a_needed_package_a_stub_a_module_or_the_gpu_that_is_missing_is_a_failure_and_an_optional_one_is_told() -> None:
+    assert broken_stubs() == []
+    versions = dict.fromkeys((*NEEDED, *OPTIONAL), "1.0")
     good = Inventory(versions, "a GPU", ())
     assert good.outcome(needs_gpu=True).verdict is Verdict.PASSED
     without = Inventory(versions | {"nixl-cu13": ""}, "a GPU", ()).outcome(needs_gpu=True)
     assert without.verdict is Verdict.PASSED and "Missing, and so left out: nixl-cu13." in without.lines
-    for broken in (
-        Inventory(versions | {"redis": ""}, "a GPU", ()),
-        Inventory(versions, "", ()),
-        Inventory(versions, "a GPU", ("worker_pb2: newer",)),
+    for broken, can_begin in (
+        (Inventory(versions | {"redis": ""}, "a GPU", ()), True),
+        (Inventory(versions | {"torch": ""}, "a GPU", ()), False),
+        (Inventory(versions, "", ()), False),
+        (Inventory(versions, "a GPU", ("worker_pb2: newer",)), True),
+        (Inventory(versions, "a GPU", (), ("router.app: ModuleNotFoundError: No module named 'httpx2'",)), True),
     ):
         assert broken.outcome(needs_gpu=True).verdict is Verdict.FAILED
+        assert broken.can_begin(needs_gpu=True) is can_begin
+
+
+def test_a_module_that_cannot_be_imported_is_told_with_its_error() -> None:
+    (problem,) = imported.broken(["json", "no_such_module"])
+    assert problem.startswith("no_such_module: ") and "No module named 'no_such_module'" in problem
+
+
+def test_what_travels_needs_nothing_that_neither_travels_nor_comes_with_torch() -> None:
+    """A wheel that grew a need would be seen on the GPU's machine only."""
+    names = re.search(r"^WHEEL_NAMES \?= ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert names is not None
+    travelling = {word.partition("==")[0] for word in names[1].replace("\\", " ").split()}
+    for name in travelling:
+        needs = {
+            re.split(r"[^\w.-]", need)[0].lower().replace("_", "-")
+            for need in importlib.metadata.requires(name) or []
+            if "extra ==" not in need and "python_" not in need.partition(";")[2]
+        }
+        assert needs <= travelling | COMES_WITH_TORCH, name
 
 
 def told(folder: Path, said: str) -> Outcome:
@@ -92,6 +152,11 @@ def test_a_section_that_hangs_is_cut_and_one_that_crashes_says_how(tmp_path: Pat
     crashed = _run(program("print('about to'); import os; os.abort()"), tmp_path, FOREVER_S)
     assert crashed.verdict is Verdict.FAILED
     assert "about to" not in crashed.lines[0] and "status -6" in crashed.lines[0]
+    assert "about to" in crashed.figures["last_lines"]["output"]
+    (tmp_path / "decode-0.log").write_text("loading\nRuntimeError: CUDA error\n")
+    worker = _run(program("raise SystemExit(1)"), tmp_path, FOREVER_S)
+    assert worker.figures["last_lines"]["decode-0.log"] == ["loading", "RuntimeError: CUDA error"]
+    assert "RuntimeError: CUDA error" in worker.lines
     assert _run(program("1"), tmp_path, 0.0).verdict is Verdict.CUT
     (tmp_path / "kept").write_text("figures")
     assert _run(program("print('done')"), tmp_path, FOREVER_S).lines == ("done",)
@@ -101,19 +166,18 @@ def test_what_was_found_is_on_disk_after_every_section(tmp_path: Path, capsys: p
     report = Report(tmp_path, {"commit": "0000"})
     for number, verdict in enumerate((Verdict.PASSED, Verdict.MISSED, Verdict.CUT)):
         report.add(Outcome(f"section {number}", verdict, ("a line",), {"figure": number}))
-        kept = json.loads((tmp_path / "gpu_check.json").read_text())
-        assert [section["figures"]["figure"] for section in kept["sections"]] == list(range(number + 1))
+        found = json.loads((tmp_path / "gpu_check.json").read_text())
+        assert [section["figures"]["figure"] for section in found["sections"]] == list(range(number + 1))
         assert f"| section {number} | {verdict} |" in (tmp_path / "gpu_check.md").read_text()
         assert f"## section {number}: {verdict}" in capsys.readouterr().out
         assert report.has_failed == (verdict is Verdict.CUT)
 
 
 def test_every_file_that_has_a_cuda_test_is_in_a_section(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
     commands = [word for section in sections(Means("python", tmp_path, False)) for word in section.command]
     marked = {
-        str(path.relative_to(root))
-        for path in (root / "tests").rglob("test_*.py")
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
         if "pytest.mark.cuda" in path.read_text() and path.name != "test_gpu_check.py"
     }
     assert marked <= set(commands)
@@ -130,11 +194,11 @@ def test_lengths_are_those_of_conversations() -> None:
 @pytest.mark.timeout(600)
 def test_the_whole_check_runs_in_small(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "benchmarks.gpu_check", "--tiny", "--output", str(tmp_path))
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    kept = json.loads((tmp_path / "gpu_check.json").read_text())
-    verdicts = {section["name"]: section["verdict"] for section in kept["sections"]}
+    found = json.loads((tmp_path / "gpu_check.json").read_text())
+    verdicts = {section["name"]: section["verdict"] for section in found["sections"]}
     assert len(verdicts) == 8, verdicts
     assert set(verdicts.values()) <= {"passed", "missed its goal"}
-    serving = kept["sections"][-1]["figures"]
+    serving = found["sections"][-1]["figures"]
     assert [kill["lost"] for kill in serving["kills"]] == [0, 0]

@@ -1,0 +1,96 @@
+"""A plugin of pytest that keeps what became of each test as it ends, so that a run that is cut still tells.
+
+`--keep-reports FILE`: one JSON object per line (`Kept`). With pytest-xdist the file is written by the process that
+gives out the tests; one that computes them ends itself once its GPU is lost, for every later test of it would fail of
+that, and another one takes its place.
+"""
+
+import json
+import os
+from collections.abc import Generator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+
+_LONGEST = 12_000  # characters of one failure
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """`outcome`: passed, failed or skipped. `text`: a skip's reason, or a failure with what was printed."""
+
+    name: str
+    outcome: str
+    seconds: float
+    text: str
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--keep-reports", default="", help="a line of JSON for each test, into this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--keep-reports") and not _computes_for_another():
+        config.pluginmanager.register(_Keeper(Path(config.getoption("--keep-reports"))), "tandem-keeper")
+
+
+class _Keeper:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A test's account is its call's, or that of the first other part that did not pass."""
+        if report.when == "call" or not report.passed:
+            self._keep(Kept(report.nodeid, report.outcome, report.duration, _text(report)))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._keep(Kept(report.nodeid or "collection", "failed", 0.0, _within(report.longreprtext)))
+
+    def _keep(self, kept: Kept) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(asdict(kept)) + "\n")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Its reports are with the other process by the time it returns."""
+    result = yield
+    if _computes_for_another() and _gpu_is_lost():
+        os._exit(1)
+    return result
+
+
+def _computes_for_another() -> bool:
+    return "PYTEST_XDIST_WORKER" in os.environ
+
+
+def _gpu_is_lost() -> bool:
+    """An illegal access or a failed assertion of a kernel leaves the process no context."""
+    import torch
+
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _text(report: pytest.TestReport) -> str:
+    if report.passed:
+        return ""
+    if isinstance(report.longrepr, tuple):  # of a skip: file, line, reason
+        return report.longrepr[2].removeprefix("Skipped: ")
+    printed = [f"--- {title} ---\n{content}" for title, content in report.sections]
+    return _within("\n".join((report.longreprtext, *printed)))
+
+
+def _within(text: str) -> str:
+    """Beginning and end: where it was, and what it came to."""
+    half = _LONGEST // 2
+    return (
+        text if len(text) <= _LONGEST else f"{text[:half]}\n... {len(text) - _LONGEST} characters ...\n{text[-half:]}"
+    )
