@@ -18,8 +18,8 @@ from benchmarks.kv_parties import EPOCH, EXPORTER, IMPORTER, KEY, LAYOUT, PROMPT
 from benchmarks.kv_shapes import BLOCK_SIZE, source_pool
 from benchmarks.kv_sockets import PlainServer
 from cluster.clock import MonotonicClock
-from cluster.config import TransferSettings
 from cluster.telemetry import Telemetry
+from cluster.transfer_settings import TransferSettings
 from kvtransfer.exporter import Exporter, FirstToken
 from kvtransfer.service import KvTransferServicer
 from kvtransfer.telemetry import TelemetryCounters

@@ -20,9 +20,9 @@ from benchmarks.kv_parties import EPOCH, IMPORTER, KEY, LAYOUT, PROMPT_HASH, loa
 from benchmarks.kv_shapes import BLOCK_SIZE, Shape, check_arrived, target_pool
 from benchmarks.kv_sockets import LOOPS, TLS_LOOPS, PlainClient
 from cluster.clock import MonotonicClock
-from cluster.config import TransferSettings
 from cluster.serving import open_channel
 from cluster.telemetry import Telemetry
+from cluster.transfer_settings import TransferSettings
 from engine.pool import KvPool
 from kvtransfer.block_source import Reservation
 from kvtransfer.channel_reads import ChannelReads

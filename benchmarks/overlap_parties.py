@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.paced_link import PacedLink
 from cluster import wire
 from cluster.clock import MonotonicClock
-from cluster.config import TransferSettings, WorkerConfig
+from cluster.config import WorkerConfig
 from cluster.config_sources import parse_arguments
 from cluster.hashing import hash_prompt
 from cluster.keys import load_cluster_key
@@ -27,6 +27,7 @@ from cluster.messages import Epoch, MemberId, PrefillJob, Sampling, TokenStops
 from cluster.redis_server import RedisServer
 from cluster.serving import open_channel
 from cluster.telemetry import Telemetry
+from cluster.transfer_settings import TransferSettings
 from engine.block_pool import BlockPool
 from engine.build import Engine, build_engine
 from kvtransfer.block_source import Reservation

@@ -15,10 +15,11 @@ from importlib import metadata
 from pathlib import Path
 
 from cli.table import bytes_text
-from cluster.config import TRANSPORTS, ClusterSettings, TransferSettings
+from cluster.config import ClusterSettings
 from cluster.errors import ConfigError
 from cluster.messages import MemberId
 from cluster.redis_server import redis_program
+from cluster.transfer_settings import TRANSPORTS, TransferSettings
 
 # What runs Tandem, and what only some transports need.
 _NEEDED = ("torch", "transformers", "grpcio", "protobuf", "redis", "tokenizers", "fastapi", "uvicorn")

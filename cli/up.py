@@ -14,13 +14,14 @@ from pathlib import Path
 from cli.last_cluster import LastCluster, forget, remember
 from cli.layout import Pools, Ports, router_ports, threads_per_worker
 from cli.local_cluster import LocalCluster, Plan, first_of
-from cluster.config import RouterConfig, TransferSettings, require_exact_wire, require_one_quantisation
+from cluster.config import RouterConfig
 from cluster.config_sources import add_flags, load_config
 from cluster.engine_settings import EngineSettings
 from cluster.errors import ConfigError
 from cluster.identity import advertised_host
 from cluster.process import announce_ready
 from cluster.tls import load_tls
+from cluster.transfer_settings import TransferSettings, require_exact_wire, require_one_quantisation
 
 HELP = "start a cluster on this machine and keep it until Ctrl-C"
 DEMO_MODEL = Path(__file__).parents[1] / "examples" / "demo_model"

@@ -5,10 +5,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.engine_settings import EngineSettings, parse_bytes, require, require_lengths, setting
+from cluster.engine_settings import EngineSettings, flag_of, require, require_lengths, setting
+from cluster.transfer_settings import TransferSettings, require_exact_wire, require_one_quantisation
 
 CLIENT_STALL_S = 60.0
-TRANSPORTS = ("cuda_ipc", "nccl", "nixl", "shm", "tcp")  # best first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,83 +47,6 @@ class ClusterSettings:
             len({bool(self.tls_cert), bool(self.tls_key), bool(self.tls_ca)}) == 1,
             "--tls-cert, --tls-key and --tls-ca belong together: give all three or none",
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransferSettings:
-    """How KV moves between workers."""
-
-    kv_transports: str = setting(
-        "auto", "transports that may be used, best first, comma-separated; auto: all that work here"
-    )
-    kv_verify: str = setting(
-        "all", "blocks whose digest is verified after a hand-off", choices=("all", "sample", "off")
-    )
-    kv_wire_dtype: str = setting(
-        "native", "what KV travels as; every worker's the same", choices=("native", "int8", "fp8", "int4")
-    )
-    prefix_caching: str = setting("on", "keep KV for prompts that begin alike", choices=("on", "off"))
-    prefix_eviction: str = setting(
-        "value", "which kept blocks go first: by value learnt from requests, or by last use", choices=("value", "lru")
-    )
-    prefix_host_memory: str = setting(
-        "", "host memory of a prefill worker for prefixes that the pool has no room for, as 4GiB; empty: none"
-    )
-    prefix_disk: str = setting("", "folder for prefixes that host memory has no room for; empty: none")
-    prefix_disk_space: str = setting("16GiB", "most that they may take in --prefix-disk")
-    lease_s: float = setting(5.0, "an exporter keeps a ticket's blocks so long after the importer's last renewal")
-    max_lease_s: float = setting(120.0, "no renewal extends a lease beyond this")
-    attach_timeout_s: float = setting(
-        60.0, "a ticket nobody attached to is dropped after this, counted from its first block"
-    )
-    read_timeout_s: float = setting(30.0, "an importer gives up a single read after this")
-    quarantine_s: float = setting(
-        10.0, "a dead read's channel is destroyed after this, if the read has not ended by itself"
-    )
-    watermark: float = setting(0.05, "share of a decode pool that imports leave free for running sequences")
-
-    def __post_init__(self) -> None:
-        unknown = sorted(set(self.forced_transports) - set(TRANSPORTS))
-        require(self.kv_transports.strip(" ,") != "", f"--kv-transports names none; known: {', '.join(TRANSPORTS)}")
-        require(not unknown, f"--kv-transports: unknown {', '.join(unknown)}; known: {', '.join(TRANSPORTS)}")
-        require(0 < self.lease_s <= self.max_lease_s, "--lease-s must be positive and at most --max-lease-s")
-        require(
-            not self.prefix_disk or bool(self.prefix_host_memory),
-            "--prefix-disk needs --prefix-host-memory: blocks come to disk through it",
-        )
-        parse_bytes(self.prefix_disk_space)
-        _ = self.prefix_host_bytes
-        for name in ("attach_timeout_s", "read_timeout_s", "quarantine_s"):
-            require(getattr(self, name) > 0, f"{flag_of(name)} must be positive, not {getattr(self, name)}")
-        require(0 <= self.watermark < 1, f"--watermark must be in [0, 1), not {self.watermark}")
-
-    @property
-    def prefix_host_bytes(self) -> int:
-        return parse_bytes(self.prefix_host_memory) if self.prefix_host_memory else 0
-
-    @property
-    def forced_transports(self) -> tuple[str, ...]:
-        """As they were named; none: whatever works here (kvtransfer.transports.available)."""
-        if self.kv_transports.strip() == "auto":
-            return ()
-        return tuple(name.strip() for name in self.kv_transports.split(",") if name.strip())
-
-
-def require_one_quantisation(kv_cache_dtype: str, kv_wire_dtype: str) -> None:
-    """Raises ConfigError."""
-    require(
-        kv_cache_dtype == "auto" or kv_wire_dtype == "native",
-        f"--kv-wire-dtype {kv_wire_dtype} cannot go with --kv-cache-dtype {kv_cache_dtype}: KV of 8 bits travels as it"
-        " is; leave --kv-wire-dtype native",
-    )
-
-
-def require_exact_wire(deterministic: str, kv_wire_dtype: str) -> None:
-    """Raises ConfigError."""
-    require(
-        deterministic == "off" or kv_wire_dtype == "native",
-        f"--deterministic on cannot go with --kv-wire-dtype {kv_wire_dtype}: KV would change on its way",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,10 +134,6 @@ def _shown(name: str, value: object) -> object:
     if name == "redis":  # user and password before the host, and what may stand behind a question mark
         return re.sub(r"\?.*", "?***", re.sub(r"//.*@", "//***@", str(value)))
     return "***" if name == "api_key" else value
-
-
-def flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _require_port(name: str, port: int) -> None:

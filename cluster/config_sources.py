@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.config import ClusterSettings, RouterConfig, TransferSettings, WorkerConfig, flag_of
-from cluster.engine_settings import EngineSettings
+from cluster.config import ClusterSettings, RouterConfig, WorkerConfig
+from cluster.engine_settings import EngineSettings, flag_of
 from cluster.errors import ConfigError
+from cluster.transfer_settings import TransferSettings
 
 _ENVIRONMENT_PREFIX = "TANDEM_"
 # Variables that are no setting of a process: `config` names the file, `address` is the clients'.

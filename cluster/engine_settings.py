@@ -17,6 +17,10 @@ def setting(default: Any, text: str, *, choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"help": text, "choices": choices})
 
 
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     """The model, and the memory and the steps it runs in."""

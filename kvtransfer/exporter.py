@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from cluster import tickets
 from cluster.clock import Clock
-from cluster.config import TransferSettings
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
 from cluster.protocol import OURS, ProtocolRange
+from cluster.transfer_settings import TransferSettings
 from kvtransfer import export_machine as machine
 from kvtransfer.attach_rules import AttachRules
 from kvtransfer.counters import TransferCounters

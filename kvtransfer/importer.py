@@ -14,11 +14,11 @@ import grpc
 
 from cluster import tickets
 from cluster.clock import Clock
-from cluster.config import TransferSettings
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
 from cluster.protocol import OURS, ProtocolRange
 from cluster.serving import open_channel
+from cluster.transfer_settings import TransferSettings
 from kvtransfer.block_source import BlockSource as BlockSource
 from kvtransfer.counters import TransferCounters
 from kvtransfer.exporter_channels import ExporterChannels

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import grpc
 
 from cluster.clock import Clock
-from cluster.config import TRANSPORTS
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
 from cluster.rpc_errors import error_from_rpc
+from cluster.transfer_settings import TRANSPORTS
 from cluster.wire import epoch_from_wire, fingerprint_to_wire, member_from_wire, unpack_ids
 from kvtransfer.block_source import BlockSource
 from kvtransfer.channel_reads import PIECE_BYTES

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 
-from cluster.config import TRANSPORTS, TransferSettings
 from cluster.errors import ConfigError
+from cluster.transfer_settings import TRANSPORTS, TransferSettings
 from kvtransfer.transports import cuda_ipc, nccl, nixl, shm, tcp
 from kvtransfer.transports.base import ExporterTransport, ImporterTransport, TransportMeans
 

@@ -7,7 +7,7 @@ import sys
 import grpc
 
 from cluster.clock import MonotonicClock
-from cluster.config import TransferSettings
+from cluster.transfer_settings import TransferSettings
 from kvtransfer.exporter import Exporter
 from kvtransfer.service import KvTransferServicer
 from kvtransfer.transports.shm import ShmExporter

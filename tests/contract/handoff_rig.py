@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from cluster.clock import Clock, MonotonicClock
-from cluster.config import TransferSettings
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
 from cluster.protocol import OURS, ProtocolRange
+from cluster.transfer_settings import TransferSettings
 from engine.block_pool import BlockPool
 from engine.pool import KvPool
 from kvtransfer.block_source import Reservation

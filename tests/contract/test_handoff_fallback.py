@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cluster.config import TransferSettings
 from cluster.errors import HandOffReason
 from cluster.messages import Epoch
+from cluster.transfer_settings import TransferSettings
 from kvtransfer.transports.base import TransportError
 from tests.contract.handoff_rig import DEADLINE_S, EXPORTER, Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE

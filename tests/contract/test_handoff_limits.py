@@ -6,8 +6,8 @@ from contextlib import suppress
 import pytest
 
 from cluster.clock import ManualClock
-from cluster.config import TransferSettings
 from cluster.errors import HandOffReason
+from cluster.transfer_settings import TransferSettings
 from kvtransfer.transports.loopback import Fault
 from tests.contract.handoff_rig import DEADLINE_S, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from cluster.clock import MonotonicClock
-from cluster.config import TransferSettings
 from cluster.errors import HandOffFailed, HandOffReason
+from cluster.transfer_settings import TransferSettings
 from engine.pool import KvPool
 from kvtransfer.importer import Expected, Imported, Importer
 from kvtransfer.transports.shm import ShmImporter

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from cluster.config import TransferSettings
 from cluster.errors import HandOffReason
+from cluster.transfer_settings import TransferSettings
 from tests.contract.handoff_rig import DEADLINE_S, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.config import TransferSettings
 from cluster.messages import Epoch, MemberId
+from cluster.transfer_settings import TransferSettings
 from kvtransfer.transports import nixl
 from kvtransfer.transports.available import available_transports
 from kvtransfer.transports.base import Channel, TransportError, TransportMeans

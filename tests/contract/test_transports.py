@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.config import TransferSettings
 from cluster.errors import ConfigError
 from cluster.messages import Epoch, MemberId
+from cluster.transfer_settings import TransferSettings
 from engine.pool import KvPool
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports import nixl, shm, tcp

@@ -11,11 +11,11 @@ import pytest
 
 from cluster import wire
 from cluster.clock import MonotonicClock
-from cluster.config import TransferSettings
 from cluster.engine_settings import EngineSettings
 from cluster.hashing import hash_prompt, nameless_chains
 from cluster.messages import Epoch, LayoutFingerprint, MemberId, PrefillJob, Sampling, TokenStops
 from cluster.telemetry import Telemetry
+from cluster.transfer_settings import TransferSettings
 from cluster.worker_service import Inspections
 from engine.build import build_engine
 from engine.pool import KvPool

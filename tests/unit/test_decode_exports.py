@@ -8,10 +8,10 @@ import pytest_asyncio
 
 from cluster import tickets, wire
 from cluster.clock import ManualClock
-from cluster.config import TransferSettings
 from cluster.errors import NotFound
 from cluster.hashing import hash_prompt
 from cluster.messages import MemberId
+from cluster.transfer_settings import TransferSettings
 from decode_worker import commands
 from decode_worker.exports import Exports, FreezeOrder, FrozenSequence
 from kvtransfer.export_call import ExportCall

@@ -13,9 +13,9 @@ from unittest import mock
 
 import torch
 
-from cluster.config import TransferSettings
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
+from cluster.transfer_settings import TransferSettings
 from engine.block_pool import BlockPool, BlockState
 from engine.pool import KvPool
 from kvtransfer import exporter as exporter_module

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster import tickets
-from cluster.config import TransferSettings
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import MemberId
+from cluster.transfer_settings import TransferSettings
 from kvtransfer.exporter import FirstToken, TailBlock
 from kvtransfer.importer import Expected, Imported
 from kvtransfer.transports.loopback import Fault, FaultSchedule, LoopbackNetwork
