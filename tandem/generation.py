@@ -80,8 +80,9 @@ class Generation:
             except TandemError as error:
                 if self._closed.is_set():
                     raise
+                lost = _silent(self._progress.router, self._silence) if self._silence.is_over else error
                 self._learn()
-                self._go_on(_silent(self._progress.router, self._silence) if self._silence.is_over else error)
+                self._go_on(lost)
                 continue
             self._learn()
             self._asking.routers.first = self._progress.router
@@ -164,8 +165,9 @@ class AsyncGeneration:
                     raise
                 if self._is_over:
                     raise _closed() from None
+                lost = _silent(self._progress.router, self._silence)
                 await self._learn()
-                await self._go_on(_silent(self._progress.router, self._silence))
+                await self._go_on(lost)
                 continue
             await self._learn()
             self._asking.routers.first = self._progress.router

@@ -14,7 +14,8 @@ from tandem.silence import ALIVE_KEY, Silence, borne_s, sign_every_s
 from tandem.v1 import inference_pb2
 from tests.unit.test_client import TWO_CHOICES, Response, ScriptedRouter, generation_request, router
 
-SILENCE_S = 0.5
+SILENCE_S = 0.3
+LONG_S = 1.0  # no delay of a busy machine is as long
 TEXTS = ["ade", "bc"]
 
 
@@ -44,7 +45,7 @@ class FrozenRouter(ScriptedRouter):
 
 
 class BusyRouter(FrozenRouter):
-    num_signs = 8  # longer than the silence
+    num_signs = 6  # longer than the silence
     last = tuple(TWO_CHOICES[2:])
 
 
@@ -52,15 +53,15 @@ class OlderRouter(BusyRouter):
     promises = False
 
 
-def by_blocking(addresses: list[str]) -> tuple[list[str], str]:
-    with Client(addresses, silence_s=SILENCE_S) as client:
+def by_blocking(addresses: list[str], silence_s: float) -> tuple[list[str], str]:
+    with Client(addresses, silence_s=silence_s) as client:
         result = client.generate("x", n=2).result()
         return [choice.text for choice in result.choices], client._routers.first
 
 
-def on_a_loop(addresses: list[str]) -> tuple[list[str], str]:
+def on_a_loop(addresses: list[str], silence_s: float) -> tuple[list[str], str]:
     async def ask() -> tuple[list[str], str]:
-        async with AsyncClient(addresses, silence_s=SILENCE_S) as client:
+        async with AsyncClient(addresses, silence_s=silence_s) as client:
             result = await client.generate("x", n=2).result()
             return [choice.text for choice in result.choices], client._routers.first
 
@@ -68,7 +69,7 @@ def on_a_loop(addresses: list[str]) -> tuple[list[str], str]:
 
 
 CLIENTS = pytest.mark.parametrize("ask", [by_blocking, on_a_loop])
-Ask = Callable[[list[str]], tuple[list[str], str]]
+Ask = Callable[[list[str], float], tuple[list[str], str]]
 
 
 @CLIENTS
@@ -78,30 +79,44 @@ def test_a_router_that_breaks_its_promise_is_left_and_another_goes_on(ask: Ask) 
         router(FrozenRouter, responses=TWO_CHOICES[:3]) as (frozen, first),
         router(responses=TWO_CHOICES[3:]) as (second, other),
     ):
-        assert ask([first, other]) == (TEXTS, other)
+        assert ask([first, other], SILENCE_S) == (TEXTS, other)
         assert frozen.left.wait(10), "its call was not cancelled"
         has = [unpack_ids(choice.token_ids) for choice in generation_request(second).resume_from.choices]
         assert has == [(7, 10, 11), (8, 9)]
 
 
 @CLIENTS
-@pytest.mark.parametrize("kind", [BusyRouter, OlderRouter])
-def test_one_that_gives_signs_or_promised_none_is_waited_for(ask: Ask, kind: type[FrozenRouter]) -> None:
+@pytest.mark.parametrize(("kind", "silence_s"), [(BusyRouter, LONG_S), (OlderRouter, SILENCE_S)])
+def test_one_that_gives_signs_or_promised_none_is_waited_for(
+    ask: Ask, kind: type[FrozenRouter], silence_s: float
+) -> None:
     with router(kind, responses=TWO_CHOICES[:2]) as (slow, first), router() as (second, other):
-        assert ask([first, other]) == (TEXTS, first)
+        assert ask([first, other], silence_s) == (TEXTS, first)
         assert len(slow.seen) == 1
         assert second.seen == []
 
 
-def test_a_frozen_router_is_known_again_before_it_has_said_anything() -> None:
+@pytest.mark.parametrize("says_so_again", [True, False])
+def test_a_frozen_router_is_known_again_before_it_has_said_anything(says_so_again: bool) -> None:
     """Once it has promised signs, a later call there is not waited for longer than an answered one."""
     with router(FrozenRouter, responses=TWO_CHOICES) as (frozen, first), router() as (_, other):
         assert isinstance(frozen, FrozenRouter)
         frozen.last = (Response(),)
         with Client([first, other], silence_s=SILENCE_S) as client:
             client.generate("x", n=2).result()
-            frozen.responses, frozen.last = [], ()
+            frozen.responses, frozen.last, frozen.promises = [], (), says_so_again
             assert client.generate("y", n=2).result().text == "ade"
+            assert client._routers.first == other
+
+
+async def test_a_frozen_router_is_known_again_on_a_loop_too() -> None:
+    with router(FrozenRouter, responses=TWO_CHOICES) as (frozen, first), router() as (_, other):
+        assert isinstance(frozen, FrozenRouter)
+        frozen.last = (Response(),)
+        async with AsyncClient([first, other], silence_s=SILENCE_S) as client:
+            await client.generate("x", n=2).result()
+            frozen.responses, frozen.last, frozen.promises = [], (), False
+            assert (await client.generate("y", n=2).result()).text == "ade"
             assert client._routers.first == other
 
 
