@@ -37,7 +37,7 @@ class RoundResult:
     mismatches: int
     own_streams: tuple[str, ...]  # that ended with the router that they alone knew, and how
     leaked_blocks: int
-    recovery_s: tuple[float, ...]  # of each affected one: the longest wait for a token from the fault on
+    recovery_s: tuple[float, ...]  # of each affected one that can go on: the longest wait for a token from the fault on
     wrong: tuple[str, ...]
     account: Account
     logs: dict[str, list[str]] = field(default_factory=dict)  # of a round that went wrong
@@ -172,7 +172,7 @@ def judged(course: Course, account: Account) -> RoundResult:
         mismatches=counts[Outcome.MISMATCH],
         own_streams=tuple(f"{asked.way}: {asked.told}" for asked in own),
         leaked_blocks=sum(sum(left.values()) for left in account.leaked.values()),
-        recovery_s=tuple(round(asked.wait_s, 3) for asked in hit),
+        recovery_s=tuple(round(asked.wait_s, 3) for asked in hit if not _stays_with_its_router(asked, course)),
         wrong=tuple(_wrong(course, others, account)),
         account=account,
     )
@@ -189,6 +189,12 @@ def _wrong(course: Course, judged: Iterable[Asked], account: Account) -> Iterato
     yield from account.remains
     if course.round.fault.kind is Kind.SIGTERM and course.met is not None and course.note != "exit status 0":
         yield f"{course.victim.name} was asked to leave: {course.note}"
+
+
+def _stays_with_its_router(asked: Asked, course: Course) -> bool:
+    """Its client knows no other: it waits until that one is woken."""
+    is_its_own = course.victim.role == "router" and asked.router == course.victim.name
+    return is_its_own and course.round.fault.kind is Kind.SIGSTOP and asked.way is not Way.LIBRARY
 
 
 def _went_with_its_router(asked: Asked, course: Course) -> bool:
