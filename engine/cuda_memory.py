@@ -6,6 +6,7 @@ their owner died ("The memory allocation will be freed when all outstanding mapp
 all outstanding references to the handle (including its shareable counterparts) are also released", driver API).
 """
 
+import contextlib
 import os
 import weakref
 from typing import Any
@@ -75,7 +76,7 @@ def _allocate(num_bytes: int, index: int) -> tuple[int, int, int]:
         )
     )
     size = -(-num_bytes // granularity) * granularity
-    handle = _checked(driver.cuMemCreate(size, properties, 0))
+    handle = _created(driver, size, properties)
     try:
         file = int(_checked(driver.cuMemExportToShareableHandle(handle, properties.requestedHandleTypes, 0)))
         try:
@@ -85,6 +86,14 @@ def _allocate(num_bytes: int, index: int) -> tuple[int, int, int]:
             raise
     finally:
         driver.cuMemRelease(handle)  # the mapping and the file keep the pages
+
+
+def _created(driver: Any, size: int, properties: Any) -> Any:
+    if properties.allocFlags.gpuDirectRDMACapable:
+        with contextlib.suppress(NotExportable):
+            return _checked(driver.cuMemCreate(size, properties, 0))
+        properties.allocFlags.gpuDirectRDMACapable = 0  # a guest may not have what its device says it supports
+    return _checked(driver.cuMemCreate(size, properties, 0))
 
 
 def _properties(driver: Any, index: int) -> Any:

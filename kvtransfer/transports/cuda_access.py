@@ -13,6 +13,7 @@ import torch
 
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.cuda_thread import use_device
 
 
 class Mapping(Protocol):
@@ -71,18 +72,8 @@ class CudaAccess:
     def map(self, file: int, num_bytes: int) -> CudaMapping:
         from cuda.bindings import driver
 
-        with torch.cuda.device(self._index):
-            torch.cuda.current_stream().synchronize()  # the device's context is there
-            kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-            try:
-                handle = _checked(driver.cuMemImportFromShareableHandle(file, kind))
-            finally:
-                os.close(file)
-            try:
-                address = _map_for_reading(driver, handle, num_bytes, self._index)
-            finally:
-                driver.cuMemRelease(handle)  # the mapping keeps the pages
-        return CudaMapping(address, num_bytes)
+        use_device(self._index)
+        return CudaMapping(_import_for_reading(driver, file, num_bytes, self._index), num_bytes)
 
     def copy(self, source: Mapping, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
         """On a stream of its own: neither waits for the engine's steps, nor they for it. Nobody uses the destination,
@@ -96,6 +87,19 @@ class CudaAccess:
                 ids = torch.tensor([source_ids, target_ids], dtype=torch.int64, device=self._pool.device)
                 copy_blocks(source.address, ids[0], self._pool, ids[1])
                 self._stream.synchronize()
+
+
+def _import_for_reading(driver: Any, file: int, num_bytes: int, index: int) -> int:
+    """The address. Takes `file` over."""
+    kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    try:
+        handle = _checked(driver.cuMemImportFromShareableHandle(file, kind))
+    finally:
+        os.close(file)
+    try:
+        return _map_for_reading(driver, handle, num_bytes, index)
+    finally:
+        driver.cuMemRelease(handle)  # the mapping keeps the pages
 
 
 def _map_for_reading(driver: Any, handle: Any, num_bytes: int, index: int) -> int:

@@ -1,0 +1,58 @@
+"""The two sides of an exported pool, a process each: the real cuda-bindings over tests/contract/host_driver.c.
+
+Not a test: tests/contract/test_cuda_bindings.py starts it.
+
+`export` prints its endpoint and serves until its input ends. `import` reads one from its input, says what it sees, and
+again at every further line.
+"""
+
+import asyncio
+import ctypes
+import sys
+
+from cluster.messages import Epoch, MemberId
+from engine import cuda_memory
+from kvtransfer.transports import cuda_access
+from kvtransfer.transports.descriptor_server import DescriptorServer, parse_endpoint, receive_descriptor
+
+NUM_BYTES = 3 << 20
+BYTE = 0x5A
+EPOCH = Epoch(MemberId("p0", "a1"), b"t" * 16, 1)
+
+
+async def export() -> None:
+    file, size, address = cuda_memory._allocate(NUM_BYTES, 0)
+    assert size == 4 << 20
+    ctypes.memset(address, BYTE, size)
+    server = DescriptorServer(file, size.to_bytes(8, "little"))
+    await server.start()
+    _say(server.admit(EPOCH).hex())
+    await asyncio.to_thread(sys.stdin.read)
+
+
+async def import_() -> None:
+    from cuda.bindings import driver
+
+    path, token = parse_endpoint(bytes.fromhex(await asyncio.to_thread(sys.stdin.readline)))
+    _, geometry, file = await receive_descriptor(path, EPOCH, token)
+    size = int.from_bytes(geometry, "little")
+    address = cuda_access._import_for_reading(driver, file, size, 0)
+    for _ in range(2):
+        _say(f"{_protection(address)} {ctypes.string_at(address, size) == bytes([BYTE]) * size}")
+        await asyncio.to_thread(sys.stdin.readline)
+    cuda_access._unmap(address, size)
+    _say(_protection(address))
+
+
+def _protection(address: int) -> str:
+    """As the kernel tells it; empty where nothing is mapped."""
+    with open("/proc/self/maps") as maps:
+        return next((line.split()[1] for line in maps if line.startswith(f"{address:x}-")), "")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run({"export": export, "import": import_}[sys.argv[1]]())
