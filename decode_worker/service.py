@@ -1,13 +1,12 @@
 """The decode worker's face to routers: Start brings sequences in, Connect carries their tokens out; Freeze and Thaw
 are for those that go on elsewhere.
 
-Owns, per router, which handles are live, and what an import told about them until their start is reported. Events of
-the step thread arrive in `on_events`, on the event loop. Never touches a block.
+Events of the step thread arrive in `on_events`, on the event loop, and leave as messages of the routers' streams. Owns
+when this worker leaves. Never touches a block.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 
 import grpc
 
@@ -17,29 +16,17 @@ from cluster.hashing import NewChain
 from cluster.messages import DecodeJob, Inspected, MemberId
 from cluster.telemetry import Telemetry
 from cluster.worker_service import Inspections
-from decode_worker import commands
+from decode_worker import commands, router_messages
 from decode_worker.exports import Exports, FreezeOrder
 from decode_worker.imports import Imports
 from decode_worker.limits import DecodeLimits
+from decode_worker.live_handles import Arrival, LiveHandles
 from decode_worker.streams import RouterStreams
-from decode_worker.waiting_jobs import WaitingJobs
 from engine.step_loop import StepLoop
 from kvtransfer.exporter import Exporter
 from kvtransfer.importer import Imported, Importer
 from kvtransfer.prefix_offers import PrefixOffers
-from tandem.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
-
-_LOCAL = "local"
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """How a sequence's KV came here; reported once, with its start."""
-
-    first_token_id: int
-    transfer_s: float
-    kv_bytes: int
-    transport: str
+from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 
 class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
@@ -84,21 +71,15 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self.exports = Exports(
             exporter=exporter, cluster_key=cluster_key, post=steps.post, on_forgotten=self._on_forgotten
         )
-        self._live: dict[MemberId, set[int]] = {}
-        self._arrivals: dict[tuple[MemberId, int], _Arrival] = {}
-        self._waiting = WaitingJobs(limits.max_queue + limits.max_num_seqs)
+        self._handles = LiveHandles(max_waiting_jobs=limits.max_queue + limits.max_num_seqs)
         self._leaves_at_s: float | None = None  # by the event loop's clock; None: it stays
         self.num_local_prefills = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     async def Start(
         self, request: worker_pb2.StartRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_pb2.StartResponse:
         job = self._checked(wire.decode_job_from_wire(request))
-        self._live.setdefault(job.router, set()).update(s.handle for s in job.sequences)
-        self._waiting.add(job.router, (s.handle for s in job.sequences))
-        self._idle.clear()
+        self._handles.add_job(job.router, [s.handle for s in job.sequences])
         self._telemetry.count("tandem_decode_starts_total", source="local" if job.signed_ticket is None else "handoff")
         if job.signed_ticket is None:
             self.num_local_prefills += 1
@@ -123,7 +104,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     ) -> worker_pb2.ThawResponse:
         self._refuse_if_unhealthy()
         router = wire.member_from_wire(request.router)
-        self._live.setdefault(router, set()).add(request.new_handle)
+        self._handles.add_thawed(router, request.new_handle)
         try:
             await self.exports.thaw(router, request.handle, request.new_handle)
         except TandemError:
@@ -150,7 +131,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         try:
             yield worker_pb2.WorkerMessage(hello=worker_pb2.WorkerHello(worker=str(self._member)))
             if self._leaves_at_s is not None:
-                yield _leaving(self._leaves_at_s)
+                yield router_messages.leaving(max(0.0, self._leaves_at_s - _now_s()))
             async for message in stream.drain(connection):
                 yield message
             self._refuse_if_unhealthy()
@@ -192,17 +173,16 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     async def drain(self, grace_s: float) -> None:
         """Takes no new work and tells every router so, now or when it connects: it hands on what will not end in time.
         Returns when no sequence is here any more and the last tokens are sent. Raises DrainIncomplete."""
-        self._leaves_at_s = asyncio.get_running_loop().time() + grace_s
-        self._streams.broadcast(_leaving(self._leaves_at_s))
+        self._leaves_at_s = _now_s() + grace_s
+        self._streams.broadcast(router_messages.leaving(grace_s))
         try:
             async with asyncio.timeout(grace_s):
-                await self._idle.wait()
+                await self._handles.until_none()
                 await self._streams.said()
         except TimeoutError:
-            num_left = sum(map(len, self._live.values()))
             raise DrainIncomplete(
-                f"{num_left} sequence(s) were left after {grace_s:g} s, which their routers start again elsewhere;"
-                " give it more --drain-grace-s, or the pool another worker"
+                f"{len(self._handles)} sequence(s) were left after {grace_s:g} s, which their routers start again"
+                " elsewhere; give it more --drain-grace-s, or the pool another worker"
             ) from None
 
     def end_work(self, _: Unhealthy) -> None:
@@ -210,7 +190,10 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._streams.close()
 
     def figures(self) -> dict[str, float]:
-        return {"waiting_jobs": float(len(self._waiting)), "stream_bytes": float(self._streams.waiting_bytes)}
+        return {
+            "waiting_jobs": float(self._handles.num_waiting_jobs),
+            "stream_bytes": float(self._streams.waiting_bytes),
+        }
 
     async def close(self) -> None:
         self._streams.close()
@@ -229,7 +212,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             raise InvalidRequest(f"token id {highest} is outside the vocabulary of {self._vocab_size}")
         if job.signed_ticket is not None and len({s.committed_token_ids for s in job.sequences}) > 1:
             raise InvalidRequest("the sequences of one ticket must have the same committed tokens")
-        refusal = self._limits.job_refusal(job) or self._waiting.refusal()
+        refusal = self._limits.job_refusal(job) or self._handles.refusal()
         if refusal is not None:
             raise refusal  # before a byte of KV moves for it
         return job
@@ -249,7 +232,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._fail(router, (handle,), Unavailable(f"sequence {handle} was frozen, and nobody has thawed it"))
 
     def _on_router_gone(self, router: MemberId) -> None:
-        handles = frozenset(self._live.get(router, ()))
+        handles = self._handles.of(router)
         self._telemetry.count("tandem_decode_router_gone_total")
         if handles:
             self._cancel(router, handles)
@@ -261,9 +244,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         ]
         for handle, first in live:
             if handle not in cancelled:
-                self._arrivals[job.router, handle] = _Arrival(
-                    first.token_id, imported.exposed_transfer_s, imported.kv_bytes, imported.transport
-                )
+                arrival = Arrival(first.token_id, imported.exposed_transfer_s, imported.kv_bytes, imported.transport)
+                self._handles.arrive(job.router, handle, arrival)
         if cancelled:
             self._steps.post(commands.CancelSequences(job.router, cancelled))
         self._forget(job.router, frozenset(s.handle for s in job.sequences) - {handle for handle, _ in live})
@@ -274,68 +256,29 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._fail(job.router, tuple(s.handle for s in job.sequences), error)
 
     def _on_started(self, event: commands.Started) -> None:
-        arrivals = [self._arrivals.pop((event.router, handle), None) for handle in event.handles]
-        started = worker_pb2.SequenceStarted(
-            handles=event.handles, queue_s=event.queue_s, transport=_LOCAL, num_cached=event.num_cached
-        )
-        known = [arrival for arrival in arrivals if arrival is not None]
-        if known and len(known) == len(arrivals):
-            started.first_token_ids = wire.pack_ids([arrival.first_token_id for arrival in known])
-            started.transfer_s = known[0].transfer_s
-            started.kv_bytes = known[0].kv_bytes
-            started.transport = known[0].transport
-        self._waiting.remove(event.router, event.handles, asyncio.get_running_loop().time())
+        arrivals = self._handles.begin(event.router, event.handles, _now_s())
         self._telemetry.observe("tandem_decode_queue_seconds", event.queue_s)
         self._telemetry.count("tandem_prefix_cached_tokens_total", event.num_cached)
-        self._streams.send(event.router, worker_pb2.WorkerMessage(started=started))
+        self._streams.send(event.router, router_messages.started(event, arrivals))
 
     def _on_step(self, event: commands.StepTokens) -> None:
         by_router: dict[MemberId, list[commands.SequenceToken]] = {}
         for token in event.tokens:
             by_router.setdefault(token.router, []).append(token)
         for router, tokens in by_router.items():
-            self._streams.send(router, worker_pb2.WorkerMessage(step=_step_output(event.step, tokens)))
+            self._streams.send(router, router_messages.step_output(event.step, tokens))
             self._forget(router, frozenset(t.handle for t in tokens if t.token.finish_reason is not None))
         self._telemetry.count("tandem_decode_tokens_total", len(event.tokens))
 
     def _fail(self, router: MemberId, handles: tuple[int, ...], error: TandemError) -> None:
-        reason = str(error.handoff_reason) if isinstance(error, HandOffFailed) else error.reason
-        failed = worker_pb2.SequenceFailed(handles=handles, reason=reason, detail=str(error))
-        self._streams.send(router, worker_pb2.WorkerMessage(failed=failed))
+        self._streams.send(router, router_messages.failed(handles, error))
         self._forget(router, frozenset(handles))
 
     def _forget(self, router: MemberId, handles: frozenset[int]) -> None:
         self.exports.forget(router, handles)
-        self._waiting.remove(router, handles, asyncio.get_running_loop().time())
-        live = self._live.get(router)
-        if live is None:
-            return
-        live -= handles
-        for handle in handles:
-            self._arrivals.pop((router, handle), None)
-        if not live:
-            del self._live[router]
-        if not self._live:
-            self._idle.set()
+        self._handles.remove(router, handles, _now_s())
 
 
-def _leaving(leaves_at_s: float) -> worker_pb2.WorkerMessage:
-    left_s = max(0.0, leaves_at_s - asyncio.get_running_loop().time())
-    return worker_pb2.WorkerMessage(leaving=worker_pb2.WorkerLeaving(grace_s=left_s))
-
-
-def _step_output(step: int, tokens: list[commands.SequenceToken]) -> worker_pb2.StepOutput:
-    output = worker_pb2.StepOutput(
-        step=step,
-        handles=wire.pack_ids([t.handle for t in tokens]),
-        token_ids=wire.pack_ids([t.token.token_id for t in tokens]),
-        indices=wire.pack_ids([t.index for t in tokens]),
-    )
-    if any(t.token.logprobs is not None for t in tokens):
-        for t in tokens:
-            logprobs = t.token.logprobs
-            output.logprobs.append(wire.logprobs_to_wire(logprobs) if logprobs else inference_pb2.PositionLogprobs())
-    for t in tokens:
-        if t.token.finish_reason is not None:
-            output.ends.append(worker_pb2.SequenceEnd(handle=t.handle, finish_reason=str(t.token.finish_reason)))
-    return output
+def _now_s() -> float:
+    """By the event loop's clock."""
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,50 @@
+"""What a decode worker says to a router on its stream, as wire messages. Decides nothing."""
+
+from collections.abc import Sequence
+
+from cluster import wire
+from cluster.errors import HandOffFailed, TandemError
+from decode_worker.commands import SequenceToken, Started
+from decode_worker.live_handles import Arrival
+from tandem.v1 import inference_pb2, worker_pb2
+
+_LOCAL = "local"
+
+
+def leaving(grace_s: float) -> worker_pb2.WorkerMessage:
+    return worker_pb2.WorkerMessage(leaving=worker_pb2.WorkerLeaving(grace_s=grace_s))
+
+
+def started(event: Started, arrivals: Sequence[Arrival]) -> worker_pb2.WorkerMessage:
+    """`arrivals`: of each of its sequences, or none."""
+    message = worker_pb2.SequenceStarted(
+        handles=event.handles, queue_s=event.queue_s, transport=_LOCAL, num_cached=event.num_cached
+    )
+    if arrivals:
+        message.first_token_ids = wire.pack_ids([arrival.first_token_id for arrival in arrivals])
+        message.transfer_s = arrivals[0].transfer_s
+        message.kv_bytes = arrivals[0].kv_bytes
+        message.transport = arrivals[0].transport
+    return worker_pb2.WorkerMessage(started=message)
+
+
+def step_output(step: int, tokens: Sequence[SequenceToken]) -> worker_pb2.WorkerMessage:
+    output = worker_pb2.StepOutput(
+        step=step,
+        handles=wire.pack_ids([t.handle for t in tokens]),
+        token_ids=wire.pack_ids([t.token.token_id for t in tokens]),
+        indices=wire.pack_ids([t.index for t in tokens]),
+    )
+    if any(t.token.logprobs is not None for t in tokens):
+        for t in tokens:
+            logprobs = t.token.logprobs
+            output.logprobs.append(wire.logprobs_to_wire(logprobs) if logprobs else inference_pb2.PositionLogprobs())
+    for t in tokens:
+        if t.token.finish_reason is not None:
+            output.ends.append(worker_pb2.SequenceEnd(handle=t.handle, finish_reason=str(t.token.finish_reason)))
+    return worker_pb2.WorkerMessage(step=output)
+
+
+def failed(handles: Sequence[int], error: TandemError) -> worker_pb2.WorkerMessage:
+    reason = str(error.handoff_reason) if isinstance(error, HandOffFailed) else error.reason
+    return worker_pb2.WorkerMessage(failed=worker_pb2.SequenceFailed(handles=handles, reason=reason, detail=str(error)))
