@@ -11,7 +11,9 @@ Events                                             what it means
     SealBlocks(first_index, blocks)                the prefill wrote these; index counts in the ticket's order
     Finish(first_tokens, num_tokens, hash, tail)   the prefill is done; comes after its last SealBlocks
     Fail(reason, detail)                           the prefill will not finish, or nobody wants it: tell who attached
-    Reissue(attempt)                               the router wants one more attempt; ask `can_reissue` first
+    Reissue(attempt)                               the router wants one more attempt; ask `can_reissue` first. It may
+                                                   be another importer's: whose call ends without its Settle, or who
+                                                   settles as failed, leaves the ticket vacant for as long as a lease
     FromImporter(call, message)                    Attach, Renew or Settle
     CallEnded(call)                                the stream is gone, by whichever side
     Tick()                                         give one at `next_deadline_s`, and on every turn of the loop
@@ -40,6 +42,7 @@ from kvtransfer.handoff import (
     FirstToken,
     Guards,
     ImporterMessage,
+    Outcome,
     Refused,
     RemoteBlock,
     Renew,
@@ -191,7 +194,7 @@ def advance(state: Export, event: Event, now_s: float, guards: Guards = GUARDS) 
         case CallEnded(call):
             for attempt, known in state.calls:
                 if known == call:
-                    state = replace(state, leases=lease_rules.end(state.leases, attempt))
+                    state = replace(state, leases=lease_rules.vacate(state.leases, attempt, now_s, guards.leases))
         case Tick():
             state, actions = _reap(state, now_s, guards)
     actions += _ended(before, state.leases)
@@ -242,6 +245,9 @@ def _hear(
             return _attach(state, call, attempt, now_s, guards)
         case Renew():
             return replace(state, leases=lease_rules.renew(state.leases, attempt, now_s, guards.leases)), ()
+        case Settle(epoch, Outcome.FAILED):
+            leases = lease_rules.vacate(state.leases, attempt, now_s, guards.leases)
+            return replace(state, leases=leases), (Send(call, Settled(epoch, valid=False)),)
         case Settle(epoch):
             leases, valid = lease_rules.settle(state.leases, attempt, now_s, guards.leases)
             # Only what is whole can be good: an ok before Finished is a lie.

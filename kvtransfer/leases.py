@@ -14,7 +14,9 @@ frees anything, and knows no clock but the `now_s` it is given, which is the exp
 - Renewing moves the deadline, never beyond `max_lease_s` after the start. A lease whose deadline has passed is over,
   whether or not somebody has reaped it yet: nothing revives it.
 - An attempt settles once; asked again, it gives the same answer. The answer is whether the lease held throughout.
-- Blocks unpin when no attempt is live any more. A new attempt can be made only before that.
+- A ticket is vacant when its last importer failed or is gone, not when one lapsed or needs nothing more. For as long as
+  a lease another may come; nobody renews that, and giving the ticket up ends it.
+- Blocks unpin when no attempt is live any more and the ticket is not vacant. A new attempt is made before that only.
 """
 
 from collections.abc import Callable
@@ -74,6 +76,8 @@ class TicketLeases:
     policy: LeasePolicy
     leases: tuple[Lease, ...]
     has_sealed: bool = False
+    is_closed: bool = False  # nobody may attach any more: there is no vacancy either
+    vacant_until_s: float | None = None  # None: not vacant
 
     def find(self, attempt: int) -> Lease | None:
         return next((lease for lease in self.leases if lease.attempt == attempt), None)
@@ -84,14 +88,20 @@ class TicketLeases:
         return any(lease.is_live for lease in self.leases)
 
     @property
+    def is_pinned(self) -> bool:
+        """Somebody reads, or may still come to."""
+        return self.is_live or self.vacant_until_s is not None
+
+    @property
     def next_deadline_s(self) -> float | None:
-        deadlines = [lease.deadline_s for lease in self.leases if lease.is_live and lease.deadline_s is not None]
-        return min(deadlines, default=None)
+        deadlines = [lease.deadline_s for lease in self.leases if lease.is_live]
+        return min((at_s for at_s in (*deadlines, self.vacant_until_s) if at_s is not None), default=None)
 
     def check(self) -> None:
         """Raises AssertionError with what is broken."""
         attempts = [lease.attempt for lease in self.leases]
         assert attempts == sorted(set(attempts)), f"attempts out of order: {attempts}"
+        assert self.vacant_until_s is None or not (self.is_live or self.is_closed), f"vacant, and is not: {self}"
         for lease in self.leases:
             running = lease.phase is LeasePhase.RUNNING
             assert not running or self.has_sealed, f"a lease on nothing: {lease}"
@@ -114,6 +124,7 @@ class LeaseGuards:
     reissued_while_pinned: Callable[[TicketLeases], bool]  # another attempt may be made
     attached_once: Callable[[Lease], bool]  # this attempt may attach
     lapses_at_deadline: Callable[[Lease, float], bool]  # time is up for it
+    vacant_for_a_while: Callable[[TicketLeases, float], bool]  # nobody came for a vacant ticket in time
     renewed_while_running: Callable[[Lease, float], bool]  # a renewal may move its deadline
     renewed_up_to_maximum: Callable[[float, float], float]  # (asked for, maximum) -> the new deadline
     valid_at_settle: Callable[[Lease, float], bool]  # it held throughout
@@ -123,15 +134,20 @@ def is_over(lease: Lease, now_s: float) -> bool:
     return lease.deadline_s is not None and now_s >= lease.deadline_s
 
 
+def is_deserted(leases: TicketLeases, now_s: float) -> bool:
+    return leases.vacant_until_s is not None and now_s >= leases.vacant_until_s
+
+
 def is_running(lease: Lease, now_s: float) -> bool:
     return lease.phase is LeasePhase.RUNNING and not is_over(lease, now_s)
 
 
 LEASE_GUARDS = LeaseGuards(
-    pinned_while_leased=lambda leases: leases.is_live,
-    reissued_while_pinned=lambda leases: leases.is_live,
+    pinned_while_leased=lambda leases: leases.is_pinned,
+    reissued_while_pinned=lambda leases: leases.is_pinned and not leases.is_closed,
     attached_once=lambda lease: lease.phase is LeasePhase.OFFERED,
     lapses_at_deadline=is_over,
+    vacant_for_a_while=is_deserted,
     renewed_while_running=is_running,
     renewed_up_to_maximum=min,
     valid_at_settle=is_running,
@@ -148,8 +164,9 @@ def reissue(leases: TicketLeases, attempt: int, now_s: float, guards: LeaseGuard
     if not can_reissue(leases, attempt, guards):
         raise IllegalMove(f"attempt {attempt} on {leases}")
     deadline_s = now_s + leases.policy.attach_timeout_s if leases.has_sealed else None
-    withdrawn = withdraw(leases)
-    return replace(withdrawn, leases=(*withdrawn.leases, Lease(attempt, deadline_s=deadline_s)))
+    withdrawn = _withdraw_offered(leases)
+    newest = Lease(attempt, deadline_s=deadline_s)
+    return replace(withdrawn, leases=(*withdrawn.leases, newest), vacant_until_s=None)
 
 
 def seal(leases: TicketLeases, now_s: float) -> TicketLeases:
@@ -206,19 +223,28 @@ def settle(
 
 
 def end(leases: TicketLeases, attempt: int) -> TicketLeases:
-    """The importer is gone without settling: its attempt is over, and was not valid."""
+    """The attempt is over, and was not valid."""
     lease = leases.find(attempt)
     if lease is None or not lease.is_live:
         return leases
     return _with(leases, _moved(lease, LeasePhase.SETTLED))
 
 
+def vacate(leases: TicketLeases, attempt: int, now_s: float, guards: LeaseGuards = LEASE_GUARDS) -> TicketLeases:
+    """The attempt is over, and its importer has not what it needs: it failed, or is gone. Another may come."""
+    settled, _ = settle(leases, attempt, now_s, guards)
+    lease = settled.find(attempt)
+    if settled is leases or lease is None:
+        return leases
+    settled = _with(settled, replace(lease, was_valid=False))
+    if lease.phase is LeasePhase.LAPSED or settled.is_live or settled.is_closed:
+        return settled
+    return replace(settled, vacant_until_s=now_s + leases.policy.lease_s)
+
+
 def withdraw(leases: TicketLeases) -> TicketLeases:
-    """Attempts that nobody has attached with cannot be attached with any more."""
-    for lease in leases.leases:
-        if lease.phase is LeasePhase.OFFERED:
-            leases = _with(leases, _moved(lease, LeasePhase.WITHDRAWN))
-    return leases
+    """Nobody can attach any more; who has, goes on."""
+    return replace(_withdraw_offered(leases), is_closed=True, vacant_until_s=None)
 
 
 def reap(
@@ -233,7 +259,16 @@ def reap(
             else:
                 leases = _with(leases, _moved(lease, LeasePhase.LAPSED))
                 lapsed.append(lease.attempt)
+    if guards.vacant_for_a_while(leases, now_s):
+        leases = replace(leases, vacant_until_s=None)
     return leases, tuple(lapsed)
+
+
+def _withdraw_offered(leases: TicketLeases) -> TicketLeases:
+    for lease in leases.leases:
+        if lease.phase is LeasePhase.OFFERED:
+            leases = _with(leases, _moved(lease, LeasePhase.WITHDRAWN))
+    return leases
 
 
 def _started(lease: Lease, policy: LeasePolicy, now_s: float) -> Lease:

@@ -520,9 +520,51 @@ def test_prefill_that_fails_before_its_first_block_releases_at_once() -> None:
     assert exporter.feed(FAIL)[-1] == exporting.Release()
 
 
-def test_lost_importer_releases_the_blocks() -> None:
-    assert exporting.Release() in _attached().feed(exporting.CallEnded(1))
-    assert _attached().feed(exporting.CallEnded(2)) == ()
+def test_lost_importers_blocks_stay_for_another_as_long_as_a_lease() -> None:
+    exporter = _attached()
+
+    assert exporter.feed(exporting.CallEnded(2)) == ()
+    assert exporting.Release() not in exporter.feed(exporting.CallEnded(1), now_s=1.0)
+    assert exporting.Release() not in exporter.feed(exporting.Tick(), now_s=6.9)
+    assert exporter.feed(exporting.Tick(), now_s=7.0)[-1] == exporting.Release()
+
+
+def test_another_importer_gets_everything_that_a_lost_one_had_been_told() -> None:
+    exporter, second = _attached(), replace(EPOCH, attempt=2)
+    exporter.feed(FINISH)
+    exporter.feed(exporting.CallEnded(1))
+
+    exporter.feed(exporting.Reissue(2))
+    messages = [
+        action.message for action in exporter.hear(Attach(second), call=2) if isinstance(action, exporting.Send)
+    ]
+
+    assert [type(message) for message in messages] == [Accepted, Sealed, Finished]
+    assert exporter.hear(Settle(second, Outcome.OK), call=2)[-1] == exporting.Release()
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.UNNEEDED])
+def test_importer_that_needs_nothing_more_releases_the_blocks_at_once(outcome: Outcome) -> None:
+    exporter = _attached()
+    exporter.feed(FINISH)
+
+    assert exporter.hear(Settle(EPOCH, outcome))[-1] == exporting.Release()
+
+
+def test_ticket_that_was_given_up_does_not_wait_for_another_importer() -> None:
+    exporter = _attached()
+    exporter.feed(FINISH)
+    exporter.feed(exporting.Fail(HandOffReason.CANCELLED))
+
+    assert exporting.Release() in exporter.feed(exporting.CallEnded(1))
+
+
+def test_giving_up_a_vacant_ticket_releases_its_blocks() -> None:
+    exporter = _attached()
+    exporter.feed(FINISH)
+    exporter.hear(Settle(EPOCH, Outcome.FAILED))
+
+    assert exporting.Release() in exporter.feed(exporting.Fail(HandOffReason.CANCELLED))
 
 
 def test_second_importer_is_a_second_attempt_and_blocks_stay_until_both_have_ended() -> None:
@@ -538,10 +580,11 @@ def test_second_importer_is_a_second_attempt_and_blocks_stay_until_both_have_end
 
 def test_released_ticket_is_not_reissued() -> None:
     exporter = _attached()
-    exporter.feed(exporting.CallEnded(1))
+    exporter.feed(FINISH)
+    exporter.hear(Settle(EPOCH, Outcome.OK))
 
     assert not exporting.can_reissue(exporter.state, 2)
-    with pytest.raises(IllegalMove, match=r"reissue 2.*CallEnded"):
+    with pytest.raises(IllegalMove, match=r"reissue 2.*Settle"):
         exporter.feed(exporting.Reissue(2))
 
 

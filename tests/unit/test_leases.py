@@ -153,7 +153,54 @@ def test_importer_that_leaves_without_settling_ends_its_lease() -> None:
     assert rules.settle(leases, 1, 0.0) == (leases, False)
 
 
-_OPERATIONS = st.sampled_from(["attach", "seal", "renew", "settle", "end", "reap", "reissue", "withdraw"])
+def test_failed_importers_ticket_is_vacant_for_as_long_as_a_lease() -> None:
+    vacant = rules.vacate(_running(), 1, 2.0)
+
+    assert vacant.is_pinned
+    assert not vacant.is_live
+    assert rules.reap(vacant, 6.9)[0].is_pinned
+    assert not rules.reap(vacant, 7.0)[0].is_pinned
+
+
+def test_vacant_ticket_goes_to_another_importer_with_a_lease_of_its_own() -> None:
+    leases = rules.reissue(rules.vacate(_running(), 1, 2.0), 2, 6.0)
+    leases, refusal = rules.attach(leases, 2, 6.5)
+
+    assert refusal is None
+    assert leases.next_deadline_s == 11.5
+    assert leases.find(1) == Lease(1, LeasePhase.SETTLED)
+
+
+def test_importer_that_is_lost_before_anything_is_sealed_leaves_a_vacancy_too() -> None:
+    vacant = rules.seal(rules.vacate(_attached(), 1, 0.0), 3.0)
+
+    assert rules.can_reissue(vacant, 2)
+    assert vacant.next_deadline_s == 5.0
+
+
+def test_lapsed_lease_leaves_no_vacancy() -> None:
+    leases = rules.vacate(_running(), 1, 5.0)
+
+    assert _phase(leases) is LeasePhase.LAPSED
+    assert not leases.is_pinned
+    assert not rules.can_reissue(leases, 2)
+
+
+def test_ticket_is_not_vacant_while_another_attempt_goes_on() -> None:
+    leases, _ = rules.attach(rules.reissue(_running(), 2, 1.0), 2, 1.0)
+
+    assert rules.vacate(leases, 1, 2.0).vacant_until_s is None
+
+
+def test_closed_ticket_is_neither_vacant_nor_reissued() -> None:
+    leases = rules.withdraw(_running())
+
+    assert not rules.can_reissue(leases, 2)
+    assert not rules.vacate(leases, 1, 1.0).is_pinned
+    assert not rules.withdraw(rules.vacate(_running(), 1, 1.0)).is_pinned
+
+
+_OPERATIONS = st.sampled_from(["attach", "seal", "renew", "settle", "end", "vacate", "reap", "reissue", "withdraw"])
 
 
 def _apply(leases: TicketLeases, operation: str, attempt: int, now_s: float) -> TicketLeases:
@@ -168,6 +215,8 @@ def _apply(leases: TicketLeases, operation: str, attempt: int, now_s: float) -> 
             return rules.settle(leases, attempt, now_s)[0]
         case "end":
             return rules.end(leases, attempt)
+        case "vacate":
+            return rules.vacate(leases, attempt, now_s)
         case "reap":
             return rules.reap(leases, now_s)[0]
         case "reissue":
@@ -197,14 +246,14 @@ def test_whatever_happens_leases_keep_their_promises(story: list[tuple[str, int,
             if lease.was_valid and old is not None and not old.was_valid:
                 assert old.deadline_s is not None
                 assert now_s < old.deadline_s
-        assert before.is_live or not leases.is_live, "an ended ticket came back"
+        assert before.is_pinned or not leases.is_pinned, "an ended ticket came back"
 
     for _ in range(4):  # an end comes by itself: whatever has a deadline needs nobody
         deadline_s = leases.next_deadline_s
         if deadline_s is not None:
             leases, _ = rules.reap(leases, deadline_s)
     assert leases.next_deadline_s is None
-    assert not leases.has_sealed or not leases.is_live
+    assert not leases.has_sealed or not leases.is_pinned
 
 
 def _assert_moved_legally(old: Lease | None, new: Lease) -> None:

@@ -68,7 +68,7 @@ class Machines:
 
     def number_export(self, state: Export) -> int:
         state.leases.check()
-        if state.phase is ExportPhase.RELEASED and state.leases.is_live:
+        if state.phase is ExportPhase.RELEASED and state.leases.is_pinned:
             raise Violation("a lease is, or may become, good for blocks that were freed")
         return self.exports.number(replace(state, history=()))
 
@@ -147,7 +147,9 @@ class Machines:
             )
             for lease in state.leases.leases
         )
-        return self.exports.number(replace(state, leases=replace(state.leases, leases=moved)))
+        vacant_until_s = _earlier(state.leases.vacant_until_s, duration_s)
+        leases = replace(state.leases, leases=moved, vacant_until_s=vacant_until_s)
+        return self.exports.number(replace(state, leases=leases))
 
     def import_later(self, number: int, duration_s: float) -> int:
         state = self.imports[number]
