@@ -123,6 +123,7 @@ class _Router:
             migrations=migrations,
             prefixes=PrefixBeliefs(self._fleet, memory, index, cluster_key(config)),
             outboxes=self._outboxes,
+            key=cluster_key(config),
             settings=PipelineSettings(
                 request_timeout_s=config.request_timeout_s,
                 max_attempts=config.max_attempts,

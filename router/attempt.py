@@ -4,8 +4,9 @@ Owns the calls and legs of the try: leaving it, however, cancels on every worker
 AttemptFailed where another try may help; it never tries again itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from cluster.errors import InternalError
 from cluster.hashing import BlockChain
@@ -15,37 +16,42 @@ from router.decode_events import Move
 from router.decode_leg import DecodeLeg
 from router.failures import DECODE, PREFILL, leg
 from router.fleet import Fleet
+from router.importing import ImporterMeans, Importing
 from router.live_request import LiveRequest
 from router.migration import Migrations
 from router.prefill_peer import FirstTokens
 from router.prefix_beliefs import PrefixBeliefs
-from router.running import branches, running
+from router.running import branches
+from router.setbacks import Setbacks
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptMeans:
+    fleet: Fleet
+    migrations: Migrations
+    prefixes: PrefixBeliefs
+    router: MemberId
+    importers: ImporterMeans
 
 
 class Attempt:
-    def __init__(
-        self,
-        live: LiveRequest,
-        choices: Sequence[Choice],
-        *,
-        fleet: Fleet,
-        migrations: Migrations,
-        prefixes: PrefixBeliefs,
-        router: MemberId,
-    ) -> None:
+    def __init__(self, live: LiveRequest, choices: Sequence[Choice], setbacks: Setbacks, means: AttemptMeans) -> None:
         self._live = live
         self._choices = choices
-        self._fleet = fleet
-        self._migrations = migrations
-        self._prefixes = prefixes
-        self._router = router
+        self._setbacks = setbacks
+        self._fleet = means.fleet
+        self._migrations = means.migrations
+        self._prefixes = means.prefixes
+        self._router = means.router
+        self._importers = means.importers
         self._number = live.next_attempt()
 
-    async def hand_over(self, prefill_id: MemberId, decode_id: MemberId, arrived: Callable[[], None]) -> None:
-        """Prefill there, decode here: both legs at once, the first token before the KV has `arrived`."""
+    async def hand_over(self, prefill_id: MemberId, decode_id: MemberId) -> None:
+        """Prefill there, decode here: both legs at once, the first token before the KV has arrived."""
         with leg(DECODE, decode_id):
             decode = self._fleet.decode(decode_id)
-        with DecodeLeg(self._live, decode, self._choices, exporter=prefill_id) as decoding:
+        importing = Importing(self._live, self._choices, self._setbacks, decode, prefill_id, self._importers)
+        async with importing:
             self._live.dispatched(prefill=prefill_id, decode=decode_id)
             with leg(PREFILL, prefill_id):
                 chain = self._chain(prefill_id, self._choices[0].committed)
@@ -53,24 +59,16 @@ class Attempt:
                 job = self._live.prefill_job(self._choices, self._number, decode_id, holders)
                 prefill = self._fleet.prefill(prefill_id)
                 async with prefill.prefill(job) as call:
-                    ticket = await call.ticket()
-                    start = decode.start(self._live.decode_job(decoding.owners, self._number, self._router, ticket))
-                    with prefill.abandoned_unless_taken(ticket) as taken:
-                        async with running(start) as starting:
-                            self._deliver_first(await call.first_tokens(), prefill_id)
-                            self._prefixes.note(chain, prefill_id)
-                            decoding.cancel_ended()
-                            if decoding.sequences.live:
-                                with leg(DECODE, decode_id):
-                                    await starting
-                                if decode.stream.connected.is_set():  # else it may have died with the ticket
-                                    taken()
-                                self._prefixes.note(chain, decode_id)
-            await decoding.until_started()
-            if decoding.sequences.started:
-                arrived()
+                    importing.take(await call.ticket(), self._number, prefill)
+                    self._deliver_first(await call.first_tokens(), prefill_id)
+                    self._prefixes.note(chain, prefill_id)
+            if all(choice.ended for choice in self._choices):
+                return
+            importing.first_tokens()
+            decoding = await importing.decoding()
+            self._prefixes.note(chain, decoding.worker)
             await self._follow(decoding)
-            self._note_outputs(decode_id)
+            self._note_outputs(decoding.worker)
 
     async def first_token_only(self, prefill_id: MemberId) -> None:
         """One token is missing: prefill gives it, and there is nothing to decode."""
@@ -87,7 +85,8 @@ class Attempt:
             decode = self._fleet.decode(decode_id)
             with DecodeLeg(self._live, decode, self._choices, exporter=None) as decoding:
                 self._live.dispatched(decode=decode_id)
-                await decode.start(self._live.decode_job(decoding.owners, self._number, self._router, ticket=None))
+                committed = self._choices[0].committed
+                await decode.start(self._live.decode_job(decoding.owners, committed, self._number, self._router, None))
                 await self._follow(decoding)
                 self._note_outputs(decode_id)
 

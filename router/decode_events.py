@@ -84,6 +84,18 @@ class Sequences:
     async def next(self) -> DecodeEvent:
         return await self.events.get()
 
+    async def failure(self) -> Failed | Lost:
+        """The next one. What else was said meanwhile is heard after it, in its order."""
+        said: list[DecodeEvent] = []
+        try:
+            while not isinstance(event := await self.events.get(), Failed | Lost):
+                said.append(event)
+            return event
+        finally:
+            said.extend(self.events.get_nowait() for _ in range(self.events.qsize()))
+            for event in said:
+                self.events.put_nowait(event)
+
     def part(self, handle: int) -> "Sequences":
         """One of them by itself, with what was said about it and not heard yet."""
         parted = Sequences({handle: self.courses[handle]})

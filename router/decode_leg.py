@@ -17,6 +17,7 @@ from router.decode_events import DecodeEvent, Failed, Lost, Move, Sequences, Sta
 from router.decode_peer import DecodePeer
 from router.failures import DECODE, FIRST_TOKEN_MISMATCH, AttemptFailed, failed_sequences, leg
 from router.live_request import LiveRequest
+from router.running import running
 
 
 class DecodeLeg:
@@ -65,6 +66,15 @@ class DecodeLeg:
                 elif event.handle in self.sequences.live:
                     return event
         return None
+
+    async def unless_failed(self, until: "asyncio.Future[None]") -> None:
+        """Until then. What the worker says before is heard later, except that it will not do, or is lost. Raises
+        AttemptFailed, TandemError."""
+        with leg(DECODE, self.worker):
+            async with running(self.sequences.failure()) as failing:
+                await asyncio.wait((failing, until), return_when=asyncio.FIRST_COMPLETED)
+                if failing.done():
+                    self._take(failing.result())
 
     async def until_started(self) -> None:
         """Until one of its sequences has joined the worker's batch, or all have ended. Raises AttemptFailed,

@@ -37,6 +37,20 @@ _OF_PAIR = frozenset(
         HandOffReason.PROTOCOL,
     }
 )
+# The importer could not, or not from there: the exporter still has the blocks. If it is lost instead, it will be seen.
+_LEAVES_TICKET = frozenset(
+    {
+        HandOffReason.NOT_ENOUGH_BLOCKS,
+        HandOffReason.IMPORTER_LOST,
+        HandOffReason.READ_FAILED,
+        HandOffReason.READ_TIMEOUT,
+        HandOffReason.DIGEST_MISMATCH,
+        HandOffReason.UNVERIFIABLE,
+        HandOffReason.NO_COMMON_TRANSPORT,
+        HandOffReason.NO_COMMON_PROTOCOL,
+        HandOffReason.LAYOUT_MISMATCH,
+    }
+)
 
 
 class AttemptFailed(Exception):
@@ -67,6 +81,13 @@ class AttemptFailed(Exception):
     def is_of_pair(self) -> bool:
         """What failed is between the two workers, unless one of them turns out to be lost."""
         return self.leg == HANDOFF and self.reason in _OF_PAIR
+
+    @property
+    def leaves_ticket(self) -> bool:
+        """Of sequences that have not begun: another decode worker may still import what was prefilled for them."""
+        if self.leg == HANDOFF:
+            return self.reason in _LEAVES_TICKET
+        return self.leg == DECODE and self.reason not in (FIRST_TOKEN_MISMATCH, TOKEN_OUT_OF_ORDER)
 
 
 @contextmanager

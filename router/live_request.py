@@ -99,10 +99,16 @@ class LiveRequest:
         )
 
     def decode_job(
-        self, sequences: dict[int, Choice], attempt: int, router: MemberId, ticket: bytes | None
+        self,
+        sequences: dict[int, Choice],
+        committed: tuple[int, ...],
+        attempt: int,
+        router: MemberId,
+        ticket: bytes | None,
     ) -> DecodeJob:
-        """`sequences`: handle -> choice. Without a ticket the prompt is prefilled on the decode worker."""
-        starts = tuple(SequenceStart(handle, choice.seed, choice.committed) for handle, choice in sequences.items())
+        """`sequences`: handle -> choice, `committed`: the tokens of each that the prefill covers. Without a ticket the
+        prompt is prefilled on the decode worker."""
+        starts = tuple(SequenceStart(handle, choice.seed, committed) for handle, choice in sequences.items())
         return self._decode_job(starts, attempt, router, ticket)
 
     def moved_job(self, handle: int, choice: Choice, attempt: int, router: MemberId, ticket: bytes) -> DecodeJob:

@@ -5,10 +5,9 @@ that, the next attempt starts from the prompt and the tokens committed. Never co
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from cluster.clock import Clock
 from cluster.errors import DeadlineExceeded, Draining
@@ -16,18 +15,20 @@ from cluster.messages import MemberId
 from cluster.telemetry import Telemetry
 from router.admission import Admission
 from router.arrivals import Arrival, Arrivals
-from router.attempt import Attempt
+from router.attempt import Attempt, AttemptMeans
 from router.breakers import BreakerPolicy
 from router.choice import Choice
 from router.failures import AttemptFailed
 from router.fleet import Fleet
+from router.importing import ImporterMeans
 from router.ledger import PhaseName
 from router.live_request import LiveRequest
 from router.live_streams import LiveStreams
 from router.migration import Migrations
 from router.outbox import Outboxes
 from router.pair_trust import PairTrust
-from router.placement import Placement, Policy, RequestFacts
+from router.pairing import Pairing
+from router.placement import Placement, Policy
 from router.prefix_beliefs import PrefixBeliefs
 from router.requests import (
     ChatPrompt,
@@ -41,11 +42,11 @@ from router.requests import (
     TokenPrompt,
 )
 from router.running import all_of, running
+from router.setbacks import Setbacks
 from router.tokenization import Tokenization
 from router.tokenizer_threads import TokenizerThreads
 from router.validation import ResolvedRequest, check, resolve
 
-_LOG = logging.getLogger("tandem.router.pipeline")
 _INLINE_CHARACTERS = 2048  # a longer text is tokenized off the event loop
 _INLINE_TOKENS = 1024  # more are replayed off it
 _COLOCATED = "colocated"
@@ -72,19 +73,20 @@ class Pipeline:
         migrations: Migrations,
         prefixes: PrefixBeliefs,
         outboxes: Outboxes,
+        key: bytes,
         settings: PipelineSettings,
         clock: Clock,
         telemetry: Telemetry,
     ) -> None:
-        self._router = router
+        """`key`: the cluster's, with which tickets are signed."""
         self._tokenization = tokenization
         self._model = tokenization.model_info
         self._admission = admission
-        self._policy = policy
         self._fleet = fleet
-        self._migrations = migrations
-        self._prefixes = prefixes
         self._pairs = PairTrust(policy=settings.breakers, fleet=fleet, telemetry=telemetry)
+        self._pairing = Pairing(fleet=fleet, policy=policy, prefixes=prefixes, pairs=self._pairs)
+        importers = ImporterMeans(router, key, fleet, self._pairing, self._pairs, telemetry)
+        self._means = AttemptMeans(fleet, migrations, prefixes, router, importers)
         self._arrivals = Arrivals(admission=admission, outboxes=outboxes, clock=clock, telemetry=telemetry)
         self._streams = LiveStreams()
         self._threads = TokenizerThreads()
@@ -196,72 +198,40 @@ class Pipeline:
 
     async def _complete(self, live: LiveRequest, choices: Sequence[Choice]) -> None:
         """Attempt after attempt, until every one of `choices` has ended. Raises TandemError when none is left."""
-        tries, local_reason = 0, ""
+        local_reason = ""
+        setbacks = Setbacks(
+            live, max_attempts=self._settings.max_attempts, fleet=self._fleet, telemetry=self._telemetry
+        )
         while choices := [choice for choice in choices if not choice.ended]:
             if len(groups := _by_committed(choices)) > 1:  # a prefill takes one prompt: each group goes its own way
                 await all_of(self._complete(live, group) for group in groups)
                 return
             num_committed = sum(choice.num_committed for choice in choices)
-            placement = await self._choose(live, choices)
+            placement = await self._pairing.pair(live, choices)
+            attempt = Attempt(live, choices, setbacks, self._means)
             try:
-                await self._attempt(live, choices, placement, local_reason)
+                await self._try(attempt, live, choices, placement, local_reason)
             except AttemptFailed as failure:
-                self._note(live, failure)
                 num_gained = sum(choice.num_committed for choice in choices) - num_committed
                 if num_gained > len(choices):  # more than prefill's own: decode worked
-                    tries = 0
-                tries += not failure.is_leaving
-                if tries >= self._settings.max_attempts:
+                    setbacks.forget()
+                setbacks.note(failure)
+                if setbacks.is_enough:
                     raise failure.error from failure
-                local_reason = failure.name if self._is_last_resort(tries, failure, choices) else ""
+                is_last_resort = setbacks.leaves_one_try and _may_be_last_resort(failure, choices)
+                local_reason = failure.name if is_last_resort else ""
 
-    async def _choose(self, live: LiveRequest, choices: Sequence[Choice]) -> Placement:
-        """Waits for a worker while there is none, and for a prefill worker in doubt rather than doing without."""
-        facts = RequestFacts(
-            num_prompt_tokens=len(live.request.prompt_token_ids) + choices[0].num_committed,
-            max_tokens=choices[0].num_missing,
-            num_choices=len(choices),
-            avoid=frozenset(live.failed_members),
-            cached_tokens=self._prefixes.cached_tokens(
-                live.request.prompt_token_ids + choices[0].committed, live.request.cache_salt
-            ),
-        )
-        while True:
-            facts = replace(facts, passed_over=self._pairs.passed_over())
-            placement = self._policy.choose(self._fleet.prefill_loads(), self._fleet.decode_loads(), facts)
-            if placement is not None and not (placement.prefill is None and self._fleet.is_checking_prefill):
-                return placement
-            await self._fleet.changed()
-
-    async def _attempt(
-        self, live: LiveRequest, choices: Sequence[Choice], placement: Placement, local_reason: str
+    async def _try(
+        self, attempt: Attempt, live: LiveRequest, choices: Sequence[Choice], placement: Placement, local_reason: str
     ) -> None:
         """One try at both legs. Raises AttemptFailed; what the client has by then is committed."""
-        attempt = Attempt(
-            live,
-            choices,
-            fleet=self._fleet,
-            migrations=self._migrations,
-            prefixes=self._prefixes,
-            router=self._router,
-        )
         if placement.prefill is None or local_reason:
             self._note_local(live, local_reason)
             await attempt.on_decode(placement.decode)
         elif choices[0].num_missing == 1:
             await attempt.first_token_only(placement.prefill)
         else:
-            with self._pairs.trying(placement.prefill, placement.decode) as arrived:
-                await attempt.hand_over(placement.prefill, placement.decode, arrived)
-
-    def _note(self, live: LiveRequest, failure: AttemptFailed) -> None:
-        live.failed(failure.name, failure.member)
-        self._telemetry.count("tandem_retries_total", leg=failure.leg, reason=failure.reason)
-        if failure.is_leaving:
-            self._fleet.leave(failure.member, 0.0)
-        if failure.is_of_pair:
-            self._fleet.doubt(failure.member)  # one of the two may be gone; if not, the pair is to blame
-        _LOG.warning("attempt failed: %s", failure, extra={"request_id": live.request_id, "reason": failure.name})
+            await attempt.hand_over(placement.prefill, placement.decode)
 
     def _note_local(self, live: LiveRequest, reason: str) -> None:
         """Where there was never a prefill worker, prefill on decode is the way it works; else it is a fallback."""
@@ -272,12 +242,6 @@ class Pipeline:
         self._telemetry.count("tandem_local_prefills_total", reason=reason)
         if reason != _COLOCATED:
             live.ledger.reason(reason)
-
-    def _is_last_resort(self, tries: int, failure: AttemptFailed, choices: Sequence[Choice]) -> bool:
-        """The last try does without a hand-off, so that a broken prefill pool costs time, not the request. A client
-        that has nothing yet and meets full queues is better told to come back."""
-        has_tokens = any(choice.num_committed for choice in choices)
-        return 0 < tries == self._settings.max_attempts - 1 and (has_tokens or not failure.is_full_queue)
 
     def _checked(self, request: GenerateRequest) -> float:
         """The request's timeout. Raises TandemError before anything is spent on it."""
@@ -309,6 +273,12 @@ class Pipeline:
                 yield
         finally:
             self._admission.release(arrival.request_id)
+
+
+def _may_be_last_resort(failure: AttemptFailed, choices: Sequence[Choice]) -> bool:
+    """The last try does without a hand-off, so that a broken prefill pool costs time, not the request. A client that
+    has nothing yet and meets full queues is better told to come back."""
+    return not failure.is_full_queue or any(choice.num_committed for choice in choices)
 
 
 def _by_committed(choices: Sequence[Choice]) -> list[list[Choice]]:

@@ -108,6 +108,7 @@ class RouterUnderTest:
             migrations=self.migrations,
             prefixes=PrefixBeliefs(self.fleet, memory, index, b"key"),
             outboxes=self.outboxes,
+            key=b"key",
             settings=PipelineSettings(
                 request_timeout_s=request_timeout_s,
                 max_attempts=max_attempts,
