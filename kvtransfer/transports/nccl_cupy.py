@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, TypeVar
 
+import torch
+
 from kvtransfer.transports.nccl_library import EXPORTER_RANK, IMPORTER_RANK, NcclFailed, Piece
 
 _WARM_BYTES = 1 << 20
@@ -67,9 +69,7 @@ class CupyNccl:
         if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and self.version() >= _SHARING_VERSION:
             return b""
         if self._uuid is None:
-            import cupy
-
-            self._uuid = bytes(_checked(lambda: cupy.cuda.runtime.getDeviceProperties(self._device))["uuid"])
+            self._uuid = _checked(lambda: _uuid(self._device))
         return self._uuid
 
     def unique_id(self) -> bytes:
@@ -128,6 +128,13 @@ class CupyCommunicator:
         with self._calls, _group():
             for piece in pieces:
                 call(piece.address, piece.num_bytes, nccl.NCCL_UINT8, self._peer, self._stream.ptr)
+
+
+def _uuid(device: int) -> bytes:
+    """By torch: cupy's ends at the first byte that is zero."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("no GPU here")
+    return str(torch.cuda.get_device_properties(device).uuid).encode()
 
 
 @contextmanager

@@ -1,12 +1,15 @@
 """The `nccl` transport over the real library: as far as it goes without a GPU, and all the way on one."""
 
 import asyncio
+import inspect
 import os
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,6 +76,36 @@ def test_a_pool_in_host_memory_is_not_offered() -> None:
         member=epoch(1).exporter, memory=random_pool(2, seed=1), host="::", advertise_host="::1", timeout_s=1.0
     )
     assert nccl.unavailable(means) == "the pool is not on a GPU"
+
+
+def test_every_call_of_a_communicator_reaches_the_library_with_its_arguments() -> None:
+    """One that was never initialised: the library itself refuses each call, and no group stays open behind it."""
+    from cupy.cuda import nccl as library
+
+    empty = library.NcclCommunicator.__new__(library.NcclCommunicator)
+    stream, scratch = SimpleNamespace(ptr=0, done=True), SimpleNamespace(ptr=1 << 40)
+    communicator = CupyCommunicator(empty, EXPORTER_RANK, threading.Lock(), stream, scratch)
+    pieces = [Piece((1 << 47) - (1 << 34), 1 << 34), Piece(1 << 40, 1)]  # addresses and sizes beyond 32 bits
+    for call in (
+        communicator.warm,
+        lambda: communicator.send(pieces),
+        lambda: communicator.receive(pieces),
+        communicator.is_done,
+    ):
+        with pytest.raises(NcclFailed, match="NCCL_ERROR_INVALID_ARGUMENT"):
+            call()
+    communicator.abort()
+    assert communicator.is_done()
+    library.groupStart()
+    library.groupEnd()
+
+
+def test_streams_and_memory_of_cupy_have_what_is_asked_of_them() -> None:
+    import cupy
+
+    assert cupy.cuda.ExternalStream(5).ptr == 5
+    assert hasattr(cupy.cuda.Stream, "done") and "non_blocking" in (inspect.getdoc(cupy.cuda.Stream) or "")
+    assert hasattr(cupy.cuda.MemoryPointer, "ptr") and callable(cupy.cuda.alloc) and hasattr(cupy.cuda.Device, "use")
 
 
 @without_gpu
