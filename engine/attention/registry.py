@@ -1,6 +1,7 @@
 """Which attention back ends there are, what each can do, and which one a model gets."""
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -55,7 +56,7 @@ class Capability:
     window: bool = True
     softcap: bool = True
     sinks: bool = True
-    package: str | None = None  # that has to be installed for it
+    lacks_here: Callable[[], str] = str  # what of it is not installed, in words; nothing: empty
     captures: bool = False  # it has a `prepare`, and its `attend` can be captured in a CUDA graph
 
     def lacks(self, needs: Needs) -> list[str]:
@@ -76,8 +77,8 @@ class Capability:
         for option in ("window", "softcap", "sinks"):
             if getattr(needs, option) and not getattr(self, option):
                 reasons.append(f"knows no {option}")
-        if self.package is not None and importlib.util.find_spec(self.package) is None:
-            reasons.append(f"needs the package {self.package}, which is not installed")
+        if why := self.lacks_here():
+            reasons.append(why)
         return reasons
 
 
@@ -99,6 +100,19 @@ def _varlen() -> AttentionBackend:
     return VarlenBackend()
 
 
+def _no_flashinfer() -> str:
+    return "" if importlib.util.find_spec("flashinfer") else "needs the package flashinfer, which is not installed"
+
+
+def _no_paged_varlen() -> str:
+    """Tables of blocks came to `varlen_attn` after torch 2.11."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "block_table" in inspect.signature(varlen_attn).parameters:
+        return ""
+    return f"needs a torch whose varlen_attn reads blocks, which is not installed (this one is {torch.__version__})"
+
+
 # In order of preference. Until a GPU has measured them, the two libraries stand behind our own kernel, which takes what
 # they take: they are had by name.
 CAPABILITIES = (
@@ -110,7 +124,7 @@ CAPABILITIES = (
         dtypes=frozenset({"bfloat16", "float16"}),
         head_dims=frozenset({64, 128, 256}),
         sinks=False,
-        package="flashinfer",
+        lacks_here=_no_flashinfer,
         captures=True,
     ),
     Capability(
@@ -122,6 +136,7 @@ CAPABILITIES = (
         block_multiple=256,
         softcap=False,
         sinks=False,
+        lacks_here=_no_paged_varlen,
         captures=True,
     ),
     Capability("sdpa", SdpaBackend, devices=frozenset({"cpu"}), kv_dtypes=ALL_DTYPES),

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cluster.messages import Sampling
+from engine.attention.registry import CAPABILITIES
 from engine.build import Engine
 from engine.step import Chunk, Sample, StepPlan
 from tests.cuda.engines import WIDE, build, on_gpu
@@ -71,8 +72,8 @@ def rows(engine: Engine) -> torch.Tensor:
 def test_attention_in_16_bits_is_near_that_written_out(
     backend: str, block_size: int, dtype: str, tmp_path: Path
 ) -> None:
-    if backend == "flashinfer":
-        pytest.importorskip("flashinfer")
+    if why := next(each for each in CAPABILITIES if each.name == backend).lacks_here():
+        pytest.skip(why)
     ours, plain = (
         rows(build(tmp_path / name, WIDE, dtype=dtype, attention_backend=name, block_size=block_size))
         for name in (backend, "gather")
