@@ -17,9 +17,13 @@ import triton.language as tl
 
 MOST_PARTS = tl.constexpr(32)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+# A kernel is compiled anew, for seconds, whenever a pointer is aligned otherwise or a number becomes 1 or a multiple of
+# 16. The tables of a step lie one behind the other and are as wide as its longest context: both change from step to
+# step, and nothing is gained by knowing them.
+_ANY_ALIGNMENT = ("block_tables", "query_starts", "context_lens", "tile_sequences", "tile_offsets")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=("table_stride",), do_not_specialize_on_alignment=_ANY_ALIGNMENT)  # type: ignore[untyped-decorator]
 def attend_tile(  # type: ignore[no-untyped-def]
     query,  # [tokens, heads, KEY_DIM]
     keys,  # [num_blocks, BLOCK_SIZE, kv_heads, KEY_DIM], strided
@@ -188,7 +192,7 @@ def attend_tile(  # type: ignore[no-untyped-def]
             )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=_ANY_ALIGNMENT)  # type: ignore[untyped-decorator]
 def merge_parts(  # type: ignore[no-untyped-def]
     part_values,  # [tiles, heads, PARTS, VALUE_DIM]
     part_sums,  # [tiles, heads, PARTS, 2]

@@ -108,7 +108,8 @@ def _norm_rows(  # type: ignore[no-untyped-def]
     tl.store(output + first + places, row.to(output.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Where a step's slots lie says nothing to the compiler: they stand behind a step's other numbers, at any eight bytes.
+@triton.jit(do_not_specialize_on_alignment=("slot_blocks", "slot_offsets"))  # type: ignore[untyped-decorator]
 def _rotate_heads(  # type: ignore[no-untyped-def]
     query,
     key,
