@@ -46,12 +46,14 @@ class _Geometry:
 
 
 class TritonBackend:
-    """Cuts a step into tiles once, not once per layer: holds those of the newest kind of step."""
+    """Cuts a step into tiles once, not once per layer: holds those of the newest lengths, for each kind of layer. A
+    graph is captured with tiles that its first run made: made under capture, they would be read from the host's memory
+    at every replay."""
 
     def __init__(self, least_part: int = _LEAST_PART) -> None:
         self._least_part = least_part
-        self._launches: tuple[_Tiles, ...] = ()
-        self._tiled: tuple[tuple[int, ...], int, int] | None = None  # for which lengths, group and rows these are
+        self._tiled: tuple[int, ...] = ()  # the lengths that they are for
+        self._launches: dict[tuple[int, int], tuple[_Tiles, ...]] = {}  # by group and rows
 
     def for_graph(self, batch: PackedBatch) -> "TritonBackend":
         return TritonBackend(self._least_part)
@@ -62,12 +64,14 @@ class TritonBackend:
     def attend(self, query: torch.Tensor, kv: LayerKv, batch: PackedBatch, options: AttentionOptions) -> torch.Tensor:
         group = query.shape[1] // kv.keys.shape[2]
         geometry = _geometry(query, kv, self._least_part)
-        kind = (batch.query_lens, group, geometry.chunk_rows)
-        if self._tiled != kind:
-            self._launches, self._tiled = _launches(batch, group, geometry.chunk_rows, query.device), kind
+        if self._tiled != batch.query_lens:
+            self._tiled, self._launches = batch.query_lens, {}
+        kind = (group, geometry.chunk_rows)
+        if kind not in self._launches:
+            self._launches[kind] = _launches(batch, *kind, query.device)
         query = query if query.stride(2) == 1 else query.contiguous()
         output = query.new_empty(*query.shape[:2], kv.values.shape[-1])
-        for tiles in self._launches:
+        for tiles in self._launches[kind]:
             _launch(tiles, geometry, query, output, _Call(kv, batch, options))
         return output
 
