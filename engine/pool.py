@@ -72,9 +72,9 @@ class KvPool:
 
     def zero_positions(self, block_ids: torch.Tensor, offsets: torch.Tensor) -> None:
         """Of all layers: as if nothing had been written there. Both `[positions]`."""
-        for keys, values in (*self.layers, *self.scales):
-            keys[block_ids, offsets] = 0
-            values[block_ids, offsets] = 0
+        for view in (view for layer in (*self.layers, *self.scales) for view in layer):
+            # The zero is made where it is written: a number from the host would be waited for, once per view.
+            view.index_put_((block_ids, offsets), view.new_zeros(()))
 
     def close(self) -> None:
         """Ends this process's use of the memory. It is returned when the last tensor on it, here or elsewhere, is
