@@ -36,7 +36,7 @@ _ROWS = {"cpu": ("shm", "tcp", "tcp+tls", "nixl"), "cuda": ("cuda_ipc", "nccl", 
 _PACKAGES = ("torch", "numpy", "grpcio", "nixl-cu13", "cupy-cuda13x", "nvidia-nccl-cu13", "cuda-bindings")
 _UNREACHED = {"nccl": "two processes on one GPU need NCCL 2.30"}
 _LEAST_SAMPLES = 3
-_GPU_CELL_S = 3.0  # all of it is to fit the minutes of a check
+_GPU_CELL_S = 2.0  # all of it is to fit the minutes of a check
 
 
 async def measure(

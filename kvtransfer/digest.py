@@ -77,7 +77,7 @@ def _digest_on_device(blocks: torch.Tensor, block_ids: Sequence[int]) -> tuple[b
 
     # A stream of our own: the engine's steps must not wait for digests, nor digests for steps not yet computed.
     with torch.cuda.device(blocks.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        ids = torch.tensor(block_ids, dtype=torch.int64, device=blocks.device)
+        ids = torch.from_numpy(np.array(block_ids, dtype=np.int64)).to(blocks.device)
         sums = piece_sums(blocks, ids, _device_coefficients(blocks.device)).cpu()
     return _hash_sums(sums.flatten(1), blocks.shape[1])
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from kvtransfer.memory import PoolMemory
@@ -84,7 +85,7 @@ class CudaAccess:
             if self._stream is None:
                 self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             with torch.cuda.stream(self._stream):
-                ids = torch.tensor([source_ids, target_ids], dtype=torch.int64, device=self._pool.device)
+                ids = torch.from_numpy(np.array((source_ids, target_ids), dtype=np.int64)).to(self._pool.device)
                 copy_blocks(source.address, ids[0], self._pool, ids[1])
                 self._stream.synchronize()
 

@@ -174,7 +174,7 @@ class CudaIpcChannel:
         assert len(remote_block_ids) == len(local_block_ids)
         if not self._open or self._read is not None:
             raise TransportError("the channel is closed or poisoned")
-        if any(not 0 <= block_id < self._pool.num_blocks for block_id in remote_block_ids):
+        if remote_block_ids and not 0 <= min(remote_block_ids) <= max(remote_block_ids) < self._pool.num_blocks:
             raise TransportError(f"a block past the {self._pool.num_blocks} of the exporter's pool")
         self._read = self._threads.submit(
             self._access.copy, self._pool.mapping, tuple(remote_block_ids), tuple(local_block_ids)

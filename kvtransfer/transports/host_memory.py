@@ -88,7 +88,7 @@ class HostMemory:
         return torch.empty((num_blocks, self._raw.shape[1]), dtype=torch.uint8, pin_memory=True)
 
     def _on_device(self, block_ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(block_ids, device=self._raw.device)
+        return torch.tensor(block_ids, dtype=torch.int64, device=self._raw.device)  # none has no type of its own
 
 
 class _SideStream:

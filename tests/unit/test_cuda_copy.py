@@ -29,3 +29,20 @@ def test_no_blocks_are_no_copy() -> None:
     target, none = random_blocks(2, 64).to(device), torch.tensor([], dtype=torch.int64, device=device)
     copy_blocks(target.data_ptr(), none, target, none)
     assert torch.equal(target.cpu(), random_blocks(2, 64))
+
+
+def test_blocks_past_four_gigabytes_are_copied_on_both_sides() -> None:
+    """64-bit offsets, in words and in bytes."""
+    if kernel_device() != "cuda":
+        pytest.skip("needs a GPU with 11 GiB free")
+    from kvtransfer.transports.cuda_copy import copy_blocks
+
+    for block_bytes in (2 << 20, (2 << 20) + 1):
+        num_blocks = (5 << 30) // block_bytes
+        source = torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device="cuda")
+        target = torch.zeros_like(source)
+        source[-1], source[0] = random_blocks(1, block_bytes)[0].cuda(), 7
+        ids = torch.tensor([[num_blocks - 1, 0], [num_blocks - 2, num_blocks - 1]], device="cuda")
+        copy_blocks(source.data_ptr(), ids[0], target, ids[1])
+        assert torch.equal(target[-2], source[-1]) and bool((target[-1] == 7).all()) and not target[:-2].any()
+        del source, target
