@@ -23,9 +23,9 @@ _FINGERPRINT = LayoutFingerprint("stand-in", "stand-in", "float32", LAYOUT.diges
 
 
 class StandInRunner:
-    def __init__(self, pool: KvPool, vocab_size: int) -> None:
-        self._memory = memoryview(pool.raw.numpy().data).cast("B")
-        self._vocab_size = vocab_size
+    def __init__(self, memory: memoryview, vocab_size: int) -> None:
+        """`memory`: every byte of a pool."""
+        self._memory, self._vocab_size = memory, vocab_size
 
     def run(self, plan: StepPlan) -> StepResult:
         assert not plan.swaps_in and not plan.swaps_out
@@ -123,13 +123,18 @@ class StandInEngine:
 def stand_in_engine(num_blocks: int, vocab_size: int, *, launches: bool) -> StandInEngine:
     pool = KvPool(LAYOUT, num_blocks)
     info = ModelInfo("demo_model", "stand-in", vocab_size, MAX_MODEL_LEN, frozenset(), "float32", Sampling())
-    return StandInEngine(info, pool, (StandInLauncher if launches else StandInRunner)(pool, vocab_size))
+    memory = memory_of(pool)
+    return StandInEngine(info, pool, (StandInLauncher if launches else StandInRunner)(memory, vocab_size))
+
+
+def memory_of(pool: KvPool) -> memoryview:
+    return memoryview(pool.raw.numpy().data).cast("B")
 
 
 def serial_tokens(prompt: Sequence[int], seed: int, max_tokens: int, vocab_size: int) -> tuple[int, ...]:
     """What a run of one sequence says, on a pool of its own."""
     num_blocks = -(-(len(prompt) + max_tokens) // BLOCK_SIZE)
-    runner = StandInRunner(KvPool(LAYOUT, num_blocks), vocab_size)
+    runner = StandInRunner(memoryview(bytearray(num_blocks * _BLOCK_BYTES)), vocab_size)
     block_ids, tokens, start = tuple(range(num_blocks)), [], 0
     ahead = tuple(prompt)
     for position in range(len(prompt), len(prompt) + max_tokens):

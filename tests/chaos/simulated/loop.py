@@ -74,6 +74,22 @@ class _Future(Counted, asyncio.Future):  # type: ignore[type-arg]
     pass
 
 
+class _Callback(asyncio.TimerHandle):
+    """As asyncio's, without what only its debug mode looks at."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, when_s: float, callback: Any, args: Any, loop: "SimulatedLoop", context: contextvars.Context | None
+    ) -> None:
+        self._context = contextvars.copy_context() if context is None else context
+        self._callback, self._args, self._loop, self._when = callback, args, loop, when_s
+        self._cancelled, self._repr, self._source_traceback = False, None, None
+
+    def cancel(self) -> None:
+        self._cancelled, self._callback, self._args = True, None, ()
+
+
 class Stuck(AssertionError):
     """Nothing can happen any more, or the same moment never ends."""
 
@@ -99,7 +115,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Any, *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Callback(self._now_s, callback, args, self, context)
         self._put(handle)
         return handle
 
@@ -108,7 +124,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer = _Callback(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._serial), timer))
         return timer
 
@@ -162,9 +178,6 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def soon_s(self, most_s: float) -> float:
         """A random short delay; most are much shorter than the longest."""
         return most_s * float(self._dice.random()) ** 3
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is dropped when its time comes."""
 
     def _put(self, handle: asyncio.Handle) -> None:
         process = handle._context.get(_PROCESS, self.world)  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from router.choice import Choice
 from router.decode_stream import DecodeStream
 from router.requests import ChoiceDelta
 from tests.chaos.simulated.batch import run_seeds, told
-from tests.chaos.simulated.engine import LAYOUT, StandInRunner
+from tests.chaos.simulated.engine import LAYOUT, StandInRunner, memory_of
 from tests.chaos.simulated.loop import Process, SimulatedLoop
 from tests.chaos.simulated.machine import simulated_machine
 from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, make_schedule
@@ -196,7 +196,7 @@ def test_a_schedule_that_goes_wrong_is_shrunk_to_its_story() -> None:
 
 def test_every_byte_that_a_sequence_holds_decides_its_next_token() -> None:
     pool, num_tokens = KvPool(LAYOUT, 3), 10
-    runner = StandInRunner(pool, 1 << 40)
+    runner = StandInRunner(memory_of(pool), 1 << 40)
     sample = Sample(seed=1, position=num_tokens, sampling=Sampling())
     prefill = Chunk(0, tuple(range(num_tokens)), 0, (2, 0, 1), (sample,))
     runner.run(StepPlan((prefill,)))

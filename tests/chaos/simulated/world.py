@@ -456,4 +456,5 @@ def run_schedule(schedule: Schedule) -> Result:
             asyncio.set_event_loop(None)
             result = world.result()
             loop.close()
+            asyncio.tasks._all_tasks.clear()  # type: ignore[attr-defined]  # hashes begin anew with every world
     return result
