@@ -100,6 +100,39 @@ def test_a_run_of_tests_that_is_cut_tells_every_test_that_ended_with_its_traceba
     assert any("in test_hangs" in line for line in outcome.figures["last_lines"]["output"])
 
 
+LOST = """
+import pathlib, sys, types
+import pytest
+
+lost = []
+
+def synchronize():
+    if lost: raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+sys.modules["torch"] = types.SimpleNamespace(
+    cuda=types.SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize)
+)
+
+@pytest.mark.parametrize("number", range(8))
+def test_kernel(number):
+    if number == 1: lost.append(number)
+    assert not lost
+"""
+
+
+@pytest.mark.slow
+def test_a_process_whose_gpu_is_lost_leaves_its_tests_to_another(tmp_path: Path) -> None:
+    """A context that a kernel broke fails every test after it, and hides which one it was."""
+    (tmp_path / "test_lost.py").write_text(LOST)
+    reports = tmp_path / "kept.jsonl"
+    command = tests_run.command(sys.executable, [str(tmp_path / "test_lost.py")], reports, marker="", num_processes=2)
+    subprocess.run((*command, "--rootdir", str(tmp_path)), capture_output=True, check=False, cwd=ROOT)
+    account = read_account(reports)
+
+    assert {report.name.rpartition("::")[2] for report in account.failed} == {"test_kernel[1]"}
+    assert len(account.passed) == 7
+
+
 def test_a_needed_package_a_stub_a_module_or_the_gpu_that_is_missing_is_a_failure_and_an_optional_one_is_told() -> None:
     assert broken_stubs() == []
     versions = dict.fromkeys((*NEEDED, *OPTIONAL), "1.0")
