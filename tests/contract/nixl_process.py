@@ -35,7 +35,7 @@ class BytePool:
     """PoolMemory, every byte the same, large enough for a read to be caught in the middle."""
 
     def __init__(self, byte: int, device: str = "cpu") -> None:
-        """On a GPU in ordinary memory: UCX before 1.22 hands no exported pages over."""
+        """On a GPU in ordinary memory: the UCX in NIXL's wheel hands exported pages to no other process."""
         self.num_blocks, self.block_bytes = NUM_BLOCKS, BLOCK_BYTES
         self.memfd: int | None = None
         self.raw = torch.full((NUM_BLOCKS, BLOCK_BYTES), byte, dtype=torch.uint8, device=device)
