@@ -65,7 +65,7 @@ STAGED_SHAPES = GPU_SHAPES[:2]  # through host memory: it says all there is to s
 
 
 class _OrdinaryPool(KvPool):
-    """In memory of the device that is not exported: the UCX in NIXL's wheel hands exported pages to no other process."""
+    """Not exported: the UCX in NIXL's wheel hands exported pages to no other process."""
 
     def _cuda_memory(self, num_bytes: int) -> torch.Tensor:
         self.why_no_cuda_file = "the pool is in ordinary memory"
