@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from kvtransfer.memory import PoolMemory
+from kvtransfer.side_stream import side_stream
 
 DIGEST_BYTES = 16
 
@@ -75,8 +76,7 @@ def _digest_on_device(blocks: torch.Tensor, block_ids: Sequence[int]) -> tuple[b
     """Only the sums, 64 bytes per piece, come to the host."""
     from kvtransfer.digest_triton import piece_sums
 
-    # A stream of our own: the engine's steps must not wait for digests, nor digests for steps not yet computed.
-    with torch.cuda.device(blocks.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+    with side_stream("digest", blocks.device):
         ids = torch.from_numpy(np.array(block_ids, dtype=np.int64)).to(blocks.device)
         sums = piece_sums(blocks, ids, _device_coefficients(blocks.device)).cpu()
     return _hash_sums(sums.flatten(1), blocks.shape[1])

@@ -15,6 +15,7 @@ import torch
 
 from kvtransfer.kv_groups import BlockTable, KvGroups
 from kvtransfer.memory import PoolMemory
+from kvtransfer.side_stream import side_stream
 from kvtransfer.transports.host_memory import runs
 from kvtransfer.wire_codecs import Codec
 from kvtransfer.wire_copy import WireCopy
@@ -114,12 +115,12 @@ class QuantisedFormat:
         self.memory = WireCopy(num_blocks=pool.num_blocks, block_bytes=self._blocks.slot_bytes, device=pool.raw.device)
 
     def encode(self, block_ids: Sequence[int]) -> None:
-        with _side_stream(self._pool.raw.device):
+        with _apart("encode", self._pool.raw.device):
             for ids in self._pieces(block_ids):
                 _write(self.memory.raw, ids, self._blocks.quantise(_read(self._pool.raw, ids)))
 
     def decode(self, block_ids: Sequence[int]) -> None:
-        with _side_stream(self._pool.raw.device):
+        with _apart("decode", self._pool.raw.device):
             for ids in self._pieces(block_ids):
                 _write(self._pool.raw, ids, self._blocks.restore(_read(self.memory.raw, ids)))
 
@@ -131,13 +132,12 @@ class QuantisedFormat:
 
 
 @contextmanager
-def _side_stream(device: torch.device) -> Iterator[None]:
-    """Apart from the engine's, whose steps are not waited for; complete at the end."""
+def _apart(work: str, device: torch.device) -> Iterator[None]:
+    """From the engine's steps; complete at the end."""
     if device.type != "cuda":
         yield
         return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
+    with side_stream(work, device) as stream:
         yield
         stream.synchronize()
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from kvtransfer.memory import PoolMemory
+from kvtransfer.side_stream import side_stream
 
 # So much is copied by the event loop's thread in less time than it takes to wake another one and be woken by it.
 SHORT_BYTES = 1 << 20
@@ -64,7 +65,7 @@ class HostMemory:
         if self._pool_array is not None:
             return Rows(self._pool_array, block_ids)
         staged = self._staging(len(block_ids))
-        with _SideStream(self._raw.device) as stream:
+        with side_stream("outgoing", self._raw.device) as stream:
             staged.copy_(self._raw.index_select(0, self._on_device(block_ids)), non_blocking=True)
             stream.synchronize()
         return Rows(staged.numpy(), range(len(block_ids)))
@@ -79,7 +80,7 @@ class HostMemory:
         """What was written to `rows` is in the pool, visible to the device, when this returns."""
         if self._pool_array is not None:
             return
-        with _SideStream(self._raw.device) as stream:
+        with side_stream("incoming", self._raw.device) as stream:
             # Blocking copy into a temporary: the pinned rows may be reused as soon as this returns.
             self._raw.index_copy_(0, self._on_device(block_ids), torch.from_numpy(rows.array).to(self._raw.device))
             stream.synchronize()
@@ -89,18 +90,3 @@ class HostMemory:
 
     def _on_device(self, block_ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor(block_ids, dtype=torch.int64, device=self._raw.device)  # none has no type of its own
-
-
-class _SideStream:
-    """A stream apart from the engine's, so that a transfer waits for no step that was launched before it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._context = torch.cuda.stream(self._stream)
-
-    def __enter__(self) -> torch.cuda.Stream:
-        self._context.__enter__()  # type: ignore[no-untyped-call]
-        return self._stream
-
-    def __exit__(self, *error: object) -> None:
-        self._context.__exit__(*error)
