@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import grpc
 
@@ -24,12 +25,15 @@ from router.course import Course
 from router.decode_events import Failed, Lost, Move, MoveOutcome, Sequences, Started, tokens_of
 from router.patience import Patience
 from router.probe import nobody_listens
+from tandem.silence import Silence
 from tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.watch import waiting
 
 _LOG = logging.getLogger("tandem.router.decode_stream")
 _RECONNECT_PAUSE_S = 0.05
 _RETELL_S = 0.2
 _MAX_TOLD = 4096
+_Call: TypeAlias = "grpc.aio.StreamStreamCall[worker_pb2.RouterMessage, worker_pb2.WorkerMessage]"
 _REPLACED = "another incarnation answers at its address"
 
 
@@ -178,22 +182,29 @@ class DecodeStream:
 
     async def _converse(self, hello_deadline_s: float) -> str:
         """One connection, from hello to its end. Raises AioRpcError, TimeoutError."""
+        loop = asyncio.get_running_loop()
         cancels = self._fresh_cancels()
         call = self._stub.Connect(self._outgoing(cancels))
+        silence = Silence(max(0.0, hello_deadline_s - loop.time()))
         try:
-            async with asyncio.timeout_at(hello_deadline_s) as patience:
-                async for message in call:
-                    self.heard_s = asyncio.get_running_loop().time()
-                    patience.reschedule(self.heard_s + self._patience.silence_s)
-                    if message.WhichOneof("message") == "hello":
-                        if message.hello.worker != str(self._worker):
-                            return _REPLACED
-                        self._on_connected()
-                    else:
-                        self._on_message(message)
+            async with asyncio.timeout(None) as patience:
+                with waiting(silence, lambda: patience.reschedule(loop.time())):
+                    return await self._listen(call, silence)
         finally:
             call.cancel()
             cancels.put_nowait(None)  # a call that ended by itself would read on for ever
+
+    async def _listen(self, call: _Call, silence: Silence) -> str:
+        async for message in call:
+            self.heard_s = asyncio.get_running_loop().time()
+            silence.limit_s = self._patience.silence_s
+            silence.begin(self.heard_s)
+            if message.WhichOneof("message") == "hello":
+                if message.hello.worker != str(self._worker):
+                    return _REPLACED
+                self._on_connected()
+            else:
+                self._on_message(message)
         return "the worker ended the stream"
 
     def _fresh_cancels(self) -> asyncio.Queue[tuple[int, ...] | None]:

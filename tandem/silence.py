@@ -28,7 +28,7 @@ class Silence:
     def __init__(self, limit_s: float | None) -> None:
         """`limit_s` None: it may last."""
         self.limit_s = limit_s
-        self.is_over = False  # it was too long: the router is lost
+        self.is_over = False  # it was too long: the other side is lost
         self._due_s: float | None = None  # while the reader waits
 
     def begin(self, now_s: float) -> float | None:

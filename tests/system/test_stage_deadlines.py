@@ -4,8 +4,11 @@ Silence is borne for shorter than by default; the request's deadline never comes
 """
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+
+import pytest
 
 from tests.system.router_harness import Answer, RouterUnderTest, answer_to, ask, expected_tokens, router_under_test
 from tests.system.scripted_workers import ScriptedDecode, ScriptedPrefill
@@ -51,6 +54,22 @@ async def test_a_prefill_worker_that_freezes_before_it_accepts_is_left() -> None
         answer = await _end(router, task)
         assert answer.summary.ledger.reasons == ("prefill_worker_lost",)
         assert [len(worker.jobs) for worker in (frozen, other)] == [1, 1]
+
+
+async def test_a_router_that_stood_still_itself_takes_no_worker_for_silent(caplog: pytest.LogCaptureFixture) -> None:
+    """What they said meanwhile has not been read when it looks."""
+    async with impatient_router() as router:
+        await router.add_prefill("p0")
+        worker = await router.add_decode("d0")
+        await router.connected()
+        worker.pause_at = 3
+        task = asyncio.create_task(answer_to(router, ask()))
+        await asyncio.wait_for(worker.paused.wait(), _DEADLINE_S)
+        assert not threading.Event().wait(1.5)
+        worker.resumed.set()
+        answer = await _end(router, task)
+        assert answer.summary.ledger.reasons == ()
+        assert "stream broke" not in caplog.text
 
 
 async def test_a_prefill_worker_that_freezes_before_the_first_token_is_left() -> None:
