@@ -63,8 +63,11 @@ class Counters:
         self.num_digest_failures = 0
         self.num_quarantined = 0
         self.num_lapses = 0
+        self.exported = asyncio.Event()  # an exporter's hand-off has ended
 
     def handoff(self, *, side: str, transport: str, outcome: str, reason: str) -> None:
+        if side == "exporter":
+            self.exported.set()
         self.handoffs[side, transport, outcome, str(reason)] += 1
 
     def moved(self, *, transport: str, num_bytes: int) -> None:
@@ -339,6 +342,14 @@ class Rig:
         while self.exporter._is_digesting:
             await asyncio.wrap_future(self.exporter._digester.submit(lambda: None))
             await asyncio.sleep(0)
+
+    async def given_up(self, prefill: Prefill) -> None:
+        """Its importer failed or is gone, which leaves the blocks for another one; its router says that none comes."""
+        async with asyncio.timeout(DEADLINE_S):
+            await self.counters.exported.wait()
+            assert not prefill.released.is_set()
+            self.exporter.fail(prefill.ticket_id, reason=HandOffReason.CANCELLED, detail="")
+            await prefill.released.wait()
 
     async def all_quiet(self) -> None:
         """No read is left that might still write."""

@@ -224,8 +224,7 @@ async def test_bytes_that_stay_wrong_are_refused(rig: Rig) -> None:
     prefill.compute()
     assert await rig.failure(rig.start_import(prefill)) is HandOffReason.DIGEST_MISMATCH
     assert rig.counters.num_digest_failures == 2 and rig.counters.num_bytes == 0
-    async with asyncio.timeout(DEADLINE_S):
-        await prefill.released.wait()
+    await rig.given_up(prefill)
 
 
 async def test_a_prefill_that_fails_fails_its_importer(rig: Rig) -> None:
@@ -271,6 +270,19 @@ async def test_a_reissued_ticket_may_be_pulled_again(rig: Rig) -> None:
         assert rig.holds(prefill, await first)
         await prefill.released.wait()
     rig.decode.finish(1)
+    rig.decode.finish(2)
+
+
+async def test_another_attempt_pulls_what_one_that_failed_has_left(rig: Rig) -> None:
+    rig.watched.num_damaged = 2
+    rig.watched.damage = rig.flip_a_bit
+    prefill = rig.prefill(2 * BLOCK_SIZE)
+    prefill.compute()
+    assert await rig.failure(rig.start_import(prefill)) is HandOffReason.DIGEST_MISMATCH
+    again = tickets.reissue(prefill.signed, KEY, attempt=2, importer=IMPORTER)
+    async with asyncio.timeout(DEADLINE_S):
+        assert rig.holds(prefill, await rig.start_import(prefill, 2, signed=again))
+        await prefill.released.wait()
     rig.decode.finish(2)
 
 

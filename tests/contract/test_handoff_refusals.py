@@ -172,14 +172,13 @@ async def test_settling_as_good_what_is_not_finished_is_invalid(rig: Rig) -> Non
     assert answers[-1].WhichOneof("message") == "settled" and not answers[-1].settled.valid
 
 
-async def test_leaving_without_settling_releases_and_counts_as_failed(rig: Rig) -> None:
+async def test_leaving_without_settling_counts_as_failed_and_leaves_the_blocks_for_another(rig: Rig) -> None:
     prefill = rig.prefill(2 * BLOCK_SIZE)
     prefill.seal(1)
     await rig.digested()
     answers = await converse(rig, attach(prefill.signed))
     assert [a.WhichOneof("message") for a in answers] == ["accepted", "sealed"]
-    async with asyncio.timeout(DEADLINE_S):
-        await prefill.released.wait()
+    await rig.given_up(prefill)
     assert rig.counters.handoffs == {("exporter", "tcp", "failed", "importer_lost"): 1}
     rig.check_clean()
 
@@ -201,8 +200,7 @@ async def test_a_settle_without_outcome_breaks_the_protocol(rig: Rig) -> None:
     prefill = rig.prefill(BLOCK_SIZE)
     answers = await converse(rig, attach(prefill.signed), settle(prefill, kv_pb2.Settle.OUTCOME_UNSPECIFIED))
     assert answers[-1].refused.reason == HandOffReason.PROTOCOL
-    async with asyncio.timeout(DEADLINE_S):
-        await prefill.released.wait()
+    await rig.given_up(prefill)
 
 
 async def test_settling_another_attempt_changes_nothing() -> None:
@@ -215,8 +213,7 @@ async def test_settling_another_attempt_changes_nothing() -> None:
         stranger = settle(prefill, kv_pb2.Settle.OUTCOME_OK, attempt=2)
         answers = await converse(rig, attach(prefill.signed), stranger)
         assert "settled" not in [a.WhichOneof("message") for a in answers] or not answers[-1].settled.valid
-        async with asyncio.timeout(DEADLINE_S):
-            await prefill.released.wait()
+        await rig.given_up(prefill)
 
 
 async def test_an_exporter_that_is_not_there_is_lost() -> None:
@@ -227,7 +224,7 @@ async def test_an_exporter_that_is_not_there_is_lost() -> None:
         assert await rig.failure(importing, match="UNAVAILABLE") is HandOffReason.EXPORTER_LOST
 
 
-async def test_a_call_that_breaks_off_releases(rig: Rig) -> None:
+async def test_a_call_that_breaks_off_leaves_the_blocks_for_another(rig: Rig) -> None:
     """What the exporter sees of an importer that was killed."""
     prefill = rig.prefill(2 * BLOCK_SIZE)
     prefill.seal(1)
@@ -236,7 +233,7 @@ async def test_a_call_that_breaks_off_releases(rig: Rig) -> None:
         await call.write(attach(prefill.signed))
         assert (await call.read()).WhichOneof("message") == "accepted"
         call.cancel()
-        await prefill.released.wait()
+        await rig.given_up(prefill)
     assert rig.counters.handoffs == {("exporter", "tcp", "failed", "importer_lost"): 1}
     rig.check_clean()
 
