@@ -46,3 +46,4 @@ def test_blocks_past_four_gigabytes_are_copied_on_both_sides() -> None:
         copy_blocks(source.data_ptr(), ids[0], target, ids[1])
         assert torch.equal(target[-2], source[-1]) and bool((target[-1] == 7).all()) and not target[:-2].any()
         del source, target
+    torch.cuda.empty_cache()  # other processes are on this device, too
