@@ -75,6 +75,7 @@ gpu-wheels: ## fetches into WHEELS what gpu-check needs beside torch, for Python
 	@mkdir -p $(WHEELS) && sed '/^grpcio-/d' constraints.txt >$(WHEELS)/constraints.txt
 	@python3 -m pip --disable-pip-version-check download -q --no-deps -c $(WHEELS)/constraints.txt --only-binary=:all: \
 		--python-version 3.12 --implementation cp $(WHEEL_PLATFORMS) -d $(WHEELS) $(WHEEL_NAMES)
+	@python3 -m benchmarks.gpu_check.slimmed $(WHEELS)
 
 proto: $(VENV)/.test ## the Python stubs in tandem/v1 anew from proto/
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. --pyi_out=. $(PROTOS)

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import zipfile
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
@@ -18,6 +19,7 @@ from benchmarks.gpu_check.inventory import NEEDED, OPTIONAL, Inventory, broken_s
 from benchmarks.gpu_check.kept_reports import Kept
 from benchmarks.gpu_check.report import Outcome, Report, Verdict
 from benchmarks.gpu_check.sections import Means, Section, sections
+from benchmarks.gpu_check.slimmed import slim
 from benchmarks.gpu_check.tests_run import read_account
 
 FOREVER_S = 1e12
@@ -168,6 +170,19 @@ def test_what_travels_needs_nothing_that_neither_travels_nor_comes_with_torch() 
             if "extra ==" not in need and "python_" not in need.partition(";")[2]
         }
         assert needs <= travelling | COMES_WITH_TORCH, name
+
+
+def test_a_wheel_is_slimmed_of_what_is_not_used_and_its_record_says_so(tmp_path: Path) -> None:
+    wheel = tmp_path / "nixl_cu13-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as whole:
+        whole.writestr("nixl_cu13/__init__.py", "used = True\n")
+        whole.writestr("nixl_ep_cu13/large.so", "0" * 1000)
+        whole.writestr("nixl_cu13-1.0.dist-info/RECORD", "nixl_cu13/__init__.py,,\nnixl_ep_cu13/large.so,,\n")
+    assert slim(wheel, ("nixl_ep_cu13/",)) and not slim(wheel, ("nixl_ep_cu13/",))
+    with zipfile.ZipFile(wheel) as kept_files:
+        assert kept_files.read("nixl_cu13/__init__.py") == b"used = True\n"
+        assert kept_files.read("nixl_cu13-1.0.dist-info/RECORD") == b"nixl_cu13/__init__.py,,\n"
+    assert list(tmp_path.iterdir()) == [wheel]
 
 
 def told(folder: Path, said: str) -> Outcome:
