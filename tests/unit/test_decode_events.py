@@ -1,8 +1,11 @@
 """What a decode worker's step says of each sequence, as the router reads it."""
 
+import asyncio
+
 from cluster import wire
-from cluster.messages import FinishReason
-from router.decode_events import tokens_of
+from cluster.messages import FinishReason, SampledToken
+from router.course import Course
+from router.decode_events import Failed, Sequences, Started, Token, tokens_of
 from tandem.v1 import worker_pb2
 
 
@@ -24,3 +27,28 @@ def test_a_sequence_ends_with_the_last_of_its_tokens_in_a_step() -> None:
         (5, 5, FinishReason.LENGTH),
         (7, 9, FinishReason.STOP),
     ]
+
+
+async def test_a_failure_is_heard_at_once_and_the_rest_in_its_order() -> None:
+    sequences = Sequences({1: Course(8)})
+    started = Started((1,), (4,), queue_s=0.0, kv_bytes=0, transport="tcp", num_cached=0)
+    token, failed = Token(1, 1, SampledToken(5, None, None)), Failed("read_failed", "")
+    for event in (started, failed, token):
+        sequences.events.put_nowait(event)
+
+    assert await sequences.failure() == failed
+    assert [await sequences.next(), await sequences.next()] == [started, token]
+
+
+async def test_nothing_is_lost_when_nobody_waits_for_a_failure_any_more() -> None:
+    sequences = Sequences({1: Course(8)})
+    events = [Token(1, index, SampledToken(5, None, None)) for index in range(3)]
+    sequences.events.put_nowait(events[0])
+    waiting = asyncio.create_task(sequences.failure())
+    await asyncio.sleep(0)
+    for event in events[1:]:
+        sequences.events.put_nowait(event)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+    assert [await sequences.next() for _ in events] == events
