@@ -241,13 +241,13 @@ class ImportRun:
             if self._reads is None:
                 means = self._means
                 self._reads = ChannelReads(await self._ways.open(), means.wire, means.verifier, self._ways.was_read)
-        except (TransportError, OSError, RuntimeError) as error:  # the latter two: memory and device
+        except (TransportError, OSError, RuntimeError, MemoryError) as error:  # the latter three: memory and device
             self._has_failed(error)
             self._take(events.OpenFailed(read.read_id, str(error)))
             return
         try:
             digests = await self._reads.read(read.remote_block_ids, read.local_block_ids, read.unverified)
-        except (TransportError, OSError, RuntimeError) as error:
+        except (TransportError, OSError, RuntimeError, MemoryError) as error:
             self._has_failed(error)
             self._take(events.ReadFailed(read.read_id, str(error)))
         else:
