@@ -27,7 +27,7 @@ def main() -> int:
         cpu_s += piece.cpu_s
         for seed, result in piece.results:
             totals.update({f"requests: {outcome}": number for outcome, number in result.outcomes.items()})
-            totals.update(result.hit)
+            totals.update(" ".join(hit) for hit in result.hit)
             totals.update({"events": result.num_events, "simulated seconds": round(result.simulated_s)})
             if result.violations:
                 gone_wrong.append(seed)

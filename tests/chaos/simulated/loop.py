@@ -17,6 +17,7 @@ from typing import Any
 
 _PROCESS: "contextvars.ContextVar[Process]" = contextvars.ContextVar("process")
 _MAX_AT_ONCE = 200_000  # callbacks at one moment: more are a loop that never ends
+_REFUSED = 0.5  # of the large allocations, where memory is short
 _TICK_S = 1e-9  # what passes at least: a wait for less than the clock's last bit ends, as it does on a real machine
 
 
@@ -30,6 +31,7 @@ class Process:
         self.clock_ahead_s = 0.0  # of its wall clock
         self.fails_in_step = False  # the next one
         self.hangs_in_step_s = 0.0  # the next one
+        self.num_refusals = 0  # large allocations that will fail
         self.step_s = 0.0  # the longest, beside its tokens
         self.ready: deque[asyncio.Handle] = deque()
         self.is_queued = False
@@ -147,7 +149,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self, executor: Executor | None, func: Callable[..., Any], *args: Any
     ) -> Any:
         """What goes to a thread is done a little later."""
-        threads = executor if isinstance(executor, Threads) else Threads()
+        threads = executor if isinstance(executor, Threads) else Threads(allocates=False)
         return asyncio.wrap_future(threads.submit(func, *args), loop=self)
 
     async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
@@ -174,6 +176,13 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def wake(self, process: Process) -> None:
         process.is_stopped = False
         self._queue(process)
+
+    def is_refused_memory(self) -> bool:
+        """Whether a large allocation of this process fails."""
+        process = current()
+        is_refused = process.num_refusals > 0 and self._dice.random() < _REFUSED
+        process.num_refusals -= is_refused
+        return is_refused
 
     def soon_s(self, most_s: float) -> float:
         """A random short delay; most are much shorter than the longest."""
@@ -243,8 +252,9 @@ class _Connected(asyncio.Transport):
 class Threads(Executor):
     """A pool of one thread: works in the order of submission, a little later, in the process that submitted."""
 
-    def __init__(self, *_: object, most_s: float = 0.002) -> None:
-        self._most_s = most_s
+    def __init__(self, *_: object, most_s: float = 0.002, allocates: bool = True) -> None:
+        """`allocates`: it fails where memory is short."""
+        self._most_s, self._allocates = most_s, allocates
         self._free_at_s = 0.0
         self._pending: dict[Future[Any], asyncio.TimerHandle] = {}
 
@@ -267,6 +277,10 @@ class Threads(Executor):
         if not future.set_running_or_notify_cancel():
             return
         try:
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, SimulatedLoop)
+            if self._allocates and loop.is_refused_memory():
+                raise MemoryError
             future.set_result(work(*args, **keywords))
         except Exception as error:  # noqa: BLE001 -- as a pool of threads would
             future.set_exception(error)

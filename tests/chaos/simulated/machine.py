@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from kvtransfer.transports.base import TransportMeans
 from router.decode_events import Sequences
 from router.tokenization import Tokenization
 from tests.chaos.simulated.calls import Channel, Server
+from tests.chaos.simulated.disk import SimulatedBlockFiles
 from tests.chaos.simulated.engine import MAX_MODEL_LEN, stand_in_engine
 from tests.chaos.simulated.loop import Counted, Threads, current
 from tests.chaos.simulated.redis import RedisClient
@@ -125,6 +126,14 @@ def _transports(settings: object, means: TransportMeans) -> Available:
     )
 
 
+def _open_files(*about: Any) -> SimulatedBlockFiles:
+    return SimulatedBlockFiles(world().disks[current().place], *about)
+
+
+_block_files = partial(_open_files)
+_block_files.file_bytes = SimulatedBlockFiles.file_bytes  # type: ignore[attr-defined]
+
+
 def _nothing() -> None:
     pass
 
@@ -154,7 +163,7 @@ def _unheard_ends() -> Iterator[None]:
 def simulated_machine() -> Iterator[None]:
     """Around any number of runs."""
     engines = lambda config, *_: stand_in_engine(config.num_blocks, vocab_size(), launches=world().launches)  # noqa: E731
-    clock = SimpleNamespace(perf_counter=lambda: world().loop.time())
+    clock = SimpleNamespace(perf_counter=lambda: world().loop.time(), monotonic=lambda: world().loop.time())
     dice = _Dice()
     replaced = {
         "grpc.aio.insecure_channel": lambda address, options=(): Channel(world().network, address, world().watch),
@@ -175,6 +184,9 @@ def simulated_machine() -> Iterator[None]:
         "kvtransfer.exporter.ThreadPoolExecutor": Threads,
         "kvtransfer.import_run._DICE": dice,
         "kvtransfer.channel_reads.time": clock,
+        "prefill_worker.prefix_tiers.ThreadPoolExecutor": Threads,
+        "prefill_worker.tier_copies.time": clock,
+        "prefill_worker.tier_opening.BlockFiles": _block_files,
         "kvtransfer.worker_transfer.available_transports": _transports,
         "router.decode_events.Sequences": type("Sequences", (Counted, Sequences), {}),
         "router.decode_stream.Sequences": type("Sequences", (Counted, Sequences), {}),

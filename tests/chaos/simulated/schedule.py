@@ -24,7 +24,9 @@ class Kind(StrEnum):
     CUT = "is cut off"
     RESET = "loses its connections"
     EMPTY = "loses what it kept"
-    CLOCK = "has its clock set forward"
+    CLOCK = "has its clock set wrong"
+    MEMORY = "gets no more memory"
+    FULL = "has a full disk"
     PAIR = "does not reach another"
     SUPERSEDED = "is stopped, and another takes its name"
     RAISE = "fails in a step"
@@ -58,6 +60,7 @@ class Mishap:
     for_s: float  # then it is woken, healed, or started again
     phase: Phase | None = None
     occurrence: int = 0  # of the phase
+    jump_s: float = 0.0  # of its clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class Schedule:
     launches: bool  # the device computes on its own
     speculates: bool
     read_faults: bool
+    spills: bool  # prefixes have tiers under the pool of their prefill worker
     asks: tuple[Ask, ...]
     mishaps: tuple[Mishap, ...]
     drain_grace_s: float
@@ -79,12 +83,14 @@ class Schedule:
 
 _DOWN_S = (0.2, 1.0, 2.5, 4.0, 8.0)
 _SILENT_S = (0.05, 0.5, 1.5, 3.5, 7.0, 18.0)
+_JUMPS_S = (-86_400.0, -60.0, 5.0, 60.0, 3600.0, 31_536_000.0)
 
 
 def make_schedule(seed: int) -> Schedule:
     dice = Random(seed)
     counts = num_routers, num_prefills, num_decodes = [dice.choice((1, 2)) for _ in range(3)]
     asks = tuple(_ask(dice, num_routers) for _ in range(dice.choice((1, 2, 3, 4, 5, 8))))
+    mishaps = tuple(_mishap(dice, counts) for _ in range(dice.choice((1, 1, 1, 2))))
     return Schedule(
         seed=seed,
         num_routers=num_routers,
@@ -97,17 +103,19 @@ def make_schedule(seed: int) -> Schedule:
         speculates=dice.random() < 0.2,
         read_faults=dice.random() < 0.25,
         asks=tuple(sorted(asks, key=lambda ask: ask.at_s)),
-        mishaps=tuple(_mishap(dice, counts) for _ in range(dice.choice((1, 1, 1, 2)))),
+        spills=dice.random() < 0.25 or any(mishap.kind is Kind.FULL for mishap in mishaps),
+        mishaps=mishaps,
         drain_grace_s=dice.choice((0.02, 0.2, 0.2, 30.0)),
     )
 
 
 _ALL = (Kind.KILL, Kind.KILL, Kind.STOP, Kind.DRAIN, Kind.CUT, Kind.RESET, Kind.PAIR, Kind.SUPERSEDED)
-_KINDS = {
-    "router": _ALL,
-    "prefill": (*_ALL, Kind.RAISE, Kind.HANG, Kind.CLOCK),
-    "decode": (*_ALL, Kind.RAISE, Kind.HANG, Kind.CLOCK, Kind.MOVE, Kind.RESET),
-    "redis": (Kind.KILL, Kind.EMPTY, Kind.CUT),
+_OF_WORKERS = (*_ALL, Kind.RAISE, Kind.HANG, Kind.CLOCK, Kind.MEMORY)
+KINDS = {
+    "router": (*_ALL, Kind.CLOCK),
+    "prefill": (*_OF_WORKERS, Kind.FULL),
+    "decode": (*_OF_WORKERS, Kind.MOVE, Kind.RESET),
+    "redis": (Kind.KILL, Kind.STOP, Kind.EMPTY, Kind.CUT),
 }
 
 
@@ -127,15 +135,16 @@ def _ask(dice: Random, num_routers: int) -> Ask:
 
 def _mishap(dice: Random, counts: Sequence[int]) -> Mishap:
     role = dice.choice((*ROLES, *ROLES, "prefill", "decode", "decode", "redis"))
-    kind = dice.choice(_KINDS[role])
+    kind = dice.choice(KINDS[role])
     down = kind in (Kind.KILL, Kind.DRAIN)
     phase = dice.choice(tuple(Phase)) if role != "redis" and dice.random() < 0.8 else None
     return Mishap(
         kind=kind,
         role=role,
         number=dice.randrange(counts[ROLES.index(role)] if role in ROLES else 1),
-        at_s=dice.random() * (0.005 if phase else 1.0),
+        at_s=dice.choice((0.0, dice.random() * 0.005)) if phase else dice.random(),
         for_s=dice.choice(_DOWN_S if down else _SILENT_S),
         phase=phase,
         occurrence=dice.choice((0, 0, 1, 3)),
+        jump_s=dice.choice(_JUMPS_S) if kind is Kind.CLOCK else 0.0,
     )

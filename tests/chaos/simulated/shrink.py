@@ -42,7 +42,7 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
     if len(asks) > 1:
         for place in range(len(asks)):
             yield replace(schedule, asks=asks[:place] + asks[place + 1 :])
-    for flag in ("read_faults", "speculates", "launches"):
+    for flag in ("read_faults", "speculates", "launches", "spills"):
         if getattr(schedule, flag):
             without: Any = {flag: False}
             yield replace(schedule, **without)

@@ -73,7 +73,8 @@ class SimulatedStepLoop(StepLoop[CommandT, EventT]):
     def _end_step(self, plan: StepPlan, now_s: float) -> None:
         if self._has_ended:
             return
-        fails, current().fails_in_step = current().fails_in_step, False
+        fails = current().fails_in_step or _loop().is_refused_memory()
+        current().fails_in_step = False
         whole = self._launcher
         try:
             self._launcher = _Fails() if fails else whole

@@ -22,6 +22,7 @@ def describe(schedule: Schedule) -> str:
         "devices compute on their own": schedule.launches,
         "sequences guess ahead": schedule.speculates,
         "reads go wrong": schedule.read_faults,
+        "prefixes spill into host memory and onto disks": schedule.spills,
     }
     lines += [f"  {text}" for text, holds in extras.items() if holds]
     for number, ask in enumerate(schedule.asks):
@@ -69,4 +70,5 @@ def _mishap(mishap: Mishap) -> str:
     when = f"at {mishap.at_s:.4f} s"
     if mishap.phase is not None:
         when = f"{mishap.at_s:.4f} s after {mishap.phase}, time {mishap.occurrence + 1}"
-    return f"  {mishap.role} {mishap.number} {mishap.kind} {when}, for {mishap.for_s:g} s"
+    jump = f" by {mishap.jump_s:+g} s" if mishap.jump_s else ""
+    return f"  {mishap.role} {mishap.number} {mishap.kind}{jump} {when}, for {mishap.for_s:g} s"

@@ -1,7 +1,7 @@
 """One run of one schedule: members that are started, harmed and started again, and clients that ask and count."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -17,6 +17,8 @@ from kvtransfer.transports.loopback import Fault, LoopbackNetwork
 from tandem.v1 import admin_pb2, admin_pb2_grpc, kv_pb2, worker_pb2, worker_pb2_grpc
 from tests.chaos.simulated.calls import Channel
 from tests.chaos.simulated.clients import Client
+from tests.chaos.simulated.disk import Disk, SimulatedBlockFiles
+from tests.chaos.simulated.engine import LAYOUT
 from tests.chaos.simulated.loop import Process, SimulatedLoop, Stuck
 from tests.chaos.simulated.machine import inside
 from tests.chaos.simulated.network import Network
@@ -24,15 +26,18 @@ from tests.chaos.simulated.redis import PLACE, RedisServer
 from tests.chaos.simulated.schedule import Kind, Mishap, Phase, Schedule
 
 REQUEST_TIMEOUT_S = 90.0
+READ_TIMEOUT_S = 3.0
 _READY_S = 30.0
 _CLIENTS_S = 150.0
 _IDLE_S = 60.0  # until nothing is held any more, when everybody is well again
 _STUCK_S = 30.0  # for a worker whose step hangs to go on, or to end because of it
 _LEAVE_S = 40.0
+_MOST_FAILURES = 2  # of one request's attempts: a third one is its end, wherever nobody else can compute it
 _SUPERVISOR_S = 1.0
 _HARMLESS = {Fault.DROP: 0.004, Fault.DELAY: 0.01, Fault.DUPLICATE: 0.02, Fault.REORDER: 0.02, Fault.CORRUPT: 0.02}
 
 Happened = tuple[float, str, str]  # when, who, what
+Hit = tuple[str, str, str]  # role, kind, phase; the last one is empty where the time alone was said
 Said = tuple[float, str, str, str, Any]  # when, in which method, by whom, to whom, of which kind
 
 
@@ -42,7 +47,7 @@ class Result:
     happened: tuple[Happened, ...]
     trace: tuple[Said, ...]  # every message of every call
     outcomes: "Counter[str]"
-    hit: tuple[str, ...]  # (kind, role, phase) of mishaps that met a request in the named phase
+    hit: tuple[Hit, ...]  # mishaps that came while their victim held a request in the named phase
     simulated_s: float
     num_events: int
 
@@ -62,8 +67,11 @@ class World:
         self.trace: list[Said] = []
         self.violations: list[str] = []
         self.outcomes: Counter[str] = Counter()
-        self.hit: list[str] = []
+        self.hit: list[Hit] = []
+        self.disks: dict[str, Disk] = defaultdict(Disk)  # by place
+        self._asking: list[asyncio.Task[str]] = []
         self._phases: Counter[Phase] = Counter()
+        self._come_to: dict[str, Counter[Phase | None]] = defaultdict(Counter)  # by place: how often requests did
         self._partners: dict[str, dict[str, str]] = {}  # by place: whom it worked with last, by role
         self._waiting = [mishap for mishap in schedule.mishaps if mishap.phase is not None]
         self._recovering: list[asyncio.Task[None]] = []
@@ -80,9 +88,10 @@ class World:
         await self._start_all()
         clients = [Client(self, number, ask) for number, ask in enumerate(self.schedule.asks)]
         tasks = [self.loop.spawn(client.process, client.run(), f"client {client.number}") for client in clients]
+        self._asking = tasks
         for mishap in self.schedule.mishaps:
             if mishap.phase is None:
-                self.loop.call_later(mishap.at_s, self._strike, mishap, self._place(mishap, {}))
+                self.loop.call_later(mishap.at_s, self._strike, mishap, self._place(mishap, {}), 0)
         _, late = await asyncio.wait(tasks, timeout=_CLIENTS_S)
         for client, task in zip(clients, tasks, strict=True):
             if task in late:
@@ -128,14 +137,20 @@ class World:
         number = self._phases[phase]
         self._phases[phase] += 1
         involved = {process.place[:-1]: process.place for process in processes}
+        for process in processes:
+            involved = self._partners.get(process.place, {}) | involved
+        for place in involved.values():
+            self._come_to[place][phase] += 1
         for mishap in tuple(self._waiting):
             if mishap.phase is phase and mishap.occurrence == number:
                 self._waiting.remove(mishap)
-                for process in processes:
-                    involved = self._partners.get(process.place, {}) | involved
-                place = self._place(mishap, involved)
-                self.hit.append(f"{mishap.role} {mishap.kind} when {phase}")
-                self.loop.call_later(mishap.at_s, self._strike, mishap, place, context=self.loop.world.context.copy())
+                place, context = self._place(mishap, involved), self.loop.world.context.copy()
+                num_past = self._num_past(phase, place) if place in involved.values() else -1
+                self.loop.call_later(mishap.at_s, self._strike, mishap, place, num_past, context=context)
+
+    def _num_past(self, phase: Phase, place: str) -> int:
+        """How often a request there has come further."""
+        return self._come_to[place][_ENDS_WITH[phase]]
 
     def _place(self, mishap: Mishap, involved: dict[str, str]) -> str:
         if mishap.role == "redis":
@@ -144,20 +159,30 @@ class World:
 
     # What goes wrong
 
-    def _strike(self, mishap: Mishap, place: str) -> None:
+    def _strike(self, mishap: Mishap, place: str, num_past: int) -> None:
+        """`num_past`: how often requests at that place had come further than the phase when one came to it."""
         if not self._is_over:
-            self._recovering.append(self.loop.create_task(self._harm(mishap, place), name=f"{place} {mishap.kind}"))
+            harm = self._harm(mishap, place, num_past)
+            self._recovering.append(self.loop.create_task(harm, name=f"{place} {mishap.kind}"))
 
-    async def _harm(self, mishap: Mishap, place: str) -> None:
+    def _note_hit(self, mishap: Mishap, place: str, num_past: int) -> None:
+        """Only where none has come further meanwhile: the victim still holds the one that is meant."""
+        is_met = mishap.phase is None or num_past == self._num_past(mishap.phase, place)
+        if is_met and not all(task.done() for task in self._asking):
+            self.hit.append((mishap.role, mishap.kind, mishap.phase or ""))
+
+    async def _harm(self, mishap: Mishap, place: str, num_past: int) -> None:
         phase = f" ({mishap.phase})" if mishap.phase is not None else ""
         self.say(place, f"{mishap.kind}{phase}, for {mishap.for_s:g} s")
         if place == PLACE:
+            self._note_hit(mishap, place, num_past)
             await self._harm_redis(mishap)
             return
         member = self.members[place]
         process = member.process
         if not process.runs or member.main.done():
             return  # something else has happened to it
+        self._note_hit(mishap, place, num_past)
         match mishap.kind:
             case Kind.KILL:
                 self._kill(member)
@@ -182,7 +207,18 @@ class World:
                 for other in self.members:
                     self.network.reset(frozenset({place, other}))
             case Kind.CLOCK:
-                process.clock_ahead_s += 3600.0
+                process.clock_ahead_s = mishap.jump_s
+                await asyncio.sleep(mishap.for_s)
+                process.clock_ahead_s = 0.0
+            case Kind.MEMORY:
+                process.num_refusals = _MOST_FAILURES + 1 - len(self.schedule.mishaps)
+                await asyncio.sleep(mishap.for_s)
+                process.num_refusals = 0
+                await self._start_again(member)
+            case Kind.FULL:
+                self.disks[place].is_full = True
+                await asyncio.sleep(mishap.for_s)
+                self.disks[place].is_full = False
             case Kind.PAIR:
                 others = [other for other in self.members if other != place]
                 await self._cut(frozenset({place, self.dice.choice(others)}), mishap.for_s)
@@ -236,7 +272,7 @@ class World:
                 self.say(PLACE, "is back, empty")
             case Kind.EMPTY:
                 self.redis.empty()
-            case Kind.CUT:
+            case Kind.CUT | Kind.STOP:  # either way it is silent, its keys lapse, and what was asked is answered late
                 await self._cut(frozenset({PLACE}), mishap.for_s)
 
     async def _cut(self, ends: frozenset[str], for_s: float) -> None:
@@ -399,11 +435,12 @@ class Member:
             lease_s=1.5,
             max_lease_s=12.0,
             attach_timeout_s=5.0,
-            read_timeout_s=3.0,
+            read_timeout_s=READ_TIMEOUT_S,
             quarantine_s=1.5,
             heartbeat_s=1.0,
             step_timeout_s=1.5,
             stuck_exit_s=6.0,
+            **(_TIERS if schedule.spills and self.role == "prefill" else {}),
         )
 
     async def left_over(self) -> list[str]:
@@ -423,6 +460,19 @@ class Member:
         return [f"{self.process} has {', '.join(f'{number} {name}' for name, number in busy.items())}"] if busy else []
 
 
+_TIERS: dict[str, Any] = {
+    "prefix_host_memory": str(4 * LAYOUT.block_bytes),
+    "prefix_disk": "disk",
+    "prefix_disk_space": str(8 * SimulatedBlockFiles.file_bytes(LAYOUT.block_bytes)),
+}
+_ENDS_WITH = {
+    Phase.QUEUED: Phase.PREFILLING,
+    Phase.PREFILLING: Phase.FIRST_TOKEN,
+    Phase.FIRST_TOKEN: Phase.DECODING,
+    Phase.PULLING: Phase.SETTLING,
+    Phase.SETTLING: Phase.DECODING,
+    Phase.DECODING: None,
+}
 _ONEOFS = {
     worker_pb2.PrefillEvent: "event",
     kv_pb2.ImporterMessage: "message",
