@@ -236,7 +236,13 @@ class Fleet:
         self._supervisors.supervise(member, serve)
 
     async def _serve_prefill(self, member: Member, channel: grpc.aio.Channel) -> str:
-        peer = PrefillPeer(member, channel, patience=self._patience, on_change=self._notify)
+        peer = PrefillPeer(
+            member,
+            channel,
+            patience=self._patience,
+            on_change=self._notify,
+            others=lambda: sum(load.member != member.id for load in self.prefill_loads()),
+        )
         async with running(self._follow_prefixes(member, channel)):
             return await self._serve(peer, self._prefills)
 

@@ -49,6 +49,7 @@ class Peer:
         self._worker = worker_pb2_grpc.WorkerStub(channel)
         self._doubt = asyncio.Event()
         self._lost = asyncio.Event()
+        self._silent = asyncio.Event()  # as long as it has been asked in vain
         self._lost_detail = ""
         self._answered_s = asyncio.get_running_loop().time()
 
@@ -90,6 +91,7 @@ class Peer:
             problem = await self._check_until_sure()
             if problem is not None:
                 return problem
+            self._silent.clear()
             if self._registered:
                 self.trusted = True
                 self._on_change()
@@ -111,6 +113,7 @@ class Peer:
                     async with asyncio.timeout(max(left_s, _LEAST_WAIT_S)):
                         await self._doubt.wait()
             elif not await self._answers(self._patience.answer_s):
+                self._silent.set()
                 self.doubt()
                 self._on_change()
 
@@ -140,11 +143,16 @@ class Peer:
         finally:
             self.assigned -= num_sequences
 
-    async def _unless_lost(self, answer: Awaitable[Answer]) -> Answer:
-        """Raises WorkerLost, and what the call's status says."""
+    async def _unless_lost(self, answer: Awaitable[Answer], *, is_left: Callable[[], bool] = lambda: False) -> Answer:
+        """Raises WorkerLost, and what the call's status says. `is_left`: asked when the worker turns silent; True: what
+        it would answer is not waited for."""
         work = asyncio.ensure_future(answer)
         lost = asyncio.ensure_future(self._lost.wait())
+        silent = asyncio.ensure_future(self._silent.wait())
         try:
+            await asyncio.wait((work, lost, silent), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and not lost.done() and is_left():
+                raise WorkerLost(f"{self.member.role} worker {self.member.id} does not answer, and another one does")
             await asyncio.wait((work, lost), return_when=asyncio.FIRST_COMPLETED)
             if not work.done() or (work.cancelled() and self._lost.is_set()):  # the channel closes with the peer
                 raise self._worker_lost()
@@ -156,6 +164,7 @@ class Peer:
         finally:
             work.cancel()
             lost.cancel()
+            silent.cancel()
 
     def _worker_lost(self) -> WorkerLost:
         return WorkerLost(f"{self.member.role} worker {self.member.id} is lost: {self._lost_detail}")

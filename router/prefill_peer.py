@@ -67,9 +67,17 @@ class PrefillCall:
 
 class PrefillPeer(Peer):
     def __init__(
-        self, member: Member, channel: grpc.aio.Channel, *, patience: Patience, on_change: Callable[[], None]
+        self,
+        member: Member,
+        channel: grpc.aio.Channel,
+        *,
+        patience: Patience,
+        on_change: Callable[[], None],
+        others: Callable[[], int],
     ) -> None:
+        """`others`: how many prefill workers would take work that this one leaves undone."""
         super().__init__(member, channel, patience=patience, on_change=on_change)
+        self._others = others
         self._stub = worker_pb2_grpc.PrefillWorkerStub(channel)
         self._abandoning: set[asyncio.Task[None]] = set()
 
@@ -112,6 +120,7 @@ class PrefillPeer(Peer):
             )
 
     async def read(self, call: "_RpcCall") -> worker_pb2.PrefillEvent | None:
-        """The call's next event; None at its end. Raises TandemError."""
-        event = await self._unless_lost(call.read())
+        """The call's next event; None at its end. Raises TandemError: where another worker answers, one that has been
+        asked in vain is not waited for until it is lost. Nothing of its work is missed: its client has none of it."""
+        event = await self._unless_lost(call.read(), is_left=lambda: self._others() > 0)
         return event if isinstance(event, worker_pb2.PrefillEvent) else None

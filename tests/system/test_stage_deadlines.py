@@ -56,6 +56,37 @@ async def test_a_prefill_worker_that_freezes_before_it_accepts_is_left() -> None
         assert [len(worker.jobs) for worker in (frozen, other)] == [1, 1]
 
 
+async def test_a_prefill_worker_that_was_asked_in_vain_is_not_waited_for_where_another_answers() -> None:
+    async with router_under_test(silence_s=0.6, grace_s=60.0, placement="round-robin") as router:
+        frozen, other = await _two_prefills(router)
+        frozen.before_first_tokens.close()
+        task = asyncio.create_task(answer_to(router, ask()))
+        await asyncio.wait_for(frozen.before_first_tokens.reached.wait(), _DEADLINE_S)
+        frozen.freeze()
+        answer = await _end(router, task)
+        assert answer.summary.ledger.reasons == ("prefill_worker_lost",)
+        assert [len(worker.jobs) for worker in (frozen, other)] == [1, 1]
+        assert frozen.id in router.fleet.connected(), "in doubt, not lost"
+
+
+async def test_a_prefill_worker_that_was_asked_in_vain_is_waited_for_where_there_is_no_other() -> None:
+    async with router_under_test(silence_s=0.6, grace_s=60.0) as router:
+        frozen = await router.add_prefill("p0")
+        await router.add_decode("d0")
+        await router.connected()
+        frozen.before_first_tokens.close()
+        task = asyncio.create_task(answer_to(router, ask()))
+        await asyncio.wait_for(frozen.before_first_tokens.reached.wait(), _DEADLINE_S)
+        frozen.freeze()
+        async with asyncio.timeout(_DEADLINE_S):
+            while not router.fleet.is_checking_prefill:
+                await router.fleet.changed()
+        frozen.door.open()
+        frozen.before_first_tokens.open()
+        answer = await _end(router, task)
+        assert answer.summary.ledger.reasons == ()
+
+
 async def test_a_router_that_stood_still_itself_takes_no_worker_for_silent(caplog: pytest.LogCaptureFixture) -> None:
     """What they said meanwhile has not been read when it looks."""
     async with impatient_router() as router:
