@@ -14,6 +14,7 @@ from tests.system.local_cluster import LocalCluster, Member
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 TIMEOUT_S = 90.0
 MAX_TOKENS = 160
+SILENCE_S = 2.0
 NOTICED_S = 14.0  # by its silence: gRPC's keepalive takes 15 s
 FLAGS = ("--port", "0", "--grpc-port", "0", "--placement", "least-loaded")
 
@@ -60,7 +61,7 @@ async def test_a_router_that_is_killed_or_frozen_costs_its_clients_no_token(
     async with AsyncClient(staying, timeout_s=TIMEOUT_S) as client:
         undisturbed = await asyncio.gather(*(started(client, number).result() for number in range(8)))
     async with second_router(cluster) as dying:
-        async with AsyncClient([dying.grpc_address, staying], timeout_s=TIMEOUT_S) as client:
+        async with AsyncClient([dying.grpc_address, staying], timeout_s=TIMEOUT_S, silence_s=SILENCE_S) as client:
             generations = [started(client, number) for number in range(8)]
             await asyncio.gather(*(until(generation, 2 + 3 * i) for i, generation in enumerate(generations)))
             dying.send_signal(blow)
