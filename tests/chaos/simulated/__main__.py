@@ -6,8 +6,12 @@ import os
 import sys
 import time
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from cluster.process import leave
+
+if TYPE_CHECKING:
+    from tests.chaos.simulated.record import Run
 
 _HASHES = "PYTHONHASHSEED"
 
@@ -17,32 +21,45 @@ def main() -> int:
     if os.environ.get(_HASHES) != "0":  # sets of names have the same order in every process then
         again = [sys.executable, "-m", "tests.chaos.simulated", *sys.argv[1:]]
         os.execve(sys.executable, again, os.environ | {_HASHES: "0"})
-    from tests.chaos.simulated.batch import run_in_pieces, story_of
+    from tests.chaos.simulated.batch import story_of
+    from tests.chaos.simulated.record import write
 
     logging.disable(logging.CRITICAL)
-    began_s, cpu_s, gone_wrong = time.monotonic(), 0.0, list[int]()
-    totals: Counter[str] = Counter()
-    seeds = range(arguments.first, arguments.first + arguments.seeds)
-    for piece in run_in_pieces(seeds, num_processes=arguments.processes):
+    run = _run(range(arguments.first, arguments.first + arguments.seeds), arguments.processes)
+    for seed in run.wrong[: arguments.stories]:
+        print(story_of(seed, shrunk=not arguments.whole), flush=True)
+    print("\n".join(run.told()))
+    if arguments.write:
+        write(run)
+    return bool(run.wrong)
+
+
+def _run(seeds: range, num_processes: int) -> "Run":
+    from tests.chaos.simulated.batch import run_in_pieces
+    from tests.chaos.simulated.record import Run, hit_name
+
+    began_s, cpu_s, num_events, wrong = time.monotonic(), 0.0, 0, list[int]()
+    outcomes, hit = Counter[str](), Counter[str]()
+    for piece in run_in_pieces(seeds, num_processes=num_processes):
         cpu_s += piece.cpu_s
         for seed, result in piece.results:
-            totals.update({f"requests: {outcome}": number for outcome, number in result.outcomes.items()})
-            totals.update(" ".join(hit) for hit in result.hit)
-            totals.update({"events": result.num_events, "simulated seconds": round(result.simulated_s)})
+            outcomes.update(result.outcomes)
+            hit.update(hit_name(*where) for where in result.hit)
+            num_events += result.num_events
             if result.violations:
-                gone_wrong.append(seed)
+                wrong.append(seed)
                 print(f"seed {seed}: {result.violations[0]}", flush=True)
-    took_s = time.monotonic() - began_s
-    for seed in gone_wrong[: arguments.stories]:
-        print(story_of(seed, shrunk=not arguments.whole), flush=True)
-    for name, number in sorted(totals.items()):
-        print(f"{number:10} {name}")
-    print(
-        f"{arguments.seeds} schedules in {took_s:.1f} s: {arguments.seeds / took_s * 60:.0f} a minute by the clock,"
-        f" {arguments.seeds / cpu_s * 60:.0f} a minute of one core, {totals['events'] / cpu_s:.0f} events per second of"
-        f" one core; {len(gone_wrong)} went wrong"
+    return Run(
+        first=seeds.start,
+        num_seeds=len(seeds),
+        num_processes=num_processes,
+        seconds=time.monotonic() - began_s,
+        cpu_s=cpu_s,
+        num_events=num_events,
+        wrong=tuple(sorted(wrong)),
+        outcomes=dict(outcomes),
+        hit=dict(hit),
     )
-    return bool(gone_wrong)
 
 
 def _arguments() -> argparse.Namespace:
@@ -54,6 +71,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--stories", type=int, default=3, metavar="N", help="most stories that are told (default: 3)")
     parser.add_argument("--whole", action="store_true", help="tell stories as they are, without shrinking")
+    parser.add_argument("--write", action="store_true", help="keep the figures, added to those of the same commit")
     return parser.parse_args()
 
 
