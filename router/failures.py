@@ -51,6 +51,7 @@ _LEAVES_TICKET = frozenset(
         HandOffReason.LAYOUT_MISMATCH,
     }
 )
+_LACKS_TICKET = frozenset({HandOffReason.UNKNOWN_TICKET, HandOffReason.TICKET_EXPIRED})
 
 
 class AttemptFailed(Exception):
@@ -88,6 +89,11 @@ class AttemptFailed(Exception):
         if self.leg == HANDOFF:
             return self.reason in _LEAVES_TICKET
         return self.leg == DECODE and self.reason not in (FIRST_TOKEN_MISMATCH, TOKEN_OUT_OF_ORDER)
+
+    @property
+    def lacks_ticket(self) -> bool:
+        """The exporter does not have it any more."""
+        return self.leg == HANDOFF and self.reason in _LACKS_TICKET
 
 
 @contextmanager

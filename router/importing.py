@@ -64,7 +64,8 @@ class Importing:
         self._committed = choices[0].committed
         self._first_tokens: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._legs = [self._leg_at(decode)]  # the last one counts; those before it are about to be closed
-        self._tried = {decode.member.id}
+        self._first = decode.member.id
+        self._tried = {self._first}
         self._exit = ExitStack()
         self._task: asyncio.Task[DecodeLeg] | None = None
 
@@ -121,6 +122,9 @@ class Importing:
 
     async def _go_elsewhere(self, failure: AttemptFailed, ticket: bytes, prefill: PrefillPeer) -> tuple[bytes, int]:
         """Opens the next importer's leg. The ticket and the attempt for it. Raises `failure` where there is none."""
+        if failure.lacks_ticket and len(self._tried) > 1:  # too late; its exporter is not to blame
+            self._setbacks.forgive()
+            raise AttemptFailed(failure.leg, self._first, failure.reason, failure.error) from failure
         decode = await self._another(failure, prefill)
         if decode is None:
             raise failure

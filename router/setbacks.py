@@ -47,6 +47,10 @@ class Setbacks:
         fields = {"request_id": self._live.request_id, "reason": failure.name}
         _LOG.warning("attempt failed: %s", failure, extra=fields)
 
+    def forgive(self) -> None:
+        """What was noted last has led to another failure, of its own kind: one try for both."""
+        self._tries = max(0, self._tries - 1)
+
     def forget(self) -> None:
         """Decode has worked: what fails from now on begins a new row."""
         self._tries = 0

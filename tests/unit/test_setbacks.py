@@ -118,6 +118,15 @@ def test_tries_end_at_the_most_that_are_allowed_and_begin_anew_once_decode_has_w
     assert setbacks.is_enough
 
 
+def test_an_importer_that_came_too_late_costs_no_try_more_than_the_one_before_it() -> None:
+    setbacks = _setbacks(max_attempts=3)
+    setbacks.note(_failure())
+    assert _handoff(HandOffReason.UNKNOWN_TICKET).lacks_ticket
+    setbacks.forgive()
+    setbacks.note(_handoff(HandOffReason.UNKNOWN_TICKET))
+    assert not setbacks.leaves_one_try
+
+
 def test_a_worker_that_leaves_costs_no_try_and_the_fleet_hears_of_it() -> None:
     fleet = _Fleet()
     setbacks = _setbacks(max_attempts=1, fleet=fleet)
