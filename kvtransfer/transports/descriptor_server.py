@@ -5,23 +5,19 @@ The connection stays open on both sides: its end tells that the other process is
 
 import asyncio
 import hmac
-import os
 import secrets
-import shutil
 import socket
 import struct
-import tempfile
 from collections.abc import Coroutine
-from pathlib import Path
 
 from cluster.messages import Epoch
 from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.private_directory import PrivateDirectory
 
 _HELLO = struct.Struct("<16sI16s")  # ticket id, attempt, token
 _TOKEN_BYTES = 16
 _TIMEOUT_S = 5.0
 _ACCEPT_PAUSE_S = 0.1  # out of descriptors: accepting again at once would only spin
-_MAX_SOCKET_PATH = 100  # the kernel takes 107 bytes
 _MAX_GEOMETRY_BYTES = 4096
 
 
@@ -32,16 +28,16 @@ class DescriptorServer:
         """`geometry`: what comes with the descriptor."""
         self._descriptor, self._geometry = descriptor, geometry
         self._tokens: dict[tuple[bytes, int], bytes] = {}  # by (ticket id, attempt)
-        self._directory: Path | None = None
+        self._directory: PrivateDirectory | None = None
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Raises OSError."""
-        self._directory = _private_directory()
+        self._directory = await asyncio.to_thread(PrivateDirectory)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
-        self._listener.bind(str(self._directory / "pool"))
+        self._listener.bind(str(self._directory.path / "pool"))
         self._listener.listen(128)
         self._keep(self._accept(self._listener))
 
@@ -49,7 +45,7 @@ class DescriptorServer:
         """What `Endpoint.parse` takes."""
         assert self._directory is not None, "admit before start"
         token = self._tokens.setdefault((epoch.ticket_id, epoch.attempt), secrets.token_bytes(_TOKEN_BYTES))
-        return token + str(self._directory / "pool").encode()
+        return token + str(self._directory.path / "pool").encode()
 
     def revoke(self, epoch: Epoch) -> None:
         self._tokens.pop((epoch.ticket_id, epoch.attempt), None)
@@ -60,7 +56,7 @@ class DescriptorServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._listener is not None and self._directory is not None:
             self._listener.close()
-            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+            await asyncio.to_thread(self._directory.remove)
 
     def _keep(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)
@@ -152,12 +148,3 @@ async def _receive(connection: socket.socket, num_bytes: int) -> bytes:
             raise ConnectionResetError("the importer ended the connection")
         data += piece
     return data
-
-
-def _private_directory() -> Path:
-    """Readable by this user only. In /tmp where the usual place makes the socket's path too long for the kernel."""
-    directory = Path(tempfile.mkdtemp(prefix="tandem-kv-"))
-    if len(str(directory / "pool").encode()) > _MAX_SOCKET_PATH:
-        os.rmdir(directory)
-        directory = Path(tempfile.mkdtemp(prefix="tandem-kv-", dir="/tmp"))
-    return directory
