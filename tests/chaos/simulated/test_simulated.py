@@ -19,12 +19,11 @@ from kvtransfer import handoff, import_machine
 from router.choice import Choice
 from router.decode_stream import DecodeStream
 from router.requests import ChoiceDelta
-from tests.chaos.simulated.batch import run_seeds, told
+from tests.chaos.simulated.batch import run_seeds
 from tests.chaos.simulated.engine import LAYOUT, StandInRunner, memory_of
 from tests.chaos.simulated.loop import Process, SimulatedLoop
 from tests.chaos.simulated.machine import simulated_machine
 from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, make_schedule
-from tests.chaos.simulated.shrink import shrink
 from tests.chaos.simulated.world import READ_TIMEOUT_S, run_schedule
 
 _FIXED = range(100)
@@ -182,16 +181,6 @@ def test_a_predecessor_that_wakes_ends_though_redis_has_forgotten_who_came_after
     with simulated_machine():
         for seed in range(8):  # which of the two renews first is drawn
             assert not run_schedule(replace(_busy(seed), mishaps=mishaps)).violations
-
-
-def test_a_schedule_that_goes_wrong_is_shrunk_to_its_story() -> None:
-    broken = BREAKS[1]
-    with simulated_machine(), broken.apply():
-        schedule = next(s for s in map(broken.provoke, range(broken.within)) if run_schedule(s).violations)
-        small = shrink(schedule, run_schedule(schedule), run_schedule)
-        story = told(small)
-    assert len(small.asks) < len(schedule.asks) and len(small.mishaps) < len(schedule.mishaps)
-    assert "loses its connections" in story and "WRONG: request" in story
 
 
 def test_every_byte_that_a_sequence_holds_decides_its_next_token() -> None:
