@@ -27,9 +27,8 @@ class PrivateDirectory:
         unlocked = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
         self._lock = (unlocked / _LOCK).open("wb")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.path = unlocked.rename(
-            parent / unlocked.name.removeprefix(".")
-        )  # nobody takes it for abandoned before it is locked
+        # Under this name only now that it is locked: nobody takes it for abandoned.
+        self.path = unlocked.rename(parent / unlocked.name.removeprefix("."))
 
     def remove(self) -> None:
         """More than once, too."""
