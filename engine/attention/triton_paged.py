@@ -133,7 +133,7 @@ def _launch(tiles: _Tiles, geometry: _Geometry, query: torch.Tensor, output: tor
     parts = _Parts.of(tiles, geometry, output, call)
     has_scales = kv.key_scales is not None
     key_scales, value_scales = (kv.key_scales, kv.value_scales) if has_scales else (query, query)
-    num_programs = _programs_per_context(num_tiles * num_kv_heads, parts.constants["PARTS"], query.device)
+    num_programs = _programs_per_context(num_tiles * num_kv_heads, parts.count, query.device)
     attend_tile[(num_tiles, num_kv_heads, num_programs)](
         query,
         kv.keys,
@@ -163,7 +163,7 @@ def _launch(tiles: _Tiles, geometry: _Geometry, query: torch.Tensor, output: tor
         num_warps=8 if tiles.rows >= _WIDE_CHUNK_ROWS else 4,
         num_stages=geometry.num_stages,
     )
-    if parts.constants["PARTS"] > 1:
+    if parts.count > 1:
         _merge(tiles, parts, output, call)
 
 
@@ -185,8 +185,10 @@ def _constants(tiles: _Tiles, geometry: _Geometry, query: torch.Tensor, call: _C
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
-    """Where the parts of cut contexts go, and what both kernels are compiled for. One part: straight to the output."""
+    """Where the parts of cut contexts go, and what both kernels are compiled for. One part: straight to the output;
+    else there is room for the most, as kernels for each number would be compiled while contexts grow."""
 
+    count: int  # of the longest context that fits the table
     values: torch.Tensor
     sums: torch.Tensor
     constants: dict[str, int]
@@ -201,15 +203,15 @@ class _Parts:
             "VALUE_DIM": value_dim,
             "VALUE_PAD": geometry.value_pad,
             "COLUMNS": geometry.columns,
-            "PARTS": parts,
+            "PARTS": MOST_PARTS.value if parts > 1 else 1,
             "LEAST_PART": geometry.least_part,
             "HAS_WINDOW": call.options.sliding_window is not None,
         }
         if parts == 1:
-            return cls(output, output, constants)
-        shape = (len(tiles.sequences), num_heads, parts)
+            return cls(1, output, output, constants)
+        shape = (len(tiles.sequences), num_heads, MOST_PARTS.value)
         values = output.new_empty(*shape, value_dim, dtype=torch.float32)
-        return cls(values, output.new_empty(*shape, 2, dtype=torch.float32), constants)
+        return cls(parts, values, output.new_empty(*shape, 2, dtype=torch.float32), constants)
 
 
 def _merge(tiles: _Tiles, parts: _Parts, output: torch.Tensor, call: _Call) -> None:
