@@ -80,3 +80,11 @@ def test_attention_in_16_bits_is_near_that_written_out(
     )
     worst = float(((ours - plain).norm(dim=-1) / plain.norm(dim=-1)).max())
     assert worst < (3e-2 if dtype == "bfloat16" else 4e-3)
+
+
+def test_what_serves_in_bfloat16_is_fused_and_comes_from_graphs(tmp_path: Path) -> None:
+    """Either falls back by itself where it fails, which no figure would tell."""
+    engine = build(tmp_path, WIDE, dtype="bfloat16")
+    engine.pool.close()
+    assert "forward: fused, 2 layers" in engine.report
+    assert engine.report[-1].startswith("cuda graphs: 6 sizes"), engine.report

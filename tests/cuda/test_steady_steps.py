@@ -29,7 +29,8 @@ WARM = 3
 @pytest.fixture(scope="module", params=["auto", "off"], ids=["graphs", "eager"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     engine = build(tmp_path_factory.mktemp("llama"), FAMILIES["llama"], cuda_graphs=request.param)
-    assert any(line.startswith("cuda graphs: ") for line in engine.report)
+    said = next(line for line in engine.report if line.startswith("cuda graphs: "))
+    assert said.startswith("cuda graphs: 6 sizes" if request.param == "auto" else "cuda graphs: off"), said
     yield engine
     engine.pool.close()
 
