@@ -21,7 +21,7 @@ from tandem.v1 import admin_pb2, inference_pb2, kv_pb2, worker_pb2, worker_pb2_g
 from tests.later_version import with_unknown_fields
 from tests.system.asking import question
 from tests.system.local_cluster import LocalCluster, Member
-from tests.system.previous_version import EarlierVersion, earlier_version
+from tests.system.previous_version import AGES, EarlierVersion, earlier_version
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 TIMEOUT_S = 90.0
@@ -119,6 +119,22 @@ async def test_members_of_the_previous_version_serve_beside_present_ones_and_lea
         assert [await member.exit_code() for member in earlier] == [0, 0, 0], cluster.output()[-4000:]
     assert list(map(content, results)) == list(map(content, long))
     await cluster.until_free()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("age", AGES)
+async def test_members_of_every_earlier_version_serve_beside_present_ones_over_tcp(
+    tcp_cluster: LocalCluster, tmp_path: Path, age: int
+) -> None:
+    version = earlier_version(tmp_path, age)
+    await tcp_cluster.mend()
+    present = tcp_cluster.members["router0"].grpc_address
+    expected = await answers([present])
+    async with joined(tcp_cluster, version) as earlier:
+        await every_pair_has_served(present, expected)
+        await every_pair_has_served(earlier[0].grpc_address, expected)
+    await tcp_cluster.until_free()
 
 
 # What is asked of each call; where nothing is said, its empty request.
