@@ -57,12 +57,15 @@ async def test_a_prefix_is_computed_and_moved_once(small_pools: LocalCluster) ->
 async def test_tenants_see_nothing_of_each_other(small_pools: LocalCluster) -> None:
     prompt = _tokens(3, 5 * _BLOCK_SIZE)
     cached = []
+    before = await small_pools.figures("decode")
     for salt in ("a", "b", "a"):
         answer = await ask(small_pools, question(prompt, max_tokens=4, cache_salt=salt))
         cached.append((answer.usage.cached_tokens, answer.ledger.kv_bytes > 0))
+    after = await small_pools.figures("decode")
 
     assert cached[:2] == [(0, True), (0, True)]
-    assert cached[2][0] == 64  # whether decode still has them too depends on what else its small pool was asked to keep
+    # What other tests left in its small pool may be worth more to decode than what the first tenant left.
+    assert cached[2] == (64, False) or (cached[2] == (64, True) and after["blocks_evicted"] > before["blocks_evicted"])
 
 
 @pytest.mark.timeout(180)
