@@ -57,7 +57,7 @@ def write(run: Run) -> None:
 
 
 def _as_markdown(machine: dict[str, str], runs: Sequence[dict[str, Any]]) -> str:
-    num_seeds, cpu_s, seconds = (sum(run[name] for run in runs) for name in ("num_seeds", "cpu_s", "seconds"))
+    num_seeds, cpu_s = (sum(run[name] for run in runs) for name in ("num_seeds", "cpu_s"))
     outcomes, hit = Counter[str](), Counter[str]()
     for run in runs:
         outcomes.update(run["outcomes"])
@@ -65,9 +65,9 @@ def _as_markdown(machine: dict[str, str], runs: Sequence[dict[str, Any]]) -> str
     wrong = [seed for run in runs for seed in run["wrong"]]
     ends = ", ".join(f"{number} {outcome}" for outcome, number in sorted(outcomes.items()))
     lines = [
-        f"{num_seeds} seeds, commit {machine['commit']}, {machine['processor']}, in {len(runs)} runs of"
-        f" {runs[0]['num_processes']} processes: {num_seeds / seconds * 60:.0f} schedules a minute by the clock,"
-        f" {num_seeds / cpu_s * 60:.0f} a minute of one core. Requests: {ends}."
+        f"{num_seeds} seeds, commit {machine['commit']}, {machine['processor']}: {num_seeds / cpu_s * 60:.0f} schedules"
+        f" a minute of one core; the quickest run made {max(map(_pace, runs)):.0f} a minute by the clock, the slowest"
+        f" {min(map(_pace, runs)):.0f}, beside whatever else ran. Requests: {ends}."
         f" Seeds that went wrong: {', '.join(map(str, wrong)) or 'none'}.",
         "",
         "How often a mishap came while its victim held a request in the phase:",
@@ -80,6 +80,10 @@ def _as_markdown(machine: dict[str, str], runs: Sequence[dict[str, Any]]) -> str
             cells = [_cell(hit, role, kind, phase) for phase in (*Phase, "")]
             lines.append(f"| {role} {kind} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _pace(run: dict[str, Any]) -> float:
+    return float(run["num_seeds"] / run["seconds"] * 60)
 
 
 def _cell(hit: Counter[str], role: str, kind: str, phase: str) -> str:
