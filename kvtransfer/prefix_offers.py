@@ -51,6 +51,7 @@ class PrefixOffers:
         )
         self._exporter.seal(ticket_id, first_index=0, block_ids=block_ids)
         self._exporter.finish(ticket_id, first_tokens=(), tail=None)
+        self._exporter.expect_soon(ticket_id)  # or, stopped meanwhile, we answer one who has long given up
         return kv_pb2.OfferPrefixResponse(ticket=issued.signed, num_blocks=len(block_ids))
 
     def on_offered(self, ticket_id: bytes, block_ids: tuple[int, ...]) -> None:

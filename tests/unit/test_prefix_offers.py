@@ -31,6 +31,9 @@ class _Exporter:
     def finish(self, ticket_id: bytes, **end: object) -> None:
         self.told.append(("finish", end))
 
+    def expect_soon(self, ticket_id: bytes) -> None:
+        self.told.append(("expect_soon", {"ticket_id": ticket_id}))
+
 
 class _Bench:
     def __init__(self) -> None:
@@ -38,7 +41,7 @@ class _Bench:
         self.asked: asyncio.Queue[bytes] = asyncio.Queue()
         self.released: list[bytes] = []
         self.offers = PrefixOffers(
-            exporter=self.exporter,  # type: ignore[arg-type]  # a stand-in with the three methods that are used
+            exporter=self.exporter,  # type: ignore[arg-type]  # a stand-in with the methods that are used
             block_size=16,
             ask=lambda ticket_id, block_hashes, min_blocks: self.asked.put_nowait(ticket_id),
             release=self.released.append,
@@ -56,12 +59,13 @@ async def test_the_ticket_covers_exactly_what_is_here_and_is_finished() -> None:
     offer = await offering
 
     assert (offer.ticket, offer.num_blocks) == (b"signed", 3)
-    (issue, ticket), (seal, blocks), (finish, end) = bench.exporter.told
-    assert (issue, seal, finish) == ("issue", "seal", "finish")
+    (issue, ticket), (seal, blocks), (finish, end), (expect_soon, expected) = bench.exporter.told
+    assert (issue, seal, finish, expect_soon) == ("issue", "seal", "finish", "expect_soon")
     assert (ticket["num_tokens"], ticket["prompt_hash"], ticket["num_choices"]) == (48, _HASHES[2], 0)
     assert str(ticket["importer"]) == "me@1"
     assert blocks == {"first_index": 0, "block_ids": (7, 3, 9)}
     assert end == {"first_tokens": (), "tail": None}
+    assert expected == {"ticket_id": ticket["ticket_id"]}, "leased for no longer than an asker that lives needs"
     assert bench.released == []
 
 
