@@ -58,9 +58,9 @@ async def test_one_take_is_bounded_and_what_is_left_comes_in_order_with_the_next
         for index in range(MOST_TAKEN + 10):
             outbox.put(delta(0, index, index))
         outbox.put(delta(1, 0, 7))
-        first = await outbox.take()
+        first = await outbox.take() or ()
         assert [(d.choice, d.first_index, len(d.token_ids)) for d in first] == [(0, 0, MOST_TAKEN)]
-        second = await outbox.take()
+        second = await outbox.take() or ()
         assert [(d.choice, d.first_index, len(d.token_ids)) for d in second] == [(1, 0, 1), (0, MOST_TAKEN, 10)]
         assert outboxes.num_tokens == 0
     outboxes.check()
