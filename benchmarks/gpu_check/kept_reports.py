@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--keep-reports") and not _computes_for_another():
+    if config.getoption("--keep-reports") and not _computes_for_another(config):
         config.pluginmanager.register(_Keeper(Path(config.getoption("--keep-reports"))), "tandem-keeper")
 
 
@@ -57,13 +57,13 @@ class _Keeper:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Its reports are with the other process by the time it returns."""
     result = yield
-    if _computes_for_another() and _gpu_is_lost():
+    if _computes_for_another(item.config) and _gpu_is_lost():
         os._exit(1)
     return result
 
 
-def _computes_for_another() -> bool:
-    return "PYTEST_XDIST_WORKER" in os.environ
+def _computes_for_another(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")  # pytest-xdist's own; its variable reaches the processes that a test starts
 
 
 def _gpu_is_lost() -> bool:
