@@ -77,7 +77,7 @@ async def test_https_answers(tls_cluster: LocalCluster, certificates: Certificat
     connection.request(
         "POST",
         "/v1/completions",
-        json.dumps({"model": "demo_model", "prompt": PROMPT, "max_tokens": 4}),
+        json.dumps({"model": "demo_model", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}),
         {"content-type": "application/json"},
     )
     answer = connection.getresponse()
