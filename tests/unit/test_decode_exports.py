@@ -256,6 +256,8 @@ async def test_a_ticket_nobody_came_for_ends_and_the_sequence_stays_frozen(worke
 async def test_a_sequence_whose_router_never_says_what_becomes_of_it_does_not_wait_for_ever(worker: Worker) -> None:
     frozen = await worker.frozen()
     worker.exporter.end_call((await worker.attach(frozen.signed_ticket))[0])
+    worker.clock.advance(10.0)  # a lease: for so long another one may come for it
+    worker.exporter.reap()
 
     async with asyncio.timeout(10):
         assert await worker.forgotten.get() == (ROUTER, worker.handle)
