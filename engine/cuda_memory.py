@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from cluster.cuda_pages import DriverRefused, checked, map_pages, unmap
+
 
 class NotExportable(Exception):
     """This device, driver or installation has no such memory."""
@@ -58,19 +60,27 @@ class _Region:
             "data": (address, False),
             "version": 3,
         }
-        weakref.finalize(self, _unmap, address, num_bytes).atexit = False
+        weakref.finalize(self, unmap, address, num_bytes).atexit = False
 
 
 def _allocate(num_bytes: int, index: int) -> tuple[int, int, int]:
-    """(file, bytes, address)"""
+    """(file, bytes, address). Raises NotExportable."""
     try:
         from cuda.bindings import driver
 
-        _checked(driver.cuInit(0))
-    except (ImportError, RuntimeError) as error:  # the latter: no driver
+        checked(driver.cuInit(0))
+    except (ImportError, RuntimeError, DriverRefused) as error:  # the second: no driver
         raise NotExportable(f"cuda-bindings cannot be used ({error})") from error
+    try:
+        return _exported(driver, num_bytes, index)
+    except DriverRefused as error:
+        raise NotExportable(str(error)) from error
+
+
+def _exported(driver: Any, num_bytes: int, index: int) -> tuple[int, int, int]:
+    """As _allocate. Raises DriverRefused too."""
     properties = _properties(driver, index)
-    granularity = _checked(
+    granularity = checked(
         driver.cuMemGetAllocationGranularity(
             properties, driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         )
@@ -78,10 +88,11 @@ def _allocate(num_bytes: int, index: int) -> tuple[int, int, int]:
     size = -(-num_bytes // granularity) * granularity
     handle = _created(driver, size, properties)
     try:
-        file = int(_checked(driver.cuMemExportToShareableHandle(handle, properties.requestedHandleTypes, 0)))
+        file = int(checked(driver.cuMemExportToShareableHandle(handle, properties.requestedHandleTypes, 0)))
         try:
-            return file, size, _map(driver, handle, size, index)
-        except NotExportable:
+            for_both = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            return file, size, map_pages(driver, handle, size, index, for_both)
+        except DriverRefused:
             os.close(file)
             raise
     finally:
@@ -90,17 +101,17 @@ def _allocate(num_bytes: int, index: int) -> tuple[int, int, int]:
 
 def _created(driver: Any, size: int, properties: Any) -> Any:
     if properties.allocFlags.gpuDirectRDMACapable:
-        with contextlib.suppress(NotExportable):
-            return _checked(driver.cuMemCreate(size, properties, 0))
+        with contextlib.suppress(DriverRefused):
+            return checked(driver.cuMemCreate(size, properties, 0))
         properties.allocFlags.gpuDirectRDMACapable = 0  # a guest may not have what its device says it supports
-    return _checked(driver.cuMemCreate(size, properties, 0))
+    return checked(driver.cuMemCreate(size, properties, 0))
 
 
 def _properties(driver: Any, index: int) -> Any:
-    device = _checked(driver.cuDeviceGet(index))
+    device = checked(driver.cuDeviceGet(index))
     attributes = driver.CUdevice_attribute
     exports = attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
-    if not _checked(driver.cuDeviceGetAttribute(exports, device)):
+    if not checked(driver.cuDeviceGetAttribute(exports, device)):
         raise NotExportable("this device does not export memory as a file")
     properties = driver.CUmemAllocationProp()
     properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -108,36 +119,6 @@ def _properties(driver: Any, index: int) -> Any:
     properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     properties.location.id = index
     rdma = attributes.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
-    if _checked(driver.cuDeviceGetAttribute(rdma, device)):
+    if checked(driver.cuDeviceGetAttribute(rdma, device)):
         properties.allocFlags.gpuDirectRDMACapable = 1  # NCCL and UCX read and write the pool over the network
     return properties
-
-
-def _map(driver: Any, handle: Any, size: int, index: int) -> int:
-    address = _checked(driver.cuMemAddressReserve(size, 0, 0, 0))
-    try:
-        _checked(driver.cuMemMap(address, size, 0, handle, 0))
-        access = driver.CUmemAccessDesc()
-        access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = index
-        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        _checked(driver.cuMemSetAccess(address, size, [access], 1))
-    except NotExportable:
-        driver.cuMemUnmap(address, size)
-        driver.cuMemAddressFree(address, size)
-        raise
-    return int(address)
-
-
-def _unmap(address: int, num_bytes: int) -> None:
-    from cuda.bindings import driver
-
-    driver.cuMemUnmap(address, num_bytes)
-    driver.cuMemAddressFree(address, num_bytes)
-
-
-def _checked(answer: tuple[Any, ...]) -> Any:
-    status, *results = answer
-    if int(status) != 0:
-        raise NotExportable(f"the driver answers {status.name}")
-    return results[0] if results else None

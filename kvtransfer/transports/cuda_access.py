@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from cluster.cuda_pages import DriverRefused, checked, map_pages, unmap
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportError
 from kvtransfer.transports.cuda_thread import use_device
@@ -49,7 +50,7 @@ class CudaMapping:
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.address = address
-        weakref.finalize(self, _unmap, address, num_bytes).atexit = False
+        weakref.finalize(self, unmap, address, num_bytes).atexit = False
 
 
 class CudaAccess:
@@ -74,7 +75,10 @@ class CudaAccess:
         from cuda.bindings import driver
 
         use_device(self._index)
-        return CudaMapping(_import_for_reading(driver, file, num_bytes, self._index), num_bytes)
+        try:
+            return CudaMapping(_import_for_reading(driver, file, num_bytes, self._index), num_bytes)
+        except DriverRefused as error:
+            raise TransportError(str(error)) from error
 
     def copy(self, source: Mapping, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
         """On a stream of its own: neither waits for the engine's steps, nor they for it. Nobody uses the destination,
@@ -91,43 +95,14 @@ class CudaAccess:
 
 
 def _import_for_reading(driver: Any, file: int, num_bytes: int, index: int) -> int:
-    """The address. Takes `file` over."""
+    """The address. Takes `file` over. Raises DriverRefused."""
     kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     try:
-        handle = _checked(driver.cuMemImportFromShareableHandle(file, kind))
+        handle = checked(driver.cuMemImportFromShareableHandle(file, kind))
     finally:
         os.close(file)
     try:
-        return _map_for_reading(driver, handle, num_bytes, index)
+        for_reading = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+        return map_pages(driver, handle, num_bytes, index, for_reading)
     finally:
         driver.cuMemRelease(handle)  # the mapping keeps the pages
-
-
-def _map_for_reading(driver: Any, handle: Any, num_bytes: int, index: int) -> int:
-    address = _checked(driver.cuMemAddressReserve(num_bytes, 0, 0, 0))
-    try:
-        _checked(driver.cuMemMap(address, num_bytes, 0, handle, 0))
-        access = driver.CUmemAccessDesc()
-        access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = index
-        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
-        _checked(driver.cuMemSetAccess(address, num_bytes, [access], 1))
-    except TransportError:
-        driver.cuMemUnmap(address, num_bytes)
-        driver.cuMemAddressFree(address, num_bytes)
-        raise
-    return int(address)
-
-
-def _unmap(address: int, num_bytes: int) -> None:
-    from cuda.bindings import driver
-
-    driver.cuMemUnmap(address, num_bytes)
-    driver.cuMemAddressFree(address, num_bytes)
-
-
-def _checked(answer: tuple[Any, ...]) -> Any:
-    status, *results = answer
-    if int(status) != 0:
-        raise TransportError(f"the driver answers {status.name}")
-    return results[0] if results else None

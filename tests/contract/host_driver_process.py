@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import sys
 
+from cluster import cuda_pages
 from cluster.messages import Epoch, MemberId
 from engine import cuda_memory
 from kvtransfer.transports import cuda_access
@@ -40,7 +41,7 @@ async def import_() -> None:
     for _ in range(2):
         _say(f"{_protection(address)} {ctypes.string_at(address, size) == bytes([BYTE]) * size}")
         await asyncio.to_thread(sys.stdin.readline)
-    cuda_access._unmap(address, size)
+    cuda_pages.unmap(address, size)
     _say(_protection(address))
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.cuda_pages import DriverRefused
 from engine import cuda_memory
 from engine.cuda_memory import NotExportable
 from engine.pool import KvPool
 from kvtransfer.transports import cuda_access
-from kvtransfer.transports.base import TransportError
 from tests.contract.kv_pools import LAYOUT
 
 GRANULARITY = 2 << 20
@@ -81,6 +81,11 @@ class FakeDriver:
     def _cuMemExportToShareableHandle(self, handle: int, kind: int, flags: int) -> tuple[int]:
         assert handle in self.handles
         return (os.memfd_create("pages"),)
+
+    def _cuMemImportFromShareableHandle(self, file: int, kind: int) -> tuple[int]:
+        os.fstat(file)
+        self.handles.add(7)
+        return (7,)
 
     def _cuMemRelease(self, handle: int) -> tuple[()]:
         self.handles.remove(handle)
@@ -162,20 +167,21 @@ def test_a_device_that_exports_nothing_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_another_process_maps_the_pages_for_reading_only() -> None:
-    driver = FakeDriver()
-    handle = driver.cuMemCreate(GRANULARITY, None, 0)[1]
-    address = cuda_access._map_for_reading(driver, handle, GRANULARITY, 2)
+    driver, before = FakeDriver(), num_files()
+    address = cuda_access._import_for_reading(driver, os.memfd_create("pages"), GRANULARITY, 2)
     assert driver.mapped == {address: GRANULARITY}
     assert (driver.access.flags, driver.access.location.id) == (1, 2)
+    assert not driver.handles and num_files() == before  # the mapping keeps the pages
 
 
-@pytest.mark.parametrize("step", ["cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"])
+@pytest.mark.parametrize(
+    "step", ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
+)
 def test_pages_that_cannot_be_mapped_are_let_go(step: str) -> None:
-    driver = FakeDriver(step)
-    handle = driver.cuMemCreate(GRANULARITY, None, 0)[1]
-    with pytest.raises(TransportError, match="CUDA_ERROR_2"):
-        cuda_access._map_for_reading(driver, handle, GRANULARITY, 0)
-    assert not driver.mapped and not driver.reserved
+    driver, before = FakeDriver(step), num_files()
+    with pytest.raises(DriverRefused, match="CUDA_ERROR_2"):
+        cuda_access._import_for_reading(driver, os.memfd_create("pages"), GRANULARITY, 0)
+    assert not driver.handles and not driver.mapped and not driver.reserved and num_files() == before
 
 
 @pytest.mark.cuda
