@@ -166,13 +166,13 @@ class CudaIpcChannel:
         threads: ThreadPoolExecutor,
         ended: "Callable[[CudaIpcChannel], None]",
     ) -> None:
-        self._pool, self._access, self._threads, self._ended = pool, access, threads, ended
-        self._open = True
+        self._pool: _RemotePool | None = pool  # None: destroyed
+        self._access, self._threads, self._ended = access, threads, ended
         self._read: Future[None] | None = None  # in flight, or ended by anything but success
 
     async def read(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
         assert len(remote_block_ids) == len(local_block_ids)
-        if not self._open or self._read is not None:
+        if self._pool is None or self._read is not None:
             raise TransportError("the channel is closed or poisoned")
         if remote_block_ids and not 0 <= min(remote_block_ids) <= max(remote_block_ids) < self._pool.num_blocks:
             raise TransportError(f"a block past the {self._pool.num_blocks} of the exporter's pool")
@@ -183,7 +183,7 @@ class CudaIpcChannel:
         self._read = None
 
     async def destroy(self) -> None:
-        self._open = False
+        self._pool = None  # or the traceback of a failed read keeps a dead exporter's pages mapped
         if self._read is not None:
             await joined(self._read)
         self._ended(self)

@@ -176,6 +176,7 @@ class ShmChannel:
         self._open = False
         if self._read is not None:
             await joined(self._read)
+        self._remote = self._remote[:0].copy()  # or the traceback of a failed read keeps a dead exporter's pool mapped
         self._ended(self)
 
     async def release(self) -> None:

@@ -6,6 +6,7 @@ Here with a file in host memory in place of a GPU's pages; on a GPU between two 
 import asyncio
 import os
 import sys
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from kvtransfer.digest import digest_blocks
 from kvtransfer.transports import cuda_ipc
 from kvtransfer.transports.base import TransportError, TransportMeans
 from kvtransfer.transports.cuda_access import CudaAccess
-from kvtransfer.transports.cuda_ipc import CudaIpcExporter, CudaIpcImporter
+from kvtransfer.transports.cuda_ipc import CudaIpcChannel, CudaIpcExporter, CudaIpcImporter
 from tests.contract.cuda_ipc_process import EPOCH, LAYOUT, NUM_BLOCKS, patterned_pool
 from tests.contract.host_access import ExportedPool, HostAccess
 from tests.contract.kv_pools import random_pool
@@ -70,6 +71,8 @@ async def test_the_end_of_the_exporter_ends_the_mapping_and_not_the_copy_in_flig
     async with two_sides(source, target) as (exporter, importer, access):
         endpoint = exporter.admit(EPOCH)
         channel = await importer.open(EPOCH, endpoint)
+        assert isinstance(channel, CudaIpcChannel) and channel._pool is not None
+        mapped = weakref.ref(channel._pool.mapping)
         access.go.clear()
         read = asyncio.create_task(channel.read([5], [6]))
         assert await asyncio.to_thread(access.copying.wait, DEADLINE_S)
@@ -77,7 +80,10 @@ async def test_the_end_of_the_exporter_ends_the_mapping_and_not_the_copy_in_flig
         await _unmapped(importer)
         access.go.set()
         await read
-        assert torch.equal(target.raw[6], source.raw[5])
+        del read
+        assert torch.equal(target.raw[6], source.raw[5]) and mapped() is not None
+        await channel.release()
+        assert mapped() is None, "whoever still knows the channel keeps no pages by it"
         with pytest.raises(TransportError):
             await importer.open(EPOCH, endpoint)
 

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import ssl
 import tempfile
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -352,13 +353,14 @@ async def test_the_end_of_the_exporter_ends_the_mapping_of_its_pool() -> None:
     exporter, importer = ShmExporter(memory=source), ShmImporter(memory=target)
     await exporter.start()
     channel = await importer.open(EPOCH, exporter.admit(EPOCH))
+    mapped = weakref.ref(channel._remote)
     await channel.release()
-    assert importer.num_mappings == 1
+    assert importer.num_mappings == 1 and mapped() is not None
     endpoint = exporter.admit(EPOCH)
     await exporter.close()
     with pytest.raises(TransportError):
         await importer.open(EPOCH, endpoint)
-    assert importer.num_mappings == 0
+    assert importer.num_mappings == 0 and mapped() is None, "whoever still knows the channel keeps no pool by it"
     await importer.close()
 
 
