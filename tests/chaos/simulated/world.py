@@ -396,7 +396,8 @@ class Member:
         if self.main.done() and isinstance(self.main.exception(), RegistryUnavailable):
             self._world.say(self.process, "finds no Redis, and ends")
             return False
-        if not self._ready.is_set() and self.process.runs:
+        has_left = self.main.done() and self.main.exception() is None and self.stop.is_set()  # asked to, before that
+        if not self._ready.is_set() and self.process.runs and not has_left:
             reason = self.main.exception() if self.main.done() else "it is slow"
             self._world.wrong(f"{self.process} does not become ready: {reason!r}")
         return True
