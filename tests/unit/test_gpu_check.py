@@ -250,3 +250,19 @@ def test_the_whole_check_runs_in_small(tmp_path: Path) -> None:
     assert set(verdicts.values()) <= {"passed", "missed its goal"}
     serving = found["sections"][-1]["figures"]
     assert [kill["lost"] for kill in serving["kills"]] == [0, 0]
+
+
+@pytest.mark.parametrize(("hand_off", "verdict"), [(0.81, Verdict.PASSED), (0.79, Verdict.MISSED)])
+def test_the_goal_of_the_copy_is_that_of_whole_hand_offs(hand_off: float, verdict: Verdict, tmp_path: Path) -> None:
+    (section,) = (each for each in sections(Means("python3", tmp_path, is_tiny=False)) if "cuda_ipc" in each.command)
+    (tmp_path / "cuda_ipc").mkdir()
+    figures = {"data_path_ratio": 0.95, "hand_off_ratio": hand_off}
+    cells = [
+        {"num_bytes": 64 << 20, "figures": figures},
+        {"num_bytes": 1 << 20, "figures": dict.fromkeys(figures, 0.1)},
+    ]
+    (tmp_path / "cuda_ipc" / "kv.json").write_text(json.dumps({"cells": cells}))
+    (tmp_path / "cuda_ipc" / "kv.md").write_text("")
+    outcome = section.read(tmp_path, "")
+    assert outcome.verdict is verdict
+    assert any("95%" in line for line in outcome.lines)
