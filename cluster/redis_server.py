@@ -13,7 +13,6 @@ import signal
 import socket
 import tempfile
 from asyncio.subprocess import Process
-from contextlib import suppress
 from pathlib import Path
 
 from cluster.errors import ConfigError
@@ -22,6 +21,7 @@ from cluster.process import die_with_parent
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
 _ATTEMPTS = 5
+_PORTS_TRIED = 200
 
 
 class RedisServer:
@@ -148,16 +148,20 @@ async def _end(process: Process) -> None:
 
 def free_port() -> int:
     """One that the kernel gives no client: whoever tries again and again to reach a server that has ended would in the
-    end be given the server's own port, be connected with itself, and keep the server from coming back."""
-    begin, end = _served_ports()
-    while True:
-        port = random.randrange(begin, end)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+    end be given the server's own port, be connected with itself, and keep the server from coming back. Raises OSError
+    where none of many is free."""
+    for port in random.sample(_served_ports(), _PORTS_TRIED):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                refusal = error
+            else:
+                return port
+    raise refusal
 
 
-def _served_ports() -> tuple[int, int]:
+def _served_ports() -> range:
     """Those below the ones that clients get; where these begin too low, the highest of all."""
     lowest, highest = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    return (10_000, lowest) if lowest > 12_000 else (min(highest + 1, 60_000), 65_536)
+    return range(10_000, lowest) if lowest > 12_000 else range(min(highest + 1, 60_000), 65_536)
