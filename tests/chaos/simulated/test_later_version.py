@@ -1,14 +1,11 @@
 """Whole clusters whose every message says more than anybody knows: nothing is done otherwise, under failures too."""
 
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
-
-import pytest
 
 from tests.chaos.simulated.calls import Call, Served, Stream
 from tests.chaos.simulated.machine import simulated_machine
@@ -21,13 +18,6 @@ _CALLS = {f"Worker/{name}" for name in ("Inspect", "FollowPrefixes")}
 _CALLS |= {f"DecodeWorker/{name}" for name in ("Start", "Connect", "Freeze")}
 _CALLS |= {"Inference/Generate", "Admin/Migrate", "PrefillWorker/Prefill", "KvTransfer/HandOff"}
 _OF_MANY_KINDS = ("/HandOff", "/Connect", "/Prefill")  # streams whose messages are cases of a oneof
-
-
-@pytest.fixture(autouse=True)
-def _quiet_logs() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @contextmanager

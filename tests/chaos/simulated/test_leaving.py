@@ -1,25 +1,14 @@
 """Schedules in which members are asked to leave while they work: two of a pool at once, and beside other mishaps."""
 
-import logging
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
-
-import pytest
 
 from tests.chaos.simulated.machine import simulated_machine
 from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, make_schedule
 from tests.chaos.simulated.world import run_schedule
 
 _FIXED = range(12)
-
-
-@pytest.fixture(autouse=True)
-def _quiet_logs() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def leaving(seed: int) -> Schedule:

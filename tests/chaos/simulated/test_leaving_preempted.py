@@ -1,7 +1,5 @@
 """Schedules in which a decode worker leaves whose pool is too small for what it has: some of it has no KV to move."""
 
-import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
@@ -13,13 +11,6 @@ from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, m
 from tests.chaos.simulated.world import run_schedule
 
 _SEEDS = range(1, 24)  # a third of them has one
-
-
-@pytest.fixture(autouse=True)
-def _quiet_logs() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def _crowded(seed: int) -> Schedule:

@@ -1,11 +1,9 @@
 """A seed is the same run wherever it runs; and what goes wrong replays, shrinks and is told."""
 
 import hashlib
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -19,13 +17,6 @@ from tests.chaos.simulated.world import run_schedule
 
 _SEEDS = range(3)
 _PROGRAM = "from tests.chaos.simulated.test_replay import fingerprints; print(fingerprints())"
-
-
-@pytest.fixture(autouse=True)
-def _quiet_logs() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def fingerprints() -> list[str]:

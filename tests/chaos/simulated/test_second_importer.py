@@ -1,13 +1,10 @@
 """Schedules in which a decode worker dies before its sequences run: another one imports what was prefilled for it."""
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from unittest import mock
-
-import pytest
 
 from cluster import tickets
 from cluster.messages import MemberId, Ticket
@@ -18,13 +15,6 @@ from tests.chaos.simulated.world import run_schedule
 _FIXED = range(16)
 _NUM_ASKS = 4
 _BEFORE_IT_RUNS = (Phase.QUEUED, Phase.PREFILLING, Phase.FIRST_TOKEN, Phase.PULLING)
-
-
-@pytest.fixture(autouse=True)
-def _quiet_logs() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def importer_dies(seed: int) -> Schedule:

@@ -1,8 +1,7 @@
 """Over a fixed set of seeds a simulated cluster loses nothing; seeds replay; what is broken on purpose is found."""
 
 import asyncio
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from random import Random
@@ -27,13 +26,6 @@ from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, m
 from tests.chaos.simulated.world import READ_TIMEOUT_S, run_schedule
 
 _FIXED = range(100)
-
-
-@pytest.fixture(autouse=True)
-def _quiet_logs() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def test_a_fixed_set_of_schedules_loses_repeats_and_leaks_nothing() -> None:
