@@ -6,6 +6,7 @@ out of `keep`: somebody newer has its name.
 
 import asyncio
 import logging
+from contextlib import suppress
 
 from cluster.errors import ConfigError, Fenced, RegistryUnavailable
 from cluster.member import Member, MemberState, fingerprint_difference
@@ -34,6 +35,25 @@ class Registration:
         except ConfigError:
             await self._registry.leave(self.member)
             raise
+
+    async def join_unless(self, stop: asyncio.Event) -> None:
+        """Joins when the registry answers, be it gone for ever so long: what this process has loaded is not thrown away
+        for it. Once `stop` is set it waits no more. Raises ConfigError as `join` does."""
+        is_waiting = False
+        while not stop.is_set():
+            try:
+                await self.join()
+            except RegistryUnavailable as error:
+                if not is_waiting:
+                    _LOG.warning("registry is gone; joining when it is back", extra={"error": str(error)})
+                is_waiting = True
+            else:
+                if is_waiting:
+                    _LOG.info("registry is back; joined")
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(jittered(self._registry.lease_s / 3)):
+                    await stop.wait()
 
     async def set_state(self, state: MemberState) -> None:
         """Tells the registry now, or, while it is gone, with the next renewal that reaches it. Raises Fenced."""

@@ -124,7 +124,7 @@ class WorkerLife:
         registration = Registration(self._registry, self._as_member(profile))
         await self.server.start()
         self._health.start()
-        await registration.join()
+        await registration.join_unless(self._stop)
         keep = asyncio.create_task(registration.keep(), name="keep registration")
         watching = asyncio.create_task(watch(registration), name="watch over health")
         stopped = asyncio.create_task(self._stop.wait(), name="wait for stop")

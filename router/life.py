@@ -84,7 +84,7 @@ class RouterLife:
         try:
             await self._ports.grpc.start()
             self._ports.health.start()
-            await registration.join()
+            await registration.join_unless(self._parts.stop)
             num_left = await self._live(registration, announce)
             if num_left:
                 raise DrainIncomplete(

@@ -262,6 +262,38 @@ async def test_a_redis_that_lost_everything_is_told_again() -> None:
     await on_own_server(act)
 
 
+async def test_who_finds_no_redis_joins_when_it_is_back() -> None:
+    """A worker whose model took minutes to load does not throw it away."""
+
+    async def act(server: RedisServer, registry: Registry) -> None:
+        await server.stop()
+        joining = asyncio.create_task(Registration(registry, member()).join_unless(asyncio.Event()))
+        with pytest.raises(RegistryUnavailable):
+            await registry.ping()  # as long as it asks, the other has been refused too
+        assert not joining.done()
+        successor = await RedisServer.start(server.port)
+        async with asyncio.timeout(DEADLINE_S):
+            await joining
+        assert await registry.members() == (member(),)
+        await successor.stop()
+
+    await on_own_server(act)
+
+
+async def test_who_waits_for_redis_to_join_still_leaves_when_asked() -> None:
+    async def act(server: RedisServer, registry: Registry) -> None:
+        await server.stop()
+        stop = asyncio.Event()
+        joining = asyncio.create_task(Registration(registry, member()).join_unless(stop))
+        with pytest.raises(RegistryUnavailable):
+            await registry.ping()
+        stop.set()
+        async with asyncio.timeout(DEADLINE_S):
+            await joining
+
+    await on_own_server(act)
+
+
 async def test_a_redis_that_is_emptied_while_it_runs_costs_nobody() -> None:
     """Whichever comes back first, the watcher itself or another: those that are not yet back are kept."""
 
