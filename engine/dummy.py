@@ -9,18 +9,21 @@ _TILE_ELEMS = 1_000_003
 _SEED = 20_240_611
 
 
-def dummy_model(config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
-    """Two calls give equal weights, so that dummy workers may exchange KV.
+def dummy_model(
+    config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str, device: torch.device
+) -> PreTrainedModel:
+    """Made where it will run: what is large need not pass through the host. Two calls give equal weights, so that dummy
+    workers may exchange KV.
 
     Matrices are cut from one tile of normal numbers (a tensor of billions costs one copy, not billions of draws);
     vectors get what the model's own initialisation gives them.
     """
-    with no_init_weights():
+    with no_init_weights(), device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, attn_implementation=attn_implementation
         )
     std = getattr(config.get_text_config(), "initializer_range", 0.02)
-    tile = (torch.randn(_TILE_ELEMS, generator=torch.Generator().manual_seed(_SEED)) * std).to(dtype)
+    tile = (torch.randn(_TILE_ELEMS, generator=torch.Generator().manual_seed(_SEED)) * std).to(device, dtype)
     with torch.no_grad():
         for index, parameter in enumerate(model.parameters()):
             if parameter.dim() >= 2:

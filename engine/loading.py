@@ -101,7 +101,7 @@ def _build(settings: EngineSettings, config: PreTrainedConfig, device: str) -> P
     dtype = _dtype(settings.dtype, config)
     try:
         if settings.load_format == "dummy":
-            model = dummy_model(config, dtype, ATTENTION_NAME)
+            model = dummy_model(config, dtype, ATTENTION_NAME, torch.device(device))
         else:
             placed = {"device_map": device} if device != "cpu" and importlib.util.find_spec("accelerate") else {}
             model = AutoModelForCausalLM.from_pretrained(
