@@ -26,6 +26,7 @@ _MEANINGS = (
     ("CERTIFICATE_VERIFY_FAILED", "its certificate is not of an authority that is trusted here; look at --tls-ca"),
     ("Hostname Verification Check failed", "its certificate does not name this host: the subjectAltName lacks it"),
     ("WRONG_VERSION_NUMBER", "it does not speak TLS"),
+    ("Failed parsing HTTP/2", "it does not speak gRPC; a router's gRPC port is another one than its HTTP port"),
     ("Socket closed", "it closed the connection at once: it may want TLS, or a certificate of its own authority"),
 )
 

@@ -19,18 +19,17 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from tandem.channel import open_async_channel, open_channel
-from tandem.errors import Unavailable
-from tandem.generation import Asking, AsyncGeneration, Generation, Metadata, told
+from tandem.generation import Asking, AsyncGeneration, Generation, Metadata
 from tandem.options import GenerateOptions, Message, generate_request, tokenize_request
 from tandem.results import Model, model_from_wire, pack_ids, unpack_ids
 from tandem.routers import Routers, addresses
 from tandem.silence import SILENCE_S
+from tandem.turn import Turn
 from tandem.v1 import inference_pb2
 from tandem.watch import Watch
 
 __all__ = ["AsyncClient", "AsyncGeneration", "Client", "Generation"]
 
-_CALL_TIMEOUT_S = 30.0  # of everything but a generation
 _GENERATION_TIMEOUT_S = 600.0
 
 
@@ -99,21 +98,11 @@ class Client:
             channel.close()
 
     def _ask(self, method: str, request: object) -> Any:
-        """The first router that can be reached answers."""
-        failure = None
-        for router in self._routers.in_turn():
-            try:
-                with told():
-                    answer = getattr(self._routers.stub(router), method)(
-                        request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata
-                    )
-            except Unavailable as error:
-                failure = error
-            else:
-                self._routers.first = router
-                return answer
-        assert failure is not None
-        raise failure
+        turn = Turn(self._routers, self._silence_s)
+        for stub, timeout_s in turn:
+            with turn.passing_over():
+                return getattr(stub, method)(request, timeout=timeout_s, metadata=self._metadata)
+        raise turn.failure
 
     def __enter__(self) -> Self:
         return self
@@ -176,20 +165,11 @@ class AsyncClient:
         await asyncio.gather(*(channel.close() for channel in self._routers.close()))
 
     async def _ask(self, method: str, request: object) -> Any:
-        failure = None
-        for router in self._routers.in_turn():
-            try:
-                with told():
-                    answer = await getattr(self._routers.stub(router), method)(
-                        request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata
-                    )
-            except Unavailable as error:
-                failure = error
-            else:
-                self._routers.first = router
-                return answer
-        assert failure is not None
-        raise failure
+        turn = Turn(self._routers, self._silence_s)
+        for stub, timeout_s in turn:
+            with turn.passing_over():
+                return await getattr(stub, method)(request, timeout=timeout_s, metadata=self._metadata)
+        raise turn.failure
 
     async def __aenter__(self) -> Self:
         return self

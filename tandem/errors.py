@@ -82,8 +82,11 @@ def error_from_rpc(error: grpc.RpcError) -> TandemError:
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
     trailing = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
     retry_after = trailing.get(_RETRY_AFTER_S)
+    details = explained(error.details() or error.code().name)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and _REASON not in trailing:  # by gRPC's own clock, here
+        details = "no answer came within the time that it was given: timeout_s"
     return _KINDS.get(error.code(), InternalError)(
-        explained(error.details() or error.code().name),
+        details,
         reason=trailing.get(_REASON) or error.code().name.lower(),
         retry_after_s=float(retry_after) if retry_after is not None else None,
         is_lost=error.code() is grpc.StatusCode.UNAVAILABLE and _REASON not in trailing,

@@ -9,6 +9,7 @@ import pytest
 from tandem.client import AsyncClient, Client
 from tandem.errors import Cancelled, InvalidRequest, Unavailable
 from tandem.results import unpack_ids
+from tandem.v1 import inference_pb2
 from tests.unit.test_client import TWO_CHOICES, Response, ScriptedRouter, aborting, generation_request, router
 
 NOBODY = "127.0.0.1:1"
@@ -73,6 +74,37 @@ def test_the_same_router_is_asked_again_when_there_is_no_other() -> None:
     with router(kind=Restarting) as (servicer, address), Client(address) as client:
         assert client.generate("x", n=2).result().text == "ade"
         assert len(servicer.seen) == len(TWO_CHOICES)
+
+
+class Frozen(ScriptedRouter):
+    """Takes calls and answers none before their client has left."""
+
+    def ListModels(self, request: inference_pb2.ListModelsRequest, context: grpc.ServicerContext) -> object:
+        left = threading.Event()
+        context.add_callback(left.set)
+        assert left.wait(20), "nobody left"
+        return super().ListModels(request, context)
+
+
+def test_a_router_that_does_not_answer_is_passed_over_after_the_silence() -> None:
+    with router(kind=Frozen) as (_, frozen), router() as (answering, other):
+        with Client([frozen, other], silence_s=0.2) as client:
+            assert client.models()[0].id == "m"
+            assert client.tokenize("x")[:2] == (1, 2)
+        assert len(answering.seen) == 2, "the one that answers is asked first from then on"
+
+
+async def test_a_router_that_does_not_answer_is_passed_over_on_an_event_loop_too() -> None:
+    with router(kind=Frozen) as (_, frozen), router() as (_, other):
+        async with AsyncClient([frozen, other], silence_s=0.2) as client:
+            assert (await client.models())[0].id == "m"
+
+
+def test_the_last_router_has_all_the_time_that_is_left() -> None:
+    """A slow one answers, where nobody else can."""
+    with router() as (servicer, address), Client([NOBODY, address], silence_s=1.0) as client:
+        client.models()
+        assert 25.0 < servicer.remaining_s <= 29.0
 
 
 def test_a_router_that_was_never_there_is_passed_over_for_every_call() -> None:
