@@ -1,8 +1,6 @@
 """Every attention back end computes the same attention, over blocks in any order, as one written out position by
 position; and what a back end cannot do, or the interface does not know, is refused by name."""
 
-import importlib.util
-import os
 import random
 from dataclasses import dataclass, replace
 
@@ -18,6 +16,7 @@ from engine.layout import LayerShape, lay_out
 from engine.pool import TORCH_DTYPES, KvPool
 from engine.quantised_kv import quantise, restore
 from engine.step import Chunk
+from tests.unit.interpreted_triton import kernel_device
 
 HEADS = 6
 PLAIN: dict[str, object] = {"sliding_window": None, "softcap": None, "sinks": False}
@@ -210,23 +209,12 @@ def test_any_block_size_over_eight_bits_on_cpu(block_size: int) -> None:
     hold_equal(backend("gather"), case, "bfloat16")
 
 
-def kernel_device() -> str:
-    """Where the Triton kernel can run: a GPU, or Triton's own interpreter where somebody asked for it."""
-    if torch.cuda.is_available():
-        return "cuda"
-    if importlib.util.find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1":
-        return "cpu"
-    pytest.skip("needs a GPU (or Triton and TRITON_INTERPRET=1): Triton's kernel is compiled for CUDA")
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("options", list(OPTIONS))
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_triton_does_every_option(options: str, dtype: str) -> None:
-    device = kernel_device()
-    if device == "cpu" and dtype == "bfloat16":
-        pytest.skip("needs a GPU: Triton's interpreter multiplies bfloat16 as if it were integers")
-    hold_equal(backend("triton"), make_case(SHAPES["grouped"], OPTIONS[options], dtype, device), dtype)
+    case = make_case(SHAPES["grouped"], OPTIONS[options], dtype, kernel_device())
+    hold_equal(backend("triton"), case, dtype)
 
 
 @pytest.mark.cuda

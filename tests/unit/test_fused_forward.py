@@ -19,7 +19,7 @@ from engine.loading import load
 from engine.pool import KvPool
 from engine.runner import ModelRunner
 from tests.golden.families import BLOCK_SIZE, FAMILIES
-from tests.unit.test_attention import kernel_device
+from tests.unit.interpreted_triton import kernel_device
 from tests.unit.test_decode_graphs import NUM_BLOCKS, TABLE, play, random_decodes
 
 

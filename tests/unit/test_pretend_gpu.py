@@ -2,7 +2,6 @@
 draws what a CPU draws, from graphs and without. With Triton and TRITON_INTERPRET=1 its kernels take part."""
 
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +27,12 @@ from engine.runner import ModelRunner
 from engine.staging import to_device
 from engine.step import BlockCopy, Chunk, Sample, StepPlan
 from tests.golden.families import FAMILIES
+from tests.unit.interpreted_triton import IS_INTERPRETED, compute_as_a_gpu
 from tests.unit.pretend_gpu import DEVICE, OnGpu, PretendGpu, gpu, moved, played
+from tests.unit.watched_launches import watch_launches
 
 __all__ = ["gpu"]
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 NUM_BLOCKS = 12
 
@@ -147,9 +147,11 @@ def build(
     if request.param == "tensors":
         table = (Capability("tensors", TensorAttention, frozenset({"cuda"}), captures=True),)
         monkeypatch.setattr(registry.choose, "__defaults__", (table,))
-    elif not (HAS_TRITON and IS_INTERPRETED):
+    elif not IS_INTERPRETED:
         pytest.skip("needs Triton and TRITON_INTERPRET=1")
-    if HAS_TRITON and IS_INTERPRETED:
+    if IS_INTERPRETED:
+        compute_as_a_gpu()
+        watch_launches()
         from engine.attention import triton_paged
         from engine.cuda import triton_ops
 
@@ -181,8 +183,6 @@ def test_a_step_waits_for_nothing_and_draws_what_a_cpu_draws(
 
 def test_a_fused_step_waits_for_nothing_from_graphs_and_without(gpu: PretendGpu, build: Callable[..., Engine]) -> None:
     """In bfloat16: which tokens those are is the probe's business, which has compared their logits."""
-    if HAS_TRITON and IS_INTERPRETED:
-        pytest.skip("Triton's interpreter multiplies bfloat16 as if it were integers")
     for graphs in ("auto", "off"):
         engine = build(cuda_graphs=graphs, dtype="bfloat16")
         assert "forward: fused, 2 layers" in engine.report

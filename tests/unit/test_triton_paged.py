@@ -12,7 +12,7 @@ from engine.layout import LayerShape, lay_out
 from engine.pool import KvPool
 from engine.quantised_kv import quantise, restore
 from engine.step import Chunk
-from tests.unit.test_attention import kernel_device
+from tests.unit.interpreted_triton import kernel_device
 
 pytestmark = pytest.mark.cuda
 
@@ -90,8 +90,6 @@ def test_kv_of_eight_bits_is_restored_as_it_is_read(dtype: torch.dtype) -> None:
     from engine.attention.gather import GatherBackend
     from engine.attention.triton_paged import TritonBackend
 
-    if device == "cpu" and dtype != torch.int8:
-        pytest.skip("needs a GPU: Triton's interpreter does not know torch's float8")
     query, kv, batch = long_case([70, 9], device)
     codes = [quantise(view, dtype) for view in (kv.keys, kv.values)]
     coded = LayerKv(kv.new_keys, kv.new_values, codes[0][0], codes[1][0], codes[0][1], codes[1][1])
