@@ -18,6 +18,7 @@ class AcceptedAttach:
     ticket: Ticket
     transports: tuple[ExporterTransport, ...]  # at least one; what the importer likes best comes first
     protocol: int  # that both speak
+    reads_then: bool  # as Attach says
 
 
 class AttachRules:
@@ -50,7 +51,7 @@ class AttachRules:
             theirs, ours = ", ".join(attach.transports), ", ".join(t.name for t in self._transports)
             detail = f"the importer has [{theirs}], the exporter [{ours}], as far as each reaches the other"
             raise HandOffFailed(HandOffReason.NO_COMMON_TRANSPORT, detail)
-        return AcceptedAttach(ticket, transports, protocol)
+        return AcceptedAttach(ticket, transports, protocol, attach.reads_then)
 
     def _common_protocol(self, theirs: ProtocolRange) -> int:
         """Before the layout: a newer version may say more in it."""

@@ -28,6 +28,7 @@ class Attached:
     transports: tuple[ExporterTransport, ...]  # the first is the one to use, the others are alternatives
     epoch: Epoch
     protocol: int  # that both sides speak
+    reads_then: bool  # the importer takes several messages in one
 
 
 class ExportCall:
@@ -40,9 +41,22 @@ class ExportCall:
         self._outbox: asyncio.Queue[kv_pb2.ExporterMessage | None] = asyncio.Queue()
 
     async def messages(self) -> AsyncIterator[kv_pb2.ExporterMessage]:
-        """Everything to be sent, until the call is over."""
+        """Everything to be sent, until the call is over. What is there at once leaves as one, to who can read it: each
+        message costs both sides a turn of their loop, and a wake-up."""
         while (message := await self._outbox.get()) is not None:
+            is_last = self.attached is not None and self.attached.reads_then and self._append_ready(message)
             yield message
+            if is_last:
+                return
+
+    def _append_ready(self, message: kv_pb2.ExporterMessage) -> bool:
+        """True: the end of the call was among it."""
+        while not self._outbox.empty():
+            following = self._outbox.get_nowait()
+            if following is None:
+                return True
+            message.then.append(following)
+        return False
 
     def send(self, message: ExporterMessage, *, age_s: float) -> None:
         """Refused and Settled are the last. `age_s`: since the prefill's last step, for Finished."""

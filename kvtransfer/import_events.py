@@ -1,7 +1,8 @@
 """What happens to an importer's machine, and what it has its driver do. Pure values.
 
 Events                                             what it means
-    FromExporter(message)                          Accepted, Refused, Sealed, Finished, Failed or Settled
+    FromExporter(message, is_followed)             Accepted, Refused, Sealed, Finished, Failed or Settled; the next one
+                                                   comes at once, so that one read may serve both
     Reserved(block_ids, num_cached, unverified)    the pool gave them; the first num_cached hold their content already,
                                                    the places `unverified` are taken as they come
     Unreservable()                                 the pool never can
@@ -39,6 +40,7 @@ from kvtransfer.handoff import ExporterMessage, FirstToken, ImporterMessage
 @dataclass(frozen=True, slots=True)
 class FromExporter:
     message: ExporterMessage
+    is_followed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,10 +92,8 @@ def advance(state: Import, event: Event, now_s: float, guards: Guards = GUARDS) 
     """One event. Raises IllegalMove when the driver broke the order that the docstring tells."""
     state = _remember(state, event)
     match event:
-        case FromExporter(message):
-            if state.phase in ANSWERED or not guards.same_epoch(state.plan.epoch, message.epoch):
-                return state, ()
-            return _hear(state, message, now_s, guards)
+        case FromExporter(message, is_followed):
+            return _hear_in_turn(state, message, is_followed, now_s, guards)
         case Reserved():
             return _reserved(state, event, now_s, guards)
         case Unreservable():
@@ -114,6 +112,18 @@ def advance(state: Import, event: Event, now_s: float, guards: Guards = GUARDS) 
             return _give_up(replace(state, is_connected=False), now_s, guards, HandOffReason.EXPORTER_LOST)
         case Tick():
             return _tick(state, now_s, guards)
+
+
+def _hear_in_turn(state: Import, message: ExporterMessage, is_followed: bool, now_s: float, guards: Guards) -> Step:
+    """Reads wait for the last message of a moment, whatever becomes of it: one read serves all that is offered."""
+    was_held, state = state.is_held, replace(state, is_held=is_followed)
+    actions: tuple[Action, ...] = ()
+    if state.phase not in ANSWERED and guards.same_epoch(state.plan.epoch, message.epoch):
+        state, actions = _hear(state, message, now_s, guards)
+    if not was_held or is_followed:
+        return state, actions
+    state, released = _go_on(state, now_s, guards)
+    return state, actions + released
 
 
 def _hear(state: Import, message: ExporterMessage, now_s: float, guards: Guards) -> Step:
@@ -348,7 +358,7 @@ def _go_on(state: Import, now_s: float, guards: Guards) -> Step:
         num_lacking = num_wanted - state.num_asked
         state, actions = _go_on(replace(state, num_asked=num_wanted), now_s, guards)
         return state, (Reserve(num_lacking), *actions)
-    if state.phase is not ImportPhase.PULLING or state.reading is not None:
+    if state.phase is not ImportPhase.PULLING or state.reading is not None or state.is_held:
         return state, ()
     if state.finished is not None and guards.all_complete(len(state.complete), plan.num_blocks):
         return _settle_ok(state, now_s)

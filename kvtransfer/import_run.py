@@ -182,6 +182,7 @@ class ImportRun:
                         endpoints=endpoints,
                         protocol_oldest=self._means.protocol.oldest,
                         protocol_newest=self._means.protocol.newest,
+                        reads_then=True,
                     )
                 )
             case Renew():
@@ -190,8 +191,12 @@ class ImportRun:
                 return settle_to_wire(message)
 
     def _hear(self, wire: kv_pb2.ExporterMessage) -> None:
-        if wire.WhichOneof("message") is None:
-            return  # of a kind that this version does not know: within one version of the protocol it may be ignored
+        heard = [message for message in (wire, *wire.then) if message.WhichOneof("message") is not None]
+        # One of a kind that this version does not know may be ignored within one version of the protocol.
+        for message in heard:
+            self._hear_one(message, is_followed=message is not heard[-1])
+
+    def _hear_one(self, wire: kv_pb2.ExporterMessage, *, is_followed: bool) -> None:
         try:
             message = self._checked(from_wire(wire, self._plan.epoch), wire)
         except (ValueError, TandemError) as error:
@@ -203,7 +208,7 @@ class ImportRun:
             message = replace(message, num_alternatives=self._ways.take(ways))
         if isinstance(message, Finished):
             self._finished_s = self._means.clock.now_s() - max(0.0, wire.finished.age_s)
-        self._take(events.FromExporter(message))
+        self._take(events.FromExporter(message, is_followed))
 
     def _checked(self, message: ExporterMessage, wire: kv_pb2.ExporterMessage) -> ExporterMessage:
         """Raises ValueError when the exporter goes on in a version that was not offered."""

@@ -84,6 +84,7 @@ class Import:
     complete: frozenset[int] = frozenset()
     pulled_again: frozenset[int] = frozenset()
     reading: Reading | None = None
+    is_held: bool = False  # no read begins: more was said in the same moment, and is heard next
     num_reads: int = 0
     is_connected: bool = True  # the call stands, and Settle has not been sent on it
     num_ways_left: int = 0  # transports that were offered and not tried

@@ -129,7 +129,7 @@ class ImporterMessage(_message.Message):
     def __init__(self, attach: _Optional[_Union[Attach, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("ticket", "transports", "layout", "endpoints", "cached_blocks", "protocol_oldest", "protocol_newest")
+    __slots__ = ("ticket", "transports", "layout", "endpoints", "cached_blocks", "protocol_oldest", "protocol_newest", "reads_then")
     class EndpointsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +144,7 @@ class Attach(_message.Message):
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_OLDEST_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_NEWEST_FIELD_NUMBER: _ClassVar[int]
+    READS_THEN_FIELD_NUMBER: _ClassVar[int]
     ticket: SignedTicket
     transports: _containers.RepeatedScalarFieldContainer[str]
     layout: LayoutFingerprint
@@ -151,7 +152,8 @@ class Attach(_message.Message):
     cached_blocks: int
     protocol_oldest: int
     protocol_newest: int
-    def __init__(self, ticket: _Optional[_Union[SignedTicket, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[LayoutFingerprint, _Mapping]] = ..., endpoints: _Optional[_Mapping[str, bytes]] = ..., cached_blocks: _Optional[int] = ..., protocol_oldest: _Optional[int] = ..., protocol_newest: _Optional[int] = ...) -> None: ...
+    reads_then: bool
+    def __init__(self, ticket: _Optional[_Union[SignedTicket, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[LayoutFingerprint, _Mapping]] = ..., endpoints: _Optional[_Mapping[str, bytes]] = ..., cached_blocks: _Optional[int] = ..., protocol_oldest: _Optional[int] = ..., protocol_newest: _Optional[int] = ..., reads_then: bool = ...) -> None: ...
 
 class LayoutFingerprint(_message.Message):
     __slots__ = ("weights", "model_config", "dtype", "block_table", "tp_size", "tp_rank", "wire_dtype", "kv_format")
@@ -198,20 +200,22 @@ class Settle(_message.Message):
     def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., outcome: _Optional[_Union[Settle.Outcome, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ExporterMessage(_message.Message):
-    __slots__ = ("accepted", "refused", "sealed", "finished", "failed", "settled")
+    __slots__ = ("accepted", "refused", "sealed", "finished", "failed", "settled", "then")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
+    THEN_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
     refused: Refused
     sealed: Sealed
     finished: Finished
     failed: Failed
     settled: Settled
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ...) -> None: ...
+    then: _containers.RepeatedCompositeFieldContainer[ExporterMessage]
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., then: _Optional[_Iterable[_Union[ExporterMessage, _Mapping]]] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("epoch", "transport", "endpoint", "lease_s", "max_lease_s", "alternatives", "protocol")

@@ -75,6 +75,14 @@ class _Importer:
         return tuple(fresh)
 
 
+def _as_one(*messages: ExporterMessage) -> tuple[import_events.FromExporter, ...]:
+    """What the driver feeds when they come in one message."""
+    return tuple(
+        import_events.FromExporter(message, is_followed=place < len(messages))
+        for place, message in enumerate(messages, 1)
+    )
+
+
 def _pulling() -> _Importer:
     importer = _Importer()
     importer.hear(ACCEPTED)
@@ -109,6 +117,21 @@ def test_blocks_are_pulled_while_prefill_is_still_running() -> None:
     assert importer.hear(Sealed(EPOCH, 0, BLOCKS[:1])) == (import_events.StartRead(0, (40,), (10,)),)
     assert importer.hear(Sealed(EPOCH, 1, BLOCKS[1:])) == ()  # one read at a time
     assert importer.feed(import_events.ReadCompleted(0, (b"d0",))) == (import_events.StartRead(1, (41,), (11,)),)
+
+
+def test_one_read_serves_all_that_was_offered_in_one_message() -> None:
+    importer = _pulling()
+
+    assert importer.feed(*_as_one(Sealed(EPOCH, 0, BLOCKS), FINISHED)) == (
+        import_events.StartRead(0, (40, 41, 42), (10, 11, 12)),
+    )
+
+
+@pytest.mark.parametrize("last", [Sealed(STALE, 0, BLOCKS), ACCEPTED], ids=["of another epoch", "a duplicate"])
+def test_reads_begin_with_the_last_of_several_messages_whatever_it_is(last: ExporterMessage) -> None:
+    importer = _pulling()
+
+    assert importer.feed(*_as_one(Sealed(EPOCH, 0, BLOCKS), last)) == (import_events.StartRead(0, (40, 41), (10, 11)),)
 
 
 def test_every_choice_reads_its_own_copy_of_the_tail() -> None:

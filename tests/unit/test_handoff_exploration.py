@@ -46,6 +46,7 @@ SCENARIOS = (
     Scenario("nothing is verified, two faults but no damage", prefill_pool=1, verified=0),
     Scenario("a sample is verified, one fault but no damage", blocks=(2, 2), verified=1, faults=1),
     Scenario("finished before anybody attaches, two faults", finished=True, decode_pool=1),
+    Scenario("several messages as one, one fault", blocks=(2, 2), decode_pool=2, together=True, faults=1),
     Scenario(
         "second importer while the first one reads, one fault", blocks=(2,), workers=(1, 2), hedged=True, faults=1
     ),

@@ -99,9 +99,18 @@ class Machines:
         return Post(2 * number + self.scenario.duplicates, valid_for)
 
     @staticmethod
-    def to_importer(message: Message | None) -> import_events.Event:
+    def to_importer(message: Message | None, is_followed: bool = False) -> import_events.Event:
         assert not isinstance(message, ImporterMessage)
-        return import_events.CallEnded() if message is None else import_events.FromExporter(message)
+        return import_events.CallEnded() if message is None else import_events.FromExporter(message, is_followed)
+
+    def moment(self, handoff: int, net: tuple[int, ...]) -> tuple[int, ...]:
+        """What is on its way to this hand-off's importer, but for the end of its call."""
+        whose = (self.messages[packed >> 1] for packed in net)
+        return tuple(
+            packed
+            for packed, (addressed, to_importer, message) in zip(net, whose, strict=True)
+            if addressed == handoff and to_importer and message is not None
+        )
 
     @staticmethod
     def to_exporter(call: int, message: Message | None) -> exporting.Event:

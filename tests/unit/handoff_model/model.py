@@ -99,6 +99,8 @@ class Model:
                 yield "deliver", packed, False
                 if packed & 1:
                     yield "deliver", packed, True
+        if self.machines.scenario.together:
+            yield from self._moments(draft)
         if prefill:
             for ticket, (stage, _) in enumerate(draft.jobs):
                 if self.machines.due(draft.exports[ticket])[0]:
@@ -159,6 +161,12 @@ class Model:
                 yield "renew", handoff
             if times_out:
                 yield "timeout", handoff
+
+    def _moments(self, draft: Draft) -> Iterator[Label]:
+        for handoff, number in enumerate(draft.imports):
+            hears = number >= 0 and draft.workers[self.machines.scenario.workers[handoff]] == RUNNING
+            if hears and len(self.machines.moment(handoff, draft.net)) > 1:
+                yield "moment", handoff
 
     def _faults(self, draft: Draft) -> Iterator[Label]:
         kinds = self.machines.scenario.kinds

@@ -58,6 +58,17 @@ def deliver(draft: Draft, packed: int, copy_stays: bool) -> None:
         draft.net = without(draft.net, packed & ~1)
 
 
+def moment(draft: Draft, handoff: int) -> None:
+    """Several messages as one, as many as there are."""
+    machines = draft.machines
+    together = machines.moment(handoff, draft.net)
+    for place, packed in enumerate(together, 1):
+        draft.net = without(draft.net, packed)
+        if draft.imports[handoff] >= 0:
+            _, _, message = machines.messages[packed >> 1]
+            draft.advance_import(handoff, machines.to_importer(message, is_followed=place < len(together)))
+
+
 def lose(draft: Draft, packed: int) -> None:
     draft.net = without(draft.net, packed)
 
@@ -233,6 +244,7 @@ MOVES: dict[object, Callable[..., None]] = {
     "die": die,
     "land": land,
     "lose": lose,
+    "moment": moment,
     "reap": reap,
     "reissue": reissue,
     "renew": renew,

@@ -40,6 +40,7 @@ class Scenario:
     finished: bool = False  # every prefill, before anybody attaches: what a frozen sequence's ticket is
     hedged: bool = False  # the second attempt does not wait for the first one's failure
     alternatives: int = 0  # further ways to the same blocks
+    together: bool = False  # what is on its way to an importer may also come as one
     wrong: str = ""  # the exporter lies about: prompt, count, digest
 
     @property

@@ -44,6 +44,7 @@ def tell(machines: Machines, label: Label) -> str:
         "timeout": "the importer of {} reaches its deadline",
         "renew": "the importer of {} renews",
         "reserved": "the reservation of {} reaches its importer",
+        "moment": "all that is on its way to the importer of {} reaches it as one",
         "decoded": "{} is decoded to its end",
         "destroyed": "the channel of {} is destroyed",
         "cancel": "the request of {} is cancelled at the importer",
