@@ -170,6 +170,12 @@ class PrefillJob:
     priority: int = 0  # less goes first, where the worker's policy asks for it
     is_batch: bool = False  # uses only what nothing else wants
     age_s: float = 0.0  # since the request arrived at its router, whatever was tried meanwhile
+    is_unproven: bool = False  # its client claims what is committed, and has not shown that it got it here
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Its turn had come, at a worker that failed or that it left."""
+        return self.num_committed > 0 and not self.is_unproven
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +204,11 @@ class DecodeJob:
     priority: int = 0
     is_batch: bool = False
     age_s: float = 0.0
+    is_unproven: bool = False
+
+    @property
+    def is_interrupted(self) -> bool:
+        return bool(self.sequences[0].committed_token_ids) and not self.is_unproven
 
 
 @dataclass(frozen=True, slots=True)

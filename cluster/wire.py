@@ -108,6 +108,7 @@ def prefill_job_to_wire(job: PrefillJob) -> worker_pb2.PrefillRequest:
         priority=job.priority,
         is_batch=job.is_batch,
         age_s=job.age_s,
+        is_unproven=job.is_unproven,
     )
 
 
@@ -137,6 +138,7 @@ def prefill_job_from_wire(message: worker_pb2.PrefillRequest) -> PrefillJob:
         priority=message.priority,
         is_batch=message.is_batch,
         age_s=max(0.0, message.age_s),
+        is_unproven=message.is_unproven,
     )
 
 
@@ -155,6 +157,7 @@ def decode_job_to_wire(job: DecodeJob) -> worker_pb2.StartRequest:
         priority=job.priority,
         is_batch=job.is_batch,
         age_s=job.age_s,
+        is_unproven=job.is_unproven,
     )
 
 
@@ -181,6 +184,7 @@ def decode_job_from_wire(message: worker_pb2.StartRequest) -> DecodeJob:
         priority=message.priority,
         is_batch=message.is_batch,
         age_s=max(0.0, message.age_s),
+        is_unproven=message.is_unproven,
     )
 
 

@@ -26,7 +26,7 @@ def claim_of(command: Reserve, number: int, now_s: float, block_size: int, lengt
             predicted_tokens=predicted,
             priority=job.priority,
             is_batch=job.is_batch,
-            is_resumed=num_output > 0,
+            is_resumed=job.is_interrupted,
         )
         known, most = num_prompt + num_output, num_prompt + max(num_output, predicted - 1)
         num_to_grow = len(job.sequences) * (blocks_for(most, block_size) - blocks_for(known, block_size))

@@ -49,7 +49,7 @@ class Ranking:
             predicted_tokens=sequence.predicted_tokens,
             priority=group.job.priority,
             is_batch=group.job.is_batch,
-            is_resumed=bool(group.job.sequences[0].committed_token_ids),
+            is_resumed=group.job.is_interrupted,
             waited_s=sequence.waited_s if sequence.waits_since_s is None else self.now_s - sequence.waits_since_s,
             num_since_wait=0 if waits else sequence.num_done - sequence.num_done_waiting,
         )

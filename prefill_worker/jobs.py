@@ -27,7 +27,7 @@ class Waiting:
             predicted_tokens=_PREDICTED_TOKENS,
             priority=self.job.priority,
             is_batch=self.job.is_batch,
-            is_resumed=self.job.num_committed > 0,
+            is_resumed=self.job.is_interrupted,
             waited_s=now_s - self.submitted_s,
         )
 
@@ -78,7 +78,7 @@ class Running:
             predicted_tokens=_PREDICTED_TOKENS,
             priority=self.job.priority,
             is_batch=self.job.is_batch,
-            is_resumed=self.job.num_committed > 0,
+            is_resumed=self.job.is_interrupted,
             waited_s=now_s - self.passed_over_s if self.passed_over_s is not None else self.waited_s,
             num_since_wait=self.num_computed - self.num_before_wait if self.passed_over_s is None else 0,
         )

@@ -41,6 +41,7 @@ def generate_request_from_wire(
         priority=message.priority,
         is_batch=message.is_batch,
         resume_from=_resume_from(message.resume_from) if message.HasField("resume_from") else None,
+        resume_proof=message.resume_from.proof,
         sign_every_s=sign_every_s,
     )
 
@@ -136,6 +137,7 @@ def _accepted(accepted: Accepted) -> inference_pb2.AcceptedRequest:
             seed=sampling.seed,
         ),
         max_tokens=accepted.max_tokens,
+        proof=accepted.proof,
     )
 
 

@@ -31,7 +31,9 @@ class LiveRequest:
         ledger: LedgerRecorder,
         outbox: Outbox,
         clock: Clock,
+        is_proven: bool = False,
     ) -> None:
+        """`is_proven`: its client has shown that what it resumes began in this cluster."""
         self.request_id = request_id
         self.request = request
         self.choices = tuple(choices)
@@ -41,12 +43,13 @@ class LiveRequest:
         self._outbox = outbox
         self._clock = clock
         self._attempts = itertools.count(1)
+        self.is_proven = is_proven
+        self._num_claimed = 0  # tokens that its client says it has
         self._num_cached: int | None = None  # prompt tokens that its first prefill found
 
     @property
     def usage(self) -> Usage:
-        completion_tokens = sum(choice.num_committed for choice in self.choices)
-        return Usage(len(self.request.prompt_token_ids), completion_tokens, self._num_cached or 0)
+        return Usage(len(self.request.prompt_token_ids), self._num_committed, self._num_cached or 0)
 
     def next_attempt(self) -> int:
         return next(self._attempts)
@@ -62,6 +65,7 @@ class LiveRequest:
         """Goes on from what the client has from another router. Answers what it has missed of text and ends; they are
         not delivered yet. Raises InvalidRequest."""
         missed = [choice.resume(resumed) for choice, resumed in zip(self.choices, has, strict=True)]
+        self._num_claimed = self._num_committed
         self.ledger.reason(_RESUMED)
         if self._has_tokens:
             self._enter(PhaseName.RETRY)
@@ -96,6 +100,7 @@ class LiveRequest:
             priority=self.request.priority,
             is_batch=self.request.is_batch,
             age_s=self._clock.now_s() - self.ledger.began_s,
+            is_unproven=self._is_unproven,
         )
 
     def decode_job(
@@ -132,6 +137,7 @@ class LiveRequest:
             priority=self.request.priority,
             is_batch=self.request.is_batch,
             age_s=self._clock.now_s() - self.ledger.began_s,
+            is_unproven=self._is_unproven,
         )
 
     def dispatched(self, *, prefill: MemberId | None = None, decode: MemberId | None = None) -> None:
@@ -181,8 +187,17 @@ class LiveRequest:
             self._num_cached = min(num_cached, len(self.request.prompt_token_ids))
 
     @property
+    def _num_committed(self) -> int:
+        return sum(choice.num_committed for choice in self.choices)
+
+    @property
     def _has_tokens(self) -> bool:
-        return any(choice.num_committed for choice in self.choices)
+        return self._num_committed > 0
+
+    @property
+    def _is_unproven(self) -> bool:
+        """Until something was drawn here, there is nothing but its client's word that its turn had come."""
+        return not self.is_proven and 0 < self._num_claimed == self._num_committed
 
     def _enter(self, phase: PhaseName, *, began_ago_s: float = 0.0) -> None:
         self.ledger.enter(phase, self._clock.now_s() - began_ago_s)

@@ -41,6 +41,7 @@ from router.requests import (
     TextPrompt,
     TokenPrompt,
 )
+from router.resumption import ResumptionProofs
 from router.running import all_of, running
 from router.setbacks import Setbacks
 from router.tokenization import Tokenization
@@ -78,7 +79,7 @@ class Pipeline:
         clock: Clock,
         telemetry: Telemetry,
     ) -> None:
-        """`key`: the cluster's, with which tickets are signed."""
+        """`key`: the cluster's, with which tickets and proofs are signed."""
         self._tokenization = tokenization
         self._model = tokenization.model_info
         self._admission = admission
@@ -93,6 +94,7 @@ class Pipeline:
         self._settings = settings
         self._clock = clock
         self._telemetry = telemetry
+        self._proofs = ResumptionProofs(key)
         self._draining = False
 
     @property
@@ -152,10 +154,12 @@ class Pipeline:
                 resolved = resolve(arrival.request, prompt_token_ids, self._model)
                 live = self._live_request(arrival, resolved, deadline_s)
                 missed = await self._resume(live, arrival.request.resume_from)
-                self._refuse_early(live, arrival.request)
+                if not live.is_proven:
+                    self._refuse_early(live)
                 with self._admitted(arrival):
                     arrival.account.admitted(len(prompt_token_ids))
-                    arrival.accepted.set_result(resolved.accepted)
+                    proof = self._proofs.make(arrival.request_id, prompt_token_ids, timeout_s)
+                    arrival.accepted.set_result(resolved.accepted(proof))
                     for delta in missed:
                         arrival.outbox.put(delta)
                     await self._complete(live, live.choices)
@@ -168,10 +172,10 @@ class Pipeline:
             ledger.end(self._clock.now_s())
             arrival.outbox.end()
 
-    def _refuse_early(self, live: LiveRequest, request: GenerateRequest) -> None:
-        """Before any worker hears of it. Whoever has tokens already goes on. Raises Overloaded."""
+    def _refuse_early(self, live: LiveRequest) -> None:
+        """Before any worker hears of it. Raises Overloaded."""
         refusal = self._fleet.early_refusal(live.time_left_s())
-        if refusal is not None and request.resume_from is None:
+        if refusal is not None:
             raise refusal
 
     async def _tokenize(self, prompt: Prompt) -> tuple[int, ...]:
@@ -263,6 +267,7 @@ class Pipeline:
             ledger=arrival.ledger,
             outbox=arrival.outbox,
             clock=self._clock,
+            is_proven=self._proofs.is_shown(arrival.request, request.prompt_token_ids),
         )
 
     @contextmanager

@@ -78,6 +78,7 @@ class GenerateRequest:
     priority: int = 0  # less goes first, where the workers' policy asks for it
     is_batch: bool = False  # uses only what nothing else wants
     resume_from: tuple[ResumedChoice, ...] | None = None  # one per choice: goes on with a request of another router
+    resume_proof: bytes = b""  # with it: what the router that accepted it gave
     sign_every_s: float | None = None  # after so long with nothing to say the client gets an output with nothing in it
 
 
@@ -132,6 +133,7 @@ class Accepted:
 
     sampling: SamplingParams
     max_tokens: int
+    proof: bytes  # of router/resumption.py
 
 
 @dataclass(frozen=True, slots=True)

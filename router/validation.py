@@ -38,13 +38,13 @@ class ResolvedRequest:
     priority: int
     is_batch: bool
 
-    @property
-    def accepted(self) -> Accepted:
-        """What resolves to this request wherever it is asked again."""
+    def accepted(self, proof: bytes) -> Accepted:
+        """What resolves to this request wherever it is asked again, and `proof` that it was."""
         sampling = self.sampling
         return Accepted(
             SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, self.seed),
             self.stops.max_tokens,
+            proof,
         )
 
 

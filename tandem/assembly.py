@@ -29,7 +29,8 @@ class Assembly:
     def resume_from(self, num_choices: int) -> inference_pb2.ResumeFrom:
         """What another router has to know. What is added from here on is its stream."""
         choices = [self._choices.setdefault(number, _Growth()) for number in range(num_choices)]
-        return inference_pb2.ResumeFrom(choices=[choice.resume() for choice in choices])
+        proof = self.accepted.proof if self.accepted is not None else b""
+        return inference_pb2.ResumeFrom(choices=[choice.resume() for choice in choices], proof=proof)
 
     def result(self) -> Result:
         """After the last response. Raises InternalError when the stream ended early."""

@@ -79,10 +79,12 @@ class GenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., resume_from: _Optional[_Union[ResumeFrom, _Mapping]] = ...) -> None: ...
 
 class ResumeFrom(_message.Message):
-    __slots__ = ("choices",)
+    __slots__ = ("choices", "proof")
     CHOICES_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     choices: _containers.RepeatedCompositeFieldContainer[ResumedChoice]
-    def __init__(self, choices: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ...) -> None: ...
+    proof: bytes
+    def __init__(self, choices: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class ResumedChoice(_message.Message):
     __slots__ = ("token_ids", "num_characters", "finish_reason")
@@ -177,12 +179,14 @@ class GenerateResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., deltas: _Optional[_Iterable[_Union[ChoiceDelta, _Mapping]]] = ..., summary: _Optional[_Union[Summary, _Mapping]] = ..., accepted: _Optional[_Union[AcceptedRequest, _Mapping]] = ...) -> None: ...
 
 class AcceptedRequest(_message.Message):
-    __slots__ = ("sampling", "max_tokens")
+    __slots__ = ("sampling", "max_tokens", "proof")
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     sampling: SamplingParams
     max_tokens: int
-    def __init__(self, sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+    proof: bytes
+    def __init__(self, sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Summary(_message.Message):
     __slots__ = ("usage", "ledger")

@@ -32,7 +32,7 @@ class TokenStops(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "sampling", "stops", "seeds", "num_committed", "importer", "timeout_s", "cache_salt", "prefix_holders", "priority", "is_batch", "age_s")
+    __slots__ = ("request_id", "attempt", "token_ids", "sampling", "stops", "seeds", "num_committed", "importer", "timeout_s", "cache_salt", "prefix_holders", "priority", "is_batch", "age_s", "is_unproven")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class PrefillRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     IS_BATCH_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    IS_UNPROVEN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_ids: bytes
@@ -61,7 +62,8 @@ class PrefillRequest(_message.Message):
     priority: int
     is_batch: bool
     age_s: float
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ..., num_committed: _Optional[int] = ..., importer: _Optional[str] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., age_s: _Optional[float] = ...) -> None: ...
+    is_unproven: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ..., num_committed: _Optional[int] = ..., importer: _Optional[str] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., age_s: _Optional[float] = ..., is_unproven: bool = ...) -> None: ...
 
 class PrefixHolder(_message.Message):
     __slots__ = ("member", "address", "num_tokens")
@@ -132,7 +134,7 @@ class SequenceStart(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., seed: _Optional[int] = ..., committed_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class StartRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "router", "prompt_token_ids", "sampling", "stops", "sequences", "ticket", "timeout_s", "cache_salt", "priority", "is_batch", "age_s")
+    __slots__ = ("request_id", "attempt", "router", "prompt_token_ids", "sampling", "stops", "sequences", "ticket", "timeout_s", "cache_salt", "priority", "is_batch", "age_s", "is_unproven")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +148,7 @@ class StartRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     IS_BATCH_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    IS_UNPROVEN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     router: str
@@ -159,7 +162,8 @@ class StartRequest(_message.Message):
     priority: int
     is_batch: bool
     age_s: float
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., router: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ticket: _Optional[bytes] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., age_s: _Optional[float] = ...) -> None: ...
+    is_unproven: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., router: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ticket: _Optional[bytes] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., age_s: _Optional[float] = ..., is_unproven: bool = ...) -> None: ...
 
 class StartResponse(_message.Message):
     __slots__ = ()

@@ -160,6 +160,7 @@ async def test_what_the_first_router_drew_and_resolved_holds_at_the_second() -> 
         assert (after.seeds, after.sampling, after.stops) == (before.seeds, before.sampling, before.stops)
         assert after.token_ids[: len(before.token_ids)] == before.token_ids
         assert after.num_committed >= 5
+        assert after.is_interrupted, "it goes before prompts that had no turn yet"
         tokens = [scripted_token(before.token_ids, before.seeds[0], i) for i in range(before.stops.max_tokens)]
         assert list(result.token_ids) == tokens
         assert result.text == second.router.tokenization.decode(tokens)
@@ -204,6 +205,21 @@ async def test_a_client_that_comes_back_to_its_router_takes_its_request_over() -
                 pass
         assert ended.value.code() is grpc.StatusCode.CANCELLED
         assert router.decode.cancelled_handles, "its first sequence was told to stop"
+
+
+@pytest.mark.parametrize("proof", [b"", b"\0" * 40, b"\x7f\xf8" + b"\0" * 38], ids=["none", "made up", "no number"])
+async def test_who_claims_tokens_that_nobody_drew_waits_as_a_new_request(proof: bytes) -> None:
+    """Else every client could jump the queue."""
+    async with served() as router, open_channel(router.address) as channel:
+        tokens = expected_tokens(router.router, ask(max_tokens=MAX_TOKENS))
+        claim = again(tokens[:2])
+        claim.resume_from.proof = proof
+        responses = [
+            response async for response in inference_pb2_grpc.InferenceStub(channel).Generate(claim, timeout=20)
+        ]
+        assert responses[-1].summary.usage.completion_tokens == MAX_TOKENS
+        (job,), (start,) = router.prefill.jobs, router.decode.jobs
+        assert (job.num_committed, job.is_interrupted, start.is_interrupted) == (2, False, False)
 
 
 async def test_who_resumes_what_cannot_be_is_refused_and_the_live_stream_goes_on() -> None:

@@ -148,9 +148,8 @@ def test_without_a_seed_two_requests_differ() -> None:
 def test_what_a_request_was_accepted_as_resolves_to_the_same_anywhere() -> None:
     """Where the operator's defaults, or the seed that was drawn, would differ."""
     first = resolve(replace(REQUEST, n=3), (1, 2), MODEL)
-    again = replace(
-        REQUEST, n=3, sampling=first.accepted.sampling, stop=StopConditions(max_tokens=first.accepted.max_tokens)
-    )
+    accepted = first.accepted(b"")
+    again = replace(REQUEST, n=3, sampling=accepted.sampling, stop=StopConditions(max_tokens=accepted.max_tokens))
     other = replace(MODEL, default_sampling=Sampling(temperature=1.5), default_max_tokens=5)
     check(again, other)
     assert resolve(again, (1, 2), other) == first

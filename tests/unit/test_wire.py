@@ -55,6 +55,7 @@ PREFILL_JOBS = st.builds(
     priority=I32,
     is_batch=st.booleans(),
     age_s=st.floats(0, 1e6),
+    is_unproven=st.booleans(),
 )
 SEQUENCES = st.lists(
     st.builds(SequenceStart, U32, U64, IDS), min_size=1, max_size=3, unique_by=lambda start: start.handle
@@ -74,6 +75,7 @@ DECODE_JOBS = st.builds(
     priority=I32,
     is_batch=st.booleans(),
     age_s=st.floats(0, 1e6),
+    is_unproven=st.booleans(),
 )
 
 
