@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
-from kvtransfer.digest import digest_blocks
+from kvtransfer.digest import SUMS, digest_blocks
 from kvtransfer.transports.base import Channel, TransportError
 from kvtransfer.wire_format import WireFormat
 
@@ -90,6 +90,6 @@ class ChannelReads:
     def _take_in(self, block_ids: tuple[int, ...], unverified: frozenset[int]) -> tuple[bytes, ...]:
         """Off the event loop. A block whose digest is wrong is read again, or dropped with the rest."""
         wanted = [block_id for block_id in block_ids if block_id not in unverified]
-        digests = dict(zip(wanted, digest_blocks(self._wire.memory, wanted), strict=True))
+        digests = dict(zip(wanted, digest_blocks(self._wire.memory, wanted, SUMS), strict=True))
         self._wire.decode(block_ids)
         return tuple(digests.get(block_id, b"") for block_id in block_ids)

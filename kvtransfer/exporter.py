@@ -22,7 +22,7 @@ from cluster.transfer_settings import TransferSettings
 from kvtransfer import export_machine as machine
 from kvtransfer.attach_rules import AttachRules
 from kvtransfer.counters import TransferCounters
-from kvtransfer.digest import digest_blocks
+from kvtransfer.digest import SUMS, digest_blocks
 from kvtransfer.export_call import ExportCall
 from kvtransfer.handoff import FirstToken as FirstToken
 from kvtransfer.handoff import RemoteBlock, Tail
@@ -274,4 +274,4 @@ class Exporter:
         self._wire.encode(block_ids)
         if self._settings.kv_verify == VerifyMode.OFF:
             return (b"",) * len(block_ids)
-        return digest_blocks(self._wire.memory, block_ids)
+        return digest_blocks(self._wire.memory, block_ids, SUMS)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtransfer.digest import digest_tensor
+from kvtransfer.digest import SUMS, digest_tensor
 from kvtransfer.memory import PoolMemory
 from prefill_worker.block_files import BadBlockFile, BlockFiles
 from prefill_worker.tier_index import Place, Store
@@ -51,7 +51,7 @@ class TierCopies:
             self._copy(self._slots[store.slot], self._pool[block_id])
         self._end_copies()
         for store, _ in jobs:
-            self._digests[store.slot] = digest_tensor(self._slots[store.slot : store.slot + 1])[0]
+            self._digests[store.slot] = digest_tensor(self._slots[store.slot : store.slot + 1], SUMS)[0]
 
     def fetch(self, jobs: Sequence[tuple[Place, int]], stop: threading.Event) -> Fetched:
         """Of each (place, pool block), until one fails or it is told to stop."""
@@ -113,7 +113,7 @@ class TierCopies:
             except BadBlockFile as error:
                 _LOG.warning("block %s on disk is of no use: %s", place.block_hash.hex(), error)
                 return DAMAGED
-        if digest_tensor(row[None])[0] != digest:
+        if digest_tensor(row[None], SUMS)[0] != digest:
             _LOG.warning("block %s in a tier has changed", place.block_hash.hex())
             return DAMAGED
         self._copy(self._pool[block_id], row)

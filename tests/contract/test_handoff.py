@@ -8,7 +8,7 @@ import pytest
 from cluster import tickets
 from cluster.clock import MonotonicClock
 from cluster.errors import HandOffReason
-from kvtransfer.digest import digest_blocks
+from kvtransfer.digest import DigestDefinition, digest_blocks
 from kvtransfer.handoff import FirstToken
 from kvtransfer.memory import PoolMemory
 from tests.contract.handoff_rig import DEADLINE_S, IMPORTER, KEY, Rig, handoff_rig
@@ -76,9 +76,9 @@ async def test_exposed_time_begins_with_the_end_of_prefill_not_with_the_news_of_
 async def test_what_one_step_writes_is_digested_in_one_go(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[int] = []
 
-    def digested(memory: PoolMemory, block_ids: Sequence[int]) -> tuple[bytes, ...]:
+    def digested(memory: PoolMemory, block_ids: Sequence[int], definition: DigestDefinition) -> tuple[bytes, ...]:
         batches.append(len(block_ids))
-        return digest_blocks(memory, block_ids)
+        return digest_blocks(memory, block_ids, definition)
 
     monkeypatch.setattr("kvtransfer.exporter.digest_blocks", digested)
     prefill, other = rig.prefill(3 * BLOCK_SIZE + 1), rig.prefill(BLOCK_SIZE)

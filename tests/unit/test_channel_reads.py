@@ -10,7 +10,7 @@ import pytest
 from engine.pool import KvPool
 from kvtransfer import channel_reads
 from kvtransfer.channel_reads import GPU_PIECE_BYTES, PIECE_BYTES, ChannelReads, PieceSize
-from kvtransfer.digest import digest_blocks
+from kvtransfer.digest import SUMS, digest_blocks
 from kvtransfer.transports.base import TransportError
 from kvtransfer.wire_format import NativeFormat
 from tests.contract.kv_pools import random_pool
@@ -92,7 +92,7 @@ async def test_a_long_read_comes_in_pieces_with_every_digest_in_order(pools: tup
         digests = await ChannelReads(channel, NativeFormat(target), verifier, _unmeasured).read(remote, local)
 
     assert channel.pieces == [(9, 8, 7), (6, 5, 4), (3, 2, 1), (0,)]
-    assert digests == digest_blocks(source, remote)
+    assert digests == digest_blocks(source, remote, SUMS)
 
 
 async def test_a_piece_is_taken_in_while_the_next_one_is_read(pools: tuple[KvPool, KvPool]) -> None:

@@ -1,4 +1,4 @@
-"""The digest of a block: one definition, and no damage to a single byte passes."""
+"""The digest of a block: two definitions, each one thing on every machine, and no damage to a single byte passes."""
 
 import hashlib
 
@@ -8,9 +8,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer import digest
-from kvtransfer.digest import DIGEST_BYTES, digest_blocks, digest_bytes, digest_tensor, split_digests
+from kvtransfer import piece_sums
+from kvtransfer.digest import (
+    DEFINITIONS,
+    DIGEST_BYTES,
+    FOLDED,
+    SUMS,
+    DigestDefinition,
+    digest_blocks,
+    digest_bytes,
+    digest_tensor,
+    split_digests,
+)
 from tests.contract.kv_pools import random_pool
+
+PIECE = 8192
+LLAMA_BLOCK = bytes(range(256)) * 8192  # 2 MiB, as of an 8B Llama: folded once, to the sums of two pieces
 
 
 @pytest.mark.parametrize(
@@ -22,36 +35,96 @@ from tests.contract.kv_pools import random_pool
         (bytes(range(256)) * 512, "97875ed50464a05e875ee73f00f06e82"),
     ],
 )
-def test_the_definition_never_moves(data: bytes, digest: str) -> None:
+def test_the_first_definition_never_moves(data: bytes, digest: str) -> None:
     """Workers of different versions compare these values."""
-    assert digest_bytes(data).hex() == digest
+    assert digest_bytes(data, SUMS).hex() == digest
 
 
-def written_out(data: bytes) -> bytes:
-    """The definition without any of the tricks: sums in Python's own integers."""
-    coefficients = digest._coefficients().to(torch.int64).numpy()
-    padded = np.frombuffer(data + bytes(-len(data) % 8192), dtype=np.int8).astype(np.int64)
-    sums = padded.reshape(-1, 8192) @ coefficients
-    hashed = hashlib.blake2b(len(data).to_bytes(8, "little"), digest_size=16, person=b"tandem kv block")
-    hashed.update(sums.astype("<i4").tobytes())
-    return hashed.digest()
+@pytest.mark.parametrize(
+    ("data", "digest"),
+    [
+        (b"", "713c26c0fce3a01abaafb335ca83dbe4"),
+        (b"tandem", "7e661fb0ada722e4e0a322a9c4a7e46e"),
+        (bytes(4), "6f60ba4a13528f44af6ed414cba5f924"),
+        (bytes(range(256)) * 512, "e5bcdefc68933b1198093e967e4f46e2"),
+        (LLAMA_BLOCK, "1d601d515031f6446832240273b7d9ee"),
+        (LLAMA_BLOCK + b"\x80", "d1021fd6039226f0b04ade0a71f7c07f"),
+    ],
+    ids=len,
+)
+def test_the_folded_definition_never_moves(data: bytes, digest: str) -> None:
+    assert digest_bytes(data, FOLDED).hex() == digest
 
 
-@given(st.binary(max_size=300))
-def test_short_blocks_follow_the_definition(data: bytes) -> None:
-    assert digest_bytes(data) == written_out(data)
+def splitmix64(place: int) -> int:
+    """The output at a place of the stream, counted from 1, in Python's own integers."""
+    state = (0x7A6E64656D2D6B76 + place * 0x9E3779B97F4A7C15) % 2**64
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+    return state ^ (state >> 31)
 
 
-def test_long_blocks_follow_the_definition_at_the_extremes() -> None:
+def signed(byte: int) -> int:
+    return byte - 256 if byte > 127 else byte
+
+
+def coefficients(fold: int) -> list[list[int]]:
+    first = fold * PIECE * 16 + 1
+    return [[signed(splitmix64(first + 16 * i + j) >> 56 | 1) for j in range(16)] for i in range(PIECE)]
+
+
+MATRICES = [np.array(coefficients(fold)) for fold in range(3)]
+
+
+def summed(data: bytes, fold: int) -> bytes:
+    """64 bytes for each 8,192: sums in 64 bits, which is more than they need."""
+    padded = np.frombuffer(data + bytes(-len(data) % PIECE), dtype=np.int8).astype(np.int64)
+    return bytes((padded.reshape(-1, PIECE) @ MATRICES[fold]).astype("<i4").tobytes())
+
+
+def written_out(data: bytes, definition: DigestDefinition) -> bytes:
+    """The definitions without any of the tricks."""
+    sums, person, folds = summed(data, 0), b"tandem kv block", 0
+    if definition is FOLDED:
+        person = b"tandem kv folded"
+        while len(sums) > 128:
+            folds += 1
+            sums = summed(sums, folds)
+    return hashlib.blake2b(len(data).to_bytes(8, "little") + sums, digest_size=16, person=person).digest()
+
+
+@given(st.binary(max_size=300), st.sampled_from(DEFINITIONS))
+def test_short_blocks_follow_the_definition(data: bytes, definition: DigestDefinition) -> None:
+    assert digest_bytes(data, definition) == written_out(data, definition)
+
+
+@pytest.mark.parametrize("definition", DEFINITIONS, ids=lambda definition: definition.name)
+def test_long_blocks_follow_the_definition_at_the_extremes_and_at_every_number_of_folds(
+    definition: DigestDefinition,
+) -> None:
     dice = np.random.default_rng(5)
-    for block in (bytes([0x80]) * 65_536, bytes([0x7F]) * 65_537, dice.bytes(200_003)):
-        assert digest_bytes(block) == written_out(block)
+    sizes = (8191, 8192, 8193, 2 * PIECE, 2 * PIECE + 1, 200_003, 2 << 20, (2 << 20) + 1)
+    for block in (bytes([0x80]) * 65_536, bytes([0x7F]) * 65_537, *map(dice.bytes, sizes)):
+        assert digest_bytes(block, definition) == written_out(block, definition)
 
 
-def test_a_processor_without_exact_int8_products_gives_the_same_digests() -> None:
-    pieces = torch.randint(-128, 128, (40, 8192), dtype=torch.int8, generator=torch.Generator().manual_seed(2))
-    coefficients = digest._coefficients()
-    assert torch.equal(digest._wide_product(pieces, coefficients), digest._host_product()(pieces, coefficients))
+def test_two_definitions_never_agree() -> None:
+    """Not even where they hash the same sums."""
+    for data in (b"", b"tandem", bytes(PIECE)):
+        assert digest_bytes(data, FOLDED) != digest_bytes(data, SUMS)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 64, 512, PIECE])
+def test_a_processor_without_exact_int8_products_gives_the_same_digests(num_bytes: int) -> None:
+    pieces = torch.randint(-128, 128, (40, num_bytes), dtype=torch.int8, generator=torch.Generator().manual_seed(2))
+    factors = piece_sums.coefficients(0)[:num_bytes]
+    assert torch.equal(piece_sums.wide_product(pieces, factors), piece_sums.exact_product()(pieces, factors))
+
+
+def test_the_wide_product_folds_to_the_same_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = np.random.default_rng(6).bytes(100_003)
+    monkeypatch.setattr(piece_sums, "exact_product", lambda: piece_sums.wide_product)
+    assert digest_bytes(block) == written_out(block, FOLDED)
 
 
 @given(st.integers(0, 20_000), st.integers(1, 255))
@@ -59,19 +132,31 @@ def test_any_changed_byte_moves_every_sum_of_its_piece(place: int, change: int) 
     before = np.random.default_rng(1).integers(0, 256, 20_001, dtype=np.uint8)
     after = before.copy()
     after[place] ^= change
-    sums = [
-        digest._host_product()(digest._pieces(torch.from_numpy(row)[None]), digest._coefficients())
-        for row in (before, after)
-    ]
-    moved = (sums[0] != sums[1]).any(dim=1)
-    assert (sums[0] != sums[1])[place // 8192].all() and moved.sum() == 1
-    assert digest_bytes(before.tobytes()) != digest_bytes(after.tobytes())
+    sums = [piece_sums.host_sums(torch.from_numpy(row)[None], 0)[0] for row in (before, after)]
+    moved = sums[0] != sums[1]
+    assert moved[place // PIECE].all() and moved.any(dim=1).sum() == 1
+    lowest = [one.view(torch.uint8)[:, ::4] for one in sums]  # of each sum: so a fold sees 16 other bytes at least
+    assert (lowest[0] != lowest[1])[place // PIECE].all()
+    for definition in DEFINITIONS:
+        assert digest_bytes(before.tobytes(), definition) != digest_bytes(after.tobytes(), definition)
 
 
 def test_swapped_words_swapped_pieces_and_lengths_are_caught() -> None:
     block = np.random.default_rng(3).bytes(16_384)
     others = (block + bytes(4), block + bytes(1), block[4:8] + block[:4] + block[8:], block[8192:] + block[:8192])
-    assert len({digest_bytes(one) for one in (block, *others)}) == 5
+    for definition in DEFINITIONS:
+        assert len({digest_bytes(one, definition) for one in (block, *others)}) == 5
+
+
+def test_pieces_that_swap_places_are_caught_however_far_apart() -> None:
+    """130 pieces are folded in two: places 0 and 128 have the same coefficients in the fold, and another piece."""
+    pieces = np.random.default_rng(4).integers(0, 256, (130, PIECE), dtype=np.uint8)
+    found = {digest_bytes(pieces.tobytes())}
+    for place in (1, 64, 127, 128, 129):
+        swapped = pieces.copy()
+        swapped[[0, place]] = swapped[[place, 0]]
+        found.add(digest_bytes(swapped.tobytes()))
+    assert len(found) == 6
 
 
 def test_a_pools_blocks_are_digested_in_the_order_asked_for() -> None:
@@ -89,4 +174,5 @@ def test_a_pools_blocks_are_digested_in_the_order_asked_for() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_gives_the_same_digest() -> None:
     blocks = torch.randint(0, 256, (5, 100_003), dtype=torch.uint8)
-    assert digest_tensor(blocks.cuda()) == digest_tensor(blocks)
+    for definition in DEFINITIONS:
+        assert digest_tensor(blocks.cuda(), definition) == digest_tensor(blocks, definition)

@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 
-from kvtransfer import digest
-from kvtransfer.digest import digest_blocks, digest_bytes, digest_tensor
+from kvtransfer.digest import DEFINITIONS, FOLDED, digest_blocks, digest_bytes, digest_tensor, folded
+from kvtransfer.piece_sums import NUM_SUMS, coefficients, host_sums, pieces_of, wide_product
 from tests.contract.kv_pools import BLOCK_SIZE, LAYOUT, random_pool
 
 pytestmark = pytest.mark.cuda
@@ -27,17 +27,17 @@ def random_blocks(num_blocks: int, block_bytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (num_blocks, block_bytes), dtype=torch.uint8, generator=generator)
 
 
-def kernel_sums(blocks: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
+def kernel_sums(blocks: torch.Tensor, block_ids: list[int], fold: int = 0) -> torch.Tensor:
     device = kernel_device()
     from kvtransfer.digest_triton import piece_sums
 
-    coefficients = digest._coefficients().t().contiguous()
-    return piece_sums(blocks.to(device), torch.tensor(block_ids, device=device), coefficients.to(device)).cpu()
+    ids = torch.tensor(block_ids, device=device)
+    return piece_sums(blocks.to(device), ids, coefficients(fold).t().contiguous().to(device)).cpu()
 
 
 def defined_sums(blocks: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
-    pieces = digest._pieces(blocks[block_ids])
-    return digest._wide_product(pieces, digest._coefficients()).reshape(len(block_ids), -1, 16)
+    pieces = pieces_of(blocks[block_ids])
+    return wide_product(pieces, coefficients(0)[: pieces.shape[1]]).reshape(len(block_ids), -1, NUM_SUMS)
 
 
 @pytest.mark.parametrize("block_bytes", [1, 64, 8191, 8192, 8193, 24_592, 100_003])
@@ -52,6 +52,16 @@ def test_the_kernel_is_exact_at_the_extremes(byte: int) -> None:
     assert torch.equal(kernel_sums(blocks, [1, 0]), defined_sums(blocks, [1, 0]))
 
 
+@pytest.mark.parametrize("num_pieces", [2, 3, 8, 129])
+def test_the_kernel_folds_its_own_output_as_the_host_does(num_pieces: int) -> None:
+    """Down to the sums of one piece, and of two."""
+    blocks = random_blocks(3, num_pieces * 8192 - 5)
+    of_kernel = folded(kernel_sums(blocks, [2, 0]), FOLDED, lambda rows, fold: kernel_sums(rows, [0, 1], fold))
+    of_host = folded(host_sums(blocks[[2, 0]], 0), FOLDED, host_sums)
+    assert of_kernel.shape == (2, 2 if num_pieces in (2, 129) else 1, NUM_SUMS)
+    assert torch.equal(of_kernel, of_host)
+
+
 def test_blocks_past_four_gigabytes_are_found() -> None:
     """64-bit offsets: the last block of a pool that 32 bits cannot address."""
     if kernel_device() != "cuda" or torch.cuda.mem_get_info()[0] < 6 << 30:
@@ -64,10 +74,11 @@ def test_blocks_past_four_gigabytes_are_found() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("data", [b"tandem", bytes(4), bytes(range(256)) * 512, b"\x80" * 8193])
+@pytest.mark.parametrize("data", [b"tandem", bytes(4), bytes(range(256)) * 512, b"\x80" * 8193, b"\x7f" * (2 << 20)])
 def test_a_gpu_gives_the_golden_digests(data: bytes) -> None:
     row = torch.frombuffer(bytearray(data), dtype=torch.uint8)[None].cuda()
-    assert digest_tensor(row) == (digest_bytes(data),)
+    for definition in DEFINITIONS:
+        assert digest_tensor(row, definition) == (digest_bytes(data, definition),)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
