@@ -1,7 +1,7 @@
 """A real cluster of real processes on loopback, for tests: redis-server, routers, prefill and decode workers.
 
 Every process prints one line `ready ...` when it is; its whole output is kept for the story of a failing test. Only
-processes started here are ended, by their id.
+processes started here are ended, by their id; where the test's own process is killed, the kernel ends them.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import grpc
 
+from cluster.process import die_with_parent
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -111,6 +112,7 @@ class LocalCluster:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=environment | {"PYTHONUNBUFFERED": "1"},
+            preexec_fn=die_with_parent,
         )
         member = self.members[name] = Member(name, module, tuple(flags), process)
         return member

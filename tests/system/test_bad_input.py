@@ -21,7 +21,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from cluster.process import ExitStatus
+from cluster.process import ExitStatus, die_with_parent
 from cluster.wire import pack_ids
 from tandem.v1 import inference_pb2
 from tests.system.asking import asked, question
@@ -165,6 +165,7 @@ async def _start(module: str, *flags: str) -> _Ended:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=environment,
+        preexec_fn=die_with_parent,
     )
     try:
         async with asyncio.timeout(_DEADLINE_S):

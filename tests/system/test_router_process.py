@@ -11,7 +11,7 @@ import grpc
 import httpx
 import pytest
 
-from cluster.process import ExitStatus
+from cluster.process import ExitStatus, die_with_parent
 from cluster.registry import Registry
 from cluster.serving import open_channel
 from tandem.v1 import inference_pb2_grpc
@@ -27,6 +27,7 @@ async def _spawn(*flags: str) -> asyncio.subprocess.Process:
         *(sys.executable, "-m", "router", *flags),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
+        preexec_fn=die_with_parent,
     )
 
 

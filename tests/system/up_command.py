@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
+from cluster.process import die_with_parent
+
 DEADLINE_S = 120.0
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +30,7 @@ class Up:
             text=True,
             cwd=ROOT,
             env=self.environment,
+            preexec_fn=die_with_parent,
         )
         self.lines: list[str] = []
         self._changed = threading.Condition()

@@ -1,0 +1,36 @@
+"""The cluster under test itself: nothing of it outlives its test."""
+
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+DEADLINE_S = 20.0
+ROOT = Path(__file__).parents[2]
+
+_PROGRAM = """
+import asyncio, sys
+from pathlib import Path
+from tests.system.local_cluster import LocalCluster
+
+async def main():
+    cluster = LocalCluster("redis://127.0.0.1:1", Path("."))
+    member = await cluster.spawn("p0", "nothing", wrapper=("sh", "-c", "exec sleep 600"))
+    print(member.process.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_test_leaves_no_member_running() -> None:
+    """As pytest's own timeout, or whoever is tired of waiting, kills it."""
+    with subprocess.Popen([sys.executable, "-c", _PROGRAM], stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
+        assert process.stdout is not None
+        member = os.pidfd_open(int(process.stdout.readline()))
+        try:
+            process.kill()
+            assert select.select([member], [], [], DEADLINE_S)[0], "it still runs"
+        finally:
+            os.close(member)
