@@ -31,6 +31,7 @@ class PackedBatch:
     context_lens: torch.Tensor  # [sequences], tokens that the chunk's last token sees, itself included
     logit_rows: torch.Tensor  # [rows], of each chunk with samples its last token's, and those its guesses follow
     fresh_blocks: torch.Tensor | None  # begun by this step and not filled by it
+    fed: torch.Tensor | None  # [2, tokens to come]: their places in the row, and the samples of the step before
     rows: tuple[slice, ...]  # of each chunk
     query_lens: tuple[int, ...]
     starts: tuple[int, ...]  # position of each chunk's first token
@@ -42,11 +43,13 @@ def pack(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> Pack
         assert chunk.token_ids, chunk
         assert len(chunk.block_ids) * block_size >= chunk.end, chunk
         assert not chunk.num_guesses or len(chunk.samples) == chunk.num_guesses + 1 <= len(chunk.token_ids), chunk
+        assert chunk.fed_by is None or len(chunk.token_ids) == 1, chunk
     query_lens = tuple(len(chunk.token_ids) for chunk in chunks)
     ends = tuple(itertools.accumulate(query_lens, initial=0))
     positions = [position for chunk in chunks for position in range(chunk.start, chunk.end)]
     fresh = _fresh_blocks(chunks, block_size)
-    ids, place, blocks, offsets, query_starts, context_lens, logit_rows, fresh_blocks = _as_tensors(
+    fed = [(end - 1, chunk.fed_by) for chunk, end in zip(chunks, ends[1:], strict=True) if chunk.fed_by is not None]
+    ids, place, blocks, offsets, query_starts, context_lens, logit_rows, fresh_blocks, fed_rows = _as_tensors(
         [token_id for chunk in chunks for token_id in chunk.token_ids],
         positions,
         [chunk.block_ids[position // block_size] for chunk in chunks for position in range(chunk.start, chunk.end)],
@@ -55,6 +58,7 @@ def pack(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> Pack
         [chunk.end for chunk in chunks],
         _logit_rows(chunks, ends),
         fresh,
+        [number for pair in zip(*fed, strict=True) for number in pair],
     )
     batch = PackedBatch(
         input_ids=ids[None],
@@ -66,6 +70,7 @@ def pack(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> Pack
         context_lens=context_lens,
         logit_rows=logit_rows,
         fresh_blocks=fresh_blocks if fresh else None,
+        fed=fed_rows.view(2, len(fed)) if fed else None,
         rows=tuple(slice(*bounds) for bounds in itertools.pairwise(ends)),
         query_lens=query_lens,
         starts=tuple(chunk.start for chunk in chunks),

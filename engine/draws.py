@@ -26,6 +26,11 @@ class StepDraws:
         self._parts = parts(logits, plan, _ELEMENTS_AT_ONCE)
         self._compiled = compiled
         self._on_its_way = [Draw(*part, compiled) for part in itertools.islice(self._parts, 1)]
+        first = self._on_its_way[0] if self._on_its_way else None
+        num_samples = sum(len(chunk.samples) for chunk in plan.chunks)
+        self.token_ids = None if first is None else first.token_ids  # of the first part, on the logits' device
+        # Every token is in `token_ids` as it will be read, and the logits are not looked at again.
+        self.are_final = first is None or (first.num_rows == num_samples and not first.may_draw_again)
 
     def read(self) -> list[DrawnToken]:
         """Once."""

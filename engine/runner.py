@@ -32,6 +32,7 @@ class ModelRunner:
         self._pool = pool
         self.compiled_draw: RowDraw | None = None  # draws in place of torch, where there is one
         self.drafts: Drafts | None = None  # who answers the DraftRequests, where there are any
+        self._newest: torch.Tensor | None = None  # tokens of the step that was started last, where they were drawn
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.start(plan).result()
@@ -39,7 +40,9 @@ class ModelRunner:
     def start(self, plan: StepPlan) -> "StartedStep":
         """Computes the step on a CPU; on a GPU everything is on its way and nothing was waited for."""
         logits = self.logits(plan)
-        return StartedStep(self, plan, StepDraws(logits, plan, self.compiled_draw), self._mark())
+        draws = StepDraws(logits, plan, self.compiled_draw)
+        self._newest = draws.token_ids
+        return StartedStep(self, plan, draws, self._mark(), can_feed=draws.are_final and self._may_feed)
 
     def finish(self, plan: StepPlan, drawn: Iterable[DrawnToken], written: torch.cuda.Event | None) -> StepResult:
         """`written`: an event behind the last write of what was started."""
@@ -52,6 +55,10 @@ class ModelRunner:
             written.synchronize()
         return StepResult(tokens, self.drafts.draft(plan, tokens) if self.drafts is not None else ())
 
+    @property
+    def _may_feed(self) -> bool:
+        return self.drafts is None
+
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Computes the step up to the logits, `[rows, vocab]`: of each sampled chunk the last token's, and before it
@@ -63,7 +70,15 @@ class ModelRunner:
         batch = pack(plan.chunks, self._pool.layout.block_size, self._pool.device)
         if batch.fresh_blocks is not None:
             self._pool.tensor.index_fill_(0, batch.fresh_blocks, 0)
+        if batch.fed is not None:
+            self._feed(batch.input_ids[0], batch.fed)
         return self.forward(batch)
+
+    def _feed(self, input_ids: torch.Tensor, fed: torch.Tensor) -> None:
+        """On a GPU in the order of its stream: behind the draws of the step before, which nobody has read yet."""
+        assert self._newest is not None, "there is nothing to feed a step with"
+        places, samples = fed
+        input_ids.index_copy_(0, places, self._newest.index_select(0, samples))
 
     def _mark(self) -> torch.cuda.Event | None:
         if self._pool.device.type != "cuda":
@@ -89,7 +104,16 @@ class ModelRunner:
 class StartedStep:
     """A step on its way."""
 
-    def __init__(self, runner: ModelRunner, plan: StepPlan, draws: StepDraws, written: torch.cuda.Event | None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        plan: StepPlan,
+        draws: StepDraws,
+        written: torch.cuda.Event | None,
+        *,
+        can_feed: bool,
+    ) -> None:
+        self.can_feed = can_feed
         self._runner = runner
         self._plan = plan
         self._draws = draws

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from cluster.messages import TokenLogprobs
+from cluster.messages import Sampling, TokenLogprobs
 from engine.staging import to_device, to_host
 from engine.step import DrawnToken, Sample
 
@@ -56,8 +56,18 @@ class Draw:
             self._host: Sequence[torch.Tensor] = (token_ids,)
         else:
             token_ids = self._draw_here()
+        self.token_ids = token_ids  # [rows], on the device of the logits
         self._logprobs = _Logprobs.of(logits, samples, token_ids)
         self._arrival = _mark(logits.device)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._samples)
+
+    @property
+    def may_draw_again(self) -> bool:
+        """A row may turn out to be marked."""
+        return len(self._host) > 1
 
     def _draw_here(self) -> torch.Tensor:
         """-> the tokens, which are on their way to the host, and with them which rows are to be drawn again."""
@@ -70,8 +80,8 @@ class Draw:
             index, drawn, short = _draw_random(self._allowed, rows, samples, _FIRST_WIDTH)
             token_ids[index] = drawn
             is_short[index] = short
-        has_nucleus = any(samples[row].sampling.top_p < 1 for row in random_rows)
-        self._host = to_host([token_ids, *([is_short] if has_nucleus else [])])
+        can_be_short = any(_can_be_short(samples[row].sampling, logits.shape[1]) for row in random_rows)
+        self._host = to_host([token_ids, *([is_short] if can_be_short else [])])
         return token_ids
 
     @torch.inference_mode()
@@ -92,6 +102,11 @@ class Draw:
                 torch.cuda.current_stream(self._logits.device).synchronize()
         by_row = logprobs.read(chosen) if logprobs is not None else {}
         return [DrawnToken(token_id, by_row.get(row)) for row, token_id in enumerate(chosen)]
+
+
+def _can_be_short(sampling: Sampling, vocab_size: int) -> bool:
+    """A nucleus of which nobody knows how wide it is."""
+    return sampling.top_p < 1 and not 0 < sampling.top_k < vocab_size and vocab_size > _FIRST_WIDTH
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:

@@ -13,6 +13,8 @@ from cluster.messages import Sampling, TokenLogprobs
 Command = TypeVar("Command", contravariant=True)
 Event = TypeVar("Event", covariant=True)
 
+UNKNOWN_TOKEN = -1  # stands where a token will be that a step under way has not told yet
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -45,6 +47,9 @@ class Chunk:
     # guesses, for one choice: sample i draws the token that guess i stands for, the last one draws what follows them.
     num_guesses: int = 0
     draft: DraftRequest | None = None  # only with samples for one choice
+    # Which sample of the step before, counted over that whole step, draws the only token of this chunk. It was not
+    # known when this was planned: `token_ids` is UNKNOWN_TOKEN alone.
+    fed_by: int | None = None
 
     @property
     def end(self) -> int:
@@ -113,6 +118,19 @@ class Launched(Protocol):
 
 
 @runtime_checkable
+class Feeding(Protocol):
+    """A Launched that another step may be launched behind before its result is read."""
+
+    @property
+    def can_feed(self) -> bool:
+        """Its tokens are where the next step's chunks can be fed from, and nothing that is still to be read of it is
+        overwritten by that step."""
+        ...
+
+    def result(self) -> StepResult: ...
+
+
+@runtime_checkable
 class Launcher(Protocol):
     """A Runner of a device that computes on its own while the thread goes on."""
 
@@ -149,4 +167,28 @@ class Scheduler(Protocol[Command, Event]):
 
     def fail(self, plan: StepPlan, error: Exception, now_s: float) -> tuple[Event, ...]:
         """The step raised: its sequences end, their blocks are freed."""
+        ...
+
+
+@runtime_checkable
+class PlanningAhead(Protocol[Command, Event]):
+    """A Scheduler that can plan one step behind the one that runs, before it knows what that one draws.
+
+    While one step is under way, and no other: `reap`, and `apply` of what `may_apply`, until `plan_ahead` was called.
+    Then nothing before the `complete` or `fail` of the first of the two. Blocks that a step under way writes to are
+    freed for nobody before it has ended.
+    """
+
+    @property
+    def may_plan_ahead(self) -> bool:
+        """Of the step that is under way, whether anything may be decided before its end."""
+        ...
+
+    def may_apply(self, command: Command) -> bool:
+        """While it is under way. False: after its end, and whatever came later after that."""
+        ...
+
+    def plan_ahead(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
+        """The next step, as if no sequence of the one under way ended with a token that is not known, or None where
+        that has to be known first. Sequences that did end with it are dropped from the outcome of this one."""
         ...

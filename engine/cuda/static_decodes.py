@@ -45,6 +45,7 @@ class StaticDecodes:
             context_lens=self._context_lens[:size],
             logit_rows=self._starts[:size],
             fresh_blocks=None,
+            fed=None,
             rows=tuple(slice(row, row + 1) for row in range(size)),
             query_lens=(1,) * size,
             starts=(0,) * size,
