@@ -53,6 +53,7 @@ class Batch:
         self._displacement = Displacement(
             self.ranking, self._places, self.tables, self.pool, self.reservations, self._headroom
         )
+        self._leaving: set[Sequence] = set()  # ended, while a step under way writes to their blocks
 
     @property
     def num_waiting(self) -> int:
@@ -157,7 +158,8 @@ class Batch:
         """Its start was told, its last token is one of its own, and nobody else writes to its blocks: it can be
         frozen."""
         is_between_tokens = sequence.num_left == 1 and sequence.num_output > 0
-        return sequence in self._places.running and sequence.has_run and is_between_tokens and not sequence.spare_ids
+        is_settled = not sequence.spare_ids and not sequence.num_flights
+        return sequence in self._places.running and sequence.has_run and is_between_tokens and is_settled
 
     def freeze(self, sequence: Sequence) -> None:
         """Between two steps: it is in none until `thaw`."""
@@ -170,10 +172,31 @@ class Batch:
     def thaw(self, sequence: Sequence) -> None:
         self._places.thaw(sequence)
 
+    def has_room_to_go_on(self) -> bool:
+        """Whether a plan can be made that takes nobody's block or slot, and copies and swaps nothing."""
+        if not self.swaps.is_idle:
+            return False
+        num_lacking = 0
+        for sequence in self._places.holders:
+            if (sequence.spare_ids and len(sequence.choices) == 1) or self.tables.is_tail_leased(sequence):
+                return False
+            num_lacking += self.tables.num_lacking(sequence)
+        return num_lacking <= self.pool.num_available and not self._displacement.may_displace()
+
     def drop(self, sequence: Sequence) -> None:
-        """Takes it out, and its references with it."""
+        """Takes it out, and its references with it: at once, or by `let_go` when no step writes to its blocks."""
         self._places.take_out(sequence)
-        self.tables.release(sequence)
+        sequence.is_over = True
+        if sequence.num_flights:
+            self._leaving.add(sequence)
+        else:
+            self.tables.release(sequence)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Of one that is over, once no step under way has it."""
+        if not sequence.num_flights:
+            self._leaving.remove(sequence)
+            self.tables.release(sequence)
 
     def drop_choice(self, sequence: Sequence, handle: int) -> None:
         """Of several; the others go on."""
@@ -185,7 +208,7 @@ class Batch:
         """Raises AssertionError when pool and users disagree. `live`: numbers of the sequences that must be here."""
         self.pool.check()
         references = [0] * self.pool.num_blocks
-        for sequence in (*self._places.holders, *self._places.frozen):
+        for sequence in (*self._places.holders, *self._places.frozen, *self._leaving):
             for block_id in sequence.block_ids + sequence.spare_ids:
                 references[block_id] += 1
         for block_id in self.reservations.granted_block_ids:

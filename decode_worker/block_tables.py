@@ -76,6 +76,7 @@ class BlockTables:
 
     def release(self, sequence: Sequence) -> None:
         """All its references, and its slots in the swap space."""
+        assert not sequence.num_flights, f"sequence {sequence.number} loses its blocks in mid-step"
         self._swaps.discard(sequence)
         self._pool.release(sequence.block_ids + sequence.spare_ids)
         sequence.block_ids = sequence.spare_ids = ()
@@ -88,7 +89,11 @@ class BlockTables:
     def num_lacking(self, sequence: Sequence) -> int:
         """Blocks that a decoding sequence has to get before it computes its newest token."""
         num_missing = blocks_for(len(sequence.token_ids), self._block_size) - len(sequence.block_ids)
-        return num_missing if num_missing > 0 else int(self._is_tail_leased(sequence))
+        return num_missing if num_missing > 0 else int(self.is_tail_leased(sequence))
+
+    def is_tail_leased(self, sequence: Sequence) -> bool:
+        """It was frozen, and is still read elsewhere: what is written next goes to a copy."""
+        return not sequence.spare_ids and self._pool.state(sequence.block_ids[-1]) is BlockState.LEASED
 
     def grow(self, sequence: Sequence, num_blocks: int) -> bool:
         """Gives it what it lacks. False: the pool has not so many."""
@@ -175,7 +180,3 @@ class BlockTables:
         pairs = zip(found, sequence.block_ids, strict=False)
         stays = (self._pool.num_users(other) > (other == own) for other, own in pairs)
         return next((place for place, stay in enumerate(stays) if not stay), len(found))
-
-    def _is_tail_leased(self, sequence: Sequence) -> bool:
-        """It was frozen, and is still read elsewhere: what is written next goes to a copy."""
-        return not sequence.spare_ids and self._pool.state(sequence.block_ids[-1]) is BlockState.LEASED

@@ -37,6 +37,13 @@ class Displacement:
         self._reservations = reservations
         self._headroom = headroom
 
+    def may_displace(self) -> bool:
+        """Whether something waits, and somebody's place may be taken for it."""
+        last = self._places.last_holder
+        if last is None or not self._ranking.may_displace(last):
+            return False
+        return bool(len(self._places.ready) or len(self._places.waiting) or self._reservations.num_waiting)
+
     def make_way(self) -> int:
         """What waits takes the places of what runs and ranks behind it, where the policy lets it. Answers how many
         slots are for those that have no blocks yet."""

@@ -4,6 +4,8 @@ Turns commands into sequences of a `Batch`, the batch into steps, and their outc
 slot or a block is the batch's rule. Decodes come first in every step; what they leave of the budget goes to prompts.
 """
 
+from dataclasses import replace
+
 from cluster.errors import DeadlineExceeded, InternalError, TandemError
 from cluster.hashing import NATIVE, NewChain
 from cluster.messages import FinishReason, Inspect, Inspected, MemberId, SampledToken
@@ -25,11 +27,11 @@ from decode_worker.commands import (
     Release,
     Reserve,
     SequenceToken,
-    Started,
     StepTokens,
     Thaw,
 )
 from decode_worker.departures import Departures
+from decode_worker.flights import Flight, Flights, first_runs
 from decode_worker.limits import DecodeLimits
 from decode_worker.live import LiveSequences
 from decode_worker.offers import Offers
@@ -39,7 +41,7 @@ from decode_worker.speculation import NewGuesser, Speculation
 from engine.length_prediction import LengthPredictor
 from engine.policies import FirstCome, Policy
 from engine.schedule import ChunkBudget
-from engine.step import Chunk, DrawnToken, StepPlan, StepResult
+from engine.step import UNKNOWN_TOKEN, Chunk, DrawnToken, StepPlan, StepResult
 
 
 class DecodeScheduler:
@@ -68,9 +70,8 @@ class DecodeScheduler:
             limits, self._batch, self._live, new_chain=new_chain, wire_dtype=wire_dtype, lengths=lengths
         )
         self._departures = Departures(self._batch, self._live, self._offers)
-        self._in_step: list[Sequence] = []  # of the plan that is being computed, in its order
-        self._planned_s = 0.0
-        self._started: tuple[Event, ...] = ()  # told with the outcome of their first step
+        self._flights = Flights()
+        self._ended_s = 0.0  # the last step
         self._steps = 0
         self._tokens_drawn = 0
         self._tokens_computed = 0
@@ -112,6 +113,63 @@ class DecodeScheduler:
         return expired + (self._admission.grant() if expired else ()), self._live.next_deadline_s
 
     def plan(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
+        assert not self._flights, "a step is under way"
+        return self._plan(now_s)
+
+    @property
+    def may_plan_ahead(self) -> bool:
+        only = self._flights.only
+        return only is not None and only.is_open
+
+    def may_apply(self, command: Command) -> bool:
+        # A frozen sequence's last token must be known, and nothing may be written behind it.
+        return self.may_plan_ahead and not isinstance(command, Freeze)
+
+    def plan_ahead(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
+        if not self.may_plan_ahead or not self._speculation.is_off:
+            return (), None
+        self._flights.presume()
+        return self._plan(now_s) if self._batch.has_room_to_go_on() else ((), None)
+
+    def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:
+        flight = self._end_flight(plan, now_s, has_failed=False)
+        self._measure(flight, result, now_s)
+        started = first_runs(flight)
+        tokens: list[SequenceToken] = []
+        for sequence, chunk, drawn in zip(flight.sequences, plan.chunks, result.tokens, strict=True):
+            self._tokens_computed += len(chunk.token_ids)
+            if sequence.is_over:
+                self._batch.let_go(sequence)
+            else:
+                tokens += self._take_in(sequence, chunk, drawn, 0 if flight.is_presumed else len(chunk.token_ids))
+        for sequence, chunk, drafted in zip(flight.sequences, plan.chunks, result.guesses, strict=False):
+            if chunk.draft is not None:
+                self._speculation.take(sequence, drafted)
+        self._tokens_drawn += len(tokens)
+        told = (StepTokens(self._steps, tuple(tokens)),) if tokens else ()
+        return started + told + self._admission.grant()
+
+    def fail(self, plan: StepPlan, error: Exception, now_s: float) -> tuple[Event, ...]:
+        flight = self._end_flight(plan, now_s, has_failed=True)
+        started = first_runs(flight)
+        reason = InternalError(f"the step of these sequences failed: {type(error).__name__}: {error}")
+        handles: dict[Group, list[int]] = {}
+        for sequence in flight.sequences:
+            if sequence.is_over:
+                self._batch.let_go(sequence)
+            else:
+                handles.setdefault(sequence.group, []).extend(start.handle for _, start in sequence.choices)
+        failed = tuple(self._fail(group, tuple(ended), reason) for group, ended in handles.items())
+        return started + failed + self._admission.grant()
+
+    def check(self) -> None:
+        """Raises AssertionError when the pool and its users disagree."""
+        self._batch.check(self._live.check())
+        self._batch.pool.check_leases(self._offers.leases)
+
+    # Steps
+
+    def _plan(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
         self._batch.ranking.now_s = now_s
         self._batch.begin_step()
         decoding = [*self._batch.decoding(), *self._batch.resume_swapped()]
@@ -124,69 +182,33 @@ class DecodeScheduler:
         if not parts and not swaps_out:
             return self._admission.grant(), None  # what waits may wait for a hand-off that by now goes first
         copies = tuple(copy for sequence in decoding for copy in self._batch.tables.own_tail(sequence))
-        self._planned_s, self._in_step = now_s, [sequence for sequence, _ in parts]
-        self._started = self._first_runs(now_s)
         guesses = self._speculation.propose(decoding, budget, self._batch.num_spare_blocks)
-        chunks = tuple(self._chunk(*part, guesses.get(part[0].number, ())) for part in parts)
-        return (), StepPlan(chunks, copies, swaps_out, swaps_in)
+        feeds = self._flights.feeds()
+        chunks = tuple(self._chunk(*part, guesses.get(part[0].number, ()), feeds) for part in parts)
+        plan = StepPlan(chunks, copies, swaps_out, swaps_in)
+        self._flights.begin(plan, tuple(sequence for sequence, _ in parts), now_s)
+        return (), plan
 
-    def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:
+    def _end_flight(self, plan: StepPlan, now_s: float, *, has_failed: bool) -> Flight:
         self._steps += 1
         self._batch.ranking.now_s = now_s
-        self._batch.tables.end_step(has_failed=False)
-        self._measure(plan, result, now_s)
-        tokens: list[SequenceToken] = []
-        for sequence, chunk, drawn in zip(self._in_step, plan.chunks, result.tokens, strict=True):
-            tokens += self._take_in(sequence, chunk, drawn)
-        for sequence, chunk, drafted in zip(self._in_step, plan.chunks, result.guesses, strict=False):
-            if chunk.draft is not None:
-                self._speculation.take(sequence, drafted)
-        self._tokens_drawn += len(tokens)
-        told = (StepTokens(self._steps, tuple(tokens)),) if tokens else ()
-        return self._started + told + self._admission.grant()
+        self._batch.tables.end_step(has_failed=has_failed)
+        return self._flights.end(plan)
 
-    def fail(self, plan: StepPlan, error: Exception, now_s: float) -> tuple[Event, ...]:
-        self._steps += 1
-        self._batch.ranking.now_s = now_s
-        self._batch.tables.end_step(has_failed=True)
-        reason = InternalError(f"the step of these sequences failed: {type(error).__name__}: {error}")
-        handles: dict[Group, list[int]] = {}
-        for sequence in self._in_step:
-            handles.setdefault(sequence.group, []).extend(start.handle for _, start in sequence.choices)
-        failed = tuple(self._fail(group, tuple(ended), reason) for group, ended in handles.items())
-        return self._started + failed + self._admission.grant()
-
-    def check(self) -> None:
-        """Raises AssertionError when the pool and its users disagree."""
-        self._batch.check(self._live.check())
-        self._batch.pool.check_leases(self._offers.leases)
-
-    # Steps
-
-    def _first_runs(self, now_s: float) -> tuple[Event, ...]:
-        """Started for those that are in a step for the first time, by group."""
-        first: dict[Group, list[Sequence]] = {}
-        for sequence in self._in_step:
-            if not sequence.has_run:
-                sequence.has_run = True
-                first.setdefault(sequence.group, []).append(sequence)
-        events = []
-        for group, sequences in first.items():
-            handles = tuple(start.handle for sequence in sequences for _, start in sequence.choices)
-            num_cached = max(sequence.num_cached for sequence in sequences)
-            events.append(Started(group.job.router, handles, now_s - group.admitted_s, num_cached))
-        return tuple(events)
-
-    def _chunk(self, sequence: Sequence, num_tokens: int, guesses: tuple[int, ...]) -> Chunk:
+    def _chunk(self, sequence: Sequence, num_tokens: int, guesses: tuple[int, ...], feeds: dict[int, int]) -> Chunk:
+        """`feeds`: which sample of the step under way draws the tokens that are not known."""
         draft = self._speculation.request(sequence) if ends_known(sequence, num_tokens) else None
-        return chunk_of(sequence, num_tokens, self._limits.block_size, guesses, draft)
+        chunk = chunk_of(sequence, num_tokens, self._limits.block_size, guesses, draft)
+        is_fed = chunk.token_ids[-1] == UNKNOWN_TOKEN
+        return replace(chunk, fed_by=feeds[sequence.number]) if is_fed else chunk
 
-    def _take_in(self, sequence: Sequence, chunk: Chunk, drawn: tuple[DrawnToken, ...]) -> list[SequenceToken]:
-        """The outcome of its part of a step."""
-        self._tokens_computed += len(chunk.token_ids)
+    def _take_in(
+        self, sequence: Sequence, chunk: Chunk, drawn: tuple[DrawnToken, ...], num_advanced: int
+    ) -> list[SequenceToken]:
+        """The outcome of its part of a step. `num_advanced`: of its tokens, those that do not count as computed yet."""
         if chunk.num_guesses:
             return self._take_run(sequence, chunk, drawn)
-        sequence.advance(len(chunk.token_ids))
+        sequence.advance(num_advanced)
         self._batch.tables.keep_sealed(sequence)
         if not drawn:
             return []
@@ -223,11 +245,12 @@ class DecodeScheduler:
             self._end_choice(router, handle, reason)
         return SequenceToken(router, handle, index, SampledToken(token.token_id, token.logprobs, reason))
 
-    def _measure(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
+    def _measure(self, flight: Flight, result: StepResult, now_s: float) -> None:
+        plan, began_s, self._ended_s = flight.plan, max(flight.planned_s, self._ended_s), now_s
         self._cost.observe_copies(len(plan.swaps_out) + len(plan.swaps_in), result.swap_s)
         lengths = [len(chunk.token_ids) for chunk in plan.chunks]
         num_prompt = sum(len(chunk.token_ids) for chunk in plan.chunks if len(chunk.token_ids) > 1 + chunk.num_guesses)
-        self._cost.observe_compute(num_prompt, sum(lengths), now_s - self._planned_s - result.swap_s)
+        self._cost.observe_compute(num_prompt, sum(lengths), now_s - began_s - result.swap_s)
 
     # Ends
 

@@ -35,8 +35,8 @@ class Swapped:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`token_ids`: prompt, committed and drawn tokens. KV of the first `num_computed` of them is in `block_ids`, or
-    swapped out."""
+    """`token_ids`: prompt, committed and drawn tokens; while a step is planned ahead also one that is not known. KV of
+    the first `num_computed` of them is in `block_ids`, or swapped out."""
 
     number: int  # the runner's name for it
     group: Group
@@ -51,6 +51,8 @@ class Sequence:
     spare_ids: tuple[int, ...] = ()
     swapped: Swapped | None = None  # only while it waits
     has_run: bool = False  # has been in a step; if it waits, its place was taken
+    num_flights: int = 0  # steps under way that it is in
+    is_over: bool = False  # ended; what a step under way brings of it is dropped
     rank: Rank = ()  # as it stands in its place; less goes first
     predicted_tokens: int = 0  # of output, all that it will have; 0: unknown
     guesser: Guesser | None = None  # once it has guessed
@@ -88,6 +90,7 @@ class Sequence:
 
     def parted(self, number: int, choice: tuple[int, SequenceStart], spare_ids: tuple[int, ...]) -> "Sequence":
         """One that goes on apart with this choice of it, on the same blocks."""
+        assert not self.num_flights
         return replace(
             self,
             number=number,

@@ -28,6 +28,10 @@ class Speculation:
         self._num_accepted = 0
 
     @property
+    def is_off(self) -> bool:
+        return self._new_guesser is None
+
+    @property
     def figures(self) -> dict[str, int]:
         return {"guesses": self._num_guesses, "guesses_accepted": self._num_accepted}
 

@@ -40,6 +40,11 @@ class SwapSpace:
     def inward(self) -> tuple[BlockSwap, ...]:
         return tuple(self._inward)
 
+    @property
+    def is_idle(self) -> bool:
+        """It holds nothing, and the plan moves nothing."""
+        return len(self._free) == self.num_slots and not self._leaving
+
     def is_leaving(self, sequence: Sequence) -> bool:
         """Its copy is not there before the step that is being planned."""
         return sequence in self._leaving

@@ -42,6 +42,7 @@ PURE = [
     "cluster.watchdog",
     "decode_worker.admission",
     "decode_worker.commands",
+    "decode_worker.flights",
     "decode_worker.growth",
     "decode_worker.preemption_cost",
     "decode_worker.ranking",

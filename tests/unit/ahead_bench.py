@@ -1,0 +1,153 @@
+"""A DecodeBench whose steps are planned ahead, over a device that computes when it likes, in order.
+
+A step may be computed as soon as it is launched, or only when its result is read: what is wrong with what happens
+meanwhile shows in the one or in the other.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from cluster.messages import Inspected
+from decode_worker.commands import CancelSequences, Command, Frozen
+from engine.step import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult
+from tests.unit.decode_bench import ROUTER, DecodeBench, HandOff
+from tests.unit.fake_paged_runner import FakePagedRunner
+
+
+class Stream:
+    """What was launched, in order; each step is fed with what the one before it drew."""
+
+    def __init__(self, runner: FakePagedRunner) -> None:
+        self._runner = runner
+        self._waiting: deque[StepPlan] = deque()
+        self._results: deque[StepResult] = deque()
+        self._newest: tuple[int, ...] = ()
+
+    def launch(self, plan: StepPlan) -> None:
+        self._waiting.append(plan)
+
+    def compute(self, num_steps: int) -> None:
+        for _ in range(min(num_steps, len(self._waiting))):
+            plan = self._waiting.popleft()
+            self._runner.run(replace(plan, chunks=()))  # what it moves
+            for chunk in plan.chunks:
+                self._empty_what_it_begins(chunk)
+            result = self._runner.run(StepPlan(tuple(map(self._fed, plan.chunks))))
+            self._newest = tuple(token.token_id for tokens in result.tokens for token in tokens)
+            self._results.append(result)
+
+    def result(self) -> StepResult:
+        if not self._results:
+            self.compute(1)
+        return self._results.popleft()
+
+    def _empty_what_it_begins(self, chunk: Chunk) -> None:
+        """As a ModelRunner zeroes it."""
+        size = len(self._runner.written[0])
+        begun = chunk.end // size
+        if chunk.end > begun * size >= chunk.start:
+            self._runner.written[chunk.block_ids[begun]] = [None] * size
+
+    def _fed(self, chunk: Chunk) -> Chunk:
+        if chunk.fed_by is None:
+            assert UNKNOWN_TOKEN not in chunk.token_ids
+            return chunk
+        assert chunk.token_ids == (UNKNOWN_TOKEN,)
+        return replace(chunk, token_ids=(self._newest[chunk.fed_by],))
+
+
+@dataclass
+class AheadBench(DecodeBench):
+    """`may_go_ahead`, `computes`: asked at each step, whether another is planned behind it, and how many steps of those
+    launched the device computes by itself."""
+
+    may_go_ahead: Callable[[], bool] = lambda: True
+    computes: Callable[[], int] = lambda: 0
+    plans_ahead: int = 0
+    applied_under_way: int = 0
+    flying: deque[StepPlan] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.stream = Stream(self.runner)
+
+    def apply(self, command: Command) -> None:
+        if self.flying and not self.scheduler.may_apply(command):
+            self.settle()
+        self.applied_under_way += bool(self.flying)
+        super().apply(command)
+        self.scheduler.check()
+
+    def cancel(self, handles: Iterable[int]) -> None:
+        """What waits for a step's end hears of its tokens."""
+        handles = frozenset(handles)
+        if self.flying and not self.scheduler.may_apply(CancelSequences(ROUTER, handles)):
+            self.settle()
+        super().cancel(handles)
+
+    def finish(self, handoff: HandOff) -> None:
+        """A whole block is written, with nothing behind its last token."""
+        assert handoff.block_ids is not None
+        for block_id in handoff.block_ids[handoff.num_cached :]:
+            self.runner.written[block_id] = [None] * self.limits.block_size
+        super().finish(handoff)
+
+    def read(self, frozen: Frozen) -> None:
+        super().read(frozen)
+        if frozen.tail is not None:
+            rest = self.runner.written[frozen.tail.block_id][frozen.tail.num_valid :]
+            assert rest == [None] * len(rest), "something lies behind the last token that is offered"
+
+    def step(self, error: Exception | None = None) -> StepPlan | None:
+        """Until one step more has ended; the next one may then be under way. With an error, that one raises it, and one
+        launched behind it is computed."""
+        if not self.flying:
+            self._take_in(self.scheduler.reap(self.now_s)[0])
+            events, plan = self.scheduler.plan(self.now_s)
+            assert plan is None or not events
+            self._take_in(events)
+            if plan is None:
+                self.scheduler.check()
+                return None
+            self._launch(plan)
+        plan = self.flying[0]
+        if self.scheduler.may_plan_ahead and self.may_go_ahead():
+            self._go_ahead()
+        self._end(error)
+        if error is not None:
+            self.settle()
+        return plan
+
+    def settle(self) -> None:
+        """Until nothing is under way."""
+        while self.flying:
+            self._end(None)
+
+    def inspect(self) -> Inspected:
+        self.settle()
+        return super().inspect()
+
+    def _go_ahead(self) -> None:
+        self._take_in(self.scheduler.reap(self.now_s)[0])
+        events, plan = self.scheduler.plan_ahead(self.now_s)
+        self._take_in(events)
+        if plan is not None:
+            assert not plan.copies and not plan.swaps_in and not plan.swaps_out
+            self.plans_ahead += 1
+            self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> None:
+        self.flying.append(plan)
+        self.stream.launch(plan)
+        self.stream.compute(self.computes())
+
+    def _end(self, error: Exception | None) -> None:
+        self.steps += 1
+        plan = self.flying.popleft()
+        result = self.stream.result()
+        if error is None:
+            self._take_in(self.scheduler.complete(plan, result, self.now_s))
+        else:
+            self._take_in(self.scheduler.fail(plan, error, self.now_s))
+        self.scheduler.check()

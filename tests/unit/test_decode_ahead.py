@@ -1,0 +1,157 @@
+"""Steps planned while one runs: every sequence as if it ran alone, no block freed under a step that writes to it, and
+nothing behind the last token of what is offered."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from cluster.engine_settings import SCHEDULING_POLICIES
+from cluster.messages import DecodeJob, FinishReason
+from decode_worker.commands import OfferPrefix, Quiet, Release
+from tests.unit.ahead_bench import AheadBench
+from tests.unit.decode_bench import HandOff, known_lengths, limits
+
+_NUM_SEEDS = 40
+_NUM_TURNS = 90
+
+
+class _Play:
+    """Everything that the outside can ask, at random, between and during steps that are planned ahead or not."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = dice = random.Random(seed)
+        is_roomy = dice.random() < 0.6
+        self.bench = AheadBench(
+            limits(
+                num_blocks=dice.randint(30, 60) if is_roomy else dice.randint(4, 14),
+                block_size=dice.randint(1, 4),
+                max_num_seqs=dice.randint(1, 8),
+                max_prefill_tokens=dice.choice([1, 3, 8, 30]),
+                watermark=dice.choice([0.0, 0.1, 0.3]),
+                max_queue=6,
+                num_swap_slots=dice.choice([0, 0, 3, 20]),
+            ),
+            wire_dtype=dice.choice(["native", "int8"]),
+            policy=dice.choice(["fcfs", "fcfs", *SCHEDULING_POLICIES]),
+            lengths=known_lengths() if dice.random() < 0.3 else None,
+            guess_period=dice.choice([0] * 9 + [3]),
+        )
+        self.bench.cost.copy_s_per_block, self.bench.cost.compute_s_per_token = 1.0, dice.choice([0.5, 9.0])
+        eagerness, self.num_computed = dice.choice([0.5, 0.95, 1.0]), dice.choice([(0,), (0, 1, 2), (2,)])
+        self.bench.may_go_ahead = lambda: dice.random() < eagerness
+        self.bench.computes = lambda: dice.choice(self.num_computed)
+        self.restlessness = dice.choice([0.1, 0.5, 0.9])
+        self.offered: set[bytes] = set()
+
+    def play(self, num_turns: int) -> None:
+        ways: tuple[Callable[[], None], ...] = (
+            *(self.admit, self.admit, self.reserve, self.reserve, self.finish, self.finish, self.finish),
+            *(self.discard, self.quiet, self.cancel, self.freeze, self.thaw, self.release, self.offer, self.fail),
+        )
+        for _ in range(num_turns):
+            self.bench.now_s += 1.0
+            while self.dice.random() < self.restlessness:
+                self.dice.choice(ways)()
+            for block_id in self.bench.quarantined:
+                self.bench.runner.scribble(block_id, mark=99)
+            self.bench.step()
+        self.end()
+
+    def job(self, num_choices: int, committed: tuple[int, ...] = (0,)) -> DecodeJob:
+        dice = self.dice
+        shared = range(1, dice.randint(1, 11))
+        return self.bench.job(
+            [*shared, *(dice.randint(1, 49) for _ in range(dice.randint(0, 6)))] or [1],
+            max_tokens=dice.choice([1, 3, 12, 30]),
+            num_choices=num_choices,
+            committed=committed,
+            min_tokens=dice.choice([0, 0, 4]),
+            stops={dice.randint(0, 49) for _ in range(dice.choice([0, 2, 8]))},
+            timeout_s=dice.choice([1e6, 1e6, 12.0]),
+            priority=dice.randint(-1, 1),
+            is_batch=dice.random() < 0.2,
+        )
+
+    def admit(self) -> None:
+        num_choices = self.dice.choice([1, 1, 1, 3])
+        committed = self.dice.choice([(0,), (0,), tuple(self.dice.randint(0, 3) for _ in range(num_choices))])
+        self.bench.admit(self.job(num_choices, committed if len(committed) > 1 or num_choices == 1 else (0,)))
+
+    def reserve(self) -> None:
+        self.bench.reserve(self.job(self.dice.choice([1, 1, 1, 2])))
+
+    def finish(self) -> None:
+        if granted := [handoff for handoff in self.bench.handoffs.values() if handoff.block_ids is not None]:
+            self.bench.finish(self.dice.choice(granted))
+
+    def discard(self) -> None:
+        if self.bench.handoffs:
+            handoff: HandOff = self.dice.choice(list(self.bench.handoffs.values()))
+            fresh_ids = (handoff.block_ids or ())[handoff.num_cached :]
+            self.bench.discard(handoff, {block_id for block_id in fresh_ids if self.dice.random() < 0.3})
+
+    def quiet(self) -> None:
+        if self.bench.quarantined:
+            self.bench.apply(Quiet(frozenset({self.bench.quarantined.pop()})))
+
+    def cancel(self) -> None:
+        if self.bench.live:
+            self.bench.cancel({self.dice.choice(self.bench.live), 10_000})
+
+    def freeze(self) -> None:
+        if self.bench.live:
+            self.bench.freeze(self.dice.choice(self.bench.live))
+
+    def thaw(self) -> None:
+        self.bench.settle()
+        batch = self.bench.scheduler._batch
+        if frozen := [handle for handle in self.bench.live if batch.is_frozen(self.bench.sequence(handle))]:
+            self.bench.thaw(self.dice.choice(frozen))
+
+    def release(self) -> None:
+        if self.bench.frozen:
+            self.bench.release(self.dice.choice(list(self.bench.frozen)))
+
+    def offer(self) -> None:
+        """Of a prefix, or of one that was offered before the end."""
+        if self.offered and self.dice.random() < 0.5:
+            self.bench.apply(Release(self.offered.pop()))
+            return
+        chain = self.bench.new_chain("", "native")
+        chain.extend(range(1, 11))
+        ticket_id = b"prefix %d" % self.dice.getrandbits(60)
+        self.offered.add(ticket_id)
+        self.bench.apply(OfferPrefix(ticket_id, tuple(chain.hashes), 1))
+
+    def fail(self) -> None:
+        if self.dice.random() < 0.1:
+            self.bench.step(RuntimeError("out of memory"))
+
+    def end(self) -> None:
+        """Once the outside has let go of what it holds, everything comes to its end."""
+        bench = self.bench
+        for ticket_id in list(bench.frozen):
+            bench.release(ticket_id)
+        bench.settle()
+        for handle in bench.live:
+            if bench.scheduler._batch.is_frozen(bench.sequence(handle)):
+                bench.thaw(handle)
+        for ticket_id in self.offered:
+            bench.apply(Release(ticket_id))
+        bench.run()
+        for handoff in list(bench.handoffs.values()):
+            if handoff.handoff_id in bench.handoffs:
+                bench.discard(handoff)
+        bench.apply(Quiet(frozenset(bench.quarantined)))
+        bench.run()
+        bench.assert_idle()
+        for choice in bench.choices.values():
+            if choice.ended == FinishReason.LENGTH:
+                assert len(choice.output) == choice.job.stops.max_tokens
+
+
+@pytest.mark.parametrize("first_seed", range(0, _NUM_SEEDS, 10))
+def test_any_schedule_planned_ahead_gives_every_sequence_its_serial_tokens_and_leaks_no_block(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 10):
+        _Play(seed).play(_NUM_TURNS)
