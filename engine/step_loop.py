@@ -7,7 +7,12 @@ scheduler refuses what is too much.
 
 A device that computes on its own (`engine.step.Launcher`) is not kept waiting for the outside: what a step brought is
 handed over once the next one is on its way, for whoever is woken by it takes the interpreter from this thread. Order
-and number of events are the same. Scheduler and pool are not touched until the step has ended.
+and number of events are the same.
+
+Where the scheduler can (`engine.step.PlanningAhead`) and a step's tokens stay on the device (`Feeding`), the next step
+is planned and launched while one runs, so that the device does not wait for the host between them. Commands that cannot
+be applied under a running step wait for its end, and so does whatever came after them; nothing is launched ahead of
+them. Where it cannot, scheduler and pool are not touched until the step has ended.
 """
 
 import threading
@@ -18,7 +23,16 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from cluster.clock import Clock
-from engine.step import Launched, Launcher, Runner, Scheduler, StepPlan, StepResult
+from engine.step import (
+    Feeding,
+    Launched,
+    Launcher,
+    PlanningAhead,
+    Runner,
+    Scheduler,
+    StepPlan,
+    StepResult,
+)
 
 CommandT = TypeVar("CommandT")
 EventT = TypeVar("EventT")
@@ -76,6 +90,18 @@ class _Later:
         return self.runner.run(self.plan)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flight:
+    """A step under way, or what its launch raised."""
+
+    plan: StepPlan
+    launched: Launched | Exception
+
+    @property
+    def can_feed(self) -> bool:
+        return isinstance(self.launched, Feeding) and self.launched.can_feed
+
+
 class StepLoop(Generic[CommandT, EventT]):
     """`emit`, `on_error` and `on_fatal` are called on the loop's thread and must only hand over.
 
@@ -94,6 +120,7 @@ class StepLoop(Generic[CommandT, EventT]):
         on_fatal: Callable[[Exception], None],
     ) -> None:
         self._scheduler = scheduler
+        self._ahead = scheduler if isinstance(scheduler, PlanningAhead) else None
         self._launcher = runner if isinstance(runner, Launcher) else _AtOnce(runner)
         self._clock = clock
         self._emit = emit
@@ -101,6 +128,7 @@ class StepLoop(Generic[CommandT, EventT]):
         self._on_fatal = on_fatal
         self._held: list[tuple[EventT, ...]] | None = [] if isinstance(runner, Launcher) else None  # None: none is held
         self._inbox: SimpleQueue[CommandT | _Stop] = SimpleQueue()
+        self._kept: CommandT | _Stop | None = None  # taken from it, to be applied when no step is under way
         self._progress = Progress(0, clock.now_s())
         # A daemon: a step that hangs in the device must not keep a process alive that wants to end.
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
@@ -145,13 +173,33 @@ class StepLoop(Generic[CommandT, EventT]):
     def _take_commands(self, wait_s: float | None) -> bool:
         """Applies everything in the inbox; waits so long for the first (None: for ever). False: it is time to stop."""
         try:
-            command = self._inbox.get(timeout=wait_s) if wait_s != 0.0 else self._inbox.get_nowait()
+            command = self._next_command(wait_s)
             while not isinstance(command, _Stop):
                 self._hand_over(self._scheduler.apply(command, self._clock.now_s()))
-                command = self._inbox.get_nowait()
+                command = self._next_command(0.0)
         except Empty:
             return True
         return False
+
+    def _take_commands_under_way(self, ahead: PlanningAhead[CommandT, EventT]) -> bool:
+        """Applies everything in the inbox that need not wait for the step that runs. False: something does."""
+        try:
+            while self._kept is None:
+                command = self._inbox.get_nowait()
+                if isinstance(command, _Stop) or not ahead.may_apply(command):
+                    self._kept = command
+                else:
+                    self._hand_over(self._scheduler.apply(command, self._clock.now_s()))
+        except Empty:
+            return True
+        return False
+
+    def _next_command(self, wait_s: float | None) -> CommandT | _Stop:
+        """Raises Empty."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            return kept
+        return self._inbox.get(timeout=wait_s) if wait_s != 0.0 else self._inbox.get_nowait()
 
     def _turn(self) -> float | None:
         """One step if there is one to compute. Answers how long the loop may sleep; 0: not at all."""
@@ -167,18 +215,55 @@ class StepLoop(Generic[CommandT, EventT]):
         return None if deadline_s is None else max(0.0, deadline_s - now_s)
 
     def _step(self, plan: StepPlan, now_s: float) -> None:
+        """And those that are planned behind it without a gap."""
         self._begin(plan, now_s)
-        launched = _tried(lambda: self._launcher.launch(plan))
-        self._let_go()
+        flight: _Flight | None = self._launch(plan)
+        while flight is not None:
+            following = self._launch_behind(flight)
+            self._let_go()
+            is_well = self._end(flight, following)
+            if following is not None and not is_well:
+                self._end(following, None)  # before anything is planned behind a failure
+                following = None
+            flight = following
+
+    def _launch_behind(self, flight: _Flight) -> _Flight | None:
+        """The next step, while this one runs. None: its end has to be known first."""
+        ahead = self._ahead
+        if ahead is None or not flight.can_feed or not ahead.may_plan_ahead:
+            return None
+        if not self._take_commands_under_way(ahead):
+            return None
+        now_s = self._clock.now_s()
+        self._hand_over(self._scheduler.reap(now_s)[0])
+        events, plan = ahead.plan_ahead(now_s)
+        self._hand_over(events)
+        return None if plan is None else self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> _Flight:
+        return _Flight(plan, _tried(lambda: self._launcher.launch(plan)))
+
+    def _end(self, flight: _Flight, following: _Flight | None) -> bool:
+        """Waits for it. `following` is the one that runs from then on. False: it failed."""
+        launched = flight.launched
         result = launched if isinstance(launched, Exception) else _tried(launched.result)
         if isinstance(result, Exception):
             self._on_error(result)
-            events = self._scheduler.fail(plan, result, self._clock.now_s())
+            events = self._scheduler.fail(flight.plan, result, self._clock.now_s())
         else:
-            events = self._scheduler.complete(plan, result, self._clock.now_s())
+            events = self._scheduler.complete(flight.plan, result, self._clock.now_s())
         self._hand_over(events)
         before, ended_s = self._progress, self._clock.now_s()
-        self._progress = Progress(before.steps + 1, ended_s, longest_step_s=max(before.longest_step_s, ended_s - now_s))
+        assert before.busy_since_s is not None
+        longest_s = max(before.longest_step_s, ended_s - before.busy_since_s)
+        self._progress = Progress(
+            steps=before.steps + 1,
+            last_step_s=ended_s,
+            busy_since_s=None if following is None else ended_s,
+            longest_step_s=longest_s,
+            plan=None if following is None else following.plan,
+        )
+        return not isinstance(result, Exception)
 
     def _begin(self, plan: StepPlan, now_s: float) -> None:
         self._progress = replace(self._progress, busy_since_s=now_s, plan=plan)
