@@ -1,4 +1,5 @@
-"""The engine on one GPU, with the shape of an 8B Llama and random weights, beside the device's own limits.
+"""The engine on one GPU, with the shape of an 8B Llama and random weights, beside the device's own limits. A GPU with
+less memory gets a smaller shape or fewer sizes, and the reason is told.
 
     python -m benchmarks.gpu_engine [--attention-backend NAME] [--cuda-graphs off] [--tiny] [--output FOLDER]
 
@@ -19,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from benchmarks.gpu_shapes import GPU_LOADS, TINY_LOADS, Loads, Work, llama_8b, tiny
+from benchmarks.gpu_memory import room, that_fit
+from benchmarks.gpu_shapes import GPU_LOADS, TINY_LOADS, Loads, Work, tiny
 from benchmarks.machine import about
 from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
@@ -39,6 +41,7 @@ from engine.trace import trace
 
 _RESULTS = Path(__file__).parent / "results" / "gpu"
 _GREEDY = Sampling()
+_LEAST_KV_TOKENS = 8_192 + 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class Row:
     tokens_per_s: float
     samples_s: tuple[float, ...]  # of a prompt, or of a step
     limit_share: float
+    launch_s: float = 0.0  # median of a step: until the host had asked the device for all of it
 
 
 def main() -> None:
@@ -77,7 +81,8 @@ def run(
 ) -> dict[str, Any]:
     """`keep` is given what is known so far after every row."""
     device = torch.device(arguments.device)
-    config = tiny() if arguments.tiny else llama_8b()
+    before = _rates(device, arguments.tiny)
+    shape, config, loads, left_out = _fitting(loads, device, is_tiny=arguments.tiny)
     settings = EngineSettings(
         model="random",
         attention_backend=arguments.attention_backend,
@@ -86,27 +91,49 @@ def run(
         max_num_seqs=max(loads.batch_sizes),
         max_model_len=max(loads.prompt_tokens),
     )
-    before = _rates(device, arguments.tiny)
     loaded = _loaded(config, settings, device)
     bench = Bench(loaded, settings, loads)
     work = Work.of(config)
     result: dict[str, Any] = {
         "about": about() | {"device": _name(device)},
+        "shape": shape,
         "attention": loaded.attention.name,
         "report": bench.report,
         "loads": dataclasses.asdict(loads),
+        "left_out": left_out,
         "rates": [dataclasses.asdict(before)],
         "rows": [],
     }
-    measured = [partial(bench.prefill, tokens) for tokens in loads.prompt_tokens]
-    measured += [partial(bench.decode, sequences) for sequences in loads.batch_sizes]
-    for measure in measured:
-        result["rows"].append(dataclasses.asdict(measure(work, before)))
+    keep(result)
+    measured = [("prefill", tokens, partial(bench.prefill, tokens)) for tokens in loads.prompt_tokens]
+    measured += [("decode", sequences, partial(bench.decode, sequences)) for sequences in loads.batch_sizes]
+    for what, size, measure in measured:
+        try:
+            result["rows"].append(dataclasses.asdict(measure(work, before)))
+        except torch.OutOfMemoryError as error:
+            left_out.append(f"{what} of {size}: {str(error).partition('. ')[0]}")
+            torch.cuda.empty_cache()
         keep(result)
     bench.close()
     result["rates"].append(dataclasses.asdict(_rates(device, arguments.tiny)))
     keep(result)
     return result
+
+
+def _fitting(loads: Loads, device: torch.device, *, is_tiny: bool) -> tuple[str, LlamaConfig, Loads, list[str]]:
+    """The shape's name, the shape, what of the loads its KV has room for, and what is left out and why."""
+    if device.type != "cuda" or is_tiny:
+        return "tiny", tiny(), loads, []
+    found = room(torch.cuda.mem_get_info(device)[0], num_processes=1, least_kv_tokens=_LEAST_KV_TOKENS)
+    fitting = dataclasses.replace(
+        loads,
+        prompt_tokens=that_fit(loads.prompt_tokens, 1, found.kv_tokens),
+        batch_sizes=that_fit(loads.batch_sizes, loads.context + loads.steps, found.kv_tokens),
+    )
+    why = f"there is memory for KV of {found.kv_tokens:,} tokens"
+    left_out = [f"prefill of {size}: {why}" for size in loads.prompt_tokens if size not in fitting.prompt_tokens]
+    left_out += [f"decode of {size}: {why}" for size in loads.batch_sizes if size not in fitting.batch_sizes]
+    return found.shape, found.config, fitting, [*([found.why_smaller] if found.why_smaller else []), *left_out]
 
 
 class Bench:
@@ -127,34 +154,45 @@ class Bench:
     def prefill(self, tokens: int, work: Work, rates: Rates) -> Row:
         block_ids = tuple(range(-(-tokens // self._pool.layout.block_size)))
 
-        def prompt() -> None:
+        def prompt() -> float:
+            launching_s = 0.0
             for start in range(0, tokens, self._loads.chunk_tokens):
                 end = min(tokens, start + self._loads.chunk_tokens)
                 samples = (Sample(0, tokens, _GREEDY),) if end == tokens else ()
-                self._runner.run(StepPlan((Chunk(0, (7,) * (end - start), start, block_ids, samples),)))
+                plan = StepPlan((Chunk(0, (7,) * (end - start), start, block_ids, samples),))
+                launching_s += self._launch(plan)
+            return launching_s
 
-        samples_s = _samples_s(prompt, repeats=5)
+        samples_s, launch_s = _samples_s(prompt, repeats=5)
         taken_s = statistics.median(samples_s)
         share = work.prefill_flops(tokens) / taken_s / rates.flops_per_s
-        return Row("prefill", tokens, tokens / taken_s, samples_s, share)
+        return Row("prefill", tokens, tokens / taken_s, samples_s, share, launch_s)
 
     def decode(self, sequences: int, work: Work, rates: Rates) -> Row:
         """Contexts grow by a token a step, as they do in service."""
         first = self._loads.context - self._loads.steps // 2
         positions = iter(range(first - _NUM_WARM, first + self._loads.steps))
 
-        def step() -> None:
+        def step() -> float:
             position = next(positions)
-            chunks = tuple(self._decode(number, position) for number in range(sequences))
-            self._runner.run(StepPlan(chunks))
+            plan = StepPlan(tuple(self._decode(number, position) for number in range(sequences)))
+            return self._launch(plan)
 
-        samples_s = _samples_s(step, repeats=self._loads.steps)
+        samples_s, launch_s = _samples_s(step, repeats=self._loads.steps)
         taken_s = statistics.median(samples_s)
         share = work.decode_bytes(sequences, self._loads.context) / taken_s / rates.copy_bytes_per_s
-        return Row("decode", sequences, sequences / taken_s, samples_s, share)
+        return Row("decode", sequences, sequences / taken_s, samples_s, share, launch_s)
 
     def close(self) -> None:
         self._pool.close()
+
+    def _launch(self, plan: StepPlan) -> float:
+        """Until everything was asked of the device; returns when its tokens are there."""
+        began_s = time.perf_counter()
+        started = self._runner.start(plan)
+        launched_s = time.perf_counter()
+        started.result()
+        return launched_s - began_s
 
     def _decode(self, number: int, position: int) -> Chunk:
         begin = number * self._per_sequence
@@ -165,14 +203,14 @@ class Bench:
 _NUM_WARM = 2  # runs that are not counted
 
 
-def _samples_s(work: Callable[[], None], repeats: int) -> tuple[float, ...]:
-    """Each run ends with its tokens on the host."""
-    samples = []
+def _samples_s(work: Callable[[], float], repeats: int) -> tuple[tuple[float, ...], float]:
+    """Each run ends with its tokens on the host. -> also the median of what the runs answer."""
+    samples, answers = [], []
     for _ in range(_NUM_WARM + repeats):
         started_s = time.perf_counter()
-        work()
+        answers.append(work())
         samples.append(time.perf_counter() - started_s)
-    return tuple(samples[_NUM_WARM:])
+    return tuple(samples[_NUM_WARM:]), statistics.median(answers[_NUM_WARM:])
 
 
 def _loaded(config: PreTrainedConfig, settings: EngineSettings, device: torch.device) -> LoadedModel:
@@ -212,6 +250,8 @@ def _random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedM
 
 def _rates(device: torch.device, is_tiny: bool) -> Rates:
     num_bytes, side = (1 << 20, 128) if is_tiny else (4 << 30, 8_192)
+    if device.type == "cuda":
+        num_bytes = min(num_bytes, torch.cuda.mem_get_info(device)[0] // 4)
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     left, right = (torch.randn(side, side, device=device).to(torch.bfloat16) for _ in range(2))
@@ -245,22 +285,23 @@ def _name(device: torch.device) -> str:
 def table(result: dict[str, Any]) -> str:
     rates = result["rates"][0]
     lines = [
-        f"# {result['about']['device']}, attention by {result['attention']}",
+        f"# {result['about']['device']}, a Llama of {result['shape']}, attention by {result['attention']}",
         "",
         f"Commit {result['about']['commit']}, {result['about']['date']}, torch {result['about']['torch']}. "
         f"A copy moves {rates['copy_bytes_per_s'] / 1e9:.0f} GB/s (read and written), a product of bfloat16 "
         f"computes {rates['flops_per_s'] / 1e12:.1f} TFLOP/s.",
         *result["report"],
         "",
-        "| | size | tokens/s | median | share of the limit |",
-        "|---|---|---|---|---|",
+        "| | size | tokens/s | median | of it until launched | share of the limit |",
+        "|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
         median_ms = statistics.median(row["samples_s"]) * 1e3
         lines.append(
             f"| {row['what']} | {row['size']:,} | {row['tokens_per_s']:,.0f} | {median_ms:.2f} ms | "
-            f"{row['limit_share']:.1%} |"
+            f"{row['launch_s'] * 1e3:.2f} ms | {row['limit_share']:.1%} |"
         )
+    lines += ["", *(f"Left out: {each}." for each in result["left_out"])]
     return "\n".join(lines) + "\n"
 
 

@@ -1,8 +1,8 @@
 """A whole cluster on one GPU, with the shape of an 8B Llama: prefill and decode apart, and one worker that does both.
 
-    python -m benchmarks.gpu_serving [--tiny] [--output FOLDER]
+    python -m benchmarks.gpu_serving [--seconds 280] [--tiny] [--output FOLDER]
 
-Each in turn: conversations in an open loop; how evenly tokens come while long prompts storm in; and, apart, `kill -9`
+Each in turn: conversations by `tandem bench`; how evenly tokens come while long prompts storm in; and, apart, `kill -9`
 of each worker under conversations. `--tiny` does the same in small with the demo model on a CPU. The folder gets
 serving.json and serving.md, written anew after each of these, and the log of every process.
 """
@@ -10,88 +10,80 @@ serving.json and serving.md, written anew after each of these, and the log of ev
 import argparse
 import asyncio
 import json
-import math
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
-from benchmarks.conversation_lengths import draw_lengths
-from benchmarks.gpu_shapes import llama_8b
+import torch
+
+from benchmarks.gpu_check.last_words import ask_for_stacks
+from benchmarks.gpu_memory import Room, room
+from benchmarks.gpu_serving_load import (
+    GPU,
+    OBJECTIVE,
+    TINY,
+    Load,
+    Size,
+    bench,
+    conversations,
+    described,
+    status_of,
+    write_trace,
+)
+from benchmarks.gpu_serving_table import table
 from benchmarks.machine import about
 from cli import up
-from cli.latency import Objective, Record, report, summary
+from cli.latency import report
 from cli.local_cluster import LocalCluster
-from cli.open_loop import RequestFailed, open_loop
-from cli.workload import Arrival, clipped, prompt_ids
+from cli.workload import Arrival
+from cluster.errors import TandemError
 from tandem.client import AsyncClient
-from tandem.errors import TandemError
 
-MODES = {"disaggregated": ("--prefill", "1", "--decode", "1"), "colocated": ("--colocated", "1")}
-_MEMORY_SHARE = {"disaggregated": "0.42", "colocated": "0.84"}  # of the device, for each worker
-_WORKERS = ("prefill", "decode")
-_SEED = 11
+# The worker that does both computes smaller chunks: each stands between two tokens of everybody else.
+_MODES = {
+    "colocated": ("--colocated", "1", "--max-prefill-tokens", "512"),
+    "disaggregated": ("--prefill", "1", "--decode", "1", "--max-prefill-tokens", "4096"),
+}
+_GPU_FLAGS = ("--device", "cuda", "--dtype", "bfloat16", "--load-format", "dummy", "--max-num-seqs", "256")
+_TINY_FLAGS = ("--device", "cpu", "--num-blocks", "512")
+_MAX_MODEL_LEN = 16_384
+_MOST_KV_BYTES = 64 << 30
+_ENOUGH_FOR_BOTH_S = 200.0  # the colocated mode goes first where there is so much, and may take so large a part of it
+_COLOCATED_PART = 0.4
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """`streams` decode while `storm` prompts come at once."""
+class _Times:
+    """On the monotonic clock."""
 
-    num_requests: int
-    rate_rps: float
-    length_scale: float
-    objective: Objective
-    streams: int
-    stream_tokens: int
-    storm: int
-    storm_tokens: int
-    num_requests_per_kill: int
-    flags: tuple[str, ...]
+    ends_at_s: float
 
-
-GPU = Size(
-    num_requests=500,
-    rate_rps=16.0,
-    length_scale=1.0,
-    objective=Objective(ttft_s=1.0, itl_s=0.05),
-    streams=8,
-    stream_tokens=256,
-    storm=24,
-    storm_tokens=8_192,
-    num_requests_per_kill=120,
-    flags=("--device", "cuda", "--dtype", "bfloat16", "--load-format", "dummy", "--max-model-len", "16384"),
-)
-TINY = Size(
-    num_requests=10,
-    rate_rps=5.0,
-    length_scale=0.05,
-    objective=Objective(ttft_s=1.0, itl_s=0.05),
-    streams=2,
-    stream_tokens=48,
-    storm=2,
-    storm_tokens=400,
-    num_requests_per_kill=6,
-    flags=("--device", "cpu", "--num-blocks", "512"),
-)
+    @property
+    def left_s(self) -> float:
+        return self.ends_at_s - time.monotonic()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_serving")
+    parser.add_argument("--seconds", type=float, default=600.0, help="how long all of it may take")
     parser.add_argument("--tiny", action="store_true", help="small, with the demo model on a CPU")
-    parser.add_argument("--modes", default=",".join(MODES), help="of these, comma-separated")
+    parser.add_argument("--modes", default=",".join(_MODES), help="of these, comma-separated")
     parser.add_argument("--output", type=Path, help="folder for serving.json, .md and logs; default: none")
     arguments = parser.parse_args()
-    size = TINY if arguments.tiny else GPU
+    times = _Times(time.monotonic() + arguments.seconds)
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     with tempfile.TemporaryDirectory() as folder:
         kept = _Kept(arguments.output or Path(folder))
-        asyncio.run(_measure(size, arguments.modes.split(","), kept, is_tiny=arguments.tiny))
+        measuring = _Measuring(TINY if arguments.tiny else GPU, kept, Path(folder), times, is_tiny=arguments.tiny)
+        asyncio.run(measuring.run(arguments.modes.split(",")))
     print(table(kept.figures))
 
 
@@ -100,170 +92,115 @@ class _Kept:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.figures: dict[str, Any] = {"about": about(), "modes": {}, "kills": []}
+        self.figures: dict[str, Any] = {"about": about(), "setting": {}, "load": {}, "modes": {}, "kills": []}
+        self._began_s = time.monotonic()
 
     def add(self, kind: str, name: str, found: object) -> None:
         if kind == "kills":
             self.figures["kills"].append(found)
         else:
             self.figures["modes"].setdefault(kind, {})[name] = found
-        print(f"{kind}: {name}", file=sys.stderr, flush=True)
+        print(f"{time.monotonic() - self._began_s:.0f} s: {kind}, {name}", file=sys.stderr, flush=True)
+        self.write()
+
+    def write(self) -> None:
         (self._folder / "serving.json").write_text(json.dumps(self.figures, indent=1) + "\n")
         (self._folder / "serving.md").write_text(table(self.figures) + "\n")
 
     def log(self, mode: str, name: str, line: str) -> None:
         with (self._folder / f"{mode}-{name}.log").open("a") as file:
-            file.write(f"{line}\n")
+            file.write(f"{time.monotonic() - self._began_s:.1f} {line}\n")
 
 
-async def _measure(size: Size, modes: Sequence[str], kept: _Kept, *, is_tiny: bool) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        if not is_tiny:
-            llama_8b().save_pretrained(folder)
-        model = () if is_tiny else ("--model", folder)
-        for mode in modes:
-            async with _serving(mode, (*model, *size.flags), kept, is_tiny=is_tiny) as (cluster, client):
-                load = await _Load.prepared(client, size)
-                kept.add(mode, "conversations", report(await load.conversations(size.num_requests), size.objective))
-                kept.add(mode, "alone", await load.evenness(with_storm=False))
-                kept.add(mode, "in_storm", await load.evenness(with_storm=True))
-                for role in _WORKERS if mode == "disaggregated" else ():
-                    kept.add("kills", role, await _kill(cluster, load, role))
+class _Measuring:
+    """Owns the trace that all clusters get, and the time. The rate of arrivals is that of what came first."""
 
+    def __init__(self, size: Size, kept: _Kept, folder: Path, times: _Times, *, is_tiny: bool) -> None:
+        self._size, self._kept, self._folder, self._times, self._is_tiny = size, kept, folder, times, is_tiny
+        self._trace = folder / "conversations.csv"
+        self._arrivals: list[Arrival] = []
+        self._room: Room | None = None
 
-@asynccontextmanager
-async def _serving(
-    mode: str, flags: tuple[str, ...], kept: _Kept, *, is_tiny: bool
-) -> AsyncIterator[tuple[LocalCluster, AsyncClient]]:
-    """`tandem up`, from its own flags."""
-    parser = argparse.ArgumentParser()
-    up.add_arguments(parser)
-    share = () if is_tiny else ("--gpu-memory-utilization", _MEMORY_SHARE[mode])
-    arguments = parser.parse_args([*MODES[mode], "--port", "0", "--grpc-port", "0", *flags, *share])
-    plan, _ = up.plan_from(arguments)
-    cluster = LocalCluster(plan, say=up.tell, echo=partial(kept.log, mode))
-    try:
-        await cluster.start()
-        async with AsyncClient(cluster.grpc) as client:
-            yield cluster, client
-        await cluster.drain()
-    finally:
-        await cluster.close()
+    async def run(self, modes: Sequence[str]) -> None:
+        """Colocated first: it is short, and then `kill -9` is the last. Where little time is left, it is the last."""
+        chosen = [mode for mode in _MODES if mode in modes]
+        if self._times.left_s < _ENOUGH_FOR_BOTH_S:
+            chosen.reverse()
+        for mode in chosen:
+            is_first_of_two = mode == "colocated" and mode != chosen[-1]
+            part = _COLOCATED_PART if is_first_of_two else 1.0
+            try:
+                async with asyncio.timeout(part * self._times.left_s):
+                    await self._mode(mode)
+            except (TimeoutError, RuntimeError, TandemError) as error:
+                if not is_first_of_two:
+                    raise
+                self._kept.add(mode, "ended_early", f"{type(error).__name__}: {error}")
 
+    async def _mode(self, mode: str) -> None:
+        kept = self._kept
+        async with self._serving(mode) as (cluster, client):
+            kept.add(mode, "up", True)
+            load = await Load.prepared(client, self._size)
+            if not self._arrivals:
+                self._draw(await load.fitting_rate())
+            kept.add(mode, "conversations", await bench(cluster.grpc, self._trace))
+            kept.add(mode, "status", await status_of(cluster.grpc))
+            kept.add(mode, "alone", await load.evenness(with_storm=False))
+            kept.add(mode, "in_storm", await load.evenness(with_storm=True))
+            for role in ("prefill", "decode") if mode == "disaggregated" else ():
+                kept.add("kills", role, await self._kill(cluster, load, role))
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """What is sent to one cluster."""
+    def _draw(self, rate_rps: float) -> None:
+        self._arrivals = conversations(self._size.num_requests, rate_rps, self._size.length_scale)
+        write_trace(self._arrivals, self._trace)
+        self._kept.figures["load"] = described(self._arrivals)
 
-    client: AsyncClient
-    size: Size
-    vocab_size: int
-    max_model_len: int
-
-    @classmethod
-    async def prepared(cls, client: AsyncClient, size: Size) -> "_Load":
-        """After one request, so that nothing is measured that happens once."""
-        (model,) = await client.models()
-        load = cls(client, size, model.vocab_size, model.max_model_len)
-        await open_loop([Arrival(0.0, 64, 8)], load._send)
-        return load
-
-    async def conversations(self, num_requests: int) -> list[Record]:
-        dice, at_s, arrivals = Random(_SEED), 0.0, []
-        for _ in range(num_requests):
-            at_s += dice.expovariate(self.size.rate_rps)
-            prompt, output = (max(2, round(tokens * self.size.length_scale)) for tokens in draw_lengths(dice))
-            arrivals.append(Arrival(at_s, prompt, output))
-        return await open_loop(clipped(arrivals, self.max_model_len)[0], self._send)
-
-    async def evenness(self, *, with_storm: bool) -> dict[str, float]:
-        """Gaps between the tokens of streams, in seconds, from the storm's coming on; without one, from the same
-        token on."""
-        size = self.size
-        gaps_s: list[float] = []
-        under_way = asyncio.Semaphore(0)
-
-        async def stream(number: int) -> None:
-            arrival, last_s, count = Arrival(0.0, 64, size.stream_tokens), 0.0, 0
-            async with aclosing(self._send(1_000_000 + number, arrival)) as tokens:
-                async for new in tokens:
-                    now_s = asyncio.get_running_loop().time()
-                    if count >= size.stream_tokens // 8:
-                        gaps_s.extend([(now_s - last_s) / new] * new)
-                    elif count + new >= size.stream_tokens // 8:
-                        under_way.release()
-                    last_s, count = now_s, count + new
-
-        async def prompt(number: int) -> None:
-            async with aclosing(self._send(2_000_000 + number, Arrival(0.0, size.storm_tokens, 1))) as tokens:
-                async for _ in tokens:
-                    pass
-
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(size.streams):
-                tasks.create_task(stream(number))
-            for _ in range(size.streams):
-                await under_way.acquire()
-            for number in range(size.storm if with_storm else 0):
-                tasks.create_task(prompt(number))
-        return summary(gaps_s)
-
-    async def _send(self, number: int, arrival: Arrival) -> AsyncGenerator[int, None]:
-        generation = self.client.generate(
-            token_ids=prompt_ids(arrival, number, self.vocab_size, _SEED),
-            max_tokens=arrival.output_tokens,
-            ignore_eos=True,
-            temperature=0.0,
-            timeout_s=180.0,
-        )
+    @asynccontextmanager
+    async def _serving(self, mode: str) -> AsyncIterator[tuple[LocalCluster, AsyncClient]]:
+        """`tandem up`, from its own flags. Workers that do not come up say where they stand before they are ended."""
+        parser = argparse.ArgumentParser()
+        up.add_arguments(parser)
+        flags = _TINY_FLAGS if self._is_tiny else self._gpu_flags(mode)
+        patience = ("--start-timeout-s", str(max(20.0, 0.5 * self._times.left_s)))
+        plan, _ = up.plan_from(parser.parse_args([*_MODES[mode], "--port", "0", "--grpc-port", "0", *patience, *flags]))
+        cluster = LocalCluster(plan, say=up.tell, echo=partial(self._kept.log, mode))
         try:
-            async with generation:
-                async for delta in generation:
-                    yield len(delta.token_ids)
-        except TandemError as error:
-            raise RequestFailed(error.reason) from error
+            try:
+                await cluster.start()
+            except (TandemError, asyncio.CancelledError):
+                await asyncio.to_thread(ask_for_stacks, os.getpid())
+                raise
+            async with AsyncClient(cluster.grpc) as client:
+                yield cluster, client
+            await cluster.drain()
+        finally:
+            await cluster.close()
 
+    def _gpu_flags(self, mode: str) -> tuple[str, ...]:
+        """KV in bytes: a share of the device would count what the other worker has, or its predecessor still has."""
+        if self._room is None:
+            free, _ = torch.cuda.mem_get_info()
+            self._room = room(free, num_processes=2, least_kv_tokens=_MAX_MODEL_LEN, most_kv_bytes=_MOST_KV_BYTES)
+            self._room.config.save_pretrained(self._folder / "model")
+            self._kept.figures["setting"] = {
+                "Shape": f"a Llama of {self._room.shape}, random weights",
+                "Smaller than 8B": self._room.why_smaller,
+                "KV of each of two workers": f"{self._room.kv_tokens:,} tokens, of one worker twice as much",
+            }
+        kv_bytes = self._room.kv_bytes * (2 if mode == "colocated" else 1)
+        lengths = ("--max-model-len", str(_MAX_MODEL_LEN), "--kv-cache-memory", str(kv_bytes))
+        return ("--model", str(self._folder / "model"), *lengths, *_GPU_FLAGS)
 
-async def _kill(cluster: LocalCluster, load: _Load, role: str) -> dict[str, Any]:
-    """`kill -9` of a role's worker in the middle of conversations. It is started again by whoever started it."""
-    num_requests = load.size.num_requests_per_kill
-    answering = asyncio.create_task(load.conversations(num_requests))
-    await asyncio.sleep(num_requests / load.size.rate_rps / 2)
-    (victim,) = [pid for name, pid in cluster.pids().items() if name.startswith(role)]
-    os.kill(victim, signal.SIGKILL)
-    records = await answering
-    gaps_s = [gap for record in records if not record.error for gap in record.inter_token_s]
-    return {
-        "role": role,
-        "requests": num_requests,
-        "lost": sum(bool(record.error) for record in records),
-        "errors": sorted({record.error for record in records if record.error}),
-        "longest_gap_s": max(gaps_s, default=0.0),
-    }
-
-
-def table(figures: dict[str, Any]) -> str:
-    lines = [
-        "| | requests/s | TTFT p50 / p99 ms | ITL p50 / p99 ms | goodput | ITL p99 of streams alone / in a storm, ms |",
-        "|---|---|---|---|---|---|",
-    ]
-    for mode, found in figures["modes"].items():
-        talk = found["conversations"]
-        ttft, itl = (
-            " / ".join(f"{1e3 * talk[name].get(share, 0.0):.1f}" for share in ("p50", "p99"))
-            for name in ("ttft_s", "itl_s")
-        )
-        storm = " / ".join(f"{1e3 * found.get(name, {}).get('p99', math.nan):.1f}" for name in ("alone", "in_storm"))
-        ok, sent = talk["requests"]["ok"], talk["requests"]["sent"]
-        rate = f"{talk['throughput']['requests_per_s']:.1f} ({ok} of {sent})"
-        lines.append(f"| {mode} | {rate} | {ttft} | {itl} | {talk['goodput']['share']:.1%} | {storm} |")
-    lines.append("")
-    for kill in figures["kills"]:
-        gap = f"longest gap {kill['longest_gap_s']:.1f} s"
-        errors = f" ({', '.join(kill['errors'])})" if kill["errors"] else ""
-        lost = f"{kill['lost']} of {kill['requests']} requests lost{errors}"
-        lines.append(f"kill -9 of the {kill['role']} worker: {lost}, {gap}")
-    return "\n".join(lines)
+    async def _kill(self, cluster: LocalCluster, load: Load, role: str) -> dict[str, Any]:
+        """`kill -9` of a role's worker in the middle of conversations. It is started again by whoever started it."""
+        arrivals = self._arrivals[: self._size.num_requests_per_kill]
+        answering = asyncio.create_task(load.answered(arrivals))
+        await asyncio.sleep(arrivals[len(arrivals) // 2].at_s)
+        (victim,) = [pid for name, pid in cluster.pids().items() if name.startswith(role)]
+        os.kill(victim, signal.SIGKILL)
+        records = await answering
+        return {"role": role, "lost": sum(bool(record.error) for record in records), **report(records, OBJECTIVE)}
 
 
 if __name__ == "__main__":

@@ -22,17 +22,31 @@ TINY_LOADS = Loads((16, 40), 32, (1, 5), 24, 4)
 
 def llama_8b() -> LlamaConfig:
     """The shape of Llama 3.1 8B; its rotary scaling changes no cost, and is left out."""
+    return _llama(4_096, 14_336, num_layers=32, num_heads=32, is_tied=False)
+
+
+def llama_3b() -> LlamaConfig:
+    """Of Llama 3.2 3B: for GPUs that the other does not fit."""
+    return _llama(3_072, 8_192, num_layers=28, num_heads=24, is_tied=True)
+
+
+def llama_1b() -> LlamaConfig:
+    """Of Llama 3.2 1B."""
+    return _llama(2_048, 8_192, num_layers=16, num_heads=32, is_tied=True)
+
+
+def _llama(hidden: int, intermediate: int, *, num_layers: int, num_heads: int, is_tied: bool) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=128_256,
-        hidden_size=4_096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
         num_key_value_heads=8,
-        head_dim=128,
+        head_dim=hidden // num_heads,
         max_position_embeddings=131_072,
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-        tie_word_embeddings=False,
+        tie_word_embeddings=is_tied,
     )
 
 
@@ -57,6 +71,7 @@ class Work:
 
     layer_params: int  # of all layers' matrices
     head_params: int
+    embedding_params: int  # beside the head's; none where they are the same
     kv_bytes_per_token: int
     attention_width: int  # features of all heads of all layers
 
@@ -70,9 +85,14 @@ class Work:
         return cls(
             layer_params=layers * (attention + gated),
             head_params=config.vocab_size * config.hidden_size,
+            embedding_params=0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size,
             kv_bytes_per_token=layers * 2 * kv_heads * dim * _BFLOAT16_BYTES,
             attention_width=layers * heads * dim,
         )
+
+    @property
+    def weight_bytes(self) -> int:
+        return (self.layer_params + self.head_params + self.embedding_params) * _BFLOAT16_BYTES
 
     def prefill_flops(self, tokens: int) -> float:
         """Products of every token with every layer, half of all pairs of a query and a key, and one row of logits."""

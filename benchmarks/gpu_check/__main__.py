@@ -13,12 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.gpu_check.inventory import take_inventory
+from benchmarks.gpu_check.inventory import gpu_state, take_inventory
+from benchmarks.gpu_check.last_words import ask_for_stacks, descendants, send
 from benchmarks.gpu_check.report import Outcome, Report, Verdict
-from benchmarks.gpu_check.sections import Means, Section, sections
+from benchmarks.gpu_check.sections import SECONDS_LEFT, Means, Section, sections
 from benchmarks.machine import about
 
 _ROOT = Path(__file__).parents[2]
@@ -27,11 +29,15 @@ _SHOWN_LINES = 30  # of each process's output, where something failed
 _KEPT_LINES = 200  # the same in the JSON
 _LONGEST_LINE = 1_000
 _LAST_WORDS_S = 5.0
+_MARGIN_S = 12.0  # for wheels that were unpacked before, and for last words
+
+
+_ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def main() -> int:
     arguments = _arguments()
-    ends_at_s = time.monotonic() + 60 * arguments.minutes
+    ends_at_s = time.monotonic() + 60 * arguments.minutes - _MARGIN_S
     inventory = take_inventory()
     report = Report(arguments.output, about() | {"device": inventory.device or "none"})
     report.add(inventory.outcome(needs_gpu=not arguments.tiny))
@@ -49,20 +55,14 @@ def main() -> int:
 
 def _run(section: Section, folder: Path, ends_at_s: float) -> Outcome:
     """Its own program, its own time; ended whole where that is up, and asked before where it stands."""
+    if section.absent:
+        return Outcome(section.name, Verdict.ABSENT, (section.absent,))
     began_s = time.monotonic()
     left_s = min(section.budget_s, ends_at_s - began_s)
     if left_s <= 0:
-        return Outcome(section.name, Verdict.CUT, ("The time was up before it began.",))
-    process = subprocess.Popen(
-        section.command,
-        cwd=_ROOT,
-        env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+        verdict = Verdict.ABSENT if section.is_extra else Verdict.CUT
+        return Outcome(section.name, verdict, ("The time was up before it began.",))
+    process = _started(section, left_s)
     try:
         said, _ = process.communicate(timeout=left_s)
         outcome = _read(section, folder, said, process.returncode)
@@ -71,13 +71,32 @@ def _run(section: Section, folder: Path, ends_at_s: float) -> Outcome:
     return replace(outcome, seconds=time.monotonic() - began_s)
 
 
+def _started(section: Section, left_s: float) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [f"{left_s - _LAST_WORDS_S:.0f}" if word == SECONDS_LEFT else word for word in section.command],
+        cwd=_ROOT,
+        env={**os.environ, **_ENVIRONMENT, **section.environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+
 def _ended(process: subprocess.Popen[str]) -> str:
-    """What it said, at last the stack of every thread of it."""
-    os.killpg(process.pid, signal.SIGABRT)
+    """What it said, at last the stack of every thread of it and of those that it started."""
+    started = descendants(process.pid)
+    ask_for_stacks(process.pid)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGABRT)
     try:
         said, _ = process.communicate(timeout=_LAST_WORDS_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        for pid in started:
+            send(pid, signal.SIGKILL)  # one in a session of its own may hold the pipe
         said, _ = process.communicate()
     return said
 
@@ -107,6 +126,7 @@ def _read(section: Section, folder: Path, said: str, status: int) -> Outcome:
 def _with_last_words(outcome: Outcome, folder: Path, said: str) -> Outcome:
     """Enough to mend it by: the end of what it and its processes said; more of it in the JSON than in the Markdown."""
     logs = {"output": said} | {log.name: log.read_text(errors="replace") for log in sorted(folder.glob("*.log"))}
+    logs["nvidia-smi"] = gpu_state()
     tails = {name: _last_lines(text, _KEPT_LINES) for name, text in logs.items() if text.strip()}
     for log in folder.glob("*.log"):
         log.unlink()  # they are this section's

@@ -31,6 +31,13 @@ OPTIONAL = (
     "pytest-xdist",
 )
 
+# With a torch for CUDA 12 come these.
+_INSTEAD = {
+    "cupy-cuda13x": "cupy-cuda12x",
+    "nvidia-nccl-cu13": "nvidia-nccl-cu12",
+    "nixl-cu13": "nixl-cu12",
+}
+
 _ROOT = Path(__file__).parents[2]
 # Whoever can import these has what every process of a cluster and its client import.
 _OURS = ("prefill_worker.app", "decode_worker.app", "router.app", "cli.up", "tandem.client", "benchmarks.gpu_engine")
@@ -77,20 +84,36 @@ class Inventory:
 
 
 def take_inventory() -> Inventory:
-    versions = {name: version(name) for name in (*NEEDED, *OPTIONAL)}
+    versions = {name: found_version(name) for name in (*NEEDED, *OPTIONAL)}
     broken_imports, torch_says = _broken_imports()
     surroundings = {"torch sees": torch_says or "nothing"} | _surroundings()
     return Inventory(versions, _device(), tuple(broken_stubs()), tuple(broken_imports), surroundings)
 
 
+def found_version(package: str) -> str:
+    """Also where it is there for another CUDA; empty: it is not here."""
+    instead = _INSTEAD.get(package, "")
+    other = version(instead) if instead else ""
+    return version(package) or (f"{other} ({instead})" if other else "")
+
+
+def gpu_state() -> str:
+    """What the driver's own tool says: who has how much of the memory. Empty: nothing answers."""
+    return _nvidia_smi()
+
+
 def _device() -> str:
-    """Name, memory and driver, as the driver's own tool tells."""
-    query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    """Name, memory and driver of each; torch takes the first that it sees."""
+    query = ("--query-gpu=name,memory.total,driver_version,compute_mode,mig.mode.current", "--format=csv,noheader")
+    return "; ".join(_nvidia_smi(*query).splitlines())
+
+
+def _nvidia_smi(*flags: str) -> str:
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+        answer = subprocess.run(("nvidia-smi", *flags), capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return answer.stdout.strip().splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else ""
+    return answer.stdout.strip() if answer.returncode == 0 else ""
 
 
 def broken_stubs() -> list[str]:

@@ -12,9 +12,12 @@ from pathlib import Path
 from benchmarks.gpu_check.kept_reports import Kept
 from benchmarks.gpu_check.report import Outcome, Verdict
 
-# What a skip's reason says when a wheel, a second GPU or a newer library is what it lacks.
+# What a skip's reason says when a wheel, a second GPU, a newer library or a newer GPU is what it lacks, or when it is
+# about Triton's interpreter, and has no case on a GPU.
 _MAY_SKIP = re.compile(
-    r"could not import|cannot be imported|needs the extra|No module named|not installed|two GPUs|need NCCL", re.I
+    r"could not import|cannot be imported|needs the extra|No module named|not installed|two GPUs|need NCCL"
+    r"|needs capability|GiB free|interpreter alone",
+    re.I,
 )
 _SHOWN_FAILURES = 6  # in whole; the others are told by their last error, and are whole in the JSON
 _SHOWN_LINES = 60

@@ -6,19 +6,19 @@ import re
 import subprocess
 import sys
 import zipfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from benchmarks.conversation_lengths import draw_lengths
-from benchmarks.gpu_check import imported, tests_run
-from benchmarks.gpu_check.__main__ import _run
+from benchmarks.gpu_check import imported, inventory, tests_run
+from benchmarks.gpu_check.__main__ import _ended, _run, _started
 from benchmarks.gpu_check.inventory import NEEDED, OPTIONAL, Inventory, broken_stubs
 from benchmarks.gpu_check.kept_reports import Kept
 from benchmarks.gpu_check.report import Outcome, Report, Verdict
-from benchmarks.gpu_check.sections import Means, Section, sections
+from benchmarks.gpu_check.sections import SECONDS_LEFT, Means, Section, sections
 from benchmarks.gpu_check.slimmed import slim
 from benchmarks.gpu_check.tests_run import read_account
 
@@ -48,6 +48,7 @@ def skipped(name: str, reason: str) -> Kept:
         "could not import 'flashinfer': No module named 'flashinfer'",
         "needs the extra `cuda`: cupy with NCCL cannot be imported (No module named 'cupy')",
         "two ranks on one GPU need NCCL 2.30, this is 22809",
+        "runs in Triton's interpreter alone",
     ],
 )
 def test_a_test_may_skip_for_want_of_a_wheel(reason: str, tmp_path: Path) -> None:
@@ -206,8 +207,47 @@ def test_a_section_that_hangs_is_cut_and_one_that_crashes_says_how(tmp_path: Pat
     assert worker.figures["last_lines"]["decode-0.log"] == ["loading", "RuntimeError: CUDA error"]
     assert "RuntimeError: CUDA error" in worker.lines
     assert _run(program("1"), tmp_path, 0.0).verdict is Verdict.CUT
+    assert _run(replace(program("1"), is_extra=True), tmp_path, 0.0).verdict is Verdict.ABSENT
+    absent = _run(replace(program("raise SystemExit(9)"), absent="no wheel"), tmp_path, FOREVER_S)
+    assert (absent.verdict, absent.lines) == (Verdict.ABSENT, ("no wheel",))
     (tmp_path / "kept").write_text("figures")
     assert _run(program("print('done')"), tmp_path, FOREVER_S).lines == ("done",)
+
+
+WORKER = """
+import signal, sys, threading
+def waits_for_the_device(): threading.Event().wait()
+print("up", flush=True)
+waits_for_the_device()
+"""
+WITH_A_WORKER = """
+import subprocess, sys
+worker = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    text=True, start_new_session=True)
+print(worker.pid, worker.stdout.readline(), flush=True)
+print(worker.stderr.read(), flush=True)
+import signal; signal.pause()
+"""
+
+
+def test_of_a_section_that_is_cut_also_the_processes_that_it_started_say_where_they_stand() -> None:
+    """A worker hangs, and whoever started it waits: as `tandem up` has them, in sessions of their own."""
+    section = Section("told", (sys.executable, "-c", WITH_A_WORKER, WORKER), 60.0, told)
+    process = _started(section, 60.0)
+    assert process.stdout is not None and "up" in process.stdout.readline()
+    assert "in waits_for_the_device" in _ended(process)
+
+
+def test_a_section_is_told_how_long_it_has(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("")
+    section = Section("told", (sys.executable, "-c", "import sys; print(sys.argv[1])", SECONDS_LEFT), 60.0, told)
+    assert 0 < float(_run(section, tmp_path, FOREVER_S).lines[0]) < 60
+
+
+def test_a_package_for_another_cuda_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "version", lambda name: {"cupy-cuda12x": "14.2.0", "nixl-cu13": "1.5"}.get(name, ""))
+    found = [inventory.found_version(name) for name in ("cupy-cuda13x", "nixl-cu13", "nvidia-nccl-cu13")]
+    assert found == ["14.2.0 (cupy-cuda12x)", "1.5", ""]
 
 
 def test_what_was_found_is_on_disk_after_every_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
