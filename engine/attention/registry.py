@@ -2,6 +2,8 @@
 
 import importlib.util
 import inspect
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -58,6 +60,7 @@ class Capability:
     sinks: bool = True
     lacks_here: Callable[[], str] = str  # what of it is not installed, in words; nothing: empty
     captures: bool = False  # it has a `prepare`, and its `attend` can be captured in a CUDA graph
+    keeps_plans: bool = False  # of a step, in host memory that the next one's overwrites: not before it was copied
 
     def lacks(self, needs: Needs) -> list[str]:
         """What stands against it, in words; empty when it can."""
@@ -100,6 +103,15 @@ def _varlen() -> AttentionBackend:
     return VarlenBackend()
 
 
+def _no_triton() -> str:
+    """Each process builds small libraries around its kernels, by a C compiler, when it first launches them."""
+    if not importlib.util.find_spec("triton"):
+        return "needs the package triton, which is not installed"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "needs a C compiler (gcc, clang, or one named in CC), which is not installed"
+    return ""
+
+
 def _no_flashinfer() -> str:
     return "" if importlib.util.find_spec("flashinfer") else "needs the package flashinfer, which is not installed"
 
@@ -116,7 +128,15 @@ def _no_paged_varlen() -> str:
 # In order of preference. Until a GPU has measured them, the two libraries stand behind our own kernel, which takes what
 # they take: they are had by name.
 CAPABILITIES = (
-    Capability("triton", _triton, devices=frozenset({"cuda"}), kv_dtypes=ALL_DTYPES, max_head_dim=256, captures=True),
+    Capability(
+        "triton",
+        _triton,
+        devices=frozenset({"cuda"}),
+        kv_dtypes=ALL_DTYPES,
+        max_head_dim=256,
+        lacks_here=_no_triton,
+        captures=True,
+    ),
     Capability(
         "flashinfer",
         _flashinfer,
@@ -126,6 +146,7 @@ CAPABILITIES = (
         sinks=False,
         lacks_here=_no_flashinfer,
         captures=True,
+        keeps_plans=True,
     ),
     Capability(
         "varlen",

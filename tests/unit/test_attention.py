@@ -243,15 +243,29 @@ CPU_NEEDS = Needs("cpu", "float32", "float32", frozenset({64}), 16, window=True,
 CUDA_NEEDS = Needs("cuda", "bfloat16", "bfloat16", frozenset({128}), 16, window=True, softcap=True, sinks=True)
 
 
+INSTALLED = tuple(replace(capability, lacks_here=str) for capability in CAPABILITIES)
+
+
 def test_the_best_back_end_that_can_is_chosen() -> None:
     assert choose("auto", CPU_NEEDS).name == "sdpa"
-    assert choose("auto", CUDA_NEEDS).name == "triton"
+    assert choose("auto", CUDA_NEEDS, INSTALLED).name == "triton"
     assert choose("gather", CUDA_NEEDS).name == "gather"
+
+
+def test_without_a_compiler_for_its_launches_triton_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "triton")
+    monkeypatch.setenv("CC", "some-cc")
+    assert choose("auto", CUDA_NEEDS).name == "triton"
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert choose("auto", CUDA_NEEDS).name == "gather"
+    with pytest.raises(ConfigError, match="needs a C compiler"):
+        choose("triton", CUDA_NEEDS)
 
 
 def test_kv_of_eight_bits_goes_to_a_back_end_that_reads_it() -> None:
     assert choose("auto", replace(CPU_NEEDS, kv_dtype="int8")).name == "sdpa"
-    able = replace(CAPABILITIES[0], name="able", kv_dtypes=ALL_DTYPES)
+    able = replace(INSTALLED[0], name="able", kv_dtypes=ALL_DTYPES)
     unable = replace(able, name="unable", kv_dtypes=NATIVE_DTYPES)
     needs = replace(CUDA_NEEDS, kv_dtype="fp8")
     assert choose("auto", needs, (unable, able)).name == "able"
