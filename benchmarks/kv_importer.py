@@ -26,6 +26,7 @@ from cluster.transfer_settings import TransferSettings
 from engine.pool import KvPool
 from kvtransfer.block_source import Reservation
 from kvtransfer.channel_reads import ChannelReads
+from kvtransfer.digest import FOLDED
 from kvtransfer.importer import Expected, Importer
 from kvtransfer.telemetry import TelemetryCounters
 from kvtransfer.transports.base import Channel
@@ -94,7 +95,7 @@ class Moves:
         return seconds
 
     async def verified(self, shape: Shape) -> float:
-        reads = ChannelReads(self._channel, self._wire, self._verifier, lambda num_bytes, seconds: None)
+        reads = ChannelReads(self._channel, self._wire, self._verifier, FOLDED, lambda num_bytes, seconds: None)
         remote, local = self._picks(shape)
         began_s = time.perf_counter()
         await reads.read(remote, local)

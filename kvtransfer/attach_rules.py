@@ -8,7 +8,8 @@ from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
 from cluster.protocol import ProtocolRange
 from cluster.wire import fingerprint_from_wire
-from kvtransfer.handoff_wire import protocol_from_wire
+from kvtransfer.digest import DigestDefinition
+from kvtransfer.handoff_wire import common_digests, protocol_from_wire
 from kvtransfer.transports.base import ExporterTransport, negotiate
 from tandem.v1 import kv_pb2
 
@@ -19,6 +20,7 @@ class AcceptedAttach:
     transports: tuple[ExporterTransport, ...]  # at least one; what the importer likes best comes first
     protocol: int  # that both speak
     reads_then: bool  # as Attach says
+    digests: DigestDefinition  # the best that both know
 
 
 class AttachRules:
@@ -30,9 +32,10 @@ class AttachRules:
         key: bytes,
         transports: Sequence[ExporterTransport],
         protocol: ProtocolRange,
+        digests: Sequence[DigestDefinition],
     ) -> None:
         self._member, self._layout, self._key, self._protocol = member, layout, key, protocol
-        self._transports = tuple(transports)
+        self._transports, self._digests = tuple(transports), tuple(digests)
 
     def check(self, attach: kv_pb2.Attach, *, importer: str, wall_s: float) -> AcceptedAttach:
         """Raises HandOffFailed with the first reason that applies, ValueError for versions that are no range."""
@@ -51,7 +54,8 @@ class AttachRules:
             theirs, ours = ", ".join(attach.transports), ", ".join(t.name for t in self._transports)
             detail = f"the importer has [{theirs}], the exporter [{ours}], as far as each reaches the other"
             raise HandOffFailed(HandOffReason.NO_COMMON_TRANSPORT, detail)
-        return AcceptedAttach(ticket, transports, protocol, attach.reads_then)
+        digests = common_digests(attach, self._digests)
+        return AcceptedAttach(ticket, transports, protocol, attach.reads_then, digests)
 
     def _common_protocol(self, theirs: ProtocolRange) -> int:
         """Before the layout: a newer version may say more in it."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
-from kvtransfer.digest import SUMS, digest_blocks
+from kvtransfer.digest import DigestDefinition, digest_blocks
 from kvtransfer.transports.base import Channel, TransportError
 from kvtransfer.wire_format import WireFormat
 
@@ -40,9 +40,10 @@ class ChannelReads:
         channel: Channel,
         wire: WireFormat,
         verifier: ThreadPoolExecutor,
+        digests: DigestDefinition,
         was_read: Callable[[int, float], None],  # bytes, and the seconds that the channel alone took
     ) -> None:
-        self._channel, self._wire, self._verifier = channel, wire, verifier
+        self._channel, self._wire, self._verifier, self._digests = channel, wire, verifier, digests
         self._was_read = was_read
         most_bytes = GPU_PIECE_BYTES if wire.memory.raw.is_cuda else PIECE_BYTES
         self._size = PieceSize(wire.memory.block_bytes, most_bytes)
@@ -90,6 +91,6 @@ class ChannelReads:
     def _take_in(self, block_ids: tuple[int, ...], unverified: frozenset[int]) -> tuple[bytes, ...]:
         """Off the event loop. A block whose digest is wrong is read again, or dropped with the rest."""
         wanted = [block_id for block_id in block_ids if block_id not in unverified]
-        digests = dict(zip(wanted, digest_blocks(self._wire.memory, wanted, SUMS), strict=True))
+        digests = dict(zip(wanted, digest_blocks(self._wire.memory, wanted, self._digests), strict=True))
         self._wire.decode(block_ids)
         return tuple(digests.get(block_id, b"") for block_id in block_ids)

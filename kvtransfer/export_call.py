@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 from cluster.errors import HandOffReason
 from cluster.messages import Epoch
 from kvtransfer.counters import TransferCounters
+from kvtransfer.digest import DigestDefinition
 from kvtransfer.handoff import Accepted, ExporterMessage, Finished, Refused, Settled
 from kvtransfer.handoff_wire import to_wire
+from kvtransfer.older_digests import OlderDigests
 from kvtransfer.transports.base import ExporterTransport
 from tandem.v1 import kv_pb2
 
@@ -29,14 +31,15 @@ class Attached:
     epoch: Epoch
     protocol: int  # that both sides speak
     reads_then: bool  # the importer takes several messages in one
+    digests: DigestDefinition  # of all that the importer is told
 
 
 class ExportCall:
-    def __init__(self, *, number: int, importer: str, counters: TransferCounters) -> None:
+    def __init__(self, *, number: int, importer: str, counters: TransferCounters, older_digests: OlderDigests) -> None:
         self.number = number
         self.importer = importer
         self.attached: Attached | None = None
-        self._counters = counters
+        self._counters, self._older_digests = counters, older_digests
         self._counted = False
         self._outbox: asyncio.Queue[kv_pb2.ExporterMessage | None] = asyncio.Queue()
 
@@ -45,6 +48,9 @@ class ExportCall:
         message costs both sides a turn of their loop, and a wake-up."""
         while (message := await self._outbox.get()) is not None:
             is_last = self.attached is not None and self.attached.reads_then and self._append_ready(message)
+            if self.attached is not None:
+                for one in (message, *message.then):
+                    await self._older_digests.put_into(one, self.attached.digests)
             yield message
             if is_last:
                 return
@@ -75,7 +81,7 @@ class ExportCall:
     @staticmethod
     def _admit(attached: Attached, accepted: kv_pb2.Accepted) -> None:
         """Opens the pool to the epoch, by every way that was agreed."""
-        accepted.protocol = attached.protocol
+        accepted.protocol, accepted.digest = attached.protocol, attached.digests.name
         first, *others = attached.transports
         accepted.transport, accepted.endpoint = first.name, first.admit(attached.epoch)
         for other in others:

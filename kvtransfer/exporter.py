@@ -22,11 +22,12 @@ from cluster.transfer_settings import TransferSettings
 from kvtransfer import export_machine as machine
 from kvtransfer.attach_rules import AttachRules
 from kvtransfer.counters import TransferCounters
-from kvtransfer.digest import SUMS, digest_blocks
+from kvtransfer.digest import DEFINITIONS, DigestDefinition, digest_blocks
 from kvtransfer.export_call import ExportCall
 from kvtransfer.handoff import FirstToken as FirstToken
 from kvtransfer.handoff import RemoteBlock, Tail
 from kvtransfer.leases import LeasePolicy
+from kvtransfer.older_digests import OlderDigests
 from kvtransfer.ticket_export import TicketExport
 from kvtransfer.transports.base import ExporterTransport
 from kvtransfer.verification import VerifyMode
@@ -77,6 +78,7 @@ class Exporter:
         counters: TransferCounters,
         wall_clock: Callable[[], float] = time.time,
         protocol: ProtocolRange = OURS,
+        digests: Sequence[DigestDefinition] = DEFINITIONS,  # best first; blocks are sealed with the first
     ) -> None:
         self._member, self._address = member, address
         self._wire = wire
@@ -87,7 +89,14 @@ class Exporter:
         self._release = release
         self._clock, self._wall_clock = clock, wall_clock
         self._counters = counters
-        self._rules = AttachRules(member=member, layout=layout, key=key, transports=self._transports, protocol=protocol)
+        self._rules = AttachRules(
+            member=member,
+            layout=layout,
+            key=key,
+            transports=self._transports,
+            protocol=protocol,
+            digests=digests,
+        )
         self._tickets: dict[bytes, TicketExport] = {}
         self._calls: set[ExportCall] = set()
         self._next_call = 0
@@ -95,6 +104,8 @@ class Exporter:
         self._is_digesting = False
         # One thread: digests leave in the order in which blocks were sealed.
         self._digester = ThreadPoolExecutor(1, "kv-digest")
+        self._definition = digests[0]
+        self._older_digests = OlderDigests(wire.memory, self._definition, self._digester)
 
     @property
     def num_live_tickets(self) -> int:
@@ -195,7 +206,9 @@ class Exporter:
     def open_call(self, importer: str) -> ExportCall:
         """A HandOff stream has begun. `importer` is who its metadata says it is."""
         self._next_call += 1
-        call = ExportCall(number=self._next_call, importer=importer, counters=self._counters)
+        call = ExportCall(
+            number=self._next_call, importer=importer, counters=self._counters, older_digests=self._older_digests
+        )
         self._calls.add(call)
         return call
 
@@ -274,4 +287,4 @@ class Exporter:
         self._wire.encode(block_ids)
         if self._settings.kv_verify == VerifyMode.OFF:
             return (b"",) * len(block_ids)
-        return digest_blocks(self._wire.memory, block_ids, SUMS)
+        return digest_blocks(self._wire.memory, block_ids, self._definition)

@@ -4,11 +4,13 @@ What only drivers know (ticket, transports, layout, endpoint) is no part of a ma
 Attach and Accepted, and read it from there.
 """
 
+from collections.abc import Sequence
+
 from cluster.errors import HandOffReason
 from cluster.messages import Epoch
 from cluster.protocol import ProtocolRange
 from cluster.wire import epoch_from_wire, epoch_to_wire, pack_ids, unpack_ids
-from kvtransfer.digest import split_digests
+from kvtransfer.digest import SUMS, DigestDefinition, split_digests
 from kvtransfer.handoff import (
     Accepted,
     ExporterMessage,
@@ -68,6 +70,20 @@ def protocol_from_wire(attach: kv_pb2.Attach) -> ProtocolRange:
 
 def accepted_protocol(accepted: kv_pb2.Accepted) -> int:
     return accepted.protocol or _UNSAID
+
+
+def common_digests(attach: kv_pb2.Attach, ours: Sequence[DigestDefinition]) -> DigestDefinition:
+    """The best that both know: the first one at least."""
+    return next((definition for definition in ours if definition.name in attach.digests), SUMS)
+
+
+def accepted_digests(accepted: kv_pb2.Accepted, ours: Sequence[DigestDefinition]) -> DigestDefinition:
+    """Raises ValueError for one that was not offered."""
+    name = accepted.digest or SUMS.name
+    for definition in (*ours, SUMS):
+        if definition.name == name:
+            return definition
+    raise ValueError(f"accepted with digests of {name}, which was not offered")
 
 
 def to_wire(message: ExporterMessage) -> kv_pb2.ExporterMessage:

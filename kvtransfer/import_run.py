@@ -22,9 +22,10 @@ from kvtransfer.block_source import BlockSource, Reservation
 from kvtransfer.channel_reads import ChannelReads
 from kvtransfer.counters import TransferCounters
 from kvtransfer.deadline_timer import DeadlineTimer
+from kvtransfer.digest import SUMS, DigestDefinition
 from kvtransfer.exporter_channels import ExporterChannels
 from kvtransfer.handoff import Accepted, Attach, ExporterMessage, Failed, Finished, ImporterMessage, Renew, Settle
-from kvtransfer.handoff_wire import accepted_protocol, from_wire, settle_to_wire
+from kvtransfer.handoff_wire import accepted_digests, accepted_protocol, from_wire, settle_to_wire
 from kvtransfer.import_call import ImportCall
 from kvtransfer.import_ways import ImportWays
 from kvtransfer.pairs import PairBook
@@ -53,6 +54,7 @@ class ImportMeans:
     counters: TransferCounters
     unhealthy: Callable[[str], None]
     protocol: ProtocolRange
+    digests: tuple[DigestDefinition, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class ImportRun:
             counters=means.counters,
         )
         self._reads: ChannelReads | None = None  # over the channel, once there is one
+        self._digests: DigestDefinition = SUMS  # until the exporter has said which
         self._cause = ""  # what the last error outside of the machine said
         self._reservation: asyncio.Task[None] | None = None
         self._read: asyncio.Task[None] | None = None
@@ -182,6 +185,7 @@ class ImportRun:
                         endpoints=endpoints,
                         protocol_oldest=self._means.protocol.oldest,
                         protocol_newest=self._means.protocol.newest,
+                        digests=[definition.name for definition in self._means.digests],
                         reads_then=True,
                     )
                 )
@@ -211,11 +215,12 @@ class ImportRun:
         self._take(events.FromExporter(message, is_followed))
 
     def _checked(self, message: ExporterMessage, wire: kv_pb2.ExporterMessage) -> ExporterMessage:
-        """Raises ValueError when the exporter goes on in a version that was not offered."""
+        """Raises ValueError when the exporter goes on in a version, or with digests, that were not offered."""
         if isinstance(message, Accepted):
             version = accepted_protocol(wire.accepted)
             if version not in self._means.protocol:
                 raise ValueError(f"accepted in protocol {version}, where {self._means.protocol} was offered")
+            self._digests = accepted_digests(wire.accepted, self._means.digests)
         return message
 
     def _on_call_ended(self, error: str) -> None:
@@ -245,7 +250,8 @@ class ImportRun:
         try:
             if self._reads is None:
                 means = self._means
-                self._reads = ChannelReads(await self._ways.open(), means.wire, means.verifier, self._ways.was_read)
+                channel = await self._ways.open()
+                self._reads = ChannelReads(channel, means.wire, means.verifier, self._digests, self._ways.was_read)
         except (TransportError, OSError, RuntimeError, MemoryError) as error:  # the latter three: memory and device
             self._has_failed(error)
             self._take(events.OpenFailed(read.read_id, str(error)))

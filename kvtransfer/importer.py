@@ -21,6 +21,7 @@ from cluster.serving import open_channel
 from cluster.transfer_settings import TransferSettings
 from kvtransfer.block_source import BlockSource as BlockSource
 from kvtransfer.counters import TransferCounters
+from kvtransfer.digest import DEFINITIONS, DigestDefinition
 from kvtransfer.exporter_channels import ExporterChannels
 from kvtransfer.handoff import FirstToken as FirstToken
 from kvtransfer.import_machine import ImportPlan
@@ -74,6 +75,7 @@ class Importer:
         pairs: PairBook | None = None,  # None: one of its own
         unhealthy: Callable[[str], None] = _LOG.critical,  # blocks that only a restart of the process gives back
         protocol: ProtocolRange = OURS,
+        digests: Sequence[DigestDefinition] = DEFINITIONS,  # that it can compute
     ) -> None:
         self._member, self._block_size, self._key, self._settings = member, block_size, key, settings
         self._counters = counters
@@ -92,6 +94,7 @@ class Importer:
             counters=counters,
             unhealthy=unhealthy,
             protocol=protocol,
+            digests=tuple(digests),
         )
         self._runs: dict[asyncio.Task[None], ImportRun] = {}  # by the task that waits for its end
 

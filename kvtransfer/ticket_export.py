@@ -44,7 +44,9 @@ class TicketExport:
     def attach(self, call: ExportCall, accepted: AcceptedAttach) -> None:
         """A call whose Attach passed every check. A signed attempt that is new here was reissued by the router."""
         epoch = accepted.ticket.epoch
-        call.attached = Attached(self, accepted.transports, epoch, accepted.protocol, accepted.reads_then)
+        call.attached = Attached(
+            self, accepted.transports, epoch, accepted.protocol, accepted.reads_then, accepted.digests
+        )
         self._calls[call.number] = call
         if self._state.leases.find(epoch.attempt) is None and machine.can_reissue(self._state, epoch.attempt):
             self.take(machine.Reissue(epoch.attempt))

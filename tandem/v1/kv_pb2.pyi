@@ -129,7 +129,7 @@ class ImporterMessage(_message.Message):
     def __init__(self, attach: _Optional[_Union[Attach, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("ticket", "transports", "layout", "endpoints", "cached_blocks", "protocol_oldest", "protocol_newest", "reads_then")
+    __slots__ = ("ticket", "transports", "layout", "endpoints", "cached_blocks", "protocol_oldest", "protocol_newest", "digests", "reads_then")
     class EndpointsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +144,7 @@ class Attach(_message.Message):
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_OLDEST_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_NEWEST_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     READS_THEN_FIELD_NUMBER: _ClassVar[int]
     ticket: SignedTicket
     transports: _containers.RepeatedScalarFieldContainer[str]
@@ -152,8 +153,9 @@ class Attach(_message.Message):
     cached_blocks: int
     protocol_oldest: int
     protocol_newest: int
+    digests: _containers.RepeatedScalarFieldContainer[str]
     reads_then: bool
-    def __init__(self, ticket: _Optional[_Union[SignedTicket, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[LayoutFingerprint, _Mapping]] = ..., endpoints: _Optional[_Mapping[str, bytes]] = ..., cached_blocks: _Optional[int] = ..., protocol_oldest: _Optional[int] = ..., protocol_newest: _Optional[int] = ..., reads_then: bool = ...) -> None: ...
+    def __init__(self, ticket: _Optional[_Union[SignedTicket, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[LayoutFingerprint, _Mapping]] = ..., endpoints: _Optional[_Mapping[str, bytes]] = ..., cached_blocks: _Optional[int] = ..., protocol_oldest: _Optional[int] = ..., protocol_newest: _Optional[int] = ..., digests: _Optional[_Iterable[str]] = ..., reads_then: bool = ...) -> None: ...
 
 class LayoutFingerprint(_message.Message):
     __slots__ = ("weights", "model_config", "dtype", "block_table", "tp_size", "tp_rank", "wire_dtype", "kv_format")
@@ -218,7 +220,7 @@ class ExporterMessage(_message.Message):
     def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., then: _Optional[_Iterable[_Union[ExporterMessage, _Mapping]]] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("epoch", "transport", "endpoint", "lease_s", "max_lease_s", "alternatives", "protocol")
+    __slots__ = ("epoch", "transport", "endpoint", "lease_s", "max_lease_s", "alternatives", "protocol", "digest")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +228,7 @@ class Accepted(_message.Message):
     MAX_LEASE_S_FIELD_NUMBER: _ClassVar[int]
     ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     epoch: Epoch
     transport: str
     endpoint: bytes
@@ -233,7 +236,8 @@ class Accepted(_message.Message):
     max_lease_s: float
     alternatives: _containers.RepeatedCompositeFieldContainer[TransportEndpoint]
     protocol: int
-    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[bytes] = ..., lease_s: _Optional[float] = ..., max_lease_s: _Optional[float] = ..., alternatives: _Optional[_Iterable[_Union[TransportEndpoint, _Mapping]]] = ..., protocol: _Optional[int] = ...) -> None: ...
+    digest: str
+    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[bytes] = ..., lease_s: _Optional[float] = ..., max_lease_s: _Optional[float] = ..., alternatives: _Optional[_Iterable[_Union[TransportEndpoint, _Mapping]]] = ..., protocol: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class TransportEndpoint(_message.Message):
     __slots__ = ("transport", "endpoint")

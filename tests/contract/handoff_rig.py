@@ -23,6 +23,7 @@ from cluster.transfer_settings import TransferSettings
 from engine.block_pool import BlockPool
 from engine.pool import KvPool
 from kvtransfer.block_source import Reservation
+from kvtransfer.digest import DEFINITIONS, DigestDefinition
 from kvtransfer.exporter import Exporter, FirstToken, TailBlock
 from kvtransfer.importer import Expected, Imported, Importer
 from kvtransfer.memory import PoolMemory
@@ -439,6 +440,8 @@ async def handoff_rig(
     importer_layout: LayoutFingerprint = LAYOUT,
     exporter_protocol: ProtocolRange = OURS,
     importer_protocol: ProtocolRange = OURS,
+    exporter_digests: Sequence[DigestDefinition] = DEFINITIONS,
+    importer_digests: Sequence[DigestDefinition] = DEFINITIONS,
     wire_dtype: str = "native",
     exporter_member: MemberId = EXPORTER,
     wall_clock: Callable[[], float] = lambda: 1_000.0,
@@ -474,6 +477,7 @@ async def handoff_rig(
         counters=counters,
         wall_clock=wall_clock,
         protocol=exporter_protocol,
+        digests=exporter_digests,
     )
     importer = Importer(
         member=IMPORTER,
@@ -487,6 +491,7 @@ async def handoff_rig(
         counters=counters,
         unhealthy=lambda text: unhealthy.set(),
         protocol=importer_protocol,
+        digests=importer_digests,
     )
     rig = Rig(
         source,

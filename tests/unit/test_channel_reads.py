@@ -10,7 +10,7 @@ import pytest
 from engine.pool import KvPool
 from kvtransfer import channel_reads
 from kvtransfer.channel_reads import GPU_PIECE_BYTES, PIECE_BYTES, ChannelReads, PieceSize
-from kvtransfer.digest import SUMS, digest_blocks
+from kvtransfer.digest import FOLDED, digest_blocks
 from kvtransfer.transports.base import TransportError
 from kvtransfer.wire_format import NativeFormat
 from tests.contract.kv_pools import random_pool
@@ -89,17 +89,19 @@ async def test_a_long_read_comes_in_pieces_with_every_digest_in_order(pools: tup
     remote, local = tuple(reversed(range(NUM_BLOCKS))), tuple(range(NUM_BLOCKS))
     channel = _Channel(source, target)
     with ThreadPoolExecutor(1) as verifier:
-        digests = await ChannelReads(channel, NativeFormat(target), verifier, _unmeasured).read(remote, local)
+        digests = await ChannelReads(channel, NativeFormat(target), verifier, FOLDED, _unmeasured).read(remote, local)
 
     assert channel.pieces == [(9, 8, 7), (6, 5, 4), (3, 2, 1), (0,)]
-    assert digests == digest_blocks(source, remote, SUMS)
+    assert digests == digest_blocks(source, remote)
 
 
 async def test_a_piece_is_taken_in_while_the_next_one_is_read(pools: tuple[KvPool, KvPool]) -> None:
     source, target = pools
     channel, wire = _Channel(source, target), _Gated(target)
     with ThreadPoolExecutor(1) as verifier:
-        reading = asyncio.create_task(ChannelReads(channel, wire, verifier, _unmeasured).read(range(6), range(6)))
+        reading = asyncio.create_task(
+            ChannelReads(channel, wire, verifier, FOLDED, _unmeasured).read(range(6), range(6))
+        )
         await asyncio.to_thread(wire.begun.wait, 20)  # the first piece is being taken in, and stays so
         async with asyncio.timeout(20):
             await channel.second_piece.wait()
@@ -115,7 +117,7 @@ async def test_destroying_waits_for_what_is_being_taken_in(pools: tuple[KvPool, 
     source, target = pools
     channel, wire = _Channel(source, target), _Gated(target)
     with ThreadPoolExecutor(1) as verifier:
-        reads = ChannelReads(channel, wire, verifier, _unmeasured)
+        reads = ChannelReads(channel, wire, verifier, FOLDED, _unmeasured)
         reading = asyncio.create_task(reads.read(range(6), range(6)))
         await asyncio.to_thread(wire.begun.wait, 20)
         destroying = asyncio.create_task(reads.destroy())
