@@ -58,19 +58,15 @@ class ChannelReads:
     ) -> tuple[bytes, ...]:
         """Digests of the local copies, in order, empty for those that nobody wants. Raises TransportError, OSError,
         RuntimeError; then only `destroy` may follow."""
+        if len(local_block_ids) * self._wire.memory.block_bytes <= self._wire.short_bytes:
+            await self._read_piece(remote_block_ids, local_block_ids)
+            return self._take_in(tuple(local_block_ids), unverified)
         loop = asyncio.get_running_loop()
         start = 0
         while start < len(remote_block_ids):
             piece = slice(start, start + self._size.num_blocks)
             start = piece.stop
-            began_s = time.perf_counter()
-            await self._channel.read(remote_block_ids[piece], local_block_ids[piece])
-            if self._is_destroyed:
-                raise TransportError("the channel was destroyed")
-            num_bytes = len(local_block_ids[piece]) * self._wire.memory.block_bytes
-            seconds = time.perf_counter() - began_s
-            self._was_read(num_bytes, seconds)
-            self._size.took(seconds)
+            await self._read_piece(remote_block_ids[piece], local_block_ids[piece])
             self._taking_in.append(
                 loop.run_in_executor(self._verifier, self._take_in, tuple(local_block_ids[piece]), unverified)
             )
@@ -88,8 +84,17 @@ class ChannelReads:
     async def release(self) -> None:
         await self._channel.release()
 
+    async def _read_piece(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
+        began_s = time.perf_counter()
+        await self._channel.read(remote_block_ids, local_block_ids)
+        if self._is_destroyed:
+            raise TransportError("the channel was destroyed")
+        seconds = time.perf_counter() - began_s
+        self._was_read(len(local_block_ids) * self._wire.memory.block_bytes, seconds)
+        self._size.took(seconds)
+
     def _take_in(self, block_ids: tuple[int, ...], unverified: frozenset[int]) -> tuple[bytes, ...]:
-        """Off the event loop. A block whose digest is wrong is read again, or dropped with the rest."""
+        """Off the event loop, unless it is short. A block whose digest is wrong is read again, or dropped with all."""
         wanted = [block_id for block_id in block_ids if block_id not in unverified]
         digests = dict(zip(wanted, digest_blocks(self._wire.memory, wanted, self._digests), strict=True))
         self._wire.decode(block_ids)

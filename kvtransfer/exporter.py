@@ -113,9 +113,11 @@ class Exporter:
         return len(self._tickets)
 
     async def start(self) -> None:
-        """Opens the transports. Raises OSError."""
+        """Opens the transports. Raises OSError. What digests need once (kernels, matrices) is made now: it takes longer
+        than many a hand-off."""
         for transport in self._transports:
             await transport.start()
+        await asyncio.get_running_loop().run_in_executor(self._digester, self._prepare, (0,))
 
     async def close(self) -> None:
         """Ends every hand-off and releases every ticket."""
@@ -262,7 +264,11 @@ class Exporter:
         while self._written and self._written[0].ticket_id == batch[0].ticket_id:
             batch.append(self._written.popleft())
         block_ids = tuple(block_id for written in batch for block_id in written.block_ids)
-        digesting = asyncio.wrap_future(self._digester.submit(self._prepare, block_ids))
+        digesting: asyncio.Future[tuple[bytes, ...]]
+        if len(block_ids) * self._wire.memory.block_bytes <= self._wire.short_bytes:
+            digesting = asyncio.create_task(self._prepare_here(block_ids))
+        else:
+            digesting = asyncio.wrap_future(self._digester.submit(self._prepare, block_ids))
         digesting.add_done_callback(lambda digests: self._on_digests(batch, digests))
 
     def _on_digests(self, batch: Sequence[_Written], digests: asyncio.Future[tuple[bytes, ...]]) -> None:
@@ -282,8 +288,11 @@ class Exporter:
                 blocks = tuple(RemoteBlock(block_id, next(left)) for block_id in written.block_ids)
                 export.take(written.event(blocks))
 
+    async def _prepare_here(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
+        return self._prepare(block_ids)
+
     def _prepare(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
-        """Off the event loop: what travels, and its digests; empty ones where this worker computes none."""
+        """Off the event loop, unless it is short: what travels, and its digests; empty ones where none are computed."""
         self._wire.encode(block_ids)
         if self._settings.kv_verify == VerifyMode.OFF:
             return (b"",) * len(block_ids)

@@ -8,18 +8,27 @@ from typing import Protocol
 
 from kvtransfer.memory import PoolMemory
 
+_SHORT_BYTES = 1 << 20  # digested in 0.1 ms
+
 
 class WireFormat(Protocol):
     @property
     def memory(self) -> PoolMemory: ...
 
+    @property
+    def short_bytes(self) -> int:
+        """So much is encoded, or decoded, and digested on the event loop's thread: sooner than another one is woken for
+        it and wakes this one. 0: nothing is."""
+        ...
+
     def encode(self, block_ids: Sequence[int]) -> None:
-        """Makes the wire's bytes of written blocks. Called on a helper thread, before their digests are taken."""
+        """Makes the wire's bytes of written blocks, before their digests are taken. What is not short: on a helper
+        thread."""
         ...
 
     def decode(self, block_ids: Sequence[int]) -> None:
-        """Writes the pool's blocks from bytes that arrived and were verified. On a helper thread; visible to the device
-        when it returns."""
+        """Writes the pool's blocks from bytes that arrived and were verified; visible to the device when it returns.
+        What is not short: on a helper thread."""
         ...
 
 
@@ -28,6 +37,7 @@ class NativeFormat:
 
     def __init__(self, pool: PoolMemory) -> None:
         self.memory = pool
+        self.short_bytes = 0 if pool.raw.is_cuda else _SHORT_BYTES  # a device would be waited for
 
     def encode(self, block_ids: Sequence[int]) -> None:
         pass

@@ -109,6 +109,8 @@ class QuantisedBlocks:
 class QuantisedFormat:
     """See WireFormat. One thread may encode while another decodes, never the same block."""
 
+    short_bytes = 0  # a block takes half a millisecond, and no two threads may do the same
+
     def __init__(self, pool: PoolMemory, table: BlockTable, codec: Codec) -> None:
         self._pool = pool
         self._blocks = QuantisedBlocks(table, codec)

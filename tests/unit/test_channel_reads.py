@@ -52,6 +52,7 @@ class _Gated(NativeFormat):
 
     def __init__(self, pool: KvPool) -> None:
         super().__init__(pool)
+        self.short_bytes = 0  # decoded by another thread, whatever its size
         self.begun, self.gate = threading.Event(), threading.Event()
         self.decoded: list[int] = []
 
@@ -87,12 +88,25 @@ def test_pieces_grow_while_they_are_quick_and_stay_where_they_are_not() -> None:
 async def test_a_long_read_comes_in_pieces_with_every_digest_in_order(pools: tuple[KvPool, KvPool]) -> None:
     source, target = pools
     remote, local = tuple(reversed(range(NUM_BLOCKS))), tuple(range(NUM_BLOCKS))
-    channel = _Channel(source, target)
+    channel, wire = _Channel(source, target), NativeFormat(target)
+    wire.short_bytes = 0
     with ThreadPoolExecutor(1) as verifier:
-        digests = await ChannelReads(channel, NativeFormat(target), verifier, FOLDED, _unmeasured).read(remote, local)
+        digests = await ChannelReads(channel, wire, verifier, FOLDED, _unmeasured).read(remote, local)
 
     assert channel.pieces == [(9, 8, 7), (6, 5, 4), (3, 2, 1), (0,)]
     assert digests == digest_blocks(source, remote)
+
+
+async def test_a_short_read_needs_no_other_thread(pools: tuple[KvPool, KvPool]) -> None:
+    source, target = pools
+    verifier = ThreadPoolExecutor(1)
+    verifier.shutdown()
+
+    digests = await ChannelReads(_Channel(source, target), NativeFormat(target), verifier, FOLDED, _unmeasured).read(
+        (4,), (2,)
+    )
+
+    assert digests == digest_blocks(source, (4,))
 
 
 async def test_a_piece_is_taken_in_while_the_next_one_is_read(pools: tuple[KvPool, KvPool]) -> None:
