@@ -66,6 +66,9 @@ class EngineSettings:
     cuda_graphs: str = setting(
         "auto", "replay decode steps from CUDA graphs, where the model can be captured", choices=("auto", "off")
     )
+    async_scheduling: str = setting(
+        "on", "on a GPU, plan and launch the next step while one runs", choices=("on", "off")
+    )
     num_threads: int = setting(0, "threads of the model's computation; 0: one on CPU")
     speculation: str = setting(
         "off", "guess tokens ahead: from the sequence itself, or by a draft model", choices=("off", "prompt", "draft")

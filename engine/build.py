@@ -72,11 +72,12 @@ def _measured(
 
 
 def _speed_up(settings: EngineSettings, loaded: LoadedModel, runner: ModelRunner, pool: KvPool) -> tuple[str, ...]:
-    """On a GPU the fused forward, and graphs of decodes; on a CPU the compiled forward where there is one for this
-    model, else the plain one on packed weights. Answers with lines for the report: which one, and why."""
+    """On a GPU the fused forward, graphs of decodes, and steps launched behind steps; on a CPU the compiled forward
+    where there is one for this model, else the plain one on packed weights. Answers with lines for the report."""
     if loaded.device.startswith("cuda"):
         runner.forward, lines = gpu_forward(settings, loaded, pool)
-        return lines
+        runner.feeds, line = _async_scheduling(settings, loaded)
+        return line, *lines
     try:
         runner.forward = compiled_forward(settings, loaded, pool)
     except NotCompiled as why:
@@ -85,6 +86,17 @@ def _speed_up(settings: EngineSettings, loaded: LoadedModel, runner: ModelRunner
             weights = pack_weights(loaded.model, lambda: runner.logits(_ONE_TOKEN))
         return f"forward: plain ({why})", weights
     return (f"forward: compiled ({loaded.model.config.model_type}, {len(loaded.layout.layers)} layers)",)
+
+
+def _async_scheduling(settings: EngineSettings, loaded: LoadedModel) -> tuple[bool, str]:
+    """Whether a step may be launched while one runs, and a line for the report."""
+    if settings.async_scheduling == "off":
+        return False, "async scheduling: off (--async-scheduling off)"
+    if settings.speculation != "off":
+        return False, "async scheduling: off, as guesses follow tokens that are known (--speculation)"
+    if loaded.attention.keeps_plans:
+        return False, f"async scheduling: off, as {loaded.attention.name} plans one step at a time"
+    return True, "async scheduling: on"
 
 
 def _speed_up_drawing(settings: EngineSettings, loaded: LoadedModel, runner: ModelRunner) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ class ModelRunner:
         self.forward = forward  # another one may take its place between steps
         self._pool = pool
         self.compiled_draw: RowDraw | None = None  # draws in place of torch, where there is one
+        self.feeds = True  # its steps may feed steps that are launched behind them
         self.drafts: Drafts | None = None  # who answers the DraftRequests, where there are any
         self._newest: torch.Tensor | None = None  # tokens of the step that was started last, where they were drawn
 
@@ -42,7 +43,7 @@ class ModelRunner:
         logits = self.logits(plan)
         draws = StepDraws(logits, plan, self.compiled_draw)
         self._newest = draws.token_ids
-        return StartedStep(self, plan, draws, self._mark(), can_feed=draws.are_final and self._may_feed)
+        return StartedStep(self, plan, draws, self._mark(), can_feed=self.feeds and draws.are_final)
 
     def finish(self, plan: StepPlan, drawn: Iterable[DrawnToken], written: torch.cuda.Event | None) -> StepResult:
         """`written`: an event behind the last write of what was started."""
@@ -54,10 +55,6 @@ class ModelRunner:
         if written is not None:
             written.synchronize()
         return StepResult(tokens, self.drafts.draft(plan, tokens) if self.drafts is not None else ())
-
-    @property
-    def _may_feed(self) -> bool:
-        return self.drafts is None
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:

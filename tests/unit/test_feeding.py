@@ -1,0 +1,180 @@
+"""Steps launched behind steps whose tokens nobody has read: tokens and KV of steps that wait, to the last bit."""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.clock import MonotonicClock
+from cluster.hashing import nameless_chains
+from cluster.messages import DecodeJob, Sampling, SequenceStart, TokenStops
+from decode_worker.commands import AdmitLocal, Command, Event, StepTokens
+from decode_worker.limits import DecodeLimits
+from decode_worker.scheduler import DecodeScheduler
+from engine.build import Engine, build_engine
+from engine.runner import ModelRunner, StartedStep
+from engine.step import UNKNOWN_TOKEN, Chunk, DrawnToken, Sample, StepPlan
+from engine.step_loop import StepLoop
+from tests.golden.families import FAMILIES
+from tests.unit.decode_bench import ROUTER
+from tests.unit.pretend_gpu import OnGpu, PretendGpu
+from tests.unit.test_pretend_gpu import OnCpu, build, gpu, on_cpu, settings
+
+__all__ = ["build", "gpu", "on_cpu"]
+
+WAYS = (Sampling(), Sampling(0.8, top_p=0.9), Sampling(0.7, top_k=20, min_p=0.02, num_logprobs=3))
+PROMPTS = (tuple(range(1, 12)), (9, 8, 7), (5, 6, 5, 6, 5, 6, 5))
+NUM_STEPS = 12
+_DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder: Path = tmp_path_factory.mktemp("llama")
+    FAMILIES["llama"].save(folder)
+    engine = build_engine(settings(folder))
+    yield engine
+    engine.pool.close()
+
+
+def steps(known: Callable[[int], int] | None) -> Iterator[StepPlan]:
+    """Three sequences, the last of which begins in the third step. `known`: the newest token of a sequence; without it
+    they are fed."""
+    lengths = {0: 0, 1: 0}
+    before: list[int] = []
+    for step in range(NUM_STEPS):
+        if step == 2:
+            lengths[2] = 0
+        chunks = []
+        for row, length in lengths.items():
+            prompt = PROMPTS[row]
+            start = len(prompt) + length - 1 if length else 0
+            tokens = prompt if not length else (UNKNOWN_TOKEN if known is None else known(row),)
+            end = start + len(tokens)
+            banned = frozenset({3} if row else ())
+            fed_by = before.index(row) if length and known is None else None
+            block_ids = tuple(range(4 * row, 4 * row + 1 + (end - 1) // 8))
+            sample = Sample(row, end, WAYS[row], banned)
+            chunks.append(Chunk(row, tokens, start, block_ids, (sample,), fed_by=fed_by))
+            lengths[row] += 1
+        before = list(lengths)
+        if step % 5 == 4:  # rows change their places
+            lengths = dict(reversed(lengths.items()))
+        yield StepPlan(tuple(chunks))
+
+
+def drawn_in_turn(runner: ModelRunner) -> list[tuple[tuple[DrawnToken, ...], ...]]:
+    newest: dict[int, int] = {}
+    results = []
+    for plan in steps(newest.__getitem__):
+        results.append(runner.run(plan).tokens)
+        newest |= {chunk.sequence_id: one.token_id for chunk, (one,) in zip(plan.chunks, results[-1], strict=True)}
+    return results
+
+
+def drawn_ahead(runner: ModelRunner) -> list[tuple[tuple[DrawnToken, ...], ...]]:
+    launched = (runner.start(plan) for plan in steps(None))
+    results, running = [], next(launched)
+    for following in itertools.chain(launched, (None,)):
+        assert running.can_feed
+        results.append(running.result().tokens)
+        running = following  # type: ignore[assignment]
+    return results
+
+
+def test_steps_that_are_fed_draw_the_tokens_of_steps_that_wait(engine: Engine) -> None:
+    engine.pool.raw.zero_()
+    expected = drawn_in_turn(engine.runner)
+    kv = engine.pool.raw.clone()
+    engine.pool.raw.zero_()
+
+    assert drawn_ahead(engine.runner) == expected
+    assert torch.equal(engine.pool.raw, kv)
+
+
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+def test_on_a_gpu_steps_are_fed_without_a_wait(
+    on_cpu: OnCpu, gpu: PretendGpu, build: Callable[..., Engine], graphs: str
+) -> None:
+    engine = build(cuda_graphs=graphs)
+    assert "async scheduling: on" in engine.report
+    in_turn = drawn_in_turn(engine.runner)
+    pool = engine.pool.tensor
+    assert isinstance(pool, OnGpu)
+    kv = pool.inner.clone()
+    pool.inner.zero_()
+
+    with gpu.no_waits():
+        assert drawn_ahead(engine.runner) == in_turn
+    assert torch.equal(pool.inner[: engine.pool.num_blocks], kv[: engine.pool.num_blocks])
+
+
+def test_async_scheduling_is_turned_off_by_its_flag(gpu: PretendGpu, build: Callable[..., Engine]) -> None:
+    engine = build(async_scheduling="off")
+    assert "async scheduling: off (--async-scheduling off)" in engine.report
+    assert not engine.runner.start(next(steps(None))).can_feed
+
+
+def test_a_nucleus_of_unknown_width_feeds_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.sampler._FIRST_WIDTH", 10)
+    plan = next(steps(None))
+    assert not engine.runner.start(plan).can_feed
+    narrow = replace(plan, chunks=(plan.chunks[0],))
+    assert engine.runner.start(narrow).can_feed
+
+
+class _Launching(ModelRunner):
+    """A Launcher that computes in `launch`."""
+
+    num_behind = 0
+
+    def launch(self, plan: StepPlan) -> StartedStep:
+        self.num_behind += any(chunk.fed_by is not None for chunk in plan.chunks)
+        return self.start(plan)
+
+
+def served(engine: Engine, *, feeds: bool) -> dict[int, list[int]]:
+    """Eight sequences through scheduler and loop, some of which end by a token of their own."""
+    runner = _Launching(engine.runner.forward, engine.pool)
+    runner.feeds = feeds
+    tokens: dict[int, list[int]] = {}
+    ended: list[int] = []
+    has_ended = threading.Event()
+
+    def emit(events: tuple[Event, ...]) -> None:
+        for event in events:
+            for told in event.tokens if isinstance(event, StepTokens) else ():
+                tokens.setdefault(told.handle, []).append(told.token.token_id)
+                ended.extend([told.handle] if told.token.finish_reason else [])
+        if len(ended) == 8:
+            has_ended.set()
+
+    limits = DecodeLimits(
+        num_blocks=12, block_size=8, max_model_len=32, max_num_seqs=3, max_prefill_tokens=20, max_queue=9, watermark=0.0
+    )
+    fatal: list[Exception] = []
+    loop: StepLoop[Command, Event] = StepLoop(
+        DecodeScheduler(limits, new_chain=nameless_chains()),
+        runner,
+        MonotonicClock(),
+        emit,
+        on_error=fatal.append,
+        on_fatal=fatal.append,
+    )
+    for handle in range(8):
+        stops = TokenStops(12, 0, frozenset(range(handle, 64, 7)))
+        start = (SequenceStart(handle, handle),)
+        loop.post(AdmitLocal(DecodeJob("r", 0, ROUTER, PROMPTS[handle % 3], WAYS[handle % 3], stops, start, None, 1e6)))
+    loop.start()
+    assert has_ended.wait(_DEADLINE_S) and loop.stop(_DEADLINE_S) and not fatal
+    assert bool(runner.num_behind) == feeds
+    return tokens
+
+
+def test_a_model_served_ahead_says_what_it_says_in_turn(engine: Engine) -> None:
+    engine.pool.raw.zero_()
+    assert served(engine, feeds=True) == served(engine, feeds=False)
