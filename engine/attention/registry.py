@@ -61,7 +61,6 @@ class Capability:
     lacks_here: Callable[[], str] = str  # what of it is not installed, in words; nothing: empty
     captures: bool = False  # it has a `prepare`, and its `attend` can be captured in a CUDA graph
     keeps_plans: bool = False  # of a step, in host memory that the next one's overwrites: not before it was copied
-    keeps_plans: bool = False  # of a step, in host memory that the next one's overwrites: not before it was copied
 
     def lacks(self, needs: Needs) -> list[str]:
         """What stands against it, in words; empty when it can."""
@@ -147,7 +146,6 @@ CAPABILITIES = (
         sinks=False,
         lacks_here=_no_flashinfer,
         captures=True,
-        keeps_plans=True,
         keeps_plans=True,
     ),
     Capability(
