@@ -1,7 +1,8 @@
 """The sums of kvtransfer/digest.py on a GPU: blocks are read once, where they lie, whatever their order.
 
 One program multiplies some pieces, of whichever blocks, with the matrix of coefficients; int8 products in 32-bit sums
-are what matrix units compute exactly. Owns nothing; the definition stands in digest.py.
+are what matrix units compute exactly. A fold is the same over its own output, whose rows are often shorter than a
+piece: no program goes on behind their end. Owns nothing; the definition stands in digest.py.
 
 Imported only where blocks are on a GPU: Triton comes with torch's CUDA wheels.
 """
@@ -16,7 +17,9 @@ _ROWS = 32  # pieces of one program; a matrix unit takes 16 at least
 _COLUMNS = 256  # bytes of each piece at a time
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# One compiled kernel for a pool's blocks and one for each fold of them, however many are asked for: a compilation takes
+# longer than a hand-off.
+@triton.jit(do_not_specialize=["num_pieces"])  # type: ignore[untyped-decorator]
 def _sum_pieces(  # type: ignore[no-untyped-def]
     blocks,  # int8, [num_blocks, block_bytes]
     block_ids,  # int64, [wanted]
@@ -39,7 +42,7 @@ def _sum_pieces(  # type: ignore[no-untyped-def]
     num_bytes = tl.where(is_piece, tl.minimum(block_bytes - piece_start, PIECE_BYTES), 0)  # the rest counts as zeros
     sum_index = tl.arange(0, NUM_SUMS)
     total = tl.zeros((ROWS, NUM_SUMS), dtype=tl.int32)
-    for start in range(0, PIECE_BYTES, COLUMNS):
+    for start in range(0, tl.minimum(block_bytes, PIECE_BYTES), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         data = tl.load(row[:, None] + columns[None, :], mask=columns[None, :] < num_bytes[:, None], other=0)
         factors = tl.load(coefficients + sum_index[None, :] * PIECE_BYTES + columns[:, None])
