@@ -76,9 +76,9 @@ def attend_tile(  # type: ignore[no-untyped-def]
     kv_head = tl.program_id(1)
     sequence = tl.load(tile_sequences + tile)
     offset = tl.load(tile_offsets + tile)
-    first_row = tl.load(query_starts + sequence)
-    num_queries = tl.load(query_starts + sequence + 1) - first_row
-    context_len = tl.load(context_lens + sequence)
+    first_row = tl.load(query_starts + sequence).to(tl.int32)
+    num_queries = tl.load(query_starts + sequence + 1).to(tl.int32) - first_row
+    context_len = tl.load(context_lens + sequence).to(tl.int32)
     start = context_len - num_queries  # position of the chunk's first query
 
     begin = _first_column(start + offset, window, COLUMNS, HAS_WINDOW)
@@ -214,7 +214,7 @@ def merge_parts(  # type: ignore[no-untyped-def]
     tile = tl.program_id(0)
     head = tl.program_id(1)
     sequence = tl.load(tile_sequences + tile)
-    context_len = tl.load(context_lens + sequence)
+    context_len = tl.load(context_lens + sequence).to(tl.int32)
     span = context_len - _first_column(context_len - 1, window, COLUMNS, HAS_WINDOW)
     num_parts = tl.cdiv(span, _part_tokens(span, COLUMNS, LEAST_PART))
 
