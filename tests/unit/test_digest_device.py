@@ -1,0 +1,82 @@
+"""Digests on a GPU that is played here: the same as on the host, by one copy to the host and one wait."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvtransfer import digest
+from kvtransfer.digest import DEFINITIONS, FOLDED, SUMS, DigestDefinition, digest_blocks, digest_tensor
+from kvtransfer.piece_sums import NUM_SUMS, PIECE_BYTES, coefficients, pieces_of, wide_product
+from tests.unit.pretend_gpu import OnGpu, PretendGpu
+from tests.unit.pretend_gpu import gpu as gpu
+
+POOL_BYTES = 24_592  # of a block: three pieces and a part of one
+
+
+class _Pool:
+    def __init__(self, raw: torch.Tensor) -> None:
+        self.raw, (self.num_blocks, self.block_bytes) = raw, raw.shape
+        self.memfd = None
+
+
+def blocks_of(num_bytes: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(num_bytes)
+    return torch.randint(0, 256, (5, num_bytes), dtype=torch.uint8, generator=generator)
+
+
+def on_device(tensor: torch.Tensor) -> torch.Tensor:
+    assert isinstance(tensor, OnGpu)
+    return tensor.inner
+
+
+@pytest.fixture
+def launches(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(rows, bytes of each) of every launch. The stream's event is waited for as the stream."""
+    made: list[tuple[int, int]] = []
+
+    def piece_sums(blocks: torch.Tensor, block_ids: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        assert factors.shape == (NUM_SUMS, PIECE_BYTES) and factors.is_contiguous()
+        made.append((len(block_ids), blocks.shape[1]))
+        rows = on_device(blocks)[on_device(block_ids)]
+        pieces = pieces_of(rows)
+        sums = wide_product(pieces, on_device(factors).t()[: pieces.shape[1]])
+        return OnGpu(sums.reshape(len(rows), -1, NUM_SUMS))
+
+    @contextmanager
+    def side_stream(work: str, device: torch.device) -> Iterator[SimpleNamespace]:
+        event = SimpleNamespace(synchronize=lambda: gpu.wait("event"))
+        yield SimpleNamespace(record_event=lambda: event)
+
+    monkeypatch.setitem(sys.modules, "kvtransfer.digest_triton", SimpleNamespace(piece_sums=piece_sums))
+    monkeypatch.setattr(digest, "side_stream", side_stream)
+    monkeypatch.setattr(digest, "_device_coefficients", lambda device, fold: OnGpu(coefficients(fold).t().contiguous()))
+    return made
+
+
+@pytest.mark.parametrize("definition", DEFINITIONS, ids=lambda definition: definition.name)
+@pytest.mark.parametrize("block_ids", [(4, 0, 4), (1, 2, 3), (2,), ()])
+def test_a_pools_blocks_are_digested_as_on_the_host_behind_one_wait(
+    gpu: PretendGpu, launches: list[tuple[int, int]], block_ids: Sequence[int], definition: DigestDefinition
+) -> None:
+    blocks = blocks_of(POOL_BYTES)
+    expected = digest_blocks(_Pool(blocks), block_ids, definition)
+    assert digest_blocks(_Pool(OnGpu(blocks)), block_ids, definition) == expected
+    assert gpu.waits == (["event"] if block_ids else [])
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "rows"), [(1, [1]), (2 * 8192, [16_384]), (65_536, [65_536, 512]), (2 << 20, [2 << 20, 16_384])]
+)
+def test_what_comes_to_the_host_of_a_block_is_at_most_128_bytes(
+    gpu: PretendGpu, launches: list[tuple[int, int]], num_bytes: int, rows: list[int]
+) -> None:
+    blocks = blocks_of(num_bytes)
+    assert digest_tensor(OnGpu(blocks), FOLDED) == digest_tensor(blocks, FOLDED)
+    assert launches == [(5, row_bytes) for row_bytes in rows]
+    launches.clear()
+    assert digest_tensor(OnGpu(blocks), SUMS) == digest_tensor(blocks, SUMS)
+    assert launches == [(5, num_bytes)]
