@@ -1,62 +1,17 @@
-"""The `tandem` command: one file per verb."""
+"""The `tandem` command. Imports next to nothing: a Ctrl-C that meets the imports ends it as any other does."""
 
-import argparse
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from types import ModuleType
 
-from cluster.errors import ConfigError, TandemError
-from cluster.process import ExitStatus
-from tandem.errors import TandemError as ClientError
-
-# Each has HELP, add_arguments(parser) and run(arguments) -> exit status.
-_VERBS = (
-    "up",
-    "status",
-    "requests",
-    "generate",
-    "scale",
-    "drain",
-    "migrate",
-    "doctor",
-    "certs",
-    "estimate",
-    "bench",
-)
 _INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    # No child of ours speaks gRPC before it becomes another program; else gRPC tells the terminal of every fork.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     try:
-        return _run(arguments)
+        return int(import_module("cli.command").run(arguments))
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:  # whoever read us has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitStatus.OK
-    except ConfigError as error:
-        sys.stderr.write(f"tandem: {error.message}\n")
-        return ExitStatus.CONFIG
-    except (TandemError, ClientError) as error:
-        sys.stderr.write(f"tandem: {error.reason}: {error.message}\n")
-        return ExitStatus.CRASHED
-
-
-def _run(arguments: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="tandem", description="LLM serving with prefill and decode on separate pools.", allow_abbrev=False
-    )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    modules: dict[str, ModuleType] = {}
-    for name in _VERBS:
-        module = modules[name] = import_module(f"cli.{name}")
-        module.add_arguments(verbs.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False))
-    parsed = parser.parse_args(arguments)
-    return int(modules[parsed.verb].run(parsed))
 
 
 if __name__ == "__main__":
