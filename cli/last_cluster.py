@@ -25,36 +25,28 @@ class LastCluster:
         return ",".join((self.grpc, *self.more_grpc))
 
 
-def state_file(environment: Mapping[str, str]) -> Path:
-    """In the user's run-time folder, which ends with the session; else in the cache."""
-    runtime = environment.get("XDG_RUNTIME_DIR")
-    folder = Path(runtime) if runtime else Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return folder / "tandem" / "last-cluster.json"
-
-
 def remember(cluster: LastCluster, environment: Mapping[str, str] | None = None) -> None:
-    path = state_file(os.environ if environment is None else environment)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{cluster.pid}")
+    """Until it is forgotten, or its process is gone."""
+    folder = _folder(os.environ if environment is None else environment)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("cluster-*.json"):
+        if not _lives(path):
+            path.unlink(missing_ok=True)
+    draft = folder / f"draft-{cluster.pid}"
     draft.write_text(json.dumps(asdict(cluster)))
-    draft.replace(path)
+    draft.replace(folder / f"cluster-{cluster.pid}.json")
 
 
 def forget(pid: int, environment: Mapping[str, str] | None = None) -> None:
-    """Unless another cluster was started since."""
-    environment = os.environ if environment is None else environment
-    found = recall(environment)
-    if found is not None and found.pid == pid:
-        state_file(environment).unlink(missing_ok=True)
+    """Others that run here stay."""
+    (_folder(os.environ if environment is None else environment) / f"cluster-{pid}.json").unlink(missing_ok=True)
 
 
-def recall(environment: Mapping[str, str]) -> LastCluster | None:
-    try:
-        values = json.loads(state_file(environment).read_text())
-        more_grpc = tuple(values.get("more_grpc", ()))
-        return LastCluster(values["grpc"], values["http"], values["pid"], values.get("tls_ca", ""), more_grpc)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def running(environment: Mapping[str, str]) -> list[LastCluster]:
+    """Those that run here, the one that was started last first."""
+    found = [path for path in _folder(environment).glob("cluster-*.json") if _lives(path)]
+    read = [(started_ns, cluster) for path in found if (cluster := _read(path)) and (started_ns := _written_ns(path))]
+    return [cluster for _, cluster in sorted(read, key=lambda each: each[0], reverse=True)]
 
 
 def find_tls_ca(told: str | None, address: str, environment: Mapping[str, str] | None = None) -> str | None:
@@ -62,8 +54,7 @@ def find_tls_ca(told: str | None, address: str, environment: Mapping[str, str] |
     environment = os.environ if environment is None else environment
     if told or environment.get("TANDEM_TLS_CA"):
         return told or environment["TANDEM_TLS_CA"]
-    found = recall(environment)
-    return found.tls_ca or None if found is not None and found.address == address else None
+    return next((found.tls_ca or None for found in running(environment) if found.address == address), None)
 
 
 def find_address(told: str | None, environment: Mapping[str, str] | None = None) -> str:
@@ -76,7 +67,34 @@ def find_address(told: str | None, environment: Mapping[str, str] | None = None)
             if not (host and separator and port.isdigit()):
                 raise ConfigError(f"an address is host:port, not {one!r}")
         return address
-    found = recall(environment)
-    if found is None or not Path(f"/proc/{found.pid}").exists():
+    found = running(environment)
+    if not found:
         raise ConfigError("no cluster runs here; start one with `tandem up`, or give --address host:port")
-    return found.address
+    return found[0].address
+
+
+def _folder(environment: Mapping[str, str]) -> Path:
+    """In the user's run-time folder, which ends with the session; else in the cache."""
+    runtime = environment.get("XDG_RUNTIME_DIR")
+    return Path(runtime or environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
+
+
+def _lives(path: Path) -> bool:
+    return Path("/proc", path.stem.removeprefix("cluster-")).exists()
+
+
+def _read(path: Path) -> LastCluster | None:
+    """None: it has just been forgotten, or another version wrote it."""
+    try:
+        values = json.loads(path.read_text())
+        more_grpc = tuple(values.get("more_grpc", ()))
+        return LastCluster(values["grpc"], values["http"], values["pid"], values.get("tls_ca", ""), more_grpc)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _written_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

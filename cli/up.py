@@ -7,11 +7,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.last_cluster import LastCluster, forget, remember
+from cli.last_cluster import LastCluster, forget, remember, running
 from cli.layout import Pools, Ports, router_ports, threads_per_worker
 from cli.local_cluster import LocalCluster, Plan, first_of
 from cluster.config import RouterConfig
@@ -65,9 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     plan, config = plan_from(arguments)
-    for ports in plan.routers:
-        _check_port_is_free(config.host, ports.http, "--port")
-        _check_port_is_free(config.host, ports.grpc, "--grpc-port")
+    _check_ports_are_free(config.host, plan.routers)
     asyncio.run(_up(plan))
     return 0
 
@@ -168,6 +166,7 @@ async def _announce_and_stay(cluster: LocalCluster, plan: Plan) -> None:
     started = _started(cluster, plan)
     remember(started)
     announce_ready(http=f"{'https' if started.tls_ca else 'http'}://{cluster.http}", grpc=cluster.grpc)
+    tell('try `tandem generate "def read_file(path):"` in another terminal; Ctrl-C here stops the cluster')
     await cluster.follow_target()
 
 
@@ -189,14 +188,28 @@ def _check_model(model: str) -> None:
         raise ConfigError(f"--model {model}: there is no such folder")
 
 
-def _check_port_is_free(host: str, port: int, flag: str) -> None:
-    """A port in use is told now, not after the workers have loaded the model."""
-    if port == 0:
+def _check_ports_are_free(host: str, routers: Sequence[Ports]) -> None:
+    """A port in use is told now, not after the workers have loaded the model; all of them at once."""
+    asked = [(flag, port) for ports in routers for flag, port in (("--port", ports.http), ("--grpc-port", ports.grpc))]
+    refused = {(flag, port): why for flag, port in asked if port and (why := _refusal(host, port))}
+    if not refused:
         return
+    taken = ", ".join(f"{host}:{port} ({why})" for (_, port), why in refused.items())
+    flags = " and ".join(dict.fromkeys(flag for flag, _ in refused))
+    ours = next(
+        (one for one in running(os.environ) if one.http.endswith(tuple(f":{port}" for _, port in refused))), None
+    )
+    hint = f"; a cluster of yours runs there (process {ours.pid})" if ours is not None else ""
+    raise ConfigError(f"cannot listen on {taken}{hint}; give another {flags}, or 0 for a free one")
+
+
+def _refusal(host: str, port: int) -> str:
+    """Why the port cannot be had; empty when it can."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); give another {flag}") from error
+            return error.strerror or str(error)
+    return ""

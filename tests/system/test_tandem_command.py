@@ -5,6 +5,8 @@ import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from cli.__main__ import main
-from cli.last_cluster import LastCluster, find_address, remember
+from cli.last_cluster import LastCluster, find_address, forget, remember
 from cli.layout import threads_per_worker
 from cli.up import pools_from
 from cluster.errors import ConfigError
 from tandem.client import Client
 from tandem.errors import Unavailable
-from tests.system.up_command import DEADLINE_S, Up
+from tests.system.up_command import DEADLINE_S, ROOT, Up
 
 PROMPT = "def read(path):\n"
 Command = Callable[..., tuple[int, str]]
@@ -275,6 +277,48 @@ def test_all_routers_of_the_last_cluster_are_asked_and_each_of_several_addresses
     assert find_address("g:1, g:2", environment) == "g:1, g:2"
     with pytest.raises(ConfigError, match="'g2'"):
         find_address("g:1,g2", environment)
+
+
+def test_of_several_clusters_that_run_here_the_newest_is_asked(tmp_path: Path) -> None:
+    environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
+        pass
+    for address, pid in (("h:1", os.getppid()), ("h:2", os.getpid()), ("h:3", ended.pid)):
+        remember(LastCluster(address, "h:9", pid), environment)
+    assert find_address(None, environment) == "h:2", "one that was killed is not asked"
+    forget(os.getpid(), environment)
+    assert find_address(None, environment) == "h:1"
+    forget(os.getppid(), environment)
+    with pytest.raises(ConfigError, match="no cluster runs here"):
+        find_address(None, environment)
+
+
+def test_all_ports_that_are_taken_are_named_with_who_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else whoever starts a second cluster is told of one port after the other."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        http, grpc = (server.getsockname()[1] for server in (one, other))
+        remember(LastCluster(f"127.0.0.1:{grpc}", f"127.0.0.1:{http}", os.getpid()))
+        assert main(["up", "--port", str(http), "--grpc-port", str(grpc)]) == 2
+    told = capsys.readouterr().err
+    assert all(part in told for part in (f":{http} ", f":{grpc} ", f"process {os.getpid()}", "--port and --grpc-port"))
+    assert len(told.splitlines()) == 1
+
+
+def test_ctrl_c_while_the_command_is_still_being_imported_is_no_stack_trace() -> None:
+    program = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'grpc': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from cli.__main__ import main\n"
+        "sys.exit(main(['status']))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, cwd=ROOT, timeout=DEADLINE_S)
+    assert (ended.returncode, ended.stderr) == (130, b"")
 
 
 def test_workers_share_the_cores_and_pools_are_what_was_asked_for() -> None:
