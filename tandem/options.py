@@ -10,6 +10,18 @@ from tandem.v1 import inference_pb2
 Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}
 
 
+# What the message can hold; what makes sense is the router's to say.
+_RANGES = {
+    "n": (1, 2**32 - 1),
+    "max_tokens": (0, 2**32 - 1),
+    "min_tokens": (0, 2**32 - 1),
+    "top_k": (0, 2**32 - 1),
+    "seed": (0, 2**64 - 1),
+    "logprobs": (0, 2**32 - 1),
+    "priority": (-(2**31), 2**31 - 1),
+}
+
+
 class GenerateOptions(TypedDict, total=False):
     """What `generate` takes besides the prompt. What is left out is the model's own default."""
 
@@ -44,6 +56,10 @@ def generate_request(
         raise TypeError(f"unknown options: {', '.join(unknown)}")
     if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
         raise ValueError("give exactly one of prompt, token_ids and messages")
+    for name, (least, most) in _RANGES.items():
+        value = options.get(name)
+        if isinstance(value, int) and not least <= value <= most:
+            raise ValueError(f"{name} must be from {least} to {most}, not {value}")
     stop = options.get("stop", ())
     return inference_pb2.GenerateRequest(
         request_id=options.get("request_id") or secrets.token_hex(12),

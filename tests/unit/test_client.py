@@ -205,9 +205,11 @@ def test_what_cannot_be_sent_is_refused_here() -> None:
             lambda: client.generate(token_ids=[2**32]),
             lambda: client.generate(messages=[{"role": "user", "content": "x", "name": "bob"}]),
             lambda: client.generate("a", seed=-1),
+            lambda: client.generate("a", max_tokens=-1),
+            lambda: client.generate("a", n=0),
             lambda: client.tokenize(),
         ):
-            with pytest.raises(ValueError, match=r"exactly one|token ids|name|range"):
+            with pytest.raises(ValueError, match=r"exactly one|token ids|name|(seed|max_tokens|n) must be from"):
                 wrong()
         with pytest.raises(TypeError, match="unknown options: temprature"):
             client.generate("a", temprature=1)  # type: ignore[call-arg]
@@ -289,7 +291,11 @@ def test_nobody_there_is_unavailable() -> None:
 
 
 def test_a_deadline_that_passes_is_told() -> None:
-    with router(hold=True) as (_, address), Client(address) as client, pytest.raises(DeadlineExceeded):
+    with (
+        router(hold=True) as (_, address),
+        Client(address) as client,
+        pytest.raises(DeadlineExceeded, match="timeout_s"),
+    ):
         client.generate("x", timeout_s=0.2).result()
 
 
