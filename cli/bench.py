@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     goals = parser.add_argument_group("goodput: requests that keep to these")
     goals.add_argument("--slo-ttft-s", type=float, metavar="X", help="first token within")
     goals.add_argument("--slo-itl-s", type=float, metavar="X", help="mean gap between tokens of a request at most")
-    parser.add_argument("--timeout-s", type=float, metavar="X", default=600.0, help="of one request (default: 600)")
+    parser.add_argument(
+        "--timeout-s", type=float, metavar="X", default=600.0, help="deadline of one request (default: 600)"
+    )
     parser.add_argument("--json", action="store_true", help="print one object")
 
 
@@ -94,10 +96,15 @@ def report_text(figures: Mapping[str, Any]) -> str:
             "",
             table(("ms from scheduled arrival", "mean", "p50", "p99", "max"), rows),
             "",
-            f"goodput {goodput['requests_per_s']:.2f} requests/s ({100 * goodput['share']:.1f} %) within "
-            f"TTFT {goodput['slo_ttft_s'] or 'any'} s, mean ITL {goodput['slo_itl_s'] or 'any'} s",
+            f"goodput {goodput['requests_per_s']:.2f} requests/s ({100 * goodput['share']:.1f} %) {_goals(goodput)}",
         ]
     )
+
+
+def _goals(goodput: Mapping[str, Any]) -> str:
+    named = {"TTFT": goodput["slo_ttft_s"], "mean ITL": goodput["slo_itl_s"]}
+    goals = ", ".join(f"{name} {limit_s:g} s" for name, limit_s in named.items() if limit_s)
+    return f"within {goals}" if goals else "of all that were answered: give goals by --slo-ttft-s and --slo-itl-s"
 
 
 async def _bench(arguments: argparse.Namespace, arrivals: list[Arrival]) -> dict[str, object]:

@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="host name or IP address under which others reach the member; may be repeated (this host always is)",
     )
     parser.add_argument("--name", default="member", help="of the member's files (default: member)")
-    parser.add_argument("--days", type=int, default=_DAYS, metavar="N", help=f"how long they are valid ({_DAYS})")
+    parser.add_argument(
+        "--days", type=int, default=_DAYS, metavar="N", help=f"how long they are valid (default: {_DAYS})"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -29,7 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("member", metavar="MEMBER", help="its name, as `tandem status` lists it, or NAME@INCARNATION")
     parser.add_argument("--wait", action="store_true", help="return when it has left, and say what became of its work")
     parser.add_argument(
-        "--timeout-s", type=float, metavar="X", default=_TIMEOUT_S, help=f"of --wait (default: {_TIMEOUT_S:g})"
+        "--timeout-s",
+        type=float,
+        metavar="X",
+        default=_TIMEOUT_S,
+        help=f"wait no longer than this (default: {_TIMEOUT_S:g})",
     )
     parser.add_argument("--json", action="store_true", help="print one object")
 

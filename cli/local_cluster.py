@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cli.layout import Layout, Pools, Ports, new_suffix
 from cli.pool_follower import PoolFollower
 from cli.supervisor import Supervisor
-from cluster.errors import Unavailable
+from cluster.errors import RegistryUnavailable, Unavailable
 from cluster.messages import Role
 from cluster.redis_server import RedisServer
 from cluster.registry import Registry
@@ -133,6 +133,10 @@ class LocalCluster:
         registry = Registry(url=self._plan.redis, cluster_name="ping", lease_s=1.0)
         try:
             await registry.ping()
+        except RegistryUnavailable as error:
+            raise RegistryUnavailable(
+                f"{error.message} Leave --redis out, and `tandem up` starts one of its own"
+            ) from error
         finally:
             await registry.close()
         return self._plan.redis

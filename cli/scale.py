@@ -34,7 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pools", nargs="+", metavar="POOL=N", help="prefill=N, decode=N or both; prefill may be 0")
     parser.add_argument("--no-wait", dest="wait", action="store_false", help="return when the target is set")
     parser.add_argument(
-        "--timeout-s", type=float, metavar="X", default=_TIMEOUT_S, help=f"of the wait (default: {_TIMEOUT_S:g})"
+        "--timeout-s",
+        type=float,
+        metavar="X",
+        default=_TIMEOUT_S,
+        help=f"wait no longer than this (default: {_TIMEOUT_S:g})",
     )
     parser.add_argument("--json", action="store_true", help="print one object at the end instead of lines as they come")
 

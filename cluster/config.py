@@ -17,7 +17,8 @@ class ClusterSettings:
 
     redis: str = setting(
         "",
-        "URL of the Redis that holds the registry: redis://host:port/db, or redis+sentinel://, redis+cluster://, unix://",
+        "URL of the Redis that holds the registry: redis://host:port/db, or redis+sentinel://, redis+cluster://, unix://;"
+        " `tandem up` starts one of its own without it",
     )
     cluster_name: str = setting("tandem", "prefix of every key in Redis; members of one name form one cluster")
     cluster_key_file: str = setting("", "file with the key that signs tickets; made at first start where missing")

@@ -23,7 +23,7 @@ def configure_logs(level: str, log_format: str, stream: TextIO = sys.stderr) -> 
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
-    for chatty in ("httpx", "httpcore", "asyncio", "filelock", "urllib3", "uvicorn.access"):
+    for chatty in ("httpx", "httpcore", "asyncio", "filelock", "urllib3", "uvicorn.access", "uvicorn.error"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
 
 

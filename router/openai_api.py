@@ -6,6 +6,7 @@ in openai_errors. Everything that generates is the pipeline's, which gRPC shares
 
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
@@ -24,6 +25,8 @@ from router.openai_schema import ChatCompletionRequest, CompletionRequest
 from router.openai_stream import EventStream, Generates, collected
 from router.tokenization import Tokenization
 from router.validation import check_model
+
+_NO_PATH = "there is no such path here; GET /docs shows those there are"
 
 
 class Publishes(Protocol):
@@ -141,7 +144,8 @@ async def _http_exception(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, TandemError):  # what refused the body while it was read
         return error_response(error.__cause__)
-    return status_response(error.status_code, str(error.detail), error.headers)
+    message = _NO_PATH if error.status_code == HTTPStatus.NOT_FOUND else str(error.detail)
+    return status_response(error.status_code, message, error.headers)
 
 
 async def _tandem_error(_: Request, error: Exception) -> Response:

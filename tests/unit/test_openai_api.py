@@ -510,6 +510,8 @@ def test_an_unknown_model_is_not_found(shared: Endpoint) -> None:
 
 def test_unknown_paths_and_methods_keep_the_shape(shared: Endpoint) -> None:
     refused(shared.http.get("/v1/nothing"), 404, "not_found", None)
+    assert "/docs" in shared.http.get("/v1/nothing").json()["error"]["message"], "it says where to look"
+    assert shared.http.get("/docs").status_code == 200
     refused(shared.http.get("/v1/completions"), 405, "method_not_allowed", None)
 
 
