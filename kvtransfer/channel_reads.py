@@ -15,21 +15,24 @@ from kvtransfer.transports.base import Channel, TransportError
 from kvtransfer.wire_format import WireFormat
 
 PIECE_BYTES = 4 << 20  # long enough to lose a round trip in it; measured best with shm and tcp
-GPU_PIECE_BYTES = 64 << 20  # at most, into GPU memory
-_SHORT_S = 0.001
+GPU_PIECE_BYTES = 512 << 20  # at most, into GPU memory: its digests need 4 MiB there
+_PIECE_S = 0.004  # asking for a piece, and waiting for it, takes a thirtieth of that
 
 
 class PieceSize:
-    """How many blocks the next piece has. One that takes hardly longer than asking for it, as between GPUs, is followed
-    by one of twice the size."""
+    """How many blocks the next piece has. A host digests about as fast as it reads: pieces are short, so that it does
+    both at once. A GPU has nothing to gain by that, for it digests many times as fast as anything but itself writes to
+    it: the first piece tells how fast the way is, and those that follow are to take 4 ms each."""
 
     def __init__(self, block_bytes: int, most_bytes: int) -> None:
-        self.num_blocks = max(1, PIECE_BYTES // block_bytes)
-        self._most = max(self.num_blocks, most_bytes // block_bytes)
+        self.num_blocks = self._least = max(1, PIECE_BYTES // block_bytes)
+        self._most = max(self._least, most_bytes // block_bytes)
 
-    def took(self, seconds: float) -> None:
-        if seconds < _SHORT_S:
-            self.num_blocks = min(2 * self.num_blocks, self._most)
+    def took(self, num_blocks: int, seconds: float) -> None:
+        """A piece that was cut short by the end says little of longer ones."""
+        if num_blocks == self.num_blocks:
+            in_time = int(num_blocks * _PIECE_S / max(seconds, 1e-6))
+            self.num_blocks = min(max(in_time, self._least), self._most)
 
 
 class ChannelReads:
@@ -91,7 +94,7 @@ class ChannelReads:
             raise TransportError("the channel was destroyed")
         seconds = time.perf_counter() - began_s
         self._was_read(len(local_block_ids) * self._wire.memory.block_bytes, seconds)
-        self._size.took(seconds)
+        self._size.took(len(local_block_ids), seconds)
 
     def _take_in(self, block_ids: tuple[int, ...], unverified: frozenset[int]) -> tuple[bytes, ...]:
         """Off the event loop, unless it is short. A block whose digest is wrong is read again, or dropped with all."""

@@ -89,7 +89,8 @@ class CudaAccess:
             if self._stream is None:
                 self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             with torch.cuda.stream(self._stream):
-                ids = torch.from_numpy(np.array((source_ids, target_ids), dtype=np.int64)).to(self._pool.device)
+                both = torch.from_numpy(np.array((source_ids, target_ids), dtype=np.int64)).pin_memory()
+                ids = both.to(self._pool.device, non_blocking=True)  # pageable memory would be waited for
                 copy_blocks(source.address, ids[0], self._pool, ids[1])
                 self._stream.synchronize()
 

@@ -70,19 +70,28 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> tuple[KvPool, KvPool]:
     return source, target
 
 
-def test_pieces_grow_while_they_are_quick_and_stay_where_they_are_not() -> None:
+def test_pieces_into_gpu_memory_follow_how_fast_the_way_is() -> None:
     block_bytes = 2 << 20
-    between_gpus, in_host_memory = PieceSize(block_bytes, GPU_PIECE_BYTES), PieceSize(block_bytes, PIECE_BYTES)
-    sizes = []
-    for _ in range(6):
-        sizes.append(between_gpus.num_blocks)
-        between_gpus.took(1e-4)
-        in_host_memory.took(1e-4)
-    assert sizes == [2, 4, 8, 16, 32, 32] and in_host_memory.num_blocks == 2
-    slow = PieceSize(block_bytes, GPU_PIECE_BYTES)
-    slow.took(2e-3)
-    assert slow.num_blocks == 2
+    size = PieceSize(block_bytes, GPU_PIECE_BYTES)
+    assert size.num_blocks == 2
+    size.took(2, 125e-6)  # nothing but the asking for it
+    assert size.num_blocks == 64
+    size.took(3, 125e-6)  # the end of a read
+    assert size.num_blocks == 64
+    size.took(64, 200e-6)
+    assert size.num_blocks == GPU_PIECE_BYTES // block_bytes
+    size.took(size.num_blocks, 0.032)  # a way that is slow at the moment
+    assert size.num_blocks == 32
+    size.took(32, 10.0)
+    assert size.num_blocks == 2
     assert PieceSize(1 << 30, GPU_PIECE_BYTES).num_blocks == 1
+
+
+def test_pieces_into_host_memory_stay_as_they_are() -> None:
+    size = PieceSize(2 << 20, PIECE_BYTES)
+    for seconds in (1e-4, 0.0, 10.0):
+        size.took(size.num_blocks, seconds)
+        assert size.num_blocks == 2
 
 
 async def test_a_long_read_comes_in_pieces_with_every_digest_in_order(pools: tuple[KvPool, KvPool]) -> None:
