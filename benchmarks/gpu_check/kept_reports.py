@@ -2,12 +2,16 @@
 
 `--keep-reports FILE`: one JSON object per line (`Kept`). With pytest-xdist the file is written by the process that
 gives out the tests; one that computes them ends itself once its GPU is lost, for every later test of it would fail of
-that, and another one takes its place.
+that, and another one takes its place. Tests marked `whole_gpu` wait for each other, whichever process computes them:
+pytest-xdist's own groups end in a hang where a process is lost.
 """
 
+import fcntl
 import json
 import os
-from collections.abc import Generator
+import tempfile
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -53,13 +57,24 @@ class _Keeper:
             file.write(json.dumps(asdict(kept)) + "\n")
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Its reports are with the other process by the time it returns."""
-    result = yield
-    if _computes_for_another(item.config) and _gpu_is_lost():
-        os._exit(1)
+    """Its reports are with the other process by the time it returns. The wait for the GPU is not the test's time."""
+    with _alone() if item.get_closest_marker("whole_gpu") else nullcontext():
+        result = yield
+    if _computes_for_another(item.config):
+        if _gpu_is_lost():
+            os._exit(1)
+        _give_back()
     return result
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """The lock goes with the process that has it."""
+    with (Path(tempfile.gettempdir()) / f"tandem-whole-gpu-{os.getuid()}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _computes_for_another(config: pytest.Config) -> bool:
@@ -77,6 +92,14 @@ def _gpu_is_lost() -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def _give_back() -> None:
+    """What torch keeps of a test's memory: processes share the device."""
+    import torch
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
 
 
 def _text(report: pytest.TestReport) -> str:

@@ -1,5 +1,6 @@
 """What is checked, in order: each section is a program of its own, so that a crash of one leaves the others."""
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from benchmarks.gpu_check.readings import read_engine, read_handoff, read_servin
 from benchmarks.gpu_check.report import Outcome
 
 SECONDS_LEFT = "SECONDS_LEFT"
+_MOST_PROCESSES = 8  # of tests, each with its own half gigabyte of the GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ def _tests(means: Means, title: str, group: str, budget_s: float) -> Section:
         files,
         means.folder / kept,
         marker="not cuda and not slow" if means.is_tiny else "cuda and not slow",
-        num_processes=1 if means.is_tiny else 8,
+        num_processes=1 if means.is_tiny else min(_MOST_PROCESSES, max(2, (os.cpu_count() or 2) // 2)),
     )
     return Section(
         title,

@@ -230,6 +230,7 @@ async def test_an_exporter_killed_in_mid_copy_leaves_its_pages_to_the_reader() -
 
 
 @pytest.mark.cuda
+@pytest.mark.whole_gpu
 @with_gpu
 async def test_the_pages_of_a_dead_exporter_are_given_back_when_the_importer_lets_go() -> None:
     """What is free on the device counts other processes, too: so much that they make no difference."""

@@ -116,13 +116,16 @@ def test_a_pool_larger_than_the_host_is_refused_at_the_start_with_both_numbers()
 
 
 @pytest.mark.cuda
+@pytest.mark.whole_gpu
 def test_a_measured_pool_leaves_room_for_the_largest_step(tmp_path: Path) -> None:
+    """What other processes take beside it is theirs: they come and go."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     FAMILIES["llama"].save(tmp_path)
     settings = EngineSettings(model=str(tmp_path), dtype="float32", device="cuda", gpu_memory_utilization=0.5)
     engine = build_engine(settings)
-    free, total = torch.cuda.mem_get_info()
-    assert total - free < 0.5 * total
+    pool, total = engine.pool, torch.cuda.mem_get_info()[1]
+    exported = pool.num_blocks * pool.block_bytes if pool.cuda_file is not None else 0  # beside what torch has
+    assert exported + torch.cuda.memory_reserved() < 0.5 * total
     engine.runner.run(largest_step(settings, engine.pool.layout, engine.model_info.max_model_len))
     engine.pool.close()

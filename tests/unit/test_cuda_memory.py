@@ -198,6 +198,7 @@ def test_a_gpu_pool_is_exported_and_zero() -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.whole_gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_pages_that_are_let_go_can_be_had_again() -> None:
     """More in turn than the device has. What is free at one moment counts other processes, too."""

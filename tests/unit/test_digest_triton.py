@@ -62,6 +62,7 @@ def test_the_kernel_folds_its_own_output_as_the_host_does(num_pieces: int) -> No
     assert torch.equal(of_kernel, of_host)
 
 
+@pytest.mark.whole_gpu
 def test_blocks_past_four_gigabytes_are_found() -> None:
     """64-bit offsets: the last block of a pool that 32 bits cannot address."""
     if kernel_device() != "cuda" or torch.cuda.mem_get_info()[0] < 6 << 30:

@@ -113,7 +113,7 @@ def synchronize():
     if lost: raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 sys.modules["torch"] = types.SimpleNamespace(
-    cuda=types.SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize)
+    cuda=types.SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize, empty_cache=lambda: None)
 )
 
 @pytest.mark.parametrize("number", range(8))
@@ -121,6 +121,31 @@ def test_kernel(number):
     if number == 1: lost.append(number)
     assert not lost
 """
+
+
+WHOLE = """
+import os, pathlib
+import pytest
+
+@pytest.mark.whole_gpu
+@pytest.mark.parametrize("number", range(4))
+def test_large(number, tmp_path):
+    mark = tmp_path.parents[2] / "is_here"  # of all processes
+    mark.mkdir()
+    for _ in range(200_000): os.getpid()
+    mark.rmdir()
+"""
+
+
+@pytest.mark.slow
+def test_tests_that_want_the_whole_gpu_wait_for_each_other(tmp_path: Path) -> None:
+    (tmp_path / "test_whole.py").write_text(WHOLE)
+    reports = tmp_path / "kept.jsonl"
+    command = tests_run.command(sys.executable, [str(tmp_path / "test_whole.py")], reports, marker="", num_processes=2)
+    folder = ("--rootdir", str(tmp_path), "--basetemp", str(tmp_path / "base"))
+    subprocess.run((*command, *folder), capture_output=True, check=False, cwd=ROOT)
+    account = read_account(reports)
+    assert (len(account.passed), account.failed) == (4, ())
 
 
 @pytest.mark.slow
