@@ -30,7 +30,7 @@ from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
 from engine.attention import registry
 from engine.attention.interface import ATTENTION_NAME, register
-from engine.cuda.gpu_forward import gpu_forward
+from engine.cuda.gpu_forward import forwards, gpu_forward
 from engine.cuda.launching_runner import LaunchingRunner
 from engine.layout import lay_out
 from engine.loaded import LoadedModel, ModelInfo
@@ -149,7 +149,7 @@ class Bench:
         self._runner = (LaunchingRunner if on_gpu else ModelRunner)(loaded.forward(self._pool), self._pool)
         self.report: tuple[str, ...] = ()
         if on_gpu:
-            self._runner.forward, self.report = gpu_forward(settings, loaded, self._pool)
+            self._runner.forward, self.report = gpu_forward(settings, loaded, self._pool, forwards(settings, loaded))
 
     def prefill(self, tokens: int, work: Work, rates: Rates) -> Row:
         block_ids = tuple(range(-(-tokens // self._pool.layout.block_size)))

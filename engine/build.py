@@ -10,7 +10,7 @@ from cluster.messages import LayoutFingerprint
 from engine import capacity
 from engine.cpu.compile import compiled_forward
 from engine.cpu.compiled_draw import compiled_draw
-from engine.cuda.gpu_forward import gpu_forward
+from engine.cuda.gpu_forward import Forwards, forwards, gpu_forward
 from engine.cuda.launching_runner import LaunchingRunner
 from engine.decoders.not_compiled import NotCompiled
 from engine.deterministic.build import make_deterministic
@@ -41,14 +41,18 @@ def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.N
     torch.set_num_threads(settings.num_threads or 1)  # workers share a host's cores: two threads that fight stall both
     loaded = load(settings, wire)
     settings = capacity.with_pool_memory(settings, loaded.device)
+    on_gpu = loaded.device.startswith("cuda")
+    on_device = forwards(settings, loaded) if on_gpu else None
     if capacity.is_measured(settings):
         settings, loaded = _measured(settings, loaded, wire)
     num_blocks = capacity.num_blocks(settings, loaded.layout, wire)
-    on_gpu = loaded.device.startswith("cuda")
     pool = take_pool(loaded.layout, num_blocks, loaded.device, num_spare=1 if on_gpu else 0)  # for graphs' idle rows
     layout_fingerprint = fingerprint(loaded, wire.name)  # reads the weights: before they are packed
     runner = (LaunchingRunner if on_gpu else ModelRunner)(loaded.forward(pool), pool)
-    speed = (*_speed_up_drawing(settings, loaded, runner), *_speed_up(settings, loaded, runner, pool))
+    if on_device is not None:
+        speed = _speed_up_gpu(settings, loaded, runner, pool, on_device)
+    else:
+        speed = (*_speed_up_drawing(settings, runner), *_speed_up(settings, loaded, runner, pool))
     if settings.deterministic == "on":
         made = make_deterministic(loaded, runner, pool)
         layout_fingerprint = made.marked(layout_fingerprint)
@@ -71,13 +75,18 @@ def _measured(
     return settings, dataclasses.replace(loaded, info=dataclasses.replace(loaded.info, max_model_len=longest))
 
 
+def _speed_up_gpu(
+    settings: EngineSettings, loaded: LoadedModel, runner: ModelRunner, pool: KvPool, on_device: Forwards
+) -> tuple[str, ...]:
+    """The fused forward, graphs of decodes, and steps launched behind steps. Answers with lines for the report."""
+    runner.forward, lines = gpu_forward(settings, loaded, pool, on_device)
+    runner.feeds, line = _async_scheduling(settings, loaded)
+    return line, *lines
+
+
 def _speed_up(settings: EngineSettings, loaded: LoadedModel, runner: ModelRunner, pool: KvPool) -> tuple[str, ...]:
-    """On a GPU the fused forward, graphs of decodes, and steps launched behind steps; on a CPU the compiled forward
-    where there is one for this model, else the plain one on packed weights. Answers with lines for the report."""
-    if loaded.device.startswith("cuda"):
-        runner.forward, lines = gpu_forward(settings, loaded, pool)
-        runner.feeds, line = _async_scheduling(settings, loaded)
-        return line, *lines
+    """The compiled forward where there is one for this model, else the plain one on packed weights. Answers with lines
+    for the report: which one, and why."""
     try:
         runner.forward = compiled_forward(settings, loaded, pool)
     except NotCompiled as why:
@@ -99,10 +108,8 @@ def _async_scheduling(settings: EngineSettings, loaded: LoadedModel) -> tuple[bo
     return True, "async scheduling: on"
 
 
-def _speed_up_drawing(settings: EngineSettings, loaded: LoadedModel, runner: ModelRunner) -> tuple[str, ...]:
-    """On a CPU by the compiled library, which changes no token. Answers with lines for the report."""
-    if loaded.device != "cpu":
-        return ()
+def _speed_up_drawing(settings: EngineSettings, runner: ModelRunner) -> tuple[str, ...]:
+    """By the compiled library, which changes no token. Answers with lines for the report."""
     if settings.cpu_kernels == "off":
         return ("drawing: torch (--cpu-kernels off)",)
     try:

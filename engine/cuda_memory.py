@@ -29,6 +29,7 @@ class CudaMemory:
         index = torch.cuda.current_device() if device.index is None else device.index
         with torch.cuda.device(index):
             torch.cuda.current_stream().synchronize()  # the device's context is there
+            torch.cuda.empty_cache()  # the driver has no way to what torch keeps for later
             self.file, self.num_bytes, address = _allocate(num_bytes, index)
             try:
                 self.tensor = _tensor_over(_Region(address, self.num_bytes), torch.device("cuda", index))[:num_bytes]

@@ -70,4 +70,6 @@ def _merged(linears: Sequence[nn.Linear]) -> Product:
     sizes = [linear.out_features for linear in linears]
     for linear, part in zip(linears, torch.split(weight, sizes), strict=True):
         linear.weight.data = part
+    if weight.is_cuda:
+        torch.cuda.empty_cache()  # pieces of this size serve nobody else, and another process may share the GPU
     return Product(weight, torch.cat(biases) if biases else None)

@@ -1,6 +1,8 @@
 """The forward of an engine on a GPU: fused where it can be, decodes from graphs, and what the worker's report says."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -21,9 +23,33 @@ from engine.pool import KvPool
 NewForward = Callable[[AttentionBackend], Forward]
 
 
-def gpu_forward(settings: EngineSettings, loaded: LoadedModel, pool: KvPool) -> tuple[Forward, tuple[str, ...]]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Forwards:
+    """One model's, over any pool and with any back end."""
+
+    over: Callable[[KvPool, AttentionBackend], Forward]
+    report: str
+
+
+def forwards(settings: EngineSettings, loaded: LoadedModel) -> Forwards:
+    """Fused where that can be. Weights are moved and the model's own forward is asked once more, which takes memory for
+    a while: called before the pool takes what there is."""
+    try:
+        if settings.deterministic == "on":
+            raise NotCompiled("--deterministic computes in shapes of its own")
+        fused, ops = fused_decoder(loaded, settings.max_prefill_tokens)
+    except NotCompiled as why:
+        return Forwards(partial(PlainForward, loaded.model), f"forward: plain ({why})")
+    return Forwards(
+        lambda pool, backend: FusedForward(fused, pool, backend, ops), f"forward: fused, {len(fused.layers)} layers"
+    )
+
+
+def gpu_forward(
+    settings: EngineSettings, loaded: LoadedModel, pool: KvPool, made: Forwards
+) -> tuple[Forward, tuple[str, ...]]:
     """The forward to serve with, and lines for the report. The pool needs one spare block."""
-    new_forward, line = _new_forward(settings, loaded, pool)
+    new_forward, line = partial(made.over, pool), made.report
     plain = new_forward(loaded.attention.build())
     if settings.cuda_graphs == "off":
         return plain, (line, "cuda graphs: off (--cuda-graphs off)")
@@ -31,10 +57,11 @@ def gpu_forward(settings: EngineSettings, loaded: LoadedModel, pool: KvPool) -> 
         return plain, (line, "cuda graphs: off, as --deterministic computes in shapes of its own")
     if not loaded.attention.captures:
         return plain, (line, f"cuda graphs: off, as attention by {loaded.attention.name} cannot be captured")
-    taken = torch.cuda.memory_allocated(pool.device)
+    torch.cuda.empty_cache()
+    taken = torch.cuda.memory_reserved(pool.device)
     capture = CudaCapture(pool.device)
     graphs, why = captured(settings.max_num_seqs, loaded, pool, new_forward, capture)
-    taken = torch.cuda.memory_allocated(pool.device) - taken
+    taken = torch.cuda.memory_reserved(pool.device) - taken  # graphs keep what their steps only pass through
     if not graphs.sizes:
         return plain, (line, f"cuda graphs: off, as the model cannot be captured ({why})")
     stopped = f"; smaller ones could not be captured ({why})" if why else ""
@@ -60,14 +87,3 @@ def captured(
     except Exception as error:  # noqa: BLE001 - whatever a kernel or a library raises: steps are computed without
         return graphs, str(error).strip().partition("\n")[0] or type(error).__name__
     return graphs, ""
-
-
-def _new_forward(settings: EngineSettings, loaded: LoadedModel, pool: KvPool) -> tuple[NewForward, str]:
-    """Over the same model and pool with any back end, and a line for the report."""
-    try:
-        if settings.deterministic == "on":
-            raise NotCompiled("--deterministic computes in shapes of its own")
-        fused, ops = fused_decoder(loaded, settings.max_prefill_tokens)
-    except NotCompiled as why:
-        return lambda backend: PlainForward(loaded.model, pool, backend), f"forward: plain ({why})"
-    return lambda backend: FusedForward(fused, pool, backend, ops), f"forward: fused, {len(fused.layers)} layers"

@@ -305,6 +305,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
         "get_device_properties": lambda device=None: _Properties(),
         "synchronize": lambda device=None: pretended.wait("device"),
         "memory_allocated": lambda device=None: 0,
+        "memory_reserved": lambda device=None: 0,
         "empty_cache": lambda: None,
         "mem_get_info": lambda device=None: (0, 0),
     }

@@ -11,7 +11,7 @@ import torch
 from cluster.engine_settings import EngineSettings
 from engine.cuda.fused_forward import FusedForward, fused_decoder
 from engine.cuda.fused_ops import Heads, Ops, Rotation, TorchOps
-from engine.cuda.gpu_forward import captured, gpu_forward
+from engine.cuda.gpu_forward import captured, forwards, gpu_forward
 from engine.decoders.layer_parts import GELU_TANH, SILU, RmsNorm
 from engine.decoders.not_compiled import NotCompiled
 from engine.loaded import LoadedModel
@@ -80,7 +80,7 @@ def test_the_report_says_what_serves(
     given = {"model": str(tmp_path), "dtype": dtype, "device": "cpu", "cuda_graphs": "off"}
     pool = KvPool(model.layout, NUM_BLOCKS, num_spare=1)
     settings = EngineSettings(**given | others)  # type: ignore[arg-type]
-    forward, report = gpu_forward(settings, model, pool)
+    forward, report = gpu_forward(settings, model, pool, forwards(settings, model))
 
     assert report == lines
     plan = random_decodes(random.Random(1), 3)

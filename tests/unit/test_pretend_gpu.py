@@ -12,7 +12,8 @@ import torch
 
 from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
-from engine import loading
+from engine import build as engine_build
+from engine import cuda_memory, loading
 from engine.attention import registry
 from engine.attention.dense import attend_dense
 from engine.attention.interface import AttentionOptions, LayerKv
@@ -189,6 +190,27 @@ def test_a_fused_step_waits_for_nothing_from_graphs_and_without(gpu: PretendGpu,
         with gpu.no_waits():
             assert all(len(tokens) >= 2 for tokens in drawn(engine.runner))
         engine.pool.close()
+
+
+def test_the_pool_takes_memory_when_weights_are_where_they_stay(
+    build: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Merging weights takes memory for a while, and what torch keeps of it the driver cannot give to the pool."""
+    done: list[str] = []
+
+    def noting(name: str, plain: Callable[..., object]) -> Callable[..., object]:
+        def call(*given: object, **named: object) -> object:
+            done.append(name)
+            return plain(*given, **named)
+
+        return call
+
+    noted = ((gpu_forward, "fused_decoder"), (torch.cuda, "empty_cache"))
+    for owner, name in (*noted, (cuda_memory, "_allocate"), (engine_build, "take_pool")):
+        monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
+    build(dtype="bfloat16").pool.close()
+    assert "fused_decoder" in done[: done.index("take_pool")]
+    assert done[done.index("take_pool") + 1 :][:2] == ["empty_cache", "_allocate"]
 
 
 def test_what_a_gpu_refuses_or_waits_for_is_seen(gpu: PretendGpu) -> None:
