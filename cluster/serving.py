@@ -22,17 +22,21 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
 _KEEPALIVE_MS = 10_000
 _KEEPALIVE_TIMEOUT_MS = 5_000
-_SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),  # else two processes share a port and each gets half of the calls
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
-)
-_CHANNEL_OPTIONS = (
+# Both ends ask: who is frozen or cut off answers no ping, and what it asked for would run to its end for nobody.
+_KEEPALIVE_OPTIONS = (
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS),  # where this is left at its minute, that has no effect
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+)
+_SERVER_OPTIONS = (
+    *_KEEPALIVE_OPTIONS,
+    ("grpc.so_reuseport", 0),  # else two processes share a port and each gets half of the calls
+    ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+)
+_CHANNEL_OPTIONS = (
+    *_KEEPALIVE_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),

@@ -2,7 +2,10 @@
 
 import asyncio
 import logging
+import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,12 +15,14 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster import errors
 from cluster.health import LIVENESS, READINESS
+from cluster.process import die_with_parent
 from cluster.rpc_errors import error_from_rpc
 from cluster.serving import GrpcServer, is_serving, join_address, open_channel
 from cluster.telemetry import Telemetry
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 DEADLINE_S = 10.0
+ROOT = Path(__file__).parents[2]
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -179,6 +184,41 @@ async def test_a_client_that_goes_away_releases_what_its_call_held(served: Serve
     await asyncio.wait_for(served.service.started.wait(), DEADLINE_S)
     call.cancel()
     await asyncio.wait_for(served.service.released.wait(), DEADLINE_S)
+
+
+_READER = """
+import asyncio, sys
+from cluster.serving import open_channel
+from tandem.v1 import inference_pb2, inference_pb2_grpc
+
+async def main():
+    async with open_channel(sys.argv[1]) as channel:
+        async for _ in inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest()):
+            pass
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow  # keepalive's 15 s
+async def test_a_frozen_client_releases_what_its_call_held(served: Served) -> None:
+    """As a frozen router does its sequences: its connection stands, and it takes nothing and says nothing."""
+
+    async def hold() -> None:
+        await asyncio.Event().wait()
+
+    served.service.act = hold
+    reader = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _READER, f"127.0.0.1:{served.port}"), cwd=ROOT, preexec_fn=die_with_parent
+    )
+    try:
+        async with asyncio.timeout(4 * DEADLINE_S):
+            await served.service.started.wait()
+            reader.send_signal(signal.SIGSTOP)
+            await served.service.released.wait()
+    finally:
+        reader.kill()
+        await reader.wait()
 
 
 async def test_an_interceptor_may_refuse_like_a_service() -> None:
