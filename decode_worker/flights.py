@@ -57,6 +57,11 @@ class Flights:
                 sequence.token_ids.pop()
         return flight
 
+    def close(self) -> None:
+        """What is under way has to end before anything is decided."""
+        for flight in self._flights:
+            flight.is_open = False
+
     def presume(self) -> None:
         """Of the only one: that it computes what it was asked for, and ends nobody who is not known to end."""
         (flight,) = self._flights

@@ -134,6 +134,8 @@ class DecodeScheduler:
     def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:
         flight = self._end_flight(plan, now_s, has_failed=False)
         self._measure(flight, result, now_s)
+        if result.redrawn:
+            self._flights.close()
         started = first_runs(flight)
         tokens: list[SequenceToken] = []
         for sequence, chunk, drawn in zip(flight.sequences, plan.chunks, result.tokens, strict=True):
@@ -208,6 +210,8 @@ class DecodeScheduler:
         """The outcome of its part of a step. `num_advanced`: of its tokens, those that do not count as computed yet."""
         if chunk.num_guesses:
             return self._take_run(sequence, chunk, drawn)
+        if chunk.samples and not drawn:  # of a token that was drawn again: it is computed anew
+            return []
         sequence.advance(num_advanced)
         self._batch.tables.keep_sealed(sequence)
         if not drawn:

@@ -19,7 +19,7 @@ _ELEMENTS_AT_ONCE = 1 << 26  # 256 MiB as float32, and 256 rows of the largest v
 class StepDraws:
     """Making it waits for nothing; `read` waits for the tokens. What an ordinary step draws is one part, and on its way
     from the start; further ones are drawn when it is read, each when the one before it is done, so that there is never
-    more than one. The logits must stay as they are until then."""
+    more than one. Unless it is whole, the logits must stay as they are until then."""
 
     def __init__(self, logits: torch.Tensor, plan: StepPlan, compiled: RowDraw | None = None) -> None:
         """`logits`: `[rows, vocab]`, one row for all samples of a chunk without guesses, one for each of another's."""
@@ -28,15 +28,18 @@ class StepDraws:
         self._on_its_way = [Draw(*part, compiled) for part in itertools.islice(self._parts, 1)]
         first = self._on_its_way[0] if self._on_its_way else None
         num_samples = sum(len(chunk.samples) for chunk in plan.chunks)
+        self.is_whole = first is None or first.num_rows == num_samples  # nothing is drawn when it is read
         self.token_ids = None if first is None else first.token_ids  # of the first part, on the logits' device
-        # Every token is in `token_ids` as it will be read, and the logits are not looked at again.
-        self.are_final = first is None or (first.num_rows == num_samples and not first.may_draw_again)
+        self.redrawn: list[int] = []  # samples whose token, once read, is not the one in `token_ids`
 
     def read(self) -> list[DrawnToken]:
         """Once."""
         tokens: list[DrawnToken] = []
         while self._on_its_way:
-            tokens += self._on_its_way.pop().read()
+            draw = self._on_its_way.pop()
+            num_before = len(tokens)
+            tokens += draw.read()
+            self.redrawn += [num_before + row for row in draw.redrawn]
             self._on_its_way += (Draw(*part, self._compiled) for part in itertools.islice(self._parts, 1))
         return tokens
 

@@ -1,6 +1,6 @@
 """Computes steps on one device. Owns the order of a step: copies, forward, draw; never decides what is in it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -33,7 +33,7 @@ class ModelRunner:
         self.compiled_draw: RowDraw | None = None  # draws in place of torch, where there is one
         self.feeds = True  # its steps may feed steps that are launched behind them
         self.drafts: Drafts | None = None  # who answers the DraftRequests, where there are any
-        self._newest: torch.Tensor | None = None  # tokens of the step that was started last, where they were drawn
+        self._newest: StartedStep | None = None
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.start(plan).result()
@@ -42,19 +42,34 @@ class ModelRunner:
         """Computes the step on a CPU; on a GPU everything is on its way and nothing was waited for."""
         logits = self.logits(plan)
         draws = StepDraws(logits, plan, self.compiled_draw)
-        self._newest = draws.token_ids
-        return StartedStep(self, plan, draws, self._mark(), can_feed=self.feeds and draws.are_final)
+        self._newest = StartedStep(self, plan, draws, self._mark(), can_feed=self.feeds and draws.is_whole)
+        return self._newest
 
-    def finish(self, plan: StepPlan, drawn: Iterable[DrawnToken], written: torch.cuda.Event | None) -> StepResult:
-        """`written`: an event behind the last write of what was started."""
-        remaining = iter(drawn)
+    def finish(self, started: "StartedStep") -> StepResult:
+        plan, remaining = started.plan, iter(started.draws.read())
         tokens = tuple(tuple(next(remaining) for _ in chunk.samples) for chunk in plan.chunks)
         tokens = tuple(map(_accepted, plan.chunks, tokens))
+        tokens = tuple(() if place in started.misfed else drawn for place, drawn in enumerate(tokens))
         if self._forget_wrong_guesses(plan, tokens):
-            written = self._mark()
-        if written is not None:
-            written.synchronize()
-        return StepResult(tokens, self.drafts.draft(plan, tokens) if self.drafts is not None else ())
+            started.written = self._mark()
+        if started.written is not None:
+            started.written.synchronize()
+        redrawn = self._take_back(started)
+        guesses = self.drafts.draft(plan, tokens) if self.drafts is not None else ()
+        return StepResult(tokens, guesses, redrawn)
+
+    def _take_back(self, started: "StartedStep") -> tuple[int, ...]:
+        """Of the step behind this one, what it computed of tokens that were drawn again. It is still the newest one."""
+        behind = self._newest
+        if not started.draws.redrawn or behind is None or behind is started:
+            return ()
+        redrawn = tuple(started.draws.redrawn)
+        behind.misfed = frozenset(place for place, chunk in enumerate(behind.plan.chunks) if chunk.fed_by in redrawn)
+        if behind.misfed:
+            chunks = [behind.plan.chunks[place] for place in behind.misfed]
+            self._zero([(chunk, chunk.start) for chunk in chunks])
+            behind.written = self._mark()
+        return redrawn
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
@@ -73,9 +88,9 @@ class ModelRunner:
 
     def _feed(self, input_ids: torch.Tensor, fed: torch.Tensor) -> None:
         """On a GPU in the order of its stream: behind the draws of the step before, which nobody has read yet."""
-        assert self._newest is not None, "there is nothing to feed a step with"
+        assert self._newest is not None and self._newest.draws.token_ids is not None, "there is nothing to feed it with"
         places, samples = fed
-        input_ids.index_copy_(0, places, self._newest.index_select(0, samples))
+        input_ids.index_copy_(0, places, self._newest.draws.token_ids.index_select(0, samples))
 
     def _mark(self) -> torch.cuda.Event | None:
         if self._pool.device.type != "cuda":
@@ -85,21 +100,26 @@ class ModelRunner:
         return event
 
     def _forget_wrong_guesses(self, plan: StepPlan, tokens: tuple[tuple[DrawnToken, ...], ...]) -> bool:
-        block_size = self._pool.layout.block_size
         places = [
-            (*divmod(position, block_size), chunk)
+            (chunk, position)
             for chunk, accepted in zip(plan.chunks, tokens, strict=True)
             if chunk.num_guesses
             for position in range(chunk.end - chunk.num_guesses - 1 + len(accepted), chunk.end)
         ]
         if places:
-            where = [(chunk.block_ids[index], offset) for index, offset, chunk in places]
-            self._pool.zero_positions(*to_device(torch.tensor(where).T, self._pool.device))
+            self._zero(places)
         return bool(places)
+
+    def _zero(self, places: Sequence[tuple[Chunk, int]]) -> None:
+        """Positions of chunks' sequences."""
+        size = self._pool.layout.block_size
+        where = [(chunk.block_ids[position // size], position % size) for chunk, position in places]
+        self._pool.zero_positions(*to_device(torch.tensor(where).T, self._pool.device))
 
 
 class StartedStep:
-    """A step on its way."""
+    """A step on its way. `written`: an event behind its last write. `misfed`: its chunks fed with a token which
+    was then drawn again."""
 
     def __init__(
         self,
@@ -110,15 +130,16 @@ class StartedStep:
         *,
         can_feed: bool,
     ) -> None:
+        self.plan = plan
+        self.draws = draws
+        self.written = written
+        self.misfed: frozenset[int] = frozenset()
         self.can_feed = can_feed
         self._runner = runner
-        self._plan = plan
-        self._draws = draws
-        self._written = written
 
     def result(self) -> StepResult:
         """Waits for its tokens and for its last write."""
-        return self._runner.finish(self._plan, self._draws.read(), self._written)
+        return self._runner.finish(self)
 
 
 def _accepted(chunk: Chunk, drawn: tuple[DrawnToken, ...]) -> tuple[DrawnToken, ...]:

@@ -44,13 +44,17 @@ class Draw:
     """Tokens of one step, drawn on the device of the logits. Making one waits for nothing; `read` waits for the tokens.
 
     What a row needs is known on the host, so there is nothing to ask the device on the way, but for one case: a nucleus
-    that is wider than the best tokens which are looked at. Such rows are marked, and drawn again when they are read.
+    that is wider than the best tokens which are looked at. Such rows are marked, and drawn again when they are read: on
+    a GPU from a copy of the logits, whose own memory may by then be another step's.
     """
 
     @torch.inference_mode()
     def __init__(self, logits: torch.Tensor, samples: Sequence[Sample], compiled: RowDraw | None = None) -> None:
         assert logits.shape[0] == len(samples), f"{logits.shape[0]} rows of logits for {len(samples)} samples"
-        self._logits, self._samples = logits, samples
+        self._samples = samples
+        self.redrawn: list[int] = []  # rows whose token, once read, is not the one in `token_ids`
+        can_be_short = any(_can_be_short(sample.sampling, logits.shape[1]) for sample in samples)
+        self._logits = logits = logits.clone() if can_be_short and logits.device.type != "cpu" else logits
         token_ids = compiled(logits, samples) if compiled is not None else None
         if token_ids is not None:
             self._host: Sequence[torch.Tensor] = (token_ids,)
@@ -64,11 +68,6 @@ class Draw:
     def num_rows(self) -> int:
         return len(self._samples)
 
-    @property
-    def may_draw_again(self) -> bool:
-        """A row may turn out to be marked."""
-        return len(self._host) > 1
-
     def _draw_here(self) -> torch.Tensor:
         """-> the tokens, which are on their way to the host, and with them which rows are to be drawn again."""
         logits, samples = self._logits, self._samples
@@ -80,7 +79,7 @@ class Draw:
             index, drawn, short = _draw_random(self._allowed, rows, samples, _FIRST_WIDTH)
             token_ids[index] = drawn
             is_short[index] = short
-        can_be_short = any(_can_be_short(samples[row].sampling, logits.shape[1]) for row in random_rows)
+        can_be_short = any(_can_be_short(sample.sampling, logits.shape[1]) for sample in samples)
         self._host = to_host([token_ids, *([is_short] if can_be_short else [])])
         return token_ids
 
@@ -96,6 +95,7 @@ class Draw:
             for rows in _slices(short, self._logits.shape[1]):
                 _, drawn, _ = _draw_random(self._allowed, rows, self._samples, self._logits.shape[1])
                 for row, token_id in zip(rows, drawn.tolist(), strict=True):
+                    self.redrawn += [row] if token_id != chosen[row] else []
                     chosen[row] = token_id
             logprobs = _Logprobs.of(self._logits, self._samples, to_device(torch.tensor(chosen), self._logits.device))
             if self._logits.device.type == "cuda":
@@ -106,7 +106,12 @@ class Draw:
 
 def _can_be_short(sampling: Sampling, vocab_size: int) -> bool:
     """A nucleus of which nobody knows how wide it is."""
-    return sampling.top_p < 1 and not 0 < sampling.top_k < vocab_size and vocab_size > _FIRST_WIDTH
+    return (
+        sampling.temperature > 0
+        and sampling.top_p < 1
+        and not 0 < sampling.top_k < vocab_size
+        and vocab_size > _FIRST_WIDTH
+    )
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:

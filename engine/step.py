@@ -95,11 +95,14 @@ class StepResult:
     more, and the KV of the wrong ones is zero again. When it is returned, everything the step wrote to the pool is
     visible to any reader of it (on a GPU: an event behind the last write has completed).
 
+    `redrawn`: samples, counted over the step, whose token is another than a step launched behind this one was fed with.
+    What that one computed of it is zero again, and it draws nothing there.
     `guesses`: for each chunk what its DraftRequest brought, at most what it asked for; empty without any request.
     `swap_s`: how long the swaps took."""
 
     tokens: tuple[tuple[DrawnToken, ...], ...]
     guesses: tuple[tuple[int, ...], ...] = ()
+    redrawn: tuple[int, ...] = ()
     swap_s: float = 0.0
 
 

@@ -1,17 +1,15 @@
 """The runner of a device that computes while the step thread goes on."""
 
-from collections.abc import Iterable
-
 import torch
 
 from engine.forward import Forward
 from engine.pool import KvPool
 from engine.runner import ModelRunner, StartedStep
-from engine.step import DrawnToken, StepPlan, StepResult
+from engine.step import StepPlan, StepResult
 
 
 class LaunchingRunner(ModelRunner):
-    """A Launcher: what it launched is waited for in `result`, before the next launch.
+    """A Launcher: what it launched is waited for in `result`, in the order of the launches.
 
     Kernels of our own go to the calling thread's device, which is the first one until somebody says otherwise."""
 
@@ -26,6 +24,6 @@ class LaunchingRunner(ModelRunner):
         with torch.cuda.device(self._device):
             return super().start(plan)
 
-    def finish(self, plan: StepPlan, drawn: Iterable[DrawnToken], written: torch.cuda.Event | None) -> StepResult:
+    def finish(self, started: StartedStep) -> StepResult:
         with torch.cuda.device(self._device):
-            return super().finish(plan, drawn, written)
+            return super().finish(started)

@@ -9,17 +9,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from cluster.messages import Inspected
-from decode_worker.commands import CancelSequences, Command, Frozen
+from decode_worker.commands import Command, Frozen
 from engine.step import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult
-from tests.unit.decode_bench import ROUTER, DecodeBench, HandOff
-from tests.unit.fake_paged_runner import FakePagedRunner
+from tests.unit.decode_bench import DecodeBench, HandOff
+from tests.unit.fake_paged_runner import VOCAB_SIZE, FakePagedRunner
 
 
 class Stream:
-    """What was launched, in order; each step is fed with what the one before it drew."""
+    """What was launched, in order; each step is fed with what the one before it drew. `redraws`: asked for each token
+    that may have been fed, whether it was another one."""
 
-    def __init__(self, runner: FakePagedRunner) -> None:
+    def __init__(self, runner: FakePagedRunner, redraws: Callable[[], bool] = lambda: False) -> None:
         self._runner = runner
+        self._redraws = redraws
+        self._redrawn: tuple[int, ...] = ()
         self._waiting: deque[StepPlan] = deque()
         self._results: deque[StepResult] = deque()
         self._newest: tuple[int, ...] = ()
@@ -34,8 +37,17 @@ class Stream:
             for chunk in plan.chunks:
                 self._empty_what_it_begins(chunk)
             result = self._runner.run(StepPlan(tuple(map(self._fed, plan.chunks))))
-            self._newest = tuple(token.token_id for tokens in result.tokens for token in tokens)
-            self._results.append(result)
+            misfed = [chunk for chunk in plan.chunks if chunk.fed_by in self._redrawn]
+            tokens = tuple(
+                () if chunk in misfed else drawn for chunk, drawn in zip(plan.chunks, result.tokens, strict=True)
+            )
+            for chunk in misfed:
+                block_id, place = chunk.block_ids[chunk.start // self._size], chunk.start % self._size
+                self._runner.written[block_id][place] = None
+            newest = [token.token_id for drawn in result.tokens for token in drawn]
+            self._redrawn = () if misfed else tuple(i for i in range(len(newest)) if self._redraws())
+            self._newest = tuple(VOCAB_SIZE if i in self._redrawn else token for i, token in enumerate(newest))
+            self._results.append(replace(result, tokens=tokens, redrawn=self._redrawn))
 
     def result(self) -> StepResult:
         if not self._results:
@@ -44,10 +56,13 @@ class Stream:
 
     def _empty_what_it_begins(self, chunk: Chunk) -> None:
         """As a ModelRunner zeroes it."""
-        size = len(self._runner.written[0])
-        begun = chunk.end // size
-        if chunk.end > begun * size >= chunk.start:
-            self._runner.written[chunk.block_ids[begun]] = [None] * size
+        begun = chunk.end // self._size
+        if chunk.end > begun * self._size >= chunk.start:
+            self._runner.written[chunk.block_ids[begun]] = [None] * self._size
+
+    @property
+    def _size(self) -> int:
+        return len(self._runner.written[0])
 
     def _fed(self, chunk: Chunk) -> Chunk:
         if chunk.fed_by is None:
@@ -60,17 +75,18 @@ class Stream:
 @dataclass
 class AheadBench(DecodeBench):
     """`may_go_ahead`, `computes`: asked at each step, whether another is planned behind it, and how many steps of those
-    launched the device computes by itself."""
+    launched the device computes by itself. `redraws`: as of the Stream."""
 
     may_go_ahead: Callable[[], bool] = lambda: True
     computes: Callable[[], int] = lambda: 0
+    redraws: Callable[[], bool] = lambda: False
     plans_ahead: int = 0
     applied_under_way: int = 0
     flying: deque[StepPlan] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.stream = Stream(self.runner)
+        self.stream = Stream(self.runner, lambda: self.redraws())
 
     def apply(self, command: Command) -> None:
         if self.flying and not self.scheduler.may_apply(command):
@@ -80,11 +96,12 @@ class AheadBench(DecodeBench):
         self.scheduler.check()
 
     def cancel(self, handles: Iterable[int]) -> None:
-        """What waits for a step's end hears of its tokens."""
-        handles = frozenset(handles)
-        if self.flying and not self.scheduler.may_apply(CancelSequences(ROUTER, handles)):
-            self.settle()
+        self._settle_if_all_waits()
         super().cancel(handles)
+
+    def discard(self, handoff: HandOff, quarantined: Iterable[int] = ()) -> None:
+        self._settle_if_all_waits()
+        super().discard(handoff, quarantined)
 
     def finish(self, handoff: HandOff) -> None:
         """A whole block is written, with nothing behind its last token."""
@@ -127,6 +144,11 @@ class AheadBench(DecodeBench):
     def inspect(self) -> Inspected:
         self.settle()
         return super().inspect()
+
+    def _settle_if_all_waits(self) -> None:
+        """What a step tells while a command waits for its end, the outside hears before that is applied."""
+        if not self.scheduler.may_plan_ahead:
+            self.settle()
 
     def _go_ahead(self) -> None:
         self._take_in(self.scheduler.reap(self.now_s)[0])

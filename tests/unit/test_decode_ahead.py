@@ -41,6 +41,8 @@ class _Play:
         eagerness, self.num_computed = dice.choice([0.5, 0.95, 1.0]), dice.choice([(0,), (0, 1, 2), (2,)])
         self.bench.may_go_ahead = lambda: dice.random() < eagerness
         self.bench.computes = lambda: dice.choice(self.num_computed)
+        misfortune = dice.choice([0.0, 0.0, 0.1, 0.5])
+        self.bench.redraws = lambda: dice.random() < misfortune
         self.restlessness = dice.choice([0.1, 0.5, 0.9])
         self.offered: set[bytes] = set()
 

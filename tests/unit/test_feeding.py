@@ -1,9 +1,7 @@
 """Steps launched behind steps whose tokens nobody has read: tokens and KV of steps that wait, to the last bit."""
 
 import itertools
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from decode_worker.limits import DecodeLimits
 from decode_worker.scheduler import DecodeScheduler
 from engine.build import Engine, build_engine
 from engine.runner import ModelRunner, StartedStep
+from engine.sampler import Draw
 from engine.step import UNKNOWN_TOKEN, Chunk, DrawnToken, Sample, StepPlan
 from engine.step_loop import StepLoop
 from tests.golden.families import FAMILIES
@@ -29,7 +28,6 @@ __all__ = ["build", "gpu", "on_cpu"]
 WAYS = (Sampling(), Sampling(0.8, top_p=0.9), Sampling(0.7, top_k=20, min_p=0.02, num_logprobs=3))
 PROMPTS = (tuple(range(1, 12)), (9, 8, 7), (5, 6, 5, 6, 5, 6, 5))
 NUM_STEPS = 12
-_DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -119,12 +117,10 @@ def test_async_scheduling_is_turned_off_by_its_flag(gpu: PretendGpu, build: Call
     assert not engine.runner.start(next(steps(None))).can_feed
 
 
-def test_a_nucleus_of_unknown_width_feeds_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.sampler._FIRST_WIDTH", 10)
-    plan = next(steps(None))
-    assert not engine.runner.start(plan).can_feed
-    narrow = replace(plan, chunks=(plan.chunks[0],))
-    assert engine.runner.start(narrow).can_feed
+@pytest.mark.parametrize("most", [1, 1000])
+def test_a_step_that_is_drawn_in_parts_feeds_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr("engine.draws._ELEMENTS_AT_ONCE", most)
+    assert engine.runner.start(next(steps(None))).can_feed == (most == 1000)
 
 
 class _Launching(ModelRunner):
@@ -143,7 +139,6 @@ def served(engine: Engine, *, feeds: bool) -> dict[int, list[int]]:
     runner.feeds = feeds
     tokens: dict[int, list[int]] = {}
     ended: list[int] = []
-    has_ended = threading.Event()
 
     def emit(events: tuple[Event, ...]) -> None:
         for event in events:
@@ -151,7 +146,7 @@ def served(engine: Engine, *, feeds: bool) -> dict[int, list[int]]:
                 tokens.setdefault(told.handle, []).append(told.token.token_id)
                 ended.extend([told.handle] if told.token.finish_reason else [])
         if len(ended) == 8:
-            has_ended.set()
+            loop.stop()
 
     limits = DecodeLimits(
         num_blocks=12, block_size=8, max_model_len=32, max_num_seqs=3, max_prefill_tokens=20, max_queue=9, watermark=0.0
@@ -169,8 +164,8 @@ def served(engine: Engine, *, feeds: bool) -> dict[int, list[int]]:
         stops = TokenStops(12, 0, frozenset(range(handle, 64, 7)))
         start = (SequenceStart(handle, handle),)
         loop.post(AdmitLocal(DecodeJob("r", 0, ROUTER, PROMPTS[handle % 3], WAYS[handle % 3], stops, start, None, 1e6)))
-    loop.start()
-    assert has_ended.wait(_DEADLINE_S) and loop.stop(_DEADLINE_S) and not fatal
+    loop._run()  # in this thread, which is the one that has the pretended GPU
+    assert not fatal
     assert bool(runner.num_behind) == feeds
     return tokens
 
@@ -178,3 +173,39 @@ def served(engine: Engine, *, feeds: bool) -> dict[int, list[int]]:
 def test_a_model_served_ahead_says_what_it_says_in_turn(engine: Engine) -> None:
     engine.pool.raw.zero_()
     assert served(engine, feeds=True) == served(engine, feeds=False)
+
+
+def test_tokens_that_are_drawn_again_change_nothing_but_the_number_of_steps(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A nucleus wider than what is looked at first: the step behind it was fed with another token."""
+    expected = served(engine, feeds=False)
+    redrawn = noting_redrawn(monkeypatch)
+    assert served(engine, feeds=True) == expected
+    assert redrawn
+
+
+def test_on_a_gpu_they_are_drawn_again_from_their_own_logits(
+    engine: Engine, gpu: PretendGpu, build: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step behind them has overwritten those that graphs write to."""
+    expected = served(engine, feeds=False)
+    on_gpu = build()
+    assert on_gpu.report[-1].startswith("cuda graphs: 3 sizes")
+    redrawn = noting_redrawn(monkeypatch)
+    assert served(on_gpu, feeds=True) == expected
+    assert redrawn
+
+
+def noting_redrawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    monkeypatch.setattr("engine.sampler._FIRST_WIDTH", 2)
+    redrawn: list[int] = []
+    read = Draw.read
+
+    def noting(draw: Draw) -> list[DrawnToken]:
+        tokens = read(draw)
+        redrawn.extend(draw.redrawn)
+        return tokens
+
+    monkeypatch.setattr(Draw, "read", noting)
+    return redrawn
