@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from kvtransfer.memory import PoolMemory
-from kvtransfer.piece_sums import coefficients, host_sums
+from kvtransfer.piece_sums import NUM_SUMS, coefficients, host_sums, num_pieces
 from kvtransfer.side_stream import side_stream
 
 DIGEST_BYTES = 16
@@ -62,15 +62,11 @@ def digest_blocks(
     if memory.raw.is_cuda:
         return _digest_on_device(memory.raw, block_ids, definition)
     batch = max(1, _BATCH_BYTES // memory.block_bytes)
-    digests: list[bytes] = []
+    sums = torch.empty(len(block_ids), num_pieces(memory.block_bytes), NUM_SUMS, dtype=torch.int32)
     for start in range(0, len(block_ids), batch):
         ids = block_ids[start : start + batch]
-        if ids[-1] - ids[0] == len(ids) - 1 and all(after > one for one, after in itertools.pairwise(ids)):
-            blocks = memory.raw[ids[0] : ids[-1] + 1]  # neighbours: where they are
-        else:
-            blocks = memory.raw.index_select(0, torch.tensor(ids))
-        digests += digest_tensor(blocks, definition)
-    return tuple(digests)
+        sums[start : start + batch] = host_sums(_blocks(memory.raw, ids), 0)
+    return _hashed(folded(sums, definition, host_sums), memory.block_bytes, definition)
 
 
 def split_digests(packed: bytes) -> tuple[bytes, ...]:
@@ -104,6 +100,12 @@ def folded(
             break
         sums = sums_of(sums.flatten(1).view(torch.uint8), fold)
     return sums
+
+
+def _blocks(raw: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
+    if ids[-1] - ids[0] == len(ids) - 1 and all(after > one for one, after in itertools.pairwise(ids)):
+        return raw[ids[0] : ids[-1] + 1]  # neighbours: where they are
+    return raw.index_select(0, torch.tensor(ids))
 
 
 def _digest_on_device(

@@ -20,10 +20,13 @@ _Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def host_sums(rows: torch.Tensor, fold: int) -> torch.Tensor:
     """torch.int32, [n, pieces, sums] of `rows` (torch.uint8, [n, row_bytes]) with the coefficients of that fold."""
-    num_rows, row_bytes = rows.shape
     pieces = pieces_of(rows)
     sums = exact_product()(pieces, coefficients(fold)[: pieces.shape[1]])
-    return sums.reshape(num_rows, -(-row_bytes // PIECE_BYTES), NUM_SUMS)
+    return sums.reshape(len(rows), num_pieces(rows.shape[1]), NUM_SUMS)
+
+
+def num_pieces(row_bytes: int) -> int:
+    return -(-row_bytes // PIECE_BYTES)
 
 
 def pieces_of(rows: torch.Tensor) -> torch.Tensor:
@@ -32,8 +35,8 @@ def pieces_of(rows: torch.Tensor) -> torch.Tensor:
     padding = -row_bytes % PIECE_BYTES if row_bytes > PIECE_BYTES else 0  # zeros change no sum
     if padding:
         rows = torch.nn.functional.pad(rows, (0, padding))
-    num_pieces = len(rows) * -(-row_bytes // PIECE_BYTES)
-    return rows.contiguous().view(torch.int8).reshape(num_pieces, min(row_bytes, PIECE_BYTES))
+    num_rows = len(rows) * num_pieces(row_bytes)
+    return rows.contiguous().view(torch.int8).reshape(num_rows, min(row_bytes, PIECE_BYTES))
 
 
 @lru_cache(maxsize=1)
