@@ -75,7 +75,7 @@ def sections(means: Means) -> list[Section]:
 
 
 _TESTS = {
-    "golden": ("tests/cuda/test_golden.py", "tests/unit/test_attention.py"),
+    "golden": ("tests/cuda/test_golden.py", "tests/cuda/test_back_ends.py", "tests/unit/test_attention.py"),
     "steady": ("tests/cuda/test_steady_steps.py", "tests/unit/test_fused_forward.py", "tests/unit/test_sampler.py"),
     "kernels": (
         "tests/unit/test_triton_paged.py",
