@@ -141,50 +141,67 @@ def random_norm(features: int, generator: torch.Generator, device: str) -> RmsNo
     return RmsNorm(torch.randn(features, generator=generator).to(device), 1e-3)
 
 
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def are_near(ours: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
+    """What lies between two roundings of one sum: in bfloat16 a last place, in float32 the order of the sum."""
+    return torch.allclose(ours.float(), expected.float(), rtol=2.0**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
 @pytest.mark.cuda
+@DTYPES
+@pytest.mark.parametrize("features", [40, 3000])
 @pytest.mark.parametrize("has_addend", [False, True])
 @pytest.mark.parametrize(("has_addend_norm", "has_norm"), [(True, True), (False, True), (False, False)])
-def test_the_norm_kernel_is_its_definition(has_addend: bool, has_addend_norm: bool, has_norm: bool) -> None:
+def test_the_norm_kernel_is_its_definition(
+    has_addend: bool, has_addend_norm: bool, has_norm: bool, features: int, dtype: torch.dtype
+) -> None:
     device = kernel_device()
     generator = torch.Generator().manual_seed(2)
-    hidden = torch.randn(3, 40, generator=generator).to(device)
-    addend = torch.randn(3, 40, generator=generator).to(device) if has_addend else None
-    norms = [random_norm(40, generator, device) if wanted else None for wanted in (has_addend_norm, has_norm)]
+    hidden = torch.randn(3, features, generator=generator).to(device)
+    addend = torch.randn(3, features, generator=generator).to(device, dtype) if has_addend else None
+    norms = [random_norm(features, generator, device) if wanted else None for wanted in (has_addend_norm, has_norm)]
     ours, plain = hidden.clone(), hidden.clone()
 
     rows = ops_on(device).norm(ours, addend, norms[0] if has_addend else None, norms[1])
     expected = TorchOps().norm(plain, addend, norms[0] if has_addend else None, norms[1])
 
-    assert torch.allclose(ours, plain, atol=1e-5)
-    assert torch.allclose(rows.float(), expected.float(), rtol=1e-2, atol=1e-5)
+    assert rows.dtype == torch.bfloat16
+    assert are_near(ours, plain, torch.float32)
+    assert are_near(rows, expected, torch.bfloat16)
 
 
 @pytest.mark.cuda
+@DTYPES
 @pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize("rotary_dim", [16, 24])
-def test_the_rotating_kernel_is_its_definition(has_norms: bool, rotary_dim: int) -> None:
+@pytest.mark.parametrize(("dim", "rotary_dim"), [(24, 16), (24, 24), (128, 128), (80, 32)])
+def test_the_rotating_kernel_is_its_definition(has_norms: bool, dim: int, rotary_dim: int, dtype: torch.dtype) -> None:
     device = kernel_device()
     generator = torch.Generator().manual_seed(2)
-    tokens, num_heads, num_kv_heads, dim = 3, 4, 2, 24
-    states = torch.randn(tokens, num_heads + 2 * num_kv_heads, dim, generator=generator).to(device)
+    tokens, num_heads, num_kv_heads = 3, 4, 2
+    states = torch.randn(tokens, num_heads + 2 * num_kv_heads, dim, generator=generator).to(device, dtype)
     rotation = Rotation(*torch.randn(2, tokens, rotary_dim, generator=generator).to(device))
     norms = [random_norm(dim, generator, device) if has_norms else None for _ in range(2)]
     results = []
     for ops in (ops_on(device), TorchOps()):
         ours = states.clone()
-        pool = torch.zeros(2, 5, 4, num_kv_heads, dim, device=device)
+        pool = torch.full((2, 5, 4, num_kv_heads, dim), 100.0, device=device, dtype=dtype)
         query, key, value = torch.split(ours, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         blocks, offsets = torch.tensor([4, 0, 4], device=device), torch.tensor([1, 3, 2], device=device)
         ops.rotate(Heads(query, key, value, norms[0], norms[1], pool[0], pool[1], blocks, offsets), rotation)
         results.append((ours, pool))
     for ours, expected in zip(*results, strict=True):
-        assert torch.allclose(ours, expected, atol=1e-5)
+        assert are_near(ours, expected, dtype)
 
 
 @pytest.mark.cuda
+@DTYPES
 @pytest.mark.parametrize("activation", [SILU, GELU_TANH])
-def test_the_gating_kernel_is_its_definition(activation: int) -> None:
+def test_the_gating_kernel_is_its_definition(activation: int, dtype: torch.dtype) -> None:
     device = kernel_device()
-    gate_up = 3 * torch.randn(2, 2 * 1100, generator=torch.Generator().manual_seed(2)).to(device)
+    gate_up = 3 * torch.randn(2, 2 * 1100, generator=torch.Generator().manual_seed(2)).to(device, dtype)
 
-    assert torch.allclose(ops_on(device).gate(gate_up, activation), TorchOps().gate(gate_up, activation), atol=1e-5)
+    ours, expected = (ops.gate(gate_up, activation) for ops in (ops_on(device), TorchOps()))
+    assert ours.dtype == dtype
+    assert are_near(ours, expected, dtype)
