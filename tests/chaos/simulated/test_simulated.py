@@ -22,8 +22,9 @@ from tests.chaos.simulated.batch import run_seeds
 from tests.chaos.simulated.engine import LAYOUT, StandInRunner, memory_of
 from tests.chaos.simulated.loop import Process, SimulatedLoop
 from tests.chaos.simulated.machine import simulated_machine
+from tests.chaos.simulated.member import READ_TIMEOUT_S
 from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, make_schedule
-from tests.chaos.simulated.world import READ_TIMEOUT_S, run_schedule
+from tests.chaos.simulated.world import run_schedule
 
 _FIXED = range(100)
 

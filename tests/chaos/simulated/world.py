@@ -8,26 +8,20 @@ from typing import Any
 
 import grpc
 
-import decode_worker.start
-import prefill_worker.start
-import router.app
-from cluster.config import RouterConfig, WorkerConfig
 from cluster.errors import DrainIncomplete, Fenced, RegistryUnavailable, Unhealthy
 from kvtransfer.transports.loopback import Fault, LoopbackNetwork
-from tandem.v1 import admin_pb2, admin_pb2_grpc, kv_pb2, worker_pb2, worker_pb2_grpc
+from tandem.v1 import admin_pb2, admin_pb2_grpc
 from tests.chaos.simulated.calls import Channel
 from tests.chaos.simulated.clients import Client
-from tests.chaos.simulated.disk import Disk, SimulatedBlockFiles
-from tests.chaos.simulated.engine import LAYOUT
+from tests.chaos.simulated.disk import Disk
 from tests.chaos.simulated.loop import Process, SimulatedLoop, Stuck
 from tests.chaos.simulated.machine import inside
+from tests.chaos.simulated.member import Member
 from tests.chaos.simulated.network import Network
+from tests.chaos.simulated.phases import BEGINS, ENDS_WITH, kind_of
 from tests.chaos.simulated.redis import PLACE, RedisServer
 from tests.chaos.simulated.schedule import Kind, Mishap, Phase, Schedule
 
-REQUEST_TIMEOUT_S = 90.0
-READ_TIMEOUT_S = 3.0
-_READY_S = 30.0
 _CLIENTS_S = 150.0
 _IDLE_S = 60.0  # until nothing is held any more, when everybody is well again
 _STUCK_S = 30.0  # for a worker whose step hangs to go on, or to end because of it
@@ -120,10 +114,9 @@ class World:
 
     def watch(self, method: str, sender: Process, receiver: Process, message: Any) -> None:
         """Every message, as it is sent."""
-        oneof = _ONEOFS.get(type(message))
-        kind = message.WhichOneof(oneof) if oneof is not None else type(message).__name__
+        kind = kind_of(message)
         self.trace.append((self.loop.time(), method, sender.place, receiver.place, kind))
-        phase = _PHASES.get((method, kind))
+        phase = BEGINS.get((method, kind))
         if phase is not None and sender.place != "world":
             if phase is Phase.QUEUED:
                 if sender.place not in self.members or not sender.place.startswith("router"):
@@ -150,7 +143,7 @@ class World:
 
     def _num_past(self, phase: Phase, place: str) -> int:
         """How often a request there has come further."""
-        return self._come_to[place][_ENDS_WITH[phase]]
+        return self._come_to[place][ENDS_WITH[phase]]
 
     def _place(self, mishap: Mishap, involved: dict[str, str]) -> str:
         if mishap.role == "redis":
@@ -233,7 +226,7 @@ class World:
             case Kind.MOVE:
                 await self._ask_to_move(place)
 
-    async def _supersede(self, member: "Member", for_s: float) -> None:
+    async def _supersede(self, member: Member, for_s: float) -> None:
         """Whoever has been replaced must end by itself when it wakes."""
         former, main = member.process, member.main
         self.loop.stop_process(former)
@@ -281,11 +274,11 @@ class World:
         self.network.heal(ends)
         self.say(" and ".join(sorted(ends)), "is reached again")
 
-    def _kill(self, member: "Member") -> None:
+    def _kill(self, member: Member) -> None:
         self.loop.kill(member.process)
         self.network.on_dead(member.process)
 
-    async def _start_again(self, member: "Member") -> None:
+    async def _start_again(self, member: Member) -> None:
         if not member.main.done() and member.process.is_alive:
             return
         if member.process.is_alive:
@@ -293,7 +286,7 @@ class World:
         member.start()
         await self._until_started(member)
 
-    async def _until_started(self, member: "Member") -> None:
+    async def _until_started(self, member: Member) -> None:
         while not await member.until_ready():  # it does not start without Redis; whoever supervises it tries again
             self._kill(member)
             await asyncio.sleep(_SUPERVISOR_S)
@@ -346,7 +339,7 @@ class World:
             else:
                 self._on_exit(member)
 
-    def _on_exit(self, member: "Member", *, is_expected: bool = True, may_leave_work: bool = False) -> None:
+    def _on_exit(self, member: Member, *, is_expected: bool = True, may_leave_work: bool = False) -> None:
         error = member.main.exception()
         if may_leave_work and isinstance(error, Unhealthy):
             self.say(member.process, f"ends because it is stuck: {error}")
@@ -360,135 +353,6 @@ class World:
         if left and error is None:
             self.wrong(f"{member.process} has left tasks behind: {', '.join(left)}")
         self._kill(member)
-
-
-class Member:
-    """A router or worker at one place, with all its incarnations."""
-
-    def __init__(self, world: World, role: str, index: int) -> None:
-        self._world, self.role, self.place = world, role, f"{role}{index}"
-        self._port = 7_000 + 100 * len(world.members)
-        self._number = 0
-        self.process: Process
-        self.main: asyncio.Task[None]
-        self.stop: asyncio.Event
-        self._ready: asyncio.Event
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self._port}"
-
-    def start(self, *, elsewhere: bool = False) -> None:
-        """`elsewhere`: at another address."""
-        self._number += 1
-        self._port += elsewhere
-        self.process = Process(self.place, self._number)
-        self.process.step_s = self._world.schedule.step_s
-        self.stop, self._ready = asyncio.Event(), asyncio.Event()
-        self._world.say(self.process, "starts")
-        self.main = self._world.loop.spawn(self.process, self._main(), f"main of {self.process}")
-
-    async def until_ready(self) -> bool:
-        """False: there was no Redis."""
-        ready = asyncio.create_task(self._ready.wait())
-        await asyncio.wait([ready, self.main], timeout=_READY_S, return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
-        if self.main.done() and isinstance(self.main.exception(), RegistryUnavailable):
-            self._world.say(self.process, "finds no Redis, and ends")
-            return False
-        has_left = self.main.done() and self.main.exception() is None and self.stop.is_set()  # asked to, before that
-        if not self._ready.is_set() and self.process.runs and not has_left:
-            reason = self.main.exception() if self.main.done() else "it is slow"
-            self._world.wrong(f"{self.process} does not become ready: {reason!r}")
-        return True
-
-    async def _main(self) -> None:
-        announce = lambda **_: self._ready.set()  # noqa: E731
-        config = self._config()
-        if isinstance(config, RouterConfig):
-            await router.app.run(config, stop=self.stop, announce=announce)
-        else:
-            start = prefill_worker.start if self.role == "prefill" else decode_worker.start
-            await start.run(config, stop=self.stop, announce=announce)
-
-    def _config(self) -> RouterConfig | WorkerConfig:
-        schedule = self._world.schedule
-        common: dict[str, Any] = {
-            "redis": "redis://redis:6379",
-            "member_id": self.place,
-            "member_lease_s": 3.0,
-            "model": "demo_model",
-            "max_model_len": 96,
-            "stream_grace_s": 1.0,
-            "drain_grace_s": self._world.schedule.drain_grace_s,
-        }
-        if self.role == "router":
-            return RouterConfig(**common, port=1, grpc_port=self._port, request_timeout_s=REQUEST_TIMEOUT_S)
-        return WorkerConfig(
-            **common,
-            port=self._port,
-            block_size=4,
-            num_blocks=schedule.num_blocks,
-            max_prefill_tokens=16,
-            max_num_seqs=8,
-            swap_space="0",
-            speculation="prompt" if schedule.speculates else "off",
-            lease_s=1.5,
-            max_lease_s=12.0,
-            attach_timeout_s=5.0,
-            read_timeout_s=READ_TIMEOUT_S,
-            quarantine_s=1.5,
-            heartbeat_s=1.0,
-            step_timeout_s=1.5,
-            stuck_exit_s=6.0,
-            **(_TIERS if schedule.spills and self.role == "prefill" else {}),
-        )
-
-    async def left_over(self) -> list[str]:
-        """What it still holds, in words."""
-        if self.role == "router" or self.main.done():
-            return []
-        channel = Channel(self._world.network, self.address, self._world.watch)
-        try:
-            answer = await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest(), timeout=5.0)
-        except grpc.aio.AioRpcError as error:
-            return [f"{self.process} does not answer: {error.details()}"]
-        if answer.violation:
-            self._world.wrong(f"{self.process}: {answer.violation}")
-        busy = {name: number for name, number in answer.blocks.items() if number and name not in ("free", "cached")}
-        names = ("waiting", "running", "leased_tickets", "pulls", "live_tickets", "imports", "reservations", "frozen")
-        busy |= {name: int(answer.figures[name]) for name in names if answer.figures.get(name)}
-        return [f"{self.process} has {', '.join(f'{number} {name}' for name, number in busy.items())}"] if busy else []
-
-
-_TIERS: dict[str, Any] = {
-    "prefix_host_memory": str(4 * LAYOUT.block_bytes),
-    "prefix_disk": "disk",
-    "prefix_disk_space": str(8 * SimulatedBlockFiles.file_bytes(LAYOUT.block_bytes)),
-}
-_ENDS_WITH = {
-    Phase.QUEUED: Phase.PREFILLING,
-    Phase.PREFILLING: Phase.FIRST_TOKEN,
-    Phase.FIRST_TOKEN: Phase.DECODING,
-    Phase.PULLING: Phase.SETTLING,
-    Phase.SETTLING: Phase.DECODING,
-    Phase.DECODING: None,
-}
-_ONEOFS = {
-    worker_pb2.PrefillEvent: "event",
-    kv_pb2.ImporterMessage: "message",
-    kv_pb2.ExporterMessage: "message",
-    worker_pb2.RouterMessage: "message",
-    worker_pb2.WorkerMessage: "message",
-}
-_PHASES = {
-    ("/tandem.v1.PrefillWorker/Prefill", "PrefillRequest"): Phase.QUEUED,
-    ("/tandem.v1.PrefillWorker/Prefill", "accepted"): Phase.PREFILLING,
-    ("/tandem.v1.PrefillWorker/Prefill", "first_tokens"): Phase.FIRST_TOKEN,
-    ("/tandem.v1.KvTransfer/HandOff", "attach"): Phase.PULLING,
-    ("/tandem.v1.KvTransfer/HandOff", "settle"): Phase.SETTLING,
-    ("/tandem.v1.DecodeWorker/Connect", "step"): Phase.DECODING,
-}
 
 
 def run_schedule(schedule: Schedule) -> Result:

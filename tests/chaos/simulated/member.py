@@ -1,0 +1,129 @@
+"""A router or worker of a simulated cluster: the real one's code, started, watched, and started again at its place."""
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+import decode_worker.start
+import prefill_worker.start
+import router.app
+from cluster.config import RouterConfig, WorkerConfig
+from cluster.errors import RegistryUnavailable
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+from tests.chaos.simulated.calls import Channel
+from tests.chaos.simulated.disk import SimulatedBlockFiles
+from tests.chaos.simulated.engine import LAYOUT
+from tests.chaos.simulated.loop import Process
+
+if TYPE_CHECKING:
+    from tests.chaos.simulated.world import World
+
+READ_TIMEOUT_S = 3.0
+_REQUEST_TIMEOUT_S = 90.0
+_READY_S = 30.0
+
+_TIERS: dict[str, Any] = {
+    "prefix_host_memory": str(4 * LAYOUT.block_bytes),
+    "prefix_disk": "disk",
+    "prefix_disk_space": str(8 * SimulatedBlockFiles.file_bytes(LAYOUT.block_bytes)),
+}
+
+
+class Member:
+    """A router or worker at one place, with all its incarnations."""
+
+    def __init__(self, world: "World", role: str, index: int) -> None:
+        self._world, self.role, self.place = world, role, f"{role}{index}"
+        self._port = 7_000 + 100 * len(world.members)
+        self._number = 0
+        self.process: Process
+        self.main: asyncio.Task[None]
+        self.stop: asyncio.Event
+        self._ready: asyncio.Event
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._port}"
+
+    def start(self, *, elsewhere: bool = False) -> None:
+        """`elsewhere`: at another address."""
+        self._number += 1
+        self._port += elsewhere
+        self.process = Process(self.place, self._number)
+        self.process.step_s = self._world.schedule.step_s
+        self.stop, self._ready = asyncio.Event(), asyncio.Event()
+        self._world.say(self.process, "starts")
+        self.main = self._world.loop.spawn(self.process, self._main(), f"main of {self.process}")
+
+    async def until_ready(self) -> bool:
+        """False: there was no Redis."""
+        ready = asyncio.create_task(self._ready.wait())
+        await asyncio.wait([ready, self.main], timeout=_READY_S, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if self.main.done() and isinstance(self.main.exception(), RegistryUnavailable):
+            self._world.say(self.process, "finds no Redis, and ends")
+            return False
+        has_left = self.main.done() and self.main.exception() is None and self.stop.is_set()  # asked to, before that
+        if not self._ready.is_set() and self.process.runs and not has_left:
+            reason = self.main.exception() if self.main.done() else "it is slow"
+            self._world.wrong(f"{self.process} does not become ready: {reason!r}")
+        return True
+
+    async def _main(self) -> None:
+        announce = lambda **_: self._ready.set()  # noqa: E731
+        config = self._config()
+        if isinstance(config, RouterConfig):
+            await router.app.run(config, stop=self.stop, announce=announce)
+        else:
+            start = prefill_worker.start if self.role == "prefill" else decode_worker.start
+            await start.run(config, stop=self.stop, announce=announce)
+
+    def _config(self) -> RouterConfig | WorkerConfig:
+        schedule = self._world.schedule
+        common: dict[str, Any] = {
+            "redis": "redis://redis:6379",
+            "member_id": self.place,
+            "member_lease_s": 3.0,
+            "model": "demo_model",
+            "max_model_len": 96,
+            "stream_grace_s": 1.0,
+            "drain_grace_s": self._world.schedule.drain_grace_s,
+        }
+        if self.role == "router":
+            return RouterConfig(**common, port=1, grpc_port=self._port, request_timeout_s=_REQUEST_TIMEOUT_S)
+        return WorkerConfig(
+            **common,
+            port=self._port,
+            block_size=4,
+            num_blocks=schedule.num_blocks,
+            max_prefill_tokens=16,
+            max_num_seqs=8,
+            swap_space="0",
+            speculation="prompt" if schedule.speculates else "off",
+            lease_s=1.5,
+            max_lease_s=12.0,
+            attach_timeout_s=5.0,
+            read_timeout_s=READ_TIMEOUT_S,
+            quarantine_s=1.5,
+            heartbeat_s=1.0,
+            step_timeout_s=1.5,
+            stuck_exit_s=6.0,
+            **(_TIERS if schedule.spills and self.role == "prefill" else {}),
+        )
+
+    async def left_over(self) -> list[str]:
+        """What it still holds, in words."""
+        if self.role == "router" or self.main.done():
+            return []
+        channel = Channel(self._world.network, self.address, self._world.watch)
+        try:
+            answer = await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest(), timeout=5.0)
+        except grpc.aio.AioRpcError as error:
+            return [f"{self.process} does not answer: {error.details()}"]
+        if answer.violation:
+            self._world.wrong(f"{self.process}: {answer.violation}")
+        busy = {name: number for name, number in answer.blocks.items() if number and name not in ("free", "cached")}
+        names = ("waiting", "running", "leased_tickets", "pulls", "live_tickets", "imports", "reservations", "frozen")
+        busy |= {name: int(answer.figures[name]) for name in names if answer.figures.get(name)}
+        return [f"{self.process} has {', '.join(f'{number} {name}' for name, number in busy.items())}"] if busy else []
