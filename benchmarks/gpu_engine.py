@@ -25,6 +25,7 @@ from transformers.initialization import no_init_weights
 
 from benchmarks.gpu_memory import room, that_fit
 from benchmarks.gpu_shapes import GPU_LOADS, TINY_LOADS, Loads, Work, tiny
+from benchmarks.gpu_step_loop import MORE_TOKENS, Decodes, step_times_s
 from benchmarks.machine import about
 from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
@@ -106,7 +107,10 @@ def run(
     }
     keep(result)
     measured = [("prefill", tokens, partial(bench.prefill, tokens)) for tokens in loads.prompt_tokens]
-    measured += [("decode", sequences, partial(bench.decode, sequences)) for sequences in loads.batch_sizes]
+    for sequences in loads.batch_sizes:
+        measured.append(("decode", sequences, partial(bench.decode, sequences)))
+        for what, ahead in _LOOPS.items():
+            measured.append((what, sequences, partial(bench.loop, what, sequences, ahead)))
     for what, size, measure in measured:
         try:
             result["rows"].append(dataclasses.asdict(measure(work, before)))
@@ -128,7 +132,7 @@ def _fitting(loads: Loads, device: torch.device, *, is_tiny: bool) -> tuple[str,
     fitting = dataclasses.replace(
         loads,
         prompt_tokens=that_fit(loads.prompt_tokens, 1, found.kv_tokens),
-        batch_sizes=that_fit(loads.batch_sizes, loads.context + loads.steps, found.kv_tokens),
+        batch_sizes=that_fit(loads.batch_sizes, loads.context + loads.steps + MORE_TOKENS, found.kv_tokens),
     )
     why = f"there is memory for KV of {found.kv_tokens:,} tokens"
     left_out = [f"prefill of {size}: {why}" for size in loads.prompt_tokens if size not in fitting.prompt_tokens]
@@ -141,7 +145,7 @@ class Bench:
 
     def __init__(self, loaded: LoadedModel, settings: EngineSettings, loads: Loads) -> None:
         self._loads = loads
-        self._per_sequence = loaded.layout.num_blocks_for(loads.context + loads.steps)
+        self._per_sequence = loaded.layout.num_blocks_for(loads.context + loads.steps + MORE_TOKENS)
         longest = loaded.layout.num_blocks_for(max(loads.prompt_tokens))
         num_blocks = max(longest, max(loads.batch_sizes) * self._per_sequence)
         self._pool = KvPool(loaded.layout, num_blocks, loaded.device, num_spare=1)
@@ -183,6 +187,15 @@ class Bench:
         share = work.decode_bytes(sequences, self._loads.context) / taken_s / rates.copy_bytes_per_s
         return Row("decode", sequences, sequences / taken_s, samples_s, share, launch_s)
 
+    def loop(self, what: str, sequences: int, ahead: bool, work: Work, rates: Rates) -> Row:
+        """As a worker decodes: the scheduler's time is in it where it is not hidden behind a step."""
+        loads, block_size = self._loads, self._pool.layout.block_size
+        decodes = Decodes(sequences, loads.context, loads.steps, self._pool.num_blocks, block_size)
+        samples_s = step_times_s(self._runner, decodes, ahead=ahead)
+        taken_s = statistics.median(samples_s)
+        share = work.decode_bytes(sequences, loads.context) / taken_s / rates.copy_bytes_per_s
+        return Row(what, sequences, sequences / taken_s, samples_s, share)
+
     def close(self) -> None:
         self._pool.close()
 
@@ -200,6 +213,8 @@ class Bench:
         return Chunk(number, (7,), position, block_ids, (Sample(0, position + 1, _GREEDY),))
 
 
+# Of a whole worker's loop: whether the next step is planned and launched while one runs (--async-scheduling).
+_LOOPS = {"decode, worker's loop": True, "decode, worker's loop, nothing ahead": False}
 _NUM_WARM = 2  # runs that are not counted
 
 
@@ -299,10 +314,14 @@ def table(result: dict[str, Any]) -> str:
         median_ms = statistics.median(row["samples_s"]) * 1e3
         lines.append(
             f"| {row['what']} | {row['size']:,} | {row['tokens_per_s']:,.0f} | {median_ms:.2f} ms | "
-            f"{row['launch_s'] * 1e3:.2f} ms | {row['limit_share']:.1%} |"
+            f"{_ms(row['launch_s'])} | {row['limit_share']:.1%} |"
         )
     lines += ["", *(f"Left out: {each}." for each in result["left_out"])]
     return "\n".join(lines) + "\n"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds else ""
 
 
 def _arguments(given: list[str] | None = None) -> argparse.Namespace:
