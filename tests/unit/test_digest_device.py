@@ -1,7 +1,8 @@
 """Digests on a GPU that is played here: the same as on the host, by one copy to the host and one wait."""
 
+import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 from kvtransfer import digest
-from kvtransfer.digest import DEFINITIONS, FOLDED, SUMS, DigestDefinition, digest_blocks, digest_tensor
+from kvtransfer.digest import DEFINITIONS, FOLDED, SUMS, DigestDefinition, digest_blocks, digest_tensor, folded
 from kvtransfer.piece_sums import NUM_SUMS, PIECE_BYTES, coefficients, pieces_of, wide_product
-from tests.unit.pretend_gpu import OnGpu, PretendGpu
+from tests.unit.interpreted_triton import IS_INTERPRETED
+from tests.unit.pretend_gpu import DEVICE, OnGpu, PretendGpu
 from tests.unit.pretend_gpu import gpu as gpu
 
 POOL_BYTES = 24_592  # of a block: three pieces and a part of one
@@ -80,3 +82,34 @@ def test_what_comes_to_the_host_of_a_block_is_at_most_128_bytes(
     launches.clear()
     assert digest_tensor(OnGpu(blocks), SUMS) == digest_tensor(blocks, SUMS)
     assert launches == [(5, num_bytes)]
+
+
+def test_any_number_of_a_pools_blocks_is_summed_by_the_same_kernels(
+    gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for the blocks, one for their fold: a kernel that is compiled within a hand-off costs seconds of it."""
+    if not importlib.util.find_spec("triton") or IS_INTERPRETED:
+        pytest.skip("needs Triton, which comes with torch's CUDA wheels, and not its interpreter")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    from kvtransfer import digest_triton
+
+    kernel, variants = digest_triton._sum_pieces, set[str]()
+    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *given, **options: variants.add(str(bind(*given, **options)[1:]))
+
+    monkeypatch.setattr(digest_triton, "_sum_pieces", Noted())
+    raw = torch.zeros((3, 65_536), dtype=torch.uint8, device=DEVICE)
+
+    def summed(rows: torch.Tensor, num_blocks: int, fold: int) -> torch.Tensor:
+        factors = OnGpu(coefficients(fold).t().contiguous())
+        return digest_triton.piece_sums(rows, torch.arange(num_blocks, device=DEVICE), factors)
+
+    for num_blocks in (1, 2, 3, 15, 16, 17, 32, 100):
+        folded(summed(raw, num_blocks, 0), FOLDED, lambda rows, fold: summed(rows, len(rows), fold))
+    assert len(variants) == 2
