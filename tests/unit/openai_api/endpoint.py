@@ -1,0 +1,65 @@
+"""The OpenAI endpoint over a real server, asked by the real `openai` package; only the workers' tokens are scripted."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+
+from cluster.telemetry import Telemetry
+from router.openai_api import build_app
+from router.tokenization import Tokenization
+from tests.unit.scripted_pipeline import ScriptedPipeline, served
+
+SCRIPT = "The quick brown fox."
+USER: Any = [{"role": "user", "content": "hello"}]
+
+
+class Endpoint:
+    """A served app, its scripted pipeline, and clients for it."""
+
+    def __init__(self, url: str, pipeline: ScriptedPipeline, telemetry: Telemetry) -> None:
+        self.url = url
+        self.pipeline = pipeline
+        self.telemetry = telemetry
+        # One without certificates to load: that would take longer than most tests.
+        self.http = httpx.Client(transport=httpx.HTTPTransport(verify=False), base_url=url, timeout=20)
+        self.client = self.client_with("sk-test")
+
+    def client_with(self, api_key: str) -> openai.OpenAI:
+        http = openai.DefaultHttpxClient(verify=False)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, http_client=http)
+
+    def post(self, path: str, content: object, **headers: str) -> httpx.Response:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        return self.http.post(path, content=body, headers={"content-type": "application/json"} | headers)
+
+
+@contextmanager
+def endpoint(
+    tokenization: Tokenization, *, ready: bool = True, api_key: str = "", **behaviour: Any
+) -> Iterator[Endpoint]:
+    pipeline, telemetry = ScriptedPipeline(tokenization, **behaviour), Telemetry()
+    app = build_app(
+        pipeline=pipeline,
+        tokenization=tokenization,
+        telemetry=telemetry,
+        ready=lambda: ready,
+        api_key=api_key,
+        max_message_bytes=100_000,
+    )
+    with served(app) as url:
+        running = Endpoint(url, pipeline, telemetry)
+        with running.http, running.client:
+            yield running
+
+
+def refused(answer: httpx.Response, status: int, code: str, param: str | None, *words: str) -> None:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["code"], error["param"]) == (code, param), error
+    assert all(word in error["message"] for word in words), error
+    assert "Traceback" not in answer.text

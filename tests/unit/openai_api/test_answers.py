@@ -1,0 +1,267 @@
+"""The OpenAI endpoint, asked by the real `openai` package over a real server: what is answered."""
+
+import json
+from typing import Any, Literal
+
+import openai
+import pytest
+
+from router.requests import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
+from router.tokenization import Tokenization
+from tests.unit.openai_api.endpoint import SCRIPT, USER, Endpoint, endpoint
+
+
+def test_a_completion_carries_text_reason_and_usage(shared: Endpoint) -> None:
+    answer = shared.client.completions.create(model="demo_model", prompt="def f", max_tokens=64)
+    assert answer.choices[0].text == SCRIPT
+    assert (answer.object, answer.model, answer.choices[0].finish_reason) == ("text_completion", "demo_model", "stop")
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 2
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1
+
+
+def test_a_chat_completion_carries_a_message(shared: Endpoint) -> None:
+    answer = shared.client.chat.completions.create(model="demo_model", messages=USER)
+    assert (answer.choices[0].message.role, answer.choices[0].message.content) == ("assistant", SCRIPT)
+    assert (answer.object, answer.choices[0].finish_reason) == ("chat.completion", "stop")
+    assert answer.id.startswith("chatcmpl-")
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+def test_a_stream_adds_up_to_the_whole_answer(shared: Endpoint, kind: str) -> None:
+    parts: list[Any]
+    if kind == "chat":
+        parts = list(shared.client.chat.completions.create(model="", messages=USER, stream=True, n=2))
+        texts = [(part.choices[0].index, part.choices[0].delta.content or "") for part in parts]
+        assert [part.choices[0].delta.role for part in parts].count("assistant") == 2
+        assert {part.object for part in parts} == {"chat.completion.chunk"}
+    else:
+        parts = list(shared.client.completions.create(model="", prompt="x", stream=True, n=2, max_tokens=64))
+        texts = [(part.choices[0].index, part.choices[0].text) for part in parts]
+    assert "".join(text for index, text in texts if index == 0) == SCRIPT
+    assert "".join(text for index, text in texts if index == 1) == SCRIPT[::-1]
+    reasons = [
+        (part.choices[0].index, part.choices[0].finish_reason) for part in parts if part.choices[0].finish_reason
+    ]
+    assert sorted(reasons) == [(0, "stop"), (1, "stop")]
+    assert len({part.id for part in parts}) == 1
+    assert all(part.usage is None for part in parts)
+
+
+def test_usage_comes_last_when_a_stream_asks_for_it(shared: Endpoint) -> None:
+    options: Any = {"include_usage": True}
+    create = shared.client.completions.create
+    parts: list[Any] = list(create(model="", prompt=["a", "b"], stream=True, stream_options=options))
+    assert parts[-1].choices == []
+    assert parts[-1].usage.prompt_tokens == 2
+    assert parts[-1].usage.completion_tokens == 24
+    assert all(part.usage is None for part in parts[:-1])
+
+
+def test_events_are_framed_as_server_sent_events(shared: Endpoint) -> None:
+    answer = shared.post("/v1/completions", {"prompt": "x", "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = answer.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(json.loads(event.removeprefix("data: "))["object"] == "text_completion" for event in events[:-2])
+
+
+async def test_the_async_client_streams(shared: Endpoint) -> None:
+    async with openai.AsyncOpenAI(base_url=shared.url + "/v1", api_key="sk-test", max_retries=0) as client:
+        stream = await client.chat.completions.create(model="", messages=USER, stream=True)
+        assert "".join([part.choices[0].delta.content or "" async for part in stream]) == SCRIPT
+
+
+def test_prompts_come_as_text_tokens_or_lists_of_either(shared: Endpoint) -> None:
+    create, seen = shared.client.completions.create, shared.pipeline.seen
+    create(model="", prompt="ab")
+    create(model="", prompt=[5, 6])
+    assert [request.prompt for request in seen[-2:]] == [TextPrompt("ab"), TokenPrompt((5, 6))]
+    answer = create(model="", prompt=["ab", "cd"], n=2, max_tokens=64)
+    assert sorted(request.prompt.text for request in seen[-2:] if isinstance(request.prompt, TextPrompt)) == [
+        "ab",
+        "cd",
+    ]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in answer.choices] == [SCRIPT, SCRIPT[::-1]] * 2
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == sum(len(shared.pipeline._tokens(i)) - 200 for i in (0, 1)) * 2
+    create(model="", prompt=[[5, 6], [7]])
+    assert {request.prompt for request in seen[-2:]} == {TokenPrompt((5, 6)), TokenPrompt((7,))}
+    assert len({request.request_id for request in seen}) == len(seen)
+
+
+def test_sampling_and_stop_fields_arrive(shared: Endpoint) -> None:
+    extensions = {"top_k": 5, "min_p": 0.1, "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [9]}
+    extensions |= {"cache_salt": "tenant", "priority": -3}
+    shared.client.completions.create(
+        model="demo_model",
+        prompt="x",
+        temperature=0.5,
+        top_p=0.9,
+        seed=7,
+        stop=["\n"],
+        max_tokens=9,
+        extra_body=extensions,
+    )
+    request = shared.pipeline.seen[-1]
+    sampling, stop = request.sampling, request.stop
+    assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.top_k, sampling.min_p) == (
+        0.5,
+        0.9,
+        7,
+        5,
+        0.1,
+    )
+    assert (stop.max_tokens, stop.min_tokens, stop.ignore_eos) == (9, 2, True)
+    assert (stop.stop, stop.stop_token_ids) == (("\n",), (9,))
+    assert (request.cache_salt, request.priority, request.is_batch) == ("tenant", -3, False)
+
+
+@pytest.mark.parametrize(("tier", "is_batch"), [("flex", True), ("default", False), ("auto", False)])
+def test_the_flex_tier_is_the_batch_class(
+    shared: Endpoint, tier: Literal["flex", "default", "auto"], is_batch: bool
+) -> None:
+    shared.client.chat.completions.create(model="", messages=USER, service_tier=tier)
+    request = shared.pipeline.seen[-1]
+    assert (request.is_batch, request.priority) == (is_batch, 0)
+
+
+def test_what_is_not_said_is_left_to_the_model(shared: Endpoint) -> None:
+    shared.client.chat.completions.create(model="", messages=USER, user="me", extra_body={"top_k": -1})
+    request = shared.pipeline.seen[-1]
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.seed) == (None, None, None)
+    assert request.sampling.top_k == 0
+    assert (request.stop.max_tokens, request.logprobs, request.n) == (None, None, 1)
+
+
+def test_completions_without_max_tokens_get_sixteen_or_what_fits(shared: Endpoint) -> None:
+    answer = shared.client.completions.create(model="", prompt="x", extra_body={"ignore_eos": True})
+    assert answer.usage is not None
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (16, "length")
+    answer = shared.client.completions.create(model="", prompt=[5] * 1020, extra_body={"ignore_eos": True})
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_length_ends_a_chat(shared: Endpoint, field: str) -> None:
+    limit: Any = {field: 2}
+    answer = shared.client.chat.completions.create(model="", messages=USER, **limit)
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (2, "length")
+
+
+@pytest.mark.parametrize("stop", ["brown", ["zebra", "brown", " fox", "."]])
+def test_stop_strings_cut_the_text(shared: Endpoint, stop: str | list[str]) -> None:
+    answer = shared.client.completions.create(model="", prompt="x", stop=stop, max_tokens=64)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("The quick ", "stop")
+
+
+def test_text_parts_are_joined_and_developers_are_the_system(shared: Endpoint) -> None:
+    parts: Any = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages: Any = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+    shared.client.chat.completions.create(model="", messages=messages)
+    expected = ChatPrompt((ChatMessage("system", "be brief"), ChatMessage("user", "one\ntwo")))
+    assert shared.pipeline.seen[-1].prompt == expected
+
+
+def test_an_answer_can_be_sent_back_as_it_came(shared: Endpoint) -> None:
+    answer = shared.client.chat.completions.create(model="", messages=USER)
+    history: Any = [*USER, answer.choices[0].message.model_dump(), *USER]
+    shared.client.chat.completions.create(model="", messages=history)
+    prompt = shared.pipeline.seen[-1].prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.messages[1] == ChatMessage("assistant", SCRIPT)
+
+
+def test_chat_logprobs_name_each_token_and_its_rivals(shared: Endpoint) -> None:
+    answer = shared.client.chat.completions.create(
+        model="",
+        messages=USER,
+        logprobs=True,
+        top_logprobs=2,
+        max_tokens=3,
+    )
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content
+    assert content is not None
+    assert "".join(token.token for token in content) == answer.choices[0].message.content
+    assert content[0].bytes == list(b"The")
+    assert [(len(token.top_logprobs), token.logprob) for token in content] == [(2, -0.5)] * 3
+
+
+def test_completion_logprobs_say_where_each_token_begins(shared: Endpoint) -> None:
+    answer = shared.client.completions.create(model="", prompt="x", logprobs=2, max_tokens=5)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.text_offset is not None
+    assert logprobs.top_logprobs is not None
+    begins = [len("".join(logprobs.tokens[:i])) for i in range(5)]
+    assert logprobs.text_offset == begins
+    assert logprobs.token_logprobs == [-0.5] * 5
+    assert all(token in rivals for token, rivals in zip(logprobs.tokens, logprobs.top_logprobs, strict=True))
+
+
+def test_streamed_logprobs_equal_the_whole_ones(shared: Endpoint) -> None:
+    ask: dict[str, Any] = {"model": "", "prompt": "x", "logprobs": 1, "max_tokens": 6, "n": 2}
+    whole = shared.client.completions.create(**ask)
+    offsets: dict[int, list[int]] = {0: [], 1: []}
+    for part in shared.client.completions.create(**ask, stream=True):
+        if part.choices[0].logprobs:
+            offsets[part.choices[0].index] += part.choices[0].logprobs.text_offset
+    assert [choice.logprobs.text_offset for choice in whole.choices] == [offsets[0], offsets[1]]
+
+
+def test_tokens_of_half_a_character_are_named_by_their_bytes(demo: Tokenization) -> None:
+    with endpoint(demo, script="€") as running:
+        answer = running.client.completions.create(model="", prompt="x", logprobs=0)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "<|endoftext|>"]
+    assert logprobs.text_offset == [0, 0, 0, 1]
+    assert answer.choices[0].text == "€"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_come_back_when_asked_for(shared: Endpoint, stream: bool) -> None:
+    body = {"prompt": "x", "max_tokens": 3, "return_token_ids": True, "stream": stream}
+    answer = shared.post("/v1/completions", body)
+    if stream:
+        events = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]]
+        token_ids = [token_id for event in events for token_id in event["choices"][0]["token_ids"]]
+    else:
+        token_ids = answer.json()["choices"][0]["token_ids"]
+    assert token_ids == shared.pipeline._tokens(0)[:3]
+
+
+def test_models_are_listed_and_found(shared: Endpoint) -> None:
+    assert [model.id for model in shared.client.models.list()] == ["demo_model"]
+    assert shared.client.models.retrieve("demo_model").owned_by == "tandem"
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
+        shared.client.models.retrieve("gpt")
+
+
+def test_operators_see_health_readiness_figures_and_the_api_page(demo: Tokenization) -> None:
+    with endpoint(demo, ready=False, api_key="secret") as running:
+        assert running.http.get("/health").json() == {"status": "alive"}
+        assert running.http.get("/ready").status_code == 503
+        assert "tandem_http_responses_total" in running.http.get("/metrics").text
+        paths = running.http.get("/openapi.json").json()["paths"]
+        assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics"} <= set(paths)
+        assert running.http.get("/docs").status_code == 200
+    assert running.telemetry.value("tandem_http_responses_total", route="/ready", status="503") == 1
+
+
+def test_a_ready_router_says_so(shared: Endpoint) -> None:
+    assert shared.http.get("/ready").status_code == 200
+
+
+def test_the_request_id_goes_in_and_comes_out(shared: Endpoint) -> None:
+    answer = shared.post("/v1/completions", {"prompt": "x"}, **{"x-request-id": "trace-7"})
+    assert answer.headers["x-request-id"] == "trace-7"
+    assert answer.json()["id"] == "cmpl-trace-7"
+    assert shared.pipeline.seen[-1].request_id == "trace-7"
+    assert shared.http.get("/health").headers["x-request-id"]

@@ -1,0 +1,243 @@
+"""The OpenAI endpoint: what is refused, and that it is said what to change."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from router.tokenization import Tokenization
+from tests.unit.openai_api.endpoint import USER, Endpoint, endpoint, refused
+from tests.unit.small_tokenizers import byte_level
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", True),
+        ("logit_bias", {"5": 1}),
+        ("response_format", {"type": "json_object"}),
+        ("echo", True),
+        ("best_of", 1),
+        ("made_up", None),
+        ("timeout", 3),
+    ],
+)
+def test_a_field_that_does_nothing_here_is_refused_by_name(shared: Endpoint, field: str, value: object) -> None:
+    answer = shared.post("/v1/completions", {"prompt": "x", field: value})
+    refused(answer, 400, "unsupported_field", field, f"'{field}'")
+
+
+@pytest.mark.parametrize("tier", ["priority", "scale", "fast", True])
+def test_a_service_tier_that_is_not_here_is_refused_with_those_that_are(shared: Endpoint, tier: object) -> None:
+    answer = shared.post("/v1/completions", {"prompt": "x", "service_tier": tier})
+    refused(answer, 400, "invalid_request", "service_tier", "'auto'", "'default'", "'flex'")
+
+
+def test_the_client_of_openai_sees_which_field_it_was(shared: Endpoint) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    with pytest.raises(openai.BadRequestError) as raised:
+        shared.client.chat.completions.create(model="", messages=USER, tools=tools)
+    assert (raised.value.param, raised.value.code, raised.value.type) == (
+        "tools",
+        "unsupported_field",
+        "invalid_request_error",
+    )
+
+
+def test_fields_that_ask_for_nothing_are_taken(shared: Endpoint) -> None:
+    nothing: dict[str, Any] = {
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+        "tools": [],
+        "store": False,
+        "service_tier": "auto",
+        "temperature": None,
+        "stop": None,
+        "stream_options": None,
+        "audio": None,
+    }
+    assert shared.post("/v1/chat/completions", {"messages": USER} | nothing).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "tool", "content": "x"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].image_url"),
+        ({"role": "user", "content": "x", "name": "bob"}, "messages[0].name"),
+        ({"role": "assistant", "content": "x", "tool_calls": [1]}, "messages[0].tool_calls"),
+    ],
+)
+def test_messages_that_cannot_be_rendered_are_refused_by_place(shared: Endpoint, message: object, param: str) -> None:
+    answer = shared.post("/v1/chat/completions", {"messages": [message]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("completions", {}, "prompt: Field required"),
+        ("completions", {"prompt": []}, "prompt: must be a string"),
+        ("completions", {"prompt": [1, "a"]}, "prompt: must be a string"),
+        ("completions", {"prompt": ["a"] * 129}, "at most 128"),
+        ("completions", {"prompt": ""}, "prompt is empty"),
+        ("completions", {"prompt": [1024]}, "token id 1024"),
+        ("completions", {"prompt": [-1]}, "token id -1"),
+        ("completions", {"prompt": "x", "temperature": 3}, "temperature must be from 0 to 2, not 3"),
+        ("completions", {"prompt": "x", "temperature": float("nan")}, "temperature must be from 0 to 2"),
+        ("completions", {"prompt": "x", "top_p": 0}, "top_p"),
+        ("completions", {"prompt": "x", "min_p": 2}, "min_p"),
+        ("completions", {"prompt": "x", "n": 0}, "n must be"),
+        ("completions", {"prompt": "x", "n": True}, "n: Input should be a valid integer"),
+        ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1"),
+        ("completions", {"prompt": "x", "max_tokens": "9"}, "max_tokens: Input should be a valid integer"),
+        ("completions", {"prompt": "x", "seed": -1}, "seed"),
+        ("completions", {"prompt": "x", "logprobs": 99}, "logprobs must be from 0 to 20"),
+        ("completions", {"prompt": "x", "stop": [""]}, "stop string must not be empty"),
+        ("completions", {"prompt": "x", "stop": 5}, "stop: Input should be a valid list"),
+        ("completions", {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options needs stream"),
+        ("completions", {"prompt": "x", "stream_options": {"x": 1}, "stream": True}, "stream_options.x"),
+        ("chat/completions", {"messages": []}, "messages: List should have at least 1 item"),
+        ("chat/completions", {"messages": USER, "top_logprobs": 2}, "top_logprobs needs logprobs"),
+        ("chat/completions", {"messages": USER, "max_tokens": 1, "max_completion_tokens": 2}, "give one of them"),
+    ],
+)
+def test_wrong_values_are_refused_with_what_to_change(shared: Endpoint, path: str, body: object, words: str) -> None:
+    answer = shared.post(f"/v1/{path}", body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_a_prompt_past_the_context_tells_both_numbers(shared: Endpoint) -> None:
+    answer = shared.post("/v1/completions", {"prompt": [5] * 2000, "max_tokens": 1})
+    refused(answer, 400, "prompt_too_long", None, "2000", "1024")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[1]", "must be a JSON object"),
+        (b"", "must be a JSON object"),
+        (b'"x"', "must be a JSON object"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[" * 50_000, "parsing the body"),
+    ],
+)
+def test_a_malformed_body_is_a_clear_error(shared: Endpoint, content: bytes, words: str) -> None:
+    answer = shared.post("/v1/completions", content)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_half_a_surrogate_pair_is_a_clear_error(shared: Endpoint) -> None:
+    refused(shared.post("/v1/completions", b'{"prompt": "ab\\ud800"}'), 400, "invalid_request", None, "surrogate")
+    refused(shared.post("/v1/completions", b'{"prompt": "x", "model": "\\ud800"}'), 404, "unknown_model", None)
+
+
+def test_an_oversized_body_is_refused_before_it_has_come(shared: Endpoint) -> None:
+    url = httpx.URL(shared.url)
+    with socket.create_connection((url.host, url.port or 0), timeout=10) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        connection.sendall(b"Content-Length: 10000000000\r\n\r\n" + b"x" * 100_001)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_just_past_the_limit_is_told_the_limit(shared: Endpoint) -> None:
+    answer = shared.post("/v1/completions", {"prompt": "x" * 100_000})
+    refused(answer, 413, "request_entity_too_large", None, "100000 bytes")
+
+
+def test_an_unknown_model_is_not_found(shared: Endpoint) -> None:
+    with pytest.raises(openai.NotFoundError) as raised:
+        shared.client.completions.create(model="gpt-9", prompt="x")
+    assert raised.value.code == "unknown_model"
+
+
+def test_unknown_paths_and_methods_keep_the_shape(shared: Endpoint) -> None:
+    refused(shared.http.get("/v1/nothing"), 404, "not_found", None)
+    assert "/docs" in shared.http.get("/v1/nothing").json()["error"]["message"], "it says where to look"
+    assert shared.http.get("/docs").status_code == 200
+    refused(shared.http.get("/v1/completions"), 405, "method_not_allowed", None)
+
+
+def test_a_bad_request_id_is_refused(shared: Endpoint) -> None:
+    refused(
+        shared.post("/v1/completions", {"prompt": "x"}, **{"x-request-id": "a" * 200}), 400, "invalid_request", None
+    )
+
+
+def test_without_the_key_nothing_is_answered(demo: Tokenization) -> None:
+    with endpoint(demo, api_key="secret") as running:
+        for client in (running.client, running.client_with("sécret")):
+            with pytest.raises((openai.AuthenticationError, UnicodeEncodeError)):
+                client.models.list()
+        refused(running.post("/v1/completions", b"{"), 401, "unauthenticated", None, "API key")
+        assert running.client_with("secret").models.list().data
+    assert running.pipeline.seen == []
+
+
+def test_a_missing_chat_template_is_a_named_error(tmp_path: Path) -> None:
+    with endpoint(Tokenization.load(str(bare_model(tmp_path, byte_level())))) as running:
+        answer = running.post("/v1/chat/completions", {"messages": USER})
+    refused(answer, 400, "no_chat_template", None, "chat template")
+
+
+def test_a_model_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
+    with endpoint(Tokenization.load(str(bare_model(tmp_path)))) as running:
+        body = {"prompt": [3, 4], "return_token_ids": True, "logprobs": 1, "max_tokens": 2}
+        choice = running.post("/v1/completions", body).json()["choices"][0]
+        assert (choice["text"], choice["token_ids"]) == ("", [7, 8])
+        assert choice["logprobs"]["tokens"] == ["token_id:7", "token_id:8"]
+        refused(running.post("/v1/completions", {"prompt": "x"}), 400, "no_tokenizer", None, "token ids")
+        refused(running.post("/v1/completions", {"prompt": [3], "stop": "x"}), 400, "no_tokenizer", None)
+
+
+def bare_model(folder: Path, tokenizer: Tokenizer | None = None) -> Path:
+    config = {"vocab_size": 300, "max_position_embeddings": 128, "eos_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(config))
+    if tokenizer is not None:
+        tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"model": "", "prompt": ' + b"[" * 2000 + b"]" * 2000 + b"}", "JSON"),
+        (b'{"model": "", "prompt": "x", "stop": [' + b'"y",' * 5000 + b'"y"]}', "4096"),
+        (b'{"model": "", "prompt": "x", "stop_token_ids": [' + b"1," * 2000 + b"1]}", "1024"),
+        (b'{"prompt": "x",' + b",".join(b'"f%d": 1' % i for i in range(200)) + b"}", "201 fields"),
+        (b'{"model": "", "prompt": [' + b'"x",' * 128 + b'"x"]}', "129 prompts"),
+    ],
+)
+def test_many_parts_are_refused_by_their_number(shared: Endpoint, body: bytes, said: str) -> None:
+    answer = shared.post("/v1/completions", body)
+    assert answer.status_code == 400, answer.text
+    if said != "JSON":
+        assert said in answer.json()["error"]["message"]
+
+
+def test_many_messages_are_refused_by_their_number(shared: Endpoint) -> None:
+    answer = shared.post("/v1/chat/completions", b'{"model": "", "messages": [' + b"{}," * 3000 + b"{}]}")
+    assert answer.status_code == 400
+    assert len(answer.content) < 2000
+
+
+def test_a_body_that_is_declared_too_large_is_refused_before_it_is_sent(shared: Endpoint) -> None:
+    url = httpx.URL(shared.url)
+    with socket.create_connection((url.host, url.port or 0), timeout=20) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        connection.sendall(head + b"content-length: 100001\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
