@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from cluster.messages import Inspected
-from decode_worker.commands import Command, Frozen
+from decode_worker.commands import Command, Event, Frozen, Started
 from engine.step import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult
 from tests.unit.decode_bench import DecodeBench, HandOff
 from tests.unit.fake_paged_runner import VOCAB_SIZE, FakePagedRunner
@@ -144,6 +144,12 @@ class AheadBench(DecodeBench):
     def inspect(self) -> Inspected:
         self.settle()
         return super().inspect()
+
+    def _take_in(self, events: tuple[Event, ...]) -> None:
+        for event in events:
+            if isinstance(event, Started):
+                assert not any(self.choices[handle].ended for handle in event.handles), "started after its end"
+        super()._take_in(events)
 
     def _settle_if_all_waits(self) -> None:
         """What a step tells while a command waits for its end, the outside hears before that is applied."""

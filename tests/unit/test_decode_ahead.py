@@ -9,10 +9,13 @@ import pytest
 from cluster.engine_settings import SCHEDULING_POLICIES
 from cluster.messages import DecodeJob, FinishReason
 from decode_worker.commands import OfferPrefix, Quiet, Release
+from decode_worker.flights import Flights
+from engine.step import BlockSwap, StepPlan
 from tests.unit.ahead_bench import AheadBench
 from tests.unit.decode_bench import HandOff, known_lengths, limits
 
-_NUM_SEEDS = 40
+# Beside the first ones some that notice what those do not: places taken, swaps and starts under a running step.
+_SEEDS = (*range(36), 49, 52, 57, 152, 226, 244, 256, 263)
 _NUM_TURNS = 90
 
 
@@ -153,7 +156,26 @@ class _Play:
                 assert len(choice.output) == choice.job.stops.max_tokens
 
 
-@pytest.mark.parametrize("first_seed", range(0, _NUM_SEEDS, 10))
-def test_any_schedule_planned_ahead_gives_every_sequence_its_serial_tokens_and_leaks_no_block(first_seed: int) -> None:
-    for seed in range(first_seed, first_seed + 10):
+@pytest.mark.parametrize("place", range(4))
+def test_any_schedule_planned_ahead_gives_every_sequence_its_serial_tokens_and_leaks_no_block(place: int) -> None:
+    for seed in _SEEDS[place::4]:
         _Play(seed).play(_NUM_TURNS)
+
+
+def test_what_parts_or_copies_is_settled_before_anything_is_planned_behind_it() -> None:
+    bench = AheadBench(limits())
+    bench.admit(bench.job(range(1, 11), num_choices=4, max_tokens=8))
+    found = []
+    for _ in range(3):
+        _, plan = bench.scheduler.plan(0.0)
+        assert plan is not None
+        found.append((len(plan.copies), bench.scheduler.may_plan_ahead))
+        bench.scheduler.complete(plan, bench.runner.run(plan), 0.0)
+    assert found == [(0, False), (3, False), (0, True)]
+
+
+@pytest.mark.parametrize("moves", [{"swaps_out": (BlockSwap(0, 0),)}, {"swaps_in": (BlockSwap(0, 0),)}])
+def test_what_is_swapped_is_settled_before_anything_is_planned_behind_it(moves: dict[str, tuple[BlockSwap]]) -> None:
+    flights = Flights()
+    flights.begin(StepPlan((), **moves), (), 0.0)  # type: ignore[arg-type]
+    assert flights.only is not None and not flights.only.is_open
