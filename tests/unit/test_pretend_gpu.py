@@ -17,13 +17,14 @@ from engine import cuda_memory, loading
 from engine.attention import registry
 from engine.attention.dense import attend_dense
 from engine.attention.interface import AttentionOptions, LayerKv
-from engine.attention.registry import Capability
+from engine.attention.registry import ALL_DTYPES, Capability
 from engine.batch import PackedBatch, pack
 from engine.build import Engine, build_engine
 from engine.cuda import gpu_forward
 from engine.cuda.launching_runner import LaunchingRunner
 from engine.layout import LayerShape, lay_out
 from engine.pool import KvPool
+from engine.quantised_kv import restore
 from engine.runner import ModelRunner
 from engine.staging import to_device
 from engine.step import BlockCopy, Chunk, Sample, StepPlan
@@ -51,7 +52,12 @@ class TensorAttention:
         if set(batch.query_lens) != {1}:
             rows = [row for row, length in enumerate(batch.query_lens) for _ in range(length)]
             tables = tables[to_device(torch.tensor(rows), query.device)]
-        keys, values = (view[tables].flatten(1, 2).transpose(1, 2) for view in (kv.keys, kv.values))
+        keys, values = (
+            (view[tables] if scales is None else restore(view[tables], scales[tables], query.dtype))
+            .flatten(1, 2)
+            .transpose(1, 2)
+            for view, scales in ((kv.keys, kv.key_scales), (kv.values, kv.value_scales))
+        )
         visible = torch.arange(keys.shape[2], device=query.device) <= batch.position_ids[0][:, None]
         grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[2])
         return attend_dense(grouped, keys, values, visible[:, None, None], None, options).flatten(1, 2)
@@ -146,7 +152,7 @@ def build(
     monkeypatch.setattr(gpu_forward, "CudaCapture", lambda device: played(gpu))
     monkeypatch.setattr("engine.decoders.layer_parts.torch", PlainTorch())  # which asks for tensors of no subclass
     if request.param == "tensors":
-        table = (Capability("tensors", TensorAttention, frozenset({"cuda"}), captures=True),)
+        table = (Capability("tensors", TensorAttention, frozenset({"cuda"}), kv_dtypes=ALL_DTYPES, captures=True),)
         monkeypatch.setattr(registry.choose, "__defaults__", (table,))
     elif not IS_INTERPRETED:
         pytest.skip("needs Triton and TRITON_INTERPRET=1")
