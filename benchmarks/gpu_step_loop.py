@@ -1,6 +1,7 @@
 """Decode steps as a worker computes them: its scheduler, its step loop, its runner; no network, and no prefill before.
 
-Sequences join as if they had been handed over with so long a context; in their blocks stands whatever was there. is what lies between two steps' tokens at the loop's end, the scheduler's planning and accounting with it.
+Sequences join as if they had been handed over with so long a context; in their blocks stands whatever was there. A step
+is what lies between two steps' tokens at the loop's end, the scheduler's planning and accounting with it.
 """
 
 import threading

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import importlib.metadata
+import json
 import math
 import os
 import random
@@ -10,11 +11,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from benchmarks import machine
+from benchmarks.kv_digests import measure_digests, table
 from benchmarks.kv_importer import COLUMNS, moves_over
 from benchmarks.kv_parties import EXPORTER, HOST, means_of, module_of
 from benchmarks.kv_shapes import (
@@ -36,6 +39,7 @@ _ROWS = {"cpu": ("shm", "tcp", "tcp+tls", "nixl"), "cuda": ("cuda_ipc", "nccl", 
 _PACKAGES = ("torch", "numpy", "grpcio", "nixl-cu13", "cupy-cuda13x", "nvidia-nccl-cu13", "cuda-bindings")
 _UNREACHED = {"nccl": "two processes on one GPU need NCCL 2.30"}
 _LEAST_SAMPLES = 3
+_LARGE = 64 << 20
 _GPU_CELL_S = 2.0  # all of it is to fit the minutes of a check
 
 
@@ -45,8 +49,10 @@ async def measure(
     num_pool_blocks: int,
     device: str = "cpu",
     longest_s: float = math.inf,
+    keep: Callable[[Sequence[Cell]], None] = lambda cells: None,
 ) -> list[Cell]:
-    """One pair of processes per row. A cell that has taken `longest_s` takes no more samples than the least."""
+    """One pair of processes per row. A cell that has taken `longest_s` takes no more samples than the least. `keep` is
+    given what is known so far after every cell."""
     cells: list[Cell] = []
     with tempfile.TemporaryDirectory() as folder:
         if "tcp+tls" in rows:
@@ -61,6 +67,7 @@ async def measure(
                     print(f"{row}, {shape.name}", file=sys.stderr, flush=True)
                     samples = await _in_turns(moves.timed(shape, limits), shape.num_samples, longest_s)
                     cells.append(_cell(row, shape, samples))
+                    keep(cells)
     return cells
 
 
@@ -126,6 +133,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer samples, at most 64 MB; kept nowhere")
     parser.add_argument("--device", default="cpu", choices=tuple(_ROWS), help="where both pools lie")
     parser.add_argument("--transports", default="", help="lines of the table, comma-separated")
+    parser.add_argument("--digests", action="store_true", help="also what digests alone cost, beside a copy")
     parser.add_argument("--keep", action="store_true", help="what --quick found, too")
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder for kv.md and kv.json")
     arguments = parser.parse_args()
@@ -135,19 +143,34 @@ def main() -> None:
     rows = asyncio.run(
         _offered(arguments.transports.split(",") if arguments.transports else _ROWS[arguments.device], arguments.device)
     )
-    shapes: Sequence[Shape]
-    shapes, num_pool_blocks = (SHAPES, POOL_BLOCKS) if arguments.device == "cpu" else (GPU_SHAPES, GPU_POOL_BLOCKS)
-    if arguments.quick and arguments.device == "cpu":
-        shapes, num_pool_blocks = QUICK_SHAPES, QUICK_POOL_BLOCKS
+    shapes, num_pool_blocks = _sizes(arguments.device, is_quick=arguments.quick)
     longest_s = math.inf if arguments.device == "cpu" else _GPU_CELL_S
-    cells = asyncio.run(measure(rows, shapes, num_pool_blocks, arguments.device, longest_s))
     about = machine.about() | {name: _version(name) for name in _PACKAGES} | {"flags": " ".join(sys.argv[1:])}
-    table = as_markdown(cells, about)
-    print(table)
-    if arguments.keep or not arguments.quick:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        (arguments.output / "kv.md").write_text(table)
-        (arguments.output / "kv.json").write_text(as_json(cells, about))
+
+    def keep(cells: Sequence[Cell]) -> None:
+        if arguments.keep or not arguments.quick:
+            arguments.output.mkdir(parents=True, exist_ok=True)
+            (arguments.output / "kv.md").write_text(as_markdown(cells, about))
+            (arguments.output / "kv.json").write_text(as_json(cells, about))
+
+    keep([])
+    print(as_markdown(asyncio.run(measure(rows, shapes, num_pool_blocks, arguments.device, longest_s, keep)), about))
+    if arguments.digests and rows:
+        costs = measure_digests(
+            [shape for shape in shapes if shape.num_bytes >= _LARGE], num_pool_blocks, arguments.device
+        )
+        print("\n".join(table(costs)))
+        (arguments.output / "digests.md").write_text("\n".join(table(costs)) + "\n")
+        (arguments.output / "digests.json").write_text(json.dumps([asdict(cost) for cost in costs], indent=1) + "\n")
+
+
+def _sizes(device: str, *, is_quick: bool) -> tuple[Sequence[Shape], int]:
+    """Shapes, and blocks of each pool. On a small GPU only what three pools have room for."""
+    if device == "cpu":
+        return (QUICK_SHAPES, QUICK_POOL_BLOCKS) if is_quick else (SHAPES, POOL_BLOCKS)
+    fitting = torch.cuda.mem_get_info()[0] // (4 * GPU_SHAPES[0].block_bytes)
+    num_pool_blocks = min(GPU_POOL_BLOCKS, fitting)
+    return [shape for shape in GPU_SHAPES if 2 * shape.num_blocks <= num_pool_blocks], num_pool_blocks
 
 
 if __name__ == "__main__":

@@ -31,7 +31,11 @@ def read_handoff(title: str, folder: Path, said: str, is_tiny: bool) -> Outcome:
         _goal("hand-off, 64 MB and more", worst, HANDOFF_GOAL),
         f"Of it the data path alone, nothing verified: {data_path:.0%}.",
     )
-    return Outcome(title, verdict, lines, {"cells": cells, "worst_share": worst, "data_path_share": data_path})
+    figures = {"cells": cells, "worst_share": worst, "data_path_share": data_path}
+    if (folder / "digests.json").exists():
+        lines = (*lines, "", *(folder / "digests.md").read_text().splitlines())
+        figures["digests"] = json.loads((folder / "digests.json").read_text())
+    return Outcome(title, verdict, lines, figures)
 
 
 def read_engine(folder: Path, said: str) -> Outcome:

@@ -118,9 +118,10 @@ def _handoff(means: Means, transport: str) -> Section:
     title = f"Hand-off between two processes by {transport}"
     kept = means.folder / transport
     small = ("--quick",) if means.is_tiny else ()
+    digests = ("--digests",) if transport in ("cuda_ipc", "shm") else ()
     command = (
         *(means.python, "-m", "benchmarks.kv", "--device", means.device, "--transports", transport),
-        *("--output", str(kept), "--keep", *small),
+        *("--output", str(kept), "--keep", *small, *digests),
     )
     return Section(
         title,

@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.kv import _in_turns, _offered, measure
+from benchmarks.kv_digests import measure_digests
+from benchmarks.kv_digests import table as cost_table
 from benchmarks.kv_shapes import Shape
 from benchmarks.kv_table import Cell, as_json, as_markdown
+from kvtransfer.digest import DEFINITIONS
 
 TINY = (Shape("64 KB", 1, False, 1), Shape("5 x 64 KB", 5, True, 1))
 ABOUT = {"processor": "2 x none", "kernel": "Linux", "commit": "0000", "date": "today"}
@@ -57,3 +60,16 @@ def test_the_table_that_is_kept_is_computed_from_the_samples_that_are_kept() -> 
     cells = [Cell(**{name: value for name, value in cell.items() if name != "figures"}) for cell in kept["cells"]]
     assert as_markdown(cells, kept["about"]) == (results / "kv.md").read_text()
     assert json.loads(as_json(cells, kept["about"])) == kept
+
+
+def test_what_digests_cost_is_told_for_each_definition_beside_a_copy() -> None:
+    (cost,) = measure_digests([TINY[1]], num_blocks=16, device="cpu")
+    assert list(cost.digest_s) == [definition.name for definition in DEFINITIONS]
+    assert all(min(samples) > 0 for samples in (cost.copy_s, *cost.digest_s.values()))
+    assert len(cost_table([cost])) == 2 + len(DEFINITIONS)
+
+
+async def test_cells_are_kept_one_by_one() -> None:
+    kept: list[int] = []
+    await measure(["shm"], TINY, num_pool_blocks=16, keep=lambda cells: kept.append(len(cells)))
+    assert kept == [1, 2]
