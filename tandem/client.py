@@ -16,13 +16,15 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Generic, Self, Unpack
+
+import grpc
 
 from tandem.channel import open_async_channel, open_channel
 from tandem.generation import Asking, AsyncGeneration, Generation, Metadata
 from tandem.options import GenerateOptions, Message, generate_request, tokenize_request
 from tandem.results import Model, model_from_wire, pack_ids, unpack_ids
-from tandem.routers import Routers, addresses
+from tandem.routers import Channel, Routers, addresses
 from tandem.silence import SILENCE_S
 from tandem.turn import Turn
 from tandem.v1 import inference_pb2
@@ -33,7 +35,21 @@ __all__ = ["AsyncClient", "AsyncGeneration", "Client", "Generation"]
 _GENERATION_TIMEOUT_S = 600.0
 
 
-class Client:
+class _Asker(Generic[Channel]):
+    """What both clients know: their routers, and what goes with every call."""
+
+    def __init__(self, routers: Routers[Channel], api_key: str | None, timeout_s: float, silence_s: float) -> None:
+        self._routers: Routers[Channel] = routers
+        self._metadata: Metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self._timeout_s = timeout_s
+        self._silence_s = silence_s
+
+    def _asking(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> Asking:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return Asking(request, self._routers, self._metadata, timeout_s, self._silence_s)
+
+
+class Client(_Asker[grpc.Channel]):
     """Of one router, or of several of one cluster. Safe to use from several threads; each generation has one reader."""
 
     def __init__(
@@ -56,10 +72,7 @@ class Client:
         come for so long, while one waits, is left for another. Raises OSError when the file cannot be read, ValueError
         when there is no address."""
         dial = partial(open_channel, tls_ca=tls_ca, secure=secure)
-        self._routers = Routers(addresses(address), dial, discover=discover)
-        self._metadata = _metadata(api_key)
-        self._timeout_s = timeout_s
-        self._silence_s = silence_s
+        super().__init__(Routers(addresses(address), dial, discover=discover), api_key, timeout_s, silence_s)
         self._watch = Watch()
 
     def generate(
@@ -73,9 +86,7 @@ class Client:
     ) -> Generation:
         """Continues a text, token ids as they are, or a conversation: exactly one of them."""
         request = generate_request(prompt, token_ids, messages, options)
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        asking = Asking(request, self._routers, self._metadata, timeout_s, self._silence_s)
-        return Generation(asking, self._watch)
+        return Generation(self._asking(request, timeout_s), self._watch)
 
     def tokenize(self, text: str | None = None, *, messages: Iterable[Message] | None = None) -> tuple[int, ...]:
         request = tokenize_request(text, messages)
@@ -111,7 +122,7 @@ class Client:
         self.close()
 
 
-class AsyncClient:
+class AsyncClient(_Asker[grpc.aio.Channel]):
     """As Client, on one event loop: made and used there."""
 
     def __init__(
@@ -126,10 +137,7 @@ class AsyncClient:
         silence_s: float = SILENCE_S,
     ) -> None:
         dial = partial(open_async_channel, tls_ca=tls_ca, secure=secure)
-        self._routers = Routers(addresses(address), dial, discover=discover)
-        self._metadata = _metadata(api_key)
-        self._timeout_s = timeout_s
-        self._silence_s = silence_s
+        super().__init__(Routers(addresses(address), dial, discover=discover), api_key, timeout_s, silence_s)
 
     def generate(
         self,
@@ -142,8 +150,7 @@ class AsyncClient:
     ) -> AsyncGeneration:
         """As Client.generate. The call starts here, before anything is awaited."""
         request = generate_request(prompt, token_ids, messages, options)
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return AsyncGeneration(Asking(request, self._routers, self._metadata, timeout_s, self._silence_s))
+        return AsyncGeneration(self._asking(request, timeout_s))
 
     async def tokenize(self, text: str | None = None, *, messages: Iterable[Message] | None = None) -> tuple[int, ...]:
         request = tokenize_request(text, messages)
@@ -178,7 +185,3 @@ class AsyncClient:
         self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
     ) -> None:
         await self.close()
-
-
-def _metadata(api_key: str | None) -> Metadata:
-    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
