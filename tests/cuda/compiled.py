@@ -186,7 +186,8 @@ def note_hand_offs(called_for: list[str]) -> None:
         blocks = torch.zeros(2, block_bytes, dtype=torch.uint8)
         ids = torch.zeros(3, dtype=torch.int64)
         called_for[0] = f"blocks of {block_bytes:,} bytes"
-        digest_triton.piece_sums(blocks, ids, coefficients)
+        sums = digest_triton.piece_sums(blocks, ids, coefficients)
+        digest_triton.piece_sums(sums.flatten(1).view(torch.uint8), ids, coefficients)  # and their fold
         cuda_copy.copy_blocks(blocks.data_ptr(), ids, blocks, ids)
 
 
