@@ -19,6 +19,7 @@ from prefill_worker.block_files import BadBlockFile, BlockFiles
 from prefill_worker.tier_index import Place, Store
 
 _LOG = logging.getLogger("tandem.prefill.tiers")
+_DIGESTS = SUMS  # what every version makes of a file: they find each other's, and on a host all cost the same
 OK, DAMAGED, UNREADABLE, UNWRITABLE = "ok", "damaged", "unreadable", "unwritable"
 
 
@@ -51,7 +52,7 @@ class TierCopies:
             self._copy(self._slots[store.slot], self._pool[block_id])
         self._end_copies()
         for store, _ in jobs:
-            self._digests[store.slot] = digest_tensor(self._slots[store.slot : store.slot + 1], SUMS)[0]
+            self._digests[store.slot] = digest_tensor(self._slots[store.slot : store.slot + 1], _DIGESTS)[0]
 
     def fetch(self, jobs: Sequence[tuple[Place, int]], stop: threading.Event) -> Fetched:
         """Of each (place, pool block), until one fails or it is told to stop."""
@@ -113,7 +114,7 @@ class TierCopies:
             except BadBlockFile as error:
                 _LOG.warning("block %s on disk is of no use: %s", place.block_hash.hex(), error)
                 return DAMAGED
-        if digest_tensor(row[None], SUMS)[0] != digest:
+        if digest_tensor(row[None], _DIGESTS)[0] != digest:
             _LOG.warning("block %s in a tier has changed", place.block_hash.hex())
             return DAMAGED
         self._copy(self._pool[block_id], row)
