@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 
 from cluster import wire
-from cluster.messages import PrefillJob, Sampling, TokenStops
 from tandem.v1 import inference_pb2, worker_pb2_grpc
+from tests.prefill_jobs import prefill_job
 from tests.system.asking import Answer, ask, asked, question
 from tests.system.local_cluster import LocalCluster
 
@@ -202,16 +202,6 @@ async def test_a_prefill_worker_finds_on_disk_what_it_had_before_it_was_started_
 
 async def _prefilled(stub: worker_pb2_grpc.PrefillWorkerStub, token_ids: tuple[int, ...]) -> int:
     """How many of the prompt's tokens were found."""
-    job = PrefillJob(
-        request_id="alone",
-        attempt=0,
-        token_ids=token_ids,
-        sampling=Sampling(),
-        stops=TokenStops(max_tokens=1),
-        seeds=(0,),
-        num_committed=0,
-        importer=None,
-        timeout_s=60.0,
-    )
-    events = [event async for event in stub.Prefill(wire.prefill_job_to_wire(job), timeout=60)]
+    job = wire.prefill_job_to_wire(prefill_job(token_ids))
+    events = [event async for event in stub.Prefill(job, timeout=60)]
     return int(events[-1].first_tokens.num_cached)

@@ -7,22 +7,12 @@ import pytest
 
 from cluster import wire
 from cluster.errors import QueueFull
-from cluster.messages import PrefillJob, Sampling, TokenStops
 from cluster.telemetry import Telemetry
 from prefill_worker.rates import RunningRate
 from prefill_worker.service import PrefillService
+from tests.prefill_jobs import prefill_job
 
-_JOB = PrefillJob(
-    request_id="r",
-    attempt=1,
-    token_ids=(1, 2, 3),
-    sampling=Sampling(temperature=0.0),
-    stops=TokenStops(max_tokens=8, min_tokens=0, stop_token_ids=frozenset()),
-    seeds=(1,),
-    num_committed=0,
-    importer=None,
-    timeout_s=10.0,
-)
+_JOB = prefill_job((1, 2, 3), max_tokens=8)
 
 
 class _Steps:

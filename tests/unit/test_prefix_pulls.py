@@ -12,7 +12,7 @@ import pytest
 from cluster.clock import ManualClock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.hashing import keyed_chains
-from cluster.messages import MemberId, PrefillJob, PrefixHolder, Sampling, TokenStops
+from cluster.messages import MemberId, PrefixHolder
 from cluster.telemetry import Telemetry
 from kvtransfer.block_source import BlockSource
 from kvtransfer.exporter_channels import ExporterChannels
@@ -22,6 +22,7 @@ from prefill_worker.commands import AdmitPull, Command, DiscardPull, FindPrefix,
 from prefill_worker.prefix_pulls import PrefixPulls, PullMeans
 from prefill_worker.rates import RunningRate
 from tandem.v1 import kv_pb2, kv_pb2_grpc
+from tests.prefill_jobs import prefill_job
 
 _BLOCK = 4
 _ME, _HOLDER = MemberId("me", "1"), MemberId("holder", "1")
@@ -90,18 +91,7 @@ class _Bench:
         self.pulls = PrefixPulls(means, self._post)
 
     async def fetch(self, holder: MemberId = _HOLDER) -> int:
-        job = PrefillJob(
-            request_id="request",
-            attempt=0,
-            token_ids=_TOKENS,
-            sampling=Sampling(),
-            stops=TokenStops(max_tokens=4),
-            seeds=(1,),
-            num_committed=0,
-            importer=None,
-            timeout_s=60.0,
-            prefix_holders=(PrefixHolder(holder, self.address, 40),),
-        )
+        job = prefill_job(_TOKENS, max_tokens=4, prefix_holders=(PrefixHolder(holder, self.address, 40),))
         async with asyncio.timeout(30):
             return await self.pulls.fetch(job)
 

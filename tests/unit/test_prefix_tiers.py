@@ -13,7 +13,7 @@ import pytest
 
 from cluster.config import WorkerConfig
 from cluster.hashing import keyed_chains
-from cluster.messages import LayoutFingerprint, PrefillJob, Sampling, TokenStops
+from cluster.messages import LayoutFingerprint, PrefillJob
 from cluster.telemetry import Telemetry
 from engine.layout import LayerShape, lay_out
 from engine.pool import KvPool
@@ -25,6 +25,7 @@ from prefill_worker.prefix_tiers import PrefixTiers, TierMeans
 from prefill_worker.rates import RunningRate
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.tier_opening import open_tiers
+from tests.prefill_jobs import prefill_job
 
 _LAYOUT = LayoutFingerprint(weights="w", model_config="c", dtype="float32", block_table="t")
 _BLOCK_SIZE, _NUM_BLOCKS = 4, 7  # two prompts of three blocks, and one to compute in
@@ -59,7 +60,7 @@ class _Worker:
 
     async def ask(self, *tokens: int) -> int:
         """Prefills a prompt; how many tokens were found. What was found must be what was computed."""
-        job = _job(tokens)
+        job = prefill_job(tokens)
         chain = self.tiers.chain(job)
         await self.tiers.fetch(job, chain)
         (finished,) = [event for event in self._compute(job) if isinstance(event, commands.Finished)]
@@ -95,20 +96,6 @@ class _Worker:
     async def _stored(self) -> None:
         while tasks := [task for task in asyncio.all_tasks() if task.get_name() == "store prefix"]:
             await asyncio.wait(tasks, timeout=10)
-
-
-def _job(tokens: tuple[int, ...]) -> PrefillJob:
-    return PrefillJob(
-        request_id="r",
-        attempt=0,
-        token_ids=tokens,
-        sampling=Sampling(),
-        stops=TokenStops(max_tokens=1),
-        seeds=(0,),
-        num_committed=0,
-        importer=None,
-        timeout_s=60.0,
-    )
 
 
 def _prompt(number: int, num_blocks: int = 3) -> tuple[int, ...]:
@@ -206,7 +193,7 @@ async def test_a_file_that_is_not_as_it_was_written_is_a_miss_and_never_enters_t
 ) -> None:
     worker = _Worker(tmp_path, slots=3)
     await _fill(worker, 1, 2, 3)
-    second = worker.tiers.chain(_job(_prompt(1))).hashes[1].hex()
+    second = worker.tiers.chain(prefill_job(_prompt(1))).hashes[1].hex()
     spoil(next(tmp_path.glob(f"*/{second}")))
 
     assert await worker.ask(*_prompt(1)) == 4  # the block before it
@@ -276,7 +263,7 @@ async def test_a_path_that_is_no_folder_is_a_tier_less(tmp_path: Path) -> None:
 
 async def test_under_load_what_cannot_be_copied_at_once_is_dropped_and_counted() -> None:
     worker = _Worker()
-    chains = [worker.tiers.chain(_job(_prompt(number))) for number in range(6)]
+    chains = [worker.tiers.chain(prefill_job(_prompt(number))) for number in range(6)]
     for chain in chains:
         worker.tiers.store(chain)
     assert worker.outcomes("store") == {"dropped": 6}
@@ -317,7 +304,7 @@ async def test_a_disk_that_hangs_costs_a_bounded_wait_then_none_and_its_blocks_o
         return real_read(self, block_hash, into)
 
     monkeypatch.setattr(BlockFiles, "read", read)
-    job = _job(_prompt(1))
+    job = prefill_job(_prompt(1))
     await worker.tiers.fetch(job, worker.tiers.chain(job))
     assert worker.outcomes("fetch") == {"late": 3}
     assert worker.scheduler._blocks.pool.counts()["quarantined"] == 3

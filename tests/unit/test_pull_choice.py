@@ -1,25 +1,16 @@
 """When a prefix is worth pulling, and from whom."""
 
-from cluster.messages import MemberId, PairFigure, PrefillJob, PrefixHolder, Sampling, TokenStops
+from cluster.messages import MemberId, PairFigure, PrefillJob, PrefixHolder
 from prefill_worker.pull_choice import PullFacts, choose_pull
+from tests.prefill_jobs import prefill_job
 
 _BLOCK = 16
 _NEAR, _FAR = MemberId("near", "1"), MemberId("far", "1")
 
 
 def _job(*holders: tuple[MemberId, int], num_tokens: int = 1001) -> PrefillJob:
-    return PrefillJob(
-        request_id="request",
-        attempt=0,
-        token_ids=tuple(range(num_tokens)),
-        sampling=Sampling(),
-        stops=TokenStops(max_tokens=9),
-        seeds=(1,),
-        num_committed=0,
-        importer=None,
-        timeout_s=60.0,
-        prefix_holders=tuple(PrefixHolder(member, "host:1", num_held) for member, num_held in holders),
-    )
+    held = tuple(PrefixHolder(member, "host:1", num_held) for member, num_held in holders)
+    return prefill_job(range(num_tokens), max_tokens=9, prefix_holders=held)
 
 
 def _facts(

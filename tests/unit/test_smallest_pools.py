@@ -11,12 +11,13 @@ from cluster.engine_settings import SCHEDULING_POLICIES
 from cluster.errors import InvalidRequest, PromptTooLong
 from cluster.hashing import keyed_chains
 from cluster.lengths import LengthLimits
-from cluster.messages import MemberId, PrefillJob, Sampling, TokenStops
+from cluster.messages import MemberId, PrefillJob
 from decode_worker.limits import DecodeLimits
 from engine.policies import make_policy
 from prefill_worker.commands import Accepted, Event, Finished, Refused, Release, Submit
 from prefill_worker.limits import PrefillLimits
 from prefill_worker.scheduler import PrefillScheduler
+from tests.prefill_jobs import prefill_job
 from tests.unit.decode_bench import DecodeBench, HandOff, limits
 from tests.unit.fake_paged_runner import FakePagedRunner
 
@@ -110,7 +111,8 @@ def test_prefilling_ends_whatever_is_asked(policy: str, seed: int) -> None:
     leased: list[bytes] = []
     num_finished = num_accepted = 0
     for number in range(NUM_JOBS):
-        job = prefill_job(tokens(dice), num_choices=dice.randint(1, 4), max_tokens=dice.randint(1, 99))
+        seeds, max_tokens = tuple(range(dice.randint(1, 4))), dice.randint(1, 99)
+        job = prefill_job(tokens(dice), seeds=seeds, max_tokens=max_tokens, importer=MemberId("decode", "1"))
         (event,) = scheduler.apply(Submit(number.to_bytes(4, "big"), job), 0.0)
         needed = len(job.token_ids)
         if isinstance(event, Refused):
@@ -139,22 +141,6 @@ def note(events: tuple[Event, ...], leased: list[bytes]) -> int:
     finished = [event.ticket_id for event in events if isinstance(event, Finished)]
     leased += finished
     return len(finished)
-
-
-def prefill_job(
-    token_ids: list[int], *, num_choices: int = 1, max_tokens: int = 9, num_committed: int = 0
-) -> PrefillJob:
-    return PrefillJob(
-        request_id="request",
-        attempt=0,
-        token_ids=tuple(token_ids),
-        sampling=Sampling(),
-        stops=TokenStops(max_tokens),
-        seeds=tuple(range(num_choices)),
-        num_committed=num_committed,
-        importer=MemberId("decode", "1"),
-        timeout_s=9.0,
-    )
 
 
 def limited_prefill() -> PrefillScheduler:

@@ -1,0 +1,23 @@
+"""A prefill as a test asks for one: greedy, alone, a minute's time; what matters to the test is said there."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from cluster.messages import PrefillJob, Sampling, TokenStops
+
+
+def prefill_job(token_ids: Sequence[int], *, max_tokens: int = 1, **fields: Any) -> PrefillJob:
+    """`fields` of PrefillJob in place of the usual ones."""
+    job = PrefillJob(
+        request_id="request",
+        attempt=0,
+        token_ids=tuple(token_ids),
+        sampling=Sampling(),
+        stops=TokenStops(max_tokens),
+        seeds=(0,),
+        num_committed=0,
+        importer=None,
+        timeout_s=60.0,
+    )
+    return replace(job, **fields)
