@@ -14,6 +14,7 @@ import torch
 
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.batch import PackedBatch, pack
+from engine.cuda.fused_ops import Heads, Rotation
 from engine.layout import LayerShape, lay_out
 from engine.pool import TORCH_DTYPES, KvPool
 from engine.quantised_kv import quantise
@@ -220,6 +221,31 @@ def test_a_chunk_that_begins_in_the_middle_of_a_block_sees_the_cached_prefix() -
 @pytest.mark.usefixtures("guarded")
 def test_one_long_sequence_beside_many_short_ones() -> None:
     hold_equal(Shape(1, 1), [(1, 32_767), *[(1, 0)] * 255])
+
+
+def test_blocks_beyond_two_to_the_31_elements_are_read_and_written() -> None:
+    """Of a pool whose other pages are never touched."""
+    from engine.attention.triton_paged import TritonBackend
+    from engine.cuda.triton_ops import TritonOps
+
+    layout = lay_out([LayerShape(1, 16, 16)] * 2, 8, "bfloat16")
+    pool = KvPool(layout, 2**31 // (layout.block_bytes // 2) + 8)
+    generator = torch.Generator().manual_seed(5)
+    states = torch.randn(21, 4, 16, generator=generator).bfloat16()  # two heads of queries, one of keys, one of values
+    ids = (pool.num_blocks - 1, pool.num_blocks - 5, pool.num_blocks - 2)
+    assert min(ids) * (layout.block_bytes // 2) > 2**31
+    batch = pack([Chunk(0, (1,) * 21, 0, ids)], 8, torch.device("cpu"))
+    query, key, value = torch.split(states, [2, 1, 1], dim=1)
+    keys, values = pool.layers[1]
+    still = Rotation(torch.ones(21, 16), torch.zeros(21, 16))
+    TritonOps().rotate(Heads(query, key, value, None, None, keys, values, batch.slot_blocks, batch.slot_offsets), still)
+    assert torch.equal(keys[list(ids)].view(-1, 1, 16)[:21], key)
+    options = AttentionOptions(0.25)
+    output = TritonBackend(LEAST_PART).attend(query, LayerKv(key, value, keys, values), batch, options)
+    case = Case(query, LayerKv(key, value, keys, values), batch, options, ((key.double(), value.double()),), pool)
+    expected, bound = written_out(case, UNIT["bfloat16"])
+    pool.close()
+    assert ((output.double() - expected).abs() <= bound).all()
 
 
 def drawn_case(dice: random.Random) -> tuple[Shape, list[tuple[int, int]]]:
