@@ -15,6 +15,7 @@ import triton.language as tl
 
 _ROWS = 32  # pieces of one program; a matrix unit takes 16 at least
 _COLUMNS = 256  # bytes of each piece at a time
+_STAGES = 5  # four of these are on their way: the few programs of a short read, or of a fold, wait for memory
 
 
 # One compiled kernel for a pool's blocks and one for each fold of them, however many are asked for: a compilation takes
@@ -73,5 +74,6 @@ def piece_sums(blocks: torch.Tensor, block_ids: torch.Tensor, coefficients: torc
             NUM_SUMS=num_sums,
             ROWS=_ROWS,
             COLUMNS=_COLUMNS,
+            num_stages=_STAGES,
         )
     return sums
