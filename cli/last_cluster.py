@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,21 +26,28 @@ class LastCluster:
         return ",".join((self.grpc, *self.more_grpc))
 
 
-def remember(cluster: LastCluster, environment: Mapping[str, str] | None = None) -> None:
-    """Until it is forgotten, or its process is gone."""
+def remember(cluster: LastCluster, environment: Mapping[str, str] | None = None) -> str:
+    """Until it is forgotten, or its process is gone. Answers why that cannot be, such as a full disk; empty: it is."""
     folder = _folder(os.environ if environment is None else environment)
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("cluster-*.json"):
-        if not _lives(path):
-            path.unlink(missing_ok=True)
     draft = folder / f"draft-{cluster.pid}"
-    draft.write_text(json.dumps(asdict(cluster)))
-    draft.replace(folder / f"cluster-{cluster.pid}.json")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("cluster-*.json"):
+            if not _lives(path):
+                path.unlink(missing_ok=True)
+        draft.write_text(json.dumps(asdict(cluster)))
+        draft.replace(folder / f"cluster-{cluster.pid}.json")
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        return f"cannot write to {folder}: {error.strerror}"
+    return ""
 
 
 def forget(pid: int, environment: Mapping[str, str] | None = None) -> None:
     """Others that run here stay."""
-    (_folder(os.environ if environment is None else environment) / f"cluster-{pid}.json").unlink(missing_ok=True)
+    with suppress(OSError):  # a folder that cannot be written
+        (_folder(os.environ if environment is None else environment) / f"cluster-{pid}.json").unlink(missing_ok=True)
 
 
 def running(environment: Mapping[str, str]) -> list[LastCluster]:

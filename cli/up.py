@@ -164,7 +164,8 @@ async def _up(plan: Plan) -> None:
 
 async def _announce_and_stay(cluster: LocalCluster, plan: Plan) -> None:
     started = _started(cluster, plan)
-    remember(started)
+    if why_not := remember(started):
+        tell(f"{why_not}; other commands need --address {started.address}")
     announce_ready(http=f"{'https' if started.tls_ca else 'http'}://{cluster.http}", grpc=cluster.grpc)
     tell('try `tandem generate "def read_file(path):"` in another terminal; Ctrl-C here stops the cluster')
     await cluster.follow_target()

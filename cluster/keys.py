@@ -25,7 +25,9 @@ def load_cluster_key(path: Path) -> bytes:
             raise ConfigError(f"cluster key {path} is open to other users; run: chmod 600 {path}")
         text = path.read_text(encoding="ascii")
     except OSError as error:
-        raise ConfigError(f"cannot read or make the cluster key {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot read or make the cluster key {path}: {error.strerror}; give another --cluster-key-file"
+        ) from error
     except UnicodeDecodeError:
         raise _malformed(path) from None
     return _parse(text, path)

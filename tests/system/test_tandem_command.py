@@ -293,6 +293,16 @@ def test_of_several_clusters_that_run_here_the_newest_is_asked(tmp_path: Path) -
         find_address(None, environment)
 
 
+def test_a_cluster_that_cannot_be_written_down_runs_all_the_same(tmp_path: Path) -> None:
+    """As on a full disk: it says why, and the commands say what they need."""
+    (tmp_path / "file").touch()
+    environment = {"XDG_RUNTIME_DIR": str(tmp_path / "file")}
+    assert str(tmp_path) in remember(LastCluster("h:1", "h:2", os.getpid()), environment)
+    forget(os.getpid(), environment)
+    with pytest.raises(ConfigError, match="--address"):
+        find_address(None, environment)
+
+
 def test_all_ports_that_are_taken_are_named_with_who_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
