@@ -1,0 +1,12 @@
+"""The benchmark of steps planned ahead: sequences come and go, and only where it is asked for is a step planned ahead."""
+
+from benchmarks.async_scheduling import Shape, measured, table
+
+
+def test_sequences_come_and_go_and_steps_are_planned_ahead_where_asked() -> None:
+    runs = measured(num_steps=30, num_rounds=1, shapes=(Shape(batch=3, step_s=10.0, mean_output=8),))
+
+    without, ahead = runs
+    assert without.ahead_share == 0 and ahead.ahead_share > 0.5
+    assert without.wait_s > 0 and without.commands_per_step > 0
+    assert "| 3 | 10000 ms | 8 tokens |" in table(runs)
