@@ -217,9 +217,6 @@ def _job(number: int) -> DecodeJob:
 
 def measured(num_steps: int, num_rounds: int, shapes: tuple[Shape, ...] = SHAPES) -> list[Run]:
     """With and without in turns."""
-    torch.set_num_threads(1)
-    with lasting():  # as in a worker, whose collector looks at none of what came with its imports
-        import_module("engine.build")
     return [
         _Serving(shape, num_steps, is_ahead=is_ahead).run()
         for shape in shapes
@@ -254,6 +251,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="runs of each kind, in turns")
     parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with lasting():  # as in a worker, whose collector looks at none of what came with its imports
+        import_module("engine.build")
     runs = measured(arguments.steps, arguments.rounds)
     print(table(runs))
     if arguments.write:

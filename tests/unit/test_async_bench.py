@@ -1,4 +1,4 @@
-"""The benchmark of steps planned ahead: sequences come and go, and only where it is asked for is a step planned ahead."""
+"""The benchmark of steps planned ahead: sequences come and go, and steps are planned ahead only where asked."""
 
 from benchmarks.async_scheduling import Shape, measured, table
 
