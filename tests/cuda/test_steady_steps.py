@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from cluster.messages import Sampling
 from engine.build import Engine
 from engine.cuda.launching_runner import LaunchingRunner
-from engine.step import Chunk, Sample, StepPlan
+from engine.step import UNKNOWN_TOKEN, Chunk, Sample, StepPlan
 from tests.cuda.engines import build, on_gpu
 from tests.golden.families import BLOCK_SIZE, FAMILIES
 
@@ -45,6 +46,18 @@ def decodes(position: int, count: int = 12) -> StepPlan:
     return StepPlan(tuple(chunks))
 
 
+def following(position: int, newest: list[int] | None) -> StepPlan:
+    """The decodes behind those; without `newest` they are fed."""
+    return StepPlan(
+        tuple(
+            replace(chunk, token_ids=(UNKNOWN_TOKEN,), fed_by=row)
+            if newest is None
+            else replace(chunk, token_ids=(newest[row],))
+            for row, chunk in enumerate(decodes(position).chunks)
+        )
+    )
+
+
 def warm(runner: LaunchingRunner) -> None:
     for position in range(FIRST, FIRST + WARM):
         runner.run(decodes(position))
@@ -76,6 +89,53 @@ def test_a_launch_returns_while_the_device_computes(engine: Engine) -> None:
     reached.record()
     assert not reached.query()  # type: ignore[no-untyped-call]
     launched.result()
+
+
+def test_steps_are_fed_while_the_device_computes_and_wait_for_nothing(engine: Engine) -> None:
+    runner = launching(engine)
+    warm(runner)
+    positions = range(FIRST + WARM, FIRST + WARM + 6)
+    in_turn = [[one.token_id for (one,) in runner.run(decodes(positions[0])).tokens]]
+    for position in positions[1:]:
+        in_turn.append([one.token_id for (one,) in runner.run(following(position, in_turn[-1])).tokens])
+
+    torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]
+    ahead = []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        running = runner.launch(decodes(positions[0]))
+        for position in positions[1:]:
+            assert running.can_feed
+            behind = runner.launch(following(position, None))
+            ahead.append([one.token_id for (one,) in running.result().tokens])
+            running = behind
+        ahead.append([one.token_id for (one,) in running.result().tokens])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert ahead == in_turn
+
+
+def test_steady_steps_that_are_fed_take_no_memory_from_the_device(engine: Engine) -> None:
+    runner = launching(engine)
+    position = FIRST + WARM
+
+    def launch_behind(count: int) -> None:
+        nonlocal position
+        running = runner.launch(decodes(position))
+        for _ in range(count):
+            position += 1
+            behind = runner.launch(following(position, None))
+            running.result()
+            running = behind
+        running.result()
+
+    warm(runner)
+    launch_behind(4)
+    before = torch.cuda.memory_stats()
+    launch_behind(8)
+    after = torch.cuda.memory_stats()
+    for name in ("num_device_alloc", "num_alloc_retries", "reserved_bytes.all.current", "allocated_bytes.all.current"):
+        assert after.get(name, 0) == before.get(name, 0), name
 
 
 def test_a_steady_step_takes_no_memory_from_the_device(engine: Engine) -> None:
