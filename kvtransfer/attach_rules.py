@@ -66,11 +66,12 @@ class AttachRules:
         return version
 
     def _check_layout(self, theirs: LayoutFingerprint) -> None:
+        if theirs == self._layout:
+            return
         ours = asdict(self._layout)
         differing = [
             f"{name}: importer {value}, exporter {ours[name]}"
             for name, value in asdict(theirs).items()
             if value != ours[name]
         ]
-        if differing:
-            raise HandOffFailed(HandOffReason.LAYOUT_MISMATCH, "; ".join(differing))
+        raise HandOffFailed(HandOffReason.LAYOUT_MISMATCH, "; ".join(differing))

@@ -26,12 +26,13 @@ A state is forgotten when `is_over`; whoever comes later finds UNKNOWN_TICKET.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cluster.errors import HandOffReason
 from cluster.messages import Epoch, MemberId
 from kvtransfer import leases as lease_rules
+from kvtransfer.frozen import changed
 from kvtransfer.handoff import (
     GUARDS,
     Accepted,
@@ -188,13 +189,13 @@ def advance(state: Export, event: Event, now_s: float, guards: Guards = GUARDS) 
         case Reissue(attempt):
             if not can_reissue(state, attempt, guards):
                 raise illegal(state.history, f"reissue {attempt} in {state.phase}")
-            state = replace(state, leases=lease_rules.reissue(state.leases, attempt, now_s, guards.leases))
+            state = changed(state, leases=lease_rules.reissue(state.leases, attempt, now_s, guards.leases))
         case FromImporter(call, message):
             state, actions = _hear(state, call, message, now_s, guards)
         case CallEnded(call):
             for attempt, known in state.calls:
                 if known == call:
-                    state = replace(state, leases=lease_rules.vacate(state.leases, attempt, now_s, guards.leases))
+                    state = changed(state, leases=lease_rules.vacate(state.leases, attempt, now_s, guards.leases))
         case Tick():
             state, actions = _reap(state, now_s, guards)
     actions += _ended(before, state.leases)
@@ -206,28 +207,28 @@ def _seal(state: Export, event: SealBlocks, now_s: float) -> tuple[Export, tuple
         return state, ()
     if state.phase is not ExportPhase.COMPUTING or event.first_index != len(state.blocks) or not event.blocks:
         raise illegal(state.history, f"{event} with {len(state.blocks)} blocks in {state.phase}")
-    state = replace(state, blocks=state.blocks + event.blocks, leases=lease_rules.seal(state.leases, now_s))
+    state = changed(state, blocks=state.blocks + event.blocks, leases=lease_rules.seal(state.leases, now_s))
     return state, _tell_attached(state, lambda epoch: Sealed(epoch, event.first_index, event.blocks))
 
 
 def _finish(state: Export, event: Finish, now_s: float) -> tuple[Export, tuple[Action, ...]]:
     if state.phase in (ExportPhase.RELEASED, ExportPhase.FAILED):
         return state, ()
-    state = replace(_to(state, ExportPhase.FINISHED), finish=event, leases=lease_rules.seal(state.leases, now_s))
+    state = changed(_to(state, ExportPhase.FINISHED), finish=event, leases=lease_rules.seal(state.leases, now_s))
     return state, _tell_attached(state, lambda epoch: _finished(event, epoch))
 
 
 def _fail(state: Export, event: Fail) -> tuple[Export, tuple[Action, ...]]:
     """Nobody may attach any more. Who has attached is told if the prefill will not finish; what it reads stays pinned
     until it settles or its lease ends. Without a sealed block there is nothing to pin."""
-    state = replace(state, leases=lease_rules.withdraw(state.leases))
+    state = changed(state, leases=lease_rules.withdraw(state.leases))
     if state.phase is not ExportPhase.COMPUTING:
         return state, ()
-    state = replace(_to(state, ExportPhase.FAILED), failure=event)
+    state = changed(_to(state, ExportPhase.FAILED), failure=event)
     actions = _tell_attached(state, lambda epoch: Failed(epoch, event.reason, event.detail))
     if not state.leases.has_sealed:
         for lease in state.leases.leases:
-            state = replace(state, leases=lease_rules.end(state.leases, lease.attempt))
+            state = changed(state, leases=lease_rules.end(state.leases, lease.attempt))
     return state, actions
 
 
@@ -244,14 +245,14 @@ def _hear(
         case Attach():
             return _attach(state, call, attempt, now_s, guards)
         case Renew():
-            return replace(state, leases=lease_rules.renew(state.leases, attempt, now_s, guards.leases)), ()
+            return changed(state, leases=lease_rules.renew(state.leases, attempt, now_s, guards.leases)), ()
         case Settle(epoch, Outcome.FAILED):
             leases = lease_rules.vacate(state.leases, attempt, now_s, guards.leases)
-            return replace(state, leases=leases), (Send(call, Settled(epoch, valid=False)),)
+            return changed(state, leases=leases), (Send(call, Settled(epoch, valid=False)),)
         case Settle(epoch):
             leases, valid = lease_rules.settle(state.leases, attempt, now_s, guards.leases)
             # Only what is whole can be good: an ok before Finished is a lie.
-            return replace(state, leases=leases), (Send(call, Settled(epoch, valid and state.finish is not None)),)
+            return changed(state, leases=leases), (Send(call, Settled(epoch, valid and state.finish is not None)),)
 
 
 def _attach(state: Export, call: int, attempt: int, now_s: float, guards: Guards) -> tuple[Export, tuple[Action, ...]]:
@@ -264,7 +265,7 @@ def _attach(state: Export, call: int, attempt: int, now_s: float, guards: Guards
         reason, detail = (state.failure.reason, state.failure.detail) if state.failure else (refusal, "")
         return state, (Send(call, Refused(epoch, reason, detail)),)
     calls = (*((known, other) for known, other in state.calls if known != attempt), (attempt, call))
-    state = replace(state, leases=leases, calls=calls)
+    state = changed(state, leases=leases, calls=calls)
     messages: list[ExporterMessage] = [Accepted(epoch, leases.policy.lease_s, leases.policy.max_lease_s)]
     if state.blocks:
         messages.append(Sealed(epoch, 0, state.blocks))
@@ -275,7 +276,7 @@ def _attach(state: Export, call: int, attempt: int, now_s: float, guards: Guards
 
 def _reap(state: Export, now_s: float, guards: Guards) -> tuple[Export, tuple[Action, ...]]:
     leases, lapsed = lease_rules.reap(state.leases, now_s, guards.leases)
-    state = replace(state, leases=leases)
+    state = changed(state, leases=leases)
     actions: list[Action] = []
     for attempt in lapsed:
         call = state.call_of(attempt)
@@ -317,11 +318,11 @@ def _finished(finish: Finish, epoch: Epoch) -> Finished:
 def _to(state: Export, phase: ExportPhase) -> Export:
     if phase not in _MOVES[state.phase]:
         raise illegal(state.history, f"{state.phase} to {phase}")
-    return replace(state, phase=phase)
+    return changed(state, phase=phase)
 
 
 def _remember(state: Export, event: Event) -> Export:
     if isinstance(event, Tick):
         return state
     name = type(event.message).__name__ if isinstance(event, FromImporter) else type(event).__name__
-    return replace(state, history=remembered(state.history, f"{name}:{state.phase}"))
+    return changed(state, history=remembered(state.history, f"{name}:{state.phase}"))

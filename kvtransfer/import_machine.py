@@ -23,9 +23,8 @@ nobody reads any more.
 Events and actions are in `import_events`.
 """
 
-from dataclasses import replace
-
 from cluster.errors import HandOffReason
+from kvtransfer.frozen import changed
 from kvtransfer.handoff import (
     GUARDS,
     Accepted,
@@ -109,14 +108,14 @@ def advance(state: Import, event: Event, now_s: float, guards: Guards = GUARDS) 
         case Cancel():
             return _give_up(state, now_s, guards, HandOffReason.CANCELLED)
         case CallEnded():
-            return _give_up(replace(state, is_connected=False), now_s, guards, HandOffReason.EXPORTER_LOST)
+            return _give_up(changed(state, is_connected=False), now_s, guards, HandOffReason.EXPORTER_LOST)
         case Tick():
             return _tick(state, now_s, guards)
 
 
 def _hear_in_turn(state: Import, message: ExporterMessage, is_followed: bool, now_s: float, guards: Guards) -> Step:
     """Reads wait for the last message of a moment, whatever becomes of it: one read serves all that is offered."""
-    was_held, state = state.is_held, replace(state, is_held=is_followed)
+    was_held, state = state.is_held, changed(state, is_held=is_followed)
     actions: tuple[Action, ...] = ()
     if state.phase not in ANSWERED and guards.same_epoch(state.plan.epoch, message.epoch):
         state, actions = _hear(state, message, now_s, guards)
@@ -131,7 +130,7 @@ def _hear(state: Import, message: ExporterMessage, now_s: float, guards: Guards)
         case Accepted():
             return _accepted(state, message, now_s, guards)
         case Refused(_, reason, detail):
-            return _give_up(replace(state, is_connected=False), now_s, guards, reason, detail)
+            return _give_up(changed(state, is_connected=False), now_s, guards, reason, detail)
         case Sealed():
             return _offered(state, message, now_s, guards)
         case Finished():
@@ -145,7 +144,7 @@ def _hear(state: Import, message: ExporterMessage, now_s: float, guards: Guards)
 def _accepted(state: Import, message: Accepted, now_s: float, guards: Guards) -> Step:
     if state.phase is not ImportPhase.ATTACHING:
         return state, ()  # the same one, twice
-    state = replace(
+    state = changed(
         _to(state, ImportPhase.RESERVING),
         wait_until_s=None,
         lease_s=message.lease_s,
@@ -166,7 +165,7 @@ def _offered(state: Import, message: Sealed, now_s: float, guards: Guards) -> St
         if offered[place] not in (None, block):
             return _give_up(state, now_s, guards, HandOffReason.PROTOCOL, f"block {place} was offered as another")
         offered[place] = block
-    return _go_on(replace(state, offered=tuple(offered)), now_s, guards)
+    return _go_on(changed(state, offered=tuple(offered)), now_s, guards)
 
 
 def _finished(state: Import, message: Finished, now_s: float, guards: Guards) -> Step:
@@ -191,7 +190,7 @@ def _finished(state: Import, message: Finished, now_s: float, guards: Guards) ->
         for place, first in enumerate(message.first_tokens, plan.num_sealed)
         if tails and not guards.tail_needed(first.ended)
     }
-    state = replace(
+    state = changed(
         state,
         finished=message,
         offered=state.offered[: plan.num_sealed] + tails,
@@ -234,13 +233,13 @@ def _reserved(state: Import, event: Reserved, now_s: float, guards: Guards) -> S
         )
     if state.phase is ImportPhase.RESERVING:
         cached = frozenset(range(guards.cached_left_alone(event.num_cached)))
-        state = replace(
+        state = changed(
             _to(state, ImportPhase.PULLING),
             num_cached=event.num_cached,
             complete=state.complete | cached,
             unverified=event.unverified,
         )
-    return _go_on(replace(state, local_block_ids=local), now_s, guards)
+    return _go_on(changed(state, local_block_ids=local), now_s, guards)
 
 
 def _completed(state: Import, read_id: int, digests: tuple[bytes, ...], now_s: float, guards: Guards) -> Step:
@@ -251,7 +250,7 @@ def _completed(state: Import, read_id: int, digests: tuple[bytes, ...], now_s: f
         raise illegal(state.history, f"read {read_id} completed, {reading} was in flight")
     if state.broken is not None and state.phase is not ImportPhase.DRAINING:
         return state, ()  # too late: the next way begins when the channel is gone
-    state = replace(state, reading=None)
+    state = changed(state, reading=None)
     if state.phase is ImportPhase.DRAINING:
         return _quiet(state, reading, guards)
     complete, wrong = set(state.complete), set[int]()
@@ -260,10 +259,10 @@ def _completed(state: Import, read_id: int, digests: tuple[bytes, ...], now_s: f
         is_exempt = guards.exempt_as_drawn(place in state.unverified)
         good = is_exempt or (block is not None and guards.same_digest(block.digest, digest))
         (complete if good else wrong).add(place)
-    state = replace(state, complete=frozenset(complete))
+    state = changed(state, complete=frozenset(complete))
     if not all(guards.pulled_again_once(int(place in state.pulled_again)) for place in wrong):
         return _give_up(state, now_s, guards, HandOffReason.DIGEST_MISMATCH, f"blocks {sorted(wrong)}, pulled twice")
-    return _go_on(replace(state, pulled_again=state.pulled_again | wrong), now_s, guards)
+    return _go_on(changed(state, pulled_again=state.pulled_again | wrong), now_s, guards)
 
 
 def _read_failed(state: Import, read_id: int, detail: str, now_s: float, guards: Guards) -> Step:
@@ -276,7 +275,7 @@ def _read_failed(state: Import, read_id: int, detail: str, now_s: float, guards:
     if state.is_destroying:
         return state, ()
     if guards.proof_of_quiet(False):
-        state = replace(state, reading=None)
+        state = changed(state, reading=None)
         if state.phase is ImportPhase.DRAINING:
             return _quiet(state, reading, guards)
         return _give_up(state, now_s, guards, HandOffReason.READ_FAILED, detail)
@@ -293,10 +292,10 @@ def _open_failed(state: Import, read_id: int, detail: str, now_s: float, guards:
     if reading is None or reading.read_id != read_id:
         raise illegal(state.history, f"read {read_id} found no way, {reading} was in flight")
     if state.phase is ImportPhase.DRAINING:
-        return _quiet(replace(state, reading=None), reading, guards)
+        return _quiet(changed(state, reading=None), reading, guards)
     if state.is_destroying:
         return state, ()
-    state = replace(state, reading=None)
+    state = changed(state, reading=None)
     if state.num_ways_left:
         return _fall_back(state, now_s, guards, FallBackReason.OPEN_FAILED)
     return _give_up(state, now_s, guards, HandOffReason.READ_FAILED, detail)
@@ -305,13 +304,13 @@ def _open_failed(state: Import, read_id: int, detail: str, now_s: float, guards:
 def _break_off(state: Import, reading: Reading, now_s: float, guards: Guards, reason: FallBackReason) -> Step:
     """The read is dead; what is missing is read by the next way, as soon as this one cannot write any more."""
     if guards.quiet_before_fallback(False):
-        return _fall_back(replace(state, reading=None), now_s, guards, reason)
-    dying = replace(reading, deadline_s=now_s + state.plan.quarantine_s)
-    return replace(state, reading=dying, is_destroying=True, broken=reason), (DestroyChannel(),)
+        return _fall_back(changed(state, reading=None), now_s, guards, reason)
+    dying = changed(reading, deadline_s=now_s + state.plan.quarantine_s)
+    return changed(state, reading=dying, is_destroying=True, broken=reason), (DestroyChannel(),)
 
 
 def _fall_back(state: Import, now_s: float, guards: Guards, reason: FallBackReason) -> Step:
-    state = replace(state, is_destroying=False, broken=None, num_ways_left=state.num_ways_left - 1)
+    state = changed(state, is_destroying=False, broken=None, num_ways_left=state.num_ways_left - 1)
     state, actions = _go_on(state, now_s, guards)
     return state, (FallBack(reason), *actions)
 
@@ -320,10 +319,10 @@ def _destroyed(state: Import, now_s: float, guards: Guards) -> Step:
     if not state.is_destroying:
         raise illegal(state.history, "channel destroyed unasked")
     if state.broken is not None and state.phase is ImportPhase.PULLING:
-        return _fall_back(replace(state, reading=None), now_s, guards, state.broken)
+        return _fall_back(changed(state, reading=None), now_s, guards, state.broken)
     if state.phase is not ImportPhase.DRAINING or state.reading is None:
         return state, ()
-    return _quiet(replace(state, reading=None), state.reading, guards)
+    return _quiet(changed(state, reading=None), state.reading, guards)
 
 
 def _tick(state: Import, now_s: float, guards: Guards) -> Step:
@@ -343,7 +342,7 @@ def _tick(state: Import, now_s: float, guards: Guards) -> Step:
             return _break_off(state, reading, now_s, guards, FallBackReason.READ_TIMEOUT)
         return _give_up(state, now_s, guards, HandOffReason.READ_TIMEOUT, f"while {state.phase}")
     if is_past(state.renew_at_s):
-        return replace(state, renew_at_s=now_s + state.lease_s / 3), (Send(Renew(state.plan.epoch)),)
+        return changed(state, renew_at_s=now_s + state.lease_s / 3), (Send(Renew(state.plan.epoch)),)
     return state, ()
 
 
@@ -356,7 +355,7 @@ def _go_on(state: Import, now_s: float, guards: Guards) -> Step:
     num_wanted = guards.whole_reservation(plan.num_blocks, num_offered)
     if num_wanted > state.num_asked and state.num_asked == len(state.local_block_ids):
         num_lacking = num_wanted - state.num_asked
-        state, actions = _go_on(replace(state, num_asked=num_wanted), now_s, guards)
+        state, actions = _go_on(changed(state, num_asked=num_wanted), now_s, guards)
         return state, (Reserve(num_lacking), *actions)
     if state.phase is not ImportPhase.PULLING or state.reading is not None or state.is_held:
         return state, ()
@@ -384,11 +383,11 @@ def _read(state: Import, now_s: float, guards: Guards) -> Step:
     reading = Reading(state.num_reads, places, now_s + state.plan.read_timeout_s)
     unverified = frozenset(local for place, _, local in missing if place in state.unverified)
     start = StartRead(reading.read_id, tuple(block.block_id for block in blocks), locals_, unverified)
-    return replace(state, reading=reading, num_reads=state.num_reads + 1), (start,)
+    return changed(state, reading=reading, num_reads=state.num_reads + 1), (start,)
 
 
 def _settle_ok(state: Import, now_s: float) -> Step:
-    settling = replace(
+    settling = changed(
         _to(state, ImportPhase.SETTLING), wait_until_s=now_s + state.lease_s, renew_at_s=None, is_connected=False
     )
     return settling, (Send(Settle(state.plan.epoch, Outcome.OK)),)
@@ -403,12 +402,12 @@ def _give_up(state: Import, now_s: float, guards: Guards, reason: HandOffReason,
     destinations = frozenset(state.local_block_ids[place] for place in reading.places) if reading else frozenset()
     if state.num_asked:
         actions.append(Discard(guards.quarantined_in_flight(destinations)))
-    state = replace(
+    state = changed(
         _to(state, ImportPhase.DRAINING),
         deadline_s=now_s + state.plan.quarantine_s,
         wait_until_s=None,
         renew_at_s=None,
-        reading=replace(reading, deadline_s=None) if reading else None,
+        reading=changed(reading, deadline_s=None) if reading else None,
         failure=reason,
     )
     state, farewell = _end(state, guards)
@@ -427,7 +426,7 @@ def _end(state: Import, guards: Guards) -> Step:
     if state.is_connected and guards.settled_when_quiet(state.reading is not None):
         outcome = Outcome.UNNEEDED if state.failure is HandOffReason.CANCELLED else Outcome.FAILED
         actions.append(Send(Settle(state.plan.epoch, outcome, state.failure)))
-        state = replace(state, is_connected=False)
+        state = changed(state, is_connected=False)
     if state.reading is None:
         state = _to(state, ImportPhase.ENDED)
         actions.append(Close())
@@ -439,18 +438,18 @@ def _destroy(state: Import, now_s: float) -> Step:
     if state.phase is not ImportPhase.DRAINING:
         return state, ()
     if state.is_destroying:
-        return replace(state, deadline_s=NEVER_S), (ReportUnhealthy(),)
-    return replace(state, is_destroying=True, deadline_s=now_s + state.plan.quarantine_s), (DestroyChannel(),)
+        return changed(state, deadline_s=NEVER_S), (ReportUnhealthy(),)
+    return changed(state, is_destroying=True, deadline_s=now_s + state.plan.quarantine_s), (DestroyChannel(),)
 
 
 def _to(state: Import, phase: ImportPhase) -> Import:
     if phase not in MOVES[state.phase]:
         raise illegal(state.history, f"{state.phase} to {phase}")
-    return replace(state, phase=phase)
+    return changed(state, phase=phase)
 
 
 def _remember(state: Import, event: Event) -> Import:
     if isinstance(event, Tick):
         return state
     name = type(event.message).__name__ if isinstance(event, FromExporter) else type(event).__name__
-    return replace(state, history=remembered(state.history, f"{name}:{state.phase}"))
+    return changed(state, history=remembered(state.history, f"{name}:{state.phase}"))

@@ -20,10 +20,11 @@ frees anything, and knows no clock but the `now_s` it is given, which is the exp
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from cluster.errors import HandOffReason
+from kvtransfer.frozen import changed
 
 
 class LeasePhase(StrEnum):
@@ -166,7 +167,7 @@ def reissue(leases: TicketLeases, attempt: int, now_s: float, guards: LeaseGuard
     deadline_s = now_s + leases.policy.attach_timeout_s if leases.has_sealed else None
     withdrawn = _withdraw_offered(leases)
     newest = Lease(attempt, deadline_s=deadline_s)
-    return replace(withdrawn, leases=(*withdrawn.leases, newest), vacant_until_s=None)
+    return changed(withdrawn, leases=(*withdrawn.leases, newest), vacant_until_s=None)
 
 
 def seal(leases: TicketLeases, now_s: float) -> TicketLeases:
@@ -174,12 +175,12 @@ def seal(leases: TicketLeases, now_s: float) -> TicketLeases:
     if leases.has_sealed:
         return leases
     policy = leases.policy
-    sealed = replace(leases, has_sealed=True)
+    sealed = changed(leases, has_sealed=True)
     for lease in leases.leases:
         if lease.phase is LeasePhase.ATTACHED:
             sealed = _with(sealed, _started(lease, policy, now_s))
         elif lease.phase is LeasePhase.OFFERED:
-            sealed = _with(sealed, replace(lease, deadline_s=now_s + policy.attach_timeout_s))
+            sealed = _with(sealed, changed(lease, deadline_s=now_s + policy.attach_timeout_s))
     return sealed
 
 
@@ -204,7 +205,7 @@ def renew(leases: TicketLeases, attempt: int, now_s: float, guards: LeaseGuards 
     if lease is None or lease.latest_s is None or not guards.renewed_while_running(lease, now_s):
         return leases
     deadline_s = guards.renewed_up_to_maximum(now_s + leases.policy.lease_s, lease.latest_s)
-    return _with(leases, replace(lease, deadline_s=deadline_s))
+    return _with(leases, changed(lease, deadline_s=deadline_s))
 
 
 def settle(
@@ -218,7 +219,7 @@ def settle(
         return leases, lease.was_valid
     valid = guards.valid_at_settle(lease, now_s)
     lapsed = lease.phase is LeasePhase.RUNNING and not valid
-    ended = replace(_moved(lease, LeasePhase.LAPSED if lapsed else LeasePhase.SETTLED), was_valid=valid)
+    ended = changed(_moved(lease, LeasePhase.LAPSED if lapsed else LeasePhase.SETTLED), was_valid=valid)
     return _with(leases, ended), valid
 
 
@@ -236,15 +237,15 @@ def vacate(leases: TicketLeases, attempt: int, now_s: float, guards: LeaseGuards
     lease = settled.find(attempt)
     if settled is leases or lease is None:
         return leases
-    settled = _with(settled, replace(lease, was_valid=False))
+    settled = _with(settled, changed(lease, was_valid=False))
     if lease.phase is LeasePhase.LAPSED or settled.is_live or settled.is_closed:
         return settled
-    return replace(settled, vacant_until_s=now_s + leases.policy.lease_s)
+    return changed(settled, vacant_until_s=now_s + leases.policy.lease_s)
 
 
 def withdraw(leases: TicketLeases) -> TicketLeases:
     """Nobody can attach any more; who has, goes on."""
-    return replace(_withdraw_offered(leases), is_closed=True, vacant_until_s=None)
+    return changed(_withdraw_offered(leases), is_closed=True, vacant_until_s=None)
 
 
 def reap(
@@ -260,7 +261,7 @@ def reap(
                 leases = _with(leases, _moved(lease, LeasePhase.LAPSED))
                 lapsed.append(lease.attempt)
     if guards.vacant_for_a_while(leases, now_s):
-        leases = replace(leases, vacant_until_s=None)
+        leases = changed(leases, vacant_until_s=None)
     return leases, tuple(lapsed)
 
 
@@ -273,16 +274,14 @@ def _withdraw_offered(leases: TicketLeases) -> TicketLeases:
 
 def _started(lease: Lease, policy: LeasePolicy, now_s: float) -> Lease:
     running = _moved(lease, LeasePhase.RUNNING)
-    return replace(running, deadline_s=now_s + policy.lease_s, latest_s=now_s + policy.max_lease_s)
+    return changed(running, deadline_s=now_s + policy.lease_s, latest_s=now_s + policy.max_lease_s)
 
 
 def _moved(lease: Lease, phase: LeasePhase) -> Lease:
     if phase not in _MOVES.get(lease.phase, ()):
         raise IllegalMove(f"{lease} to {phase}")
-    return replace(lease, phase=phase, deadline_s=None, latest_s=None)
+    return changed(lease, phase=phase, deadline_s=None, latest_s=None)
 
 
-def _with(leases: TicketLeases, changed: Lease) -> TicketLeases:
-    return replace(
-        leases, leases=tuple(changed if lease.attempt == changed.attempt else lease for lease in leases.leases)
-    )
+def _with(leases: TicketLeases, new: Lease) -> TicketLeases:
+    return changed(leases, leases=tuple(new if lease.attempt == new.attempt else lease for lease in leases.leases))

@@ -64,6 +64,7 @@ PURE = [
     "engine.speculation.prompt_lookup",
     "engine.step",
     "kvtransfer.export_machine",
+    "kvtransfer.frozen",
     "kvtransfer.handoff",
     "kvtransfer.import_events",
     "kvtransfer.import_machine",
