@@ -60,6 +60,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
         beats.cancel()
         canaries.cancel()
         await worker.service.close()
+        worker.transfer.leave()
         await life.end()
         await worker.transfer.close()
         await asyncio.to_thread(worker.steps.stop, worker.watch.health.stop_s)

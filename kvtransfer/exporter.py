@@ -119,6 +119,12 @@ class Exporter:
             await transport.start()
         await asyncio.get_running_loop().run_in_executor(self._digester, self._prepare, (0,))
 
+    def leave(self) -> None:
+        """Before the server ends: nobody need wait for calls on which no hand-off has begun."""
+        for call in tuple(self._calls):
+            if call.attached is None:
+                call.end()
+
     async def close(self) -> None:
         """Ends every hand-off and releases every ticket."""
         for export in tuple(self._tickets.values()):

@@ -1,8 +1,12 @@
-"""The importer's end of one HandOff stream: sends in order, and hands what arrives to the hand-off's machine."""
+"""The importer's end of one HandOff stream: sends in order, and hands what arrives to the hand-off that it serves.
+
+Open from the start, whether or not there is a hand-off yet: until then the exporter has nothing to say on it.
+"""
 
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc
 
@@ -14,25 +18,44 @@ from tandem.v1 import kv_pb2, kv_pb2_grpc
 _Call = grpc.aio.StreamStreamCall[kv_pb2.ImporterMessage, kv_pb2.ExporterMessage]
 
 
-class ImportCall:
-    """Runs as one task. `on_message` and `on_ended` are called on the event loop, `on_ended` once, with the error."""
+@dataclass(frozen=True, slots=True)
+class CallMeans:
+    """What every call of one importer uses."""
 
-    def __init__(
-        self,
-        *,
-        channels: ExporterChannels,
-        address: str,
-        importer: str,
-        timeout_s: float,
-        linger_s: float,
-        on_message: Callable[[kv_pb2.ExporterMessage], None],
-        on_ended: Callable[[str], None],
-    ) -> None:
-        self._channels, self._address, self._importer = channels, address, importer
-        self._timeout_s, self._linger_s = timeout_s, linger_s
-        self._on_message, self._on_ended = on_message, on_ended
+    channels: ExporterChannels
+    importer: str  # "id@incarnation"
+    timeout_s: float
+    linger_s: float  # for the exporter to end the call after us
+
+
+@dataclass(frozen=True, slots=True)
+class _Listener:
+    on_message: Callable[[kv_pb2.ExporterMessage], None]
+    on_ended: Callable[[str], None]  # once, with the error; empty: the call ended in order
+
+
+class ImportCall:
+    """Runs as one task. `on_over`: called once, when the task ends."""
+
+    def __init__(self, means: CallMeans, address: str, on_over: "Callable[[ImportCall], None]") -> None:
+        self.address = address
+        self._means = means
+        self._on_over = on_over
+        self._listener: _Listener | None = None
+        self.is_over = False
+        self.error = ""
         # At most a handful: Attach, Settle, and a Renew for each third of a lease.
         self._outbox: asyncio.Queue[kv_pb2.ImporterMessage | None] = asyncio.Queue()
+        self.task = asyncio.create_task(self._run(), name=f"hand-off call to {address}")
+
+    def serve(self, *, on_message: Callable[[kv_pb2.ExporterMessage], None], on_ended: Callable[[str], None]) -> None:
+        """One hand-off, once. Both are called on the event loop, `on_ended` once, with the error."""
+        assert self._listener is None and not self.is_over, "a call serves one hand-off"
+        self._listener = _Listener(on_message, on_ended)
+
+    @property
+    def has_served(self) -> bool:
+        return self._listener is not None
 
     def send(self, message: kv_pb2.ImporterMessage) -> None:
         self._outbox.put_nowait(message)
@@ -41,19 +64,21 @@ class ImportCall:
         """Nothing more will be sent; what was sent before still goes out."""
         self._outbox.put_nowait(None)
 
-    async def run(self) -> None:
+    async def _run(self) -> None:
         """Until the exporter ends the call, or has had time to after we did. Cancelling it ends the call at once."""
-        error = ""
         try:
-            async with self._channels.use(self._address) as channel:
+            async with self._means.channels.use(self.address) as channel:
                 call = kv_pb2_grpc.KvTransferStub(channel).HandOff(
-                    timeout=self._timeout_s, metadata=((IMPORTER_METADATA, self._importer),)
+                    timeout=self._means.timeout_s, metadata=((IMPORTER_METADATA, self._means.importer),)
                 )
                 await self._converse(call)
         except grpc.aio.AioRpcError as failure:
-            error = f"{failure.code().name}: {explained(failure.details() or '')}"
+            self.error = f"{failure.code().name}: {explained(failure.details() or '')}"
         finally:
-            self._on_ended(error)
+            self.is_over = True
+            self._on_over(self)
+            if self._listener is not None:
+                self._listener.on_ended(self.error)
 
     async def _converse(self, call: _Call) -> None:
         limit = asyncio.timeout(None)
@@ -62,7 +87,9 @@ class ImportCall:
             with contextlib.suppress(TimeoutError):
                 async with limit:
                     async for message in call:
-                        self._on_message(message)
+                        if self._listener is None:
+                            return  # it was ready for too long: the exporter refuses whoever does not attach
+                        self._listener.on_message(message)
         finally:
             writer.cancel()
             await asyncio.wait([writer])
@@ -75,4 +102,4 @@ class ImportCall:
             await call.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the call is over; whoever reads from it learns why
-        limit.reschedule(asyncio.get_running_loop().time() + self._linger_s)
+        limit.reschedule(asyncio.get_running_loop().time() + self._means.linger_s)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from cluster.clock import Clock
 from cluster.errors import HandOffFailed, HandOffReason, TandemError
-from cluster.messages import LayoutFingerprint, MemberId, Ticket
+from cluster.messages import LayoutFingerprint, Ticket
 from cluster.protocol import ProtocolRange
 from cluster.wire import fingerprint_to_wire
 from kvtransfer import import_events as events
@@ -23,12 +23,12 @@ from kvtransfer.channel_reads import ChannelReads
 from kvtransfer.counters import TransferCounters
 from kvtransfer.deadline_timer import DeadlineTimer
 from kvtransfer.digest import SUMS, DigestDefinition
-from kvtransfer.exporter_channels import ExporterChannels
 from kvtransfer.handoff import Accepted, Attach, ExporterMessage, Failed, Finished, ImporterMessage, Renew, Settle
 from kvtransfer.handoff_wire import accepted_digests, accepted_protocol, from_wire, settle_to_wire
-from kvtransfer.import_call import ImportCall
+from kvtransfer.import_state import Reading
 from kvtransfer.import_ways import ImportWays
 from kvtransfer.pairs import PairBook
+from kvtransfer.ready_calls import ReadyCalls
 from kvtransfer.transports.base import ImporterTransport, TransportError
 from kvtransfer.verification import VerifyMode, unverified_places
 from kvtransfer.wire_format import WireFormat
@@ -42,13 +42,12 @@ _DICE = random.SystemRandom()  # nobody can tell which blocks a sample takes
 class ImportMeans:
     """What every hand-off of one importer uses."""
 
-    member: MemberId
     wire: WireFormat
     layout: LayoutFingerprint
     transports: Mapping[str, ImporterTransport]  # best first
     verify: VerifyMode
     pairs: PairBook
-    channels: ExporterChannels
+    calls: ReadyCalls
     verifier: ThreadPoolExecutor
     clock: Clock
     counters: TransferCounters
@@ -80,7 +79,6 @@ class ImportRun:
         plan: machine.ImportPlan,
         handoff_id: int,
         blocks: BlockSource,
-        linger_s: float,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._means, self._ticket, self._signed_ticket, self._plan = means, ticket, signed_ticket, plan
@@ -104,17 +102,10 @@ class ImportRun:
         self._is_destroying = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer = DeadlineTimer(means.clock, lambda: self._take(events.Tick()))
-        self._call = ImportCall(
-            channels=means.channels,
-            address=ticket.exporter_address,
-            importer=str(means.member),
-            timeout_s=plan.timeout_s + linger_s,
-            linger_s=linger_s,
-            on_message=self._hear,
-            on_ended=self._on_call_ended,
-        )
+        self._call = means.calls.take(ticket.exporter_address)
+        self._call.serve(on_message=self._hear, on_ended=self._on_call_ended)
         self._state, actions = machine.begin(plan, self._began_s)
-        self._keep(self._call.run())
+        self._keep(self._call.task)
         self._perform(actions)
 
     def cancel(self) -> None:
@@ -262,18 +253,18 @@ class ImportRun:
             self._has_failed(error)
             self._take(events.ReadFailed(read.read_id, str(error)))
         else:
-            self._count_checked(digests)
+            reading = self._state.reading
             self._take(events.ReadCompleted(read.read_id, digests))
+            asyncio.get_running_loop().call_soon(self._count_checked, reading, digests)  # what follows leaves first
 
     def _has_failed(self, error: Exception) -> None:
         self._cause = str(error)
         if not self._is_destroying:  # by ourselves, which says nothing about the way
             self._ways.failed()
 
-    def _count_checked(self, digests: Sequence[bytes]) -> None:
+    def _count_checked(self, reading: Reading | None, digests: Sequence[bytes]) -> None:
         num_unverified = digests.count(b"")
         self._means.counters.checked(num_verified=len(digests) - num_unverified, num_unverified=num_unverified)
-        reading = self._state.reading
         for place, digest in zip(reading.places if reading else (), digests, strict=False):
             offered = self._state.offered[place]
             if offered is not None and digest and offered.digest != digest:
@@ -333,8 +324,8 @@ class ImportRun:
             side="importer", transport=self._ways.transport, outcome=outcome, reason=reason or ""
         )
 
-    def _keep(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
+    def _keep(self, work: Coroutine[object, object, None] | asyncio.Task[None]) -> asyncio.Task[None]:
+        task = work if isinstance(work, asyncio.Task) else asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
         return task

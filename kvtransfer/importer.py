@@ -24,9 +24,11 @@ from kvtransfer.counters import TransferCounters
 from kvtransfer.digest import DEFINITIONS, DigestDefinition
 from kvtransfer.exporter_channels import ExporterChannels
 from kvtransfer.handoff import FirstToken as FirstToken
+from kvtransfer.import_call import CallMeans
 from kvtransfer.import_machine import ImportPlan
 from kvtransfer.import_run import Admitted, ImportMeans, ImportRun
 from kvtransfer.pairs import PairBook
+from kvtransfer.ready_calls import READY_S, ReadyCalls
 from kvtransfer.transports.base import ImporterTransport
 from kvtransfer.verification import VerifyMode
 from kvtransfer.wire_format import WireFormat
@@ -80,15 +82,22 @@ class Importer:
         self._member, self._block_size, self._key, self._settings = member, block_size, key, settings
         self._counters = counters
         self._channels = ExporterChannels(connect)
+        self._calls = ReadyCalls(
+            CallMeans(
+                channels=self._channels,
+                importer=str(member),
+                timeout_s=READY_S + settings.attach_timeout_s + settings.max_lease_s + settings.lease_s,
+                linger_s=settings.lease_s,
+            )
+        )
         self._verifier = ThreadPoolExecutor(1, "kv-verify")
         self._means = ImportMeans(
-            member=member,
             wire=wire,
             layout=layout,
             transports={transport.name: transport for transport in transports},
             verify=VerifyMode(settings.kv_verify),
             pairs=pairs or PairBook([transport.name for transport in transports]),
-            channels=self._channels,
+            calls=self._calls,
             verifier=self._verifier,
             clock=clock,
             counters=counters,
@@ -120,7 +129,6 @@ class Importer:
             plan=self._plan(ticket),
             handoff_id=handoff_id,
             blocks=blocks,
-            linger_s=self._settings.lease_s,
         )
         waiter = asyncio.create_task(run.until_quiet(), name=f"hand-off {ticket.request_id}")
         self._runs[waiter] = run
@@ -146,6 +154,7 @@ class Importer:
                 waiter.cancel()
         for run in runs.values():
             await run.abandon()
+        await self._calls.close()
         await self._channels.close()
         await asyncio.to_thread(self._verifier.shutdown)
 

@@ -93,6 +93,10 @@ class WorkerTransfer:
         """Raises OSError."""
         await self.exporter.start()
 
+    def leave(self) -> None:
+        """Before the server ends."""
+        self.exporter.leave()
+
     async def close(self) -> None:
         """After the server: whoever reads here is cut off, and what is read elsewhere is given up."""
         self._opening.close()

@@ -58,6 +58,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
         )
     finally:
         canaries.cancel()
+        worker.transfer.leave()
         await life.end()
         await worker.transfer.close()
         if worker.pulls is not None:
