@@ -14,7 +14,6 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +21,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import about
-from cluster.hashing import keyed_chains
+from cluster.hashing import NATIVE, keyed_chains
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.process import lasting
 from decode_worker.commands import AdmitImported, Command, Event, Failed, Reserve, Reserved, StepTokens
@@ -132,7 +131,10 @@ class _Serving:
         self.device = _Device(shape, can_feed=is_ahead)
         self.first_step = self.num_commands = 0
         self._num_running = 0
-        self._jobs: Iterator[DecodeJob] = map(_job, range(1 << 30))
+        # Made before, for routers and importers do that elsewhere: with twice as many ends as there will be.
+        num_ends = 0 if shape.mean_output is None else 2 * shape.batch * (num_steps + 20) // shape.mean_output + 20
+        self._new_chain = keyed_chains(b"key", _BLOCK_SIZE)
+        self._jobs = iter([self._named(_job(number)) for number in range(shape.batch + num_ends)])
         self._pending: dict[int, DecodeJob] = {}
         self.has_ended = threading.Event()
         self.errors: list[Exception] = []
@@ -147,7 +149,7 @@ class _Serving:
             watermark=0.01,
         )
         self.loop: StepLoop[Command, Event] = StepLoop(
-            DecodeScheduler(limits, new_chain=keyed_chains(b"key", _BLOCK_SIZE), lengths=LengthPredictor()),
+            DecodeScheduler(limits, new_chain=self._new_chain, lengths=LengthPredictor()),
             self.device,
             self.device.clock,
             self._emit,
@@ -175,15 +177,21 @@ class _Serving:
             commands_per_step=self.num_commands / len(waits_s),
         )
 
+    def _named(self, job: DecodeJob) -> tuple[DecodeJob, tuple[bytes, ...]]:
+        """With the names of its prompt's blocks."""
+        chain = self._new_chain("", NATIVE)
+        chain.extend(job.prompt_token_ids)
+        return job, tuple(chain.hashes)
+
     def _post(self, command: Command) -> None:
         self.num_commands += 1
         self.loop.post(command)
 
     def _reserve(self) -> None:
-        job = next(self._jobs)
+        job, block_hashes = next(self._jobs)
         handle = job.sequences[0].handle
         self._pending[handle] = job
-        self._post(Reserve(handle, _CONTEXT // _BLOCK_SIZE, (), job))
+        self._post(Reserve(handle, _CONTEXT // _BLOCK_SIZE, block_hashes, job))
 
     def _emit(self, events: tuple[Event, ...]) -> None:
         for event in events:
