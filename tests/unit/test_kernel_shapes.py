@@ -39,6 +39,7 @@ class Shape:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    sharpness: float = 1.0  # of the scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def make_case(shape: Shape, chunks: list[tuple[int, int]], seed: int = 3) -> Cas
         query,
         LayerKv(nothing, nothing, *pool.layers[1], *scales),
         pack(planned, shape.block_size, torch.device("cpu")),
-        AttentionOptions(shape.key_dim**-0.5, shape.window, shape.softcap, sinks),
+        AttentionOptions(shape.sharpness * shape.key_dim**-0.5, shape.window, shape.softcap, sinks),
         tuple(contexts),
         pool,
     )
@@ -216,6 +217,18 @@ def test_everything_that_a_layer_may_ask_for_at_once(dtype: str) -> None:
 @pytest.mark.usefixtures("guarded")
 def test_a_chunk_that_begins_in_the_middle_of_a_block_sees_the_cached_prefix() -> None:
     hold_equal(Shape(4, 1, 32, 32, 16), [(30, 21), (2, 15), (65, 7)])
+
+
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize(("window", "start"), [(None, 61), (None, 62), (None, 63), (126, 128), (127, 128), (128, 128)])
+def test_the_first_tile_of_columns_that_not_all_rows_see(window: int | None, start: int) -> None:
+    """64 queries to a tile: one position more or less decides whether it is masked."""
+    hold_equal(Shape(window=window), [(70, start)])
+
+
+@pytest.mark.usefixtures("guarded")
+def test_a_part_whose_scores_are_far_above_all_others() -> None:
+    hold_equal(Shape(sharpness=1600.0), [(1, length - 1) for length in (128, 192, 256, 320)])
 
 
 @pytest.mark.usefixtures("guarded")
