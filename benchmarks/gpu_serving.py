@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check.last_words import ask_for_stacks
-from benchmarks.gpu_memory import Room, room
+from benchmarks.gpu_memory import NoRoom, Room, room
 from benchmarks.gpu_serving_load import (
     GPU,
     OBJECTIVE,
@@ -71,7 +71,7 @@ class _Times:
         return self.ends_at_s - time.monotonic()
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_serving")
     parser.add_argument("--seconds", type=float, default=600.0, help="how long all of it may take")
     parser.add_argument("--tiny", action="store_true", help="small, with the demo model on a CPU")
@@ -83,8 +83,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         kept = _Kept(arguments.output or Path(folder))
         measuring = _Measuring(TINY if arguments.tiny else GPU, kept, Path(folder), times, is_tiny=arguments.tiny)
-        asyncio.run(measuring.run(arguments.modes.split(",")))
+        kept.write()
+        try:
+            asyncio.run(measuring.run(arguments.modes.split(",")))
+        except (TimeoutError, RuntimeError, TandemError, NoRoom) as error:
+            kept.figures["problem"] = f"{type(error).__name__}: {error}"
+            kept.write()
     print(table(kept.figures))
+    return 1 if kept.figures["problem"] else 0
 
 
 class _Kept:
@@ -93,6 +99,7 @@ class _Kept:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.figures: dict[str, Any] = {"about": about(), "setting": {}, "load": {}, "modes": {}, "kills": []}
+        self.figures["problem"] = ""
         self._began_s = time.monotonic()
 
     def add(self, kind: str, name: str, found: object) -> None:
@@ -110,6 +117,30 @@ class _Kept:
     def log(self, mode: str, name: str, line: str) -> None:
         with (self._folder / f"{mode}-{name}.log").open("a") as file:
             file.write(f"{time.monotonic() - self._began_s:.1f} {line}\n")
+
+
+class _Starting:
+    """A cluster's start, which is over when one of its processes ends: what ended it would end it again, and three
+    attempts at sixteen gigabytes are minutes."""
+
+    def __init__(self) -> None:
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_over = False
+
+    def say(self, text: str) -> None:
+        up.tell(text)
+        if "starting it again" in text and not self._is_over and not self._ended.done():
+            self._ended.set_exception(RuntimeError(text))
+
+    async def of(self, cluster: LocalCluster) -> None:
+        """Raises RuntimeError with the process's last lines, and what `LocalCluster.start` raises."""
+        start = asyncio.ensure_future(cluster.start())
+        try:
+            await asyncio.wait([start, self._ended], return_when=asyncio.FIRST_COMPLETED)
+            (self._ended if self._ended.done() else start).result()
+        finally:
+            self._is_over = True
+            start.cancel()
 
 
 class _Measuring:
@@ -164,10 +195,11 @@ class _Measuring:
         flags = _TINY_FLAGS if self._is_tiny else self._gpu_flags(mode)
         patience = ("--start-timeout-s", str(max(20.0, 0.5 * self._times.left_s)))
         plan, _ = up.plan_from(parser.parse_args([*_MODES[mode], "--port", "0", "--grpc-port", "0", *patience, *flags]))
-        cluster = LocalCluster(plan, say=up.tell, echo=partial(self._kept.log, mode))
+        starting = _Starting()
+        cluster = LocalCluster(plan, say=starting.say, echo=partial(self._kept.log, mode))
         try:
             try:
-                await cluster.start()
+                await starting.of(cluster)
             except (TandemError, asyncio.CancelledError):
                 await asyncio.to_thread(ask_for_stacks, os.getpid())
                 raise
@@ -204,4 +236,4 @@ class _Measuring:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

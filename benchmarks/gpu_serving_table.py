@@ -14,6 +14,8 @@ def table(figures: Mapping[str, Any]) -> str:
     lines += [_row(mode, found) for mode, found in figures["modes"].items() if "conversations" in found]
     lines += ["", *(_kill(kill) for kill in figures["kills"])]
     lines += [f"{mode}: {line}." for mode, found in figures["modes"].items() for line in _pairs(found)]
+    if said := figures["problem"].splitlines():  # of a process that ended the last line is its error
+        lines.append(f"**It ended early: {said[0]}{' ' + said[-1].strip() if len(said) > 1 else ''}**")
     return "\n".join(lines)
 
 

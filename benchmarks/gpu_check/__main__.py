@@ -20,13 +20,14 @@ from pathlib import Path
 from benchmarks.gpu_check.inventory import gpu_state, take_inventory
 from benchmarks.gpu_check.last_words import ask_for_stacks, descendants, send
 from benchmarks.gpu_check.report import Outcome, Report, Verdict
+from benchmarks.gpu_check.said import condensed
 from benchmarks.gpu_check.sections import SECONDS_LEFT, Means, Section, sections
 from benchmarks.machine import about
 
 _ROOT = Path(__file__).parents[2]
 _RESULTS = _ROOT / "benchmarks" / "results" / "gpu"
-_SHOWN_LINES = 30  # of each process's output, where something failed
-_KEPT_LINES = 200  # the same in the JSON
+_SHOWN_LINES = 40  # of each process's output, where something failed
+_KEPT_LINES = 400  # the same in the JSON
 _LONGEST_LINE = 1_000
 _LAST_WORDS_S = 5.0
 _MARGIN_S = 12.0  # for wheels that were unpacked before, and for last words
@@ -130,7 +131,8 @@ def _with_last_words(outcome: Outcome, folder: Path, said: str) -> Outcome:
     tails = {name: _last_lines(text, _KEPT_LINES) for name, text in logs.items() if text.strip()}
     for log in folder.glob("*.log"):
         log.unlink()  # they are this section's
-    shown = [["", f"{name}, its end:", "```", *tail[-_SHOWN_LINES:], "```"] for name, tail in tails.items()]
+    texts = {name: condensed(tail, str(_ROOT))[-_SHOWN_LINES:] for name, tail in tails.items()}
+    shown = [["", f"{name}, its end:", "```", *text, "```"] for name, text in texts.items()]
     figures = dict(outcome.figures) | {"last_lines": tails}
     return replace(outcome, lines=(*outcome.lines, *(line for part in shown for line in part)), figures=figures)
 

@@ -15,8 +15,10 @@ _STARTS_LINES = 40  # of each process: which attention, which graphs, how much K
 def read_handoff(title: str, folder: Path, said: str, is_tiny: bool) -> Outcome:
     cells = json.loads((folder / "kv.json").read_text())["cells"]
     if not cells:
-        reason = next((line for line in said.splitlines() if "is left out" in line), "left out")
-        return Outcome(title, Verdict.ABSENT, (reason,))
+        reasons = [line for line in said.splitlines() if "is left out" in line]
+        if not reasons:
+            raise LookupError("nothing was measured")
+        return Outcome(title, Verdict.ABSENT, tuple(reasons))
     large = [cell for cell in cells if cell["num_bytes"] >= 64 << 20]
     worst, data_path = (
         min((cell["figures"][figure] for cell in large), default=0.0)
@@ -46,7 +48,7 @@ def read_engine(folder: Path, said: str) -> Outcome:
         what: min((row["limit_share"] for row in result["rows"] if row["what"] == what), default=0.0)
         for what in ("prefill", "decode")
     }
-    is_met = shares["decode"] >= DECODE_GOAL and shares["prefill"] >= PREFILL_GOAL
+    is_met = shares["decode"] >= DECODE_GOAL and shares["prefill"] >= PREFILL_GOAL  # what was not measured is not met
     goals = (_goal("decode", shares["decode"], DECODE_GOAL), _goal("prefill", shares["prefill"], PREFILL_GOAL))
     return Outcome(
         "A Llama's shape",
@@ -68,9 +70,10 @@ def read_serving(folder: Path, said: str) -> Outcome:
     )
     lines += [f"**{mode} ended early: {why}**" for mode, why in ended.items()]
     starts = {log.name: log.read_text(errors="replace").splitlines()[:_STARTS_LINES] for log in folder.glob("*.log")}
-    verdict = Verdict.FAILED if lost or failed or ended else Verdict.PASSED
+    verdict = Verdict.FAILED if lost or failed or ended or figures["problem"] else Verdict.PASSED
     return Outcome("A whole cluster, and kill -9", verdict, tuple(lines), figures | {"first_lines": starts})
 
 
 def _goal(what: str, share: float, goal: float) -> str:
-    return f"{what}: {share:.0%} of the limit at the worst size; goal {goal:.0%}."
+    found = f"{share:.0%} of the limit at the worst size" if share else "not measured"
+    return f"{what}: {found}; goal {goal:.0%}."

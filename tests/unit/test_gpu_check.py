@@ -18,6 +18,7 @@ from benchmarks.gpu_check.__main__ import _ended, _run, _started
 from benchmarks.gpu_check.inventory import NEEDED, OPTIONAL, Inventory, broken_stubs
 from benchmarks.gpu_check.kept_reports import Kept
 from benchmarks.gpu_check.report import Outcome, Report, Verdict
+from benchmarks.gpu_check.said import condensed
 from benchmarks.gpu_check.sections import SECONDS_LEFT, Means, Section, sections
 from benchmarks.gpu_check.slimmed import slim
 from benchmarks.gpu_check.tests_run import read_account
@@ -240,9 +241,10 @@ def test_a_section_that_hangs_is_cut_and_one_that_crashes_says_how(tmp_path: Pat
 
 
 WORKER = """
-import signal, sys, threading
-def waits_for_the_device(): threading.Event().wait()
-print("up", flush=True)
+import threading
+def waits_for_the_device():
+    print("up", flush=True)
+    threading.Event().wait()
 waits_for_the_device()
 """
 WITH_A_WORKER = """
@@ -331,3 +333,26 @@ def test_the_goal_of_the_copy_is_that_of_whole_hand_offs(hand_off: float, verdic
     outcome = section.read(tmp_path, "")
     assert outcome.verdict is verdict
     assert any("95%" in line for line in outcome.lines)
+
+
+STACKS = """loading the weights
+Fatal Python error: Aborted
+
+Thread 0x00007f6 (most recent call first):
+  File "/lib/python3.12/concurrent/futures/thread.py", line 89 in _worker
+  File "/lib/python3.12/threading.py", line 1010 in run
+
+Current thread 0x00007f4 (most recent call first):
+  File "/lib/python3.12/threading.py", line 355 in wait
+  File "/here/engine/build.py", line 53 in build_engine
+
+Extension modules: numpy, torch
+RuntimeError: the exporter's process ended""".splitlines()
+
+
+def test_of_stacks_a_reader_gets_the_threads_that_are_in_our_code_and_what_was_said_around_them() -> None:
+    said = [line for line in condensed(STACKS, "/here") if line]
+    assert said[:2] == ["loading the weights", "Fatal Python error: Aborted"]
+    assert '  File "/here/engine/build.py", line 53 in build_engine' in said
+    assert said[-1] == "RuntimeError: the exporter's process ended"
+    assert not any("_worker" in line or "Extension modules" in line for line in said)

@@ -53,5 +53,5 @@ def test_what_all_workers_take_is_less_than_there_is() -> None:
 
 
 def test_the_table_tells_what_is_known_so_far() -> None:
-    figures = {"setting": {"Shape": "8B"}, "load": {}, "modes": {"colocated": {"up": True}}, "kills": []}
+    figures = {"setting": {"Shape": "8B"}, "load": {}, "modes": {"colocated": {"up": True}}, "kills": [], "problem": ""}
     assert "Shape: 8B." in table(figures) and "| colocated |" not in table(figures)
