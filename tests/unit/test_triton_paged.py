@@ -145,3 +145,21 @@ def test_the_kernels_compile_without_a_device(arch: int, rows: int, parts: int, 
         if kernel is attend_tile:
             assert "cp.async" in compiled.asm["ptx"]  # K and V of the next tile come while this one is computed
             assert ("wgmma" in compiled.asm["ptx"]) == (arch == 90 and rows >= 64)
+
+
+@pytest.mark.slow
+def test_what_a_first_run_launches_is_found_and_compiles() -> None:
+    if not importlib.util.find_spec("triton") or os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("needs Triton, which comes with torch's CUDA wheels, and not its interpreter")
+    from triton.backends.compiler import GPUTarget
+
+    from tests.cuda.compiled import MODELS, SHARED_BYTES, compiled, noted
+
+    target = GPUTarget("cuda", 90, 32)
+    found = noted(target, [model for model in MODELS if model[0] == "wide llama, golden" and model[2] == "bfloat16"])
+    assert {each.kernel.__name__ for each in found} == {
+        "attend_tile", "_norm_rows", "_rotate_heads", "_gate_rows", "_sum_pieces", "_copy_words",
+    }  # fmt: skip
+    for each in found:
+        made = compiled(each, target)
+        assert made.shared_bytes <= SHARED_BYTES and made.spilt_bytes < 64, made
