@@ -39,9 +39,11 @@ _ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "HF_HUB_OFFL
 def main() -> int:
     arguments = _arguments()
     ends_at_s = time.monotonic() + 60 * arguments.minutes - _MARGIN_S
+    began_s = time.monotonic()
     inventory = take_inventory()
+    taken_s = time.monotonic() - began_s
     report = Report(arguments.output, about() | {"device": inventory.device or "none"})
-    report.add(inventory.outcome(needs_gpu=not arguments.tiny))
+    report.add(replace(inventory.outcome(needs_gpu=not arguments.tiny), seconds=taken_s))
     if not inventory.can_begin(needs_gpu=not arguments.tiny):
         return 1
     with tempfile.TemporaryDirectory() as folder:

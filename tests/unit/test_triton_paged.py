@@ -87,6 +87,8 @@ def test_a_sequence_gets_the_same_bits_beside_any_other() -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_kv_of_eight_bits_is_restored_as_it_is_read(dtype: torch.dtype) -> None:
     device = kernel_device()
+    if device == "cuda" and dtype is torch.float8_e4m3fn and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs capability 8.9: Triton converts e4m3 from there on")
     from engine.attention.gather import GatherBackend
     from engine.attention.triton_paged import TritonBackend
 
