@@ -5,40 +5,21 @@ The queue holds at most one message per chunk of the prompt, and what begins and
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from cluster.errors import HandOffReason
-from cluster.messages import Epoch
+from kvtransfer.attach_rules import AcceptedAttach
 from kvtransfer.counters import TransferCounters
-from kvtransfer.digest import DigestDefinition
 from kvtransfer.handoff import Accepted, ExporterMessage, Finished, Refused, Settled
 from kvtransfer.handoff_wire import to_wire
 from kvtransfer.older_digests import OlderDigests
-from kvtransfer.transports.base import ExporterTransport
 from tandem.v1 import kv_pb2
-
-if TYPE_CHECKING:
-    from kvtransfer.ticket_export import TicketExport
-
-
-@dataclass(frozen=True, slots=True)
-class Attached:
-    """What is known of a call once its Attach has passed every check."""
-
-    export: "TicketExport"
-    transports: tuple[ExporterTransport, ...]  # the first is the one to use, the others are alternatives
-    epoch: Epoch
-    protocol: int  # that both sides speak
-    reads_then: bool  # the importer takes several messages in one
-    digests: DigestDefinition  # of all that the importer is told
 
 
 class ExportCall:
     def __init__(self, *, number: int, importer: str, counters: TransferCounters, older_digests: OlderDigests) -> None:
         self.number = number
         self.importer = importer
-        self.attached: Attached | None = None
+        self.attached: AcceptedAttach | None = None  # once its Attach has passed every check
         self._counters, self._older_digests = counters, older_digests
         self._counted = False
         self._outbox: asyncio.Queue[kv_pb2.ExporterMessage | None] = asyncio.Queue()
@@ -79,13 +60,13 @@ class ExportCall:
             self.end()
 
     @staticmethod
-    def _admit(attached: Attached, accepted: kv_pb2.Accepted) -> None:
+    def _admit(attached: AcceptedAttach, accepted: kv_pb2.Accepted) -> None:
         """Opens the pool to the epoch, by every way that was agreed."""
         accepted.protocol, accepted.digest = attached.protocol, attached.digests.name
         first, *others = attached.transports
-        accepted.transport, accepted.endpoint = first.name, first.admit(attached.epoch)
+        accepted.transport, accepted.endpoint = first.name, first.admit(attached.ticket.epoch)
         for other in others:
-            accepted.alternatives.add(transport=other.name, endpoint=other.admit(attached.epoch))
+            accepted.alternatives.add(transport=other.name, endpoint=other.admit(attached.ticket.epoch))
 
     def refuse(self, reason: HandOffReason, detail: str) -> None:
         """Before any machine has heard of the call."""

@@ -25,7 +25,7 @@ from kvtransfer.counters import TransferCounters
 from kvtransfer.digest import DEFINITIONS, DigestDefinition, digest_blocks
 from kvtransfer.export_call import ExportCall
 from kvtransfer.handoff import FirstToken as FirstToken
-from kvtransfer.handoff import RemoteBlock, Tail
+from kvtransfer.handoff import RemoteBlock, Renew, Settle, Tail
 from kvtransfer.leases import LeasePolicy
 from kvtransfer.older_digests import OlderDigests
 from kvtransfer.ticket_export import TicketExport
@@ -98,7 +98,7 @@ class Exporter:
             digests=digests,
         )
         self._tickets: dict[bytes, TicketExport] = {}
-        self._calls: set[ExportCall] = set()
+        self._calls: dict[ExportCall, TicketExport | None] = {}  # None: nothing was attached to yet
         self._next_call = 0
         self._written: deque[_Written] = deque()
         self._is_digesting = False
@@ -217,7 +217,7 @@ class Exporter:
         call = ExportCall(
             number=self._next_call, importer=importer, counters=self._counters, older_digests=self._older_digests
         )
-        self._calls.add(call)
+        self._calls[call] = None
         return call
 
     def attach(self, call: ExportCall, message: kv_pb2.Attach) -> None:
@@ -230,13 +230,20 @@ class Exporter:
         except HandOffFailed as error:
             call.refuse(error.handoff_reason, error.detail)
         else:
+            self._calls[call] = export
             export.attach(call, accepted)
+
+    def hear(self, call: ExportCall, message: Renew | Settle) -> None:
+        """What follows the first message of a call; `attach` had accepted that."""
+        export = self._calls.get(call)
+        if export is not None:  # else the exporter has closed
+            export.hear(call, message)
 
     def end_call(self, call: ExportCall) -> None:
         """The stream is gone, by whichever side."""
-        self._calls.discard(call)
-        if call.attached is not None:
-            call.attached.export.call_ended(call)
+        export = self._calls.pop(call, None)
+        if export is not None:
+            export.call_ended(call)
 
     def _withdraw_unattached(self, ticket_id: bytes) -> None:
         export = self._tickets.get(ticket_id)

@@ -79,7 +79,7 @@ class KvTransferServicer(kv_pb2_grpc.KvTransferServicer):
         elif call.attached is None:
             raise ValueError("a hand-off begins with Attach")
         elif message.WhichOneof("message") is not None:  # else of a kind that only newer versions know
-            call.attached.export.hear(call, renew_or_settle_from_wire(message, call.attached.epoch))
+            self._exporter.hear(call, renew_or_settle_from_wire(message, call.attached.ticket.epoch))
 
 
 def _refuse_unattached(call: ExportCall) -> None:

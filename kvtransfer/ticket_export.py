@@ -10,7 +10,7 @@ from kvtransfer import export_machine as machine
 from kvtransfer.attach_rules import AcceptedAttach
 from kvtransfer.counters import TransferCounters
 from kvtransfer.deadline_timer import DeadlineTimer
-from kvtransfer.export_call import Attached, ExportCall
+from kvtransfer.export_call import ExportCall
 from kvtransfer.handoff import Attach, ExporterMessage, Failed, Outcome, Renew, Settle, Settled
 from kvtransfer.leases import LeasePhase, LeasePolicy
 
@@ -44,9 +44,7 @@ class TicketExport:
     def attach(self, call: ExportCall, accepted: AcceptedAttach) -> None:
         """A call whose Attach passed every check. A signed attempt that is new here was reissued by the router."""
         epoch = accepted.ticket.epoch
-        call.attached = Attached(
-            self, accepted.transports, epoch, accepted.protocol, accepted.reads_then, accepted.digests
-        )
+        call.attached = accepted
         self._calls[call.number] = call
         if self._state.leases.find(epoch.attempt) is None and machine.can_reissue(self._state, epoch.attempt):
             self.take(machine.Reissue(epoch.attempt))
@@ -92,7 +90,7 @@ class TicketExport:
         call = None if number is None else self._calls.get(number)
         if call is not None and call.attached is not None:
             for transport in call.attached.transports:
-                transport.revoke(call.attached.epoch)
+                transport.revoke(call.attached.ticket.epoch)
         if how is LeasePhase.LAPSED:
             self._counters.lease_lapse()
         if how is LeasePhase.WITHDRAWN and not isinstance(event, machine.Reissue):
