@@ -10,8 +10,8 @@ import hmac
 from google.protobuf.message import DecodeError
 
 from cluster.errors import HandOffFailed, HandOffReason, InvalidRequest
+from cluster.kv_wire import ticket_from_wire, ticket_to_wire
 from cluster.messages import MemberId, Ticket
-from cluster.wire import ticket_from_wire, ticket_to_wire
 from tandem.v1 import kv_pb2
 
 TICKET_ID_BYTES = 16

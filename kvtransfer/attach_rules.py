@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass
 
 from cluster import tickets
 from cluster.errors import HandOffFailed, HandOffReason
+from cluster.kv_wire import fingerprint_from_wire
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
 from cluster.protocol import ProtocolRange
-from cluster.wire import fingerprint_from_wire
 from kvtransfer.digest import DigestDefinition
 from kvtransfer.handoff_wire import common_digests, protocol_from_wire
 from kvtransfer.transports.base import ExporterTransport, negotiate

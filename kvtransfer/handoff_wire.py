@@ -7,9 +7,10 @@ Attach and Accepted, and read it from there.
 from collections.abc import Sequence
 
 from cluster.errors import HandOffReason
+from cluster.kv_wire import epoch_from_wire, epoch_to_wire
 from cluster.messages import Epoch
 from cluster.protocol import ProtocolRange
-from cluster.wire import epoch_from_wire, epoch_to_wire, pack_ids, unpack_ids
+from cluster.wire import pack_ids, unpack_ids
 from kvtransfer.digest import SUMS, DigestDefinition, split_digests
 from kvtransfer.handoff import (
     Accepted,

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from cluster.clock import Clock
 from cluster.errors import HandOffFailed, HandOffReason, TandemError
+from cluster.kv_wire import fingerprint_to_wire
 from cluster.messages import LayoutFingerprint, Ticket
 from cluster.protocol import ProtocolRange
-from cluster.wire import fingerprint_to_wire
 from kvtransfer import import_events as events
 from kvtransfer import import_machine as machine
 from kvtransfer.block_source import BlockSource, Reservation

@@ -15,10 +15,11 @@ import grpc
 
 from cluster.clock import Clock
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
+from cluster.kv_wire import epoch_from_wire, fingerprint_to_wire
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
 from cluster.rpc_errors import error_from_rpc
 from cluster.transfer_settings import TRANSPORTS
-from cluster.wire import epoch_from_wire, fingerprint_to_wire, member_from_wire, unpack_ids
+from cluster.wire import member_from_wire, unpack_ids
 from kvtransfer.block_source import BlockSource
 from kvtransfer.channel_reads import PIECE_BYTES
 from kvtransfer.pairs import PairBook

@@ -11,11 +11,12 @@ import hmac
 import secrets
 
 from cluster.errors import HandOffFailed, HandOffReason, Overloaded
+from cluster.kv_wire import epoch_to_wire, fingerprint_from_wire
 from cluster.member import fingerprint_difference
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
 from cluster.tickets import TICKET_ID_BYTES
 from cluster.transfer_settings import TRANSPORTS
-from cluster.wire import epoch_to_wire, fingerprint_from_wire, member_from_wire, pack_ids
+from cluster.wire import member_from_wire, pack_ids
 from kvtransfer.memory import PoolMemory
 from kvtransfer.pairs import DOES_NOT_REACH
 from kvtransfer.transports.available import Available

@@ -9,7 +9,8 @@ import pytest
 
 from cluster import tickets
 from cluster.errors import HandOffReason
-from cluster.wire import fingerprint_to_wire, unpack_ids
+from cluster.kv_wire import fingerprint_to_wire
+from cluster.wire import unpack_ids
 from kvtransfer.digest import DEFINITIONS, FOLDED, SUMS, DigestDefinition, digest_blocks, split_digests
 from kvtransfer.export_call import ExportCall
 from kvtransfer.handoff_wire import IMPORTER_METADATA

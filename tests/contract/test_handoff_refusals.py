@@ -10,8 +10,8 @@ import pytest
 from cluster import tickets
 from cluster.clock import ManualClock
 from cluster.errors import HandOffFailed, HandOffReason
+from cluster.kv_wire import epoch_to_wire, fingerprint_to_wire
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
-from cluster.wire import epoch_to_wire, fingerprint_to_wire
 from kvtransfer.handoff_wire import IMPORTER_METADATA
 from kvtransfer.importer import Expected
 from kvtransfer.transports import shm

@@ -7,8 +7,8 @@ import pytest
 
 from cluster import tickets
 from cluster.errors import HandOffReason
+from cluster.kv_wire import epoch_to_wire, fingerprint_to_wire
 from cluster.protocol import ProtocolRange
-from cluster.wire import epoch_to_wire, fingerprint_to_wire
 from kvtransfer.export_call import ExportCall
 from kvtransfer.handoff_wire import IMPORTER_METADATA
 from tandem.v1 import kv_pb2, kv_pb2_grpc
@@ -20,14 +20,15 @@ VERSIONS = [ProtocolRange(*versions) for versions in ((1, 1), (1, 2), (2, 2), (2
 NUM_TOKENS = 2 * BLOCK_SIZE + 3
 
 
-def attach(signed: bytes, **versions: int) -> kv_pb2.ImporterMessage:
+def attach(signed: bytes, protocol_oldest: int = 0, protocol_newest: int = 0) -> kv_pb2.ImporterMessage:
     return kv_pb2.ImporterMessage(
         attach=kv_pb2.Attach(
             ticket=kv_pb2.SignedTicket.FromString(signed),
             transports=["tcp"],
             layout=fingerprint_to_wire(LAYOUT),
             endpoints={"tcp": b""},
-            **versions,
+            protocol_oldest=protocol_oldest,
+            protocol_newest=protocol_newest,
         )
     )
 

@@ -10,12 +10,12 @@ import pytest
 
 from cluster.clock import MonotonicClock
 from cluster.errors import HandOffFailed, HandOffReason, InvalidRequest, Overloaded, TandemError, Unavailable
+from cluster.kv_wire import epoch_from_wire, fingerprint_to_wire
 from cluster.messages import Epoch, MemberId
 from cluster.rpc_errors import error_from_rpc
 from cluster.serving import GrpcServer, open_channel
 from cluster.telemetry import Telemetry
 from cluster.transfer_settings import TransferSettings
-from cluster.wire import epoch_from_wire, fingerprint_to_wire
 from engine.pool import KvPool
 from kvtransfer import probe as probe_module
 from kvtransfer.exporter import Exporter

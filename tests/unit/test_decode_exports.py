@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from cluster import tickets, wire
+from cluster import kv_wire, tickets, wire
 from cluster.clock import ManualClock
 from cluster.errors import NotFound
 from cluster.hashing import hash_prompt
@@ -102,7 +102,7 @@ class Worker:
         ticket = kv_pb2.SignedTicket.FromString(signed)
         endpoints = {"loopback": b""}
         attach = kv_pb2.Attach(
-            ticket=ticket, transports=["loopback"], layout=wire.fingerprint_to_wire(LAYOUT), endpoints=endpoints
+            ticket=ticket, transports=["loopback"], layout=kv_wire.fingerprint_to_wire(LAYOUT), endpoints=endpoints
         )
         self.exporter.attach(call, attach)
         told = []

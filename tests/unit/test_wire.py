@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import wire
+from cluster import kv_wire, wire
 from cluster.errors import InvalidRequest
 from cluster.messages import (
     DecodeJob,
@@ -120,9 +120,9 @@ def test_a_sampled_token_survives_the_wire(token: SampledToken) -> None:
 def test_ticket_epoch_and_fingerprint_survive_the_wire() -> None:
     ticket = Ticket(b"t" * 16, MemberId("p0", "a"), "h:1", MemberId("d0", "b"), "r", 3, 17, b"h" * 16, 2, 1.5)
     fingerprint = LayoutFingerprint("w", "c", "float32", "t", 2, 1, "native", 7)
-    assert wire.ticket_from_wire(wire.ticket_to_wire(ticket)) == ticket
-    assert wire.epoch_from_wire(wire.epoch_to_wire(ticket.epoch)) == ticket.epoch
-    assert wire.fingerprint_from_wire(wire.fingerprint_to_wire(fingerprint)) == fingerprint
+    assert kv_wire.ticket_from_wire(kv_wire.ticket_to_wire(ticket)) == ticket
+    assert kv_wire.epoch_from_wire(kv_wire.epoch_to_wire(ticket.epoch)) == ticket.epoch
+    assert kv_wire.fingerprint_from_wire(kv_wire.fingerprint_to_wire(fingerprint)) == fingerprint
 
 
 def _valid_prefill() -> worker_pb2.PrefillRequest:
