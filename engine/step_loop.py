@@ -91,8 +91,8 @@ class _Later:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Flight:
-    """A step under way, or what its launch raised."""
+class Flight:
+    """A step under way, or what its launch raised. Of the loop alone."""
 
     plan: StepPlan
     launched: Launched | Exception
@@ -217,17 +217,13 @@ class StepLoop(Generic[CommandT, EventT]):
     def _step(self, plan: StepPlan, now_s: float) -> None:
         """And those that are planned behind it without a gap."""
         self._begin(plan, now_s)
-        flight: _Flight | None = self._launch(plan)
+        flight: Flight | None = self._launch(plan)
         while flight is not None:
             following = self._launch_behind(flight)
             self._let_go()
-            is_well = self._end(flight, following)
-            if following is not None and not is_well:
-                self._end(following, None)  # before anything is planned behind a failure
-                following = None
-            flight = following
+            flight = self._land(flight, following)
 
-    def _launch_behind(self, flight: _Flight) -> _Flight | None:
+    def _launch_behind(self, flight: Flight) -> Flight | None:
         """The next step, while this one runs. None: its end has to be known first."""
         ahead = self._ahead
         if ahead is None or not flight.can_feed or not ahead.may_plan_ahead:
@@ -240,11 +236,20 @@ class StepLoop(Generic[CommandT, EventT]):
         self._hand_over(events)
         return None if plan is None else self._launch(plan)
 
-    def _launch(self, plan: StepPlan) -> _Flight:
-        return _Flight(plan, _tried(lambda: self._launcher.launch(plan)))
+    def _launch(self, plan: StepPlan) -> Flight:
+        return Flight(plan, _tried(lambda: self._launcher.launch(plan)))
 
-    def _end(self, flight: _Flight, following: _Flight | None) -> bool:
-        """Waits for it. `following` is the one that runs from then on. False: it failed."""
+    def _land(self, flight: Flight, following: Flight | None) -> Flight | None:
+        """Waits for its end, and for that of what was launched behind it, if it fails: nothing is planned behind that.
+        Answers what is under way then."""
+        is_well = self._end(flight, following)
+        if following is None or is_well:
+            return following
+        self._end(following, None)
+        return None
+
+    def _end(self, flight: Flight, following: Flight | None) -> bool:
+        """`following` is the one that runs from then on. False: it failed."""
         launched = flight.launched
         result = launched if isinstance(launched, Exception) else _tried(launched.result)
         if isinstance(result, Exception):

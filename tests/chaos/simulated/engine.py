@@ -6,7 +6,7 @@ else does: what a serial run on a pool of its own says is what every cluster mus
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.messages import LayoutFingerprint, Sampling
 from engine.layout import LayerShape, lay_out
@@ -94,16 +94,31 @@ class StandInRunner:
 
 
 class StandInLauncher(StandInRunner):
-    """As of a device that computes on its own: what a step brought is handed over with the next one."""
+    """As of a device that computes on its own: what a step brought is handed over with the next one, and its tokens
+    feed one that was launched before they were read."""
+
+    newest: tuple[int, ...] = ()
 
     def launch(self, plan: StepPlan) -> Launched:
         return _Later(self, plan)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = super().run(replace(plan, chunks=tuple(map(self._fed, plan.chunks))))
+        self.newest = tuple(token.token_id for drawn in result.tokens for token in drawn)
+        return result
+
+    def _fed(self, chunk: Chunk) -> Chunk:
+        """Behind a step that failed, with whatever is there."""
+        if chunk.fed_by is None:
+            return chunk
+        return replace(chunk, token_ids=(self.newest[chunk.fed_by] if chunk.fed_by < len(self.newest) else 0,))
 
 
 @dataclass(frozen=True, slots=True)
 class _Later:
     runner: StandInRunner
     plan: StepPlan
+    can_feed: bool = True
 
     def result(self) -> StepResult:
         return self.runner.run(self.plan)

@@ -1,14 +1,15 @@
 """The step thread without a thread: the production loop's own turns, as callbacks of its process.
 
-The contract is the same: commands are applied between steps only, a step takes its time, events leave in their order. A
-step reads and writes at its end, the latest moment at which what another wrote too early would show.
+The contract is the same: a step takes its time, commands are applied when the loop would, events leave in their order.
+A step reads and writes at its end, the latest moment at which what another wrote too early would show; one that was
+planned while another ran begins when that one ends.
 """
 
 import asyncio
 from typing import TypeVar
 
-from engine.step import Launched, StepPlan, StepResult
-from engine.step_loop import StepLoop
+from engine.step import StepPlan
+from engine.step_loop import Flight, StepLoop
 from tests.chaos.simulated.loop import SimulatedLoop, current
 
 CommandT = TypeVar("CommandT")
@@ -62,41 +63,38 @@ class SimulatedStepLoop(StepLoop[CommandT, EventT]):
             self._until = _loop().call_later(wait_s, self._take_turn)
 
     def _step(self, plan: StepPlan, now_s: float) -> None:
-        """Begins; `_end_step` computes."""
+        """Begins; `_come_down` computes."""
         self._is_stepping = True
         self._begin(plan, now_s)
-        num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        self._fly(self._launch(plan))
+
+    def _fly(self, flight: Flight) -> None:
+        following = self._launch_behind(flight)
+        self._let_go()
+        num_tokens = sum(len(chunk.token_ids) for chunk in flight.plan.chunks)
         loop = _loop()
         hangs_s, current().hangs_in_step_s = current().hangs_in_step_s, 0.0
-        loop.call_later(loop.soon_s(current().step_s) + num_tokens * _TOKEN_S + hangs_s, self._end_step, plan, now_s)
+        takes_s = loop.soon_s(current().step_s) + num_tokens * _TOKEN_S + hangs_s
+        loop.call_later(takes_s, self._come_down, flight, following)
 
-    def _end_step(self, plan: StepPlan, now_s: float) -> None:
+    def _come_down(self, flight: Flight, following: Flight | None) -> None:
         if self._has_ended:
             return
         fails = current().fails_in_step or _loop().is_refused_memory()
         current().fails_in_step = False
-        whole = self._launcher
+        if fails:
+            flight = Flight(flight.plan, RuntimeError("the device failed in this step"))
         try:
-            self._launcher = _Fails() if fails else whole
-            super()._step(plan, now_s)
+            going_on = self._land(flight, following)
+            if going_on is not None:
+                self._fly(going_on)
+                return
         except Exception as error:  # noqa: BLE001 -- as above
             self._has_ended = True
             self._on_fatal(error)
             return
-        finally:
-            self._launcher = whole
         self._is_stepping = False
         self._soon()
-
-
-class _Fails:
-    """A device that computes no step."""
-
-    def run(self, plan: StepPlan) -> StepResult:
-        raise RuntimeError("the device failed in this step")
-
-    def launch(self, plan: StepPlan) -> Launched:
-        raise RuntimeError("the device failed in this step")
 
 
 def _loop() -> SimulatedLoop:
