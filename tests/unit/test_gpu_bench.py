@@ -1,9 +1,19 @@
 """The GPU's benchmark runs where there is none, in small; its limits are the arithmetic of the model."""
 
+from collections.abc import Callable
+
 import pytest
 
 from benchmarks.gpu_engine import _arguments, run, table
 from benchmarks.gpu_shapes import TINY_LOADS, Work, llama_8b
+from benchmarks.gpu_step_loop import Decodes, step_times_s
+from engine.build import Engine
+from engine.runner import StartedStep
+from engine.step import StepPlan, StepResult
+from tests.unit.pretend_gpu import PretendGpu
+from tests.unit.test_pretend_gpu import build, gpu, on_cpu
+
+__all__ = ["build", "gpu", "on_cpu"]
 
 
 def test_the_benchmark_runs_in_small() -> None:
@@ -26,3 +36,28 @@ def test_the_limits_are_those_of_an_8b_llama() -> None:
     assert work.layer_params + work.head_params == pytest.approx(7.5e9, rel=0.01)  # without the embedding's 0.5e9
     assert work.kv_bytes_per_token == 128 << 10
     assert work.decode_bytes(256, 2_048) == pytest.approx(15.0e9 + 256 * 2_048 * 131_072, rel=0.01)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_in_a_workers_loop_steps_are_fed_where_they_are_planned_ahead(
+    ahead: bool, gpu: PretendGpu, build: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build()
+    start, finish, plans = engine.runner.start, engine.runner.finish, list[StepPlan]()
+
+    def started(plan: StepPlan) -> StartedStep:
+        plans.append(plan)
+        with gpu:  # a mode is its own thread's, and the loop has one
+            return start(plan)
+
+    def finished(step: StartedStep) -> StepResult:
+        with gpu:
+            return finish(step)
+
+    monkeypatch.setattr(engine.runner, "start", started)
+    monkeypatch.setattr(engine.runner, "finish", finished)
+    times_s = step_times_s(engine.runner, Decodes(2, 9, 3, 12, engine.pool.layout.block_size), ahead=ahead)
+
+    assert len(times_s) == 3 and min(times_s) > 0
+    assert any(chunk.fed_by is not None for plan in plans for chunk in plan.chunks) is ahead
+    assert all(len(plan.chunks) == 2 for plan in plans)
