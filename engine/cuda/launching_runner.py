@@ -18,7 +18,12 @@ class LaunchingRunner(ModelRunner):
         self._device = pool.device
 
     def launch(self, plan: StepPlan) -> StartedStep:
-        return self.start(plan)
+        """Where it raises, what was enqueued is done: its blocks are freed, and given to writers of other streams."""
+        try:
+            return self.start(plan)
+        except Exception:
+            torch.cuda.current_stream(self._device).synchronize()
+            raise
 
     def start(self, plan: StepPlan) -> StartedStep:
         with torch.cuda.device(self._device):

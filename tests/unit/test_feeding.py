@@ -13,10 +13,13 @@ from cluster.messages import DecodeJob, Sampling, SequenceStart, TokenStops
 from decode_worker.commands import AdmitLocal, Command, Event, StepTokens
 from decode_worker.limits import DecodeLimits
 from decode_worker.scheduler import DecodeScheduler
+from engine.batch import PackedBatch
 from engine.build import Engine, build_engine
+from engine.cuda.launching_runner import LaunchingRunner
+from engine.host_blocks import HostBlocks, SwappingLauncher
 from engine.runner import ModelRunner, StartedStep
 from engine.sampler import Draw
-from engine.step import UNKNOWN_TOKEN, Chunk, DrawnToken, Sample, StepPlan
+from engine.step import UNKNOWN_TOKEN, Chunk, DrawnToken, Feeding, Sample, StepPlan
 from engine.step_loop import StepLoop
 from tests.golden.families import FAMILIES
 from tests.unit.decode_bench import ROUTER
@@ -121,6 +124,26 @@ def test_async_scheduling_is_turned_off_by_its_flag(gpu: PretendGpu, build: Call
 def test_a_step_that_is_drawn_in_parts_feeds_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr("engine.draws._ELEMENTS_AT_ONCE", most)
     assert engine.runner.start(next(steps(None))).can_feed == (most == 1000)
+
+
+def test_a_launch_that_fails_leaves_nothing_on_its_way(gpu: PretendGpu, build: Callable[..., Engine]) -> None:
+    """Its blocks are freed next, and an import may write to them beside the engine's stream."""
+    engine = build(cuda_graphs="off")
+    assert isinstance(engine.runner, LaunchingRunner)
+
+    def forward(batch: PackedBatch) -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+    engine.runner.forward = forward
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine.runner.launch(next(steps(None)))
+    assert gpu.waits[-1] == "stream"
+
+
+def test_a_swap_space_changes_nothing_where_nothing_is_swapped(engine: Engine) -> None:
+    runner = _Launching(engine.runner.forward, engine.pool)
+    launched = SwappingLauncher(runner, HostBlocks(engine.pool, 1)).launch(next(steps(None)))
+    assert isinstance(launched, Feeding) and launched.can_feed
 
 
 class _Launching(ModelRunner):
