@@ -29,8 +29,6 @@ _VERBS = (
 
 def run(arguments: Sequence[str] | None) -> int:
     """The exit status. Errors that a person can answer are one line on stderr."""
-    # No child of ours speaks gRPC before it becomes another program; else gRPC tells the terminal of every fork.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     try:
         return _run(arguments)
     except BrokenPipeError:  # whoever read us has had enough

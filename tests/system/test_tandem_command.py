@@ -331,6 +331,22 @@ def test_ctrl_c_while_the_command_is_still_being_imported_is_no_stack_trace() ->
     assert (ended.returncode, ended.stderr) == (130, b"")
 
 
+def test_children_are_forked_without_the_handlers_of_grpc() -> None:
+    """One in eight was aborted by them before it became its program. gRPC decides when it is imported."""
+    program = (
+        "import os, sys\n"
+        "class Seen:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'grpc': os._exit(7 if os.environ.get('GRPC_ENABLE_FORK_SUPPORT') == 'false' else 8)\n"
+        "sys.meta_path.insert(0, Seen())\n"
+        "import {module}\n"
+        "sys.exit({module}.main(['status']))\n"
+    )
+    for module in ("cli.__main__", "cli.demo"):
+        command = [sys.executable, "-c", program.format(module=module)]
+        assert subprocess.run(command, cwd=ROOT, timeout=DEADLINE_S, env={"PATH": ""}).returncode == 7, module
+
+
 def test_workers_share_the_cores_and_pools_are_what_was_asked_for() -> None:
     assert [threads_per_worker(cores, 2) for cores in (1, 2, 3, 8)] == [1, 1, 1, 4]
     assert str(pools_from(None, None, None)) == "1 prefill + 1 decode"
