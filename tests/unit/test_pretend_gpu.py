@@ -21,6 +21,7 @@ from engine.attention.registry import ALL_DTYPES, Capability
 from engine.batch import PackedBatch, pack
 from engine.build import Engine, build_engine
 from engine.cuda import gpu_forward
+from engine.cuda.fused_ops import TorchOps
 from engine.cuda.launching_runner import LaunchingRunner
 from engine.layout import LayerShape, lay_out
 from engine.pool import KvPool
@@ -156,6 +157,8 @@ def build(
         monkeypatch.setattr(registry.choose, "__defaults__", (table,))
     elif not IS_INTERPRETED:
         pytest.skip("needs Triton and TRITON_INTERPRET=1")
+    if HAS_TRITON and not IS_INTERPRETED:  # compiled kernels want a driver
+        monkeypatch.setattr("engine.cuda.fused_forward._ops", lambda device: TorchOps())
     if IS_INTERPRETED:
         compute_as_a_gpu()
         watch_launches()
