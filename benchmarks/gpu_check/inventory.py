@@ -70,7 +70,7 @@ class Inventory:
         lines = [f"Device: {self.device or 'none'}. Python {sys.version.split()[0]}.", f"Found: {found}."]
         lines += [f"{name}: {value}." for name, value in self.surroundings.items()]
         if no_gpu:
-            lines.append("**No GPU answers `nvidia-smi`.**")
+            lines.append("**Neither `nvidia-smi` nor torch sees a GPU.**")
         if self.missing:
             lines.append(f"**Missing, and needed: {', '.join(self.missing)}** (docs/gpu.md says how wheels travel).")
         if self.absent:
@@ -87,7 +87,7 @@ def take_inventory() -> Inventory:
     versions = {name: found_version(name) for name in (*NEEDED, *OPTIONAL)}
     broken_imports, torch_says = _broken_imports()
     surroundings = {"torch sees": torch_says or "nothing"} | _surroundings()
-    return Inventory(versions, _device(), tuple(broken_stubs()), tuple(broken_imports), surroundings)
+    return Inventory(versions, device(torch_says), tuple(broken_stubs()), tuple(broken_imports), surroundings)
 
 
 def found_version(package: str) -> str:
@@ -102,10 +102,11 @@ def gpu_state() -> str:
     return _nvidia_smi()
 
 
-def _device() -> str:
-    """Name, memory and driver of each; torch takes the first that it sees."""
+def device(torch_says: str) -> str:
+    """Name, memory and driver of each; torch takes the first that it sees. Where the driver's tool is not here, what
+    torch says; empty: there is none."""
     query = ("--query-gpu=name,memory.total,driver_version,compute_mode,mig.mode.current", "--format=csv,noheader")
-    return "; ".join(_nvidia_smi(*query).splitlines())
+    return "; ".join(_nvidia_smi(*query).splitlines()) or (torch_says if ", capability " in torch_says else "")
 
 
 def _nvidia_smi(*flags: str) -> str:

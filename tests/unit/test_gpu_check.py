@@ -277,6 +277,12 @@ def test_a_package_for_another_cuda_is_found_and_named(monkeypatch: pytest.Monke
     assert found == ["14.2.0 (cupy-cuda12x)", "1.5", ""]
 
 
+def test_a_gpu_that_torch_sees_is_there_also_without_the_drivers_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert inventory.device("NVIDIA H200, capability (9, 0), CUDA 13.0").startswith("NVIDIA H200")
+    assert inventory.device("no GPU (CUDA 13.0)") == ""
+
+
 def test_what_was_found_is_on_disk_after_every_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = Report(tmp_path, {"commit": "0000"})
     for number, verdict in enumerate((Verdict.PASSED, Verdict.MISSED, Verdict.CUT)):
