@@ -35,7 +35,7 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
 
 demo: $(VENV)/.base ## one prompt through a router, a prefill and a decode worker on the demo model
-	@$(BIN)/python -m cli.demo
+	@$(BIN)/tandem demo
 
 test: $(VENV)/.test ## the tests, in under ten minutes on two cores; PYTEST_ARGS="-k registry" for some of them
 	@$(PYTEST) $(PYTEST_ARGS)

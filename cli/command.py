@@ -13,6 +13,7 @@ from tandem.errors import TandemError as ClientError
 
 # Each has HELP, add_arguments(parser) and run(arguments) -> exit status.
 _VERBS = (
+    "demo",
     "up",
     "status",
     "requests",

@@ -1,4 +1,4 @@
-"""`make demo`: the whole path once, on this machine, with the demo model.
+"""`tandem demo`, as `make demo` runs it: the whole path once, on this machine, with the demo model.
 
 Redis, a router, one prefill and one decode worker; one prompt over gRPC, its tokens as they come, and where its time
 went. Everything is gone again at the end. Exits 0 only when all of that happened.
@@ -9,9 +9,10 @@ import asyncio
 import sys
 from collections import deque
 
+from cli import up
 from cli.ledger import ledger_text
 from cli.local_cluster import LocalCluster
-from cli.up import add_arguments, plan_from, run_until_stopped, tell
+from cli.up import plan_from, run_until_stopped, tell
 from cluster.errors import TandemError
 from cluster.process import ExitStatus
 from tandem.client import AsyncClient
@@ -22,11 +23,16 @@ PROMPT = "def read_file(path):\n    "  # the demo model knows the look of Python
 MAX_TOKENS = 52
 _KEPT_LINES = 40
 
+HELP = "the whole path once: a cluster of the demo model, one prompt, and where its time went"
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m cli.demo", description=__doc__, allow_abbrev=False)
-    add_arguments(parser)
-    plan, _ = plan_from(parser.parse_args(["--port=0", "--grpc-port=0", *sys.argv[1:]]))
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    up.add_arguments(parser)
+    parser.set_defaults(port=0, grpc_port=0)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    plan, _ = plan_from(arguments)
     logs: deque[str] = deque(maxlen=_KEPT_LINES)
     told: list[Result] = []
 
@@ -56,7 +62,3 @@ async def _one_prompt(address: str) -> Result:
         result = await generation.result()
     print(f"\n\n{ledger_text(result)}\n", flush=True)
     return result
-
-
-if __name__ == "__main__":
-    sys.exit(main())
