@@ -28,7 +28,7 @@ HELP = "the whole path once: a cluster of the demo model, one prompt, and where 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     up.add_arguments(parser)
-    parser.set_defaults(port=0, grpc_port=0)
+    parser.set_defaults(port=0, grpc_port=0, kv_cache_memory="256MiB")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -32,6 +32,14 @@ class Pools:
         prefill = [Slot(Role.PREFILL, number) for number in range(self.num_prefill)]
         return prefill + [Slot(Role.DECODE, number) for number in range(self.num_decode)]
 
+    def rank(self, slot: Slot) -> int:
+        """Its own among all workers of the machine; those of the beginning come first."""
+        first = self.slots()
+        if slot in first:
+            return first.index(slot)
+        later = slot.number - (self.num_prefill if slot.role is Role.PREFILL else self.num_decode)
+        return len(first) + 2 * later + (slot.role is Role.DECODE)
+
     def __str__(self) -> str:
         if self.num_prefill == 0:
             return f"{self.num_decode} colocated"
@@ -50,6 +58,7 @@ class Layout:
 
     flags: Mapping[str, object]
     num_threads: int  # of a worker
+    first: Pools  # the cluster begins with
     suffix: str = ""
 
     def router(self, number: int, ports: "Ports") -> ChildSpec:
@@ -61,6 +70,7 @@ class Layout:
         mine = self._known(WorkerConfig)
         mine.setdefault("num_threads", self.num_threads)
         mine["port"] = mine["health_port"] = 0  # those of `tandem up` are the router's
+        mine["local_rank"], mine["local_world_size"] = self.first.rank(slot), self.first.num_workers
         threads = {"OMP_NUM_THREADS": str(mine["num_threads"]), "TOKENIZERS_PARALLELISM": "false"}
         return _spec(str(slot), f"{slot.role}_worker", {**mine, "member_id": self.member_id(str(slot))}, threads)
 

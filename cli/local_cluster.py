@@ -55,7 +55,7 @@ class LocalCluster:
         self._redis: RedisServer | None = None
         self._began_s = asyncio.get_running_loop().time()
         self._redis_url = ""
-        self._layout = Layout(flags=plan.flags, num_threads=plan.num_threads)
+        self._layout = Layout(flags=plan.flags, num_threads=plan.num_threads, first=plan.pools)
         self.grpc = ""
         self.http = ""
         self.more_grpc: tuple[str, ...] = ()
@@ -70,6 +70,7 @@ class LocalCluster:
         self._layout = Layout(
             flags={**self._plan.flags, "redis": self._redis_url},
             num_threads=self._plan.num_threads,
+            first=self._plan.pools,
             suffix=new_suffix() if self._plan.redis else "",
         )
         try:

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_START_TIMEOUT_S,
         help=f"give up when not ready after so long (default: {_START_TIMEOUT_S:g})",
     )
-    add_flags(parser, UpConfig, without=frozenset({"member_id"}))
+    add_flags(parser, UpConfig, without=frozenset({"member_id", "local_rank", "local_world_size"}))
 
 
 def run(arguments: argparse.Namespace) -> int:

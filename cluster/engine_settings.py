@@ -42,8 +42,15 @@ class EngineSettings:
         "memory of the pool and its wire copy: bytes, or KiB, MiB, GiB; auto: 256MiB on a CPU, measured on a GPU",
     )
     gpu_memory_utilization: float = setting(
-        GPU_MEMORY_UTILIZATION, "share of the GPU's memory in use once the pool is there; the pool gets what is left"
+        GPU_MEMORY_UTILIZATION,
+        "share of the GPU's memory in use once the pool is there, in equal parts for the workers of this host that are "
+        "on it; the pool gets what is left",
     )
+    local_rank: int = setting(
+        0,
+        "with --device auto or cuda: number among the workers of this host, which go round its GPUs; tandem up sets it",
+    )
+    local_world_size: int = setting(1, "how many workers of this host go round its GPUs; tandem up sets it")
     max_model_len: int = setting(0, "most tokens of prompt and continuation; 0: the model's own limit")
     max_input_length: int = setting(0, "most tokens of a prompt; 0: what --max-model-len leaves")
     max_output_length: int = setting(0, "most tokens of a continuation; 0: what --max-model-len leaves")
@@ -91,6 +98,10 @@ class EngineSettings:
         require(
             0 < self.gpu_memory_utilization <= 1,
             f"--gpu-memory-utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}",
+        )
+        require(
+            self.local_rank >= 0 and self.local_world_size >= 1,
+            f"--local-rank is at least 0, --local-world-size 1, not {self.local_rank} and {self.local_world_size}",
         )
         if self.kv_cache_memory != "auto":
             parse_bytes(self.kv_cache_memory)

@@ -129,6 +129,8 @@ def _report(settings: EngineSettings, loaded: LoadedModel, num_blocks: int) -> t
     limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
     if not settings.max_model_len and limit is not None and longest < limit:
         lines.append(f"max length: {longest} tokens, the model's {limit} cut to what the KV pool holds")
+    if settings.local_world_size > 1 and loaded.device != "cpu":
+        lines.append(f"{loaded.device} for worker {settings.local_rank} of {settings.local_world_size} on this host")
     if loaded.device == "cpu" and settings.gpu_memory_utilization != GPU_MEMORY_UTILIZATION:
         lines.append(f"--gpu-memory-utilization {settings.gpu_memory_utilization:g} changes nothing on a CPU")
     return (*lines, f"attention: {loaded.attention.name} on {loaded.device}, {loaded.info.dtype}")

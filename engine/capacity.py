@@ -10,6 +10,7 @@ from engine.layout import BlockLayout
 
 _CPU_POOL = "256MiB"
 MARGIN_BYTES = 1 << 30  # of a GPU: for CUDA graphs and kernels' workspaces, which the profiling run does not see
+CONTEXT_BYTES = 1 << 30  # of a GPU: a process's CUDA context and the kernels of its libraries, which nobody can ask for
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class GpuMemory:
     total: int
     weights: int
     largest_step: int  # what it takes beyond the weights, while it runs
-    others: int  # other processes', and this one's outside torch
+    free: int  # beside the weights, this process's context, and whatever other processes hold at this time
+    num_sharing: int = 1  # workers on this GPU, which have equal parts of the allowed share
 
 
 class WireSpace(Protocol):
@@ -63,17 +65,19 @@ def measured(
     """The settings with the pool's memory in them. Raises ConfigError with the numbers when it cannot hold one sequence
     of `--max-model-len`, or one block where that is not given."""
     share = settings.gpu_memory_utilization
-    taken = memory.weights + memory.largest_step + memory.others + MARGIN_BYTES
-    left = int(share * memory.total) - taken
+    running = memory.largest_step + MARGIN_BYTES
+    allowed = int(share * memory.total) // memory.num_sharing - memory.weights - CONTEXT_BYTES - running
+    left = min(allowed, memory.free - running)
     longest = settings.max_model_len or layout.block_size
     needed = layout.num_blocks_for(longest) * _block_bytes(layout, wire)
     if left < needed:
         raise ConfigError(
-            f"--gpu-memory-utilization {share:g} of {_gib(memory.total)} leaves {_gib(max(left, 0))} for KV, and a "
-            f"sequence of {longest} tokens takes {_gib(needed)}: the weights take {_gib(memory.weights)}, the largest "
-            f"step {_gib(memory.largest_step)}, other processes {_gib(memory.others)}, and {_gib(MARGIN_BYTES)} are "
-            "kept for CUDA graphs; give a larger share, a smaller --max-model-len, --max-prefill-tokens or "
-            "--max-num-seqs, or --kv-cache-dtype int8"
+            f"--gpu-memory-utilization {share:g} of {_gib(memory.total)} for {memory.num_sharing} worker(s), "
+            f"{_gib(memory.free)} of it free, leaves {_gib(max(left, 0))} for KV, and a sequence of {longest} tokens "
+            f"takes {_gib(needed)}: the weights take {_gib(memory.weights)}, the largest step "
+            f"{_gib(memory.largest_step)}, and {_gib(CONTEXT_BYTES + MARGIN_BYTES)} are kept for the CUDA context and "
+            "graphs; give a larger share, a smaller --max-model-len, --max-prefill-tokens or --max-num-seqs, or "
+            "--kv-cache-dtype int8"
         )
     return dataclasses.replace(settings, kv_cache_memory=str(left))
 

@@ -20,6 +20,7 @@ from engine.attention.interface import ATTENTION_NAME, register
 from engine.dummy import dummy_model
 from engine.layout import lay_out
 from engine.loaded import LoadedModel, ModelInfo
+from engine.placement import device_for
 from engine.pool import TORCH_DTYPES
 from engine.probe import check_equal
 from engine.trace import trace
@@ -29,7 +30,7 @@ def load(settings: EngineSettings, wire: capacity.WireSpace = capacity.NATIVE) -
     """The model of the settings, probed. Raises ConfigError, or ModelRefused when the model cannot be served."""
     register()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a worker's log is no terminal
-    device = _device(settings.device)
+    device = _device(settings)
     settings = capacity.with_pool_memory(settings, device)
     config = _read_config(settings.model)
     limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -67,7 +68,8 @@ def load(settings: EngineSettings, wire: capacity.WireSpace = capacity.NATIVE) -
     return dataclasses.replace(loaded, layout=layout)
 
 
-def _device(wanted: str) -> str:
+def _device(settings: EngineSettings) -> str:
+    wanted = settings.device
     has_cuda = torch.cuda.is_available()
     device = ("cuda" if has_cuda else "cpu") if wanted == "auto" else wanted
     kind, _, index = device.partition(":")
@@ -75,8 +77,11 @@ def _device(wanted: str) -> str:
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, not {wanted!r}")
     if kind == "cuda" and not has_cuda:
         raise ConfigError(f"--device {wanted}: torch {torch.__version__} sees no CUDA device here")
-    if kind == "cuda" and index:
-        torch.cuda.set_device(int(index))  # where kernels of our own are launched by this thread: the probe, graphs
+    if kind == "cpu":
+        return device
+    device = device_for(device, settings.local_rank, settings.local_world_size, torch.cuda.device_count())
+    if ":" in device:
+        torch.cuda.set_device(device)  # where kernels of our own are launched by this thread: the probe, graphs
     return device
 
 

@@ -8,6 +8,7 @@ from cluster.messages import Sampling
 from engine.capacity import GpuMemory
 from engine.layout import BlockLayout
 from engine.loaded import LoadedModel
+from engine.placement import num_sharing
 from engine.pool import KvPool
 from engine.runner import ModelRunner
 from engine.step import Chunk, Sample, StepPlan
@@ -32,12 +33,11 @@ def measure(loaded: LoadedModel, settings: EngineSettings) -> GpuMemory:
         ) from error
     torch.cuda.synchronize(device)
     step_bytes = torch.cuda.max_memory_reserved(device) - reserved  # with what the allocator loses to fragments
-    free, total = torch.cuda.mem_get_info(device)
-    pool_bytes = pool.num_blocks * pool.block_bytes
-    taken = total - free - pool_bytes
     pool.close()
     torch.cuda.empty_cache()
-    return GpuMemory(total=total, weights=weights, largest_step=step_bytes, others=max(0, taken - weights - step_bytes))
+    free, total = torch.cuda.mem_get_info(device)
+    sharing = num_sharing(settings.device, settings.local_rank, settings.local_world_size, torch.cuda.device_count())
+    return GpuMemory(total=total, weights=weights, largest_step=step_bytes, free=free, num_sharing=sharing)
 
 
 def largest_step(settings: EngineSettings, layout: BlockLayout, longest: int) -> StepPlan:

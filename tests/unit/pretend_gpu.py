@@ -307,6 +307,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
         "current_device": lambda: 0,
+        "device_count": lambda: 1,
         "current_stream": lambda device=None: stream,
         "device": lambda device: contextlib.nullcontext(),
         "set_device": lambda device: None,

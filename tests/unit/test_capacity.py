@@ -1,6 +1,7 @@
 """How large the pool is: as it was said, or what a GPU has left beside everything else; and both numbers where that is
 too little."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from cluster.engine_settings import EngineSettings
 from cluster.errors import ConfigError
 from engine import capacity
 from engine.build import build_engine
-from engine.capacity import MARGIN_BYTES, GpuMemory
+from engine.capacity import CONTEXT_BYTES, MARGIN_BYTES, GpuMemory
 from engine.layout import LayerShape, lay_out
 from engine.memory_profile import largest_step
 from engine.pool_memory import host_bytes, take_pool
@@ -19,16 +20,29 @@ from tests.golden.families import FAMILIES
 
 GIB = 1 << 30
 LAYOUT = lay_out([LayerShape(8, 128, 128)] * 32, 16, "bfloat16")  # 2 MiB a block, 128 KiB a token
-# Of 80 GiB 72 may be used; 20 + 3 + 1 + the margin's 1 are.
-MEMORY = GpuMemory(total=80 * GIB, weights=20 * GIB, largest_step=3 * GIB, others=1 * GIB)
+# Of 80 GiB 72 may be used; 20 + 3 + the margin's 1 + the context's 1 are.
+MEMORY = GpuMemory(total=80 * GIB, weights=20 * GIB, largest_step=3 * GIB, free=59 * GIB)
 
 
 def test_the_pool_gets_what_all_else_leaves_of_the_share() -> None:
-    assert MARGIN_BYTES == GIB
+    assert MARGIN_BYTES == CONTEXT_BYTES == GIB
     sized = capacity.measured(EngineSettings(), MEMORY, LAYOUT)
     assert capacity.num_blocks(sized, LAYOUT) == 47 * GIB // LAYOUT.block_bytes
     half = capacity.measured(EngineSettings(gpu_memory_utilization=0.5), MEMORY, LAYOUT)
     assert capacity.num_blocks(half, LAYOUT) == 15 * GIB // LAYOUT.block_bytes
+
+
+def test_workers_that_share_a_gpu_have_equal_parts_whoever_is_there_first() -> None:
+    """What the other one has taken already is no longer free, and is not counted against this one's part."""
+    for free in (59 * GIB, 21 * GIB):
+        memory = dataclasses.replace(MEMORY, num_sharing=2, free=free)
+        sized = capacity.measured(EngineSettings(), memory, LAYOUT)
+        assert capacity.num_blocks(sized, LAYOUT) == 11 * GIB // LAYOUT.block_bytes
+
+
+def test_the_pool_is_never_larger_than_what_is_free_beside_a_step() -> None:
+    sized = capacity.measured(EngineSettings(), dataclasses.replace(MEMORY, free=30 * GIB), LAYOUT)
+    assert capacity.num_blocks(sized, LAYOUT) == 26 * GIB // LAYOUT.block_bytes
 
 
 def test_the_wire_copy_is_paid_from_the_same_memory() -> None:
@@ -42,7 +56,7 @@ def test_the_wire_copy_is_paid_from_the_same_memory() -> None:
     [
         (
             EngineSettings(gpu_memory_utilization=0.2),
-            r"0\.2 of 80\.00 GiB leaves 0\.00 GiB .* 16 tokens",
+            r"0\.2 of 80\.00 GiB for 1 .* leaves 0\.00 GiB .* 16 tokens",
         ),
         (EngineSettings(max_model_len=500_000), r"leaves 47\.00 GiB .* 500000 tokens takes 61\.04 GiB"),
     ],
@@ -50,7 +64,7 @@ def test_the_wire_copy_is_paid_from_the_same_memory() -> None:
 def test_too_little_for_one_sequence_is_refused_with_every_number(settings: EngineSettings, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refusal:
         capacity.measured(settings, MEMORY, LAYOUT)
-    for part in ("weights take 20.00 GiB", "step 3.00 GiB", "processes 1.00 GiB", "--max-num-seqs"):
+    for part in ("weights take 20.00 GiB", "step 3.00 GiB", "59.00 GiB of it free", "--max-num-seqs"):
         assert part in str(refusal.value)
 
 

@@ -111,6 +111,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("max_output_length", -1),
         ("gpu_memory_utilization", 0.0),
         ("gpu_memory_utilization", 1.1),
+        ("local_rank", -1),
+        ("local_world_size", 0),
         ("num_threads", -1),
         ("kv_cache_memory", "much"),
         ("kv_cache_memory", "-1MiB"),
@@ -185,8 +187,9 @@ def test_sizes_are_read_with_their_unit(text: str, num_bytes: int) -> None:
 
 def test_lengths_given_to_tandem_up_reach_every_process() -> None:
     flags = {"model": "m", "max_input_length": 100, "kv_cache_dtype": "int8"}
-    layout = Layout(flags=flags, num_threads=1)
+    pools = Pools(num_prefill=1, num_decode=1)
+    layout = Layout(flags=flags, num_threads=1, first=pools)
     router = layout.router(0, Ports(0, 0))
-    workers = [layout.worker(slot) for slot in Pools(num_prefill=1, num_decode=1).slots()]
+    workers = [layout.worker(slot) for slot in pools.slots()]
     assert all("--max-input-length=100" in spec.arguments for spec in (router, *workers))
     assert ["--kv-cache-dtype=int8" in spec.arguments for spec in (router, *workers)] == [False, True, True]

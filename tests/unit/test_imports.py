@@ -54,6 +54,7 @@ PURE = [
     "engine.cuda.decode_buckets",
     "engine.layout",
     "engine.length_prediction",
+    "engine.placement",
     "engine.policies",
     "engine.eviction",
     "engine.prefix_cache",

@@ -10,7 +10,7 @@ import torch
 
 from cluster.messages import Sampling
 from engine.build import Engine, build_engine
-from engine.capacity import MARGIN_BYTES
+from engine.capacity import CONTEXT_BYTES, MARGIN_BYTES
 from engine.host_blocks import open_host_blocks, with_swaps
 from engine.runner import ModelRunner
 from engine.speculation.draft_model import with_draft_model
@@ -160,10 +160,10 @@ def test_swapped_blocks_come_back_by_copies_between_pinned_memory_and_the_device
 def test_the_pool_gets_what_a_profiling_run_leaves(
     gpu: PretendGpu, build: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    total, step = MARGIN_BYTES + (64 << 20), 8 << 20
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total - step, total))
+    total, step = CONTEXT_BYTES + MARGIN_BYTES + (64 << 20), 8 << 20
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total, total))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device=None: step)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: None)
     engine = build(num_blocks=0, kv_cache_memory="auto", gpu_memory_utilization=1.0)
-    left = total - MARGIN_BYTES - step
+    left = total - CONTEXT_BYTES - MARGIN_BYTES - step
     assert left - engine.pool.block_bytes < engine.pool.raw.nbytes <= left
