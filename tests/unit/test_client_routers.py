@@ -104,7 +104,7 @@ def test_the_last_router_has_all_the_time_that_is_left() -> None:
     """A slow one answers, where nobody else can."""
     with router() as (servicer, address), Client([NOBODY, address], silence_s=1.0) as client:
         client.models()
-        assert 25.0 < servicer.remaining_s <= 29.0
+        assert 25.0 < servicer.remaining_s < 29.5  # gRPC sends 29 s rounded up
 
 
 def test_a_router_that_was_never_there_is_passed_over_for_every_call() -> None:

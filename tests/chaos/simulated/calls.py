@@ -246,10 +246,10 @@ class Served:
 
     def begin(self, listener: "Server", method: str, metadata: Any, timeout_s: float | None) -> None:
         loop = asyncio.get_running_loop()
+        self.method = method
         if not listener.is_open:
             self._finish(_REFUSED)
             return
-        self.method = method
         if timeout_s is not None:
             self._deadline_s = loop.time() + timeout_s
             self._deadline = loop.call_later(timeout_s, self.cancel)
