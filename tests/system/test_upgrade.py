@@ -1,10 +1,8 @@
-"""Members of two versions in one cluster: they serve together, leave under load, and every one can be replaced."""
+"""Members of two versions in one cluster: a later caller is answered, and every member can be replaced under load."""
 
 import asyncio
-import itertools
 import signal
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +18,12 @@ from tandem.results import Choice, Result
 from tandem.v1 import admin_pb2, inference_pb2, kv_pb2, worker_pb2, worker_pb2_grpc
 from tests.later_version import with_unknown_fields
 from tests.system.asking import question
-from tests.system.local_cluster import LocalCluster, Member
-from tests.system.previous_version import AGES, EarlierVersion, earlier_version
+from tests.system.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 TIMEOUT_S = 90.0
 ROUTER_FLAGS = ("--port", "0", "--grpc-port", "0", "--placement", "least-loaded")
-EARLIER = {"earlier_router": "router", "earlier_prefill": "prefill_worker", "earlier_decode": "decode_worker"}
 NUM_QUESTIONS = 8
-
-
-@pytest.fixture(scope="session")
-def previous(tmp_path_factory: pytest.TempPathFactory) -> EarlierVersion:
-    return earlier_version(tmp_path_factory.mktemp("previous"))
 
 
 def asked(client: AsyncClient, number: int, *, max_tokens: int = 12) -> AsyncGeneration:
@@ -60,81 +51,6 @@ async def answers(addresses: Sequence[str], *, max_tokens: int = 12) -> list[Res
     async with AsyncClient(addresses, timeout_s=TIMEOUT_S) as client:
         generations = [asked(client, number, max_tokens=max_tokens) for number in range(NUM_QUESTIONS)]
         return await asyncio.gather(*(generation.result() for generation in generations))
-
-
-@asynccontextmanager
-async def joined(cluster: LocalCluster, version: EarlierVersion) -> AsyncIterator[list[Member]]:
-    """A router, a prefill and a decode worker of that version; leaves the cluster without them."""
-    workers = cluster.members["prefill0"].flags
-    starting = (
-        cluster.start_member(name, module, ROUTER_FLAGS if module == "router" else workers, wrapper=version.wrapper)
-        for name, module in EARLIER.items()
-    )
-    try:
-        yield await asyncio.gather(*starting)
-    finally:
-        for name in EARLIER:
-            member = cluster.members.pop(name, None)
-            if member is not None:
-                await _ended(member)
-
-
-async def _ended(member: Member) -> None:
-    if member.process.returncode is None:
-        member.process.kill()
-    await member.exit_code()
-    if member.reader is not None:
-        await member.reader
-
-
-async def every_pair_has_served(address: str, expected: Sequence[Result]) -> None:
-    """Prefill of either version with decode of either version, by this router, every answer the same."""
-    met: set[tuple[bool, ...]] = set()
-    async with asyncio.timeout(TIMEOUT_S):
-        while len(met) < 4:
-            for result, wanted in zip(await answers([address]), expected, strict=True):
-                assert content(result) == content(wanted)
-                assert result.ledger.reasons == ()
-                met.add(tuple(member.partition("@")[0] in EARLIER for member in result.ledger.members))
-    assert met == set(itertools.product((False, True), repeat=2))
-
-
-async def test_members_of_the_previous_version_serve_beside_present_ones_and_leave_under_load(
-    cluster: LocalCluster, previous: EarlierVersion
-) -> None:
-    present = cluster.members["router0"].grpc_address
-    expected, long = await answers([present]), await answers([present], max_tokens=120)
-    async with joined(cluster, previous) as earlier:
-        await every_pair_has_served(present, expected)
-        await every_pair_has_served(earlier[0].grpc_address, expected)
-        async with AsyncClient([earlier[0].grpc_address, present], timeout_s=TIMEOUT_S) as client:
-            generations = [asked(client, number, max_tokens=120) for number in range(NUM_QUESTIONS)]
-            await asyncio.gather(*(anext(generation) for generation in generations))
-            for member in earlier[:2]:
-                member.send_signal(signal.SIGTERM)
-            async with cluster.channel("earlier_decode") as channel:  # which knows fewer fields than its caller
-                request = with_unknown_fields(worker_pb2.DrainWorkerRequest())
-                await worker_pb2_grpc.WorkerStub(channel).DrainWorker(request, timeout=TIMEOUT_S)
-            results = await asyncio.gather(*(generation.result() for generation in generations))
-        assert [await member.exit_code() for member in earlier] == [0, 0, 0], cluster.output()[-4000:]
-    assert list(map(content, results)) == list(map(content, long))
-    await cluster.until_free()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("age", AGES)
-async def test_members_of_every_earlier_version_serve_beside_present_ones_over_tcp(
-    tcp_cluster: LocalCluster, tmp_path: Path, age: int
-) -> None:
-    version = earlier_version(tmp_path, age)
-    await tcp_cluster.mend()
-    present = tcp_cluster.members["router0"].grpc_address
-    expected = await answers([present])
-    async with joined(tcp_cluster, version) as earlier:
-        await every_pair_has_served(present, expected)
-        await every_pair_has_served(earlier[0].grpc_address, expected)
-    await tcp_cluster.until_free()
 
 
 # What is asked of each call; where nothing is said, its empty request.
@@ -180,7 +96,7 @@ async def test_every_call_answers_a_newer_caller_as_it_answers_one_of_its_own_ve
         async with cluster.channel(member) as channel:
             for method in (method for name in services for method in SERVICES[name].methods):
                 if method.name == "DrainWorker":
-                    continue  # the worker would leave; one of the previous version is asked so above
+                    continue  # the worker would leave: a member that is replaced below is asked to
                 request = ASKED.get(method.name) or GetMessageClass(method.input_type)()
                 plain, later = [await _outcome(channel, method, r) for r in (request, with_unknown_fields(request))]
                 assert plain == later, f"{member} {method.full_name}"
@@ -222,35 +138,19 @@ async def _ask_on(lane: int, addresses: Sequence[str], expected: Sequence[Result
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("before", "after"), [("present", "present"), ("previous", "present"), ("present", "previous")]
-)
 async def test_every_member_is_replaced_in_turn_under_load_and_no_answer_is_lost_or_changed(
-    redis_url: str, tmp_path: Path, previous: EarlierVersion, before: str, after: str
+    redis_url: str, tmp_path: Path
 ) -> None:
-    wrappers = {"present": (), "previous": previous.wrapper}
-    roles = {"router": "router", "prefill": "prefill_worker", "decode": "decode_worker"}
-    flags = {role: () if role == "router" else ("--dtype", "float32", "--num-blocks", "512") for role in roles}
-    cluster = LocalCluster(redis_url, tmp_path)
-    starting = [
-        cluster.start_member(
-            f"{role}{number}",
-            module,
-            ROUTER_FLAGS if role == "router" else flags[role],
-            wrapper=wrappers[before],
-        )
-        for role, module in roles.items()
-        for number in range(2)
-    ]
+    cluster = LocalCluster(redis_url, tmp_path, flags=("--dtype", "float32", "--num-blocks", "512"))
     try:
-        await asyncio.gather(*starting)
+        await cluster.start(prefill=2, decode=2, routers=2, router_flags=ROUTER_FLAGS[4:])
         addresses = [cluster.members[f"router{number}"].grpc_address for number in range(2)]
         expected = await answers(addresses[:1], max_tokens=48)
         done = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             lanes = [group.create_task(_ask_on(lane, addresses, expected, done)) for lane in range(6)]
             for name in [*cluster.members]:
-                await _replace(cluster, name, wrappers[after])
+                await _replace(cluster, name)
             done.set()
         assert all(lane.result() for lane in lanes)
         await cluster.until_free()
@@ -259,17 +159,26 @@ async def test_every_member_is_replaced_in_turn_under_load_and_no_answer_is_lost
     assert set(codes.values()) == {0}, cluster.output()[-4000:]
 
 
-async def _replace(cluster: LocalCluster, name: str, wrapper: Sequence[str]) -> None:
-    """Asked to leave by SIGTERM; then another process has its name, a router its address too. Until it is served by."""
+async def _replace(cluster: LocalCluster, name: str) -> None:
+    """Drain the member, wait until its process has ended, start another process under its name (a router: at its
+    address too), and return when the routers are connected to it."""
     member = cluster.members[name]
-    member.send_signal(signal.SIGTERM)
+    await _ask_to_leave(cluster, name)
     assert await member.exit_code() == 0, "".join(member.output)[-4000:]
     assert member.reader is not None
     await member.reader
     flags = member.flags
     if member.module == "router":
         flags = ("--port", "0", "--grpc-port", member.grpc_address.rpartition(":")[2], *ROUTER_FLAGS[4:])
-    await cluster.start_member(name, member.module, flags, wrapper=wrapper)
-    async with asyncio.timeout(TIMEOUT_S):
-        while not await cluster._all_connected():
-            pass
+    await cluster.start_member(name, member.module, flags)
+    await cluster.mend()
+
+
+async def _ask_to_leave(cluster: LocalCluster, name: str) -> None:
+    """A worker with an odd number by a later caller's DrainWorker, every other member by SIGTERM."""
+    if name not in ("prefill1", "decode1"):
+        cluster.members[name].send_signal(signal.SIGTERM)
+        return
+    async with cluster.channel(name) as channel:
+        request = with_unknown_fields(worker_pb2.DrainWorkerRequest())
+        await worker_pb2_grpc.WorkerStub(channel).DrainWorker(request, timeout=TIMEOUT_S)
