@@ -103,7 +103,7 @@ async def count() -> Count:
 
 
 async def _until_line(process: asyncio.subprocess.Process, first_word: str, timeout_s: float) -> str:
-    """Return the next line of output that begins with this. Raises TimeoutError, or RuntimeError if the process ends."""
+    """Return the next line that begins with this. Raises TimeoutError, or RuntimeError if the process ends."""
     assert process.stdout is not None
     async with asyncio.timeout(timeout_s):
         while line := (await process.stdout.readline()).decode():
