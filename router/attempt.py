@@ -102,7 +102,7 @@ class Attempt:
     def _deliver_first(self, first: FirstTokens, prefill_id: MemberId) -> None:
         if len(first.tokens) != len(self._choices):
             raise InternalError(f"prefill gave {len(first.tokens)} first tokens for {len(self._choices)} choices")
-        self._live.prefilled(first.prefill_s, prefill_id, num_cached=first.num_cached)
+        self._live.prefilled(first, prefill_id)
         for choice, token in zip(self._choices, first.tokens, strict=True):
             self._live.deliver(choice, choice.num_committed, token)
 

@@ -109,7 +109,7 @@ class DecodeLeg:
                 self.sequences.started.update(started.handles)
                 self._live.started(started, self.worker)
             case Token(handle, index, token) if handle in self.sequences.live:
-                self._live.decoding()
+                self._live.decoding(self.worker)
                 self._live.deliver(self.owners[handle], index, token)
                 if token.finish_reason is not None:
                     self.decode.stream.release(self.sequences, handle)

@@ -165,4 +165,10 @@ def _ledger(ledger: Ledger) -> inference_pb2.Ledger:
         transport=ledger.transport,
         kv_bytes=ledger.kv_bytes,
         reasons=ledger.reasons,
+        worker_times=[
+            inference_pb2.WorkerTime(
+                member=spent.member, ended_s=spent.ended_s, queue_s=spent.queue_s, compute_s=spent.compute_s
+            )
+            for spent in ledger.worker_times
+        ],
     )

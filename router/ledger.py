@@ -6,7 +6,7 @@ Owns one request's account while it is served. Time is an argument.
 
 from enum import StrEnum
 
-from router.requests import Ledger, Phase
+from router.requests import Ledger, Phase, WorkerTime
 
 
 class PhaseName(StrEnum):
@@ -27,6 +27,7 @@ class LedgerRecorder:
         self._end_s: float | None = None
         self._members: list[str] = []
         self._reasons: list[str] = []
+        self._worker_times: list[WorkerTime] = []
         self._transport = ""
         self._kv_bytes = 0
         self.prefill_member = self.decode_member = ""  # of the present attempt
@@ -65,6 +66,10 @@ class LedgerRecorder:
     def reason(self, reason: str) -> None:
         self._reasons.append(reason)
 
+    def worked(self, member: str, now_s: float, *, queue_s: float, compute_s: float) -> None:
+        """A worker has just computed an attempt's next token, or is about to: what that took by its own clock."""
+        self._worker_times.append(WorkerTime(member, now_s - self.began_s, queue_s, compute_s))
+
     def moved(self, transport: str, kv_bytes: int) -> None:
         self._transport = transport
         self._kv_bytes += kv_bytes
@@ -87,4 +92,5 @@ class LedgerRecorder:
             transport=self._transport,
             kv_bytes=self._kv_bytes,
             reasons=self.reasons,
+            worker_times=tuple(self._worker_times),
         )

@@ -14,6 +14,7 @@ from router.choice import Choice
 from router.decode_events import Started
 from router.ledger import LedgerRecorder, PhaseName
 from router.outbox import Outbox
+from router.prefill_peer import FirstTokens
 from router.requests import ChoiceDelta, ResumedChoice, Usage
 from router.validation import ResolvedRequest
 
@@ -45,6 +46,7 @@ class LiveRequest:
         self._attempts = itertools.count(1)
         self.is_proven = is_proven
         self._num_claimed = 0  # tokens that its client says it has
+        self._prefilling: dict[MemberId, tuple[float, float]] = {}  # on decode workers: since when, after which queue
         self._num_cached: int | None = None  # prompt tokens that its first prefill found
 
     @property
@@ -146,12 +148,13 @@ class LiveRequest:
         if not self._has_tokens:
             self._enter(PhaseName.PREFILL_QUEUE)
 
-    def prefilled(self, prefill_s: float, prefill: MemberId, *, num_cached: int) -> None:
+    def prefilled(self, first: FirstTokens, prefill: MemberId) -> None:
         """First tokens are here; what the client waits for from now on is the transfer, unless other choices go on."""
-        self._found(num_cached)
+        self._found(first.num_cached)
         self.ledger.member(str(prefill))
+        self.ledger.worked(str(prefill), self._clock.now_s(), queue_s=first.queue_s, compute_s=first.prefill_s)
         if not self._has_tokens:
-            self._enter(PhaseName.PREFILL, began_ago_s=prefill_s)
+            self._enter(PhaseName.PREFILL, began_ago_s=first.prefill_s)
         if self.ledger.phase is not PhaseName.DECODE:
             self._enter(PhaseName.TRANSFER)
 
@@ -161,14 +164,22 @@ class LiveRequest:
         self.ledger.member(str(decode))
         self.ledger.decode_member = str(decode)
         self.ledger.moved(started.transport, started.kv_bytes)
+        if started.first_tokens:
+            self.ledger.worked(str(decode), self._clock.now_s(), queue_s=started.queue_s, compute_s=0.0)
+        else:
+            self._prefilling[decode] = (self._clock.now_s(), started.queue_s)
         if self.ledger.phase is PhaseName.TRANSFER:
             self._enter(PhaseName.DECODE_QUEUE, began_ago_s=started.queue_s)
             self._enter(PhaseName.DECODE)
         elif not self._has_tokens:
             self._enter(PhaseName.PREFILL)
 
-    def decoding(self) -> None:
-        """A token came from a decode worker."""
+    def decoding(self, decode: MemberId) -> None:
+        """A token came from this decode worker, or is about to."""
+        began_s, queue_s = self._prefilling.pop(decode, (None, 0.0))
+        if began_s is not None:
+            now_s = self._clock.now_s()
+            self.ledger.worked(str(decode), now_s, queue_s=queue_s, compute_s=now_s - began_s)
         self._enter(PhaseName.DECODE)
 
     def moving(self) -> None:

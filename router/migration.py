@@ -221,5 +221,5 @@ class _Migration:
             back.sequences.started.add(new_handle)  # it is there, and was: nobody need start it elsewhere
             await self._source.decode.thaw(self._handle, new_handle, router=self._router)
             undo.pop_all()
-        self._live.decoding()
+        self._live.decoding(self._source.worker)
         return back

@@ -26,6 +26,7 @@ _LOG = logging.getLogger("tandem.router.prefill_peer")
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
     tokens: tuple[SampledToken, ...]  # one per choice
+    queue_s: float  # by the worker's clock: from acceptance to the first chunk, and from there to these tokens
     prefill_s: float
     num_cached: int  # tokens of the prompt that were not computed
 
@@ -52,6 +53,7 @@ class PrefillCall:
         self._peer.backlog.done(self._number, asyncio.get_running_loop().time())
         return FirstTokens(
             tokens=tuple(map(wire.sampled_token_from_wire, message.tokens)),
+            queue_s=message.queue_s,
             prefill_s=message.prefill_s,
             num_cached=message.num_cached + message.num_pulled,
         )

@@ -109,6 +109,16 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerTime:
+    """What one worker spent on one attempt before its next token, by the worker's own clock."""
+
+    member: str
+    ended_s: float  # after the request's arrival
+    queue_s: float
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ledger:
     """A request's account of its time: the phases are disjoint and sum to `wall_s`."""
 
@@ -119,6 +129,7 @@ class Ledger:
     transport: str
     kv_bytes: int
     reasons: tuple[str, ...]
+    worker_times: tuple[WorkerTime, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,16 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerTime:
+    """What one worker spent on one attempt before its next token, by the worker's own clock."""
+
+    member: str
+    ended_s: float  # after the request's arrival at the router
+    queue_s: float
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ledger:
     """Where the request's time went: disjoint phases that sum to `wall_s`."""
 
@@ -65,6 +75,7 @@ class Ledger:
     transport: str  # how the KV travelled; "local" when prefill ran on the decode worker
     kv_bytes: int
     reasons: tuple[str, ...]  # every retry, fallback and refusal that it met
+    worker_times: tuple[WorkerTime, ...] = ()  # queues and computing before each attempt's next token
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,4 +149,7 @@ def ledger_from_wire(message: inference_pb2.Ledger) -> Ledger:
         transport=message.transport,
         kv_bytes=message.kv_bytes,
         reasons=tuple(message.reasons),
+        worker_times=tuple(
+            WorkerTime(spent.member, spent.ended_s, spent.queue_s, spent.compute_s) for spent in message.worker_times
+        ),
     )

@@ -149,7 +149,7 @@ class Phase(_message.Message):
     def __init__(self, name: _Optional[str] = ..., duration_s: _Optional[float] = ...) -> None: ...
 
 class Ledger(_message.Message):
-    __slots__ = ("phases", "wall_s", "ttft_s", "members", "transport", "kv_bytes", "reasons")
+    __slots__ = ("phases", "wall_s", "ttft_s", "members", "transport", "kv_bytes", "reasons", "worker_times")
     PHASES_FIELD_NUMBER: _ClassVar[int]
     WALL_S_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +157,7 @@ class Ledger(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     REASONS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_TIMES_FIELD_NUMBER: _ClassVar[int]
     phases: _containers.RepeatedCompositeFieldContainer[Phase]
     wall_s: float
     ttft_s: float
@@ -164,7 +165,20 @@ class Ledger(_message.Message):
     transport: str
     kv_bytes: int
     reasons: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., wall_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., members: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., reasons: _Optional[_Iterable[str]] = ...) -> None: ...
+    worker_times: _containers.RepeatedCompositeFieldContainer[WorkerTime]
+    def __init__(self, phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., wall_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., members: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., reasons: _Optional[_Iterable[str]] = ..., worker_times: _Optional[_Iterable[_Union[WorkerTime, _Mapping]]] = ...) -> None: ...
+
+class WorkerTime(_message.Message):
+    __slots__ = ("member", "ended_s", "queue_s", "compute_s")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    ENDED_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    ended_s: float
+    queue_s: float
+    compute_s: float
+    def __init__(self, member: _Optional[str] = ..., ended_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "deltas", "summary", "accepted")

@@ -39,6 +39,7 @@ def main() -> int:
         _until_asked(run_plan(plan, arguments.seed, questions=make_questions(), num_clients=arguments.clients))
     )
     print("\n" + run.as_table())
+    print("Detection and hand-over:", *run.goals, sep="\n  ")
     if arguments.write:
         write(run)
     return 0 if run.is_good else 1
@@ -91,6 +92,7 @@ async def run_plan(plan: Sequence[Round], seed: int, *, questions: Questions, nu
 def _tell_round(one: Round, result: RoundResult, seed: int) -> None:
     waits = sorted(result.recovery_s)
     worst = f", longest wait {waits[-1]:.2f} s" if waits else ""
+    worst += f", {max(result.handover_s):.2f} s of it detection and hand-over at most" if result.handover_s else ""
     covered = "" if result.is_covered else " NOT MET"
     _tell(
         f"{one.story}{covered}: {result.seconds:.1f} s, {result.requests} requests, {result.affected} affected{worst}"

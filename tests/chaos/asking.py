@@ -5,7 +5,7 @@ Asks once: what goes on elsewhere by itself is the client library's business.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -18,6 +18,7 @@ from cluster.wire import pack_ids, unpack_ids
 from tandem.client import AsyncClient
 from tandem.errors import TandemError
 from tandem.options import GenerateOptions
+from tandem.results import Ledger
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 from tests.chaos.questions import ChoiceAnswer, Question, RightAnswer
 
@@ -66,7 +67,8 @@ class Asked:
     began_s: float
     last_token_s: float = 0.0
     fault_s: float | None = None  # what worked on it was hit then
-    wait_s: float = 0.0  # the longest for a token, from then on
+    waited: tuple[float, float] = (0.0, 0.0)  # the longest wait for a token from then on: from when until when
+    worked: tuple[tuple[float, float], ...] | None = None  # when workers queued and computed for it; None: not told
     outcome: Outcome | None = None
     told: str = ""  # what went wrong
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -82,8 +84,27 @@ class Asked:
 
     def note_wait(self, now_s: float) -> None:
         if self.fault_s is not None:
-            self.wait_s = max(self.wait_s, now_s - max(self.fault_s, self.last_token_s))
+            wait = (max(self.fault_s, self.last_token_s), now_s)
+            self.waited = max(self.waited, wait, key=lambda each: each[1] - each[0])
         self.last_token_s = now_s
+
+    @property
+    def wait_s(self) -> float:
+        return self.waited[1] - self.waited[0]
+
+    @property
+    def handover_s(self) -> float | None:
+        """Of the longest wait, what no worker spent on queueing or computing: the detection and the hand-over. None:
+        this way in does not tell the ledger."""
+        return None if self.worked is None else self.wait_s - _overlap_s(self.waited, self.worked)
+
+    def note_ledger(self, ledger: Ledger | inference_pb2.Ledger, now_s: float) -> None:
+        """It came with the answer's end, now: its times count from `wall_s` ago."""
+        arrived_s = now_s - ledger.wall_s
+        self.worked = tuple(
+            (arrived_s + spent.ended_s - spent.queue_s - spent.compute_s, arrived_s + spent.ended_s)
+            for spent in ledger.worker_times
+        )
 
     def take(self, choice: int, first_index: int | None, token_ids: tuple[int, ...], text: str, end: str) -> None:
         """Raises Wrong."""
@@ -145,7 +166,8 @@ async def _by_library(asked: Asked, doors: Doors) -> None:
         async for delta in generation:
             _check_logprobs(question, len(delta.token_ids), len(delta.logprobs))
             asked.take(delta.choice, delta.first_index, delta.token_ids, delta.text, delta.finish_reason)
-        await generation.result()
+        result = await generation.result()
+        asked.note_ledger(result.ledger, asyncio.get_running_loop().time())
 
 
 async def _by_grpc(asked: Asked, doors: Doors) -> None:
@@ -166,6 +188,8 @@ async def _by_grpc(asked: Asked, doors: Doors) -> None:
             _check_logprobs(question, len(token_ids), len(delta.logprobs))
             asked.take(delta.choice, delta.first_index, token_ids, delta.text, delta.finish_reason)
         has_summary = response.HasField("summary")
+        if has_summary:
+            asked.note_ledger(response.summary.ledger, asyncio.get_running_loop().time())
     if not has_summary:
         raise Wrong(Outcome.MISSING, "the stream ended without its summary")
 
@@ -191,6 +215,17 @@ async def _by_http(asked: Asked, doors: Doors) -> None:
 
 
 _WAYS = {Way.LIBRARY: _by_library, Way.GRPC: _by_grpc, Way.HTTP: _by_http}
+
+
+def _overlap_s(wait: tuple[float, float], worked: Iterable[tuple[float, float]]) -> float:
+    """How much of the wait lies within these, each moment counted once."""
+    total_s, covered_to_s = 0.0, wait[0]
+    for began_s, ended_s in sorted(worked):
+        began_s, ended_s = max(began_s, covered_to_s), min(ended_s, wait[1])
+        if ended_s > began_s:
+            total_s += ended_s - began_s
+            covered_to_s = ended_s
+    return total_s
 
 
 def _check_logprobs(question: Question, num_tokens: int, num_logprobs: int) -> None:

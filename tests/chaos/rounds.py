@@ -38,6 +38,7 @@ class RoundResult:
     own_streams: tuple[str, ...]  # that ended with the router that they alone knew, and how
     leaked_blocks: int
     recovery_s: tuple[float, ...]  # of each affected one that can go on: the longest wait for a token from the fault on
+    handover_s: tuple[float, ...]  # of those whose ledger is known: without the queues and computing of workers
     wrong: tuple[str, ...]
     account: Account
     logs: dict[str, list[str]] = field(default_factory=dict)  # of a round that went wrong
@@ -155,6 +156,7 @@ def judged(course: Course, account: Account) -> RoundResult:
     own = [asked for asked in course.ended if course.met is not None and _went_with_its_router(asked, course)]
     others = [asked for asked in course.ended if asked not in own]
     hit = [asked for asked in course.hit if asked not in own]
+    able = [asked for asked in hit if not _stays_with_its_router(asked, course)]
     counts = {outcome: sum(asked.outcome is outcome for asked in others) for outcome in Outcome}
     return RoundResult(
         number=course.round.number,
@@ -172,7 +174,8 @@ def judged(course: Course, account: Account) -> RoundResult:
         mismatches=counts[Outcome.MISMATCH],
         own_streams=tuple(f"{asked.way}: {asked.told}" for asked in own),
         leaked_blocks=sum(sum(left.values()) for left in account.leaked.values()),
-        recovery_s=tuple(round(asked.wait_s, 3) for asked in hit if not _stays_with_its_router(asked, course)),
+        recovery_s=tuple(round(asked.wait_s, 3) for asked in able),
+        handover_s=tuple(round(asked.handover_s, 3) for asked in able if asked.handover_s is not None),
         wrong=tuple(_wrong(course, others, account)),
         account=account,
     )

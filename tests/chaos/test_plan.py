@@ -4,11 +4,13 @@ import dataclasses
 
 import pytest
 
+from tandem.v1 import inference_pb2
 from tests.chaos.accounts import Account
 from tests.chaos.asking import Asked, Outcome, Way, Wrong
 from tests.chaos.meeting import Met, Victim
 from tests.chaos.plan import PHASES, ROLES, SIGNALS, Fault, Kind, Phase, all_faults, make_plan
 from tests.chaos.questions import Question, make_questions
+from tests.chaos.report import Run
 from tests.chaos.rounds import Course, judged
 
 _QUESTION = Question(0, (1, 2, 3), 4, 0.0, 1, 1, None)
@@ -98,3 +100,31 @@ async def test_recovery_is_the_longest_wait_from_the_fault_on() -> None:
     asked.note_wait(12.5)
     asked.note_wait(12.6)
     assert asked.wait_s == 2.0
+    assert asked.handover_s is None, "its ledger is not known"
+
+
+async def test_what_workers_queued_and_computed_within_the_longest_wait_is_not_hand_over() -> None:
+    asked = _asked(Way.GRPC, "router0", Outcome.OK)
+    asked.last_token_s = 10.0
+    asked.hit(10.5)
+    asked.note_wait(14.5)
+    arrived_s, wall_s = 9.0, 6.0  # by the client's clock, and until its end
+    spent = [
+        inference_pb2.WorkerTime(ended_s=10.8 - arrived_s, queue_s=0.5, compute_s=0.5),  # 0.3 s of it after the fault
+        inference_pb2.WorkerTime(ended_s=13.0 - arrived_s, queue_s=0.5, compute_s=1.0),
+        inference_pb2.WorkerTime(ended_s=13.5 - arrived_s, queue_s=0.0, compute_s=1.0),  # at the same time, in part
+        inference_pb2.WorkerTime(ended_s=14.8 - arrived_s, queue_s=0.1, compute_s=0.1),  # after the wait
+    ]
+    asked.note_ledger(inference_pb2.Ledger(wall_s=wall_s, worker_times=spent), arrived_s + wall_s)
+    assert asked.wait_s == 4.0
+    assert asked.handover_s == pytest.approx(4.0 - 0.3 - 2.0)
+
+
+def test_a_goal_that_is_missed_is_said_to_be() -> None:
+    fault, asked = Fault(Kind.SIGSTOP, "decode", Phase.DECODING), _asked(Way.GRPC, "router0", Outcome.OK)
+    one = dataclasses.replace(make_plan(1, 1)[0], fault=fault)
+    result = judged(Course(one, Victim("decode", "decode0"), Met(("id",), ("id",)), ended=[asked], hit=[asked]), _CLEAN)
+    results = [dataclasses.replace(result, handover_s=(late_s,)) for late_s in (3.2, 3.4)]
+    runs = [Run(1, 1, (each,), {}, "", 1.0, {}, {}) for each in results]
+    assert [[goal.is_met for goal in run.goals] for run in runs] == [[True], [False]]
+    assert "MISSED" in runs[1].as_markdown() and "MISSED" not in runs[0].as_markdown()

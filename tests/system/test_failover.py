@@ -44,6 +44,9 @@ async def test_prefill_that_dies_before_the_first_token_is_replaced() -> None:
         before, after = sorted(first.jobs + second.jobs, key=lambda job: job.attempt)
         assert (before.attempt, after.attempt) == (1, 2)
         assert 0 <= before.age_s < after.age_s
+        survivor = second if victim is first else first
+        spent = [time.member for time in answer.summary.ledger.worker_times if time.member.startswith("p")]
+        assert spent == [str(survivor.id)], "what the survivor spent is told, and nothing of the other"
 
 
 async def test_a_full_or_leaving_prefill_worker_is_passed_over() -> None:
@@ -88,8 +91,7 @@ async def test_full_queues_everywhere_are_told_to_a_client_that_has_nothing_yet(
 
 async def test_no_prefill_worker_left_falls_back_to_decode_by_name() -> None:
     async with router_under_test() as router:
-        prefill = await router.add_prefill("p0")
-        await router.add_decode("d0")
+        prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
         await router.connected()
         await prefill.die()
         request = ask()
@@ -97,6 +99,7 @@ async def test_no_prefill_worker_left_falls_back_to_decode_by_name() -> None:
             answer = await answer_to(router, request)
             assert answer.token_ids[0] == expected_tokens(router, request)
             assert answer.summary.ledger.reasons == reasons
+            assert [time.member for time in answer.summary.ledger.worker_times] == [str(decode.id)]
         assert router.telemetry.value("tandem_local_prefills_total", reason="no_prefill_worker") == 2
 
 

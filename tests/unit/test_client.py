@@ -24,7 +24,18 @@ from tandem.errors import (
     Unavailable,
     UnknownModel,
 )
-from tandem.results import Choice, Ledger, Model, Phase, PositionLogprobs, TokenLogprob, Usage, pack_ids, unpack_ids
+from tandem.results import (
+    Choice,
+    Ledger,
+    Model,
+    Phase,
+    PositionLogprobs,
+    TokenLogprob,
+    Usage,
+    WorkerTime,
+    pack_ids,
+    unpack_ids,
+)
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 Response = inference_pb2.GenerateResponse
@@ -40,6 +51,7 @@ SUMMARY = inference_pb2.Summary(
         transport="shm",
         kv_bytes=4096,
         reasons=["worker_lost"],
+        worker_times=[inference_pb2.WorkerTime(member="p@1", ended_s=0.25, queue_s=0.125, compute_s=0.0625)],
     ),
 )
 TWO_CHOICES = [
@@ -139,7 +151,9 @@ def test_deltas_come_in_order_and_make_the_result() -> None:
     )
     assert (result.text, result.token_ids) == ("ade", (7, 10, 11))
     assert result.usage == Usage(3, 5, 1)
-    assert result.ledger == Ledger((Phase("prefill", 0.25),), 0.5, 0.25, ("p@1", "d@2"), "shm", 4096, ("worker_lost",))
+    times = (WorkerTime("p@1", 0.25, 0.125, 0.0625),)
+    phases, members = (Phase("prefill", 0.25),), ("p@1", "d@2")
+    assert result.ledger == Ledger(phases, 0.5, 0.25, members, "shm", 4096, ("worker_lost",), times)
 
 
 def test_every_option_reaches_the_router() -> None:

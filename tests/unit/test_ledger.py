@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.ledger import LedgerRecorder, PhaseName
+from router.requests import WorkerTime
 
 
 @given(
@@ -57,3 +58,13 @@ def test_members_stand_in_the_order_they_joined_and_once() -> None:
     ledger = recorder.ledger(1.0)
     assert ledger.members == ("p@1", "d@1", "d@2")
     assert (ledger.transport, ledger.kv_bytes) == ("shm", 150)
+
+
+def test_what_workers_spent_stands_beside_the_phases_and_changes_none() -> None:
+    recorder = LedgerRecorder(10.0)
+    recorder.enter(PhaseName.RETRY, 11.0)
+    recorder.worked("p@1", 14.0, queue_s=1.0, compute_s=0.5)
+    recorder.end(15.0)
+    ledger = recorder.ledger(15.0)
+    assert ledger.worker_times == (WorkerTime("p@1", 4.0, 1.0, 0.5),)
+    assert sum(phase.duration_s for phase in ledger.phases) == ledger.wall_s
