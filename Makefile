@@ -7,7 +7,17 @@ PROTOS := $(wildcard proto/tandem/v1/*.proto)
 
 # More for pip, such as an index of CPU-only torch wheels: make demo PIP_ARGS="--extra-index-url URL"
 PIP_ARGS ?=
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt $(PIP_ARGS)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-color install --progress-bar off -c constraints.txt $(PIP_ARGS)
+INSTALL_LOG := $(VENV)/install.log
+comma := ,
+# Installs $(1). The terminal shows one line, which names the package that pip works on; the log has all of pip's output
+# and is shown where pip fails.
+define install
+$(PIP) $(1) >$(INSTALL_LOG) 2>&1 & pip=$$!; trap 'kill $$pip; wait $$pip; exit 130' INT TERM; \
+	if [ -t 1 ]; then while kill -0 $$pip 2>/dev/null; do \
+		printf '\r\033[K    %.100s' "$$(tail -n 1 $(INSTALL_LOG))"; sleep 0.5; done; printf '\r\033[K'; fi; \
+	wait $$pip || { tail -n 40 $(INSTALL_LOG) >&2; echo "==> pip failed; its whole output is in $(INSTALL_LOG)" >&2; exit 1; }
+endef
 PYTEST_ARGS ?=
 # Tests run in so many processes at once, a file in one of them. 0: in one, as `pytest` alone does.
 TEST_PROCESSES ?= 2
@@ -85,13 +95,13 @@ clean: ## removes the environment and every cache
 
 # One stamp per set of dependencies: nothing is looked at again until a pin or a range changes.
 $(VENV)/.base: $(VENV)/.made pyproject.toml constraints.txt
-	@echo "==> installing Tandem and its dependencies into $(VENV) (once; one to five minutes)"
-	@$(PIP) -e .
+	@echo "==> installing Tandem and its dependencies into $(VENV) (once; one to five minutes; log: $(INSTALL_LOG))"
+	@$(call install,-e .)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt
-	@echo "==> installing Tandem, its dependencies and those of its tests into $(VENV) (once; one to five minutes)"
-	@$(PIP) -e ".[test,ray]"
+	@echo "==> installing Tandem with its test dependencies into $(VENV) (once; one to five minutes; log: $(INSTALL_LOG))"
+	@$(call install,-e ".[test$(comma)ray]")
 	@touch $(VENV)/.base $@
 
 $(VENV)/.made:
