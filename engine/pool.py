@@ -1,17 +1,17 @@
 """The KV memory of one worker: one allocation. Owns the bytes; never decides who uses which block.
 
-On CPU the pool lies in a memfd that is mapped shared, so that another process on the host can be given the file
-descriptor and read blocks in place. On CUDA its pages are exported as a file for the same purpose, where the driver
-can, and it is an ordinary tensor elsewhere.
+On CPU the pool lies in a sealed memfd that is mapped shared, so that another process on the host can be given the file
+descriptor and read blocks in place, and nothing else. On CUDA its pages are exported as a file for the same purpose,
+where the driver can, and it is an ordinary tensor elsewhere.
 """
 
-import mmap
 import os
 import weakref
 from collections.abc import Sequence
 
 import torch
 
+from cluster.sealed_memory import allocate_sealed
 from engine.cuda_memory import CudaMemory, NotExportable
 from engine.layout import BlockLayout, LayerPlace
 from engine.staging import to_device
@@ -46,7 +46,8 @@ class KvPool:
         self._num_spare = num_spare
         num_bytes = (num_blocks + num_spare) * layout.block_bytes
         if self.device.type == "cpu":
-            self.memfd, flat = _shared_memory(num_bytes)
+            self.memfd, mapping = allocate_sealed("tandem-kv", num_bytes)
+            flat = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
             self._closers.append(weakref.finalize(self, os.close, self.memfd))
         else:
             flat = self._cuda_memory(num_bytes)
@@ -114,14 +115,3 @@ class KvPool:
             (whole.stride(0), heads * dim, dim, 1),
             offset,
         )
-
-
-def _shared_memory(num_bytes: int) -> tuple[int, torch.Tensor]:
-    memfd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(memfd, num_bytes)
-        mapping = mmap.mmap(memfd, num_bytes, mmap.MAP_SHARED)
-    except BaseException:
-        os.close(memfd)
-        raise
-    return memfd, torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive

@@ -1,14 +1,15 @@
 """The wire copy: KV as it travels, apart from the pool. Slot i belongs to block i, for as long as somebody holds it.
 
-Owns the memory: on CPU a memfd, so that another process on the host can read it in place; on a GPU a tensor. A slot
-in a memfd takes memory when it is first written.
+Owns the memory: on CPU a sealed memfd, so that another process on the host can read it in place; on a GPU a tensor. A
+slot in a memfd takes memory when it is first written.
 """
 
-import mmap
 import os
 import weakref
 
 import torch
+
+from cluster.sealed_memory import allocate_sealed
 
 
 class WireCopy:
@@ -19,7 +20,8 @@ class WireCopy:
         self.block_bytes = block_bytes
         self.memfd: int | None = None
         if device.type == "cpu":
-            self.memfd, flat = _shared_memory(num_blocks * block_bytes)
+            self.memfd, mapping = allocate_sealed("tandem-kv-wire", num_blocks * block_bytes)
+            flat = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
             self._close_file = weakref.finalize(self, os.close, self.memfd)  # once, by `close` or without
         else:
             flat = torch.zeros(num_blocks * block_bytes, dtype=torch.uint8, device=device)
@@ -31,14 +33,3 @@ class WireCopy:
         if self.memfd is not None:
             self._close_file()
             self.memfd = None
-
-
-def _shared_memory(num_bytes: int) -> tuple[int, torch.Tensor]:
-    memfd = os.memfd_create("tandem-kv-wire", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(memfd, num_bytes)
-        mapping = mmap.mmap(memfd, num_bytes, mmap.MAP_SHARED)
-    except BaseException:
-        os.close(memfd)
-        raise
-    return memfd, torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive

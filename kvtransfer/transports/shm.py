@@ -1,4 +1,4 @@
-"""Shared memory: the exporter's pool is a memfd, handed over a Unix socket and mapped read-only by the importer.
+"""Shared memory: the exporter's pool is a sealed memfd, handed over a Unix socket and mapped read-only by the importer.
 
 The importer copies out of the mapping. One mapping per exporter process is kept; its Unix socket stays open beside it,
 so that the death of the exporter, whose memory the mapping would keep alive, ends the mapping too.
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.messages import Epoch
+from cluster.sealed_memory import has_fixed_size
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportError, TransportMeans
 from kvtransfer.transports.descriptor_server import DescriptorServer, is_open, parse_endpoint, receive_descriptor
@@ -52,7 +53,7 @@ class ShmExporter:
 
     def __init__(self, *, memory: PoolMemory) -> None:
         assert memory.memfd is not None, "shm needs a pool in a memfd"
-        # Opened anew for reading only: the pool's own descriptor would let an importer map it writable.
+        # Opened again for reading only. An importer that opens it once more for writing is stopped by the pool's seals.
         self._read_only = os.open(f"/proc/self/fd/{memory.memfd}", os.O_RDONLY | os.O_CLOEXEC)
         self._server = DescriptorServer(self._read_only, _GEOMETRY.pack(memory.num_blocks, memory.block_bytes))
 
@@ -209,6 +210,8 @@ def _map(descriptor: int, geometry: bytes) -> npt.NDArray[np.uint8]:
         num_bytes = num_blocks * block_bytes
         if not 0 < num_bytes <= os.fstat(descriptor).st_size:
             raise OSError(f"the file does not hold {num_blocks} blocks of {block_bytes} bytes")
+        if not has_fixed_size(descriptor):
+            raise OSError("the file's size is not sealed: a read could end this process with SIGBUS")
         memory = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     finally:
         os.close(descriptor)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kvtransfer.memory import PoolMemory
@@ -46,7 +47,7 @@ class ExportedPool:
 class HostMapping:
     def __init__(self, mapping: mmap.mmap) -> None:
         self._mapping = mapping
-        self.address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+        self.address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
 
 
 class HostAccess:
@@ -68,7 +69,7 @@ class HostAccess:
         try:
             if self.fail:
                 raise TransportError("the driver answers CUDA_ERROR_NOT_SUPPORTED")
-            return HostMapping(mmap.mmap(file, num_bytes))
+            return HostMapping(mmap.mmap(file, num_bytes, prot=mmap.PROT_READ))
         finally:
             os.close(file)
 

@@ -1,6 +1,7 @@
 """One contract for every transport: what a read promises, and what destroying a channel proves."""
 
 import asyncio
+import os
 import socket
 import ssl
 import tempfile
@@ -453,7 +454,7 @@ def test_settings_force_transports_and_their_order(forced: str) -> None:
 
 def test_a_pool_that_is_no_file_is_not_offered_as_shared_memory() -> None:
     pool = random_pool(2, seed=1)
-    elsewhere = OnDevice(pool.num_blocks, pool.block_bytes, pool.raw, None)
+    elsewhere = WithFile(pool.num_blocks, pool.block_bytes, pool.raw, None)
     found = available(elsewhere)
     assert "shm" not in found.names and "tcp" in found.names
     assert "not in this host's memory" in found.missing["shm"]
@@ -461,9 +462,27 @@ def test_a_pool_that_is_no_file_is_not_offered_as_shared_memory() -> None:
         available(elsewhere, "shm,tcp")
 
 
+async def test_a_pool_whose_exporter_could_cut_it_is_not_mapped() -> None:
+    """Reading past the new end of a file that was cut ends the reading process with SIGBUS."""
+    source, target = random_pool(2, seed=1), random_pool(2, seed=2)
+    unsealed = os.memfd_create("unsealed")
+    os.ftruncate(unsealed, source.num_blocks * source.block_bytes)
+    exporter = ShmExporter(memory=WithFile(source.num_blocks, source.block_bytes, source.raw, unsealed))
+    importer = ShmImporter(memory=target)
+    await exporter.start()
+    try:
+        with pytest.raises(TransportError, match="not sealed"):
+            await importer.open(EPOCH, exporter.admit(EPOCH))
+        assert importer.num_mappings == 0
+    finally:
+        await importer.close()
+        await exporter.close()
+        os.close(unsealed)
+
+
 @dataclass
-class OnDevice:
-    """PoolMemory without a file, as a GPU's pool is."""
+class WithFile:
+    """PoolMemory with another file, or with none, as a GPU's pool."""
 
     num_blocks: int
     block_bytes: int

@@ -14,7 +14,14 @@ ROOT = Path(__file__).parents[2]
 ALLOWED: dict[str, set[str]] = {
     "tandem": set(),
     "cluster": {"tandem"},
-    "engine": {"cluster.messages", "cluster.errors", "cluster.engine_settings", "cluster.clock", "cluster.cuda_pages"},
+    "engine": {
+        "cluster.messages",
+        "cluster.errors",
+        "cluster.engine_settings",
+        "cluster.clock",
+        "cluster.cuda_pages",
+        "cluster.sealed_memory",
+    },
     "kvtransfer": {"cluster", "tandem"},
     "prefill_worker": {"engine", "kvtransfer", "cluster", "tandem"},
     "decode_worker": {"engine", "kvtransfer", "cluster", "tandem"},
