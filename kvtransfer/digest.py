@@ -22,8 +22,9 @@ the chance that it cancels is at most 2^-112 once more. Had the fold the same ma
 and the argument would not hold; another one costs 128 KiB. So n folds miss with at most (n + 1) * 2^-112 what `SUMS`
 misses with 2^-112, and one changed byte with n * 2^-112 instead of never. BLAKE2b's 16 bytes miss with 2^-128.
 
-It guards against mix-ups and damage, not against somebody who chooses the bytes: who may write to a pool is not its
-subject.
+All these chances hold for changes that do not depend on the coefficients: damage and mix-ups. The coefficients are
+public and the sums are linear, so whoever chooses the bytes finds a change of a few dozen bytes that leaves all sums,
+and with them both digests, as they were (docs/security.md). A digest is no message authentication code.
 """
 
 import hashlib
