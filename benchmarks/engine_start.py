@@ -10,10 +10,11 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from benchmarks import engine_parties as parties
 from benchmarks.engine_shapes import Load, ModelShape
+from engine.dummy import dummy_model
 
 _FIRST = Load(1, 16, 1)
 _LOAD = """
@@ -41,9 +42,8 @@ class Start:
 def measure_starts(model: ModelShape, rounds: int, vllm_python: str) -> list[Start]:
     with tempfile.TemporaryDirectory() as directory:
         folder = model.save(Path(directory) / model.name)
-        network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-        network.save_pretrained(folder)
-        del network
+        config = AutoConfig.from_pretrained(folder)
+        dummy_model(config, torch.bfloat16, "sdpa", torch.device("cpu")).save_pretrained(folder)
         start = Start(model.name, [], [], [])
         for turn in range(rounds + 1):
             loading, ours = _loading_s(folder), asyncio.run(_tandem_s(folder))

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 def main(model: str) -> None:
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     config = AutoConfig.from_pretrained(model)
     network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()  # type: ignore[no-untyped-call]
 

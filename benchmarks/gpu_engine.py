@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
+from transformers import LlamaConfig, PreTrainedConfig
 
 from benchmarks.gpu_memory import room, that_fit
 from benchmarks.gpu_shapes import GPU_LOADS, TINY_LOADS, Loads, Work, tiny
@@ -33,6 +32,7 @@ from engine.attention import registry
 from engine.attention.interface import ATTENTION_NAME, register
 from engine.cuda.gpu_forward import forwards, gpu_forward
 from engine.cuda.launching_runner import LaunchingRunner
+from engine.dummy import dummy_model
 from engine.layout import lay_out
 from engine.loaded import LoadedModel, ModelInfo
 from engine.pool import KvPool
@@ -231,7 +231,8 @@ def _samples_s(work: Callable[[], float], repeats: int) -> tuple[tuple[float, ..
 def _loaded(config: PreTrainedConfig, settings: EngineSettings, device: torch.device) -> LoadedModel:
     """Without a probe: that a random Llama says what a Llama says is the golden tests' business."""
     register()
-    model = _random_model(config, device)
+    model = dummy_model(config, torch.bfloat16, ATTENTION_NAME, device).eval()  # type: ignore[no-untyped-call]
+    model.requires_grad_(False)
     traces = trace(model)
     dtype = traces[0].dtype
     layout = lay_out([layer.shape for layer in traces], settings.block_size, dtype)
@@ -247,20 +248,6 @@ def _loaded(config: PreTrainedConfig, settings: EngineSettings, device: torch.de
     )
     info = ModelInfo("random", "Llama", config.vocab_size, settings.max_model_len, frozenset(), dtype, _GREEDY)
     return LoadedModel(model, info, layout, registry.choose(settings.attention_backend, needs), str(device))
-
-
-def _random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
-    """Made where it will run: sixteen gigabytes need not pass through the host."""
-    with no_init_weights(), torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
-        )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.normal_(0.0, 0.02)
-    model.requires_grad_(False)
-    return model.eval()  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _rates(device: torch.device, is_tiny: bool) -> Rates:

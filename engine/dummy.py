@@ -16,7 +16,8 @@ def dummy_model(
     workers may exchange KV.
 
     Matrices are cut from one tile of normal numbers (a tensor of billions costs one copy, not billions of draws);
-    vectors get what the model's own initialisation gives them.
+    vectors get what the model's own initialisation gives them, which draws some of them (gpt-oss: sinks and the bias of
+    the experts' router) from torch's global generator: it is seeded here and restored afterwards.
     """
     with no_init_weights(), device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -29,7 +30,9 @@ def dummy_model(
             if parameter.dim() >= 2:
                 _fill(parameter, tile, begin=index * 7919 % _TILE_ELEMS)
                 parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # the model's own pass skips it
-    model.init_weights()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng():
+        torch.manual_seed(_SEED)
+        model.init_weights()  # type: ignore[no-untyped-call]
     return model
 
 

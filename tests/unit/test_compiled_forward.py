@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
@@ -21,6 +21,7 @@ from engine.cpu.packed_decoder import PackedDecoder
 from engine.decoders.layer_parts import GELU_TANH
 from engine.decoders.not_compiled import NotCompiled
 from engine.decoders.recognise import Decoder, recognise
+from engine.dummy import dummy_model
 from engine.loading import load
 from engine.pool import KvPool
 from engine.probe import difference
@@ -171,9 +172,7 @@ def test_a_model_taken_for_another_is_noticed(
 
 def built(config_type: Callable[..., PreTrainedConfig] = transformers.LlamaConfig, **others: object) -> PreTrainedModel:
     register()
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        config_type(**(SHAPE | others)), dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
-    )
+    model = dummy_model(config_type(**(SHAPE | others)), torch.bfloat16, ATTENTION_NAME, torch.device("cpu"))
     return model.eval().requires_grad_(False)  # type: ignore[no-untyped-call,no-any-return]
 
 
