@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from cluster.engine_settings import flag_of, parse_bytes, require, setting
 
 TRANSPORTS = ("cuda_ipc", "nccl", "nixl", "shm", "tcp")  # best first
+READ_STALL_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,9 @@ class TransferSettings:
         60.0, "a ticket nobody attached to is dropped after this, counted from its first block"
     )
     read_timeout_s: float = setting(30.0, "an importer gives up a single read after this")
+    read_stall_timeout_s: float = setting(
+        READ_STALL_TIMEOUT_S, "a read over TCP that has received nothing for this long fails"
+    )
     quarantine_s: float = setting(
         10.0, "a dead read's channel is destroyed after this, if the read has not ended by itself"
     )
@@ -51,7 +55,7 @@ class TransferSettings:
         )
         parse_bytes(self.prefix_disk_space)
         _ = self.prefix_host_bytes
-        for name in ("attach_timeout_s", "read_timeout_s", "quarantine_s"):
+        for name in ("attach_timeout_s", "read_timeout_s", "read_stall_timeout_s", "quarantine_s"):
             require(getattr(self, name) > 0, f"{flag_of(name)} must be positive, not {getattr(self, name)}")
         require(0 <= self.watermark < 1, f"--watermark must be in [0, 1), not {self.watermark}")
 

@@ -169,6 +169,7 @@ def _transport_means(life: WorkerLife, memory: PoolMemory) -> TransportMeans:
         host=life.config.host,
         advertise_host=life.host,
         timeout_s=life.config.read_timeout_s,
+        stall_timeout_s=life.config.read_stall_timeout_s,
         server_tls=life.tls.server_context() if life.tls is not None else None,
         client_tls=life.tls.client_context() if life.tls is not None else None,
     )

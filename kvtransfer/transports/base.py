@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from cluster.messages import Epoch, MemberId
+from cluster.transfer_settings import READ_STALL_TIMEOUT_S
 from kvtransfer.memory import PoolMemory
 
 
@@ -26,6 +27,7 @@ class TransportMeans:
     host: str  # to bind to
     advertise_host: str  # what importers are told
     timeout_s: float  # for one message or read of a peer
+    stall_timeout_s: float = READ_STALL_TIMEOUT_S  # for one more byte of a read in progress
     server_tls: ssl.SSLContext | None = None  # set when the cluster uses TLS
     client_tls: ssl.SSLContext | None = None
 

@@ -68,10 +68,9 @@ class DescriptorServer:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError:
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-            else:
                 self._keep(self._serve(connection))
+            except (OSError, MemoryError):  # it accepts again, whatever failed: an importer must not wait in its queue
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
 
     async def _serve(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -84,8 +83,8 @@ class DescriptorServer:
                 if hmac.compare_digest(self._tokens.get((ticket_id, attempt), b""), token):
                     socket.send_fds(connection, [self._geometry], [self._descriptor])
                     await loop.sock_recv(connection, 1)
-            except OSError:
-                return  # whoever asked is gone
+            except (OSError, MemoryError):
+                return  # the importer is gone, or memory is short: it is told by the end of the connection
 
 
 def parse_endpoint(endpoint: bytes) -> tuple[str, bytes]:

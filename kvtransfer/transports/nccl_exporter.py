@@ -2,9 +2,9 @@
 that pair's calls of the library are made; one that hangs takes its thread and nothing else with it.
 """
 
-import asyncio
 import contextlib
 import hmac
+import logging
 import secrets
 import socket
 import struct
@@ -17,19 +17,21 @@ from cluster.messages import Epoch
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports import nccl_messages as messages
 from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.connection_threads import ConnectionThreads
 from kvtransfer.transports.nccl_library import EXPORTER_RANK, NcclFailed, NcclLibrary, Piece
 from kvtransfer.transports.nccl_link import NcclLink
 from kvtransfer.transports.nccl_pair import PairLife, PairLimits
-from kvtransfer.transports.sockets import shut_down, tune
+from kvtransfer.transports.sockets import tune
 
 NAME = "nccl"
+
+_LOG = logging.getLogger(__name__)
 
 ENDPOINT = struct.Struct(f"<{messages.TOKEN_BYTES}sH")  # token, port; then the host's name
 IMPORTER = struct.Struct(f"<{messages.IDENTITY_BYTES}sI")  # which start of which importer, NCCL's version; then the GPU
 
 _MAX_CONNECTIONS = 128
 _MAX_LIVES = 1024  # pairs whose history is kept
-_ACCEPT_PAUSE_S = 0.1  # out of descriptors: accepting again at once would only spin
 
 
 @dataclass
@@ -52,12 +54,9 @@ class NcclExporter:
         self._host, self._advertise_host = host, advertise_host
         self._tokens: dict[tuple[bytes, int], bytes] = {}  # by (ticket id, attempt)
         self._slot = threading.Lock()
-        self._lock = threading.Lock()  # over the two below
-        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._lock = threading.Lock()  # over _pairs
         self._pairs: OrderedDict[bytes, _Pair] = OrderedDict()  # by importer, the longest unused first
-        self._closed = threading.Event()
-        self._listener: socket.socket | None = None
-        self._acceptor: threading.Thread | None = None
+        self._threads = ConnectionThreads("kv-nccl", serve=self._serve, max_connections=_MAX_CONNECTIONS)
 
     @property
     def name(self) -> str:
@@ -65,10 +64,7 @@ class NcclExporter:
 
     async def start(self) -> None:
         """Raises OSError when the host cannot be bound to."""
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        self._listener = socket.create_server((self._host, 0), family=family, backlog=128)
-        self._acceptor = threading.Thread(target=self._accept, args=(self._listener,), name="kv-nccl", daemon=True)
-        self._acceptor.start()
+        self._threads.start(self._host)
 
     def reachable(self, importer_endpoint: bytes) -> bool:
         """One version of NCCL, two GPUs, and no failure lately."""
@@ -86,61 +82,31 @@ class NcclExporter:
         return pair is None or pair.life.is_promising(time.monotonic())
 
     def admit(self, epoch: Epoch) -> bytes:
-        assert self._listener is not None, "admit before start"
         key = (epoch.ticket_id, epoch.attempt)
         token = self._tokens.setdefault(key, secrets.token_bytes(messages.TOKEN_BYTES))
-        port: int = self._listener.getsockname()[1]
-        return ENDPOINT.pack(token, port) + self._advertise_host.encode()
+        return ENDPOINT.pack(token, self._threads.port) + self._advertise_host.encode()
 
     def revoke(self, epoch: Epoch) -> None:
         self._tokens.pop((epoch.ticket_id, epoch.attempt), None)
 
     async def close(self) -> None:
         """Waits for threads that hang in the library only so long."""
+        await self._threads.stop_accepting()
         with self._lock:
-            self._closed.set()
-            connections, pairs = dict(self._connections), list(self._pairs.values())
-        if self._listener is not None and self._acceptor is not None:
-            shut_down(self._listener)
-            await asyncio.to_thread(self._acceptor.join)
-            self._listener.close()
+            pairs = list(self._pairs.values())
         for pair in pairs:
             if pair.link is not None:
                 pair.link.poison("the exporter is closing")
-        for connection in connections:
-            shut_down(connection)
-        deadline_s = time.monotonic() + self._limits.abort_s
-        for thread in connections.values():
-            await asyncio.to_thread(thread.join, max(0.0, deadline_s - time.monotonic()))
-
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                if self._closed.wait(_ACCEPT_PAUSE_S):
-                    return
-                continue
-            with self._lock:
-                if self._closed.is_set() or len(self._connections) >= _MAX_CONNECTIONS:
-                    connection.close()
-                    continue
-                thread = threading.Thread(target=self._serve, args=(connection,), name="kv-nccl-pair", daemon=True)
-                self._connections[connection] = thread
-                thread.start()
+        await self._threads.end_connections(self._limits.abort_s)
 
     def _serve(self, connection: socket.socket) -> None:
+        tune(connection)
+        connection.settimeout(self._limits.agree_s)
         try:
-            tune(connection)
-            connection.settimeout(self._limits.agree_s)
             hello = messages.expect(connection, messages.Hello)
             self._serve_pair(hello, connection)
-        except (TransportError, OSError):
-            pass  # whoever it was is gone or does not know the protocol
-        finally:
-            with self._lock:
-                del self._connections[connection]
-            connection.close()
+        except TransportError as error:  # an importer that does not keep to the protocol
+            _LOG.debug("nccl: a connection ended: %s", error)
 
     def _serve_pair(self, hello: messages.Hello, connection: socket.socket) -> None:
         if not self._is_admitted(hello.entry):

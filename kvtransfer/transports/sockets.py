@@ -47,6 +47,16 @@ def tune(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LOCAL_BUFFER_BYTES)
 
 
+def limit_stalls(connection: socket.socket, timeout_s: float) -> None:
+    """From now on a blocking call raises OSError once it has made no progress for `timeout_s`."""
+    if isinstance(connection, ssl.SSLSocket):
+        connection.settimeout(timeout_s)  # it is read by records: each is progress
+        return
+    # The kernel's own timeouts: with Python's, the socket would no longer block, and a call would return early.
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, _packed_time(timeout_s))
+
+
 def shut_down(connection: socket.socket) -> None:
     """Ends both directions, which wakes whoever waits on it; the descriptor stays until its thread is joined."""
     with contextlib.suppress(OSError):  # not connected any more
@@ -91,12 +101,17 @@ def send(connection: socket.socket, views: Sequence[memoryview], timeout_s: floa
         connection.settimeout(None)
         return
     # The kernel's own timeout, not Python's: with that one, a call would return whenever the buffer is full.
-    packed = struct.pack("ll", int(timeout_s), round(timeout_s % 1 * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _packed_time(timeout_s))
     for first in range(0, len(views), _MAX_VIEWS):
         left = list(views[first : first + _MAX_VIEWS])
         while left:
             left = advanced(left, connection.sendmsg(left))
+
+
+def _packed_time(seconds: float) -> bytes:
+    """As `struct timeval`."""
+    microseconds = max(1, round(seconds * 1e6))  # zero would mean no timeout
+    return struct.pack("ll", *divmod(microseconds, 1_000_000))
 
 
 def advanced(views: list[memoryview], num_bytes: int) -> list[memoryview]:

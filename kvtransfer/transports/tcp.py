@@ -2,7 +2,8 @@
 
 A socket serves one hand-off at a time and is kept for the next one when it ends clean. Every read is announced with
 its epoch and a number and answered with the same; a read that ends any other way poisons the socket, which is shut
-down and its reader joined before anyone may touch the destination blocks.
+down and its reader joined before anyone may touch the destination blocks. A read that has received nothing for
+`stall_timeout_s` fails: a slow link is no reason to stop it, a silent exporter is.
 
 Sockets block, each in a thread of its own: the kernel copies without the interpreter's lock, the event loop never
 waits, and a peer that hangs stops nobody else. A short read is received on the event loop, as it arrives: waking the
@@ -19,11 +20,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from cluster.messages import Epoch
+from cluster.transfer_settings import READ_STALL_TIMEOUT_S
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportError, TransportMeans
 from kvtransfer.transports.host_memory import SHORT_BYTES, HostMemory
 from kvtransfer.transports.loop_receiver import LoopReceiver
-from kvtransfer.transports.sockets import connect, joined, receive, receive_into, shut_down
+from kvtransfer.transports.sockets import connect, joined, limit_stalls, receive, receive_into, shut_down
 from kvtransfer.transports.tcp_exporter import TcpExporter as TcpExporter
 from kvtransfer.transports.tcp_messages import ANNOUNCEMENT, ANSWER, MAGIC, parse_endpoint
 
@@ -47,7 +49,7 @@ def exporter(means: TransportMeans) -> "TcpExporter":
 
 
 def importer(means: TransportMeans) -> "TcpImporter":
-    return TcpImporter(memory=means.memory, tls=means.client_tls)
+    return TcpImporter(memory=means.memory, stall_timeout_s=means.stall_timeout_s, tls=means.client_tls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class _Connection:
     address: tuple[str, int]
     socket: socket.socket
     reader: ThreadPoolExecutor
+    stall_timeout_s: float
 
     def usable(self) -> bool:
         """Nothing is expected on an idle connection: bytes or an end mean that it is over."""
@@ -73,8 +76,15 @@ class _Connection:
 class TcpImporter:
     """Opens channels to exporters. Owns the idle connections; a channel owns the one it uses."""
 
-    def __init__(self, *, memory: PoolMemory, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        memory: PoolMemory,
+        stall_timeout_s: float = READ_STALL_TIMEOUT_S,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._memory = HostMemory(memory)
+        self._stall_timeout_s = stall_timeout_s
         self._block_bytes = memory.block_bytes
         self._tls = tls
         self._idle: dict[tuple[str, int], list[_Connection]] = {}
@@ -92,7 +102,7 @@ class TcpImporter:
         address, token = parse_endpoint(exporter_endpoint)
         connection = self._take_idle(address)
         if connection is None:
-            connection = await _connected(address, self._tls)
+            connection = await _connected(address, self._tls, self._stall_timeout_s)
         channel = TcpChannel(connection, epoch, token, self._memory, self._block_bytes, self._ended)
         self._channels.add(channel)
         return channel
@@ -154,7 +164,7 @@ class TcpChannel:
         self._memory, self._block_bytes = memory, block_bytes
         self._ended = ended
         self._is_tls = isinstance(connection.socket, ssl.SSLSocket)
-        self._receiver = LoopReceiver(connection.socket)
+        self._receiver = LoopReceiver(connection.socket, connection.stall_timeout_s)
         self._address = connection.address
         self._number = 0
         self._is_reading = False  # in flight, or ended by anything but success
@@ -240,8 +250,10 @@ class TcpChannel:
             raise TransportError(f"{num_bytes} bytes for {num_blocks} blocks of {self._block_bytes}")
 
 
-async def _connected(address: tuple[str, int], tls: ssl.SSLContext | None) -> _Connection:
+async def _connected(address: tuple[str, int], tls: ssl.SSLContext | None, stall_timeout_s: float) -> _Connection:
     try:
-        return _Connection(address, await connect(address, tls), ThreadPoolExecutor(1, "kv-tcp-read"))
+        connection = await connect(address, tls)
+        limit_stalls(connection, stall_timeout_s)
+        return _Connection(address, connection, ThreadPoolExecutor(1, "kv-tcp-read"), stall_timeout_s)
     except OSError as error:
         raise TransportError(f"connecting to {address}: {error}") from error

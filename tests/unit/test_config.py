@@ -123,6 +123,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("lease_s", float("nan")),
         ("max_lease_s", 1.0),
         ("read_timeout_s", 0.0),
+        ("read_stall_timeout_s", 0.0),
         ("watermark", 1.0),
         ("member_lease_s", 0.0),
         ("member_id", "a@b"),

@@ -1,0 +1,215 @@
+"""A TCP exporter that keeps its connection open and says nothing: a read of it fails soon, wherever it falls silent."""
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.pool import KvPool
+from kvtransfer.transports import tcp
+from kvtransfer.transports.base import Channel, TransportError
+from kvtransfer.transports.tcp import TcpExporter, TcpImporter
+from kvtransfer.transports.tcp_messages import ANNOUNCEMENT, ANSWER, pack_endpoint, parse_endpoint
+from tests.certificates import Certificates, make_certificates
+from tests.contract.kv_pools import random_pool
+from tests.contract.namespaces import FarHost, far_host
+from tests.contract.short_exporter_process import EPOCH, NUM_BLOCKS
+
+ROOT = Path(__file__).parents[2]
+_START_S = 60.0
+_SOON_S = 30.0
+_STALL_S = 1.5
+_LAYERS = 600
+_BLOCK_BYTES = _LAYERS * 256
+
+
+class ExporterProcess:
+    def __init__(self, process: asyncio.subprocess.Process, endpoint: bytes) -> None:
+        self._process, self.endpoint = process, endpoint
+
+    async def become(self, word: str) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{word}\n".encode())
+        async with asyncio.timeout(_SOON_S):
+            assert (await self._process.stdout.readline()).decode().strip() == word
+
+
+@asynccontextmanager
+async def exporter_process(*wrapper: str, host: str = "127.0.0.1") -> AsyncIterator[ExporterProcess]:
+    process = await asyncio.create_subprocess_exec(
+        *(*wrapper, sys.executable, "-m", "tests.contract.short_exporter_process", host),
+        cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(_START_S):
+            endpoint = bytes.fromhex((await process.stdout.readline()).decode())
+        yield ExporterProcess(process, endpoint)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+class Relay:
+    """Between an importer and its exporter. Past `cut_after` nothing passes, and neither side is told."""
+
+    def __init__(self) -> None:
+        self._left = {"up": 1 << 40, "down": 1 << 40}  # bytes that still pass: to the exporter, to the importer
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, endpoint: bytes) -> bytes:
+        """The endpoint to give to the importer instead."""
+        (host, port), token = parse_endpoint(endpoint)
+
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            other_reader, other_writer = await asyncio.open_connection(host, port)
+            for way, source, target in (("up", reader, other_writer), ("down", other_reader, writer)):
+                task = asyncio.create_task(self._copy(way, source, target))
+                self._tasks.add(task)
+
+        self._server = await asyncio.start_server(forward, "127.0.0.1")
+        return pack_endpoint(token, "127.0.0.1", self._server.sockets[0].getsockname()[1])
+
+    def cut_after(self, way: str, num_bytes: int) -> None:
+        self._left[way] = num_bytes
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _copy(self, way: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(1 << 16):
+                passing = data[: self._left[way]]
+                self._left[way] -= len(passing)
+                writer.write(passing)
+                await writer.drain()
+            writer.close()
+
+
+@asynccontextmanager
+async def relayed(reader: str, source: KvPool, target: KvPool) -> AsyncIterator[tuple[TcpImporter, bytes, Relay]]:
+    tls = _certificates().loaded() if reader == "tls" else None
+    host = "127.0.0.1"
+    exporter = TcpExporter(
+        memory=source,
+        host=host,
+        advertise_host=host,
+        send_timeout_s=1.0,
+        tls=tls.server_context() if tls is not None else None,
+    )
+    importer = TcpImporter(
+        memory=target, stall_timeout_s=_STALL_S, tls=tls.client_context() if tls is not None else None
+    )
+    await exporter.start()
+    relay = Relay()
+    try:
+        yield importer, await relay.start(exporter.admit(EPOCH)), relay
+    finally:
+        await importer.close()
+        await relay.stop()
+        await exporter.close()
+
+
+@lru_cache
+def _certificates() -> Certificates:
+    return make_certificates(Path(tempfile.mkdtemp(prefix="tandem-tls-")))
+
+
+@pytest.mark.parametrize("reader", ["loop", "thread", "tls"])
+async def test_a_read_fails_soon_wherever_its_exporter_falls_silent(
+    reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reader == "thread":
+        monkeypatch.setattr(tcp, "SHORT_BYTES", 0)
+    cuts = [
+        *(("up", num_bytes) for num_bytes in (0, ANNOUNCEMENT.size // 2)),
+        *(("down", num_bytes) for num_bytes in (0, ANSWER.size // 2, ANSWER.size, ANSWER.size + 1, 100_000)),
+        ("down", ANSWER.size + 2 * _BLOCK_BYTES - 1),
+    ]
+    await asyncio.gather(*(_silent_from(reader, way, num_bytes) for way, num_bytes in cuts))
+
+
+async def _silent_from(reader: str, way: str, num_bytes: int) -> None:
+    source, target = random_pool(4, seed=1, layers=_LAYERS), random_pool(4, seed=2, layers=_LAYERS)
+    assert source.block_bytes == _BLOCK_BYTES
+    async with relayed(reader, source, target) as (importer, endpoint, relay), asyncio.timeout(_SOON_S):
+        channel = await importer.open(EPOCH, endpoint)
+        await channel.read([0, 1], [2, 3])
+        relay.cut_after(way, num_bytes)
+        with pytest.raises(TransportError):
+            await channel.read([0, 1], [2, 3])
+        await channel.destroy()
+        relay.cut_after(way, 1 << 40)
+        again = await importer.open(EPOCH, endpoint)
+        await again.read([2, 3], [0, 1])
+        assert torch.equal(target.raw, source.raw[[2, 3, 0, 1]])
+
+
+async def test_a_read_ends_soon_when_the_link_is_cut_under_it() -> None:
+    """Cut for half a second, and for good; while the read is asked for, and while its bytes travel."""
+    target = random_pool(NUM_BLOCKS, seed=2)
+    importer = TcpImporter(memory=target, stall_timeout_s=1.0)
+    source = random_pool(NUM_BLOCKS, seed=1)
+    with far_host() as far:
+        async with exporter_process(*far.side.command(), host=far.side.address) as exporter:
+            for outage_s in (0.1, 0.5, None):
+                await _read_through_an_outage(importer, exporter.endpoint, far, outage_s)
+                async with asyncio.timeout(_SOON_S):
+                    channel = await _opened(importer, exporter.endpoint)
+                    await channel.read([0, 3], [5, 2])
+                    await channel.release()
+                assert torch.equal(target.raw[[5, 2]], source.raw[[0, 3]])
+            await importer.close()
+
+
+async def test_an_exporter_that_could_not_start_a_thread_accepts_again_when_it_can() -> None:
+    target, source = random_pool(NUM_BLOCKS, seed=2), random_pool(NUM_BLOCKS, seed=1)
+    importer = TcpImporter(memory=target)
+    try:
+        async with exporter_process() as exporter, asyncio.timeout(_SOON_S):
+            await exporter.become("short")
+            refused = await importer.open(EPOCH, exporter.endpoint)
+            with pytest.raises(TransportError):
+                await refused.read([1], [1])
+            await exporter.become("whole")
+            channel = await importer.open(EPOCH, exporter.endpoint)
+            await channel.read([0, 3], [5, 2])
+            assert torch.equal(target.raw[[5, 2]], source.raw[[0, 3]])
+    finally:
+        await importer.close()
+
+
+async def _read_through_an_outage(importer: TcpImporter, endpoint: bytes, far: FarHost, outage_s: float | None) -> None:
+    channel = await importer.open(EPOCH, endpoint)
+    await channel.read([1], [1])
+    far.cut()
+    try:
+        async with asyncio.timeout(_SOON_S):
+            reading = asyncio.create_task(channel.read([0], [0]))
+            await asyncio.wait([reading], timeout=outage_s)
+    finally:
+        far.heal()
+    async with asyncio.timeout(_SOON_S):
+        with suppress(TransportError):
+            await reading
+    await channel.destroy()
+
+
+async def _opened(importer: TcpImporter, endpoint: bytes) -> Channel:
+    """Neighbours find each other again a moment after the link is back."""
+    while True:
+        with suppress(TransportError):
+            return await importer.open(EPOCH, endpoint)
