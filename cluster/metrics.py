@@ -60,6 +60,9 @@ METRICS: dict[str, Metric] = {
     "tandem_request_seconds": _seconds("from a request's arrival to its last token"),
     "tandem_phase_seconds": _seconds("parts of a request's life; they sum to its wall time", "phase"),
     "tandem_retries_total": _counter("legs of a request that were tried again", "leg", "reason"),
+    "tandem_false_suspicions_total": _counter(
+        "workers that did not answer in time, and did before they were lost", "role"
+    ),
     "tandem_tickets_reissued_total": _counter(
         "prefills whose ticket went to another decode worker, by what became of the one before", "leg", "reason"
     ),

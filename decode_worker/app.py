@@ -7,14 +7,15 @@ from functools import partial
 
 from cluster.clock import MonotonicClock
 from cluster.config import WorkerConfig
+from cluster.heartbeats import Heartbeats
 from cluster.lengths import LengthLimits
+from cluster.pair_wire import figures_to_wire
 from cluster.process import lasting
 from cluster.worker_life import WorkerLife
 from cluster.worker_service import WorkerService
 from cluster.worker_watch import canary_timeout_s, watch_over
 from decode_worker import commands
 from decode_worker.canary import DecodeCanary
-from decode_worker.heartbeats import Heartbeats
 from decode_worker.limits import DecodeLimits
 from decode_worker.preemption_cost import PreemptionCost
 from decode_worker.scheduler import DecodeScheduler
@@ -99,9 +100,9 @@ class _Worker:
         self.heartbeats = Heartbeats(
             self.service.beat,
             interval_s=config.heartbeat_s,
-            steps=self.steps,
+            num_steps=lambda: self.steps.progress.steps,
             watch=self.watch,
-            pairs=self.transfer.pairs,
+            pairs=lambda: figures_to_wire(self.transfer.pairs.figures()),
         )
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self.service, life.server.grpc)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._worker_service(life), life.server.grpc)

@@ -10,6 +10,7 @@ from cluster.clock import Clock, MonotonicClock
 from cluster.config import WorkerConfig
 from cluster.errors import DrainIncomplete
 from cluster.hashing import NATIVE
+from cluster.heartbeats import HeartbeatFeed, Heartbeats
 from cluster.lengths import LengthLimits
 from cluster.process import lasting
 from cluster.worker_life import WorkerLife
@@ -48,6 +49,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
     worker = _Worker(life, engine)
     await worker.transfer.start()
     worker.steps.start()
+    beats = asyncio.create_task(worker.heartbeats.run(), name="heartbeats")
     canaries = asyncio.create_task(worker.watch.canaries.run(), name="canaries")
     try:
         await life.live(
@@ -57,6 +59,8 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
             watch=worker.watch.health.watch,
         )
     finally:
+        beats.cancel()
+        worker.heartbeat_feed.close()
         canaries.cancel()
         worker.transfer.leave()
         await life.end()
@@ -101,6 +105,13 @@ class _Worker:
         self.pulls = self._prefix_pulls(life, compute, pull_ids, clock)
         self.tiers = self._prefix_tiers(life, engine, compute, pull_ids)
         self._feed = PrefixFeed(life.member, self.steps.post)
+        self.heartbeat_feed = HeartbeatFeed()
+        self.heartbeats = Heartbeats(
+            self.heartbeat_feed.beat,
+            interval_s=life.config.heartbeat_s,
+            num_steps=lambda: self.steps.progress.steps,
+            watch=self.watch,
+        )
         self.service = self._prefill_service(life, engine, compute)
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self.service, life.server.grpc)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._worker_service(life), life.server.grpc)
@@ -153,6 +164,7 @@ class _Worker:
             tiers=self.tiers,
             compute=compute,
             feed=self._feed,
+            heartbeats=self.heartbeat_feed,
             vocab_size=engine.model_info.vocab_size,
             max_calls=life.config.max_queue + life.config.max_num_seqs,
             cluster_key=life.key,

@@ -15,6 +15,7 @@ import grpc
 from cluster import tickets, wire
 from cluster.errors import Draining, HandOffReason, InvalidRequest, QueueFull, Unhealthy
 from cluster.hashing import hash_prompt
+from cluster.heartbeats import HeartbeatFeed
 from cluster.messages import Inspected, PrefillJob
 from cluster.service_rate import ServiceRate
 from cluster.telemetry import Telemetry
@@ -55,6 +56,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         tiers: PrefixTiers | None,  # None: what the pool evicts is gone
         compute: RunningRate,  # tokens
         feed: PrefixFeed,
+        heartbeats: HeartbeatFeed,
         vocab_size: int,
         max_calls: int,  # at once: before one waits for anything, a prefix of another worker included
         cluster_key: bytes,
@@ -70,6 +72,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._tiers = tiers
         self._compute = compute
         self._feed = feed
+        self._heartbeats = heartbeats
         self._vocab_size = vocab_size
         self._max_calls = max_calls
         self._rate = ServiceRate()
@@ -119,6 +122,12 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         ticket = tickets.read(request.ticket, self._cluster_key)
         self._exporter.fail(ticket.ticket_id, reason=HandOffReason.CANCELLED, detail="the router gave the ticket up")
         return worker_pb2.AbandonResponse()
+
+    async def Heartbeats(
+        self, request: worker_pb2.HeartbeatsRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[worker_pb2.Heartbeat]:
+        async for heartbeat in self._heartbeats.follow():
+            yield heartbeat
 
     def on_events(self, events: tuple[commands.Event, ...]) -> None:
         """What the step thread tells, in its order."""

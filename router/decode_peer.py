@@ -13,6 +13,7 @@ from cluster import wire
 from cluster.errors import DeadlineExceeded, WorkerLost
 from cluster.member import Member
 from cluster.messages import DecodeJob, MemberId
+from cluster.telemetry import Telemetry
 from router.decode_events import Sequences
 from router.decode_stream import DecodeStream
 from router.patience import Patience
@@ -29,8 +30,9 @@ class DecodePeer(Peer):
         *,
         patience: Patience,
         on_change: Callable[[], None],
+        telemetry: Telemetry,
     ) -> None:
-        super().__init__(member, channel, patience=patience, on_change=on_change)
+        super().__init__(member, channel, patience=patience, on_change=on_change, telemetry=telemetry)
         self._stub = worker_pb2_grpc.DecodeWorkerStub(channel)
         self.stream = stream
 

@@ -241,6 +241,7 @@ class Fleet:
             channel,
             patience=self._patience,
             on_change=self._notify,
+            telemetry=self._telemetry,
             others=lambda: sum(load.member != member.id for load in self.prefill_loads()),
         )
         async with running(self._follow_prefixes(member, channel)):
@@ -257,7 +258,9 @@ class Fleet:
             on_leaving=lambda grace_s: self.leave(member.id, grace_s),
             telemetry=self._telemetry,
         )
-        peer = DecodePeer(member, channel, stream, patience=self._patience, on_change=self._notify)
+        peer = DecodePeer(
+            member, channel, stream, patience=self._patience, on_change=self._notify, telemetry=self._telemetry
+        )
         return await self._serve(peer, self._decodes)
 
     async def _serve(self, peer: _AnyPeer, peers: dict[MemberId, _AnyPeer]) -> str:

@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass
 
-_ASK_SHARE = 0.3  # of the longest silence; asked, and answered or not, before two thirds of it have passed
+# Of the longest silence. With the default lease of 5 s and a heartbeat each second a worker is asked when two have not
+# come, and is in doubt half a second later.
+_ASK_SHARE = 0.4
+_ANSWER_SHARE = 0.1
+_LEAST_ANSWER_S = 0.25  # a machine that is only busy may take as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +25,7 @@ class Patience:
     @property
     def answer_s(self) -> float:
         """It has so long to say so; then it is in doubt, and gets no new work."""
-        return self.silence_s * _ASK_SHARE
+        return max(self.silence_s * _ANSWER_SHARE, _LEAST_ANSWER_S)
 
     @property
     def call_s(self) -> float:

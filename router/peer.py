@@ -16,12 +16,14 @@ import grpc
 from cluster.errors import Cancelled, QueueFull, TandemError, Unavailable, Unhealthy, WorkerLost
 from cluster.member import Member
 from cluster.rpc_errors import error_from_rpc
+from cluster.telemetry import Telemetry
 from router.backlog import Backlog
 from router.patience import Patience
 from router.probe import answers, nobody_listens
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 _CHECK_S = 1.0
+_LATE_S = 0.5  # an answer that is given up so much later than it should be: this router was stopped or busy itself
 _CHECK_PAUSE_S = 0.2
 _LEAST_WAIT_S = 0.001  # what is left may be less than a clock's last digit
 _LAPSED_CHECK_S = 1.0
@@ -34,7 +36,13 @@ class Peer:
     """What prefill and decode workers have in common."""
 
     def __init__(
-        self, member: Member, channel: grpc.aio.Channel, *, patience: Patience, on_change: Callable[[], None]
+        self,
+        member: Member,
+        channel: grpc.aio.Channel,
+        *,
+        patience: Patience,
+        on_change: Callable[[], None],
+        telemetry: Telemetry,
     ) -> None:
         self.member = member
         self.pairing = sys.intern(repr(member.fingerprint))
@@ -45,6 +53,7 @@ class Peer:
         self._channel = channel
         self._patience = patience
         self._on_change = on_change
+        self._telemetry = telemetry
         self._registered = True
         self._worker = worker_pb2_grpc.WorkerStub(channel)
         self._doubt = asyncio.Event()
@@ -91,7 +100,9 @@ class Peer:
             problem = await self._check_until_sure()
             if problem is not None:
                 return problem
-            self._silent.clear()
+            if self._silent.is_set():
+                self._silent.clear()
+                self._telemetry.count("tandem_false_suspicions_total", role=self.member.role)
             if self._registered:
                 self.trusted = True
                 self._on_change()
@@ -106,13 +117,17 @@ class Peer:
 
     async def _until_in_doubt(self) -> None:
         """Somebody could not reach it; or it has said nothing for a while, was asked, and does not answer."""
+        loop = asyncio.get_running_loop()
         while not self._doubt.is_set():
             left_s = self._patience.ask_after_s - self.silent_s
             if left_s > 0:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(max(left_s, _LEAST_WAIT_S)):
                         await self._doubt.wait()
-            elif not await self._answers(self._patience.answer_s):
+                continue
+            asked_s = loop.time()
+            is_there = await self._answers(self._patience.answer_s)
+            if not is_there and loop.time() - asked_s < self._patience.answer_s + _LATE_S:
                 self._silent.set()
                 self.doubt()
                 self._on_change()

@@ -16,11 +16,14 @@ from cluster import wire
 from cluster.errors import WorkerLost
 from cluster.member import Member
 from cluster.messages import PrefillJob, SampledToken
+from cluster.telemetry import Telemetry
 from router.patience import Patience
 from router.peer import OWN_CALL_S, Peer
+from router.running import running
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 _LOG = logging.getLogger("tandem.router.prefill_peer")
+_HEARTBEATS_PAUSE_S = 0.5  # before they are asked for again
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +78,24 @@ class PrefillPeer(Peer):
         *,
         patience: Patience,
         on_change: Callable[[], None],
+        telemetry: Telemetry,
         others: Callable[[], int],
     ) -> None:
         """`others`: how many prefill workers would take work that this one leaves undone."""
-        super().__init__(member, channel, patience=patience, on_change=on_change)
+        super().__init__(member, channel, patience=patience, on_change=on_change, telemetry=telemetry)
+        self.heartbeat = worker_pb2.Heartbeat()
+        self._beaten_s = super().heard_s
         self._others = others
         self._stub = worker_pb2_grpc.PrefillWorkerStub(channel)
         self._abandoning: set[asyncio.Task[None]] = set()
+
+    @property
+    def heard_s(self) -> float:
+        return max(super().heard_s, self._beaten_s)
+
+    async def run(self) -> str:
+        async with running(self._follow_heartbeats()):
+            return await super().run()
 
     @asynccontextmanager
     async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillCall]:
@@ -112,6 +126,21 @@ class PrefillPeer(Peer):
                 task = asyncio.create_task(self._abandon(ticket))
                 self._abandoning.add(task)
                 task.add_done_callback(self._abandoning.discard)
+
+    async def _follow_heartbeats(self) -> None:
+        """Until cancelled. A call that breaks puts the worker in doubt; one that only ends is made again."""
+        while True:
+            call = self._stub.Heartbeats(worker_pb2.HeartbeatsRequest())
+            try:
+                async for heartbeat in call:
+                    self.heartbeat = heartbeat
+                    self._beaten_s = asyncio.get_running_loop().time()
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    self.doubt()
+            finally:
+                call.cancel()
+            await asyncio.sleep(_HEARTBEATS_PAUSE_S)
 
     async def _abandon(self, ticket: bytes) -> None:
         try:

@@ -303,6 +303,10 @@ class SequenceFailed(_message.Message):
     detail: str
     def __init__(self, handles: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
+class HeartbeatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Heartbeat(_message.Message):
     __slots__ = ("step", "running", "waiting", "free_blocks", "pairs", "step_s")
     STEP_FIELD_NUMBER: _ClassVar[int]

@@ -45,6 +45,11 @@ class PrefillWorkerStub(object):
                 request_serializer=tandem_dot_v1_dot_worker__pb2.AbandonRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_worker__pb2.AbandonResponse.FromString,
                 _registered_method=True)
+        self.Heartbeats = channel.unary_stream(
+                '/tandem.v1.PrefillWorker/Heartbeats',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.HeartbeatsRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.Heartbeat.FromString,
+                _registered_method=True)
 
 
 class PrefillWorkerServicer(object):
@@ -69,6 +74,13 @@ class PrefillWorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Heartbeats(self, request, context):
+        """One at once, then one every --heartbeat-s, until the worker leaves: a router that hears none asks whether it is there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillWorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -81,6 +93,11 @@ def add_PrefillWorkerServicer_to_server(servicer, server):
                     servicer.Abandon,
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.AbandonRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_worker__pb2.AbandonResponse.SerializeToString,
+            ),
+            'Heartbeats': grpc.unary_stream_rpc_method_handler(
+                    servicer.Heartbeats,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.HeartbeatsRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.Heartbeat.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -138,6 +155,33 @@ class PrefillWorker(object):
             '/tandem.v1.PrefillWorker/Abandon',
             tandem_dot_v1_dot_worker__pb2.AbandonRequest.SerializeToString,
             tandem_dot_v1_dot_worker__pb2.AbandonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Heartbeats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.PrefillWorker/Heartbeats',
+            tandem_dot_v1_dot_worker__pb2.HeartbeatsRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.Heartbeat.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,6 +6,7 @@ calls broken.
 """
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -162,6 +163,7 @@ class ScriptedPrefill(ScriptedWorker):
         self.refusals: list[TandemError] = []  # raised one by one instead of accepting
         self.before_accepting = Gate()
         self.before_first_tokens = Gate()
+        self.beats: asyncio.Queue[int] = asyncio.Queue()  # heartbeats that routers have been sent
         self.cancelled = asyncio.Event()
         self.abandoned: asyncio.Queue[bytes] = asyncio.Queue()
         self.prefill_s = 0.0
@@ -172,6 +174,13 @@ class ScriptedPrefill(ScriptedWorker):
 class _Prefill(worker_pb2_grpc.PrefillWorkerServicer):
     def __init__(self, worker: ScriptedPrefill) -> None:
         self._worker = worker
+
+    async def Heartbeats(self, request: worker_pb2.HeartbeatsRequest, context: _Context) -> AsyncIterator[Any]:
+        for step in itertools.count():
+            await self._worker.door.passed()
+            yield worker_pb2.Heartbeat(step=step, free_blocks=10)
+            self._worker.beats.put_nowait(step)
+            await asyncio.sleep(_HEARTBEAT_S)
 
     async def Prefill(self, request: worker_pb2.PrefillRequest, context: _Context) -> AsyncIterator[Any]:
         worker, job = self._worker, wire.prefill_job_from_wire(request)

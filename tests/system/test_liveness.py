@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.health import LIVENESS, READINESS
 from cluster.process import ExitStatus
+from tandem.v1 import worker_pb2, worker_pb2_grpc
 from tests.faults.control import FaultControl, Worker
 from tests.faults.faulty_transport import Fault
 from tests.system.asking import Answer, ask, question
@@ -128,3 +129,13 @@ async def test_a_worker_whose_step_hangs_is_left_and_comes_back_and_ends_when_it
     open_questions = await hanging.hang(name)  # it has work again
     assert await hanging.members[name].exit_code() == ExitStatus.STUCK
     hanging.check(await asyncio.gather(*open_questions))
+
+
+async def test_a_prefill_worker_sends_heartbeats_to_whoever_follows_them(shm_cluster: LocalCluster) -> None:
+    name = next(name for name in shm_cluster.members if name.startswith("prefill"))
+    async with asyncio.timeout(_DEADLINE_S), shm_cluster.channel(name) as channel:
+        call = worker_pb2_grpc.PrefillWorkerStub(channel).Heartbeats(worker_pb2.HeartbeatsRequest())
+        first, second = await call.read(), await call.read()
+        call.cancel()
+    assert first.free_blocks > 0
+    assert second.step >= first.step

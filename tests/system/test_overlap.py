@@ -13,6 +13,7 @@ from cluster import wire
 from cluster.clock import MonotonicClock
 from cluster.engine_settings import EngineSettings
 from cluster.hashing import hash_prompt, nameless_chains
+from cluster.heartbeats import HeartbeatFeed
 from cluster.messages import Epoch, LayoutFingerprint, MemberId, PrefillJob, Sampling, TokenStops
 from cluster.telemetry import Telemetry
 from cluster.transfer_settings import TransferSettings
@@ -219,6 +220,7 @@ async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
         tiers=None,
         compute=RunningRate(),
         feed=PrefixFeed(MemberId("p0", "1"), steps.post),
+        heartbeats=HeartbeatFeed(),
         max_calls=64,
         refuse_if_unhealthy=lambda: None,
         vocab_size=engine.model_info.vocab_size,

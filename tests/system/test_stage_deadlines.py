@@ -69,6 +69,35 @@ async def test_a_prefill_worker_that_was_asked_in_vain_is_not_waited_for_where_a
         assert frozen.id in router.fleet.connected(), "in doubt, not lost"
 
 
+async def test_a_prefill_worker_is_heard_by_its_heartbeats_and_need_not_be_asked() -> None:
+    async with router_under_test(silence_s=60.0) as router:
+        worker = await router.add_prefill("p0")
+        await router.add_decode("d0")
+        await router.connected()
+        peer = router.fleet.prefill(worker.id)
+        worker.door.reached.clear()
+        before_s, before = peer.heard_s, peer.heartbeat.step
+        async with asyncio.timeout(_DEADLINE_S):
+            while peer.heard_s == before_s or peer.heartbeat.step == before:
+                await worker.beats.get()
+        assert not router.telemetry.value("tandem_false_suspicions_total", role="prefill")
+
+
+async def test_a_prefill_worker_that_was_asked_in_vain_and_answers_again_was_suspected_for_nothing() -> None:
+    async with router_under_test(silence_s=0.6, grace_s=60.0) as router:
+        worker = await router.add_prefill("p0")
+        await router.add_decode("d0")
+        await router.connected()
+        worker.freeze()
+        async with asyncio.timeout(_DEADLINE_S):
+            while not router.fleet.is_checking_prefill:
+                await router.fleet.changed()
+            worker.door.open()
+            while router.fleet.is_checking_prefill:
+                await router.fleet.changed()
+        assert router.telemetry.value("tandem_false_suspicions_total", role="prefill") == 1
+
+
 async def test_a_prefill_worker_that_was_asked_in_vain_is_waited_for_where_there_is_no_other() -> None:
     async with router_under_test(silence_s=0.6, grace_s=60.0) as router:
         frozen = await router.add_prefill("p0")

@@ -29,7 +29,7 @@ class _Exporter:
 
 
 def _service(steps: _Steps, telemetry: Telemetry) -> PrefillService:
-    parts: dict[str, Any] = dict.fromkeys(("prefixes", "pulls", "tiers", "feed", "inspections"))
+    parts: dict[str, Any] = dict.fromkeys(("prefixes", "pulls", "tiers", "feed", "heartbeats", "inspections"))
     return PrefillService(
         steps=steps,  # type: ignore[arg-type]
         exporter=_Exporter(),  # type: ignore[arg-type]
