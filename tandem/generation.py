@@ -21,6 +21,8 @@ from tandem.v1 import inference_pb2
 from tandem.watch import Watch, waiting
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
+# Any other status is the word of a router that is there.
+_NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _AsyncCall: TypeAlias = "grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]"
 
 
@@ -75,7 +77,7 @@ class Generation:
     def __next__(self) -> Delta:
         while not self._pending:
             try:
-                with told(), self._watch.waiting(self._silence, self._call.cancel):
+                with told(), self._watch.waiting(self._silence, self._call.cancel, self._ask_whether_there):
                     response = next(self._call)
             except TandemError as error:
                 if self._closed.is_set():
@@ -124,7 +126,15 @@ class Generation:
         self._has_learnt = False
         left_s = progress.time_left_s(time.monotonic())
         call: _Call = stub.Generate(progress.request, timeout=left_s, metadata=asking.metadata_for_signs())
-        return call, Silence(asking.routers.borne_s(progress.router))
+        return call, Silence(asking.routers.borne_s(progress.router), asks=True)
+
+    def _ask_whether_there(self) -> None:
+        """On the connection of the call; on the thread that watches."""
+        silence, stub = self._silence, self._asking.routers.stub(self._progress.router)
+        request = inference_pb2.ListModelsRequest()
+        with suppress(ValueError):  # its client has closed the channel meanwhile
+            answer = stub.ListModels.future(request, timeout=silence.answer_s, metadata=self._asking.metadata)
+            answer.add_done_callback(lambda done: silence.answered() if done.code() not in _NO_ANSWER else None)
 
     def __enter__(self) -> Self:
         return self
@@ -143,6 +153,7 @@ class AsyncGeneration:
         self._closed = asyncio.Event()
         self._pending: deque[Delta] = deque()
         self._has_learnt = False
+        self._question: asyncio.Task[None] | None = None  # whether the router is there, asked last
         self._call, self._responses, self._silence = self._ask()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
@@ -153,7 +164,7 @@ class AsyncGeneration:
             raise _closed()
         while not self._pending:
             try:
-                with told(), waiting(self._silence, self._call.cancel):
+                with told(), waiting(self._silence, self._call.cancel, self._ask_whether_there):
                     response = await anext(self._responses)
             except TandemError as error:
                 await self._learn()
@@ -184,6 +195,8 @@ class AsyncGeneration:
         """Cancels it if it still runs."""
         self._closed.set()
         self._call.cancel()
+        if self._question is not None:
+            self._question.cancel()
 
     @property
     def _is_over(self) -> bool:
@@ -215,7 +228,21 @@ class AsyncGeneration:
         self._has_learnt = False
         left_s = progress.time_left_s(time.monotonic())
         call: _AsyncCall = stub.Generate(progress.request, timeout=left_s, metadata=asking.metadata_for_signs())
-        return call, aiter(call), Silence(asking.routers.borne_s(progress.router))
+        return call, aiter(call), Silence(asking.routers.borne_s(progress.router), asks=True)
+
+    def _ask_whether_there(self) -> None:
+        self._question = asyncio.create_task(self._question_answered(self._silence))
+
+    async def _question_answered(self, silence: Silence) -> None:
+        """On the connection of the call."""
+        if self._is_over:
+            return
+        stub = self._asking.routers.stub(self._progress.router)
+        call = stub.ListModels(
+            inference_pb2.ListModelsRequest(), timeout=silence.answer_s, metadata=self._asking.metadata
+        )
+        if await call.code() not in _NO_ANSWER:
+            silence.answered()
 
     async def __aenter__(self) -> Self:
         return self
@@ -236,7 +263,8 @@ def told() -> Iterator[None]:
 
 
 def _silent(router: str, silence: Silence) -> Unavailable:
-    return Unavailable(f"the router at {router} said nothing for {silence.limit_s:g} s", reason="silent", is_lost=True)
+    message = f"the router at {router} said nothing for {silence.lasted_s:.1f} s"
+    return Unavailable(message, reason="silent", is_lost=True)
 
 
 def _closed() -> Cancelled:

@@ -44,6 +44,16 @@ class FrozenRouter(ScriptedRouter):
             assert left.wait(20), "nobody left"
 
 
+class StoppedRouter(FrozenRouter):
+    """Does not answer questions either, as a stopped process."""
+
+    def ListModels(self, request: inference_pb2.ListModelsRequest, context: grpc.ServicerContext) -> object:
+        gone = threading.Event()
+        context.add_callback(gone.set)
+        self.was_asked = gone.wait(20)
+        return super().ListModels(request, context)
+
+
 class BusyRouter(FrozenRouter):
     num_signs = 6  # longer than the silence
     last = tuple(TWO_CHOICES[2:])
@@ -86,13 +96,24 @@ def test_a_router_that_breaks_its_promise_is_left_and_another_goes_on(ask: Ask) 
 
 
 @CLIENTS
+def test_a_router_that_does_not_answer_when_asked_is_left_before_its_time_is_over(ask: Ask) -> None:
+    with (
+        router(StoppedRouter, responses=TWO_CHOICES[:3]) as (stopped, first),
+        router(responses=TWO_CHOICES[3:]) as (_, other),
+    ):
+        assert ask([first, other], 2 * LONG_S) == (TEXTS, other)
+        assert stopped.left.wait(10), "its call was not cancelled"
+        assert isinstance(stopped, StoppedRouter) and stopped.was_asked
+
+
+@CLIENTS
 @pytest.mark.parametrize(("kind", "silence_s"), [(BusyRouter, LONG_S), (OlderRouter, SILENCE_S)])
 def test_one_that_gives_signs_or_promised_none_is_waited_for(
     ask: Ask, kind: type[FrozenRouter], silence_s: float
 ) -> None:
     with router(kind, responses=TWO_CHOICES[:2]) as (slow, first), router() as (second, other):
         assert ask([first, other], silence_s) == (TEXTS, first)
-        assert len(slow.seen) == 1
+        generation_request(slow)  # one, and no more
         assert second.seen == []
 
 
@@ -151,6 +172,46 @@ def test_silence_counts_from_the_beginning_of_each_wait() -> None:
     assert silence.begin(20.0) == 25.0
     assert silence.look(25.0) is None
     assert silence.is_over
+
+
+def test_after_two_signs_that_did_not_come_the_router_is_asked_and_left_without_an_answer() -> None:
+    silence = Silence(5.0, asks=True)
+    assert silence.begin(10.0) == 12.0
+    assert silence.look(11.9) == 12.0 and not silence.take_question()
+    assert silence.look(12.0) == 12.5 and silence.take_question() and not silence.take_question()
+    assert silence.look(12.4) == 12.5
+    assert silence.look(12.5) is None
+    assert silence.is_over and silence.lasted_s == 2.5
+
+
+def test_a_router_that_answers_has_the_rest_of_its_time_and_is_not_asked_again() -> None:
+    silence = Silence(5.0, asks=True)
+    silence.begin(10.0)
+    silence.look(12.0)
+    silence.answered()
+    assert silence.look(12.5) == 15.0
+    assert silence.look(15.0) is None
+    assert silence.is_over
+
+
+def test_an_answer_to_the_question_of_an_earlier_wait_prolongs_nothing() -> None:
+    silence = Silence(5.0, asks=True)
+    silence.begin(10.0)
+    silence.look(12.0)
+    silence.end()
+    silence.answered()
+    assert silence.begin(20.0) == 22.0
+    silence.answered()
+    assert silence.look(22.0) == 22.5
+
+
+def test_who_was_stopped_while_it_waited_for_an_answer_asks_again() -> None:
+    silence = Silence(5.0, asks=True)
+    silence.begin(0.0)
+    assert silence.look(2.0) == 2.5 and silence.take_question()
+    assert silence.look(60.0) == 61.0 and not silence.take_question()
+    assert silence.look(61.0) == 61.5 and silence.take_question()
+    assert silence.look(61.5) is None and silence.is_over
 
 
 def test_who_was_stopped_itself_gives_the_router_time_for_one_more_sign() -> None:
