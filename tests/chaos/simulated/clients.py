@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 90.0
 _AGAIN_S = 0.5
 _AGAIN = "again"
-_known: dict[tuple[tuple[int, ...], int, int], tuple[int, ...]] = {}
+_known: dict[tuple[tuple[int, ...], int, int, int], tuple[int, ...]] = {}
 
 
 class Client:
@@ -39,7 +39,7 @@ class Client:
         self._seed = number + 1
         self._got: list[list[int]] = []
         self._ended: set[int] = set()
-        self._is_wrong = False
+        self._is_wrong = self._has_reconnected = False
 
     async def run(self) -> str:
         """How it ended. What has begun goes on at whichever router can be had, by the client library's own rules; what
@@ -91,6 +91,7 @@ class Client:
         async for message in call:
             for delta in progress.take(message):
                 self._take(delta)
+            self._reconnect_if_due(progress.router)
             if self._wants_no_more():
                 call.cancel()
                 self._world.say(self.process, "has enough, and cancels")
@@ -124,6 +125,14 @@ class Client:
         if delta.finish_reason:
             self._ended.add(delta.choice)
 
+    def _reconnect_if_due(self, router: str) -> None:
+        """Both ends learn that the connection is broken, one perhaps long before the other."""
+        after = self.ask.reconnect_after
+        if not self._has_reconnected and after is not None and sum(map(len, self._got)) >= after:
+            self._has_reconnected = True
+            self._world.say(self.process, f"loses its connection to {router}")
+            self._world.network.reset(frozenset({self.process.place, self._world.network.place_of(router)}))
+
     def _compare(self, *, is_whole: bool) -> None:
         for choice, tokens in enumerate(self._got):
             expected = self._expected(choice)
@@ -136,9 +145,10 @@ class Client:
             self._world.wrong(f"request {self.number}: {what}")
 
     def _expected(self, choice: int) -> tuple[int, ...]:
-        key = (self._prompt, _choice_seed(self._seed, choice), self.ask.max_tokens)
+        block_size = self._world.schedule.block_size
+        key = (self._prompt, _choice_seed(self._seed, choice), self.ask.max_tokens, block_size)
         if key not in _known:
-            _known[key] = serial_tokens(*key, vocab_size())
+            _known[key] = serial_tokens(*key[:3], block_size=block_size, vocab_size=vocab_size())
         return _known[key]
 
     def _wants_no_more(self) -> bool:

@@ -7,29 +7,33 @@ else does: what a serial run on a pool of its own says is what every cluster mus
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from cluster.messages import LayoutFingerprint, Sampling
-from engine.layout import LayerShape, lay_out
+from engine.layout import BlockLayout, LayerShape, lay_out
 from engine.loaded import ModelInfo
 from engine.pool import KvPool
 from engine.step import Chunk, DrawnToken, Launched, Sample, StepPlan, StepResult
+from tests.chaos.simulated.schedule import MAX_MODEL_LEN
 
-BLOCK_SIZE = 4
-MAX_MODEL_LEN = 96
 _KEY_BYTES = _VALUE_BYTES = 16
-LAYOUT = lay_out((LayerShape(1, _KEY_BYTES // 4, _VALUE_BYTES // 4),), BLOCK_SIZE, "float32")
-_BLOCK_BYTES = LAYOUT.block_bytes
-_FINGERPRINT = LayoutFingerprint("stand-in", "stand-in", "float32", LAYOUT.digest())
+
+
+@lru_cache
+def layout_of(block_size: int) -> BlockLayout:
+    return lay_out((LayerShape(1, _KEY_BYTES // 4, _VALUE_BYTES // 4),), block_size, "float32")
 
 
 class StandInRunner:
-    def __init__(self, memory: memoryview, vocab_size: int) -> None:
+    """Swaps of blocks are the business of `engine.host_blocks`, which wraps it."""
+
+    def __init__(self, memory: memoryview, vocab_size: int, block_size: int) -> None:
         """`memory`: every byte of a pool."""
-        self._memory, self._vocab_size = memory, vocab_size
+        self._memory, self._vocab_size, self._block_size = memory, vocab_size, block_size
+        self._block_bytes = layout_of(block_size).block_bytes
 
     def run(self, plan: StepPlan) -> StepResult:
-        assert not plan.swaps_in and not plan.swaps_out
-        size = _BLOCK_BYTES
+        size = self._block_bytes
         copied = [bytes(self._memory[copy.source * size : (copy.source + 1) * size]) for copy in plan.copies]
         for copy, content in zip(plan.copies, copied, strict=True):
             self._memory[copy.target * size : (copy.target + 1) * size] = content
@@ -66,9 +70,9 @@ class StandInRunner:
         if position:
             keys, values = self._places(block_ids, position - 1)
             before = bytes(self._memory[keys]) + bytes(self._memory[values])
-        if position % BLOCK_SIZE == 0:  # a block that a step begins is zero behind what is written
-            start = block_ids[position // BLOCK_SIZE] * _BLOCK_BYTES
-            self._memory[start : start + _BLOCK_BYTES] = bytes(_BLOCK_BYTES)
+        if position % self._block_size == 0:  # a block that a step begins is zero behind what is written
+            start = block_ids[position // self._block_size] * self._block_bytes
+            self._memory[start : start + self._block_bytes] = bytes(self._block_bytes)
         kv = hashlib.blake2b(
             before, digest_size=_KEY_BYTES + _VALUE_BYTES, salt=token_id.to_bytes(8, "little")
         ).digest()
@@ -78,18 +82,18 @@ class StandInRunner:
     def _read(self, block_ids: Sequence[int], end: int) -> bytes:
         """Every byte of the first `end` positions."""
         parts = []
-        for index in range(-(-end // BLOCK_SIZE)):
-            start, num = block_ids[index] * _BLOCK_BYTES, min(BLOCK_SIZE, end - index * BLOCK_SIZE)
-            values = start + BLOCK_SIZE * _KEY_BYTES
+        for index in range(-(-end // self._block_size)):
+            start, num = block_ids[index] * self._block_bytes, min(self._block_size, end - index * self._block_size)
+            values = start + self._block_size * _KEY_BYTES
             parts.append(bytes(self._memory[start : start + num * _KEY_BYTES]))
             parts.append(bytes(self._memory[values : values + num * _VALUE_BYTES]))
         return b"".join(parts)
 
     def _places(self, block_ids: Sequence[int], position: int) -> tuple[slice, slice]:
-        index, offset = divmod(position, BLOCK_SIZE)
-        start = block_ids[index] * _BLOCK_BYTES
+        index, offset = divmod(position, self._block_size)
+        start = block_ids[index] * self._block_bytes
         keys = start + offset * _KEY_BYTES
-        values = start + BLOCK_SIZE * _KEY_BYTES + offset * _VALUE_BYTES
+        values = start + self._block_size * _KEY_BYTES + offset * _VALUE_BYTES
         return slice(keys, keys + _KEY_BYTES), slice(values, values + _VALUE_BYTES)
 
 
@@ -131,25 +135,29 @@ class StandInEngine:
     model_info: ModelInfo
     pool: KvPool
     runner: StandInRunner
-    fingerprint: LayoutFingerprint = _FINGERPRINT
+    fingerprint: LayoutFingerprint
     report: tuple[str, ...] = ()
 
 
-def stand_in_engine(num_blocks: int, vocab_size: int, *, launches: bool) -> StandInEngine:
-    pool = KvPool(LAYOUT, num_blocks)
+def stand_in_engine(num_blocks: int, block_size: int, vocab_size: int, *, launches: bool) -> StandInEngine:
+    layout = layout_of(block_size)
+    pool = KvPool(layout, num_blocks)
     info = ModelInfo("demo_model", "stand-in", vocab_size, MAX_MODEL_LEN, frozenset(), "float32", Sampling())
-    memory = memory_of(pool)
-    return StandInEngine(info, pool, (StandInLauncher if launches else StandInRunner)(memory, vocab_size))
+    runner = (StandInLauncher if launches else StandInRunner)(memory_of(pool), vocab_size, block_size)
+    return StandInEngine(info, pool, runner, LayoutFingerprint("stand-in", "stand-in", "float32", layout.digest()))
 
 
 def memory_of(pool: KvPool) -> memoryview:
     return memoryview(pool.raw.numpy().data).cast("B")
 
 
-def serial_tokens(prompt: Sequence[int], seed: int, max_tokens: int, vocab_size: int) -> tuple[int, ...]:
-    """What a run of one sequence says, on a pool of its own."""
-    num_blocks = -(-(len(prompt) + max_tokens) // BLOCK_SIZE)
-    runner = StandInRunner(memoryview(bytearray(num_blocks * _BLOCK_BYTES)), vocab_size)
+def serial_tokens(
+    prompt: Sequence[int], seed: int, max_tokens: int, *, block_size: int, vocab_size: int
+) -> tuple[int, ...]:
+    """The tokens of a run of one sequence, on a pool of its own."""
+    num_blocks = -(-(len(prompt) + max_tokens) // block_size)
+    memory = memoryview(bytearray(num_blocks * layout_of(block_size).block_bytes))
+    runner = StandInRunner(memory, vocab_size, block_size)
     block_ids, tokens, start = tuple(range(num_blocks)), [], 0
     ahead = tuple(prompt)
     for position in range(len(prompt), len(prompt) + max_tokens):

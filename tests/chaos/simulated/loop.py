@@ -31,8 +31,11 @@ class Process:
         self.clock_ahead_s = 0.0  # of its wall clock
         self.fails_in_step = False  # the next one
         self.hangs_in_step_s = 0.0  # the next one
+        self.hangs = asyncio.Event()  # set when it begins
+        self.fails_reads = False  # of other workers' KV
         self.num_refusals = 0  # large allocations that will fail
         self.step_s = 0.0  # the longest, beside its tokens
+        self.token_s = 0.0  # per token of a step
         self.ready: deque[asyncio.Handle] = deque()
         self.is_queued = False
         self.tasks: list[asyncio.Task[Any]] = []  # held: who is collected is closed, and a dead one closes nothing

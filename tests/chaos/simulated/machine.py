@@ -15,17 +15,21 @@ from typing import Any
 from unittest import mock
 
 from cluster.clock import Clock
+from cluster.config import WorkerConfig
 from cluster.member import from_json, to_json
+from engine.host_blocks import SwappingRunner
 from kvtransfer.exporter import Exporter
 from kvtransfer.transports.available import Available
 from kvtransfer.transports.base import TransportMeans
 from router.decode_events import Sequences
 from router.tokenization import Tokenization
 from tests.chaos.simulated.calls import Channel, Server
+from tests.chaos.simulated.coverage import counted
 from tests.chaos.simulated.disk import SimulatedBlockFiles
-from tests.chaos.simulated.engine import MAX_MODEL_LEN, stand_in_engine
+from tests.chaos.simulated.engine import StandInEngine, stand_in_engine
 from tests.chaos.simulated.loop import Counted, Threads, current
 from tests.chaos.simulated.redis import RedisClient
+from tests.chaos.simulated.schedule import MAX_MODEL_LEN
 from tests.chaos.simulated.steps import SimulatedStepLoop
 from tests.chaos.simulated.transport import Exports, Imports
 from tests.system.router_harness import DEMO_MODEL
@@ -134,6 +138,14 @@ _block_files = partial(_open_files)
 _block_files.file_bytes = SimulatedBlockFiles.file_bytes  # type: ignore[attr-defined]
 
 
+def _engine(config: WorkerConfig, *_: object) -> StandInEngine:
+    return stand_in_engine(config.num_blocks, config.block_size, vocab_size(), launches=world().launches)
+
+
+def _copy_s(*_: object) -> float:
+    return float(world().schedule.copy_s)
+
+
 def _nothing() -> None:
     pass
 
@@ -162,7 +174,6 @@ def _unheard_ends() -> Iterator[None]:
 @contextmanager
 def simulated_machine() -> Iterator[None]:
     """Around any number of runs."""
-    engines = lambda config, *_: stand_in_engine(config.num_blocks, vocab_size(), launches=world().launches)  # noqa: E731
     clock = SimpleNamespace(perf_counter=lambda: world().loop.time(), monotonic=lambda: world().loop.time())
     dice = _Dice()
     replaced = {
@@ -184,6 +195,7 @@ def simulated_machine() -> Iterator[None]:
         "kvtransfer.exporter.ThreadPoolExecutor": Threads,
         "kvtransfer.import_run._DICE": dice,
         "kvtransfer.channel_reads.time": clock,
+        "engine.host_blocks.HostBlocks.copy_s_per_block": _copy_s,
         "prefill_worker.prefix_tiers.ThreadPoolExecutor": Threads,
         "prefill_worker.tier_copies.time": clock,
         "prefill_worker.tier_opening.BlockFiles": _block_files,
@@ -202,7 +214,7 @@ def simulated_machine() -> Iterator[None]:
         "secrets.randbits": lambda bits: world().ids.getrandbits(bits),
     }
     for role in ("prefill_worker", "decode_worker"):
-        replaced[f"{role}.app.build_engine"] = engines
+        replaced[f"{role}.app.build_engine"] = _engine
         replaced[f"{role}.app.StepLoop"] = SimulatedStepLoop
         replaced[f"{role}.app.MonotonicClock"] = SimulatedClock
     replaced["decode_worker.app.fixed_rows"] = lambda _: _FIXED_ROWS
@@ -210,6 +222,9 @@ def simulated_machine() -> Iterator[None]:
         vocab_size()
         for name, value in replaced.items():
             stack.enter_context(mock.patch(name, value))
+        now_s = (lambda: float(world().loop.time()),)
+        stack.enter_context(mock.patch.object(SwappingRunner.__init__, "__defaults__", now_s))
         stack.enter_context(mock.patch.dict(Exporter.__init__.__kwdefaults__, wall_clock=_wall_s))
+        stack.enter_context(counted(lambda: _worlds[-1].reached if _worlds else None))
         stack.enter_context(_unheard_ends())
         yield

@@ -13,8 +13,9 @@ from cluster.errors import RegistryUnavailable
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from tests.chaos.simulated.calls import Channel
 from tests.chaos.simulated.disk import SimulatedBlockFiles
-from tests.chaos.simulated.engine import LAYOUT
+from tests.chaos.simulated.engine import layout_of
 from tests.chaos.simulated.loop import Process
+from tests.chaos.simulated.schedule import MAX_MODEL_LEN, Schedule
 
 if TYPE_CHECKING:
     from tests.chaos.simulated.world import World
@@ -23,18 +24,14 @@ READ_TIMEOUT_S = 3.0
 _REQUEST_TIMEOUT_S = 90.0
 _READY_S = 30.0
 
-_TIERS: dict[str, Any] = {
-    "prefix_host_memory": str(4 * LAYOUT.block_bytes),
-    "prefix_disk": "disk",
-    "prefix_disk_space": str(8 * SimulatedBlockFiles.file_bytes(LAYOUT.block_bytes)),
-}
-
 
 class Member:
     """A router or worker at one place, with all its incarnations."""
 
     def __init__(self, world: "World", role: str, index: int) -> None:
         self._world, self.role, self.place = world, role, f"{role}{index}"
+        self._index = index
+        self.has_left = False  # for good
         self._port = 7_000 + 100 * len(world.members)
         self._number = 0
         self.process: Process
@@ -46,12 +43,16 @@ class Member:
     def address(self) -> str:
         return f"127.0.0.1:{self._port}"
 
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.is_set()
+
     def start(self, *, elsewhere: bool = False) -> None:
         """`elsewhere`: at another address."""
         self._number += 1
         self._port += elsewhere
         self.process = Process(self.place, self._number)
-        self.process.step_s = self._world.schedule.step_s
+        self.process.step_s, self.process.token_s = self._world.schedule.step_s, self._world.schedule.token_s
         self.stop, self._ready = asyncio.Event(), asyncio.Event()
         self._world.say(self.process, "starts")
         self.main = self._world.loop.spawn(self.process, self._main(), f"main of {self.process}")
@@ -86,20 +87,26 @@ class Member:
             "member_id": self.place,
             "member_lease_s": 3.0,
             "model": "demo_model",
-            "max_model_len": 96,
+            "max_model_len": MAX_MODEL_LEN,
             "stream_grace_s": 1.0,
-            "drain_grace_s": self._world.schedule.drain_grace_s,
+            "drain_grace_s": schedule.drain_grace_s,
         }
         if self.role == "router":
-            return RouterConfig(**common, port=1, grpc_port=self._port, request_timeout_s=_REQUEST_TIMEOUT_S)
+            return RouterConfig(
+                **common,
+                port=1,
+                grpc_port=self._port,
+                request_timeout_s=_REQUEST_TIMEOUT_S,
+                max_attempts=schedule.max_attempts,
+            )
         return WorkerConfig(
             **common,
             port=self._port,
-            block_size=4,
-            num_blocks=schedule.num_blocks,
-            max_prefill_tokens=16,
-            max_num_seqs=8,
-            swap_space="0",
+            block_size=schedule.block_size,
+            num_blocks=schedule.num_blocks(self.role, self._index),
+            max_prefill_tokens=schedule.max_prefill_tokens,
+            max_num_seqs=schedule.max_num_seqs,
+            swap_space=str(schedule.swap_blocks * layout_of(schedule.block_size).block_bytes),
             speculation="prompt" if schedule.speculates else "off",
             lease_s=1.5,
             max_lease_s=12.0,
@@ -109,7 +116,7 @@ class Member:
             heartbeat_s=1.0,
             step_timeout_s=1.5,
             stuck_exit_s=6.0,
-            **(_TIERS if schedule.spills and self.role == "prefill" else {}),
+            **(_tiers(schedule) if self.role == "prefill" else {}),
         )
 
     async def left_over(self) -> list[str]:
@@ -127,3 +134,14 @@ class Member:
         names = ("waiting", "running", "leased_tickets", "pulls", "live_tickets", "imports", "reservations", "frozen")
         busy |= {name: int(answer.figures[name]) for name in names if answer.figures.get(name)}
         return [f"{self.process} has {', '.join(f'{number} {name}' for name, number in busy.items())}"] if busy else []
+
+
+def _tiers(schedule: Schedule) -> dict[str, Any]:
+    if not schedule.host_blocks:
+        return {}
+    block_bytes = layout_of(schedule.block_size).block_bytes
+    tiers: dict[str, Any] = {"prefix_host_memory": str(schedule.host_blocks * block_bytes)}
+    if schedule.disk_blocks:
+        space = schedule.disk_blocks * SimulatedBlockFiles.file_bytes(block_bytes)
+        tiers |= {"prefix_disk": "disk", "prefix_disk_space": str(space)}
+    return tiers

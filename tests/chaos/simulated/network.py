@@ -91,6 +91,10 @@ class Network:
         self._places[f"{host}:{port}"] = listener.process.place
         return port
 
+    def place_of(self, address: str) -> str:
+        """The place whose process listened there last."""
+        return self._places.get(address, "")
+
     def refusal_s(self, address: str) -> float:
         """Until a call to an address where nobody listens knows it."""
         return _CONNECT_S if self.is_cut(current().place, self._places.get(address, "")) else self.latency_s()

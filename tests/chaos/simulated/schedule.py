@@ -1,13 +1,19 @@
-"""A schedule: the cluster's shape, what clients ask and when, and what goes wrong. A value, made from a seed."""
+"""A schedule: the shape of a cluster, the requests of its clients and the faults that happen. A value made from a seed.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+`DISTRIBUTION` is the version of what `make_schedule` draws. Results of different versions are never added up.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from random import Random
 
+DISTRIBUTION = 2
+MAX_MODEL_LEN = 96
+
 
 class Phase(StrEnum):
-    """Of whichever request comes to it."""
+    """A phase of a request's life, at which a fault may happen."""
 
     QUEUED = "queued"  # the prefill worker is asked
     PREFILLING = "prefilling"  # it has given its ticket
@@ -31,9 +37,13 @@ class Kind(StrEnum):
     SUPERSEDED = "is stopped, and another takes its name"
     RAISE = "fails in a step"
     HANG = "hangs in a step"
+    UNREADABLE = "cannot read the KV of others"
     MOVE = "is to hand its sequences on"
+    JOIN = "is joined by another of its role"
+    LEAVE = "leaves for good"
 
 
+OPERATIONS = frozenset({Kind.MOVE, Kind.JOIN, Kind.LEAVE})  # an operator's, not faults
 ROLES = ("router", "prefill", "decode")
 
 
@@ -49,10 +59,13 @@ class Ask:
     max_tokens: int
     n: int = 1
     cancel_after: int | None = None  # tokens that the client has by then
+    reconnect_after: int | None = None  # likewise: its connection breaks then, and it resumes at another router
 
 
 @dataclass(frozen=True, slots=True)
 class Mishap:
+    """One fault, or one operation of an operator."""
+
     kind: Kind
     role: str  # "redis" too
     number: int  # which of them, where the phase does not say
@@ -64,80 +77,246 @@ class Mishap:
 
 
 @dataclass(frozen=True, slots=True)
+class Mutation:
+    """One field of one message between two members becomes a value that no member may send."""
+
+    message: str  # as in mutations.MESSAGES
+    occurrence: int  # of that message
+    draw: int  # seed of the choice of field and value
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     seed: int  # of everything that is not said here: latencies, order, contents
     num_routers: int
     num_prefills: int
     num_decodes: int
-    num_blocks: int  # of each pool
+    prefill_blocks: tuple[int, ...]  # pool sizes by number of the worker; a worker beyond the end begins anew
+    decode_blocks: tuple[int, ...]
+    block_size: int
+    max_num_seqs: int
+    max_prefill_tokens: int  # per step
+    swap_blocks: int  # of host memory under each decode pool
+    copy_s: float  # what the swap of one block is measured to take
+    host_blocks: int  # of host memory under each prefill pool, for prefixes
+    disk_blocks: int  # and of disk under that
     latency_s: float  # the longest of a message
     step_s: float  # the longest that a step takes, beside its tokens
+    token_s: float  # per token of a step
     launches: bool  # the device computes on its own
     speculates: bool
     read_faults: bool
-    spills: bool  # prefixes have tiers under the pool of their prefill worker
     asks: tuple[Ask, ...]
     mishaps: tuple[Mishap, ...]
+    mutations: tuple[Mutation, ...]
     drain_grace_s: float
+    max_attempts: int
+
+    def num_blocks(self, role: str, number: int) -> int:
+        sizes = self.prefill_blocks if role == "prefill" else self.decode_blocks
+        return sizes[number % len(sizes)]
 
 
 _DOWN_S = (0.2, 1.0, 2.5, 4.0, 8.0)
 _SILENT_S = (0.05, 0.5, 1.5, 3.5, 7.0, 18.0)
 _JUMPS_S = (-86_400.0, -60.0, 5.0, 60.0, 3600.0, 31_536_000.0)
+_DEFAULT_ATTEMPTS = 3
+_WATERMARK_BLOCKS = 2  # at most, of the pools drawn here
+# A pool that is too small for some requests. Off: every pool can hold every request of its schedule.
+DRAWS_TOO_SMALL_POOLS = False
+# Members that receive a mutated message. Off: no message is mutated by `make_schedule`.
+DRAWS_MUTATIONS = False
 
 
 def make_schedule(seed: int) -> Schedule:
     dice = Random(seed)
-    counts = num_routers, num_prefills, num_decodes = [dice.choice((1, 2)) for _ in range(3)]
-    asks = tuple(_ask(dice, num_routers) for _ in range(dice.choice((1, 2, 3, 4, 5, 8))))
-    mishaps = tuple(_mishap(dice, counts) for _ in range(dice.choice((1, 1, 1, 2))))
+    counts = num_routers, num_prefills, num_decodes = [
+        dice.choice((1, 2, 2)),
+        dice.choice((1, 2, 2)),
+        dice.choice((1, 2, 2, 3)),
+    ]
+    block_size = dice.choice((1, 2, 4, 4, 8, 16))
+    workload = dice.choice((_mixed, _mixed, _long, _alike, _crowd))
+    asks = workload(dice, num_routers)
+    faults = tuple(_fault(dice, counts) for _ in range(dice.choice((0, 1, 1, 1, 2, 2, 3, 4))))
+    operations = tuple(each for _ in range(dice.choice((0, 0, 1, 1, 2))) for each in _operation(dice, counts))
+    read_faults = dice.random() < 0.2
+    has_tiers = dice.random() < 0.5 or any(fault.kind is Kind.FULL for fault in faults)
     return Schedule(
         seed=seed,
         num_routers=num_routers,
         num_prefills=num_prefills,
         num_decodes=num_decodes,
-        num_blocks=dice.choice((32, 48, 96)),
+        prefill_blocks=_pools(dice, num_prefills, asks, block_size),
+        decode_blocks=_pools(dice, num_decodes, asks, block_size),
+        block_size=block_size,
+        max_num_seqs=dice.choice((4, 8, 8)),
+        max_prefill_tokens=dice.choice((8, 16, 32)),
+        swap_blocks=dice.choice((0, 0, 2, 8, 64)),
+        copy_s=dice.choice((0.00001, 0.001, 0.02)),
+        host_blocks=dice.choice((1, 4, 16, 32)) if has_tiers else 0,
+        disk_blocks=dice.choice((0, 4, 32)) if has_tiers else 0,
         latency_s=dice.choice((0.003, 0.003, 0.05)),
         step_s=dice.choice((0.004, 0.004, 0.1)),
+        token_s=dice.choice((0.0005, 0.0005, 0.004)),
         launches=dice.random() < 0.3,
         speculates=dice.random() < 0.2,
-        read_faults=dice.random() < 0.25,
-        asks=tuple(sorted(asks, key=lambda ask: ask.at_s)),
-        spills=dice.random() < 0.25 or any(mishap.kind is Kind.FULL for mishap in mishaps),
-        mishaps=mishaps,
-        drain_grace_s=dice.choice((0.02, 0.2, 0.2, 30.0)),
+        read_faults=read_faults,
+        asks=asks,
+        mishaps=(*faults, *operations),
+        mutations=_mutations(dice) if DRAWS_MUTATIONS else (),
+        drain_grace_s=dice.choice((0.02, 0.2, 0.2, 2.0, 30.0)),
+        max_attempts=max(_DEFAULT_ATTEMPTS, 1 + sum(map(num_failures, (*faults, *operations))) + 2 * read_faults),
     )
 
+
+def plain_schedule(seed: int) -> Schedule:
+    """One whose pools are ample and in which nothing goes wrong. Tests of one scenario start from it."""
+    return replace(
+        make_schedule(seed),
+        prefill_blocks=(96,),
+        decode_blocks=(96,),
+        block_size=4,
+        max_num_seqs=8,
+        max_prefill_tokens=16,
+        swap_blocks=0,
+        host_blocks=0,
+        disk_blocks=0,
+        token_s=0.0005,
+        read_faults=False,
+        mishaps=(),
+        mutations=(),
+        drain_grace_s=0.2,
+        max_attempts=_DEFAULT_ATTEMPTS,
+    )
+
+
+def num_failures(mishap: Mishap) -> int:
+    """How many attempts of one request a fault may fail, at most."""
+    return _NUM_FAILURES.get(mishap.kind, int(mishap.kind not in OPERATIONS))
+
+
+NUM_REFUSALS = 2  # of large allocations, by a worker that gets no more memory
+_NUM_FAILURES = {Kind.MEMORY: NUM_REFUSALS, Kind.UNREADABLE: 2}  # then the decode worker prefills
 
 _ALL = (Kind.KILL, Kind.KILL, Kind.STOP, Kind.DRAIN, Kind.CUT, Kind.RESET, Kind.PAIR, Kind.SUPERSEDED)
 _OF_WORKERS = (*_ALL, Kind.RAISE, Kind.HANG, Kind.CLOCK, Kind.MEMORY)
-KINDS = {
+FAULTS = {
     "router": (*_ALL, Kind.CLOCK),
     "prefill": (*_OF_WORKERS, Kind.FULL),
-    "decode": (*_OF_WORKERS, Kind.MOVE, Kind.RESET),
+    "decode": (*_OF_WORKERS, Kind.RESET, Kind.UNREADABLE),
     "redis": (Kind.KILL, Kind.STOP, Kind.EMPTY, Kind.CUT),
 }
+_OF_OPERATORS = (
+    *((Kind.MOVE, "decode"),) * 4,
+    *((kind, role) for kind in (Kind.JOIN, Kind.LEAVE) for role in ROLES),
+)
+KINDS = {role: (*kinds, *(kind for kind, of in _OF_OPERATORS if of == role)) for role, kinds in FAULTS.items()}
 
 
-def _ask(dice: Random, num_routers: int) -> Ask:
-    num_tokens, n = dice.randint(1, 40), dice.choice((1, 1, 1, 2))
+def num_needed(ask: Ask, block_size: int) -> int:
+    """Blocks that all choices of a request hold at their end: they share the prompt's full blocks."""
+    num_full = ask.num_tokens // block_size
+    return num_full + ask.n * (-(-(ask.num_tokens + ask.max_tokens) // block_size) - num_full)
+
+
+def _pools(dice: Random, number: int, asks: Sequence[Ask], block_size: int) -> tuple[int, ...]:
+    """Pool sizes: from one that holds the largest request alone to one that holds several."""
+    largest = max(num_needed(ask, block_size) for ask in asks)
+    fits = largest + _WATERMARK_BLOCKS
+    sizes = [dice.choice((fits, fits + dice.randint(0, 6), 2 * fits, 4 * fits)) for _ in range(number)]
+    if DRAWS_TOO_SMALL_POOLS and dice.random() < 0.25:
+        sizes[dice.randrange(number)] = dice.randint(1, largest)
+    return tuple(sizes)
+
+
+def _mixed(dice: Random, num_routers: int) -> tuple[Ask, ...]:
+    """A few requests of all kinds."""
+    asks = []
+    for _ in range(dice.choice((1, 2, 3, 4, 5, 8))):
+        n, num_tokens = dice.choice((1, 1, 1, 2, 3, 4)), dice.randint(1, 40)
+        max_tokens = dice.choice((1, 2, dice.randint(3, 30), dice.randint(10, 50) // n))
+        asks.append(_ask(dice, num_routers, num_tokens=num_tokens, max_tokens=max_tokens, n=n))
+    return _by_time(asks)
+
+
+def _long(dice: Random, num_routers: int) -> tuple[Ask, ...]:
+    """Long prompts beside short ones."""
+    asks = []
+    for _ in range(dice.choice((2, 3, 5))):
+        num_tokens = dice.choice((dice.randint(1, 8), dice.randint(40, 80), dice.randint(40, 80)))
+        max_tokens = min(MAX_MODEL_LEN - num_tokens, dice.randint(1, 40))
+        asks.append(_ask(dice, num_routers, num_tokens=num_tokens, max_tokens=max_tokens, n=dice.choice((1, 1, 2))))
+    return _by_time(asks)
+
+
+def _alike(dice: Random, num_routers: int) -> tuple[Ask, ...]:
+    """Long prompts of three families, one after the other: the pool is too small for what they share."""
+    asks = [
+        replace(
+            _ask(dice, num_routers, num_tokens=dice.randint(50, 70), max_tokens=dice.randint(1, 12), n=1),
+            at_s=dice.random() * 6,
+            family=dice.randrange(3),
+            num_shared=48,
+        )
+        for _ in range(dice.choice((5, 8, 10)))
+    ]
+    return _by_time(asks)
+
+
+def _crowd(dice: Random, num_routers: int) -> tuple[Ask, ...]:
+    """Many requests at once, whose outputs outgrow the pool together."""
+    asks = [
+        _ask(
+            dice,
+            num_routers,
+            num_tokens=dice.randint(1, 20),
+            max_tokens=dice.randint(15, 40),
+            n=dice.choice((1, 1, 1, 2)),
+        )
+        for _ in range(dice.choice((6, 8, 10)))
+    ]
+    return _by_time(replace(ask, at_s=ask.at_s / 4) for ask in asks)
+
+
+def _by_time(asks: Iterable[Ask]) -> tuple[Ask, ...]:
+    return tuple(sorted(asks, key=lambda ask: ask.at_s))
+
+
+def _ask(dice: Random, num_routers: int, *, num_tokens: int, max_tokens: int, n: int) -> Ask:
     return Ask(
-        at_s=dice.choice((0.0, 0.0, dice.random())),
+        at_s=dice.choice((0.0, 0.0, dice.random(), dice.random() * 3)),
         router=dice.randrange(num_routers),
         family=dice.randrange(2),
-        num_shared=dice.choice((0, 8, 17)),
+        num_shared=dice.choice((0, 8, 17, 33)),
         num_tokens=num_tokens,
-        max_tokens=dice.choice((1, 2, dice.randint(3, 30))),
+        max_tokens=max_tokens,
         n=n,
-        cancel_after=dice.choice((None, None, None, None, dice.randint(0, 6))),
+        cancel_after=dice.choice((None,) * 7 + (dice.randint(0, 6),)),
+        reconnect_after=dice.choice((None,) * 7 + (dice.randint(1, 12),)),
     )
 
 
-def _mishap(dice: Random, counts: Sequence[int]) -> Mishap:
+def _fault(dice: Random, counts: Sequence[int]) -> Mishap:
     role = dice.choice((*ROLES, *ROLES, "prefill", "decode", "decode", "redis"))
-    kind = dice.choice(KINDS[role])
-    down = kind in (Kind.KILL, Kind.DRAIN)
+    return _mishap(dice, dice.choice(FAULTS[role]), role, counts)
+
+
+def _operation(dice: Random, counts: Sequence[int]) -> tuple[Mishap, ...]:
+    """A move may find that its target cannot read: then the sequence is thawed."""
+    operation = _mishap(dice, *dice.choice(_OF_OPERATORS), counts)
+    if operation.kind is not Kind.MOVE or dice.random() < 0.5:
+        return (operation,)
+    target = (operation.number + 1) % counts[ROLES.index("decode")]
+    trouble = dice.choice((Kind.UNREADABLE, Kind.UNREADABLE, Kind.KILL, Kind.STOP, Kind.CUT))
+    return operation, replace(operation, kind=trouble, number=target, role="decode", for_s=dice.choice(_SILENT_S))
+
+
+def _mishap(dice: Random, kind: Kind, role: str, counts: Sequence[int]) -> Mishap:
+    down = kind in (Kind.KILL, Kind.DRAIN, Kind.LEAVE)
     phase = dice.choice(tuple(Phase)) if role != "redis" and dice.random() < 0.8 else None
+    if kind is Kind.MOVE:
+        phase = Phase.DECODING
     return Mishap(
         kind=kind,
         role=role,
@@ -148,3 +327,7 @@ def _mishap(dice: Random, counts: Sequence[int]) -> Mishap:
         occurrence=dice.choice((0, 0, 1, 3)),
         jump_s=dice.choice(_JUMPS_S) if kind is Kind.CLOCK else 0.0,
     )
+
+
+def _mutations(dice: Random) -> tuple[Mutation, ...]:
+    return ()

@@ -42,9 +42,11 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
     if len(asks) > 1:
         for place in range(len(asks)):
             yield replace(schedule, asks=asks[:place] + asks[place + 1 :])
-    for flag in ("read_faults", "speculates", "launches", "spills"):
-        if getattr(schedule, flag):
-            without: Any = {flag: False}
+    if schedule.mutations:
+        yield replace(schedule, mutations=schedule.mutations[1:])
+    for name in ("read_faults", "speculates", "launches", "disk_blocks", "host_blocks", "swap_blocks"):
+        if getattr(schedule, name):
+            without: Any = {name: type(getattr(schedule, name))()}
             yield replace(schedule, **without)
     yield from _fewer_members(schedule)
     for place, ask in enumerate(asks):
@@ -67,6 +69,8 @@ def _fewer_members(schedule: Schedule) -> Iterator[Schedule]:
 def _simpler_asks(ask: Ask) -> Iterator[Ask]:
     if ask.cancel_after is not None:
         yield replace(ask, cancel_after=None)
+    if ask.reconnect_after is not None:
+        yield replace(ask, reconnect_after=None)
     if ask.n > 1:
         yield replace(ask, n=1)
     if ask.at_s:

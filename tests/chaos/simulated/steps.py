@@ -16,7 +16,6 @@ CommandT = TypeVar("CommandT")
 EventT = TypeVar("EventT")
 
 _WAKE_S = 0.0005  # at most, until a posted command is looked at
-_TOKEN_S = 0.0005
 
 
 class SimulatedStepLoop(StepLoop[CommandT, EventT]):
@@ -74,7 +73,9 @@ class SimulatedStepLoop(StepLoop[CommandT, EventT]):
         num_tokens = sum(len(chunk.token_ids) for chunk in flight.plan.chunks)
         loop = _loop()
         hangs_s, current().hangs_in_step_s = current().hangs_in_step_s, 0.0
-        takes_s = loop.soon_s(current().step_s) + num_tokens * _TOKEN_S + hangs_s
+        if hangs_s:
+            current().hangs.set()
+        takes_s = loop.soon_s(current().step_s) + num_tokens * current().token_s + hangs_s
         loop.call_later(takes_s, self._come_down, flight, following)
 
     def _come_down(self, flight: Flight, following: Flight | None) -> None:

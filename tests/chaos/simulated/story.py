@@ -1,7 +1,7 @@
 """What happened in a run, line by line: who did what, and when by the simulated clock."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from cluster.logs import TextFormatter
@@ -14,19 +14,26 @@ from tests.chaos.simulated.world import Result
 def describe(schedule: Schedule) -> str:
     """The schedule itself, in lines."""
     lines = [
-        f"seed {schedule.seed}: {schedule.num_routers} routers, {schedule.num_prefills} prefill and "
-        f"{schedule.num_decodes} decode workers of {schedule.num_blocks} blocks"
+        f"seed {schedule.seed}: {schedule.num_routers} routers, {schedule.num_prefills} prefill workers with"
+        f" {_numbers(schedule.prefill_blocks)} blocks and {schedule.num_decodes} decode workers with"
+        f" {_numbers(schedule.decode_blocks)}; a block holds {schedule.block_size} tokens",
+        f"  each has {schedule.drain_grace_s:g} s to leave, a request {schedule.max_attempts} attempts; a step takes"
+        f" {schedule.max_prefill_tokens} tokens of {schedule.max_num_seqs} sequences",
     ]
-    lines[0] += f", which have {schedule.drain_grace_s:g} s to leave"
     extras = {
+        f"{schedule.swap_blocks} blocks of swap space per decode worker": schedule.swap_blocks,
         "devices compute on their own": schedule.launches,
         "sequences guess ahead": schedule.speculates,
         "reads go wrong": schedule.read_faults,
-        "prefixes spill into host memory and onto disks": schedule.spills,
+        f"{schedule.host_blocks} blocks of host memory for prefixes, {schedule.disk_blocks} of disk": (
+            schedule.host_blocks
+        ),
     }
     lines += [f"  {text}" for text, holds in extras.items() if holds]
     for number, ask in enumerate(schedule.asks):
         cancels = "" if ask.cancel_after is None else f", cancels after {ask.cancel_after}"
+        if ask.reconnect_after is not None:
+            cancels += f", loses its connection after {ask.reconnect_after}"
         prompt = f"{ask.num_tokens} tokens, {ask.max_tokens} more, n={ask.n}"
         lines.append(f"  request {number}: to router {ask.router} at {ask.at_s:.3f} s, {prompt}{cancels}")
     return "\n".join([*lines, *map(_mishap, schedule.mishaps)])
@@ -64,6 +71,10 @@ class _Overhears(logging.Handler):
 class _Words(TextFormatter):
     def format(self, record: logging.LogRecord) -> str:
         return super().format(record).partition(" ")[2]  # without the real time
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _mishap(mishap: Mishap) -> str:

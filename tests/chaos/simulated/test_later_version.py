@@ -9,7 +9,7 @@ from unittest import mock
 
 from tests.chaos.simulated.calls import Call, Served, Stream
 from tests.chaos.simulated.machine import simulated_machine
-from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, make_schedule
+from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, make_schedule, plain_schedule
 from tests.chaos.simulated.world import Result, run_schedule
 from tests.later_version import UNKNOWN, with_unknown_fields
 
@@ -83,7 +83,7 @@ def test_messages_of_a_kind_that_nobody_knows_are_passed_over() -> None:
 
 def _moves() -> Schedule:
     """Sequences go from one decode worker to another while they run."""
-    schedule = replace(make_schedule(0), num_routers=1, num_prefills=1, num_decodes=2, num_blocks=96, read_faults=False)
+    schedule = replace(plain_schedule(0), num_routers=1, num_prefills=1, num_decodes=2)
     asks = tuple(Ask(0.0, 0, 0, 0, num_tokens=20, max_tokens=24) for _ in range(4))
     mishaps = (Mishap(Kind.MOVE, "decode", 0, at_s=0.0, for_s=0.0, phase=Phase.DECODING, occurrence=4),)
     return replace(schedule, latency_s=0.003, step_s=0.1, asks=asks, mishaps=mishaps)

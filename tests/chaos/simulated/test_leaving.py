@@ -5,7 +5,7 @@ from dataclasses import replace
 from random import Random
 
 from tests.chaos.simulated.machine import simulated_machine
-from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, make_schedule
+from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, plain_schedule
 from tests.chaos.simulated.world import run_schedule
 
 _FIXED = range(12)
@@ -24,11 +24,11 @@ def leaving(seed: int) -> Schedule:
         kind = dice.choice((Kind.KILL, Kind.STOP, Kind.RESET, Kind.MOVE, Kind.PAIR))
         mishaps.append(_mishap(dice, kind, "decode", 1))
     return replace(
-        make_schedule(seed),
+        plain_schedule(seed),
         num_routers=dice.choice((1, 2)),
         num_prefills=dice.choice((1, 2)),
         num_decodes=dice.choice((1, 2, 2, 3)),
-        num_blocks=dice.choice((48, 96)),
+        decode_blocks=(dice.choice((48, 96)),),
         step_s=0.1,
         asks=asks,
         mishaps=tuple(mishaps),

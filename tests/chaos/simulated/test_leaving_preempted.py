@@ -7,7 +7,7 @@ import pytest
 
 from router.decode_stream import DecodeStream
 from tests.chaos.simulated.machine import simulated_machine
-from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, make_schedule
+from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, plain_schedule
 from tests.chaos.simulated.world import run_schedule
 
 _SEEDS = range(1, 24)  # a third of them has one
@@ -20,14 +20,13 @@ def _crowded(seed: int) -> Schedule:
     at_s = dice.random() * 3
     leaves = Mishap(Kind.DRAIN, "decode", 0, at_s=at_s, for_s=8.0, phase=Phase.DECODING, occurrence=4)
     return replace(
-        make_schedule(seed),
+        plain_schedule(seed),
         num_routers=1,
         num_prefills=1,
         num_decodes=2,
-        num_blocks=24,
+        decode_blocks=(24,),
         step_s=0.1,
         launches=False,
-        read_faults=False,
         asks=asks,
         mishaps=(leaves,),
         drain_grace_s=1.0,

@@ -9,7 +9,7 @@ from unittest import mock
 from cluster import tickets
 from cluster.messages import MemberId, Ticket
 from tests.chaos.simulated.machine import simulated_machine
-from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, make_schedule
+from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, plain_schedule
 from tests.chaos.simulated.world import run_schedule
 
 _FIXED = range(16)
@@ -27,15 +27,13 @@ def importer_dies(seed: int) -> Schedule:
     phase = dice.choice(_BEFORE_IT_RUNS)
     death = Mishap(Kind.KILL, "decode", 0, dice.random() / 50, for_s=1.0, phase=phase, occurrence=dice.choice((0, 1)))
     return replace(
-        make_schedule(seed),
+        plain_schedule(seed),
         num_routers=1,
         num_prefills=1,
         num_decodes=2,
-        num_blocks=96,
         step_s=0.1,
         asks=asks,
         mishaps=(death,),
-        read_faults=False,
     )
 
 

@@ -34,6 +34,8 @@ class _Reads(FaultSchedule):
         await asyncio.sleep(self._network.loop.soon_s(_BLOCK_S))
         while self._is_silent():
             await self._network.until_changed()
+        if self._importer.fails_reads:
+            raise TransportError("this worker cannot read")
         if not self._exporter.is_alive:
             raise TransportError("the exporter is dead")
         draw = self._dice.random()

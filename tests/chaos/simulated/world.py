@@ -6,14 +6,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import grpc
-
-from cluster.errors import DrainIncomplete, Fenced, RegistryUnavailable, Unhealthy
+from cluster.errors import DrainIncomplete, Unhealthy
 from kvtransfer.transports.loopback import Fault, LoopbackNetwork
-from tandem.v1 import admin_pb2, admin_pb2_grpc
-from tests.chaos.simulated.calls import Channel
 from tests.chaos.simulated.clients import Client
 from tests.chaos.simulated.disk import Disk
+from tests.chaos.simulated.harm import LEAVE_S, Harm
 from tests.chaos.simulated.loop import Process, SimulatedLoop, Stuck
 from tests.chaos.simulated.machine import inside
 from tests.chaos.simulated.member import Member
@@ -24,9 +21,6 @@ from tests.chaos.simulated.schedule import Kind, Mishap, Phase, Schedule
 
 _CLIENTS_S = 150.0
 _IDLE_S = 60.0  # until nothing is held any more, when everybody is well again
-_STUCK_S = 30.0  # for a worker whose step hangs to go on, or to end because of it
-_LEAVE_S = 40.0
-_MOST_FAILURES = 2  # of one request's attempts: a third one is its end, wherever nobody else can compute it
 _SUPERVISOR_S = 1.0
 _HARMLESS = {Fault.DROP: 0.004, Fault.DELAY: 0.01, Fault.DUPLICATE: 0.02, Fault.REORDER: 0.02, Fault.CORRUPT: 0.02}
 
@@ -41,6 +35,7 @@ class Result:
     happened: tuple[Happened, ...]
     trace: tuple[Said, ...]  # every message of every call
     outcomes: "Counter[str]"
+    reached: "Counter[str]"  # see coverage.py
     hit: tuple[Hit, ...]  # mishaps that came while their victim held a request in the named phase
     simulated_s: float
     num_events: int
@@ -61,6 +56,7 @@ class World:
         self.trace: list[Said] = []
         self.violations: list[str] = []
         self.outcomes: Counter[str] = Counter()
+        self.reached: Counter[str] = Counter()  # coverage, by name
         self.hit: list[Hit] = []
         self.disks: dict[str, Disk] = defaultdict(Disk)  # by place
         self._asking: list[asyncio.Task[str]] = []
@@ -69,6 +65,7 @@ class World:
         self._partners: dict[str, dict[str, str]] = {}  # by place: whom it worked with last, by role
         self._waiting = [mishap for mishap in schedule.mishaps if mishap.phase is not None]
         self._recovering: list[asyncio.Task[None]] = []
+        self._harms = Harm(self)
         self._is_over = False  # nothing goes wrong any more
 
     def say(self, who: object, what: str) -> None:
@@ -104,6 +101,7 @@ class World:
             happened=tuple(self.happened),
             trace=tuple(self.trace),
             outcomes=self.outcomes,
+            reached=self.reached,
             hit=tuple(self.hit),
             simulated_s=self.loop.time(),
             num_events=self.loop.num_run,
@@ -167,140 +165,49 @@ class World:
     async def _harm(self, mishap: Mishap, place: str, num_past: int) -> None:
         phase = f" ({mishap.phase})" if mishap.phase is not None else ""
         self.say(place, f"{mishap.kind}{phase}, for {mishap.for_s:g} s")
-        if place == PLACE:
-            self._note_hit(mishap, place, num_past)
-            await self._harm_redis(mishap)
-            return
-        member = self.members[place]
-        process = member.process
-        if not process.runs or member.main.done():
-            return  # something else has happened to it
+        if place != PLACE:
+            member = self.members[place]
+            if not member.process.runs or member.main.done() or member.has_left:
+                return  # something else has happened to it
+            if mishap.kind is Kind.SUPERSEDED and not member.is_ready:
+                return  # of two that start under one name, whichever registers last goes on
         self._note_hit(mishap, place, num_past)
-        match mishap.kind:
-            case Kind.KILL:
-                self._kill(member)
-                await asyncio.sleep(mishap.for_s)
-                await self._start_again(member)
-            case Kind.STOP:
-                self.loop.stop_process(process)
-                self.network.on_stopped(process)
-                await asyncio.sleep(mishap.for_s)
-                if process.is_alive:
-                    self.say(place, "is woken")
-                    self.loop.wake(process)
-                    self.network.on_change()
-            case Kind.DRAIN:
-                member.stop.set()
-                await asyncio.wait([member.main], timeout=_LEAVE_S)
-                await asyncio.sleep(mishap.for_s)
-                await self._start_again(member)
-            case Kind.CUT:
-                await self._cut(frozenset({place}), mishap.for_s)
-            case Kind.RESET:
-                for other in self.members:
-                    self.network.reset(frozenset({place, other}))
-            case Kind.CLOCK:
-                process.clock_ahead_s = mishap.jump_s
-                await asyncio.sleep(mishap.for_s)
-                process.clock_ahead_s = 0.0
-            case Kind.MEMORY:
-                process.num_refusals = _MOST_FAILURES + 1 - len(self.schedule.mishaps)
-                await asyncio.sleep(mishap.for_s)
-                process.num_refusals = 0
-                await self._start_again(member)
-            case Kind.FULL:
-                self.disks[place].is_full = True
-                await asyncio.sleep(mishap.for_s)
-                self.disks[place].is_full = False
-            case Kind.PAIR:
-                others = [other for other in self.members if other != place]
-                await self._cut(frozenset({place, self.dice.choice(others)}), mishap.for_s)
-            case Kind.SUPERSEDED:
-                await self._supersede(member, mishap.for_s)
-            case Kind.RAISE:
-                process.fails_in_step = True
-            case Kind.HANG:
-                process.hangs_in_step_s = mishap.for_s
-                await asyncio.wait([member.main], timeout=_STUCK_S)
-                await self._start_again(member)
-            case Kind.MOVE:
-                await self._ask_to_move(place)
+        await self._harms.perform(mishap, place)
 
-    async def _supersede(self, member: Member, for_s: float) -> None:
-        """Whoever has been replaced must end by itself when it wakes."""
-        former, main = member.process, member.main
-        self.loop.stop_process(former)
-        self.network.on_stopped(former)
-        member.start(elsewhere=True)
-        await self._until_started(member)
-        await asyncio.sleep(for_s)
-        if main.done() or not former.is_alive:
-            return
-        self.say(former, "is woken")
-        self.loop.wake(former)
-        self.network.on_change()
-        await asyncio.wait([main], timeout=_LEAVE_S)
-        if not main.done() or not isinstance(main.exception(), Fenced | RegistryUnavailable):
-            self.wrong(f"{former} goes on though another has its name: {main!r}")
-        self.say(former, "ends")
-        self.loop.kill(former)
-        self.network.on_dead(former)
+    # The cluster's life
 
-    async def _ask_to_move(self, place: str) -> None:
-        for asked in [member for member in self.members.values() if member.role == "router"]:
-            channel = Channel(self.network, asked.address, self.watch)
-            request = admin_pb2.MigrateRequest(source=place, max_sequences=8)
-            try:
-                answer = await admin_pb2_grpc.AdminStub(channel).Migrate(request, timeout=20.0)
-                self.say(place, f"has handed {answer.num_moved} of {asked.place} on, kept {answer.num_kept}")
-            except grpc.aio.AioRpcError as error:
-                self.say(place, f"hands nothing on: {error.details()}")
+    def add(self, role: str) -> Member:
+        """Start one more member of a role, at a place of its own."""
+        index = sum(member.role == role for member in self.members.values())
+        member = self.members[f"{role}{index}"] = Member(self, role, index)
+        member.start()
+        return member
 
-    async def _harm_redis(self, mishap: Mishap) -> None:
-        match mishap.kind:
-            case Kind.KILL:
-                self.redis.kill()
-                await asyncio.sleep(mishap.for_s)
-                self.redis.start()
-                self.say(PLACE, "is back, empty")
-            case Kind.EMPTY:
-                self.redis.empty()
-            case Kind.CUT | Kind.STOP:  # either way it is silent, its keys lapse, and what was asked is answered late
-                await self._cut(frozenset({PLACE}), mishap.for_s)
-
-    async def _cut(self, ends: frozenset[str], for_s: float) -> None:
-        self.network.cut(ends)
-        await asyncio.sleep(for_s)
-        self.network.heal(ends)
-        self.say(" and ".join(sorted(ends)), "is reached again")
-
-    def _kill(self, member: Member) -> None:
+    def kill(self, member: Member) -> None:
         self.loop.kill(member.process)
         self.network.on_dead(member.process)
 
-    async def _start_again(self, member: Member) -> None:
+    async def start_again(self, member: Member) -> None:
         if not member.main.done() and member.process.is_alive:
             return
         if member.process.is_alive:
-            self._on_exit(member, may_leave_work=True)
-        member.start()
-        await self._until_started(member)
+            self.on_exit(member, may_leave_work=True)
+        if not member.has_left:
+            member.start()
+            await self.until_started(member)
 
-    async def _until_started(self, member: Member) -> None:
-        while not await member.until_ready():  # it does not start without Redis; whoever supervises it tries again
-            self._kill(member)
+    async def until_started(self, member: Member) -> None:
+        while not await member.until_ready():  # it does not start without Redis; its supervisor tries again
+            self.kill(member)
             await asyncio.sleep(_SUPERVISOR_S)
             member.start()
-
-    # The cluster's life
 
     async def _start_all(self) -> None:
         shape = self.schedule
         roles = {"prefill": shape.num_prefills, "decode": shape.num_decodes, "router": shape.num_routers}
         for role, number in roles.items():
-            for index in range(number):
-                member = self.members[f"{role}{index}"] = Member(self, role, index)
-                member.start()
+            for _ in range(number):
+                self.add(role)
             for member in self.members.values():
                 await member.until_ready()
 
@@ -312,8 +219,8 @@ class World:
             await asyncio.wait(self._recovering)
             self._recovering = [task for task in self._recovering if not task.done() or task.result()]
         for member in self.members.values():
-            if member.main.done() and member.process.is_alive:
-                self._on_exit(member, is_expected=False)
+            if member.main.done() and member.process.is_alive and not member.has_left:
+                self.on_exit(member, is_expected=False)
                 member.start()
                 await member.until_ready()
 
@@ -330,16 +237,17 @@ class World:
             self.wrong(f"left over after {_IDLE_S:g} s: {text}")
 
     async def _leave_all(self) -> None:
-        for member in self.members.values():
+        members = [member for member in self.members.values() if member.process.is_alive]
+        for member in members:
             member.stop.set()
-        _, late = await asyncio.wait([member.main for member in self.members.values()], timeout=_LEAVE_S)
-        for member in self.members.values():
+        _, late = await asyncio.wait([member.main for member in members], timeout=LEAVE_S)
+        for member in members:
             if member.main in late:
-                self.wrong(f"{member.process} has not left {_LEAVE_S:g} s after it was asked to")
+                self.wrong(f"{member.process} has not left {LEAVE_S:g} s after it was asked to")
             else:
-                self._on_exit(member)
+                self.on_exit(member)
 
-    def _on_exit(self, member: Member, *, is_expected: bool = True, may_leave_work: bool = False) -> None:
+    def on_exit(self, member: Member, *, is_expected: bool = True, may_leave_work: bool = False) -> None:
         error = member.main.exception()
         if may_leave_work and isinstance(error, Unhealthy):
             self.say(member.process, f"ends because it is stuck: {error}")
@@ -352,7 +260,7 @@ class World:
         left = [task.get_name() for task in member.process.unfinished]
         if left and error is None:
             self.wrong(f"{member.process} has left tasks behind: {', '.join(left)}")
-        self._kill(member)
+        self.kill(member)
 
 
 def run_schedule(schedule: Schedule) -> Result:

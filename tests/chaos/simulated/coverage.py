@@ -1,0 +1,176 @@
+"""How often simulated schedules reach each transition, failure reason and row of docs/failover.md.
+
+Production code is wrapped where it makes a transition or counts a reason; what it does is unchanged. Every name is
+"group: what". `KNOWN` lists the names that must appear in a report even where their count is 0.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from cluster.errors import HandOffFailed, HandOffReason, TandemError
+from cluster.member import Member, MemberState
+from cluster.telemetry import Telemetry
+from decode_worker.displacement import Displacement
+from decode_worker.offers import Offers as DecodeOffers
+from decode_worker.places import Places
+from decode_worker.reservations import Reservations
+from decode_worker.swapping import SwapSpace
+from kvtransfer import export_machine, import_machine, import_state, leases
+from prefill_worker.prompt_blocks import PromptBlocks
+from prefill_worker.scheduler import PrefillScheduler
+from router import breakers
+from router.ledger import LedgerRecorder
+
+_LABELS = ("side", "leg", "action", "source", "finder", "surface", "outcome", "reason")  # those that name a cause
+_NOT_COUNTED = frozenset({"tandem_http_responses_total"})
+_DECODE_MOVES = {
+    Places: ("run", "wait_ready", "wait_empty", "leave_slot", "freeze", "thaw", "take_out", "drop_choice"),
+    Displacement: ("_preempt",),
+    SwapSpace: ("bring_in", "lose"),
+    DecodeOffers: ("lease", "lease_prefix", "release"),
+    Reservations: ("grant", "discard"),
+}
+_PREFILL_MOVES = {
+    PrefillScheduler: ("_submit", "_start", "_finish", "_abort", "_leave", "_release"),
+    PromptBlocks: ("offer_prefix", "lend_prefix", "reserve_pull", "lease_tail"),
+}
+_SWAP_OUTCOMES = ("swapped_out", "recomputed", "recompute_cheaper", "swap_full")
+
+Count = Callable[[str], None]
+
+
+def error_kinds(base: type[TandemError] = TandemError) -> Iterator[type[TandemError]]:
+    """Every class of cluster/errors.py that has a reason of its own."""
+    if "reason" in vars(base) and base.__module__ == TandemError.__module__:
+        yield base
+    for kind in base.__subclasses__():
+        yield from error_kinds(kind)
+
+
+def known() -> tuple[str, ...]:
+    """Names of what there is to reach."""
+    names = [f"error: {kind.reason}" for kind in error_kinds()]
+    names += [f"hand-off reason: {reason}" for reason in HandOffReason]
+    tables: dict[str, Mapping[Any, Any]] = {
+        "import machine": import_state.MOVES,
+        "export machine": export_machine._MOVES,
+        "lease": leases._MOVES,
+        "breaker": breakers._MOVES,
+    }
+    for name, table in tables.items():
+        names += [f"{name}: {before} > {after}" for before, following in table.items() for after in sorted(following)]
+    for group, moves in (("decode scheduler", _DECODE_MOVES), ("prefill scheduler", _PREFILL_MOVES)):
+        names += [f"{group}: {method.strip('_')}" for methods in moves.values() for method in methods]
+    names += [f"swap: {outcome}" for outcome in _SWAP_OUTCOMES]
+    names += [f"member: {state}" for state in MemberState if state is not MemberState.STARTING]
+    names.remove("lease: running > running")
+    return (*dict.fromkeys(names), "lease: renewed")
+
+
+@contextmanager
+def counted(counts: Callable[[], Counter[str] | None]) -> Iterator[None]:
+    """`counts`: of the world that is running, or None."""
+
+    def count(name: str) -> None:
+        reached = counts()
+        if reached is not None:
+            reached[name] += 1
+
+    with ExitStack() as stack:
+        for owner, name, wrapper in _wrappers(count):
+            stack.enter_context(mock.patch.object(owner, name, wrapper(getattr(owner, name))))
+        yield
+
+
+def _wrappers(count: Count) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    yield TandemError, "__init__", lambda made: _before(made, lambda error, *_, **__: _count_error(count, error))
+    yield HandOffFailed, "__init__", lambda made: _before(made, _counting_hand_off(count))
+    yield LedgerRecorder, "reason", lambda noted: _before(noted, lambda _, reason: count(f"ledger: {reason}"))
+    yield Telemetry, "count", lambda told: _before(told, _counting_label(count))
+    yield Member, "with_state", lambda changed: _before(changed, lambda _, state: count(f"member: {state}"))
+    for name, module in (("import machine", import_machine), ("export machine", export_machine)):
+        yield module, "_to", functools.partial(_before, before=_counting_phase(count, name))
+    yield leases, "_moved", functools.partial(_before, before=_counting_phase(count, "lease"))
+    yield leases, "renew", functools.partial(_counting_renewals, count)
+    yield breakers._Breaker, "move", functools.partial(_before, before=_counting_breaker(count))
+    yield SwapSpace, "take_out", functools.partial(_counting_swaps, count)
+    for group, moves in (("decode scheduler", _DECODE_MOVES), ("prefill scheduler", _PREFILL_MOVES)):
+        for owner, methods in moves.items():
+            for method in methods:
+                yield owner, method, functools.partial(_after, count=count, name=f"{group}: {method.strip('_')}")
+
+
+def _before(function: Any, before: Callable[..., object]) -> Any:
+    @functools.wraps(function)
+    def counting(*arguments: Any, **keywords: Any) -> Any:
+        before(*arguments, **keywords)
+        return function(*arguments, **keywords)
+
+    return counting
+
+
+def _after(function: Any, count: Count, name: str) -> Any:
+    """Counted unless it answers that there was nothing to do."""
+
+    @functools.wraps(function)
+    def counting(*arguments: Any, **keywords: Any) -> Any:
+        answer = function(*arguments, **keywords)
+        if not (answer is False or answer == () or answer == []):
+            count(name)
+        return answer
+
+    return counting
+
+
+def _count_error(count: Count, error: TandemError) -> None:
+    count(f"error: {error.reason}")
+
+
+def _counting_hand_off(count: Count) -> Callable[..., None]:
+    return lambda _, reason, *__: count(f"hand-off reason: {reason}")
+
+
+def _counting_label(count: Count) -> Callable[..., None]:
+    def told(_: Telemetry, name: str, value: float = 1, **labels: str) -> None:
+        causes = [str(labels[label]) for label in _LABELS if labels.get(label)]
+        if causes and value and name not in _NOT_COUNTED:
+            count(f"counted: {name.removeprefix('tandem_').removesuffix('_total')} {' '.join(causes)}")
+        if "reason" in labels and labels["reason"] in HandOffReason.__members__.values():
+            count(f"hand-off reason: {labels['reason']}")
+
+    return told
+
+
+def _counting_phase(count: Count, name: str) -> Callable[..., None]:
+    return lambda state, phase: count(f"{name}: {state.phase} > {phase}")
+
+
+def _counting_breaker(count: Count) -> Callable[..., None]:
+    return lambda breaker, state: count(f"breaker: {breaker.state} > {state}")
+
+
+def _counting_renewals(count: Count, renew: Any) -> Any:
+    @functools.wraps(renew)
+    def counting(before: leases.TicketLeases, *arguments: Any, **keywords: Any) -> leases.TicketLeases:
+        after: leases.TicketLeases = renew(before, *arguments, **keywords)
+        if after is not before:
+            count("lease: renewed")
+        return after
+
+    return counting
+
+
+def _counting_swaps(count: Count, take_out: Any) -> Any:
+    @functools.wraps(take_out)
+    def counting(space: SwapSpace, *arguments: Any) -> None:
+        before = space.figures
+        take_out(space, *arguments)
+        for outcome in _SWAP_OUTCOMES:
+            if space.figures[outcome] > before[outcome]:
+                count(f"swap: {outcome}")
+
+    return counting
