@@ -224,3 +224,6 @@ class Inspected:
     blocks: dict[str, int]  # by state; they sum to the pool
     figures: dict[str, float]  # running, waiting, steps, ...
     violation: str  # empty, or what check() found broken
+    holders: frozenset[str] = (
+        frozenset()
+    )  # everything that holds blocks or waits for them, as cluster/holders.py names it

@@ -5,7 +5,8 @@ Owns the inspections under way. The step thread runs check() and answers; nothin
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import replace
 
 import grpc
 
@@ -18,10 +19,13 @@ _INSPECTION_TIMEOUT_S = 30.0
 
 
 class Inspections:
-    """Questions to the step thread, and their answers. `post` reaches it; `on_inspected` brings what it said."""
+    """Questions to the step thread, and their answers. `post` reaches it; `on_inspected` brings what it said. `owners`
+    names the holders of blocks that live on the event loop (cluster/holders.py); each releases its blocks before its
+    name goes."""
 
-    def __init__(self, post: Callable[[Inspect], None]) -> None:
+    def __init__(self, post: Callable[[Inspect], None], owners: Callable[[], Iterable[str]]) -> None:
         self._post = post
+        self._owners = owners
         self._ids = itertools.count()
         self._waiting: dict[int, asyncio.Future[Inspected]] = {}
 
@@ -38,6 +42,21 @@ class Inspections:
             raise Unavailable(f"the step thread did not answer within {timeout_s} s") from None
         finally:
             del self._waiting[inspection_id]
+
+    async def examine(self) -> Inspected:
+        """As `inspect`, and blocks that no living owner holds are a violation.
+
+        The answer comes behind every earlier event of the step thread, so an owner that is not alive by then has posted
+        its release, or never will. The second answer comes behind that release."""
+        first = await self.inspect()
+        suspects = first.holders.difference(self._owners())
+        if not suspects or first.violation:
+            return first
+        second = await self.inspect()
+        orphans = (suspects & second.holders).difference(self._owners())
+        if not orphans or second.violation:
+            return second
+        return replace(second, violation=f"no living owner holds the blocks of {', '.join(sorted(orphans))}")
 
     def on_inspected(self, event: Inspected) -> None:
         answer = self._waiting.get(event.inspection_id)
@@ -72,7 +91,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def Inspect(
         self, request: worker_pb2.InspectRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_pb2.InspectResponse:
-        inspected = await self._inspections.inspect()
+        inspected = await self._inspections.examine()
         return worker_pb2.InspectResponse(
             member=str(self._member),
             blocks=inspected.blocks,

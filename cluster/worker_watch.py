@@ -3,7 +3,7 @@
 Made together from the worker's settings, the same for both pools. Owns nothing of what they find.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,9 +36,15 @@ def canary_timeout_s(config: WorkerConfig) -> float:
 
 
 def watch_over(
-    steps: AskedStepThread, flight: Flight, *, life: WorkerLife, clock: Clock, end_work: Callable[[Unhealthy], None]
+    steps: AskedStepThread,
+    flight: Flight,
+    *,
+    life: WorkerLife,
+    clock: Clock,
+    end_work: Callable[[Unhealthy], None],
+    owners: Callable[[], Iterable[str]],
 ) -> WorkerWatch:
-    """`flight`: this worker's way of running canaries. `end_work`: as WorkerHealth's."""
+    """`flight`: this worker's way of running canaries. `end_work`: as WorkerHealth's. `owners`: as Inspections'."""
     config = life.config
     health = WorkerHealth(
         server=life.server,
@@ -58,4 +64,4 @@ def watch_over(
         clock=clock,
         telemetry=life.telemetry,
     )
-    return WorkerWatch(Inspections(steps.post), health, canaries)
+    return WorkerWatch(Inspections(steps.post, owners), health, canaries)

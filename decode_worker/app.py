@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from cluster.clock import MonotonicClock
@@ -85,7 +85,12 @@ class _Worker:
             self.steps.post, vocab_size=engine.model_info.vocab_size, timeout_s=canary_timeout_s(config)
         )
         self.watch = watch_over(
-            self.steps, self._canary, life=life, clock=clock, end_work=lambda error: self.service.end_work(error)
+            self.steps,
+            self._canary,
+            life=life,
+            clock=clock,
+            end_work=lambda error: self.service.end_work(error),
+            owners=self._owners,
         )
         self.transfer = WorkerTransfer(
             life=life,
@@ -97,6 +102,8 @@ class _Worker:
             clock=clock,
         )
         self.service = self._decode_service(life, engine, limits)
+        imports = self.service.imports
+        self._probe = self.transfer.probe(Destination(imports, imports.new_id, self._num_free))
         self.heartbeats = Heartbeats(
             self.service.beat,
             interval_s=config.heartbeat_s,
@@ -126,14 +133,12 @@ class _Worker:
         )
 
     def _worker_service(self, life: WorkerLife) -> WorkerService:
-        imports = self.service.imports
-        destination = Destination(blocks=imports, new_id=imports.new_id, num_free=self._num_free)
         return WorkerService(
             member=life.member,
             inspections=self.watch.inspections,
             more_figures=self._figures,
             request_drain=life.request_drain,
-            measure_pair=self.transfer.probe(destination).measure,
+            measure_pair=self._probe.measure,
         )
 
     def _on_events(self, events: tuple[commands.Event, ...]) -> None:
@@ -142,6 +147,11 @@ class _Worker:
     def _release(self, ticket_id: bytes) -> None:
         """No lease is left on a ticket of this worker."""
         self.service.exports.release(ticket_id)
+
+    def _owners(self) -> Iterator[str]:
+        """Holders of blocks that live on the event loop."""
+        for part in (self._canary, self.service, self.transfer, self._probe):
+            yield from part.owners()
 
     def _ask_for_prefix(self, ticket_id: bytes, block_hashes: tuple[bytes, ...], min_blocks: int) -> None:
         self.steps.post(commands.OfferPrefix(ticket_id, block_hashes, min_blocks))

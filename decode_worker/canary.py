@@ -2,8 +2,9 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from cluster import holders
 from cluster.canary import NUM_TOKENS, prompt_of
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
 from decode_worker import commands
@@ -49,6 +50,10 @@ class DecodeCanary:
     def end(self, number: int) -> None:
         self._post(commands.CancelSequences(_NOBODY, frozenset({number})))
         self._answer = None
+
+    def owners(self) -> Iterator[str]:
+        """Holders of blocks that live here."""
+        yield holders.sequence(_NOBODY, self._number)
 
     def take(self, events: tuple[commands.Event, ...]) -> tuple[commands.Event, ...]:
         """Those that are others'."""

@@ -6,10 +6,10 @@ its sequence does not wait for the router's word for ever. Never touches a block
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from cluster import tickets
+from cluster import holders, tickets
 from cluster.errors import HandOffReason, NotFound, TandemError
 from cluster.hashing import hash_prompt
 from cluster.messages import MemberId
@@ -66,6 +66,10 @@ class Exports:
 
     def __len__(self) -> int:
         return len(self._tickets)
+
+    def owners(self) -> Iterator[str]:
+        """Holders of blocks that live here."""
+        return map(holders.ticket, self._freezing)
 
     async def freeze(self, order: FreezeOrder) -> FrozenSequence:
         """Raises NotFound: it does not decode here, or it is frozen already. Once asked for, it happens, whether or not

@@ -5,15 +5,19 @@ BlockSource): every call becomes a command to the step thread, which owns the po
 """
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from cluster.errors import TandemError
+from cluster import holders
+from cluster.errors import InternalError, TandemError
 from cluster.hashing import NewChain, hash_prompt
 from cluster.messages import DecodeJob, MemberId
 from decode_worker import commands
 from kvtransfer.block_source import Reservation
 from kvtransfer.importer import Expected, Imported, Importer
+
+_LOG = logging.getLogger("tandem.decode.imports")
 
 
 @dataclass(slots=True)
@@ -50,6 +54,10 @@ class Imports:
 
     def __len__(self) -> int:
         return len(self._imports)
+
+    def owners(self) -> Iterator[str]:
+        """Holders of blocks that live here."""
+        return map(holders.hand_off, self._imports)
 
     def start(self, job: DecodeJob) -> None:
         """Pulls the job's KV and admits it."""
@@ -119,6 +127,9 @@ class Imports:
             )
         except TandemError as error:
             self._on_failed(entry.job, error)
+        except Exception as error:  # noqa: BLE001 - the importer has given the blocks back, and the router must be told
+            _LOG.exception("request %s: the import failed", entry.job.request_id)
+            self._on_failed(entry.job, InternalError(f"the import failed: {type(error).__name__}: {error}"))
         else:
             self._admit(handoff_id, entry, imported)
 

@@ -1,7 +1,7 @@
 """The sequences that have not ended, by router and handle, with their groups and deadlines. Pure. Owned by the decode
 scheduler."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import count
 
@@ -30,6 +30,10 @@ class LiveSequences:
 
     def __contains__(self, key: tuple[MemberId, int]) -> bool:
         return key in self._sequences
+
+    def names(self) -> Iterable[tuple[MemberId, int]]:
+        """Routers and handles."""
+        return self._sequences.keys()
 
     def get(self, router: MemberId, handle: int) -> Sequence | None:
         return self._sequences.get((router, handle))

@@ -5,7 +5,7 @@ an argument.
 """
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from cluster.errors import QueueFull
@@ -37,6 +37,10 @@ class LiveHandles:
     @property
     def num_waiting_jobs(self) -> int:
         return len(self._waiting)
+
+    def names(self) -> Iterator[tuple[MemberId, int]]:
+        """Routers and handles."""
+        return ((router, handle) for router, handles in self._live.items() for handle in handles)
 
     def of(self, router: MemberId) -> frozenset[int]:
         return frozenset(self._live.get(router, ()))

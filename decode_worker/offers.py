@@ -6,6 +6,7 @@ choices of one prompt are frozen one by one.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 
 from decode_worker.commands import Tail
 from decode_worker.sequences import Sequence
@@ -21,6 +22,10 @@ class Offers:
 
     def __len__(self) -> int:
         return len(self._tickets)
+
+    @property
+    def ticket_ids(self) -> Iterable[bytes]:
+        return self._tickets.keys()
 
     @property
     def leases(self) -> Counter[int]:

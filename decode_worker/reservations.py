@@ -3,8 +3,9 @@
 A hand-off is given all its blocks at once or none, in the policy's order; nobody holds half and waits for more.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from engine.block_pool import BlockPool
 from engine.policies import Rank, Work
@@ -40,6 +41,11 @@ class Reservations:
     @property
     def num_waiting(self) -> int:
         return len(self._claims)
+
+    @property
+    def handoff_ids(self) -> Iterator[int]:
+        """Of those that wait, and of those that hold blocks."""
+        return chain(self._claims, self._grants)
 
     @property
     def granted_block_ids(self) -> list[int]:
@@ -89,5 +95,5 @@ class Reservations:
             return
         foreign = quarantined - set(grant.block_ids)
         assert not foreign, f"hand-off {handoff_id} quarantines {sorted(foreign)}, which it does not hold"
-        self._pool.quarantine(sorted(quarantined))
+        self._pool.quarantine(sorted(quarantined), handoff_id)
         self._pool.release([block_id for block_id in grant.block_ids if block_id not in quarantined])

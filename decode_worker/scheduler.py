@@ -6,6 +6,7 @@ slot or a block is the batch's rule. Decodes come first in every step; what they
 
 from dataclasses import replace
 
+from cluster import holders
 from cluster.errors import DeadlineExceeded, InternalError, TandemError
 from cluster.hashing import NATIVE, NewChain
 from cluster.messages import FinishReason, Inspect, Inspected, MemberId, SampledToken
@@ -169,6 +170,17 @@ class DecodeScheduler:
         self._batch.check(self._live.check())
         self._batch.pool.check_leases(self._offers.leases)
 
+    def holders(self) -> frozenset[str]:
+        """Everything that holds blocks, or waits for them."""
+        handoff_ids = (*self._batch.reservations.handoff_ids, *self._batch.pool.quarantined_for)
+        return frozenset(
+            (
+                *map(holders.hand_off, handoff_ids),
+                *map(holders.ticket, self._offers.ticket_ids),
+                *(holders.sequence(router, handle) for router, handle in self._live.names()),
+            )
+        )
+
     # Steps
 
     def _plan(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
@@ -298,4 +310,5 @@ class DecodeScheduler:
             **self._speculation.figures,
         }
         blocks = self._batch.pool.counts()
-        return Inspected(inspection_id, blocks, {name: float(n) for name, n in figures.items()}, violation)
+        numbers = {name: float(n) for name, n in figures.items()}
+        return Inspected(inspection_id, blocks, numbers, violation, self.holders())

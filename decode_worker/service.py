@@ -6,11 +6,11 @@ when this worker leaves. Never touches a block.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import grpc
 
-from cluster import wire
+from cluster import holders, wire
 from cluster.errors import DrainIncomplete, Draining, HandOffFailed, InvalidRequest, TandemError, Unavailable, Unhealthy
 from cluster.hashing import NewChain
 from cluster.messages import DecodeJob, Inspected, MemberId
@@ -184,6 +184,12 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                 f"{len(self._handles)} sequence(s) were left after {grace_s:g} s, which their routers start again"
                 " elsewhere; give it more --drain-grace-s, or the pool another worker"
             ) from None
+
+    def owners(self) -> Iterator[str]:
+        """Holders of blocks that live here."""
+        yield from (holders.sequence(router, handle) for router, handle in self._handles.names())
+        yield from self.imports.owners()
+        yield from self.exports.owners()
 
     def end_work(self, _: Unhealthy) -> None:
         """Every stream ends, with what `refuse_if_unhealthy` raises; what ran for its router is cancelled."""

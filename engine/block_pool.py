@@ -41,7 +41,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
         self._leases: dict[int, int] = {}  # of each leased block, how many
-        self._quarantined: set[int] = set()
+        self._quarantined: dict[int, int] = {}  # of each quarantined block, the hand-off that may still write to it
         self._num_held = 0
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the warmest block first
         self._cache = PrefixCache(eviction_of(eviction, num_blocks))
@@ -175,15 +175,20 @@ class BlockPool:
                     self._let_go(block_id)
         self._story.append(("end_lease", tuple(block_ids)))
 
-    def quarantine(self, block_ids: Iterable[int]) -> None:
-        """Turns the only reference to each into quarantine."""
+    @property
+    def quarantined_for(self) -> frozenset[int]:
+        """Hand-offs that may still write to quarantined blocks."""
+        return frozenset(self._quarantined.values())
+
+    def quarantine(self, block_ids: Iterable[int], handoff_id: int) -> None:
+        """Turns the only reference to each into quarantine, until this hand-off cannot write to them."""
         block_ids = tuple(block_ids)
         for block_id in block_ids:
             is_alone = self._references[block_id] == 1 and block_id not in self._leases
             self._require(is_alone and block_id not in self._cache, "quarantine", block_id)
             self._references[block_id] = 0
             self._num_held -= 1
-            self._quarantined.add(block_id)
+            self._quarantined[block_id] = handoff_id
         self._story.append(("quarantine", block_ids))
 
     def end_quarantine(self, block_ids: Iterable[int]) -> None:
@@ -191,7 +196,7 @@ class BlockPool:
         block_ids = tuple(block_ids)
         for block_id in block_ids:
             self._require(block_id in self._quarantined, "end_quarantine", block_id)
-            self._quarantined.remove(block_id)
+            del self._quarantined[block_id]
             self._free.append(block_id)
         self._story.append(("end_quarantine", block_ids))
 
@@ -236,13 +241,12 @@ class BlockPool:
         referenced = {block_id for block_id, references in enumerate(self._references) if references}
         leased = set(self._leases)
         assert len(referenced - leased) == self._num_held, f"{counts}, but {len(referenced)} are referred to"
-        for users in (referenced, leased, self._quarantined):
+        quarantined = set(self._quarantined)
+        for users in (referenced, leased, quarantined):
             assert not free & users, f"free and in use: {self._tell(min(free & users))}"
         for users in (referenced, leased):
-            assert not users & self._quarantined, (
-                f"quarantined and in use: {self._tell(min(users & self._quarantined))}"
-            )
-        for unusable in (free, self._quarantined):
+            assert not users & quarantined, f"quarantined and in use: {self._tell(min(users & quarantined))}"
+        for unusable in (free, quarantined):
             assert not any(block_id in self._cache for block_id in unusable), f"cached and not to be used: {unusable}"
         self._cache.check(in_use=referenced | leased)
 

@@ -98,6 +98,8 @@ class ChannelReads:
 
     def _take_in(self, block_ids: tuple[int, ...], unverified: frozenset[int]) -> tuple[bytes, ...]:
         """Off the event loop, unless it is short. A block whose digest is wrong is read again, or dropped with all."""
+        if self._is_destroyed:  # an executor that could not start its thread may run this long after it refused it
+            raise TransportError("the channel was destroyed")
         wanted = [block_id for block_id in block_ids if block_id not in unverified]
         digests = dict(zip(wanted, digest_blocks(self._wire.memory, wanted, self._digests), strict=True))
         self._wire.decode(block_ids)

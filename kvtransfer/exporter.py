@@ -9,11 +9,11 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from cluster import tickets
+from cluster import holders, tickets
 from cluster.clock import Clock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
@@ -111,6 +111,10 @@ class Exporter:
     def num_live_tickets(self) -> int:
         """Issued and not yet released: what a drain waits for."""
         return len(self._tickets)
+
+    def owners(self) -> Iterator[str]:
+        """Holders of blocks that live here."""
+        return map(holders.ticket, self._tickets)
 
     async def start(self) -> None:
         """Opens the transports. Raises OSError. What digests need once (kernels, matrices) is made now: it takes longer
@@ -281,7 +285,7 @@ class Exporter:
         if len(block_ids) * self._wire.memory.block_bytes <= self._wire.short_bytes:
             digesting = asyncio.create_task(self._prepare_here(block_ids))
         else:
-            digesting = asyncio.wrap_future(self._digester.submit(self._prepare, block_ids))
+            digesting = asyncio.create_task(self._prepare_off_the_loop(block_ids))
         digesting.add_done_callback(lambda digests: self._on_digests(batch, digests))
 
     def _on_digests(self, batch: Sequence[_Written], digests: asyncio.Future[tuple[bytes, ...]]) -> None:
@@ -303,6 +307,9 @@ class Exporter:
 
     async def _prepare_here(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
         return self._prepare(block_ids)
+
+    async def _prepare_off_the_loop(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
+        return await asyncio.wrap_future(self._digester.submit(self._prepare, block_ids))
 
     def _prepare(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
         """Off the event loop, unless it is short: what travels, and its digests; empty ones where none are computed."""

@@ -92,8 +92,10 @@ class ImportCall:
                         self._listener.on_message(message)
         finally:
             writer.cancel()
-            await asyncio.wait([writer])
-            call.cancel()
+            try:
+                await asyncio.wait([writer])
+            finally:
+                call.cancel()
 
     async def _write(self, call: _Call, limit: asyncio.Timeout) -> None:
         try:

@@ -29,7 +29,7 @@ from kvtransfer.import_state import Reading
 from kvtransfer.import_ways import ImportWays
 from kvtransfer.pairs import PairBook
 from kvtransfer.ready_calls import ReadyCalls
-from kvtransfer.transports.base import ImporterTransport, TransportError
+from kvtransfer.transports.base import ImporterTransport
 from kvtransfer.verification import VerifyMode, unverified_places
 from kvtransfer.wire_format import WireFormat
 from tandem.v1 import kv_pb2
@@ -82,7 +82,7 @@ class ImportRun:
     ) -> None:
         loop = asyncio.get_running_loop()
         self._means, self._ticket, self._signed_ticket, self._plan = means, ticket, signed_ticket, plan
-        self._handoff_id, self._blocks = handoff_id, blocks
+        self.handoff_id, self._blocks = handoff_id, blocks
         self.answer: asyncio.Future[Admitted] = loop.create_future()
         self._ended = asyncio.Event()
         self._began_s = means.clock.now_s()
@@ -220,9 +220,9 @@ class ImportRun:
 
     async def _reserve(self, num_blocks: int) -> None:
         try:
-            reservation = await self._blocks.reserve(self._handoff_id, num_blocks)
-        except TandemError as error:
-            self._cause = error.detail if isinstance(error, HandOffFailed) else error.message
+            reservation = await self._blocks.reserve(self.handoff_id, num_blocks)
+        except Exception as error:  # noqa: BLE001 - this hand-off ends now, and gives everything back
+            self._cause = _told(error)
             self._take(events.Unreservable())
         else:
             self._take(events.Reserved(reservation.block_ids, reservation.num_cached, self._unverified(reservation)))
@@ -243,22 +243,22 @@ class ImportRun:
                 means = self._means
                 channel = await self._ways.open()
                 self._reads = ChannelReads(channel, means.wire, means.verifier, self._digests, self._ways.was_read)
-        except (TransportError, OSError, RuntimeError, MemoryError) as error:  # the latter three: memory and device
+        except Exception as error:  # noqa: BLE001 - memory, device or library: nothing was written
             self._has_failed(error)
-            self._take(events.OpenFailed(read.read_id, str(error)))
+            self._take(events.OpenFailed(read.read_id, self._cause))
             return
         try:
             digests = await self._reads.read(read.remote_block_ids, read.local_block_ids, read.unverified)
-        except (TransportError, OSError, RuntimeError, MemoryError) as error:
+        except Exception as error:  # noqa: BLE001 - memory, device or library: the channel is destroyed
             self._has_failed(error)
-            self._take(events.ReadFailed(read.read_id, str(error)))
+            self._take(events.ReadFailed(read.read_id, self._cause))
         else:
             reading = self._state.reading
             self._take(events.ReadCompleted(read.read_id, digests))
             asyncio.get_running_loop().call_soon(self._count_checked, reading, digests)  # what follows leaves first
 
     def _has_failed(self, error: Exception) -> None:
-        self._cause = str(error)
+        self._cause = _told(error)
         if not self._is_destroying:  # by ourselves, which says nothing about the way
             self._ways.failed()
 
@@ -288,7 +288,7 @@ class ImportRun:
         if self._reservation is not None:
             self._reservation.cancel()
         self._means.counters.quarantined(len(quarantined))
-        self._blocks.discard(self._handoff_id, quarantined)
+        self._blocks.discard(self.handoff_id, quarantined)
 
     def _fall_back(self, reason: events.FallBackReason) -> None:
         if reason is events.FallBackReason.READ_TIMEOUT:  # nobody else says so: the read had not failed
@@ -309,7 +309,7 @@ class ImportRun:
         self._means.counters.moved(transport=self._ways.transport, num_bytes=kv_bytes)
         admitted = Admitted(action, self._ways.transport, kv_bytes, now_s - self._finished_s, now_s - self._began_s)
         if self.answer.done():  # the request went away in this turn of the loop
-            self._blocks.discard(self._handoff_id, frozenset())
+            self._blocks.discard(self.handoff_id, frozenset())
         else:
             self.answer.set_result(admitted)
 
@@ -334,3 +334,9 @@ class ImportRun:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             _LOG.error("hand-off for request %s", self._ticket.request_id, exc_info=task.exception())
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, HandOffFailed):
+        return error.detail
+    return error.message if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"

@@ -6,13 +6,13 @@ been proven quiet. Never owns blocks: it asks a BlockSource for them and says wh
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import grpc
 
-from cluster import tickets
+from cluster import holders, tickets
 from cluster.clock import Clock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
@@ -112,6 +112,10 @@ class Importer:
         """Hand-offs that go on, or have given their answer but may still write to the pool."""
         return len(self._runs)
 
+    def owners(self) -> Iterator[str]:
+        """Holders of blocks that live here."""
+        return (holders.hand_off(run.handoff_id) for run in self._runs.values())
+
     async def import_blocks(
         self, *, handoff_id: int, signed_ticket: bytes, expected: Expected, blocks: BlockSource
     ) -> Imported:
@@ -135,9 +139,9 @@ class Importer:
         waiter.add_done_callback(self._runs.pop)
         try:
             return _imported(await run.answer)
-        except asyncio.CancelledError:
-            run.cancel()
-            if run.was_admitted:  # in the same turn of the loop, but nobody will see it
+        except BaseException:
+            run.cancel()  # nothing, where it has ended
+            if run.was_admitted:  # in the same turn of the loop, but no caller will see it
                 blocks.discard(handoff_id, frozenset())
             raise
 

@@ -6,10 +6,10 @@ whole at once: sealed blocks only, no tail, and no choice that goes on from it.
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from cluster import tickets, wire
+from cluster import holders, tickets, wire
 from cluster.errors import InvalidRequest
 from cluster.hashing import HASH_BYTES
 from kvtransfer.exporter import Exporter
@@ -33,6 +33,10 @@ class PrefixOffers:
         self._release = release
         self._asked: dict[bytes, asyncio.Future[tuple[int, ...]]] = {}
 
+    def owners(self) -> Iterator[str]:
+        """Holders of blocks that live here."""
+        return map(holders.ticket, self._asked)
+
     async def offer(self, request: kv_pb2.OfferPrefixRequest) -> kv_pb2.OfferPrefixResponse:
         """Raises InvalidRequest."""
         importer = wire.member_from_wire(request.importer)
@@ -40,15 +44,19 @@ class PrefixOffers:
         block_ids, ticket_id = await self._find(hashes, max(1, request.min_blocks))
         if not block_ids:
             return kv_pb2.OfferPrefixResponse()
-        issued = self._exporter.issue(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            importer=importer,
-            num_tokens=len(block_ids) * self._block_size,
-            prompt_hash=hashes[len(block_ids) - 1],  # it covers all before it
-            num_choices=0,
-            ticket_id=ticket_id,
-        )
+        try:
+            issued = self._exporter.issue(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                importer=importer,
+                num_tokens=len(block_ids) * self._block_size,
+                prompt_hash=hashes[len(block_ids) - 1],  # it covers all before it
+                num_choices=0,
+                ticket_id=ticket_id,
+            )
+        except BaseException:
+            self._release(ticket_id)
+            raise
         self._exporter.seal(ticket_id, first_index=0, block_ids=block_ids)
         self._exporter.finish(ticket_id, first_tokens=(), tail=None)
         self._exporter.expect_soon(ticket_id)  # or, stopped meanwhile, we answer one who has long given up
@@ -68,9 +76,9 @@ class PrefixOffers:
         try:
             self._ask(ticket_id, tuple(hashes), min_blocks)
             return await answer, ticket_id
-        except asyncio.CancelledError:
+        except BaseException:
             if answer.done() and not answer.cancelled() and answer.result():
-                self._release(ticket_id)  # leased, and nobody to tell
+                self._release(ticket_id)  # leased, and no caller to issue a ticket
             raise
         finally:
             del self._asked[ticket_id]

@@ -2,17 +2,18 @@
 
 Owns the one measurement that goes on. It reads into blocks that it reserves as a hand-off does and gives back unread: a
 few of those that are free, so that hand-offs beside it find room. A way that does not become quiet leaves its blocks in
-quarantine until it does.
+quarantine until it does; where that cannot be proven, the worker is unhealthy.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc
 
+from cluster import holders
 from cluster.clock import Clock
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
 from cluster.kv_wire import epoch_from_wire, fingerprint_to_wire
@@ -55,6 +56,7 @@ class ProbeMeans:
     connect: Callable[[str], grpc.aio.Channel]
     pairs: PairBook  # learns from each measurement too
     clock: Clock
+    unhealthy: Callable[[str], None]  # of blocks that only a restart of the process gives back
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +68,12 @@ class Destination:
     num_free: Callable[[], Awaitable[int]]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Lent:
     """Blocks reserved for one measurement, and ways that may still write to them."""
 
-    block_ids: tuple[int, ...]
+    probe_id: int
+    block_ids: tuple[int, ...] = ()
     unquiet: list[asyncio.Task[None]] = field(default_factory=list)
 
 
@@ -78,7 +81,12 @@ class PairProbe:
     def __init__(self, means: ProbeMeans, destination: Destination) -> None:
         self._means, self._destination = means, destination
         self._is_running = False
+        self._lent: set[_Lent] = set()
         self._lingering: set[asyncio.Task[None]] = set()
+
+    def owners(self) -> Iterator[str]:
+        """Holders of blocks that live here."""
+        return (holders.hand_off(lent.probe_id) for lent in self._lent)
 
     async def measure(self, request: worker_pb2.MeasurePairRequest) -> worker_pb2.MeasurePairResponse:
         """Raises Overloaded (one is running here or there, or no blocks are free), Unavailable, HandOffFailed (layouts
@@ -103,29 +111,44 @@ class PairProbe:
         num_blocks = min(wanted, num_free // _SHARE_OF_FREE)
         if num_blocks == 0:
             raise Overloaded(f"{num_free} blocks are free here; a measurement takes a {_SHARE_OF_FREE}th of them")
-        probe_id = self._destination.new_id()
-        lent = _Lent(())
+        lent = _Lent(self._destination.new_id())
+        self._lent.add(lent)
         try:
             try:
                 async with asyncio.timeout(_RESERVE_S):
-                    reservation = await source.reserve(probe_id, num_blocks)
+                    reservation = await source.reserve(lent.probe_id, num_blocks)
             except TimeoutError:
                 raise Overloaded(f"no {num_blocks} blocks became free within {_RESERVE_S} s") from None
-            lent = _Lent(reservation.block_ids[reservation.num_cached :])
+            lent.block_ids = reservation.block_ids[reservation.num_cached :]
             yield lent
         finally:
-            source.discard(probe_id, frozenset(lent.block_ids if lent.unquiet else ()))
-            if lent.unquiet:
-                self._linger(lent)
+            self._give_back(lent)
 
-    def _linger(self, lent: _Lent) -> None:
-        async def give_back() -> None:
-            await asyncio.gather(*lent.unquiet, return_exceptions=True)
-            self._destination.blocks.quiet(frozenset(lent.block_ids))
+    def _give_back(self, lent: _Lent) -> None:
+        """Without an await: however often the measurement is cancelled, blocks that are not proven quiet go to
+        quarantine."""
+        source = self._destination.blocks
+        source.discard(lent.probe_id, frozenset(lent.block_ids if lent.unquiet else ()))
+        if not lent.unquiet:
+            self._lent.discard(lent)
+            return
 
-        task = asyncio.create_task(give_back(), name="a probe becomes quiet")
+        async def until_quiet() -> None:
+            for ending in lent.unquiet:
+                await ending  # one that raises proves nothing: then the blocks stay where they are
+            source.quiet(frozenset(lent.block_ids))
+            self._lent.discard(lent)
+
+        self._keep(asyncio.create_task(until_quiet(), name="a probe becomes quiet"))
+
+    def _keep(self, task: "asyncio.Task[None]") -> None:
         self._lingering.add(task)
-        task.add_done_callback(self._lingering.discard)
+        task.add_done_callback(self._on_lingered)
+
+    def _on_lingered(self, task: "asyncio.Task[None]") -> None:
+        self._lingering.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._means.unhealthy(f"the channel of a probe cannot be proven quiet: {task.exception()}")
 
     @asynccontextmanager
     async def _opened(self, exporter: MemberId, address: str) -> AsyncIterator[kv_pb2.OpenProbeResponse]:
@@ -187,18 +210,30 @@ class PairProbe:
 
     async def _time(self, way: "_Way", lent: _Lent) -> Estimate:
         """Raises one of _READ_ERRORS, TimeoutError."""
-        async with asyncio.timeout(_OPEN_S):
-            channel = await way.transport.open(way.epoch, way.endpoint)
+        channel = await self._open(way)
         is_clean = False
         try:
             estimate = await self._read_and_fit(way, channel, lent.block_ids)
             is_clean = True
             return estimate
         finally:
-            ending = asyncio.create_task(channel.release() if is_clean else channel.destroy())
+            ending = asyncio.create_task(_released(channel) if is_clean else channel.destroy())
+            lent.unquiet.append(ending)  # before the wait, which may be cancelled
             await asyncio.wait([ending], timeout=_QUIET_S)
-            if not ending.done():
-                lent.unquiet.append(ending)
+            if ending.done() and not ending.cancelled() and ending.exception() is None:
+                lent.unquiet.remove(ending)
+
+    async def _open(self, way: "_Way") -> Channel:
+        """Raises as the transport's `open`, and TimeoutError. Where this is cancelled as the channel opens, the channel
+        is destroyed."""
+        opening = asyncio.create_task(way.transport.open(way.epoch, way.endpoint))
+        try:
+            async with asyncio.timeout(_OPEN_S):
+                return await asyncio.shield(opening)
+        except BaseException:
+            opening.cancel()
+            self._keep(asyncio.create_task(_end_opening(opening), name="a probe's channel ends"))
+            raise
 
     async def _read_and_fit(self, way: "_Way", channel: Channel, local: Sequence[int]) -> Estimate:
         largest = await self._warm_up(way, channel, local)
@@ -238,6 +273,20 @@ class PairProbe:
             num_blocks = min(piece_blocks, len(remote) - start)
             pieces.append((num_blocks, self._means.clock.now_s() - began_s))
         return pieces
+
+
+async def _released(channel: Channel) -> None:
+    """Every read of it has completed: an error says nothing about the blocks."""
+    with contextlib.suppress(*_READ_ERRORS):
+        await channel.release()
+
+
+async def _end_opening(opening: "asyncio.Task[Channel]") -> None:
+    """Destroy a channel by which nothing was read, if it has opened."""
+    await asyncio.wait([opening])
+    if not opening.cancelled() and opening.exception() is None:
+        with contextlib.suppress(*_READ_ERRORS):
+            await opening.result().destroy()
 
 
 @dataclass(frozen=True, slots=True)

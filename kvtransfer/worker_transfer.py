@@ -1,7 +1,7 @@
 """Both halves of one worker: what others may read of it, and what it reads of others, over one set of transports."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from cluster.clock import Clock
 from cluster.config import WorkerConfig
@@ -86,6 +86,7 @@ class WorkerTransfer:
             connect=self._life.connect,
             pairs=self.pairs,
             clock=self._clock,
+            unhealthy=lambda detail: self._life.fatal(InternalError(detail)),
         )
         return PairProbe(means, destination)
 
@@ -102,6 +103,11 @@ class WorkerTransfer:
         self._opening.close()
         await self.importer.close()
         await self.exporter.close()
+
+    def owners(self) -> Iterator[str]:
+        """Holders of blocks that live here."""
+        for part in (self.exporter, self.importer, self.prefixes):
+            yield from part.owners()
 
     def figures(self) -> dict[str, float]:
         return self.counters.totals | {

@@ -90,7 +90,12 @@ class _Worker:
             self.steps.post, vocab_size=engine.model_info.vocab_size, timeout_s=canary_timeout_s(life.config)
         )
         self.watch = watch_over(
-            self.steps, self._canary, life=life, clock=clock, end_work=lambda error: self.service.end_work(error)
+            self.steps,
+            self._canary,
+            life=life,
+            clock=clock,
+            end_work=lambda error: self.service.end_work(error),
+            owners=self._owners,
         )
         self.transfer = WorkerTransfer(
             life=life,
@@ -204,6 +209,12 @@ class _Worker:
         parts = [part.figures() for part in (self.transfer, self.pulls, self.tiers) if part is not None]
         figures = {name: figure for figures in parts for name, figure in figures.items()}
         return figures | self.watch.health.figures()
+
+    def _owners(self) -> Iterator[str]:
+        """Holders of blocks that live on the event loop."""
+        for part in (self._canary, self.service, self.transfer, self.pulls, self.tiers):
+            if part is not None:
+                yield from part.owners()
 
     def _ask_for_prefix(self, ticket_id: bytes, block_hashes: tuple[bytes, ...], min_blocks: int) -> None:
         self.steps.post(commands.OfferPrefix(ticket_id, block_hashes, min_blocks))

@@ -2,8 +2,9 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from cluster import holders
 from cluster.canary import prompt_of
 from cluster.messages import PrefillJob, Sampling, TokenStops
 from prefill_worker import commands
@@ -44,6 +45,10 @@ class PrefillCanary:
         if self._ticket_id in self._own:
             self._own[self._ticket_id] = None
             self._post(commands.Cancel(self._ticket_id))
+
+    def owners(self) -> Iterator[str]:
+        """Holders of blocks that live here."""
+        return map(holders.ticket, self._own)
 
     def take(self, events: tuple[commands.Event, ...]) -> tuple[commands.Event, ...]:
         """Those that are others'."""

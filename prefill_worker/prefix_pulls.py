@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import grpc
 
+from cluster import holders
 from cluster.clock import Clock
 from cluster.errors import HandOffFailed, HandOffReason, TandemError
 from cluster.hashing import NATIVE, BlockChain, NewChain
@@ -62,6 +63,10 @@ class PrefixPulls:
 
     def figures(self) -> dict[str, float]:
         return {"prefixes_pulled": float(self._num_pulls), "tokens_pulled": float(self._tokens_pulled)}
+
+    def owners(self) -> Iterator[str]:
+        """Holders of blocks that live here."""
+        return map(holders.hand_off, self._hashes)
 
     async def fetch(self, job: PrefillJob) -> int:
         """Brings what is worth it into the cache. Answers how many of the job's tokens came. Never raises for it."""
@@ -157,6 +162,9 @@ class PrefixPulls:
             outcome = error.handoff_reason if isinstance(error, HandOffFailed) else error.reason
         except grpc.aio.AioRpcError:
             outcome = "unreachable"
+        except Exception:  # noqa: BLE001 - a pull is best-effort: its failure is logged, and costs a miss
+            outcome = "failed"
+            _LOG.exception("request %s: a prefix was not pulled", job.request_id)
         if outcome not in ("ok", "gone", HandOffReason.NOT_ENOUGH_BLOCKS):
             self._left_alone_until_s[pull.holder.member] = self._means.clock.now_s() + _LEFT_ALONE_S
             _LOG.info("request %s: no prefix from %s: %s", job.request_id, pull.holder.member, outcome)

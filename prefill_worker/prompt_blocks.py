@@ -6,8 +6,9 @@ Owned by the prefill scheduler, which decides who gets them.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from cluster import holders
 from cluster.hashing import BlockChain
 from engine.block_pool import BlockPool
 from engine.schedule import blocks_for, sealed_blocks, tail_length
@@ -97,6 +98,12 @@ class PromptBlocks:
             return PullReserved(command.pull_id, None, 0)
         block_ids, num_cached = granted
         return PullReserved(command.pull_id, block_ids, num_cached)
+
+    def holders(self) -> Iterator[str]:
+        """Of blocks that no job holds: tickets that have ended, and prefixes on their way."""
+        yield from map(holders.ticket, self._leased)
+        yield from map(holders.hand_off, self.pulled.pull_ids)
+        yield from map(holders.hand_off, self.pool.quarantined_for)
 
     def check(self, jobs: Iterable[Running]) -> None:
         """Raises AssertionError when the pool and `jobs`, all that run, disagree."""

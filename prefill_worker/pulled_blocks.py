@@ -3,7 +3,7 @@
 A pull is given all its blocks at once and now, or none: it may help a prompt, it may never keep one waiting.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.block_pool import BlockPool
 
@@ -15,6 +15,10 @@ class PulledBlocks:
 
     def __len__(self) -> int:
         return len(self._pulls)
+
+    @property
+    def pull_ids(self) -> Iterable[int]:
+        return self._pulls.keys()
 
     @property
     def block_ids(self) -> list[int]:
@@ -45,5 +49,5 @@ class PulledBlocks:
         block_ids = self._pulls.pop(pull_id, ())
         foreign = quarantined - set(block_ids)
         assert not foreign, f"pull {pull_id} quarantines {sorted(foreign)}, which it does not hold"
-        self._pool.quarantine(sorted(quarantined))
+        self._pool.quarantine(sorted(quarantined), pull_id)
         self._pool.release([block_id for block_id in block_ids if block_id not in quarantined])

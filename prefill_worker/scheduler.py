@@ -6,6 +6,7 @@ by chunks. One that runs may be passed over, and keeps its blocks: by those that
 everybody when it is of the batch class. Owns the table of jobs, and the blocks (prompt_blocks.py).
 """
 
+from cluster import holders
 from cluster.errors import Cancelled, Draining, InternalError, InvalidRequest, QueueFull, TandemError
 from cluster.hashing import NATIVE, NewChain
 from cluster.messages import Inspect, Inspected, PrefillJob, SampledToken
@@ -144,6 +145,11 @@ class PrefillScheduler:
         """Raises AssertionError when the pool and the jobs disagree."""
         self._blocks.check(self._jobs.running)
 
+    def holders(self) -> frozenset[str]:
+        """Everything that holds blocks, or waits for them."""
+        jobs: list[Waiting | Running] = [*self._jobs.queue, *self._jobs.running]
+        return frozenset((*self._blocks.holders(), *(holders.ticket(job.ticket_id) for job in jobs)))
+
     def _submit(self, ticket_id: bytes, job: PrefillJob, now_s: float) -> Event:
         is_used = self._blocks.has_leased(ticket_id) or self._jobs.find_waiting(ticket_id) is not None
         assert not is_used, f"ticket {ticket_id.hex()} used twice"
@@ -249,5 +255,9 @@ class PrefillScheduler:
             "prompts_failed": self._prompts_failed,
         }
         return Inspected(
-            inspection_id, self._blocks.pool.counts(), {name: float(n) for name, n in figures.items()}, violation
+            inspection_id,
+            self._blocks.pool.counts(),
+            {name: float(n) for name, n in figures.items()},
+            violation,
+            self.holders(),
         )

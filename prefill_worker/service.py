@@ -6,13 +6,13 @@ blocks go to the exporter and first tokens to the call that waits for them. Neve
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
 
-from cluster import tickets, wire
+from cluster import holders, tickets, wire
 from cluster.errors import Draining, HandOffReason, InvalidRequest, QueueFull, Unhealthy
 from cluster.hashing import hash_prompt
 from cluster.heartbeats import HeartbeatFeed
@@ -165,6 +165,10 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     @property
     def num_calls(self) -> int:
         return len(self._calls)
+
+    def owners(self) -> Iterator[str]:
+        """Holders of blocks that live here."""
+        return map(holders.ticket, self._calls)
 
     def end_work(self, error: Unhealthy) -> None:
         """Every call ends with this; the step thread forgets their jobs as soon as it can."""

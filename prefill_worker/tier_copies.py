@@ -20,7 +20,7 @@ from prefill_worker.tier_index import Place, Store
 
 _LOG = logging.getLogger("tandem.prefill.tiers")
 _DIGESTS = SUMS  # what every version makes of a file: they find each other's, and on a host all cost the same
-OK, DAMAGED, UNREADABLE, UNWRITABLE = "ok", "damaged", "unreadable", "unwritable"
+OK, DAMAGED, UNREADABLE, UNWRITABLE, LATE = "ok", "damaged", "unreadable", "unwritable", "late"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,14 @@ class TierCopies:
     def fetch(self, jobs: Sequence[tuple[Place, int]], stop: threading.Event) -> Fetched:
         """Of each (place, pool block), until one fails or it is told to stop."""
         started_s, outcome, num_blocks = time.monotonic(), OK, 0
-        for place, block_id in jobs:
-            outcome = "late" if stop.is_set() else self._fetch(place, block_id)
-            if outcome != OK:
-                break
-            num_blocks += 1
-        self._end_copies()
+        try:
+            for place, block_id in jobs:
+                outcome = LATE if stop.is_set() else self._fetch(place, block_id)
+                if outcome != OK:
+                    break
+                num_blocks += 1
+        finally:  # what has begun to be copied must not be written after this call
+            self._end_copies()
         return Fetched(num_blocks, outcome, time.monotonic() - started_s)
 
     def flush(self, places: Sequence[Place], for_s: float) -> int:

@@ -196,7 +196,7 @@ class DecodeBlocks:
     def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
         block_ids = self.granted.pop(handoff_id, ())
         assert quarantined <= set(block_ids)
-        self.pool.quarantine(sorted(quarantined))
+        self.pool.quarantine(sorted(quarantined), handoff_id)
         self.pool.release([block_id for block_id in block_ids if block_id not in quarantined])
         self._wake()
 

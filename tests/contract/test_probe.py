@@ -76,6 +76,7 @@ class Rig:
     address: str
     pairs: PairBook
     schedule: FaultSchedule
+    unhealthy: list[str]
 
     def probe(self, num_free: Callable[[], Awaitable[int]] | None = None) -> PairProbe:
         async def free() -> int:
@@ -154,7 +155,7 @@ async def probe_rig(
         open_s=open_s,
     )
     kv_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(exporter=exporter, probes=opening), server.grpc)
-    pairs = PairBook([importer.name for importer in importers])
+    pairs, unhealthy = PairBook([importer.name for importer in importers]), list[str]()
     means = ProbeMeans(
         member=IMPORTER,
         layout=LAYOUT,
@@ -164,11 +165,13 @@ async def probe_rig(
         connect=open_channel,
         pairs=pairs,
         clock=MonotonicClock(),
+        unhealthy=unhealthy.append,
     )
     await exporter.start()
     await server.start()
     try:
-        yield Rig(source, target, exporters, opening, means, DecodeBlocks(NUM_BLOCKS), address, pairs, schedule)
+        blocks = DecodeBlocks(NUM_BLOCKS)
+        yield Rig(source, target, exporters, opening, means, blocks, address, pairs, schedule, unhealthy)
     finally:
         for importer in importers:
             await importer.close()

@@ -225,7 +225,7 @@ async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
         refuse_if_unhealthy=lambda: None,
         vocab_size=engine.model_info.vocab_size,
         cluster_key=_KEY,
-        inspections=Inspections(steps.post),
+        inspections=Inspections(steps.post, lambda: ()),
         telemetry=Telemetry(),
     )
     services.append(service)

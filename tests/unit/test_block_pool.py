@@ -93,7 +93,7 @@ class _Pool(RuleBasedStateMachine):
         place = data.draw(st.integers(0, len(self.holders) - 1))
         others = {b for i, holder in enumerate(self.holders) if i != place for b in holder} | self.leased
         block_ids = [b for b in self.holders[place] if b not in others and b not in self.contents]
-        self.pool.quarantine(block_ids)
+        self.pool.quarantine(block_ids, 1)
         self.quarantined.update(block_ids)
         self.holders[place] = tuple(b for b in self.holders[place] if b not in block_ids)
 
@@ -215,10 +215,11 @@ def test_an_illegal_operation_raises_with_the_blocks_story(operation: str) -> No
     assert block_ids is not None
     pool.release(block_ids)
 
+    more = (1,) if operation == "quarantine" else ()
     with pytest.raises(
         AssertionError, match=rf"illegal {operation} of block 0 \(free, 0 references\).*reserve release"
     ):
-        getattr(pool, operation)(block_ids)
+        getattr(pool, operation)(block_ids, *more)
 
 
 def test_a_shared_or_leased_block_cannot_be_quarantined() -> None:
@@ -230,7 +231,7 @@ def test_a_shared_or_leased_block_cannot_be_quarantined() -> None:
 
     for block_ids in (shared, leased):
         with pytest.raises(AssertionError, match="illegal quarantine"):
-            pool.quarantine(block_ids)
+            pool.quarantine(block_ids, 1)
 
 
 def test_check_finds_a_block_that_is_free_and_in_use() -> None:

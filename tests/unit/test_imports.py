@@ -38,6 +38,7 @@ PURE = [
     "cluster.engine_settings",
     "cluster.errors",
     "cluster.hashing",
+    "cluster.holders",
     "cluster.lengths",
     "cluster.member",
     "cluster.messages",

@@ -209,7 +209,7 @@ class Worker:
             assert quarantined.isdisjoint(reservation.block_ids[: reservation.num_cached]), (
                 "shared blocks are read into"
             )
-            self.pool.quarantine(sorted(quarantined))
+            self.pool.quarantine(sorted(quarantined), handoff_id)
             self.let_go([block_id for block_id in reservation.block_ids if block_id not in quarantined])
 
     def quiet(self, block_ids: frozenset[int]) -> None:

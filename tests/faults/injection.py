@@ -1,0 +1,135 @@
+"""Exceptions at every point where a coroutine waits or work goes to another thread, one point per run.
+
+A first run counts the points; each later run raises at one of them. What the code under test holds by then must come
+back, whichever point it was.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+class When(Enum):
+    """Of an await that is hit."""
+
+    BEFORE_ITS_RESULT = auto()
+    WITH_ITS_RESULT = auto()  # due in one turn of the loop: the result is lost
+    TWICE = auto()  # before its result, and at the next await of the same task, in whichever cleanup that is
+
+
+class Where(Enum):
+    """Of a submission to an executor that is hit."""
+
+    NOT_SUBMITTED = auto()
+    SUBMITTED_ALL_THE_SAME = auto()  # as where no thread can be started: the work waits in the executor's queue
+    BEFORE_THE_WORK = auto()
+    AFTER_THE_WORK = auto()
+
+
+class AwaitFaults:
+    """Tasks of `package`, an event loop's new task factory makes them, meet `error` at await number `at`."""
+
+    def __init__(
+        self, package: str, at: int = -1, error: type[BaseException] = OSError, when: When | None = None
+    ) -> None:
+        self.num_awaits = 0
+        self._package, self._at, self._error, self._when = str(ROOT / package), at, error, when
+        self._is_armed = False
+
+    def install(self) -> None:
+        asyncio.get_running_loop().set_task_factory(self._make)
+        self._is_armed = True
+
+    def disarm(self) -> None:
+        self._is_armed = False
+
+    def _make(self, loop: asyncio.AbstractEventLoop, coro: Any, **more: Any) -> asyncio.Task[Any]:
+        code = getattr(coro, "cr_code", None)
+        if self._is_armed and code is not None and code.co_filename.startswith(self._package):
+            coro = self._run(coro)
+        return asyncio.Task(coro, loop=loop, **more)
+
+    async def _run(self, coro: Coroutine[Any, Any, Any]) -> Any:
+        return await _Driven(coro, self)
+
+    def hit(self) -> When | None:
+        """At a new await of whichever task."""
+        number, self.num_awaits = self.num_awaits, self.num_awaits + self._is_armed
+        return self._when if number == self._at and self._is_armed else None
+
+    def error(self) -> BaseException:
+        return self._error("injected")
+
+
+class _Driven:
+    def __init__(self, coro: Coroutine[Any, Any, Any], faults: AwaitFaults) -> None:
+        self._coro, self._faults = coro, faults
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        again = False
+        try:
+            waited = self._coro.send(None)
+            while True:
+                when = When.BEFORE_ITS_RESULT if again else self._faults.hit()
+                again = when is When.TWICE
+                if when in (When.BEFORE_ITS_RESULT, When.TWICE):
+                    if waited is not None:
+                        waited._asyncio_future_blocking = False
+                    waited = self._coro.throw(self._faults.error())
+                    continue
+                try:
+                    sent = yield waited
+                except BaseException as error:  # noqa: BLE001 - handed on, whatever it is
+                    waited = self._coro.throw(error)
+                    continue
+                if when is When.WITH_ITS_RESULT:
+                    waited = self._coro.throw(self._faults.error())
+                else:
+                    waited = self._coro.send(sent)
+        except StopIteration as stop:
+            return stop.value
+
+
+class SubmitFaults:
+    """The executors' submission number `at` fails with `error`."""
+
+    def __init__(self, at: int = -1, error: type[Exception] = OSError, where: Where | None = None) -> None:
+        self.num_submitted = 0
+        self._at, self._error, self._where = at, error, where
+        self._is_armed = True
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real_submit = ThreadPoolExecutor.submit
+        faults = self
+
+        def submit(executor: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any) -> Future[Any]:
+            where = faults._hit()
+            if where is Where.SUBMITTED_ALL_THE_SAME:
+                real_submit(executor, work, *args)
+            if where in (Where.NOT_SUBMITTED, Where.SUBMITTED_ALL_THE_SAME):
+                raise faults._error("injected")
+            return real_submit(executor, work if where is None else faults._failing(where, work), *args)
+
+        monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+
+    def disarm(self) -> None:
+        self._is_armed = False
+
+    def _hit(self) -> Where | None:
+        number, self.num_submitted = self.num_submitted, self.num_submitted + self._is_armed
+        return self._where if number == self._at and self._is_armed else None
+
+    def _failing(self, where: Where, work: Callable[..., Any]) -> Callable[..., Any]:
+        def fail(*args: Any) -> None:
+            if where is Where.AFTER_THE_WORK:
+                work(*args)
+            raise self._error("injected")
+
+        return fail

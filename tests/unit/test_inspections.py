@@ -1,0 +1,56 @@
+"""An inspection finds blocks that no living owner holds, and takes no release on its way for a leak."""
+
+import asyncio
+from collections.abc import Iterable
+
+from cluster.messages import Inspect, Inspected
+from cluster.worker_service import Inspections
+
+
+class _Worker:
+    """A step thread that holds blocks for these names, and an event loop on which these are alive."""
+
+    def __init__(self, *holders: str, alive: Iterable[str] = ()) -> None:
+        self.holders, self.alive = set(holders), set(alive)
+        self.releases: list[str] = []  # posted, and applied before the next inspection
+        self.violation = ""
+        self.num_asked = 0
+        self.inspections = Inspections(self._post, lambda: self.alive)
+
+    def _post(self, command: Inspect) -> None:
+        self.num_asked += 1
+        self.holders -= set(self.releases)
+        event = Inspected(command.inspection_id, {"held": 1}, {}, self.violation, frozenset(self.holders))
+        asyncio.get_running_loop().call_soon(self.inspections.on_inspected, event)
+
+    async def end(self, name: str) -> None:
+        """An owner releases, and is gone, while an inspection is on its way."""
+        self.releases.append(name)
+        self.alive.discard(name)
+
+
+async def test_blocks_whose_owner_is_gone_are_a_violation() -> None:
+    worker = _Worker("hand-off 1", "hand-off 2", "ticket ab", alive=["hand-off 1"])
+    examined = await worker.inspections.examine()
+    assert examined.violation == "no living owner holds the blocks of hand-off 2, ticket ab"
+
+
+async def test_holders_that_all_live_cost_one_question() -> None:
+    worker = _Worker("hand-off 1", alive=["hand-off 1", "hand-off 2"])
+    assert (await worker.inspections.examine()).violation == ""
+    assert worker.num_asked == 1
+
+
+async def test_a_release_on_its_way_is_no_leak() -> None:
+    worker = _Worker("hand-off 1", alive=["hand-off 1"])
+    examining = asyncio.create_task(worker.inspections.examine())
+    await asyncio.sleep(0)  # the question is out
+    await worker.end("hand-off 1")
+    assert (await examining).violation == ""
+    assert worker.num_asked == 2
+
+
+async def test_what_check_found_goes_first() -> None:
+    worker = _Worker("hand-off 1")
+    worker.violation = "states sum to 3"
+    assert (await worker.inspections.examine()).violation == "states sum to 3"

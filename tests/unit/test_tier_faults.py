@@ -1,0 +1,103 @@
+"""Whatever is raised while blocks move between the pool and its tiers, every block, slot and lease comes back."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from engine.block_pool import BlockState
+from tests.faults.injection import AwaitFaults, SubmitFaults, When, Where
+from tests.prefill_jobs import prefill_job
+from tests.unit.tier_bench import TierBench, prompt
+
+_ERRORS = (MemoryError, OSError, RuntimeError)
+
+
+async def _fetch_and_store(bench: TierBench) -> None:
+    """One prompt comes back from disk and host memory, and is computed as far as it does not."""
+    job = prefill_job(prompt(1))
+    chain = bench.tiers.chain(job)
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.create_task(bench.tiers.fetch(job, chain))
+    bench.compute_prompt(job)
+    bench.tiers.store(chain)
+    await bench.stored()
+
+
+async def _until_threads_rest(bench: TierBench) -> None:
+    for executor in (bench.tiers._fetcher, bench.tiers._storer):
+        await asyncio.wrap_future(executor.submit(int))
+    for _ in range(4):  # what their ends post
+        await asyncio.sleep(0)
+
+
+async def _check(bench: TierBench) -> None:
+    """Nothing is held, nothing is pinned, no slot is lost; and the tiers go on working."""
+    await _until_threads_rest(bench)
+    bench.scheduler.check()
+    bench.index.check()
+    assert bench.scheduler.holders() == set(bench.tiers.owners()) == frozenset()
+    counts = bench.scheduler._blocks.pool.counts()
+    assert counts[BlockState.FREE] + counts[BlockState.CACHED] == bench.pool.num_blocks
+    assert all(held.is_whole and not held.pins for held in bench.index._host.values())
+    for number in (2, 3, 1):
+        await bench.ask(*prompt(number))  # compares what is found with what was computed
+    await bench.tiers.close()
+
+
+async def _filled(folder: Path) -> TierBench:
+    bench = TierBench(folder, slots=4)
+    for number in (1, 2, 3):
+        await bench.ask(*prompt(number))
+    return bench
+
+
+@pytest.mark.parametrize("when", When)
+@pytest.mark.parametrize("error", [*_ERRORS, asyncio.CancelledError])
+async def test_an_exception_at_any_await_of_a_copy_leaves_no_block_held(
+    tmp_path: Path, error: type[BaseException], when: When
+) -> None:
+    num_points = at = 0
+    while at <= num_points:
+        bench = await _filled(tmp_path / str(at))
+        faults = AwaitFaults("prefill_worker", at - 1, error, when)
+        faults.install()
+        await _fetch_and_store(bench)
+        faults.disarm()
+        num_points = max(num_points, faults.num_awaits)
+        await _check(bench)
+        at += 1
+    assert num_points >= 6, "the question, the reservation, the read; the demotion, the leases, the copy"
+
+
+@pytest.mark.parametrize("where", Where)
+@pytest.mark.parametrize("error", _ERRORS)
+async def test_an_exception_of_any_copying_thread_leaves_no_block_held(
+    tmp_path: Path, error: type[Exception], where: Where
+) -> None:
+    num_points = at = 0
+    while at <= num_points:
+        bench = await _filled(tmp_path / str(at))
+        faults = SubmitFaults(at - 1, error, where)
+        with pytest.MonkeyPatch.context() as patch:
+            faults.install(patch)
+            await _fetch_and_store(bench)
+        num_points = max(num_points, faults.num_submitted)
+        await _check(bench)
+        at += 1
+    assert num_points == 3, "the read, the demotion, the copy"
+
+
+async def test_a_fetch_that_fails_is_counted_and_its_prompt_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = await _filled(tmp_path)
+
+    def exhausted(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(bench.tiers._means.copies, "fetch", exhausted)
+    assert await bench.ask(*prompt(1)) == 0
+    assert bench.outcomes("fetch") == {"failed": 3}
+    await bench.tiers.close()

@@ -1,0 +1,95 @@
+"""A prefill worker without a model, with the real scheduler, pool, tiers, threads and disk."""
+
+import asyncio
+import itertools
+from pathlib import Path
+
+from cluster.config import WorkerConfig
+from cluster.hashing import keyed_chains
+from cluster.messages import LayoutFingerprint, PrefillJob
+from cluster.telemetry import Telemetry
+from engine.layout import LayerShape, lay_out
+from engine.pool import KvPool
+from engine.step import DrawnToken, StepResult
+from prefill_worker import commands
+from prefill_worker.block_files import BlockFiles
+from prefill_worker.limits import PrefillLimits
+from prefill_worker.prefix_tiers import PrefixTiers, TierMeans
+from prefill_worker.rates import RunningRate
+from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.tier_opening import open_tiers
+from tests.prefill_jobs import prefill_job
+
+LAYOUT = LayoutFingerprint(weights="w", model_config="c", dtype="float32", block_table="t")
+BLOCK_SIZE, _NUM_BLOCKS = 4, 7  # two prompts of three blocks, and one to compute in
+BLOCK_BYTES = lay_out([LayerShape(1, 8, 8)], BLOCK_SIZE, "float32").block_bytes
+
+
+class TierBench:
+    """A prefill worker without a model: a computed block is filled with a number of its prompt's tokens."""
+
+    def __init__(self, disk: Path | None = None, *, slots: int = 16, files: int = 16) -> None:
+        self.pool = KvPool(lay_out([LayerShape(1, 8, 8)], BLOCK_SIZE, "float32"), _NUM_BLOCKS)
+        config = WorkerConfig(
+            model="m",
+            prefix_host_memory=str(slots * BLOCK_BYTES),
+            prefix_disk=str(disk) if disk is not None else "",
+            prefix_disk_space=str(files * BlockFiles.file_bytes(BLOCK_BYTES)),
+        )
+        chains = keyed_chains(b"key", BLOCK_SIZE)
+        self.scheduler = PrefillScheduler(
+            PrefillLimits(
+                num_blocks=_NUM_BLOCKS, block_size=BLOCK_SIZE, max_prefill_tokens=512, max_num_seqs=4, max_queue=4
+            ),
+            new_chain=chains,
+        )
+        self.index, copies = open_tiers(config, self.pool, LAYOUT)
+        self.telemetry, self.compute = Telemetry(), RunningRate()
+        self.compute.note(1.0, 1.0)  # slow: any copy is worth it
+        means = TierMeans(
+            self.index, copies, chains, BLOCK_SIZE, BLOCK_BYTES, self.compute, itertools.count(), self.telemetry
+        )
+        self.tiers = PrefixTiers(means, self._post)
+
+    async def ask(self, *tokens: int) -> int:
+        """Prefills a prompt; how many tokens were found. What was found must be what was computed."""
+        job = prefill_job(tokens)
+        chain = self.tiers.chain(job)
+        await self.tiers.fetch(job, chain)
+        (finished,) = [event for event in self.compute_prompt(job) if isinstance(event, commands.Finished)]
+        self.tiers.store(chain)
+        await self.stored()
+        self.index.check()
+        self.scheduler.check()
+        return finished.num_cached
+
+    def outcomes(self, action: str) -> dict[str, float]:
+        names = ("ok", "damaged", "unreadable", "unwritable", "dropped", "late", "no_room", "failed")
+        values = {n: self.telemetry.value("tandem_prefix_tier_blocks_total", action=action, outcome=n) for n in names}
+        return {name: value for name, value in values.items() if value}
+
+    def compute_prompt(self, job: PrefillJob) -> list[commands.Event]:
+        self._post(commands.Submit(b"ticket", job))
+        _, plan = self.scheduler.plan(0.0)
+        assert plan is not None
+        (chunk,) = plan.chunks
+        for number, block_id in enumerate(chunk.block_ids[: len(job.token_ids) // BLOCK_SIZE]):
+            value = job.token_ids[number * BLOCK_SIZE] % 251
+            if number * BLOCK_SIZE < chunk.start:
+                assert self.pool.raw[block_id].tolist() == [value] * BLOCK_BYTES
+            else:
+                self.pool.raw[block_id] = value
+        return list(self.scheduler.complete(plan, StepResult(((DrawnToken(1),),)), 0.0))
+
+    def _post(self, command: commands.Command) -> None:
+        for event in self.scheduler.apply(command, 0.0):
+            if isinstance(event, commands.PrefixLent | commands.PrefixFound | commands.PullReserved):
+                asyncio.get_running_loop().call_soon(self.tiers.on_event, event)
+
+    async def stored(self) -> None:
+        while tasks := [task for task in asyncio.all_tasks() if task.get_name() == "store prefix"]:
+            await asyncio.wait(tasks, timeout=10)
+
+
+def prompt(number: int, num_blocks: int = 3) -> tuple[int, ...]:
+    return tuple(range(100 * number, 100 * number + num_blocks * BLOCK_SIZE + 1))
