@@ -91,7 +91,9 @@ class RouterConfig(ClusterSettings):
     max_input_length: int = setting(0, "most tokens of a prompt; 0: what --max-model-len leaves")
     max_output_length: int = setting(0, "most tokens of a continuation; 0: what --max-model-len leaves")
     max_live_requests: int = setting(1024, "requests served at once; one more is refused")
-    max_buffered_tokens: int = setting(1_000_000, "tokens waiting for slow clients; past it the slowest are cancelled")
+    max_buffered_tokens: int = setting(
+        1_000_000, "tokens kept for clients; past it those that stopped reading are ended"
+    )
     client_stall_s: float = setting(CLIENT_STALL_S, "a client that takes nothing of its answer for so long is given up")
     max_message_bytes: int = setting(4 * 1024 * 1024, "largest request taken")
     request_timeout_s: float = setting(600.0, "deadline of a request that brings none")

@@ -11,7 +11,8 @@
     ├── NotFound                  no such member, or no such sequence there
     ├── Overloaded                try again later
     │   ├── QueueFull
-    │   └── SlowClient
+    │   ├── SlowClient
+    │   └── BuffersFull           what is kept for clients would exceed the router's bound
     ├── Unavailable               the cluster cannot do it now
     │   ├── NoWorkers
     │   ├── Draining
@@ -92,6 +93,10 @@ class QueueFull(Overloaded):
 
 class SlowClient(Overloaded):
     reason = "slow_client"
+
+
+class BuffersFull(Overloaded):
+    reason = "buffers_full"
 
 
 class Unavailable(TandemError):

@@ -70,7 +70,7 @@ class _Router:
         tls = load_tls(config, host)
         self._connect = partial(open_channel, tls=tls)  # to other members, by address
         self._telemetry = Telemetry()
-        self._outboxes = Outboxes(max_tokens=config.max_buffered_tokens)
+        self._outboxes = Outboxes(max_tokens=config.max_buffered_tokens, clock=MonotonicClock())
         self._registry = Registry(url=config.redis, cluster_name=config.cluster_name, lease_s=config.member_lease_s)
         self._tokenization = _tokenization(config)
         self._ports = _ports(config, host, self._telemetry, tls)
@@ -152,6 +152,7 @@ class _Router:
     def _http_app(self) -> FastAPI:
         return build_app(
             pipeline=self._pipeline,
+            outboxes=self._outboxes,
             tokenization=self._tokenization,
             telemetry=self._telemetry,
             ready=lambda: self._pipeline.is_ready,

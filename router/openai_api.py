@@ -17,12 +17,13 @@ from starlette.responses import Response
 from cluster.config import CLIENT_STALL_S
 from cluster.errors import TandemError
 from cluster.telemetry import CONTENT_TYPE
-from router.http_edge import Edge, while_connected
+from router.http_edge import Edge
 from router.model_files import ModelInfo
 from router.openai_errors import error_response, invalid_body, json_bytes, status_response
 from router.openai_responses import ChatShape, CompletionShape, Envelope, Shape
 from router.openai_schema import ChatCompletionRequest, CompletionRequest
-from router.openai_stream import EventStream, Generates, collected
+from router.openai_stream import EventStream, Generates, WholeResponse
+from router.outbox import Outboxes
 from router.tokenization import Tokenization
 from router.validation import check_model
 
@@ -40,6 +41,7 @@ class Publishes(Protocol):
 def build_app(
     *,
     pipeline: Generates,
+    outboxes: Outboxes,
     tokenization: Tokenization,
     telemetry: Publishes,
     ready: Callable[[], bool],
@@ -64,13 +66,13 @@ def build_app(
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(TandemError, _tandem_error)
-    _add_generation(app, pipeline, tokenization)
+    _add_generation(app, pipeline, outboxes, tokenization)
     _add_models(app, tokenization.model_info)
     _add_operations(app, telemetry, ready)
     return app
 
 
-def _add_generation(app: FastAPI, pipeline: Generates, tokenization: Tokenization) -> None:
+def _add_generation(app: FastAPI, pipeline: Generates, outboxes: Outboxes, tokenization: Tokenization) -> None:
     model = tokenization.model_info.name
 
     @app.post("/v1/completions", summary="Continues one or more prompts")
@@ -93,8 +95,7 @@ def _add_generation(app: FastAPI, pipeline: Generates, tokenization: Tokenizatio
         envelope = Envelope(f"{prefix}-{request_id}", model, created, kind, chunk_kind, include_usage)
         if body.stream:
             return EventStream(pipeline, requests, shape, envelope)
-        whole = await while_connected(request.receive, collected(pipeline, requests, shape, envelope))
-        return _json(whole)
+        return WholeResponse(pipeline, outboxes, requests, shape, envelope)
 
 
 def _add_models(app: FastAPI, model: ModelInfo) -> None:

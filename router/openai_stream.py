@@ -4,21 +4,24 @@ Owns cancellation: whoever stops reading, the generators behind it are closed at
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import TandemError
-from router.http_edge import ClientGone, while_connected
+from router.http_edge import ClientGone, ClientStalled, while_connected
 from router.openai_errors import error_body, internal_error, json_bytes
 from router.openai_responses import Envelope, Shape
-from router.requests import ChoiceDelta, GenerateRequest, Output, Usage
+from router.outbox import Outboxes, WholeAnswer
+from router.requests import GenerateRequest, Output, Usage
+from router.running import running
 
-_QUEUED_OUTPUTS = 64  # between the generators of several prompts and the client; a full queue holds them back
+_QUEUED_OUTPUTS = 1  # between the generators of several prompts and the client: what waits, waits in the outboxes
+_PART_BYTES = 64 << 10  # of a whole answer: the next one is sent when the client has taken most of it
 
 
 class Generates(Protocol):
@@ -67,16 +70,57 @@ async def _merged(pipeline: Generates, requests: Sequence[GenerateRequest]) -> A
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-async def collected(pipeline: Generates, requests: Sequence[GenerateRequest], shape: Shape, envelope: Envelope) -> Any:
-    """The whole answer. Raises what the pipeline raises."""
-    deltas: dict[int, list[ChoiceDelta]] = {}
-    usage = Usage(0, 0)
-    async with opened(pipeline, requests) as outputs:
-        async for output in outputs:
-            for delta in output.deltas:
-                deltas.setdefault(delta.choice, []).append(delta)
-            usage = _plus(usage, output)
-    return envelope.answer([shape.whole(deltas[choice]) for choice in sorted(deltas)], usage)
+class WholeResponse(Response):
+    """The answer in one body, counted among what the router keeps for clients until the last part of it is taken.
+
+    Raises what the pipeline raises, before anything was sent.
+    """
+
+    media_type = "application/json"
+
+    def __init__(
+        self,
+        pipeline: Generates,
+        outboxes: Outboxes,
+        requests: Sequence[GenerateRequest],
+        shape: Shape,
+        envelope: Envelope,
+    ) -> None:
+        super().__init__()
+        self._pipeline, self._outboxes, self._requests = pipeline, outboxes, requests
+        self._shape, self._envelope = shape, envelope
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._outboxes.whole_answer() as answer:
+            body = await while_connected(receive, self._collected(answer))
+            await _unless_ended(answer, self._send_body(body, answer, send))
+
+    async def _collected(self, answer: WholeAnswer) -> bytes:
+        usage = Usage(0, 0)
+        async with opened(self._pipeline, self._requests) as outputs:
+            async for output in outputs:
+                answer.add(output.deltas)
+                usage = _plus(usage, output)
+        choices = [self._shape.whole(deltas) for deltas in answer.choices()]
+        return json_bytes(self._envelope.answer(choices, usage))
+
+    async def _send_body(self, body: bytes, answer: WholeAnswer, send: Send) -> None:
+        answer.offered()
+        self.headers["content-length"] = str(len(body))
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for start in range(0, len(body), _PART_BYTES):
+            await _send_body(send, body[start : start + _PART_BYTES])
+            answer.taken()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _unless_ended(answer: WholeAnswer, sending: Coroutine[None, None, None]) -> None:
+    """Raises ClientStalled when the answer is ended while it is sent."""
+    async with running(sending) as task, running(answer.ended.wait()) as ended:
+        await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientStalled
+        task.result()
 
 
 class EventStream(Response):

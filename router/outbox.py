@@ -1,36 +1,40 @@
 """What waits for clients to read it. Workers' streams are always drained, so what a client does not read piles up here:
-at most its own request's tokens, and over all requests a cap, past which the slowest client is given up.
+at most its own request's tokens, and over all requests a cap, past which clients are ended (`router/buffers.py` says
+which). What is collected for whole answers counts towards the same cap.
 
 Owns the waiting deltas and their number. Never looks into a request. A log-probability counts as a token.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from cluster.errors import SlowClient, TandemError
+from cluster.clock import Clock
+from cluster.errors import BuffersFull, SlowClient, TandemError
+from router.buffers import Buffers
 from router.requests import ChoiceDelta
 
 MOST_TAKEN = 4096  # tokens: what a connection is given to write is bounded as what waits for it is
+_RETRY_S = 1.0
 
 
 class Outbox:
     """One request's. Filled by its story, emptied by its client."""
 
-    def __init__(self, on_put: Callable[[int], None]) -> None:
-        self._on_put = on_put
+    def __init__(self, buffers: Buffers, clock: Clock) -> None:
+        self._clock = clock
         self._on_slow: list[Callable[[], object]] = []
         self._waiting: dict[int, list[ChoiceDelta]] = {}
         self._changed = asyncio.Event()
         self._ended = False
         self._given_up: TandemError | None = None
-        self.num_tokens = 0
+        self.share = buffers.add(self._on_full)
 
     def put(self, delta: ChoiceDelta) -> None:
         if self._given_up is None:
             self._waiting.setdefault(delta.choice, []).append(delta)
             self._changed.set()
-            self._count(_weight(delta))
+            self.share.offer(weight(delta), self._clock.now_s())
 
     def on_slow(self, stop: Callable[[], object]) -> None:
         """Called when the client is given up."""
@@ -51,7 +55,7 @@ class Outbox:
 
     def clear(self) -> None:
         self._waiting.clear()
-        self._count(-self.num_tokens)
+        self.share.clear()
 
     async def take(self, within_s: float | None = None) -> tuple[ChoiceDelta, ...] | None:
         """Waits for something; one delta per choice with what it grew by, `MOST_TAKEN` tokens or little more in all.
@@ -65,61 +69,105 @@ class Outbox:
                 return None
         if self._given_up is not None:
             raise self._given_up
-        return tuple(self._portion())
+        return self._portion()
 
-    def _portion(self) -> Iterator[ChoiceDelta]:
+    def _portion(self) -> tuple[ChoiceDelta, ...]:
         """Of each choice what is oldest; one that is cut short waits behind the others."""
-        left = MOST_TAKEN
+        left, portion = MOST_TAKEN, []
         while self._waiting and left > 0:
             choice = next(iter(self._waiting))
-            waiting, taken = self._waiting.pop(choice), 0
-            while taken < len(waiting) and left > 0:
-                weight = _weight(waiting[taken])
-                self._count(-weight)
-                left, taken = left - weight, taken + 1
-            if taken < len(waiting):
-                self._waiting[choice] = waiting[taken:]
-            yield _merged(waiting[:taken])
+            waiting, num_taken = self._waiting.pop(choice), 0
+            while num_taken < len(waiting) and left > 0:
+                left, num_taken = left - weight(waiting[num_taken]), num_taken + 1
+            if num_taken < len(waiting):
+                self._waiting[choice] = waiting[num_taken:]
+            portion.append(_merged(waiting[:num_taken]))
+        self.share.take(MOST_TAKEN - left, self._clock.now_s())
+        return tuple(portion)
 
-    def _count(self, change: int) -> None:
-        self.num_tokens += change
-        self._on_put(change)
+    def _on_full(self, told: str, is_stopped: bool) -> None:
+        self.give_up(SlowClient(f"{told}; read faster"))
+
+
+class WholeAnswer:
+    """What is collected for a client that wants its answer whole. Raises BuffersFull, SlowClient once it was ended."""
+
+    def __init__(self, buffers: Buffers, clock: Clock) -> None:
+        self._clock = clock
+        self._deltas: dict[int, list[ChoiceDelta]] = {}
+        self._given_up: TandemError | None = None
+        self.ended = asyncio.Event()
+        self.share = buffers.add(self._on_full)
+
+    def add(self, deltas: Sequence[ChoiceDelta]) -> None:
+        for delta in deltas:
+            self.check_open()
+            self._deltas.setdefault(delta.choice, []).append(delta)
+            self.share.keep(weight(delta), self._clock.now_s())
+        self.check_open()
+
+    def choices(self) -> list[list[ChoiceDelta]]:
+        """The deltas of each choice, by its number."""
+        return [self._deltas[number] for number in sorted(self._deltas)]
+
+    def offered(self) -> None:
+        """From now on the client can take it, and has to."""
+        self._deltas.clear()
+        self.share.offer(0, self._clock.now_s())
+
+    def taken(self) -> None:
+        """The client has taken a part."""
+        self.share.take(0, self._clock.now_s())
+
+    def check_open(self) -> None:
+        if self._given_up is not None:
+            raise self._given_up
+
+    def _on_full(self, told: str, is_stopped: bool) -> None:
+        if is_stopped:
+            self._given_up = SlowClient(f"{told}; read faster")
+        else:
+            advice = "stream the answer, ask for fewer tokens, or try again"
+            self._given_up = BuffersFull(f"{told}; {advice}", retry_after_s=_RETRY_S)
+        self._deltas.clear()
+        self.share.clear()
+        self.ended.set()
 
 
 class Outboxes:
-    """All of a router's."""
+    """All of a router's, and the whole answers that it collects."""
 
-    def __init__(self, *, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
-        self._open: set[Outbox] = set()
-        self.num_tokens = 0
+    def __init__(self, *, max_tokens: int, clock: Clock) -> None:
+        self._buffers, self._clock = Buffers(max_tokens), clock
+
+    @property
+    def num_tokens(self) -> int:
+        return self._buffers.num_tokens
 
     @contextmanager
     def open(self) -> Iterator[Outbox]:
-        outbox = Outbox(self._on_put)
-        self._open.add(outbox)
+        outbox = Outbox(self._buffers, self._clock)
         try:
             yield outbox
         finally:
             outbox.clear()
-            self._open.remove(outbox)
+            self._buffers.remove(outbox.share)
+
+    @contextmanager
+    def whole_answer(self) -> Iterator[WholeAnswer]:
+        """Counted until the block is left."""
+        answer = WholeAnswer(self._buffers, self._clock)
+        try:
+            yield answer
+        finally:
+            self._buffers.remove(answer.share)
 
     def check(self) -> None:
-        assert self.num_tokens == sum(outbox.num_tokens for outbox in self._open), "waiting tokens do not add up"
-
-    def _on_put(self, change: int) -> None:
-        self.num_tokens += change
-        if self.num_tokens > self._max_tokens:
-            slowest = max(self._open, key=lambda outbox: outbox.num_tokens)
-            slowest.give_up(
-                SlowClient(
-                    f"{slowest.num_tokens} tokens were waiting for this client, the most of all, and"
-                    f" {self.num_tokens} for all clients, more than {self._max_tokens}; read faster"
-                )
-            )
+        self._buffers.check()
 
 
-def _weight(delta: ChoiceDelta) -> int:
+def weight(delta: ChoiceDelta) -> int:
+    """In tokens."""
     return len(delta.token_ids) + sum(len(logprobs.top) for logprobs in delta.logprobs)
 
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from cluster.clock import MonotonicClock
+from cluster.clock import Clock, MonotonicClock
 from cluster.member import Member
 from cluster.messages import LayoutFingerprint, MemberId, Role
 from cluster.serving import open_channel
@@ -65,6 +65,7 @@ class RouterUnderTest:
         max_attempts: int = 3,
         max_live_requests: int = 64,
         max_buffered_tokens: int = 100_000,
+        outbox_clock: Clock | None = None,  # None: the machine's
         request_timeout_s: float = 30.0,
         silence_s: float = 20.0,
         grace_s: float = 1.0,
@@ -79,7 +80,7 @@ class RouterUnderTest:
         self.made: list[ScriptedWorker] = []  # a server that nobody stops would hang the process at its end
         self.tokenization = Tokenization.load(str(DEMO_MODEL))
         self.member = Member(id=MemberId("router", "r1"), role=Role.ROUTER, address="", model="demo_model")
-        self.outboxes = Outboxes(max_tokens=max_buffered_tokens)
+        self.outboxes = Outboxes(max_tokens=max_buffered_tokens, clock=outbox_clock or MonotonicClock())
         self.admission = Admission(max_live_requests)
         memory, index = PrefixMemory(), PrefixIndex()
         self.fleet = Fleet(

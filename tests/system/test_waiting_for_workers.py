@@ -18,6 +18,7 @@ from tests.system.test_router_service import collect, generate_request, reason_o
 async def _http(router: RouterUnderTest) -> AsyncIterator[httpx.AsyncClient]:
     app = build_app(
         pipeline=router.pipeline,
+        outboxes=router.outboxes,
         tokenization=router.tokenization,
         telemetry=Telemetry(),
         ready=lambda: router.pipeline.is_ready,

@@ -96,6 +96,7 @@ PURE = [
     "router.admission",
     "router.backlog",
     "router.breakers",
+    "router.buffers",
     "prefill_worker.prefix_followers",
     "router.course",
     "router.placement",

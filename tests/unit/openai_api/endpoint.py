@@ -8,8 +8,10 @@ from typing import Any
 import httpx
 import openai
 
+from cluster.clock import MonotonicClock
 from cluster.telemetry import Telemetry
 from router.openai_api import build_app
+from router.outbox import Outboxes
 from router.tokenization import Tokenization
 from tests.unit.scripted_pipeline import ScriptedPipeline, served
 
@@ -39,11 +41,18 @@ class Endpoint:
 
 @contextmanager
 def endpoint(
-    tokenization: Tokenization, *, ready: bool = True, api_key: str = "", **behaviour: Any
+    tokenization: Tokenization,
+    *,
+    ready: bool = True,
+    api_key: str = "",
+    max_buffered_tokens: int = 100_000,
+    **behaviour: Any,
 ) -> Iterator[Endpoint]:
     pipeline, telemetry = ScriptedPipeline(tokenization, **behaviour), Telemetry()
+    outboxes = Outboxes(max_tokens=max_buffered_tokens, clock=MonotonicClock())
     app = build_app(
         pipeline=pipeline,
+        outboxes=outboxes,
         tokenization=tokenization,
         telemetry=telemetry,
         ready=lambda: ready,
@@ -54,6 +63,8 @@ def endpoint(
         running = Endpoint(url, pipeline, telemetry)
         with running.http, running.client:
             yield running
+    assert outboxes.num_tokens == 0
+    outboxes.check()
 
 
 def refused(answer: httpx.Response, status: int, code: str, param: str | None, *words: str) -> None:
