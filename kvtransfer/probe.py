@@ -210,7 +210,8 @@ class PairProbe:
 
     async def _time(self, way: "_Way", lent: _Lent) -> Estimate:
         """Raises one of _READ_ERRORS, TimeoutError."""
-        channel = await self._open(way)
+        async with asyncio.timeout(_OPEN_S):  # cancelled as it opens, a transport closes what it has opened
+            channel = await way.transport.open(way.epoch, way.endpoint)
         is_clean = False
         try:
             estimate = await self._read_and_fit(way, channel, lent.block_ids)
@@ -222,18 +223,6 @@ class PairProbe:
             await asyncio.wait([ending], timeout=_QUIET_S)
             if ending.done() and not ending.cancelled() and ending.exception() is None:
                 lent.unquiet.remove(ending)
-
-    async def _open(self, way: "_Way") -> Channel:
-        """Raises as the transport's `open`, and TimeoutError. Where this is cancelled as the channel opens, the channel
-        is destroyed."""
-        opening = asyncio.create_task(way.transport.open(way.epoch, way.endpoint))
-        try:
-            async with asyncio.timeout(_OPEN_S):
-                return await asyncio.shield(opening)
-        except BaseException:
-            opening.cancel()
-            self._keep(asyncio.create_task(_end_opening(opening), name="a probe's channel ends"))
-            raise
 
     async def _read_and_fit(self, way: "_Way", channel: Channel, local: Sequence[int]) -> Estimate:
         largest = await self._warm_up(way, channel, local)
@@ -279,14 +268,6 @@ async def _released(channel: Channel) -> None:
     """Every read of it has completed: an error says nothing about the blocks."""
     with contextlib.suppress(*_READ_ERRORS):
         await channel.release()
-
-
-async def _end_opening(opening: "asyncio.Task[Channel]") -> None:
-    """Destroy a channel by which nothing was read, if it has opened."""
-    await asyncio.wait([opening])
-    if not opening.cancelled() and opening.exception() is None:
-        with contextlib.suppress(*_READ_ERRORS):
-            await opening.result().destroy()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,13 +34,13 @@ class Where(Enum):
 
 
 class AwaitFaults:
-    """Tasks of `package`, an event loop's new task factory makes them, meet `error` at await number `at`."""
+    """Tasks of `code` meet `error` at await number `at`: a folder or file, and behind a colon how the coroutine's name
+    begins. Tasks that are made after `install`, until `disarm`."""
 
-    def __init__(
-        self, package: str, at: int = -1, error: type[BaseException] = OSError, when: When | None = None
-    ) -> None:
+    def __init__(self, code: str, at: int = -1, error: type[BaseException] = OSError, when: When | None = None) -> None:
         self.num_awaits = 0
-        self._package, self._at, self._error, self._when = str(ROOT / package), at, error, when
+        path, _, self._name = code.partition(":")
+        self._path, self._at, self._error, self._when = str(ROOT / path), at, error, when
         self._is_armed = False
 
     def install(self) -> None:
@@ -52,7 +52,8 @@ class AwaitFaults:
 
     def _make(self, loop: asyncio.AbstractEventLoop, coro: Any, **more: Any) -> asyncio.Task[Any]:
         code = getattr(coro, "cr_code", None)
-        if self._is_armed and code is not None and code.co_filename.startswith(self._package):
+        is_meant = code is not None and code.co_filename.startswith(self._path)
+        if self._is_armed and is_meant and coro.__qualname__.startswith(self._name):
             coro = self._run(coro)
         return asyncio.Task(coro, loop=loop, **more)
 

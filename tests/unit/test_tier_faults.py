@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.block_pool import BlockState
+from prefill_worker import commands
 from tests.faults.injection import AwaitFaults, SubmitFaults, When, Where
 from tests.prefill_jobs import prefill_job
 from tests.unit.tier_bench import TierBench, prompt
@@ -101,3 +102,32 @@ async def test_a_fetch_that_fails_is_counted_and_its_prompt_is_computed(
     assert await bench.ask(*prompt(1)) == 0
     assert bench.outcomes("fetch") == {"failed": 3}
     await bench.tiers.close()
+
+
+async def test_leases_that_are_granted_in_the_turn_of_their_time_limit_are_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a process that was stopped for longer than the limit: answer and limit are due at once."""
+    bench = await _filled(tmp_path)
+    loop, stopped_s = asyncio.get_running_loop(), 0.0
+    real_time, real_post = loop.time, bench.tiers._post
+    monkeypatch.setattr(loop, "time", lambda: real_time() + stopped_s)
+
+    def post(command: commands.Command) -> None:
+        if isinstance(command, commands.LendPrefix):
+            loop.call_soon(stop, command)
+        else:
+            real_post(command)
+
+    def stop(command: commands.Command) -> None:
+        nonlocal stopped_s
+        stopped_s += 60.0
+        real_post(command)  # the answer is the first thing of the next turn, the limit the second
+
+    monkeypatch.setattr(bench.tiers, "_post", post)
+    job = prefill_job(prompt(4))
+    bench.compute_prompt(job)
+    bench.tiers.store(bench.tiers.chain(job))
+    await bench.stored()
+    assert bench.outcomes("store") == {"ok": 9, "failed": 3}, "the time limit had its turn"
+    await _check(bench)
