@@ -46,10 +46,12 @@ class TierIndex:
         self._host: OrderedDict[bytes, _Held] = OrderedDict()  # the least recently used first
         self._disk: OrderedDict[bytes, None] = OrderedDict()
         self._moving: set[bytes] = set()  # on their way from host memory to disk
+        self._num_filling = 0  # of host memory: slots whose blocks are being copied in
 
     @property
     def num_in_host(self) -> int:
-        return len(self._host)
+        """Blocks that can be read from there: those that are still being copied in do not count."""
+        return len(self._host) - self._num_filling
 
     @property
     def num_on_disk(self) -> int:
@@ -106,10 +108,12 @@ class TierIndex:
             stores.append(store)
         for store in reversed(stores):
             self._host[store.block_hash] = _Held(store.slot)
+        self._num_filling += len(stores)
         return tuple(stores)
 
     def end_store(self, store: Store, *, is_stored: bool, is_demoted: bool) -> None:
         """How it went. What was to go to disk and did not is gone."""
+        self._num_filling -= 1
         if is_stored:
             self._host[store.block_hash].is_whole = True
         else:
@@ -129,6 +133,8 @@ class TierIndex:
         slots = [*self._free, *(held.slot for held in self._host.values())]
         assert sorted(slots) == list(range(self._num_slots)), f"slots lost or used twice: {sorted(slots)}"
         assert len(self._disk) + len(self._moving) <= self._max_files, "more files than there is room for"
+        filling = sum(not held.is_whole for held in self._host.values())
+        assert filling == self._num_filling, f"{filling} slots are being filled, {self._num_filling} are counted"
 
     def _is_held(self, block_hash: bytes) -> bool:
         held = self._host.get(block_hash)

@@ -14,6 +14,8 @@ import pytest_asyncio
 
 from cluster import wire
 from tandem.v1 import inference_pb2, worker_pb2_grpc
+from tests.faults.control import FaultControl, Worker
+from tests.faults.faulty_transport import Fault
 from tests.prefill_jobs import prefill_job
 from tests.system.asking import Answer, ask, asked, question
 from tests.system.local_cluster import LocalCluster
@@ -185,19 +187,46 @@ async def test_a_prefill_worker_finds_on_disk_what_it_had_before_it_was_started_
     """By itself, asked as routers ask. Its pool holds one prompt, its host memory two, its disk all."""
     tiers = ("--prefix-host-memory", "2560KiB", "--prefix-disk", str(tmp_path / "prefixes"))
     flags = ("--dtype", "float32", "--num-blocks", "44", *tiers)
-    cluster = LocalCluster(redis_url, tmp_path)
+    cluster, control = LocalCluster(redis_url, tmp_path), FaultControl(tmp_path)
     prompts = [_tokens(700 + number, 40 * _BLOCK_SIZE + 1) for number in range(3)]
-    for least, most in ((0, 0), (1, 3)):  # a read that takes longer than computing is given up
-        worker = await cluster.start_member("prefill0", "prefill_worker", flags)
-        try:
-            async with cluster.channel("prefill0") as channel:
-                stub = worker_pb2_grpc.PrefillWorkerStub(channel)
-                await _prefilled(stub, _tokens(1000, 40))  # what computing costs is known from here on
-                found = [await _prefilled(stub, prompt) for prompt in prompts]
-                assert least <= found.count(640) <= most, found
-        finally:
-            worker.send_signal(signal.SIGTERM)
-            assert await worker.exit_code() == 0, "".join(worker.output)[-4000:]
+    await control.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAULT_CONTROL", str(control.path))
+        for expected, on_disk in (([0, 0, 0], 0), ([640, 640, 640], 122)):
+            worker = await cluster.start_member("prefill0", "tests.faults.hanging_worker", flags)
+            try:
+                async with cluster.channel("prefill0") as channel:
+                    stub = worker_pb2_grpc.PrefillWorkerStub(channel)
+                    await _seem_slow(stub, await control.worker("prefill0"))
+                    found = []
+                    for number, prompt in enumerate(prompts):
+                        found.append(await _prefilled(stub, prompt))
+                        await _until_stored(cluster, on_disk + 2 + 40 * (number + 1))
+                assert found == expected
+            finally:
+                worker.send_signal(signal.SIGTERM)
+                assert await worker.exit_code() == 0, "".join(worker.output)[-4000:]
+            control.forget("prefill0")
+    await control.stop()
+
+
+async def _seem_slow(stub: worker_pb2_grpc.PrefillWorkerStub, orders: Worker) -> None:
+    """The worker brings back what is read in 0.7 of the time that computing takes. Its first step is held for a second,
+    so it measures 40 tokens a second: no load on this machine makes reading 640 tokens take longer than that."""
+    await orders.order(Fault.HELD)
+    first = asyncio.create_task(_prefilled(stub, _tokens(1000, 40)))
+    assert await orders.injected() is Fault.HELD
+    asyncio.get_running_loop().call_later(1.0, orders.let_go)
+    await first
+
+
+async def _until_stored(cluster: LocalCluster, num_blocks: int) -> None:
+    """The next prompt needs the pool's blocks of this one. While they are copied to host memory they cannot be
+    reserved; those that are evicted before would not be found again. 80 blocks fit into host memory, 122 on disk."""
+    async with asyncio.timeout(60):
+        figures: dict[str, float] = {}
+        while figures.get("blocks_in_host_tier", 0) + figures.get("blocks_on_disk_tier", 0) < min(num_blocks, 202):
+            figures = await cluster.figures("prefill")
 
 
 async def _prefilled(stub: worker_pb2_grpc.PrefillWorkerStub, token_ids: tuple[int, ...]) -> int:
