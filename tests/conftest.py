@@ -4,6 +4,9 @@ import os
 
 import pytest
 
+from tests.reaper import start_reaper
+from tests.skip_summary import skip_lines
+
 # Before anything imports torch, and inherited by every process that a test starts: two threads that fight for a busy
 # core cost more than they bring.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -11,6 +14,20 @@ os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Every model of the tests is local or made up; a look at the hub would only wait for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# gRPC's own lines, such as one per connection that a killed server cut, would stand between the dots of pytest. What
+# goes wrong reaches the caller as an error, and Tandem's log is not gRPC's.
+os.environ["GRPC_VERBOSITY"] = "ERROR"
+
+
+def pytest_configure() -> None:
+    """In the process that was started, and in each one that pytest-xdist starts."""
+    start_reaper(os.environ)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = terminalreporter.stats.get("skipped", [])
+    for line in skip_lines(report.longrepr[2] for report in reports):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,79 @@
+"""Ends what a test run has started when the run can no longer do so: it was killed, or a test ran into its timeout.
+
+    python tests/reaper.py PIDFD TOKEN
+
+Runs beside pytest, in a session of its own, and waits until the process of the descriptor has ended. Then it kills
+every process whose environment holds the token: children inherit it, and so do theirs. Standard library only.
+"""
+
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+
+# Tokens of this run and of the runs around it, separated by commas: an outer run also ends what an inner one started.
+VARIABLE = "TEST_RUN_TOKENS"
+
+
+def start_reaper(environment: MutableMapping[str, str]) -> None:
+    """Mark the children of the present process, and watch over it. Call it once, before any of them is started."""
+    token = secrets.token_hex(8)
+    environment[VARIABLE] = ",".join(filter(None, (environment.get(VARIABLE, ""), token)))
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        subprocess.Popen(
+            (sys.executable, "-I", "-S", __file__, str(pidfd), token),
+            env={},  # or it would kill itself
+            pass_fds=(pidfd,),
+            start_new_session=True,  # a signal to the run's process group does not end it
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    finally:
+        os.close(pidfd)
+
+
+def is_readable(descriptor: int, timeout_s: float | None = None) -> bool:
+    """Wait until it is, for ever where there is no timeout. The descriptor of a process is when that has ended."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+
+
+def marked(token: str) -> list[int]:
+    """Processes that have inherited it."""
+    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if token.encode() in _environment(folder)]
+
+
+def _environment(folder: Path) -> bytes:
+    try:
+        return (folder / "environ").read_bytes()
+    except OSError:  # it has ended, or it is another user's
+        return b""
+
+
+def _kill_all(token: str) -> None:
+    while found := marked(token):
+        for process_id in found:
+            try:
+                pidfd = os.pidfd_open(process_id)
+            except ProcessLookupError:
+                continue
+            try:
+                if process_id in marked(token):  # the descriptor is this process's, not a later one's of equal number
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                    is_readable(pidfd, timeout_s=10.0)
+            except ProcessLookupError:
+                pass
+            finally:
+                os.close(pidfd)
+
+
+if __name__ == "__main__":
+    is_readable(int(sys.argv[1]))
+    _kill_all(sys.argv[2])

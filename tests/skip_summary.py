@@ -1,0 +1,12 @@
+"""Skipped tests in the summary: one line per reason with a count, not one per place."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+
+def skip_lines(reasons: Iterable[str]) -> list[str]:
+    """The most frequent reason first."""
+    counts = Counter(reason.removeprefix("Skipped: ") for reason in reasons)
+    return [
+        f"SKIPPED [{count}] {reason}" for reason, count in sorted(counts.items(), key=lambda item: (-item[1], item))
+    ]

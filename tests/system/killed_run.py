@@ -1,0 +1,31 @@
+"""A test that is killed while it runs a cluster; test_killed_run.py starts it, and no other run collects it."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from cluster.redis_server import RedisServer
+from tests.system.local_cluster import LocalCluster
+
+_CHILD = "import subprocess, sys; print(subprocess.Popen(('sleep', '600')).pid, flush=True); sys.stdin.read()"
+
+
+async def test_that_waits_for_ever(tmp_path: Path) -> None:
+    redis = await RedisServer.start()
+    cluster = LocalCluster(redis.url, tmp_path)
+    for name, module in (("prefill0", "prefill_worker"), ("decode0", "decode_worker"), ("router0", "router")):
+        await cluster.spawn(name, module)
+    # It asks the kernel for nothing at its parent's end, and neither does its own child.
+    plain = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _CHILD),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert plain.stdout is not None
+    grandchild = int(await plain.stdout.readline())
+    members = [member.process.pid for member in cluster.members.values()]
+    started = [os.getpid(), redis.pid, *members, plain.pid, grandchild]
+    Path(os.environ["STARTED_PIPE"]).write_text(" ".join(map(str, started)))
+    await asyncio.Event().wait()
