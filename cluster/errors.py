@@ -15,6 +15,8 @@
     │   └── BuffersFull           what is kept for clients would exceed the router's bound
     ├── Unavailable               the cluster cannot do it now
     │   ├── NoWorkers
+    │   ├── NoWorkerLargeEnough   no worker can hold the request's prompt and max_tokens
+    │   ├── WorkerTooSmall        the worker that was asked cannot; another one may. Never reaches a client
     │   ├── Draining
     │   ├── Unhealthy             its step thread, its answers or its event loop are not what they should be
     │   └── WorkerLost
@@ -105,6 +107,14 @@ class Unavailable(TandemError):
 
 class NoWorkers(Unavailable):
     reason = "no_workers"
+
+
+class NoWorkerLargeEnough(Unavailable):
+    reason = "no_worker_large_enough"
+
+
+class WorkerTooSmall(Unavailable):
+    reason = "worker_too_small"
 
 
 class Draining(Unavailable):
@@ -199,6 +209,7 @@ _STATUS: dict[type[TandemError], tuple[str, HTTPStatus, str]] = {
     NotFound: ("NOT_FOUND", HTTPStatus.NOT_FOUND, "invalid_request_error"),
     Overloaded: ("RESOURCE_EXHAUSTED", HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error"),
     Unavailable: ("UNAVAILABLE", HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable"),
+    NoWorkerLargeEnough: ("UNAVAILABLE", HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable"),
     DeadlineExceeded: ("DEADLINE_EXCEEDED", HTTPStatus.REQUEST_TIMEOUT, "timeout_error"),
     Cancelled: ("CANCELLED", HTTPStatus.REQUEST_TIMEOUT, "cancelled"),
     HandOffFailed: ("UNAVAILABLE", HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable"),

@@ -25,13 +25,16 @@ class DrainOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of a worker: what its pool and its steps hold."""
+    """What a worker's pool and steps hold. `cluster/request_size.py` says which requests fit."""
 
     num_blocks: int
     block_size: int
     max_num_seqs: int
-    max_model_len: int
+    max_model_len: int  # as given, or the model's own, cut to what the pool holds
     block_bytes: int = 0  # 0: not known
+    num_watermark_blocks: int = 0  # of a decode worker: blocks that hand-offs never get
+    max_input_length: int = 0  # 0: no limit
+    max_output_length: int = 0  # 0: no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

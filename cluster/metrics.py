@@ -50,6 +50,7 @@ METRICS: dict[str, Metric] = {
     # router
     "tandem_requests_total": _counter("requests that ended, by outcome: ok, or an error's reason", "outcome"),
     "tandem_requests_live": _gauge("requests being served now"),
+    "tandem_requests_waiting_for_large_worker": _gauge("requests that no present worker is large enough to hold"),
     "tandem_requests_refused_total": _counter("requests refused before any work", "reason"),
     "tandem_prompt_tokens_total": _counter("prompt tokens of admitted requests"),
     "tandem_generated_tokens_total": _counter("tokens handed to clients"),

@@ -52,7 +52,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
     canaries = asyncio.create_task(worker.watch.canaries.run(), name="canaries")
     try:
         await life.live(
-            worker.transfer.profile(max_model_len=engine.model_info.max_model_len),
+            worker.transfer.profile(_limits(life.config, engine, host_blocks).capacity),
             announce=announce,
             drain=worker.service.drain,
             watch=worker.watch.health.watch,

@@ -6,11 +6,13 @@ What can never be served is refused here, before it costs anything: so nothing t
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.errors import InternalError, InvalidRequest, Overloaded, PromptTooLong, TandemError
+from cluster.errors import InternalError, InvalidRequest, TandemError, WorkerTooSmall
 from cluster.lengths import NO_LIMITS, LengthLimits
+from cluster.member import Capacity
 from cluster.messages import DecodeJob
+from cluster.request_size import RequestSize, blocks_shortage, decode_shortage, handoff_blocks, handoff_shortage
 from decode_worker.commands import AdmitImported
-from engine.schedule import blocks_for, sealed_blocks, tail_length
+from engine.schedule import sealed_blocks, tail_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +34,22 @@ class DecodeLimits:
     def num_watermark_blocks(self) -> int:
         return int(self.watermark * self.num_blocks)
 
+    @property
+    def capacity(self) -> Capacity:
+        """What routers are told, from which they conclude what is refused here."""
+        return Capacity(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            num_watermark_blocks=self.num_watermark_blocks,
+            max_input_length=self.lengths.max_input_length,
+            max_output_length=self.lengths.max_output_length,
+        )
+
     def num_needed(self, num_tokens: int, num_choices: int) -> int:
         """Blocks of tokens that choices share, and a tail more for each further choice when the last is not full."""
-        num_copies = num_choices - 1 if tail_length(num_tokens, self.block_size) else 0
-        return blocks_for(num_tokens, self.block_size) + num_copies
+        return handoff_blocks(num_tokens, num_choices, self.block_size)
 
     def fit_together(self, num_tokens: int, num_choices: int) -> bool:
         """Whether choices can ever share one prefill here."""
@@ -48,27 +62,16 @@ class DecodeLimits:
             return InvalidRequest("the sequences of a job need different handles")
         if any(len(start.committed_token_ids) >= job.stops.max_tokens for start in job.sequences):
             return InvalidRequest(f"a sequence has its max_tokens {job.stops.max_tokens} already")
-        refusal = self.lengths.refusal(len(job.prompt_token_ids), job.stops.max_tokens)
-        if refusal is not None:
-            return refusal
-        num_tokens = len(job.prompt_token_ids) + job.stops.max_tokens
-        # One more than the pool holds: the last token's KV is never needed.
-        most = min(self.max_model_len, self.num_blocks * self.block_size + 1)
-        if num_tokens > most:
-            return PromptTooLong(
-                f"prompt {len(job.prompt_token_ids)} + max_tokens {job.stops.max_tokens} = {num_tokens} tokens;"
-                f" this worker takes at most {most}"
-            )
-        return None
+        num_committed = len(job.sequences[0].committed_token_ids)
+        size = RequestSize(len(job.prompt_token_ids), job.stops.max_tokens, num_committed, len(job.sequences))
+        shortage = decode_shortage(self.capacity, size)
+        if not shortage and job.signed_ticket is not None:
+            shortage = handoff_shortage(self.capacity, size)
+        return WorkerTooSmall(shortage) if shortage else None
 
     def reservation_refusal(self, num_blocks: int) -> TandemError | None:
-        most = self.num_blocks - self.num_watermark_blocks
-        if num_blocks > most:
-            return Overloaded(
-                f"the hand-off needs {num_blocks} blocks; this worker's pool has {self.num_blocks}"
-                f" and gives at most {most} to hand-offs"
-            )
-        return None
+        shortage = blocks_shortage(self.capacity, num_blocks)
+        return WorkerTooSmall(shortage) if shortage else None
 
     def import_refusal(self, command: AdmitImported, reserved_ids: Sequence[int]) -> TandemError | None:
         """Whether what the importer brings is what the job needs. A mistake here would be wrong tokens."""

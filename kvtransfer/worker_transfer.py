@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from cluster.clock import Clock
 from cluster.config import WorkerConfig
@@ -47,7 +48,6 @@ class WorkerTransfer:
         self._life = life
         self._layout = layout
         self._clock = clock
-        self._num_blocks = pool.num_blocks
         self.counters = TelemetryCounters(life.telemetry)
         self.counters.verifies(VerifyMode(life.config.kv_verify))
         self._wire = _wire_format(life.config, pool, table)
@@ -63,16 +63,9 @@ class WorkerTransfer:
         servicer = KvTransferServicer(exporter=self.exporter, probes=self._opening, prefixes=self.prefixes)
         kv_pb2_grpc.add_KvTransferServicer_to_server(servicer, life.server.grpc)
 
-    def profile(self, *, max_model_len: int) -> WorkerProfile:
-        """What the cluster must know of this worker to pair it. `max_model_len`: of its model."""
-        config = self._life.config
-        capacity = Capacity(
-            num_blocks=self._num_blocks,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=max_model_len,
-            block_bytes=self.block_bytes,
-        )
+    def profile(self, capacity: Capacity) -> WorkerProfile:
+        """What the cluster must know of this worker to give it work. `capacity`: what its scheduler accepts."""
+        capacity = replace(capacity, block_bytes=self.block_bytes)
         return WorkerProfile(self._layout, capacity, self.transports.names)
 
     def probe(self, destination: Destination) -> PairProbe:

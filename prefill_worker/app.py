@@ -53,7 +53,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
     canaries = asyncio.create_task(worker.watch.canaries.run(), name="canaries")
     try:
         await life.live(
-            worker.transfer.profile(max_model_len=engine.model_info.max_model_len),
+            worker.transfer.profile(_limits(config, engine).capacity),
             announce=announce,
             drain=worker.drain,
             watch=worker.watch.health.watch,
@@ -236,6 +236,7 @@ def _limits(config: WorkerConfig, engine: Engine) -> PrefillLimits:
     return PrefillLimits(
         num_blocks=engine.pool.num_blocks,
         block_size=config.block_size,
+        max_model_len=engine.model_info.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_prefill_tokens=config.max_prefill_tokens,
         max_queue=config.max_queue,

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
-from cluster.errors import PromptTooLong, TandemError
+from cluster.errors import TandemError, WorkerTooSmall
 from cluster.lengths import NO_LIMITS, LengthLimits
+from cluster.member import Capacity
 from cluster.messages import PrefillJob
+from cluster.request_size import RequestSize, prefill_shortage
 from engine.schedule import blocks_for
 
 
@@ -14,22 +16,32 @@ class PrefillLimits:
 
     num_blocks: int
     block_size: int
+    max_model_len: int
     max_num_seqs: int
     max_prefill_tokens: int
     max_queue: int
     lengths: LengthLimits = NO_LIMITS
     prefix_eviction: str = "value"
 
+    @property
+    def capacity(self) -> Capacity:
+        """What routers are told, from which they conclude what is refused here."""
+        return Capacity(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            max_input_length=self.lengths.max_input_length,
+            max_output_length=self.lengths.max_output_length,
+        )
+
     def num_needed(self, job: PrefillJob) -> int:
         """Blocks of its whole prompt."""
         return blocks_for(len(job.token_ids), self.block_size)
 
     def refusal(self, job: PrefillJob) -> TandemError | None:
-        """Why it could never run here; None: it could."""
-        refusal = self.lengths.refusal(len(job.token_ids) - job.num_committed, job.stops.max_tokens)
-        if refusal is None and self.num_needed(job) > self.num_blocks:
-            refusal = PromptTooLong(
-                f"the prompt has {len(job.token_ids)} tokens; this worker's KV pool holds"
-                f" {self.num_blocks * self.block_size}: shorten it, or give the worker more --kv-cache-memory"
-            )
-        return refusal
+        """Why it could never run here; None when it could."""
+        num_prompt = len(job.token_ids) - job.num_committed
+        size = RequestSize(num_prompt, job.stops.max_tokens, job.num_committed, len(job.seeds))
+        shortage = prefill_shortage(self.capacity, size)
+        return WorkerTooSmall(shortage) if shortage else None

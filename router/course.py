@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from cluster.request_size import RequestSize
+
 _NEWEST_SHARE = 0.1  # of the newest token in the pace
 _TRUSTED_SHARE = 0.5  # of the time that is left: a batch may become slower, and a move takes time too
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 3.2
@@ -10,8 +12,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 3.2
 class Course:
     """One sequence's. The router counts; nobody else writes."""
 
-    def __init__(self, num_left: int) -> None:
+    def __init__(self, num_left: int, size: RequestSize | None = None) -> None:
+        """`size`: what a worker must hold to run it to its end; None: not known."""
         self.num_left = num_left  # tokens that it may still get
+        self.size = size
         self.token_s: float | None = None  # from one token to the next; None: not known yet
         self.is_waiting = False  # was to move and did not decode: preempted, or computed again; no token since
         self._latest_s: float | None = None

@@ -13,6 +13,7 @@ from typing import Self
 from cluster.errors import InternalError, WorkerLost
 from cluster.messages import MemberId
 from router.choice import Choice
+from router.course import Course
 from router.decode_events import DecodeEvent, Failed, Lost, Move, Sequences, Started, Token
 from router.decode_peer import DecodePeer
 from router.failures import DECODE, FIRST_TOKEN_MISMATCH, AttemptFailed, failed_sequences, leg
@@ -35,7 +36,8 @@ class DecodeLeg:
         self._live = live
         self._exporter = exporter
         self._exit = ExitStack()
-        opened = decode.open([choice.num_missing for choice in choices]) if opened is None else opened
+        if opened is None:
+            opened = decode.open([Course(choice.num_missing, live.size()) for choice in choices])
         self.sequences = self._exit.enter_context(opened)
         self.owners = dict(zip(self.sequences.handles, choices, strict=True))
 

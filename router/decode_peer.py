@@ -14,6 +14,7 @@ from cluster.errors import DeadlineExceeded, WorkerLost
 from cluster.member import Member
 from cluster.messages import DecodeJob, MemberId
 from cluster.telemetry import Telemetry
+from router.course import Course
 from router.decode_events import Sequences
 from router.decode_stream import DecodeStream
 from router.patience import Patience
@@ -53,10 +54,9 @@ class DecodePeer(Peer):
             await asyncio.gather(stream, checks, return_exceptions=True)
 
     @contextmanager
-    def open(self, num_missing: Sequence[int]) -> Iterator[Sequences]:
-        """Handles on the stream for one attempt, by how many tokens each may get; what has not ended on leaving is
-        cancelled."""
-        with self.assign(len(num_missing)), self.stream.open(num_missing) as sequences:
+    def open(self, courses: Sequence[Course]) -> Iterator[Sequences]:
+        """Handles on the stream for one attempt, one per course; what has not ended on leaving is cancelled."""
+        with self.assign(len(courses)), self.stream.open(courses) as sequences:
             yield sequences
 
     @contextmanager

@@ -19,6 +19,7 @@ from cluster.errors import Draining, InvalidRequest, Unhealthy
 from cluster.member import Member
 from cluster.messages import MemberId, PairFigure
 from cluster.pair_wire import figures_from_wire
+from cluster.request_size import RequestSize
 from cluster.rpc_errors import error_from_rpc
 from cluster.telemetry import Telemetry
 from router.course import Course
@@ -78,10 +79,9 @@ class DecodeStream:
         return len(self._owners)
 
     @contextmanager
-    def open(self, num_missing: Sequence[int]) -> Iterator[Sequences]:
-        """Handles for one attempt, by how many tokens each may get. On leaving, those that have not ended are cancelled
-        at the worker."""
-        sequences = Sequences({next(self._handles): Course(number) for number in num_missing})
+    def open(self, courses: Sequence[Course]) -> Iterator[Sequences]:
+        """Handles for one attempt, one per course. Those that have not ended on leaving are cancelled at the worker."""
+        sequences = Sequences({next(self._handles): course for course in courses})
         self._owners.update(dict.fromkeys(sequences.handles, sequences))
         try:
             yield sequences
@@ -104,6 +104,10 @@ class DecodeStream:
     def courses(self) -> dict[int, Course]:
         """Of those sequences, by handle."""
         return {handle: self._owners[handle].courses[handle] for handle in self.movable()}
+
+    def size(self, handle: int) -> RequestSize | None:
+        """What another worker must hold to run this sequence to its end; None: not known."""
+        return self._owners[handle].courses[handle].size
 
     def unstarted(self) -> list[int]:
         """Sequences that were asked for, and have not joined the worker's batch."""

@@ -2,13 +2,15 @@
 
 They are moved, KV and all, as when an operator asks (router/migration.py): those with most left first, a few at once,
 again and again where there was no room. One that by the middle of the worker's grace has not begun there, or is
-preempted and has no KV that could move, is started elsewhere. Without another decode worker all of them stay as long as
-the worker does. What it still has when it goes is restarted as after any loss. docs/drain.md.
+preempted and has no KV that could move, is started elsewhere. A sequence that no other decode worker can hold to its
+end stays as long as the worker does. What the worker still has when it goes is restarted as after any loss.
+docs/drain.md.
 """
 
 import asyncio
 import logging
 
+from cluster.request_size import RequestSize, decode_shortage
 from router.course import Course, to_move
 from router.decode_events import MoveOutcome
 from router.decode_peer import DecodePeer
@@ -76,6 +78,11 @@ class _Departure:
     def _has_refuge(self) -> bool:
         return bool(self._fleet.decode_loads())
 
+    def _has_room_elsewhere(self, size: RequestSize | None) -> bool:
+        """Whether a worker that takes new work can hold it; else it stays for as long as this one does."""
+        capacities = [load.capacity for load in self._fleet.decode_loads()]
+        return any(size is None or capacity is None or not decode_shortage(capacity, size) for capacity in capacities)
+
     def _send_on(self, moves: asyncio.TaskGroup) -> None:
         now_s, leaves_at_s = asyncio.get_running_loop().time(), self._peer.leaves_at_s
         assert leaves_at_s is not None
@@ -86,7 +93,7 @@ class _Departure:
             self._moving[handle] = moves.create_task(move, name=f"move {handle}")
         if now_s >= self._began_s + _START_SHARE * (leaves_at_s - self._began_s):
             for handle in (*stream.unstarted(), *stream.preempted()):
-                if handle not in self._given_up:
+                if handle not in self._given_up and self._has_room_elsewhere(stream.size(handle)):
                     self._given_up.add(handle)
                     stream.give_up(handle)
 

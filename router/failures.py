@@ -15,6 +15,7 @@ from cluster.errors import (
     InvalidRequest,
     QueueFull,
     TandemError,
+    WorkerTooSmall,
 )
 from cluster.messages import MemberId
 from router.choice import OutOfOrder
@@ -77,6 +78,11 @@ class AttemptFailed(Exception):
     def is_leaving(self) -> bool:
         """`member` takes no new work: nothing was tried."""
         return isinstance(self.error, Draining)
+
+    @property
+    def is_too_small(self) -> bool:
+        """`member` can never hold the request: nothing was tried."""
+        return isinstance(self.error, WorkerTooSmall)
 
     @property
     def is_of_pair(self) -> bool:

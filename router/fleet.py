@@ -8,18 +8,20 @@ of it registers. While the registry is gone the last known membership holds.
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from typing import Protocol, TypeVar
 
 import grpc
 
 from cluster.errors import NoWorkers, Overloaded
-from cluster.member import Member, MemberState, fingerprint_difference
+from cluster.member import Capacity, Member, MemberState, fingerprint_difference
 from cluster.messages import MemberId, PairFigure, Role
+from cluster.request_size import RequestSize, decode_shortage, prefill_shortage
 from cluster.telemetry import Telemetry
 from router.admission import early_refusal
 from router.decode_peer import DecodePeer
 from router.decode_stream import DecodeStream
+from router.departed_workers import DepartedWorkers
 from router.patience import Patience
 from router.peer import Peer
 from router.placement import WorkerLoad
@@ -62,6 +64,7 @@ class Fleet:
         self._members: tuple[Member, ...] = ()
         self._registered: dict[MemberId, Member] = {}  # the workers among them
         self._refused: set[MemberId] = set()
+        self._departed = DepartedWorkers()
         self._supervisors = Supervisors(connect=connect, is_wanted=self._registered_now)
         self._prefills: dict[MemberId, PrefillPeer] = {}
         self._decodes: dict[MemberId, DecodePeer] = {}
@@ -103,7 +106,12 @@ class Fleet:
 
     def prefill_loads(self) -> list[WorkerLoad]:
         return [
-            WorkerLoad(member=peer.member.id, pairing=peer.pairing, assigned=peer.assigned)
+            WorkerLoad(
+                member=peer.member.id,
+                pairing=peer.pairing,
+                assigned=peer.assigned,
+                capacity=peer.member.capacity,
+            )
             for peer in self._prefills.values()
             if self._may_get_work(peer)
         ]
@@ -119,17 +127,39 @@ class Fleet:
                 free_blocks=peer.stream.heartbeat.free_blocks,
                 pairs=peer.stream.pairs,
                 kv_bytes_per_token=_kv_bytes_per_token(peer.member),
+                capacity=peer.member.capacity,
             )
             for peer in self._decodes.values()
             if self._may_get_work(peer) and peer.stream.connected.is_set()
         ]
 
-    def early_refusal(self, time_left_s: float) -> Overloaded | None:
-        """Why a request that came now would be served too late, or not at all, by those that take work."""
+    def capacities(self, role: Role) -> list[Capacity]:
+        """Of the workers of a pool that are not leaving, whether they answer now or not: those that are registered, and
+        those whose registration lapsed and that are connected still. Empty where one of them has not registered its
+        capacity."""
+        leaving = {peer.member.id for peer in self._peers() if peer.leaves_at_s is not None}
+        return _known_capacities(
+            member
+            for member in self._workers(role)
+            if member.id not in leaving and member.state is not MemberState.DRAINING
+        )
+
+    def recent_capacities(self, role: Role) -> list[Capacity]:
+        """As `capacities`, with workers that are leaving, and those that left lately: they may be restarting."""
+        departed = self._departed.members(asyncio.get_running_loop().time())
+        return _known_capacities([*self._workers(role), *(m for m in departed if m.role is role)])
+
+    def early_refusal(self, size: RequestSize, time_left_s: float) -> Overloaded | None:
+        """Why a request that came now would be served too late, or not at all, by those that take work and can hold
+        it."""
         now_s = asyncio.get_running_loop().time()
         prefills, decodes = (
-            [peer.backlog.ahead(now_s) for peer in peers.values() if self._may_get_work(peer)]
-            for peers in (self._prefills, self._decodes)
+            [
+                peer.backlog.ahead(now_s)
+                for peer in peers.values()
+                if self._may_get_work(peer) and not (peer.member.capacity and shortage(peer.member.capacity, size))
+            ]
+            for peers, shortage in ((self._prefills, prefill_shortage), (self._decodes, decode_shortage))
         )
         return early_refusal(prefills, decodes, time_left_s)
 
@@ -174,8 +204,7 @@ class Fleet:
 
     def peer_by_name(self, name: str) -> Peer | None:
         """By id, or "id@incarnation"."""
-        peers: list[Peer] = [*self._prefills.values(), *self._decodes.values()]
-        return next((peer for peer in peers if name in (peer.member.id.id, str(peer.member.id))), None)
+        return next((peer for peer in self._peers() if name in (peer.member.id.id, str(peer.member.id))), None)
 
     def _registered_now(self, member: MemberId) -> bool:
         return member in self._registered
@@ -184,6 +213,14 @@ class Fleet:
         registered = self._registered.get(peer.member.id)
         is_there = peer.trusted and peer.leaves_at_s is None
         return is_there and registered is not None and registered.state is MemberState.READY
+
+    def _peers(self) -> list[Peer]:
+        return [*self._prefills.values(), *self._decodes.values()]
+
+    def _workers(self, role: Role) -> list[Member]:
+        """Those of a pool that are registered or connected, and were not refused."""
+        members = {peer.member.id: peer.member for peer in self._peers()} | self._registered
+        return [member for member in members.values() if member.role is role and member.id not in self._refused]
 
     def _is_settled(self) -> bool:
         connected = [load.member for load in (*self.prefill_loads(), *self.decode_loads())]
@@ -204,6 +241,8 @@ class Fleet:
             if member.id not in self._supervisors and member.state is MemberState.READY and self._accepts(member):
                 self._supervise(member)
         self._refused &= set(self._registered)
+        served = [member for member in workers if member.id not in self._refused]
+        self._departed.note(served, asyncio.get_running_loop().time())
         self._count_members()
         self._notify()
 
@@ -226,8 +265,7 @@ class Fleet:
             return f"it speaks protocol {member.protocol}, {stranger.role} worker {stranger.id} {stranger.protocol}"
         if member.fingerprint is None:
             return "it has no fingerprint"
-        peers: list[Peer] = [*self._decodes.values(), *self._prefills.values()]
-        ours = next((peer.member.fingerprint for peer in peers if peer.member.fingerprint is not None), None)
+        ours = next((peer.member.fingerprint for peer in self._peers() if peer.member.fingerprint is not None), None)
         return fingerprint_difference(ours, member.fingerprint) if ours is not None else ""
 
     def _supervise(self, member: Member) -> None:
@@ -285,6 +323,13 @@ class Fleet:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _known_capacities(members: Iterable[Member]) -> list[Capacity]:
+    """Empty where one is not known."""
+    capacities = [member.capacity for member in members]
+    known = [capacity for capacity in capacities if capacity is not None]
+    return known if len(known) == len(capacities) else []
 
 
 def _kv_bytes_per_token(member: Member) -> float:

@@ -147,7 +147,9 @@ class Importing:
             return None
         fleet = self._means.fleet
         while fleet.peer(self._exporter) is prefill:
-            decode = self._means.pairing.importer(self._live, self._choices, prefill, besides=self._tried)
+            decode = self._means.pairing.importer(
+                self._live, self._choices, prefill, num_committed=len(self._committed), besides=self._tried
+            )
             if decode is not None or self._first_tokens.done():
                 return decode
             changed = asyncio.ensure_future(fleet.changed())

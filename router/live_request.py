@@ -8,8 +8,9 @@ import itertools
 from collections.abc import Sequence
 
 from cluster.clock import Clock
-from cluster.errors import DeadlineExceeded
+from cluster.errors import DeadlineExceeded, NoWorkerLargeEnough
 from cluster.messages import DecodeJob, MemberId, PrefillJob, PrefixHolder, SampledToken, SequenceStart
+from cluster.request_size import RequestSize
 from router.choice import Choice
 from router.decode_events import Started
 from router.ledger import LedgerRecorder, PhaseName
@@ -40,6 +41,7 @@ class LiveRequest:
         self.choices = tuple(choices)
         self.ledger = ledger
         self.failed_members: set[MemberId] = set()
+        self.too_small: set[MemberId] = set()  # workers that refused this request for its size
         self._deadline_s = deadline_s
         self._outbox = outbox
         self._clock = clock
@@ -48,6 +50,7 @@ class LiveRequest:
         self._num_claimed = 0  # tokens that its client says it has
         self._prefilling: dict[MemberId, tuple[float, float]] = {}  # on decode workers: since when, after which queue
         self._num_cached: int | None = None  # prompt tokens that its first prefill found
+        self._shortages: dict[int, NoWorkerLargeEnough] = {}  # by the number of the first choice that waits
 
     @property
     def usage(self) -> Usage:
@@ -62,6 +65,26 @@ class LiveRequest:
         if left_s <= 0:
             raise DeadlineExceeded("no time is left")
         return left_s
+
+    def size(self, num_committed: int = 0, num_choices: int = 1) -> RequestSize:
+        """What a worker must be able to hold. `num_committed`: output tokens that are prefilled with the prompt."""
+        return RequestSize(
+            len(self.request.prompt_token_ids), self.request.stops.max_tokens, num_committed, num_choices
+        )
+
+    @property
+    def shortage(self) -> NoWorkerLargeEnough | None:
+        """Why choices of this request wait now, where it is because no worker can hold them."""
+        return next(iter(self._shortages.values()), None)
+
+    def waits(self, choice: Choice, shortage: NoWorkerLargeEnough | None) -> None:
+        """`choice`, and the choices that go its way, wait for a worker. `shortage` None: any worker would do."""
+        if shortage is None:
+            self._shortages.pop(choice.number, None)
+            return
+        if not self._shortages:
+            self.ledger.reason(shortage.reason)
+        self._shortages[choice.number] = shortage
 
     def resume(self, has: Sequence[ResumedChoice]) -> list[ChoiceDelta]:
         """Goes on from what the client has from another router. Answers what it has missed of text and ends; they are

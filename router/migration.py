@@ -11,7 +11,15 @@ import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from cluster.errors import InvalidRequest, NotFound, NoWorkers, Overloaded, TandemError, WorkerLost
+from cluster.errors import (
+    InvalidRequest,
+    NotFound,
+    NoWorkerLargeEnough,
+    NoWorkers,
+    Overloaded,
+    TandemError,
+    WorkerLost,
+)
 from cluster.messages import MemberId
 from cluster.telemetry import Telemetry
 from router.decode_events import Move, MoveOutcome
@@ -20,7 +28,8 @@ from router.decode_peer import DecodePeer
 from router.failures import DECODE, AttemptFailed, leg
 from router.fleet import Fleet
 from router.live_request import LiveRequest
-from router.placement import Policy, RequestFacts, WorkerLoad
+from router.pairing import facts_of
+from router.placement import Policy, WorkerLoad
 from tandem.v1 import worker_pb2
 
 _LOG = logging.getLogger("tandem.router.migration")
@@ -102,26 +111,25 @@ class Migrations:
     async def _carry(self, live: LiveRequest, source: DecodeLeg, move: Move) -> _Carried:
         try:
             target = self._target(live, source, move.target)
-        except (NoWorkers, Overloaded) as error:
+        except (NoWorkers, NoWorkerLargeEnough, Overloaded) as error:
             return _Carried(source, MoveOutcome.KEPT, error.reason)
         migration = _Migration(live, source, target, router=self._router, patience_s=move.patience_s)
         return await migration.run()
 
     def _target(self, live: LiveRequest, source: DecodeLeg, named: MemberId | None) -> DecodePeer:
-        """Placement's choice among those that may get work, fit and have room. Raises NoWorkers, Overloaded."""
+        """Placement's choice among those that may get work, are large enough and have room. Raises NoWorkers,
+        NoWorkerLargeEnough, Overloaded."""
         (choice,) = source.owners.values()
-        facts = RequestFacts(
-            num_prompt_tokens=len(live.request.prompt_token_ids) + choice.num_committed,
-            max_tokens=choice.num_missing,
-            num_choices=1,
-            avoid=frozenset(live.failed_members),
-        )
+        facts = facts_of(live, live.size(choice.num_committed))
         targets = [load for load in self._fleet.decode_loads() if load.member != source.worker]
         if named is not None:
             targets = [load for load in targets if load.member == named]
+        large = list(filter(facts.fits_handoff, targets))
+        if targets and not large:
+            raise NoWorkerLargeEnough("no other decode worker can hold the sequence to its end")
         num_tokens = facts.num_prompt_tokens
-        roomy = [load for load in targets if _has_room(load, self._fleet.decode(load.member), num_tokens)]
-        if targets and not roomy:
+        roomy = [load for load in large if _has_room(load, num_tokens)]
+        if large and not roomy:
             raise Overloaded(f"no other decode worker has room for {num_tokens} tokens now")
         exporter = WorkerLoad(member=source.worker, pairing=source.decode.pairing, assigned=0)
         placement = self._policy.choose([exporter], roomy, facts)
@@ -142,9 +150,9 @@ class Migrations:
         _LOG.info("move of a sequence: %s", outcome, extra=fields)
 
 
-def _has_room(load: WorkerLoad, target: DecodePeer, num_tokens: int) -> bool:
+def _has_room(load: WorkerLoad, num_tokens: int) -> bool:
     """As far as is known: a client waits as long as its frozen sequence queues."""
-    capacity = target.member.capacity
+    capacity = load.capacity
     is_known = load.running or load.waiting or load.free_blocks
     if capacity is None or not is_known:
         return True
@@ -207,7 +215,7 @@ class _Migration:
             except TimeoutError:
                 error: TandemError = WorkerLost(f"{worker} did not begin within {self._patience_s:g} s")
                 raise AttemptFailed(DECODE, worker, "timeout", error) from None
-            except InvalidRequest as error:  # its limits are others; the request is as good as it was
+            except InvalidRequest as error:  # the worker's mistake: the request was valid before
                 raise AttemptFailed(DECODE, worker, error.reason, error) from error
             undo.pop_all()
         return there

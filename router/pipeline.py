@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from cluster.clock import Clock
 from cluster.errors import DeadlineExceeded, Draining
-from cluster.messages import MemberId
+from cluster.messages import MemberId, Role
+from cluster.request_size import most_output
 from cluster.telemetry import Telemetry
 from router.admission import Admission
 from router.arrivals import Arrival, Arrivals
@@ -53,6 +54,7 @@ _INLINE_TOKENS = 1024  # more are replayed off it
 _COLOCATED = "colocated"
 _NO_PREFILL_WORKER = "no_prefill_worker"
 _PAIRS_OPEN = "pairs_open"  # there are prefill workers, none that a decode worker may be paired with
+_NO_LARGE_PAIR = "no_large_pair"  # there are prefill workers; they are too small, or decode workers to import so much
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class Pipeline:
         self._admission = admission
         self._fleet = fleet
         self._pairs = PairTrust(policy=settings.breakers, fleet=fleet, telemetry=telemetry)
-        self._pairing = Pairing(fleet=fleet, policy=policy, prefixes=prefixes, pairs=self._pairs)
+        self._pairing = Pairing(fleet=fleet, policy=policy, prefixes=prefixes, pairs=self._pairs, telemetry=telemetry)
         importers = ImporterMeans(router, key, fleet, self._pairing, self._pairs, telemetry)
         self._means = AttemptMeans(fleet, migrations, prefixes, router, importers)
         self._arrivals = Arrivals(admission=admission, outboxes=outboxes, clock=clock, telemetry=telemetry)
@@ -144,14 +146,14 @@ class Pipeline:
 
     async def _serve(self, arrival: Arrival) -> LiveRequest:
         """The story itself, from arrival to the last token in the outbox."""
-        ledger = arrival.ledger
+        ledger, live = arrival.ledger, None
         try:
             timeout_s = self._checked(arrival.request)
             deadline_s = self._clock.now_s() + timeout_s
             async with asyncio.timeout(timeout_s):
                 prompt_token_ids = await self._tokenize(arrival.request.prompt)
                 ledger.enter(PhaseName.ADMIT, self._clock.now_s())
-                resolved = resolve(arrival.request, prompt_token_ids, self._model)
+                resolved = await self._resolved(arrival.request, prompt_token_ids)
                 live = self._live_request(arrival, resolved, deadline_s)
                 missed = await self._resume(live, arrival.request.resume_from)
                 if not live.is_proven:
@@ -165,6 +167,8 @@ class Pipeline:
                     await self._complete(live, live.choices)
                     return live
         except (TimeoutError, DeadlineExceeded) as error:
+            if live is not None and live.shortage is not None:
+                raise live.shortage from error
             raise DeadlineExceeded(
                 f"the request's {timeout_s:g} s passed in phase {ledger.phase}; allow more, or ask for less"
             ) from error
@@ -173,10 +177,20 @@ class Pipeline:
             arrival.outbox.end()
 
     def _refuse_early(self, live: LiveRequest) -> None:
-        """Before any worker hears of it. Raises Overloaded."""
-        refusal = self._fleet.early_refusal(live.time_left_s())
+        """Before any worker hears of it. Raises NoWorkerLargeEnough, Overloaded."""
+        size = live.size(num_choices=len(live.choices))
+        refusal = self._pairing.refusal(size) or self._fleet.early_refusal(size, live.time_left_s())
         if refusal is not None:
             raise refusal
+
+    async def _resolved(self, request: GenerateRequest, prompt_token_ids: tuple[int, ...]) -> ResolvedRequest:
+        """Where the client gives no max_tokens: what the largest decode worker can hold. Waits until one is known."""
+        resolved = resolve(request, prompt_token_ids, self._model)
+        if request.stop.max_tokens is not None:
+            return resolved
+        while not (capacities := self._fleet.capacities(Role.DECODE)) and not self._fleet.is_ready:
+            await self._fleet.changed()
+        return resolved.at_most(most_output(capacities, len(prompt_token_ids)))
 
     async def _tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         match prompt:
@@ -211,7 +225,7 @@ class Pipeline:
                 await all_of(self._complete(live, group) for group in groups)
                 return
             num_committed = sum(choice.num_committed for choice in choices)
-            placement = await self._pairing.pair(live, choices)
+            placement = await self._pairing.pair(live, choices, without_prefill=bool(local_reason))
             attempt = Attempt(live, choices, setbacks, self._means)
             try:
                 await self._try(attempt, live, choices, placement, local_reason)
@@ -230,17 +244,17 @@ class Pipeline:
     ) -> None:
         """One try at both legs. Raises AttemptFailed; what the client has by then is committed."""
         if placement.prefill is None or local_reason:
-            self._note_local(live, local_reason)
+            self._note_local(live, choices, local_reason)
             await attempt.on_decode(placement.decode)
         elif choices[0].num_missing == 1:
             await attempt.first_token_only(placement.prefill)
         else:
             await attempt.hand_over(placement.prefill, placement.decode)
 
-    def _note_local(self, live: LiveRequest, reason: str) -> None:
+    def _note_local(self, live: LiveRequest, choices: Sequence[Choice], reason: str) -> None:
         """Where there was never a prefill worker, prefill on decode is the way it works; else it is a fallback."""
         if not reason and self._fleet.prefill_loads():
-            reason = _PAIRS_OPEN
+            reason = _PAIRS_OPEN if self._pairing.has_large_pair(live, choices) else _NO_LARGE_PAIR
         elif not reason:
             reason = _NO_PREFILL_WORKER if self._fleet.has_prefill_pool else _COLOCATED
         self._telemetry.count("tandem_local_prefills_total", reason=reason)

@@ -1,13 +1,16 @@
 """Which workers serve a request. Pure: loads in, a pair out.
 
-A policy sees pairs that can work together and nothing else; the cost model will be one more of them.
+A policy sees pairs that can work together and hold the request (cluster/request_size.py), and nothing else; the cost
+model will be one more of them.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from cluster.member import Capacity
 from cluster.messages import MemberId, PairFigure
+from cluster.request_size import RequestSize, decode_shortage, handoff_shortage, prefill_shortage
 
 # A pair counts as slow when the prompt's KV would take it so much longer than the fastest known one: figures are
 # measurements, and small differences between them must not keep equals from taking turns.
@@ -32,6 +35,7 @@ class WorkerLoad:
     free_blocks: int = 0
     pairs: tuple[PairFigure, ...] = ()  # of a decode worker: how fast it reads each exporter; each one's first counts
     kv_bytes_per_token: float = 0.0
+    capacity: Capacity | None = None  # None: not known, and taken as large enough
 
     @property
     def depth(self) -> int:
@@ -41,12 +45,39 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    num_prompt_tokens: int
-    max_tokens: int
+    num_prompt_tokens: int  # to prefill, with those that an earlier attempt drew
+    max_tokens: int  # that are still missing
     num_choices: int
     avoid: frozenset[MemberId] = frozenset()  # failed this request before: last choice
     cached_tokens: Mapping[MemberId, int] = field(default_factory=dict)  # of the prompt, by prefill worker
     passed_over: Collection[tuple[MemberId, MemberId]] = frozenset()  # prefill and decode workers not to be paired now
+    num_committed: int = 0  # of num_prompt_tokens, those that an earlier attempt drew
+    too_small: Collection[MemberId] = frozenset()  # workers that have refused this request for its size
+
+    @property
+    def size(self) -> RequestSize:
+        num_prompt, num_output = self.num_prompt_tokens - self.num_committed, self.num_committed + self.max_tokens
+        return RequestSize(num_prompt, num_output, self.num_committed, self.num_choices)
+
+    def fits_prefill(self, load: WorkerLoad) -> bool:
+        return self._fits(load, prefill_shortage)
+
+    def fits_decode(self, load: WorkerLoad) -> bool:
+        """It can prefill the prompt and run every choice to its end."""
+        return self._fits(load, decode_shortage)
+
+    def fits_import(self, load: WorkerLoad) -> bool:
+        """It can take over from a prefill worker. Where one token is missing there is nothing to take over."""
+        return not self.size.needs_decode or self.fits_handoff(load)
+
+    def fits_handoff(self, load: WorkerLoad) -> bool:
+        """It can import the tokens known so far and run every choice to its end."""
+        return self.fits_decode(load) and self._fits(load, handoff_shortage)
+
+    def _fits(self, load: WorkerLoad, shortage: Callable[[Capacity, RequestSize], str]) -> bool:
+        if load.member in self.too_small:
+            return False
+        return load.capacity is None or not shortage(load.capacity, self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +92,8 @@ class Policy(Protocol):
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Placement | None:
-        """None: no decode worker. Without a prefill worker that it may be paired with, a decode worker does both."""
+        """None: no worker can hold the request. Without a prefill worker that it may be paired with, a decode worker
+        does both."""
         ...
 
 
@@ -184,11 +216,21 @@ class _Speeds:
 
 
 def _pairs(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[_Pair]:
-    """All that can work together and are not passed over; workers to avoid only where there are no others. Where that
-    is nobody, decode workers by themselves: hand-offs between the others have just failed, and would again."""
-    ours, theirs = _rather(prefills, request.avoid), _rather(decodes, request.avoid)
-    pairs = _disaggregated(ours, theirs, request) or _disaggregated(prefills, decodes, request)
-    return [*pairs] or [(None, decode) for decode in theirs]
+    """All that can hold the request, can work together and are not passed over; workers to avoid only where there are
+    no others. Where there is no such pair, decode workers by themselves: hand-offs between the others have just failed
+    and would fail again, or one of the two is too small."""
+    prefills = list(filter(request.fits_prefill, prefills))
+    importers = list(filter(request.fits_import, decodes))
+    preferred = _rather(prefills, request.avoid), _rather(importers, request.avoid)
+    pairs = _disaggregated(*preferred, request) or _disaggregated(prefills, importers, request)
+    alone = _rather(list(filter(request.fits_decode, decodes)), request.avoid)
+    return [*pairs] or [(None, decode) for decode in alone]
+
+
+def has_large_pair(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> bool:
+    """Whether two of them could serve the request by a hand-off, passed over or not."""
+    anywhere = replace(request, passed_over=frozenset())
+    return any(prefill is not None for prefill, _ in _pairs(prefills, decodes, anywhere))
 
 
 def _disaggregated(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[_Pair]:

@@ -42,6 +42,8 @@ class Setbacks:
         self._telemetry.count("tandem_retries_total", leg=failure.leg, reason=failure.reason)
         if failure.is_leaving:
             self._fleet.leave(failure.member, 0.0)
+        if failure.is_too_small:
+            self._live.too_small.add(failure.member)
         if failure.is_of_pair:
             self._fleet.doubt(failure.member)  # one of the two may be gone; if not, the pair is to blame
         fields = {"request_id": self._live.request_id, "reason": failure.name}
@@ -57,5 +59,5 @@ class Setbacks:
 
 
 def _cost(failure: AttemptFailed) -> int:
-    """Where a worker took no new work, nothing was tried."""
-    return 0 if failure.is_leaving else 1
+    """Where a worker takes no new work, or is too small for the request, nothing was tried."""
+    return 0 if failure.is_leaving or failure.is_too_small else 1

@@ -7,7 +7,7 @@ import hashlib
 import math
 import secrets
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.errors import InvalidRequest, NoTokenizer, PromptTooLong, UnknownModel
 from cluster.messages import Sampling, TokenStops
@@ -37,6 +37,14 @@ class ResolvedRequest:
     cache_salt: str
     priority: int
     is_batch: bool
+
+    def at_most(self, num_output: int) -> "ResolvedRequest":
+        """This request with `max_tokens` cut to what a worker can hold; unchanged where that is nothing, or less than
+        `min_tokens`."""
+        fewer = min(self.stops.max_tokens, num_output)
+        if fewer < max(1, self.stops.min_tokens):
+            return self
+        return replace(self, stops=replace(self.stops, max_tokens=fewer))
 
     def accepted(self, proof: bytes) -> Accepted:
         """What resolves to this request wherever it is asked again, and `proof` that it was."""

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from cluster.clock import Clock, MonotonicClock
-from cluster.member import Member
+from cluster.member import Capacity, Member
 from cluster.messages import LayoutFingerprint, MemberId, Role
 from cluster.serving import open_channel
 from cluster.telemetry import Telemetry
@@ -119,15 +119,25 @@ class RouterUnderTest:
             telemetry=self.telemetry,
         )
 
-    async def add_prefill(self, name: str, *, incarnation: int = 1, port: int = 0) -> ScriptedPrefill:
+    async def add_prefill(
+        self, name: str, *, incarnation: int = 1, port: int = 0, capacity: Capacity | None = None
+    ) -> ScriptedPrefill:
         worker = ScriptedPrefill(name, self.store, incarnation)
+        worker.capacity = capacity
         await self._add(worker, port)
         return worker
 
     async def add_decode(
-        self, name: str, *, incarnation: int = 1, port: int = 0, fingerprint: LayoutFingerprint = FINGERPRINT
+        self,
+        name: str,
+        *,
+        incarnation: int = 1,
+        port: int = 0,
+        fingerprint: LayoutFingerprint = FINGERPRINT,
+        capacity: Capacity | None = None,
     ) -> ScriptedDecode:
         worker = ScriptedDecode(name, self.store, incarnation)
+        worker.capacity = capacity
         worker.fingerprint = fingerprint
         await self._add(worker, port)
         return worker

@@ -11,9 +11,9 @@ from cluster.errors import (
     InternalError,
     InvalidRequest,
     NotFound,
-    PromptTooLong,
     QueueFull,
     TandemError,
+    WorkerTooSmall,
 )
 from cluster.member import Capacity
 from router.migration import MigrationCount
@@ -103,7 +103,7 @@ async def test_logprobs_and_a_stop_string_span_the_move() -> None:
 
 @pytest.mark.parametrize(
     "refusal",
-    [QueueFull("full"), PromptTooLong("its pool is smaller"), InternalError("broken")],
+    [QueueFull("full"), WorkerTooSmall("its pool is smaller"), InternalError("broken")],
     ids=lambda e: e.reason,
 )
 async def test_a_target_that_refuses_leaves_the_sequence_where_it_was(refusal: TandemError) -> None:
@@ -367,7 +367,7 @@ async def test_without_another_decode_worker_everything_stays() -> None:
 
 @pytest.mark.parametrize(
     "capacity",
-    [Capacity(10, 1, max_num_seqs=8, max_model_len=100), Capacity(10, 16, max_num_seqs=0, max_model_len=100)],
+    [Capacity(100, 1, max_num_seqs=8, max_model_len=100), Capacity(10, 16, max_num_seqs=0, max_model_len=100)],
     ids=["blocks", "slots"],
 )
 async def test_nobody_is_sent_to_where_it_would_queue(capacity: Capacity) -> None:

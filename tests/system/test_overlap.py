@@ -183,6 +183,7 @@ async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
     scheduler = PrefillScheduler(
         PrefillLimits(
             num_blocks=engine.pool.num_blocks,
+            max_model_len=1 << 20,
             block_size=settings.block_size,
             max_prefill_tokens=_CHUNK,
             max_num_seqs=4,

@@ -112,7 +112,12 @@ def _scheduler(role: str) -> Any:
     if role == "prefill":
         return PrefillScheduler(
             PrefillLimits(
-                num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE, max_prefill_tokens=64, max_num_seqs=8, max_queue=8
+                num_blocks=_NUM_BLOCKS,
+                block_size=_BLOCK_SIZE,
+                max_prefill_tokens=64,
+                max_num_seqs=8,
+                max_queue=8,
+                max_model_len=1 << 20,
             ),
             new_chain=nameless_chains(),
         )

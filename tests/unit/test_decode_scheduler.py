@@ -13,10 +13,9 @@ from cluster.errors import (
     DuplicateRequest,
     InternalError,
     InvalidRequest,
-    Overloaded,
-    PromptTooLong,
     QueueFull,
     TandemError,
+    WorkerTooSmall,
 )
 from cluster.messages import DecodeJob, FinishReason
 from decode_worker.commands import (
@@ -389,7 +388,7 @@ def test_a_hand_off_leaves_the_watermark() -> None:
     assert second.block_ids is None
     bench.reserve(bench.job(range(1, 36)))
     (refused,) = bench.refused_handoffs
-    assert isinstance(refused.error, Overloaded)
+    assert isinstance(refused.error, WorkerTooSmall)
     assert "needs 9 blocks" in str(refused.error) and "at most 8" in str(refused.error)
 
 
@@ -595,8 +594,8 @@ def _complete(bench: DecodeBench) -> DecodeJob:
 @pytest.mark.parametrize(
     ("make", "num_blocks", "error", "text"),
     [
-        (_too_long, 64, PromptTooLong, "201 tokens; this worker takes at most 200"),
-        (_longer_than_the_pool, 10, PromptTooLong, "42 tokens; this worker takes at most 41"),
+        (_too_long, 64, WorkerTooSmall, "201 tokens; this worker takes at most 200"),
+        (_longer_than_the_pool, 10, WorkerTooSmall, "42 tokens; this worker takes at most 41"),
         (_complete, 64, InvalidRequest, "max_tokens 3 already"),
     ],
 )

@@ -48,7 +48,9 @@ class _Bench:
         self.fatal: list[Exception] = []
         self.ended = threading.Event()
         scheduler = PrefillScheduler(
-            PrefillLimits(num_blocks=8, block_size=4, max_prefill_tokens=8, max_num_seqs=4, max_queue=9),
+            PrefillLimits(
+                num_blocks=8, block_size=4, max_model_len=1 << 20, max_prefill_tokens=8, max_num_seqs=4, max_queue=9
+            ),
             new_chain=nameless_chains(),
         )
         self.loop: StepLoop[Command, Event] = StepLoop(

@@ -15,8 +15,8 @@ from cluster.errors import (
     Draining,
     InternalError,
     InvalidRequest,
-    PromptTooLong,
     QueueFull,
+    WorkerTooSmall,
 )
 from cluster.hashing import NATIVE, BlockChain, keyed_chains, nameless_chains
 from cluster.messages import FinishReason, Inspect, Inspected, MemberId, PrefillJob, Sampling, TokenStops
@@ -137,6 +137,7 @@ class _Bench:
         self.scheduler = PrefillScheduler(
             PrefillLimits(
                 num_blocks=self.num_blocks,
+                max_model_len=1 << 20,
                 block_size=self.block_size,
                 max_prefill_tokens=self.max_prefill_tokens,
                 max_num_seqs=self.max_num_seqs,
@@ -589,7 +590,7 @@ def test_too_long_empty_and_too_many_are_refused() -> None:
 
     too_long, empty, full = (refused.error for refused in bench.refused)
 
-    assert isinstance(too_long, PromptTooLong) and "41 tokens" in str(too_long) and "holds 40" in str(too_long)
+    assert isinstance(too_long, WorkerTooSmall) and "41 tokens" in str(too_long) and "holds 40" in str(too_long)
     assert isinstance(empty, InvalidRequest)
     assert isinstance(full, QueueFull) and "--max-queue is 1" in str(full)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.engine_settings import SCHEDULING_POLICIES
-from cluster.errors import InvalidRequest, PromptTooLong
+from cluster.errors import WorkerTooSmall
 from cluster.hashing import keyed_chains
 from cluster.lengths import LengthLimits
 from cluster.messages import MemberId, PrefillJob
@@ -69,7 +69,7 @@ def test_decoding_ends_whatever_is_asked(policy: str, seed: int) -> None:
     assert [handoff.handoff_id for handoff in handoffs if not is_refused(bench, handoff)] == []
     bench.assert_idle()
     for failed in bench.failures:
-        assert isinstance(failed.error, PromptTooLong)
+        assert isinstance(failed.error, WorkerTooSmall)
         assert len(re.findall(r"\d+", failed.error.message)) >= 2, failed.error.message
 
 
@@ -99,6 +99,7 @@ def test_prefilling_ends_whatever_is_asked(policy: str, seed: int) -> None:
     scheduler = PrefillScheduler(
         PrefillLimits(
             num_blocks=size.num_blocks,
+            max_model_len=1 << 20,
             block_size=size.block_size,
             max_prefill_tokens=size.max_prefill_tokens,
             max_num_seqs=size.max_num_seqs,
@@ -117,7 +118,7 @@ def test_prefilling_ends_whatever_is_asked(policy: str, seed: int) -> None:
         needed = len(job.token_ids)
         if isinstance(event, Refused):
             assert -(-needed // size.block_size) > size.num_blocks
-            assert isinstance(event.error, PromptTooLong)
+            assert isinstance(event.error, WorkerTooSmall)
             assert {str(needed), str(size.num_blocks * size.block_size)} <= set(re.findall(r"\d+", event.error.message))
         else:
             assert isinstance(event, Accepted)
@@ -147,6 +148,7 @@ def limited_prefill() -> PrefillScheduler:
     return PrefillScheduler(
         PrefillLimits(
             num_blocks=9,
+            max_model_len=1 << 20,
             block_size=4,
             max_prefill_tokens=8,
             max_num_seqs=2,
@@ -178,5 +180,5 @@ def test_a_decode_worker_holds_the_operators_lengths_too() -> None:
     bench.admit(bench.job([1] * 5, max_tokens=7, committed=[4]))
     bench.run()
 
-    assert [type(failed.error) for failed in bench.failures] == [PromptTooLong, InvalidRequest]
+    assert [type(failed.error) for failed in bench.failures] == [WorkerTooSmall, WorkerTooSmall]
     bench.assert_idle()

@@ -53,7 +53,9 @@ class _HeldRunner(FakePagedRunner):
 class _Bench:
     def __init__(self, clock: ManualClock | MonotonicClock) -> None:
         self.scheduler = _CountingScheduler(
-            PrefillLimits(num_blocks=8, block_size=4, max_prefill_tokens=8, max_num_seqs=4, max_queue=9),
+            PrefillLimits(
+                num_blocks=8, block_size=4, max_model_len=1 << 20, max_prefill_tokens=8, max_num_seqs=4, max_queue=9
+            ),
             new_chain=nameless_chains(),
         )
         self.runner = _HeldRunner(8, 4)

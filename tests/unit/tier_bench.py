@@ -39,7 +39,12 @@ class TierBench:
         chains = keyed_chains(b"key", BLOCK_SIZE)
         self.scheduler = PrefillScheduler(
             PrefillLimits(
-                num_blocks=_NUM_BLOCKS, block_size=BLOCK_SIZE, max_prefill_tokens=512, max_num_seqs=4, max_queue=4
+                num_blocks=_NUM_BLOCKS,
+                block_size=BLOCK_SIZE,
+                max_model_len=1 << 20,
+                max_prefill_tokens=512,
+                max_num_seqs=4,
+                max_queue=4,
             ),
             new_chain=chains,
         )

@@ -58,6 +58,7 @@ def prefill(
     scheduler = PrefillScheduler(
         PrefillLimits(
             num_blocks=num_blocks or 1 << 16,
+            max_model_len=1 << 20,
             block_size=_BLOCK_SIZE,
             max_prefill_tokens=max_prefill_tokens,
             max_num_seqs=64,

@@ -1,0 +1,44 @@
+"""Decode workers of unequal pools in the simulated cluster: the large one dies under streams that only it can hold."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.chaos.simulated.machine import simulated_machine
+from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, plain_schedule
+from tests.chaos.simulated.world import Result, run_schedule
+
+_BACK_S, _NEVER_S = 8.0, 200.0  # the latter is longer than any request's time
+
+
+def _run(phase: Phase, for_s: float) -> Result:
+    """Two long requests and a short one; the decode worker that has the first long one dies."""
+    schedule = replace(
+        plain_schedule(1),
+        num_routers=1,
+        num_prefills=2,
+        num_decodes=2,
+        decode_blocks=(48, 6),
+        step_s=0.1,
+        asks=(Ask(0.0, 0, 0, 8, 20, 28), Ask(0.0, 0, 0, 8, 20, 28, n=2), Ask(0.5, 0, 1, 0, 6, 8)),
+        mishaps=(Mishap(Kind.KILL, "decode", 0, at_s=0.0, for_s=for_s, phase=phase),),
+    )
+    with simulated_machine():
+        return run_schedule(schedule)
+
+
+@pytest.mark.parametrize("phase", [Phase.FIRST_TOKEN, Phase.PULLING, Phase.DECODING])
+def test_streams_wait_for_a_large_worker_and_go_on(phase: Phase) -> None:
+    result = _run(phase, _BACK_S)
+    assert not result.violations, result.violations
+    assert result.outcomes == {"ok": 3}
+    ends_s = [at_s for at_s, who, what in result.happened if who.startswith("client") and "has everything" in what]
+    assert max(ends_s) > _BACK_S, "none of them waited"
+
+
+def test_without_a_large_worker_streams_end_by_that_name_at_their_deadline_and_nothing_is_left() -> None:
+    result = _run(Phase.DECODING, _NEVER_S)
+    lost = [violation for violation in result.violations if "is lost" in violation]
+    assert len(lost) == 2 and lost == list(result.violations), result.violations
+    assert all("no_worker_large_enough" in violation for violation in lost), lost
+    assert result.outcomes == {"ok": 1, "no_worker_large_enough": 2}
