@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling = parser.add_argument_group("generation", "What is left out is the model's own default.")
     sampling.add_argument("--model", help="name of a served model; default: the only one")
     sampling.add_argument("--request-id", metavar="ID", help="names it in logs; default: a random one")
+    sampling.add_argument("--label", metavar="NAME", help="a further name in logs, which need not be unique")
     sampling.add_argument("--n", type=int, metavar="N", help="continuations of the prompt")
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to generate")
     sampling.add_argument("--min-tokens", type=int, metavar="N", help="no end before so many")

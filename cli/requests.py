@@ -51,6 +51,7 @@ def requests_object(requests: Sequence[admin_pb2.LiveRequest]) -> dict[str, obje
         "requests": [
             {
                 "request_id": request.request_id,
+                "label": request.label,
                 "phase": request.phase,
                 "age_s": request.age_s,
                 "num_tokens": request.num_tokens,
@@ -68,7 +69,7 @@ def requests_text(requests: Sequence[admin_pb2.LiveRequest]) -> str:
         return "no live request"
     rows = [
         (
-            request.request_id,
+            request.label or request.request_id,
             request.phase,
             f"{request.age_s:.1f}",
             str(request.num_tokens),

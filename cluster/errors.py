@@ -8,6 +8,9 @@
     │   └── NoTokenizer / NoChatTemplate
     ├── Unauthenticated
     ├── DuplicateRequest          the id belongs to a live request
+    ├── ResumeRefused             the request cannot be resumed here as it was accepted
+    │   ├── AcceptanceMissing / AcceptanceInvalid / AcceptanceOfAnotherClient
+    │   └── PromptChanged / RequestChanged    this router makes another prompt or other parameters of it
     ├── NotFound                  no such member, or no such sequence there
     ├── Overloaded                try again later
     │   ├── QueueFull
@@ -79,6 +82,30 @@ class Unauthenticated(TandemError):
 
 class DuplicateRequest(TandemError):
     reason = "duplicate_request"
+
+
+class ResumeRefused(TandemError):
+    reason = "resume_refused"
+
+
+class AcceptanceMissing(ResumeRefused):
+    reason = "acceptance_missing"
+
+
+class AcceptanceInvalid(ResumeRefused):
+    reason = "acceptance_invalid"
+
+
+class AcceptanceOfAnotherClient(ResumeRefused):
+    reason = "acceptance_of_another_client"
+
+
+class PromptChanged(ResumeRefused):
+    reason = "prompt_changed"
+
+
+class RequestChanged(ResumeRefused):
+    reason = "request_changed"
 
 
 class NotFound(TandemError):
@@ -206,6 +233,7 @@ _STATUS: dict[type[TandemError], tuple[str, HTTPStatus, str]] = {
     UnknownModel: ("NOT_FOUND", HTTPStatus.NOT_FOUND, "invalid_request_error"),
     Unauthenticated: ("UNAUTHENTICATED", HTTPStatus.UNAUTHORIZED, "authentication_error"),
     DuplicateRequest: ("ALREADY_EXISTS", HTTPStatus.CONFLICT, "invalid_request_error"),
+    ResumeRefused: ("FAILED_PRECONDITION", HTTPStatus.CONFLICT, "invalid_request_error"),
     NotFound: ("NOT_FOUND", HTTPStatus.NOT_FOUND, "invalid_request_error"),
     Overloaded: ("RESOURCE_EXHAUSTED", HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error"),
     Unavailable: ("UNAVAILABLE", HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable"),

@@ -4,6 +4,7 @@ Owns the places of live requests and their ids, and says from how fast places be
 knows of workers it is told: what waits at them, and how fast they are.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,31 +13,32 @@ from cluster.service_rate import ServiceRate, bounded_retry_s
 
 
 class Admission:
-    """At most `max_live_requests` at once, each id once.
+    """At most `max_live_requests` at once. A new request must have an id that is not live.
 
-    A place is taken before anything is spent on a request, tokenizing included, and held until its client has left. An
-    id is taken while the request is served, so that a client which comes back for it finds it.
+    A request takes its place before anything is spent on it, tokenizing included, and holds it until its client has
+    left. It holds its id while it is served. A resumed request is admitted under a live id too: its acceptance names
+    its stream, so another client that chose the same id cannot keep it out.
     """
 
     def __init__(self, max_live_requests: int) -> None:
         self._max_live_requests = max_live_requests
         self._num_places = 0  # taken
-        self._live: set[str] = set()
+        self._live: Counter[str] = Counter()
         self._rate = ServiceRate()
 
     def __len__(self) -> int:
-        """Ids that are served."""
-        return len(self._live)
+        """Requests that hold an id."""
+        return self._live.total()
 
     @property
     def num_places(self) -> int:
         """That are taken."""
         return self._num_places
 
-    def enter(self, request_id: str, *, comes_back: bool = False) -> None:
-        """Takes a place, which must be left again. Raises Overloaded. A client that comes back for a request that is
-        served here ends its old stream, whose place is about to become free: as many again may do so at once."""
-        most = self._max_live_requests * (2 if comes_back and request_id in self._live else 1)
+    def enter(self, *, takes_over: bool = False) -> None:
+        """Takes a place, which must be left again. Raises Overloaded. A request that takes over a live stream ends it,
+        and the place of that stream is about to become free: as many again may do so at once."""
+        most = self._max_live_requests * (2 if takes_over else 1)
         if self._num_places >= most:
             raise Overloaded(
                 f"{self._num_places} requests are being served, the most this router takes; try again",
@@ -48,14 +50,16 @@ class Admission:
         self._num_places -= 1
         self._rate.note_end(now_s)
 
-    def admit(self, request_id: str) -> None:
+    def admit(self, request_id: str, *, is_resumed: bool = False) -> None:
         """Of a request that has its place. Every admitted id must be released. Raises DuplicateRequest."""
-        if request_id in self._live:
+        if self._live[request_id] and not is_resumed:
             raise DuplicateRequest(f"request id {request_id!r} belongs to a live request; choose another, or none")
-        self._live.add(request_id)
+        self._live[request_id] += 1
 
     def release(self, request_id: str) -> None:
-        self._live.remove(request_id)
+        self._live[request_id] -= 1
+        if not self._live[request_id]:
+            del self._live[request_id]
 
 
 @dataclass(frozen=True, slots=True)

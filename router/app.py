@@ -167,6 +167,7 @@ class _Router:
             tokenization=self._tokenization,
             stalls=ClientStalls(self._config.client_stall_s, self._telemetry),
             told_routers=lambda: told_routers(self._member, self._fleet.members()),
+            asks_for_keys=bool(self._config.api_key),
         )
 
     def _admin_service(self) -> AdminService:

@@ -29,7 +29,7 @@ class Arrival:
     ledger: LedgerRecorder
     account: RequestAccount
     outbox: Outbox
-    accepted: asyncio.Future[Accepted]  # there before the first delta is
+    accepted: asyncio.Future[Accepted]  # done once the request is admitted, before its first delta
 
 
 class Arrivals:
@@ -57,16 +57,17 @@ class Arrivals:
         await self._idle.wait()
 
     @contextmanager
-    def arrived(self, request: GenerateRequest) -> Iterator[Arrival]:
-        """Live, and with a place of its own, until the block is left. Raises Overloaded."""
+    def arrived(self, request: GenerateRequest, *, takes_over: bool = False) -> Iterator[Arrival]:
+        """Live, and with a place of its own, until the block is left. `takes_over`: it resumes a stream that is live
+        here. Raises Overloaded."""
         request_id = request.request_id or f"req-{secrets.token_hex(12)}"
-        ledger = LedgerRecorder(self._clock.now_s())
+        ledger = LedgerRecorder(self._clock.now_s(), label=request.label)
         account = RequestAccount(self._telemetry)
         accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
         outcome = "cancelled"
         number = next(self._numbers)
         try:
-            with self._placed(request_id, comes_back=request.resume_from is not None), self._outboxes.open() as outbox:
+            with self._placed(takes_over=takes_over), self._outboxes.open() as outbox:
                 arrival = self._live[number] = Arrival(request, request_id, ledger, account, outbox, accepted)
                 self._on_change()
                 yield arrival
@@ -81,11 +82,12 @@ class Arrivals:
             account.ended(outcome, ledger.ledger(self._clock.now_s()))
             self._live.pop(number, None)
             self._on_change()
-            _LOG.info("request ended", extra={"request_id": request_id, "outcome": outcome})
+            label = {"label": request.label} if request.label else {}
+            _LOG.info("request ended", extra={"request_id": request_id, "outcome": outcome} | label)
 
     @contextmanager
-    def _placed(self, request_id: str, *, comes_back: bool) -> Iterator[None]:
-        self._admission.enter(request_id, comes_back=comes_back)
+    def _placed(self, *, takes_over: bool) -> Iterator[None]:
+        self._admission.enter(takes_over=takes_over)
         try:
             yield
         finally:

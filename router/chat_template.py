@@ -1,11 +1,15 @@
 """A conversation as the prompt its model was trained on: the model's own Jinja template, rendered in a sandbox.
 
-Templates come with a model's files and are not trusted: immutable sandbox, plain values only, no loader.
+Templates come with a model's files and are not trusted: immutable sandbox, plain values only, no loader. A resumed
+request is rendered again, perhaps on another day and in another time zone, and must give the same prompt: so the
+present is an argument, the time zone is UTC, and nothing in a template is random.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from cluster.errors import ConfigError, InvalidRequest
 from router.requests import ChatMessage
 
+_EPOCH = datetime(1970, 1, 1)  # of UTC, without a zone: `%z` is empty as in the library that templates are made for
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -29,21 +34,23 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        del environment.filters["random"], environment.globals["lipsum"]
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the model's chat template is not valid Jinja: {error}") from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
-        """The prompt, ready for the assistant's turn. Raises InvalidRequest where the template refuses the messages."""
+    def render(self, messages: Sequence[ChatMessage], rendered_at_us: int) -> str:
+        """The prompt, ready for the assistant's turn; a function of its arguments alone. `rendered_at_us`: the present,
+        in microseconds since 1970. Raises InvalidRequest where the template refuses the messages."""
         try:
             return self._template.render(
                 messages=[{"role": message.role, "content": message.content} for message in messages],
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
+                strftime_now=partial(_strftime, rendered_at_us),
                 **self._special_tokens,
             )
         except jinja2.TemplateError as error:
@@ -93,8 +100,11 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(text_format: str) -> str:
-    return datetime.now().strftime(text_format)
+def _strftime(at_us: int, text_format: str) -> str:
+    """In UTC. `%s` is replaced here: the C library takes it in the process's own time zone."""
+    seconds = str(at_us // 1_000_000)
+    text_format = re.sub("%(.)", lambda found: seconds if found[1] == "s" else found[0], text_format)
+    return (_EPOCH + timedelta(microseconds=at_us)).strftime(text_format)
 
 
 def _tojson(

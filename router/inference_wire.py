@@ -25,12 +25,18 @@ from tandem.v1 import inference_pb2
 
 
 def generate_request_from_wire(
-    message: inference_pb2.GenerateRequest, timeout_s: float | None, sign_every_s: float | None = None
+    message: inference_pb2.GenerateRequest,
+    timeout_s: float | None,
+    sign_every_s: float | None = None,
+    client: bytes = b"",
 ) -> GenerateRequest:
-    """Raises InvalidRequest."""
+    """`client` identifies the caller's API key. Raises InvalidRequest."""
     return GenerateRequest(
         prompt=_prompt(message),
         request_id=message.request_id,
+        label=message.label,
+        client=client,
+        num_bytes=_num_bytes(message),
         model=message.model,
         sampling=_sampling(message.sampling),
         stop=_stop(message.stop),
@@ -41,7 +47,7 @@ def generate_request_from_wire(
         priority=message.priority,
         is_batch=message.is_batch,
         resume_from=_resume_from(message.resume_from) if message.HasField("resume_from") else None,
-        resume_proof=message.resume_from.proof,
+        acceptance=message.resume_from.acceptance,
         sign_every_s=sign_every_s,
     )
 
@@ -78,6 +84,10 @@ def model_to_wire(model: ModelInfo) -> inference_pb2.Model:
         has_tokenizer=model.has_tokenizer,
         has_chat_template=model.has_chat_template,
     )
+
+
+def _num_bytes(message: inference_pb2.GenerateRequest) -> int:
+    return message.ByteSize() - message.resume_from.ByteSize()
 
 
 def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:
@@ -137,7 +147,7 @@ def _accepted(accepted: Accepted) -> inference_pb2.AcceptedRequest:
             seed=sampling.seed,
         ),
         max_tokens=accepted.max_tokens,
-        proof=accepted.proof,
+        acceptance=accepted.acceptance,
     )
 
 
@@ -171,4 +181,5 @@ def _ledger(ledger: Ledger) -> inference_pb2.Ledger:
             )
             for spent in ledger.worker_times
         ],
+        label=ledger.label,
     )

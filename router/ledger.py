@@ -21,7 +21,8 @@ class PhaseName(StrEnum):
 
 
 class LedgerRecorder:
-    def __init__(self, now_s: float, phase: PhaseName = PhaseName.TOKENIZE) -> None:
+    def __init__(self, now_s: float, phase: PhaseName = PhaseName.TOKENIZE, *, label: str = "") -> None:
+        self._label = label
         self._marks: list[tuple[PhaseName, float]] = [(phase, now_s)]
         self._first_token_s: float | None = None
         self._end_s: float | None = None
@@ -93,4 +94,5 @@ class LedgerRecorder:
             kv_bytes=self._kv_bytes,
             reasons=self.reasons,
             worker_times=tuple(self._worker_times),
+            label=self._label,
         )

@@ -22,4 +22,5 @@ def _to_wire(arrival: Arrival, now_s: float) -> admin_pb2.LiveRequest:
         decode_member=ledger.decode_member,
         num_tokens=arrival.account.num_tokens,
         reasons=ledger.reasons,
+        label=arrival.request.label,
     )

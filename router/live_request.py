@@ -33,9 +33,9 @@ class LiveRequest:
         ledger: LedgerRecorder,
         outbox: Outbox,
         clock: Clock,
-        is_proven: bool = False,
+        keeps_its_turn: bool = False,
     ) -> None:
-        """`is_proven`: its client has shown that what it resumes began in this cluster."""
+        """`keeps_its_turn`: it resumes a request that was accepted, and whose deadline has not passed."""
         self.request_id = request_id
         self.request = request
         self.choices = tuple(choices)
@@ -46,7 +46,7 @@ class LiveRequest:
         self._outbox = outbox
         self._clock = clock
         self._attempts = itertools.count(1)
-        self.is_proven = is_proven
+        self._keeps_its_turn = keeps_its_turn
         self._num_claimed = 0  # tokens that its client says it has
         self._prefilling: dict[MemberId, tuple[float, float]] = {}  # on decode workers: since when, after which queue
         self._num_cached: int | None = None  # prompt tokens that its first prefill found
@@ -230,8 +230,8 @@ class LiveRequest:
 
     @property
     def _is_unproven(self) -> bool:
-        """Until something was drawn here, there is nothing but its client's word that its turn had come."""
-        return not self.is_proven and 0 < self._num_claimed == self._num_committed
+        """The acceptance is old, and nothing was drawn here yet: it may be shown again long after its request ended."""
+        return not self._keeps_its_turn and 0 < self._num_claimed == self._num_committed
 
     def _enter(self, phase: PhaseName, *, began_ago_s: float = 0.0) -> None:
         self.ledger.enter(phase, self._clock.now_s() - began_ago_s)

@@ -1,7 +1,8 @@
-"""Which stream serves which request id here, so that a client that comes back for its request gets it.
+"""The streams that this router serves, by the stream id of their acceptances.
 
-A client whose link broke asks again before this router has seen its first stream end: that one is ended then. Owns who
-is live and how it is ended; admission owns how many may be.
+A client whose link broke resumes its request before this router has seen its first stream end: the router then ends the
+first stream. Only the acceptance of that very stream ends it; a request id never does. Owns which streams are live and
+how they are ended; admission owns how many may be.
 """
 
 import asyncio
@@ -21,17 +22,20 @@ class _Stream:
 
 class LiveStreams:
     def __init__(self) -> None:
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[bytes, _Stream] = {}
+
+    def __contains__(self, stream_id: bytes) -> bool:
+        return stream_id in self._streams
 
     @contextmanager
-    def listed(self, request_id: str, outbox: Outbox) -> Iterator[None]:
-        """An admitted request: nobody else has its id."""
-        assert request_id not in self._streams, f"request id {request_id!r} is listed twice"
-        stream = self._streams[request_id] = _Stream(outbox)
+    def listed(self, stream_id: bytes, outbox: Outbox) -> Iterator[None]:
+        """An admitted request. `stream_id` is random, or of a request whose earlier stream here has ended."""
+        assert stream_id not in self._streams, f"stream {stream_id.hex()} is listed twice"
+        stream = self._streams[stream_id] = _Stream(outbox)
         try:
             yield
         finally:
-            del self._streams[request_id]
+            del self._streams[stream_id]
             stream.ended.set()
 
     def end_all(self, error: TandemError) -> None:
@@ -39,8 +43,8 @@ class LiveStreams:
         for stream in tuple(self._streams.values()):
             stream.outbox.give_up(error)
 
-    async def end(self, request_id: str) -> None:
-        """Returns once no stream here serves it; its workers have been told to stop by then."""
-        while (stream := self._streams.get(request_id)) is not None:
+    async def end(self, stream_id: bytes) -> None:
+        """Returns once no stream of this id is live here; its workers have been told to stop by then."""
+        while (stream := self._streams.get(stream_id)) is not None:
             stream.outbox.give_up(Cancelled("the client has come back for this request on another stream"))
             await stream.ended.wait()

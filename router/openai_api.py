@@ -89,10 +89,10 @@ def _add_generation(app: FastAPI, pipeline: Generates, outboxes: Outboxes, token
         body: CompletionRequest | ChatCompletionRequest, request: Request, shape: Shape, names: tuple[str, str, str]
     ) -> Response:
         prefix, kind, chunk_kind = names
-        request_id: str = request.state.request_id
-        requests = body.requests(request_id)
+        label: str = request.state.request_id
+        requests = body.requests(label)
         created, include_usage = int(time.time()), body.stream_options.include_usage
-        envelope = Envelope(f"{prefix}-{request_id}", model, created, kind, chunk_kind, include_usage)
+        envelope = Envelope(f"{prefix}-{label}", model, created, kind, chunk_kind, include_usage)
         if body.stream:
             return EventStream(pipeline, requests, shape, envelope)
         return WholeResponse(pipeline, outboxes, requests, shape, envelope)

@@ -196,12 +196,11 @@ class _Request(_Strict):
             raise ValueError("stream_options needs stream")
         return self
 
-    def request(
-        self, prompt: Prompt, request_id: str, *, max_tokens: int | None, logprobs: int | None
-    ) -> GenerateRequest:
+    def request(self, prompt: Prompt, label: str, *, max_tokens: int | None, logprobs: int | None) -> GenerateRequest:
+        """Its request id is the router's to make."""
         return GenerateRequest(
             prompt=prompt,
-            request_id=request_id,
+            label=label,
             model=self.model,
             sampling=SamplingParams(
                 temperature=self.temperature,
@@ -234,12 +233,12 @@ class CompletionRequest(_Request):
     prompt: Annotated[list[Prompt], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     logprobs: int | None = Field(None, description="log-probabilities of each token and of this many likeliest ones")
 
-    def requests(self, request_id: str) -> list[GenerateRequest]:
-        """One per prompt. The id goes to the only one as it is, to several with a number behind it."""
-        ids = [request_id] if len(self.prompt) == 1 else [f"{request_id}-{i}" for i in range(len(self.prompt))]
+    def requests(self, label: str) -> list[GenerateRequest]:
+        """One per prompt. A single prompt has the label as it is; each of several has it with its number appended."""
+        labels = [label] if len(self.prompt) == 1 else [f"{label}-{i}" for i in range(len(self.prompt))]
         return [
-            self.request(prompt, one_id, max_tokens=self.max_tokens, logprobs=self.logprobs)
-            for prompt, one_id in zip(self.prompt, ids, strict=True)
+            self.request(prompt, one_label, max_tokens=self.max_tokens, logprobs=self.logprobs)
+            for prompt, one_label in zip(self.prompt, labels, strict=True)
         ]
 
 
@@ -251,7 +250,7 @@ class ChatCompletionRequest(_Request):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, description="needs logprobs; up to 20")
 
-    def requests(self, request_id: str) -> list[GenerateRequest]:
+    def requests(self, label: str) -> list[GenerateRequest]:
         """The one request. Raises InvalidRequest for fields that contradict each other."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true")
@@ -260,4 +259,4 @@ class ChatCompletionRequest(_Request):
         prompt = ChatPrompt(tuple(message.value() for message in self.messages))
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return [self.request(prompt, request_id, max_tokens=max_tokens, logprobs=logprobs)]
+        return [self.request(prompt, label, max_tokens=max_tokens, logprobs=logprobs)]

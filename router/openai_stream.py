@@ -158,7 +158,7 @@ class EventStream(Response):
         except Exception as error:
             if not started:
                 raise
-            await _send_body(send, _error_event(error, self._requests[0].request_id))
+            await _send_body(send, _error_event(error, self._requests[0].label))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self, outputs: AsyncIterator[Output]) -> AsyncIterator[bytes]:

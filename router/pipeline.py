@@ -5,12 +5,16 @@ that, the next attempt starts from the prompt and the tokens committed. Never co
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from cluster.clock import Clock
-from cluster.errors import DeadlineExceeded, Draining
+from cluster.errors import DeadlineExceeded, Draining, ResumeRefused
 from cluster.messages import MemberId, Role
 from cluster.request_size import most_output
 from cluster.telemetry import Telemetry
@@ -31,6 +35,7 @@ from router.pair_trust import PairTrust
 from router.pairing import Pairing
 from router.placement import Placement, Policy
 from router.prefix_beliefs import PrefixBeliefs
+from router.request_acceptance import STREAM_ID_BYTES, Acceptance, AcceptanceSigner, accept
 from router.requests import (
     ChatPrompt,
     ChoiceDelta,
@@ -42,7 +47,6 @@ from router.requests import (
     TextPrompt,
     TokenPrompt,
 )
-from router.resumption import ResumptionProofs
 from router.running import all_of, running
 from router.setbacks import Setbacks
 from router.tokenization import Tokenization
@@ -80,8 +84,9 @@ class Pipeline:
         settings: PipelineSettings,
         clock: Clock,
         telemetry: Telemetry,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`key`: the cluster's, with which tickets and proofs are signed."""
+        """`key`: the cluster's, which signs tickets and acceptances."""
         self._tokenization = tokenization
         self._model = tokenization.model_info
         self._admission = admission
@@ -96,7 +101,8 @@ class Pipeline:
         self._settings = settings
         self._clock = clock
         self._telemetry = telemetry
-        self._proofs = ResumptionProofs(key)
+        self._signer = AcceptanceSigner(key)
+        self._wall_clock = wall_clock
         self._draining = False
 
     @property
@@ -129,18 +135,18 @@ class Pipeline:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
         """The request's stream; its last output has the summary. Closing it early cancels the request on every worker.
         Raises TandemError, at any point."""
-        with self._arrivals.arrived(request) as arrival:
+        with self._arrivals.arrived(request, takes_over=self._takes_over(request)) as arrival:
             async with running(self._serve(arrival)) as story:
                 arrival.outbox.on_slow(story.cancel)
-                is_told = False
+                async for output in _until_accepted(arrival, story):
+                    yield output
                 while (deltas := await arrival.outbox.take(request.sign_every_s)) != ():
                     if deltas is None:
                         yield Output(arrival.request_id)
                         continue
                     arrival.ledger.token_handed_over(self._clock.now_s())
                     arrival.account.handed_over(deltas, self._clock.now_s())
-                    yield Output(arrival.request_id, deltas, accepted=None if is_told else arrival.accepted.result())
-                    is_told = True
+                    yield Output(arrival.request_id, deltas)
                 live = await story
             yield Output(arrival.request_id, summary=Summary(live.usage, arrival.ledger.ledger(self._clock.now_s())))
 
@@ -151,17 +157,15 @@ class Pipeline:
             timeout_s = self._checked(arrival.request)
             deadline_s = self._clock.now_s() + timeout_s
             async with asyncio.timeout(timeout_s):
-                prompt_token_ids = await self._tokenize(arrival.request.prompt)
-                ledger.enter(PhaseName.ADMIT, self._clock.now_s())
-                resolved = await self._resolved(arrival.request, prompt_token_ids)
-                live = self._live_request(arrival, resolved, deadline_s)
-                missed = await self._resume(live, arrival.request.resume_from)
-                if not live.is_proven:
+                resolved, acceptance = await self._accept(arrival, timeout_s)
+                live = self._live_request(arrival, resolved, acceptance, deadline_s)
+                missed = await self._resume(live, arrival.request.resume_from, acceptance)
+                if arrival.request.resume_from is None:
                     self._refuse_early(live)
-                with self._admitted(arrival):
-                    arrival.account.admitted(len(prompt_token_ids))
-                    proof = self._proofs.make(arrival.request_id, prompt_token_ids, timeout_s)
-                    arrival.accepted.set_result(resolved.accepted(proof))
+                with self._admitted(arrival, acceptance):
+                    arrival.account.admitted(len(resolved.prompt_token_ids))
+                    signed = self._signer.sign(arrival.request_id, acceptance)
+                    arrival.accepted.set_result(resolved.accepted(signed))
                     for delta in missed:
                         arrival.outbox.put(delta)
                     await self._complete(live, live.choices)
@@ -175,6 +179,31 @@ class Pipeline:
         finally:
             ledger.end(self._clock.now_s())
             arrival.outbox.end()
+
+    async def _accept(self, arrival: Arrival, timeout_s: float) -> tuple[ResolvedRequest, Acceptance]:
+        """Of a resumed request the acceptance that its client shows. Raises TandemError."""
+        request = arrival.request
+        shown = self._signer.shown(request) if request.resume_from is not None else None
+        rendered_at_us = shown.rendered_at_us if shown is not None else self._wall_us()
+        prompt_token_ids = await self._tokenize(request.prompt, rendered_at_us)
+        arrival.ledger.enter(PhaseName.ADMIT, self._clock.now_s())
+        if shown is not None:
+            return shown.resolved(request, prompt_token_ids, self._model), shown
+        resolved = await self._resolved(request, prompt_token_ids)
+        stream_id = secrets.token_bytes(STREAM_ID_BYTES)
+        return resolved, accept(
+            request, resolved, self._model, stream_id=stream_id, rendered_at_us=rendered_at_us, timeout_s=timeout_s
+        )
+
+    def _takes_over(self, request: GenerateRequest) -> bool:
+        """Whether it resumes a stream that is live here, and may."""
+        try:
+            return request.resume_from is not None and self._signer.shown(request).stream_id in self._streams
+        except ResumeRefused:
+            return False
+
+    def _wall_us(self) -> int:
+        return int(self._wall_clock() * 1e6)
 
     def _refuse_early(self, live: LiveRequest) -> None:
         """Before any worker hears of it. Raises NoWorkerLargeEnough, Overloaded."""
@@ -192,7 +221,7 @@ class Pipeline:
             await self._fleet.changed()
         return resolved.at_most(most_output(capacities, len(prompt_token_ids)))
 
-    async def _tokenize(self, prompt: Prompt) -> tuple[int, ...]:
+    async def _tokenize(self, prompt: Prompt, rendered_at_us: int) -> tuple[int, ...]:
         match prompt:
             case TokenPrompt(token_ids):
                 return token_ids
@@ -201,17 +230,20 @@ class Pipeline:
                     return self._tokenization.encode(text)
                 return await self._threads.run(self._tokenization.encode_prompt, text)
             case ChatPrompt(messages):
-                return await self._threads.run(self._tokenization.encode_chat, messages)
+                encode = partial(self._tokenization.encode_chat, rendered_at_us=rendered_at_us)
+                return await self._threads.run(encode, messages)
 
-    async def _resume(self, live: LiveRequest, has: Sequence[ResumedChoice] | None) -> list[ChoiceDelta]:
-        """What a client that comes from another router, or back, has missed. Its old stream here has ended then."""
+    async def _resume(
+        self, live: LiveRequest, has: Sequence[ResumedChoice] | None, acceptance: Acceptance
+    ) -> list[ChoiceDelta]:
+        """What the client of a resumed request has missed. Its earlier stream on this router has ended then."""
         if has is None:
             return []
         if sum(len(choice.token_ids) for choice in has) <= _INLINE_TOKENS:
             missed = live.resume(has)
         else:
             missed = await self._threads.run(live.resume, has)
-        await self._streams.end(live.request_id)
+        await self._streams.end(acceptance.stream_id)
         return missed
 
     async def _complete(self, live: LiveRequest, choices: Sequence[Choice]) -> None:
@@ -268,7 +300,9 @@ class Pipeline:
         check(request, self._model)
         return request.timeout_s if request.timeout_s is not None else self._settings.request_timeout_s
 
-    def _live_request(self, arrival: Arrival, request: ResolvedRequest, deadline_s: float) -> LiveRequest:
+    def _live_request(
+        self, arrival: Arrival, request: ResolvedRequest, acceptance: Acceptance, deadline_s: float
+    ) -> LiveRequest:
         stop, min_tokens = request.stop_strings, request.stops.min_tokens
         return LiveRequest(
             request_id=arrival.request_id,
@@ -281,17 +315,28 @@ class Pipeline:
             ledger=arrival.ledger,
             outbox=arrival.outbox,
             clock=self._clock,
-            is_proven=self._proofs.is_shown(arrival.request, request.prompt_token_ids),
+            keeps_its_turn=acceptance.is_recent(self._wall_us()),
         )
 
     @contextmanager
-    def _admitted(self, arrival: Arrival) -> Iterator[None]:
-        self._admission.admit(arrival.request_id)
+    def _admitted(self, arrival: Arrival, acceptance: Acceptance) -> Iterator[None]:
+        self._admission.admit(arrival.request_id, is_resumed=arrival.request.resume_from is not None)
         try:
-            with self._streams.listed(arrival.request_id, arrival.outbox):
+            with self._streams.listed(acceptance.stream_id, arrival.outbox):
                 yield
         finally:
             self._admission.release(arrival.request_id)
+
+
+async def _until_accepted(arrival: Arrival, story: "asyncio.Task[LiveRequest]") -> AsyncGenerator[Output, None]:
+    """Signs of life, then the acceptance; nothing more where the story ends without one."""
+    while not (arrival.accepted.done() or story.done()):
+        waiting: set[asyncio.Future[Any]] = {arrival.accepted, story}
+        await asyncio.wait(waiting, timeout=arrival.request.sign_every_s, return_when=asyncio.FIRST_COMPLETED)
+        if not (arrival.accepted.done() or story.done()):
+            yield Output(arrival.request_id)
+    if arrival.accepted.done():
+        yield Output(arrival.request_id, accepted=arrival.accepted.result())
 
 
 def _may_be_last_resort(failure: AttemptFailed, choices: Sequence[Choice]) -> bool:

@@ -68,6 +68,9 @@ class GenerateRequest:
 
     prompt: Prompt
     request_id: str = ""
+    label: str = ""  # the client's own name for it in logs and listings; need not be unique
+    client: bytes = b""  # identifies the API key that it came with; empty: this router asks for none
+    num_bytes: int = 0  # of its message from the client, without `resume_from`; 0: it cannot be resumed
     model: str = ""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: StopConditions = field(default_factory=StopConditions)
@@ -77,8 +80,8 @@ class GenerateRequest:
     cache_salt: str = ""  # KV of equal beginnings is shared among requests of one salt only
     priority: int = 0  # less goes first, where the workers' policy asks for it
     is_batch: bool = False  # uses only what nothing else wants
-    resume_from: tuple[ResumedChoice, ...] | None = None  # one per choice: goes on with a request of another router
-    resume_proof: bytes = b""  # with it: what the router that accepted it gave
+    resume_from: tuple[ResumedChoice, ...] | None = None  # one per choice: resumes an accepted request
+    acceptance: bytes = b""  # with `resume_from`: what the router gave that accepted the request
     sign_every_s: float | None = None  # after so long with nothing to say the client gets an output with nothing in it
 
 
@@ -130,6 +133,7 @@ class Ledger:
     kv_bytes: int
     reasons: tuple[str, ...]
     worker_times: tuple[WorkerTime, ...] = ()
+    label: str = ""  # the request's
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +148,13 @@ class Accepted:
 
     sampling: SamplingParams
     max_tokens: int
-    proof: bytes  # of router/resumption.py
+    acceptance: bytes  # of router/acceptance.py
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One message of a request's stream. The last has the summary; every one carries the id. The first one with deltas
-    says what a client needs to have the request go on at another router. One with nothing else is a sign of life."""
+    """One message of a request's stream. The last has the summary; every one carries the id. `accepted` comes alone and
+    before the first deltas. A message with nothing but the id is a sign of life."""
 
     request_id: str
     deltas: tuple[ChoiceDelta, ...] = ()

@@ -2,8 +2,10 @@
 
 import asyncio
 import hmac
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import grpc
@@ -20,6 +22,7 @@ from router.inference_wire import chat_from_wire, generate_request_from_wire, mo
 from router.live_listing import live_requests_to_wire
 from router.migration import Migrations
 from router.pipeline import Pipeline
+from router.request_acceptance import client_of
 from router.running import running
 from router.scaling import Scaling, target_to_wire
 from router.tokenization import Tokenization
@@ -35,6 +38,7 @@ _EARLY_SHARE, _EARLY_MAX_S = 0.1, 0.25
 _LOOK_AGAIN_S = 1.0
 _LEAST_SIGN_S = 0.1
 _GUARDED_PREFIX = "/tandem.v1."
+_AUTHORIZATION = "authorization"
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -47,13 +51,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         tokenization: Tokenization,
         stalls: ClientStalls,
         told_routers: Callable[[], Sequence[str]] = tuple,
+        asks_for_keys: bool = False,
     ) -> None:
-        """`told_routers`: addresses of the cluster's routers, this one's first; none: clients are told of none."""
+        """`told_routers`: addresses of the cluster's routers, this one's first; none: clients are told of none.
+        `asks_for_keys`: callers have shown a valid API key, which their requests belong to from then on."""
         self._pipeline = pipeline
         self._tokenization = tokenization
         self._threads = TokenizerThreads()
         self._stalls = stalls
         self._told_routers = told_routers
+        self._asks_for_keys = asks_for_keys
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: _Context
@@ -62,7 +69,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         await self._tell_first(context, sign_every_s)
         left_s = context.time_remaining()
         timeout_s = None if left_s is None else left_s - min(_EARLY_MAX_S, left_s * _EARLY_SHARE)
-        asked = generate_request_from_wire(request, timeout_s, sign_every_s)
+        client = client_of(_authorization(context)) if self._asks_for_keys else b""
+        asked = generate_request_from_wire(request, timeout_s, sign_every_s, client)
         async with aclosing(self._pipeline.generate(asked)) as outputs:
             async for output in outputs:
                 with self._stalls.writing():
@@ -76,7 +84,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             case "text":
                 token_ids = await self._threads.run(self._tokenization.encode, request.text)
             case "chat":
-                token_ids = await self._threads.run(self._tokenization.encode_chat, chat_from_wire(request.chat))
+                encode = partial(self._tokenization.encode_chat, rendered_at_us=int(time.time() * 1e6))
+                token_ids = await self._threads.run(encode, chat_from_wire(request.chat))
             case _:
                 raise InvalidRequest("there is no input: set text or chat")
         return inference_pb2.TokenizeResponse(token_ids=wire.pack_ids(token_ids))
@@ -131,7 +140,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             await self._changed()
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: _Context) -> admin_pb2.DrainResponse:
-        operator = Operator(context.time_remaining(), _authorization(context))
+        operator = Operator(context.time_remaining(), _shown_key(context))
         drained = await self._drains.drain(request.member_id, operator, wait=request.wait)
         return admin_pb2.DrainResponse(member=str(drained.member), outcome=drained.outcome)
 
@@ -200,10 +209,14 @@ def _member_status(member: Member) -> admin_pb2.MemberStatus:
     )
 
 
-def _authorization(context: _Context) -> tuple[tuple[str, str], ...]:
+def _shown_key(context: _Context) -> tuple[tuple[str, str], ...]:
     """What the caller showed, for a router that is asked in their name."""
     shown = context.invocation_metadata() or ()
-    return tuple((key, str(value)) for key, value in shown if key == "authorization")
+    return tuple((key, str(value)) for key, value in shown if key == _AUTHORIZATION)
+
+
+def _authorization(context: _Context) -> str:
+    return str(dict(context.invocation_metadata() or ()).get(_AUTHORIZATION, ""))
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
@@ -218,7 +231,7 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
         if handler_call_details.method.startswith(_GUARDED_PREFIX):
-            given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
+            given = dict(handler_call_details.invocation_metadata or ()).get(_AUTHORIZATION, "")
             if not hmac.compare_digest(str(given).encode(), self._expected):
                 raise Unauthenticated("send this router's API key as metadata `authorization: Bearer KEY`")
         return await continuation(handler_call_details)

@@ -59,8 +59,9 @@ class Tokenization:
         self._check_head(text)
         return self.encode(text)
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
-        """The conversation and the opening of the assistant's turn; the special tokens are the template's alone.
+    def encode_chat(self, messages: Sequence[ChatMessage], rendered_at_us: int) -> tuple[int, ...]:
+        """The conversation and the opening of the assistant's turn; the special tokens are the template's alone. The
+        template takes `rendered_at_us`, microseconds since 1970, for the present.
 
         Raises NoTokenizer, NoChatTemplate, InvalidRequest, PromptTooLong.
         """
@@ -70,7 +71,7 @@ class Tokenization:
             raise NoChatTemplate(f"the model {name} has no chat template: send a prompt instead of messages")
         if not messages:
             raise InvalidRequest("messages must not be empty")
-        text = self._chat_template.render(messages)
+        text = self._chat_template.render(messages, rendered_at_us)
         self._check_head(text)
         return self._encode(text, add_special_tokens=False)
 

@@ -20,6 +20,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_REQUEST_ID_CHARACTERS = 128
+MAX_LABEL_CHARACTERS = 160  # an x-request-id and the number of the prompt
 MAX_CACHE_SALT_CHARACTERS = 256
 
 
@@ -46,13 +47,13 @@ class ResolvedRequest:
             return self
         return replace(self, stops=replace(self.stops, max_tokens=fewer))
 
-    def accepted(self, proof: bytes) -> Accepted:
-        """What resolves to this request wherever it is asked again, and `proof` that it was."""
+    def accepted(self, acceptance: bytes) -> Accepted:
+        """What the client sends to have the request resolved to the same values at another router."""
         sampling = self.sampling
         return Accepted(
             SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, self.seed),
             self.stops.max_tokens,
-            proof,
+            acceptance,
         )
 
 
@@ -63,6 +64,10 @@ def check(request: GenerateRequest, model: ModelInfo) -> None:
     _require(
         len(request_id) <= MAX_REQUEST_ID_CHARACTERS and (not request_id or request_id.isprintable()),
         f"request_id must be at most {MAX_REQUEST_ID_CHARACTERS} printable characters",
+    )
+    _require(
+        len(request.label) <= MAX_LABEL_CHARACTERS and (not request.label or request.label.isprintable()),
+        f"label must be at most {MAX_LABEL_CHARACTERS} printable characters",
     )
     _require(1 <= request.n <= MAX_CHOICES, f"n must be from 1 to {MAX_CHOICES}, not {request.n}")
     _require(

@@ -12,7 +12,7 @@ from tandem.v1 import inference_pb2
 class Assembly:
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        self.accepted: inference_pb2.AcceptedRequest | None = None  # what a router took the request's open fields as
+        self.accepted: inference_pb2.AcceptedRequest | None = None  # what a router gave the request's open fields
         self._choices: dict[int, _Growth] = {}
         self._summary: inference_pb2.Summary | None = None
 
@@ -27,10 +27,12 @@ class Assembly:
         return [delta for delta in grown if delta is not None]
 
     def resume_from(self, num_choices: int) -> inference_pb2.ResumeFrom:
-        """What another router has to know. What is added from here on is its stream."""
+        """What another router must know of an accepted request. What is added from here on is its stream."""
+        assert self.accepted is not None
         choices = [self._choices.setdefault(number, _Growth()) for number in range(num_choices)]
-        proof = self.accepted.proof if self.accepted is not None else b""
-        return inference_pb2.ResumeFrom(choices=[choice.resume() for choice in choices], proof=proof)
+        return inference_pb2.ResumeFrom(
+            choices=[choice.resume() for choice in choices], acceptance=self.accepted.acceptance
+        )
 
     def result(self) -> Result:
         """After the last response. Raises InternalError when the stream ended early."""

@@ -62,7 +62,6 @@ class Generation:
     """Iterate over its deltas, or take its `result`. One reader, once."""
 
     def __init__(self, asking: Asking, watch: Watch) -> None:
-        self.request_id = asking.request.request_id
         self._asking = asking
         self._watch = watch
         self._progress = asking.progress()
@@ -70,6 +69,11 @@ class Generation:
         self._pending: deque[Delta] = deque()
         self._has_learnt = False
         self._call, self._silence = self._ask()
+
+    @property
+    def request_id(self) -> str:
+        """Changes only where the id was still live after a router was lost."""
+        return self._progress.request.request_id
 
     def __iter__(self) -> Iterator[Delta]:
         return self
@@ -147,7 +151,6 @@ class AsyncGeneration:
     """As Generation, read with `async for` or `await generation.result()`."""
 
     def __init__(self, asking: Asking) -> None:
-        self.request_id = asking.request.request_id
         self._asking = asking
         self._progress = asking.progress()
         self._closed = asyncio.Event()
@@ -155,6 +158,11 @@ class AsyncGeneration:
         self._has_learnt = False
         self._question: asyncio.Task[None] | None = None  # whether the router is there, asked last
         self._call, self._responses, self._silence = self._ask()
+
+    @property
+    def request_id(self) -> str:
+        """Changes only where the id was still live after a router was lost."""
+        return self._progress.request.request_id
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self

@@ -26,7 +26,8 @@ class GenerateOptions(TypedDict, total=False):
     """What `generate` takes besides the prompt. What is left out is the model's own default."""
 
     model: str
-    request_id: str  # names it in logs and ledger; left out: a random one
+    request_id: str  # names it in logs and ledger, and must not be live; left out: a random one
+    label: str  # a further name for logs, the ledger and listings that need not be unique
     n: int
     max_tokens: int
     min_tokens: int
@@ -63,6 +64,7 @@ def generate_request(
     stop = options.get("stop", ())
     return inference_pb2.GenerateRequest(
         request_id=options.get("request_id") or secrets.token_hex(12),
+        label=options.get("label", ""),
         model=options.get("model", ""),
         text=prompt,
         token_ids=pack_ids(token_ids) if token_ids is not None else None,

@@ -76,6 +76,7 @@ class Ledger:
     kv_bytes: int
     reasons: tuple[str, ...]  # every retry, fallback and refusal that it met
     worker_times: tuple[WorkerTime, ...] = ()  # queues and computing before each attempt's next token
+    label: str = ""  # the request's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,4 +153,5 @@ def ledger_from_wire(message: inference_pb2.Ledger) -> Ledger:
         worker_times=tuple(
             WorkerTime(spent.member, spent.ended_s, spent.queue_s, spent.compute_s) for spent in message.worker_times
         ),
+        label=message.label,
     )

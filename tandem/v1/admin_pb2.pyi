@@ -95,7 +95,7 @@ class RequestsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LiveRequest(_message.Message):
-    __slots__ = ("request_id", "phase", "age_s", "prefill_member", "decode_member", "num_tokens", "reasons")
+    __slots__ = ("request_id", "phase", "age_s", "prefill_member", "decode_member", "num_tokens", "reasons", "label")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +103,7 @@ class LiveRequest(_message.Message):
     DECODE_MEMBER_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REASONS_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     phase: str
     age_s: float
@@ -110,7 +111,8 @@ class LiveRequest(_message.Message):
     decode_member: str
     num_tokens: int
     reasons: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, request_id: _Optional[str] = ..., phase: _Optional[str] = ..., age_s: _Optional[float] = ..., prefill_member: _Optional[str] = ..., decode_member: _Optional[str] = ..., num_tokens: _Optional[int] = ..., reasons: _Optional[_Iterable[str]] = ...) -> None: ...
+    label: str
+    def __init__(self, request_id: _Optional[str] = ..., phase: _Optional[str] = ..., age_s: _Optional[float] = ..., prefill_member: _Optional[str] = ..., decode_member: _Optional[str] = ..., num_tokens: _Optional[int] = ..., reasons: _Optional[_Iterable[str]] = ..., label: _Optional[str] = ...) -> None: ...
 
 class RequestsResponse(_message.Message):
     __slots__ = ("requests",)

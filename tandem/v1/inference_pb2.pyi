@@ -49,7 +49,7 @@ class ChatPrompt(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stop", "n", "logprobs", "cache_salt", "priority", "is_batch", "resume_from")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stop", "n", "logprobs", "cache_salt", "priority", "is_batch", "resume_from", "label")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     IS_BATCH_FIELD_NUMBER: _ClassVar[int]
     RESUME_FROM_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -76,15 +77,16 @@ class GenerateRequest(_message.Message):
     priority: int
     is_batch: bool
     resume_from: ResumeFrom
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., resume_from: _Optional[_Union[ResumeFrom, _Mapping]] = ...) -> None: ...
+    label: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., resume_from: _Optional[_Union[ResumeFrom, _Mapping]] = ..., label: _Optional[str] = ...) -> None: ...
 
 class ResumeFrom(_message.Message):
-    __slots__ = ("choices", "proof")
+    __slots__ = ("choices", "acceptance")
     CHOICES_FIELD_NUMBER: _ClassVar[int]
-    PROOF_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     choices: _containers.RepeatedCompositeFieldContainer[ResumedChoice]
-    proof: bytes
-    def __init__(self, choices: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., proof: _Optional[bytes] = ...) -> None: ...
+    acceptance: bytes
+    def __init__(self, choices: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., acceptance: _Optional[bytes] = ...) -> None: ...
 
 class ResumedChoice(_message.Message):
     __slots__ = ("token_ids", "num_characters", "finish_reason")
@@ -149,7 +151,7 @@ class Phase(_message.Message):
     def __init__(self, name: _Optional[str] = ..., duration_s: _Optional[float] = ...) -> None: ...
 
 class Ledger(_message.Message):
-    __slots__ = ("phases", "wall_s", "ttft_s", "members", "transport", "kv_bytes", "reasons", "worker_times")
+    __slots__ = ("phases", "wall_s", "ttft_s", "members", "transport", "kv_bytes", "reasons", "worker_times", "label")
     PHASES_FIELD_NUMBER: _ClassVar[int]
     WALL_S_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +160,7 @@ class Ledger(_message.Message):
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     REASONS_FIELD_NUMBER: _ClassVar[int]
     WORKER_TIMES_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
     phases: _containers.RepeatedCompositeFieldContainer[Phase]
     wall_s: float
     ttft_s: float
@@ -166,7 +169,8 @@ class Ledger(_message.Message):
     kv_bytes: int
     reasons: _containers.RepeatedScalarFieldContainer[str]
     worker_times: _containers.RepeatedCompositeFieldContainer[WorkerTime]
-    def __init__(self, phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., wall_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., members: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., reasons: _Optional[_Iterable[str]] = ..., worker_times: _Optional[_Iterable[_Union[WorkerTime, _Mapping]]] = ...) -> None: ...
+    label: str
+    def __init__(self, phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., wall_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., members: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., reasons: _Optional[_Iterable[str]] = ..., worker_times: _Optional[_Iterable[_Union[WorkerTime, _Mapping]]] = ..., label: _Optional[str] = ...) -> None: ...
 
 class WorkerTime(_message.Message):
     __slots__ = ("member", "ended_s", "queue_s", "compute_s")
@@ -193,14 +197,14 @@ class GenerateResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., deltas: _Optional[_Iterable[_Union[ChoiceDelta, _Mapping]]] = ..., summary: _Optional[_Union[Summary, _Mapping]] = ..., accepted: _Optional[_Union[AcceptedRequest, _Mapping]] = ...) -> None: ...
 
 class AcceptedRequest(_message.Message):
-    __slots__ = ("sampling", "max_tokens", "proof")
+    __slots__ = ("sampling", "max_tokens", "acceptance")
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PROOF_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     sampling: SamplingParams
     max_tokens: int
-    proof: bytes
-    def __init__(self, sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., proof: _Optional[bytes] = ...) -> None: ...
+    acceptance: bytes
+    def __init__(self, sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., acceptance: _Optional[bytes] = ...) -> None: ...
 
 class Summary(_message.Message):
     __slots__ = ("usage", "ledger")

@@ -65,8 +65,9 @@ class InferenceServicer(object):
 
     def Generate(self, request, context):
         """Generates one or more continuations of a prompt and streams them as they are made.
-        Errors: INVALID_ARGUMENT, NOT_FOUND (model), ALREADY_EXISTS (request id is live), RESOURCE_EXHAUSTED,
-        DEADLINE_EXCEEDED, UNAVAILABLE, UNAUTHENTICATED. The message says what to change.
+        Errors: INVALID_ARGUMENT, NOT_FOUND (model), ALREADY_EXISTS (request id is live), FAILED_PRECONDITION (resume_from
+        does not match its acceptance), RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, UNAVAILABLE, UNAUTHENTICATED. The message says
+        what to change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

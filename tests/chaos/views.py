@@ -61,7 +61,7 @@ class Views:
         answer = await self._admins[router].Requests(admin_pb2.RequestsRequest(), timeout=_ANSWER_S)
         return [
             Listed(
-                request_id=one.request_id,
+                request_id=one.label or one.request_id,  # over HTTP the client names it by a label alone
                 router=router,
                 phase=one.phase,
                 age_s=one.age_s,

@@ -1,7 +1,8 @@
 """A router in this process, over scripted workers in this process: everything between them is real."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -72,13 +73,15 @@ class RouterUnderTest:
         placement: str = "least-loaded",
         migration_patience_s: float = 10.0,
         breakers: BreakerPolicy | None = None,
+        tokenization: Tokenization | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.store = Store()
         self.telemetry = Telemetry()
         self.membership = Membership()
         self.workers: list[ScriptedWorker] = []  # registered
         self.made: list[ScriptedWorker] = []  # a server that nobody stops would hang the process at its end
-        self.tokenization = Tokenization.load(str(DEMO_MODEL))
+        self.tokenization = tokenization or Tokenization.load(str(DEMO_MODEL))
         self.member = Member(id=MemberId("router", "r1"), role=Role.ROUTER, address="", model="demo_model")
         self.outboxes = Outboxes(max_tokens=max_buffered_tokens, clock=outbox_clock or MonotonicClock())
         self.admission = Admission(max_live_requests)
@@ -117,6 +120,7 @@ class RouterUnderTest:
             ),
             clock=MonotonicClock(),
             telemetry=self.telemetry,
+            wall_clock=wall_clock,
         )
 
     async def add_prefill(

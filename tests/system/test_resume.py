@@ -8,11 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
 import pytest
 
-from cluster import wire
-from cluster.serving import GrpcServer, open_channel
+from cluster.serving import GrpcServer
 from router.client_stalls import ClientStalls
 from router.service import InferenceService
 from tandem.client import AsyncClient, Client
@@ -26,7 +24,7 @@ Response = inference_pb2.GenerateResponse
 
 
 class MortalService(InferenceService):
-    """Its server is gone before the first response of which `dies_before(responses sent, response)`."""
+    """Its server is gone before the first response of which `dies_before(tokens sent, response)`."""
 
     def __init__(self, router: RouterUnderTest, stop: Callable[[], Any]) -> None:
         self.told: tuple[str, ...] = ()
@@ -60,8 +58,8 @@ class ServedRouter:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[ServedRouter]:
-    async with router_under_test() as router:
+async def served(**settings: object) -> AsyncIterator[ServedRouter]:
+    async with router_under_test(**settings) as router:
         one = ServedRouter(router, await router.add_prefill("p0"), await router.add_decode("d0"))
         await router.connected()
         await one.server.start()
@@ -71,9 +69,13 @@ async def served() -> AsyncIterator[ServedRouter]:
             await one.server.stop(0)
 
 
+def before_the_acceptance(num_tokens: int, response: Response) -> bool:
+    return True
+
+
 def before_token(number: int) -> Callable[[int, Response], bool]:
     """Of all choices together; as soon as so many were sent."""
-    return lambda num_tokens, response: num_tokens >= number
+    return lambda num_tokens, response: num_tokens >= number and not response.HasField("accepted")
 
 
 def before_the_end(num_tokens: int, response: Response) -> bool:
@@ -96,8 +98,16 @@ def undisturbed(router: RouterUnderTest) -> tuple[list[tuple[int, ...]], int]:
 
 @pytest.mark.parametrize(
     "dies_before",
-    [before_token(0), before_token(1), before_token(5), before_token(9), before_the_last_tokens, before_the_end],
-    ids=["first-token", "token-1", "token-5", "token-9", "last-tokens", "end-message"],
+    [
+        before_the_acceptance,
+        before_token(0),
+        before_token(1),
+        before_token(5),
+        before_token(9),
+        before_the_last_tokens,
+        before_the_end,
+    ],
+    ids=["acceptance", "first-token", "token-1", "token-5", "token-9", "last-tokens", "end-message"],
 )
 async def test_the_client_gets_what_it_would_have_got(dies_before: Callable[[int, Response], bool]) -> None:
     async with served() as first, served() as second:
@@ -114,7 +124,7 @@ async def test_the_client_gets_what_it_would_have_got(dies_before: Callable[[int
         for choice in result.choices:
             assert tuple(position.chosen.token_id for position in choice.logprobs) == choice.token_ids
         assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (len(PROMPT), 4 + MAX_TOKENS)
-        assert result.ledger.reasons == ("resumed",)
+        assert result.ledger.reasons == (() if dies_before is before_the_acceptance else ("resumed",))
         if dies_before is before_the_end:
             assert not second.prefill.jobs and not second.decode.jobs, "there was nothing left to compute"
 
@@ -143,7 +153,7 @@ async def test_a_client_of_one_address_goes_on_at_the_router_that_it_was_told_of
 async def test_a_client_that_wants_to_be_told_of_nobody_asks_nobody_else() -> None:
     async with served() as first, served() as second:
         first.service.told = (first.address, second.address)
-        first.service.dies_before = before_token(0)
+        first.service.dies_before = before_the_acceptance
         async with AsyncClient(first.address, timeout_s=20, discover=False) as client:
             with pytest.raises(Unavailable):
                 await client.generate(token_ids=PROMPT, max_tokens=MAX_TOKENS).result()
@@ -164,80 +174,3 @@ async def test_what_the_first_router_drew_and_resolved_holds_at_the_second() -> 
         tokens = [scripted_token(before.token_ids, before.seeds[0], i) for i in range(before.stops.max_tokens)]
         assert list(result.token_ids) == tokens
         assert result.text == second.router.tokenization.decode(tokens)
-
-
-def again(token_ids: list[int], **fields: object) -> inference_pb2.GenerateRequest:
-    has = inference_pb2.ResumedChoice(token_ids=wire.pack_ids(token_ids))
-    return one(resume_from=inference_pb2.ResumeFrom(choices=[has]), **fields)
-
-
-def one(**fields: object) -> inference_pb2.GenerateRequest:
-    return inference_pb2.GenerateRequest(
-        **{
-            "request_id": "mine",
-            "token_ids": wire.pack_ids(PROMPT),
-            "sampling": inference_pb2.SamplingParams(temperature=0, seed=1),
-            "stop": inference_pb2.StopConditions(max_tokens=MAX_TOKENS),
-        }
-        | fields  # type: ignore[arg-type]
-    )
-
-
-async def test_a_client_that_comes_back_to_its_router_takes_its_request_over() -> None:
-    """Its link was cut: the router has not seen the first stream end yet."""
-    async with served() as router, open_channel(router.address) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
-        tokens = expected_tokens(router.router, ask(max_tokens=MAX_TOKENS))
-        router.decode.pause_at = 4
-        left_behind = stub.Generate(one(), timeout=20)
-        async with asyncio.timeout(10):
-            await router.decode.paused.wait()
-        with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            await stub.Generate(one(), timeout=20).read()
-        assert refusal.value.code() is grpc.StatusCode.ALREADY_EXISTS
-        router.decode.pause_at = None
-        responses = [response async for response in stub.Generate(again(tokens[:2]), timeout=20)]
-        deltas = [delta for response in responses for delta in response.deltas]
-        assert [i for delta in deltas for i in wire.unpack_ids(delta.token_ids)] == tokens[2:]
-        assert deltas[0].first_index == 2
-        with pytest.raises(grpc.aio.AioRpcError, match="come back") as ended:
-            async for _ in left_behind:
-                pass
-        assert ended.value.code() is grpc.StatusCode.CANCELLED
-        assert router.decode.cancelled_handles, "its first sequence was told to stop"
-
-
-@pytest.mark.parametrize("proof", [b"", b"\0" * 40, b"\x7f\xf8" + b"\0" * 38], ids=["none", "made up", "no number"])
-async def test_who_claims_tokens_that_nobody_drew_waits_as_a_new_request(proof: bytes) -> None:
-    """Else every client could jump the queue."""
-    async with served() as router, open_channel(router.address) as channel:
-        tokens = expected_tokens(router.router, ask(max_tokens=MAX_TOKENS))
-        claim = again(tokens[:2])
-        claim.resume_from.proof = proof
-        responses = [
-            response async for response in inference_pb2_grpc.InferenceStub(channel).Generate(claim, timeout=20)
-        ]
-        assert responses[-1].summary.usage.completion_tokens == MAX_TOKENS
-        (job,), (start,) = router.prefill.jobs, router.decode.jobs
-        assert (job.num_committed, job.is_interrupted, start.is_interrupted) == (2, False, False)
-
-
-async def test_who_resumes_what_cannot_be_is_refused_and_the_live_stream_goes_on() -> None:
-    async with served() as router, open_channel(router.address) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
-        tokens = expected_tokens(router.router, ask(max_tokens=MAX_TOKENS))
-        router.decode.pause_at = 4
-        live = stub.Generate(one(), timeout=20)
-        async with asyncio.timeout(10):
-            await router.decode.paused.wait()
-        for wrong, named in (
-            (again(tokens[:2], n=2), "has 1 choices, the request 2"),
-            (again(tokens[:2], request_id=""), "request_id"),
-            (again(tokens[:2], stop=inference_pb2.StopConditions(max_tokens=1)), "ended with its token 0"),
-        ):
-            with pytest.raises(grpc.aio.AioRpcError, match=named) as refusal:
-                await stub.Generate(wrong, timeout=20).read()
-            assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        router.decode.resumed.set()
-        responses = [response async for response in live]
-        assert responses[-1].HasField("summary")

@@ -133,7 +133,9 @@ async def test_nobody_gets_a_sign_of_life_who_did_not_ask_for_it_by_a_number() -
         for metadata in ((), ((ALIVE_KEY, "often"),)):
             call = inference_pb2_grpc.InferenceStub(channel).Generate(generate_request(), timeout=20, metadata=metadata)
             assert ALIVE_KEY not in dict(await call.initial_metadata())
-            assert all([response.deltas or response.HasField("summary") async for response in call])
+            responses = [response async for response in call]
+            assert responses.pop(0).HasField("accepted")
+            assert all(response.deltas or response.HasField("summary") for response in responses)
 
 
 @pytest.mark.parametrize(

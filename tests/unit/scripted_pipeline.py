@@ -78,7 +78,7 @@ class ScriptedPipeline:
         if isinstance(request.prompt, TextPrompt):
             return self.tokenization.encode(request.prompt.text)
         if isinstance(request.prompt, ChatPrompt):
-            return self.tokenization.encode_chat(request.prompt.messages)
+            return self.tokenization.encode_chat(request.prompt.messages, 0)
         return request.prompt.token_ids
 
     def _choice(self, number: int, resolved: ResolvedRequest) -> Choice:

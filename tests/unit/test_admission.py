@@ -18,24 +18,36 @@ def test_a_live_id_is_refused_until_it_is_released() -> None:
 
 def test_one_too_many_is_refused_and_costs_no_place() -> None:
     admission = Admission(2)
-    admission.enter("a")
-    admission.enter("b")
+    admission.enter()
+    admission.enter()
     with pytest.raises(Overloaded, match="2 requests"):
-        admission.enter("c")
+        admission.enter()
     admission.leave(1.0)
-    admission.enter("c")
+    admission.enter()
     assert admission.num_places == 2
 
 
-def test_a_client_that_comes_back_for_a_live_request_has_a_place_beside_its_old_stream_and_not_for_ever() -> None:
+def test_a_request_that_takes_over_a_live_stream_has_a_place_beside_it_and_not_for_ever() -> None:
     admission = Admission(1)
-    admission.enter("a")
+    admission.enter()
     admission.admit("a")
-    admission.enter("a", comes_back=True)
+    admission.enter(takes_over=True)
     with pytest.raises(Overloaded):
-        admission.enter("a", comes_back=True)
-    with pytest.raises(Overloaded):
-        admission.enter("not here", comes_back=True)
+        admission.enter(takes_over=True)
+
+
+def test_a_resumed_request_is_admitted_under_an_id_that_another_request_holds() -> None:
+    admission = Admission(2)
+    admission.admit("a")
+    with pytest.raises(DuplicateRequest):
+        admission.admit("a")
+    admission.admit("a", is_resumed=True)
+    admission.release("a")
+    assert len(admission) == 1
+    with pytest.raises(DuplicateRequest):
+        admission.admit("a")
+    admission.release("a")
+    admission.admit("a")
 
 
 def test_retry_after_follows_how_often_a_place_becomes_free() -> None:
@@ -44,12 +56,12 @@ def test_retry_after_follows_how_often_a_place_becomes_free() -> None:
     for gap_s in (4.0, 0.5):
         now_s = 0.0
         for _ in range(50):
-            admission.enter("a")
+            admission.enter()
             now_s += gap_s
             admission.leave(now_s)
-        admission.enter("a")
+        admission.enter()
         with pytest.raises(Overloaded) as refusal:
-            admission.enter("b")
+            admission.enter()
         waits.append(refusal.value.retry_after_s)
         admission.leave(now_s)
     assert waits[0] == pytest.approx(4.0, rel=0.1)
@@ -58,9 +70,9 @@ def test_retry_after_follows_how_often_a_place_becomes_free() -> None:
 
 def test_retry_after_is_bounded_even_before_anything_ended() -> None:
     admission = Admission(1)
-    admission.enter("a")
+    admission.enter()
     with pytest.raises(Overloaded) as refusal:
-        admission.enter("b")
+        admission.enter()
     assert refusal.value.retry_after_s == 1.0
 
 

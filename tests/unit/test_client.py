@@ -55,7 +55,11 @@ SUMMARY = inference_pb2.Summary(
     ),
 )
 TWO_CHOICES = [
-    Response(request_id="r", deltas=[Delta(choice=0, token_ids=pack_ids([7]), text="a"), Delta(choice=1)]),
+    Response(
+        request_id="r",
+        accepted=inference_pb2.AcceptedRequest(max_tokens=5, acceptance=b"signed"),
+        deltas=[Delta(choice=0, token_ids=pack_ids([7]), text="a"), Delta(choice=1)],
+    ),
     Response(deltas=[Delta(choice=1, token_ids=pack_ids([8, 9]), text="bc", finish_reason="stop", stop_cause="!")]),
     Response(deltas=[Delta(choice=0, first_index=1, token_ids=pack_ids([10, 11]), text="")]),
     Response(deltas=[Delta(choice=0, first_index=3, text="de", finish_reason="length")]),

@@ -19,7 +19,9 @@ from tandem.v1 import inference_pb2
 Response = inference_pb2.GenerateResponse
 LOST = Unavailable("Socket closed", reason="unavailable", is_lost=True)
 ACCEPTED = inference_pb2.AcceptedRequest(
-    sampling=inference_pb2.SamplingParams(temperature=0.5, top_k=3, top_p=1, min_p=0, seed=77), max_tokens=9
+    sampling=inference_pb2.SamplingParams(temperature=0.5, top_k=3, top_p=1, min_p=0, seed=77),
+    max_tokens=9,
+    acceptance=b"signed",
 )
 
 
@@ -30,14 +32,15 @@ def delta(choice: int, first_index: int, token_ids: tuple[int, ...], text: str =
     return Response(deltas=[grown])
 
 
-def progress(num_routers: int = 2, n: int = 1, draw: float = 1.0, router: str = "a") -> Progress:
-    request = inference_pb2.GenerateRequest(request_id="r", text="x", n=n)
+def progress(num_routers: int = 2, n: int = 1, draw: float = 1.0, router: str = "a", request_id: str = "r") -> Progress:
+    request = inference_pb2.GenerateRequest(request_id=request_id, text="x", n=n)
     known = tuple("abcdef"[:num_routers])
     return Progress(request, known=lambda: known, router=router, deadline_s=100.0, draw=lambda: draw)
 
 
 def begun(num_routers: int = 2) -> Progress:
     started = progress(num_routers)
+    assert started.take(Response(request_id="r", accepted=ACCEPTED)) == []
     started.take(delta(0, 0, (5, 6), "ab"))
     return started
 
@@ -52,6 +55,78 @@ def test_another_router_is_told_what_is_there_and_what_the_first_one_chose() -> 
     assert (asked.sampling, asked.stop.max_tokens) == (ACCEPTED.sampling, 9)
     has = [(unpack_ids(c.token_ids), c.num_characters, c.finish_reason) for c in asked.resume_from.choices]
     assert has == [((5, 6), 2, ""), ((), 0, ""), ((7,), 1, "stop")]
+    assert asked.resume_from.acceptance == b"signed"
+
+
+def test_an_accepted_request_is_resumed_before_its_first_token() -> None:
+    generation = progress()
+    generation.take(Response(request_id="r", accepted=ACCEPTED))
+    for _ in range(3):
+        generation.lost(LOST, 0.0)
+    asked = generation.request
+    assert (asked.request_id, asked.resume_from.acceptance) == ("r", b"signed")
+    assert [unpack_ids(choice.token_ids) for choice in asked.resume_from.choices] == [()]
+
+
+def test_an_acceptance_alone_does_not_shorten_the_waits() -> None:
+    """Else routers that accept a request and cannot serve it would be asked without pause."""
+    generation = begun()
+    waits_s = []
+    for _ in range(3):
+        waits_s.append(generation.lost(LOST, 0.0))
+        generation.take(Response(request_id="r", accepted=ACCEPTED))
+    assert waits_s == [0.1, 0.2, 0.4]
+
+
+def test_what_was_lost_before_its_acceptance_begins_again_as_it_was() -> None:
+    generation = progress()
+    generation.take(Response(request_id="r"))  # a sign of life
+    generation.lost(LOST, 0.0)
+    assert not generation.request.HasField("resume_from")
+    assert generation.request.request_id == "r"
+
+
+def test_an_id_that_is_still_live_after_a_loss_is_left_for_another() -> None:
+    """The router has not seen yet that the link of this client broke."""
+    generation = progress(request_id="i" * 128)
+    generation.lost(LOST, 0.0)
+    live = InvalidRequest("belongs to a live request", reason="duplicate_request")
+    router = generation.router
+    assert generation.lost(live, 0.0) == 0.0
+    assert (generation.router, generation.request.request_id) == (router, "i" * 126 + ".2")
+    generation.lost(live, 0.0)
+    generation.take(Response(deltas=delta(0, 0, (5,), "a", "length").deltas, accepted=ACCEPTED))
+    generation.take(Response(summary=inference_pb2.Summary()))
+    assert generation.result().request_id == generation.request.request_id == "i" * 126 + ".3"
+
+
+def test_an_id_that_is_live_from_the_start_is_the_callers_mistake() -> None:
+    live = InvalidRequest("belongs to a live request", reason="duplicate_request")
+    with pytest.raises(InvalidRequest):
+        progress().lost(live, 0.0)
+    generation = progress()
+    generation.lost(LOST, 0.0)
+    for _ in range(3):
+        generation.lost(live, 0.0)
+    with pytest.raises(InvalidRequest):
+        generation.lost(live, 0.0)
+
+
+@pytest.mark.parametrize("reason", ["prompt_changed", "request_changed"])
+def test_a_router_that_makes_another_request_of_it_is_passed_over_once_each(reason: str) -> None:
+    generation, refusal = begun(num_routers=3), InvalidRequest("another prompt", reason=reason)
+    generation.lost(LOST, 0.0)
+    generation.lost(refusal, 0.0)
+    assert generation.router == "c"
+    with pytest.raises(InvalidRequest, match="another prompt"):
+        generation.lost(refusal, 0.0)
+
+
+def test_tokens_without_an_acceptance_cannot_be_resumed() -> None:
+    generation = progress()
+    generation.take(delta(0, 0, (5,), "a"))
+    with pytest.raises(Unavailable, match="Socket closed"):
+        generation.lost(LOST, 0.0)
 
 
 def test_what_comes_after_a_loss_joins_what_came_before() -> None:

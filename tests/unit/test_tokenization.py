@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.unit.small_tokenizers import FAMILIES, byte_level, sentencepiece
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "examples" / "demo_model"
 CONFIG = {"vocab_size": 300, "max_position_embeddings": 128, "eos_token_id": 2}
+NOW_US = 1_798_761_599_000_000  # 2026-12-31 23:59:59 UTC
 CONVERSATION = [
     ChatMessage("system", "Be brief."),
     ChatMessage("user", 'sum\nof "two"?'),
@@ -53,7 +55,7 @@ def reference() -> object:
 def test_chat_prompts_equal_those_of_transformers(demo: Tokenization, reference: object) -> None:
     messages = [{"role": message.role, "content": message.content} for message in CONVERSATION]
     expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)  # type: ignore[attr-defined]
-    assert demo.encode_chat(CONVERSATION) == tuple(expected)
+    assert demo.encode_chat(CONVERSATION, NOW_US) == tuple(expected)
 
 
 def test_prompts_equal_those_of_transformers(demo: Tokenization, reference: object) -> None:
@@ -72,7 +74,7 @@ def test_post_processor_adds_bos_to_text_and_the_template_alone_to_chats(tmp_pat
     config = {"bos_token": "<s>", "chat_template": "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"}
     tokenization = Tokenization.load(str(model_folder(tmp_path, sentencepiece(), tokenizer_config=config)))
     assert tokenization.encode("ab")[0] == 1
-    assert tokenization.encode_chat([ChatMessage("user", "ab")]).count(1) == 1
+    assert tokenization.encode_chat([ChatMessage("user", "ab")], NOW_US).count(1) == 1
 
 
 def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
@@ -93,14 +95,14 @@ def test_a_template_in_its_own_file_wins(tmp_path: Path) -> None:
     config = {"chat_template": "old"}
     folder = model_folder(tmp_path, byte_level(), tokenizer_config=config, chat_template="hello")
     tokenization = Tokenization.load(str(folder))
-    assert tokenization.decode(tokenization.encode_chat([ChatMessage("user", "x")])) == "hello"
+    assert tokenization.decode(tokenization.encode_chat([ChatMessage("user", "x")], NOW_US)) == "hello"
 
 
 def test_the_template_named_default_is_taken_from_a_list(tmp_path: Path) -> None:
     templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "hello"}]
     folder = model_folder(tmp_path, byte_level(), tokenizer_config={"chat_template": templates})
     tokenization = Tokenization.load(str(folder))
-    assert tokenization.decode(tokenization.encode_chat([ChatMessage("user", "x")])) == "hello"
+    assert tokenization.decode(tokenization.encode_chat([ChatMessage("user", "x")], NOW_US)) == "hello"
 
 
 TEMPLATE_OF_EVERY_EXTRA = """
@@ -116,8 +118,35 @@ TEMPLATE_OF_EVERY_EXTRA = """
 def test_templates_have_what_transformers_gives_them(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, byte_level(), chat_template=TEMPLATE_OF_EVERY_EXTRA)
     tokenization = Tokenization.load(str(folder))
-    text = tokenization.decode(tokenization.encode_chat(CONVERSATION[:2]))
+    text = tokenization.decode(tokenization.encode_chat(CONVERSATION[:2], NOW_US))
     assert text == '{"text": "sum\\nof \\"two\\"?"}20TrueTrue<tool>'
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Pacific/Auckland", "America/Los_Angeles"])
+def test_a_template_takes_the_instant_it_is_given_in_utc_wherever_its_router_stands(
+    zone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        "{% macro day() %}{{ strftime_now('%d %B %Y') }}{% endmacro %}{{ day() }} {{ strftime_now('%H:%M %s %%s%z') }}"
+    )
+    tokenization = Tokenization.load(str(model_folder(tmp_path, byte_level(), chat_template=template)))
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        texts = [
+            tokenization.decode(tokenization.encode_chat(CONVERSATION, at_us)) for at_us in (NOW_US, NOW_US + 1_000_000)
+        ]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert texts == ["31 December 2026 23:59 1798761599 %s", "01 January 2027 00:00 1798761600 %s"]
+
+
+def test_a_template_that_draws_at_random_is_refused_at_load(tmp_path: Path) -> None:
+    """It could not be rendered a second time when its request is resumed."""
+    folder = model_folder(tmp_path, byte_level(), chat_template="{{ ['a', 'b'] | random }}")
+    with pytest.raises(ConfigError, match="random"):
+        Tokenization.load(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +161,7 @@ def test_templates_have_what_transformers_gives_them(tmp_path: Path) -> None:
 def test_a_template_that_refuses_says_why(tmp_path: Path, template: str, reason: str) -> None:
     tokenization = Tokenization.load(str(model_folder(tmp_path, byte_level(), chat_template=template)))
     with pytest.raises(InvalidRequest, match=reason):
-        tokenization.encode_chat([ChatMessage("user", "x")])
+        tokenization.encode_chat([ChatMessage("user", "x")], NOW_US)
 
 
 def test_a_broken_template_is_refused_at_start(tmp_path: Path) -> None:
@@ -144,7 +173,7 @@ def test_without_a_template_chats_are_a_named_error(tmp_path: Path) -> None:
     tokenization = Tokenization.load(str(model_folder(tmp_path, byte_level())))
     assert not tokenization.model_info.has_chat_template
     with pytest.raises(NoChatTemplate, match="no chat template"):
-        tokenization.encode_chat([ChatMessage("user", "x")])
+        tokenization.encode_chat([ChatMessage("user", "x")], NOW_US)
 
 
 def test_without_a_tokenizer_token_ids_are_served_and_text_is_a_named_error(tmp_path: Path) -> None:
@@ -153,7 +182,7 @@ def test_without_a_tokenizer_token_ids_are_served_and_text_is_a_named_error(tmp_
     assert tokenization.text_stream((), 0).push([1, 2]).text == ""
     for refused in (
         lambda: tokenization.encode("x"),
-        lambda: tokenization.encode_chat([ChatMessage("user", "x")]),
+        lambda: tokenization.encode_chat([ChatMessage("user", "x")], NOW_US),
         lambda: tokenization.decode([1]),
         lambda: tokenization.text_stream(("x",), 0),
     ):

@@ -87,7 +87,7 @@ async def test_one_waiting_text_too_many_is_refused_with_when_to_come_back() -> 
 
 def test_a_prompt_far_too_long_is_judged_by_its_beginning(demo: Tokenization) -> None:
     text = _LINE * 170_000  # eight seconds, if it were looked through
-    for encode in (demo.encode_prompt, lambda text: demo.encode_chat([ChatMessage("user", text)])):
+    for encode in (demo.encode_prompt, lambda text: demo.encode_chat([ChatMessage("user", text)], 0)):
         with pytest.raises(PromptTooLong, match="the first 16384 of the prompt's"):
             encode(text)
 

@@ -90,7 +90,8 @@ def test_prompts_come_as_text_tokens_or_lists_of_either(shared: Endpoint) -> Non
     assert answer.usage.completion_tokens == sum(len(shared.pipeline._tokens(i)) - 200 for i in (0, 1)) * 2
     create(model="", prompt=[[5, 6], [7]])
     assert {request.prompt for request in seen[-2:]} == {TokenPrompt((5, 6)), TokenPrompt((7,))}
-    assert len({request.request_id for request in seen}) == len(seen)
+    assert len({request.label for request in seen}) == len(seen)
+    assert {request.request_id for request in seen} == {""}
 
 
 def test_sampling_and_stop_fields_arrive(shared: Endpoint) -> None:
@@ -259,9 +260,19 @@ def test_a_ready_router_says_so(shared: Endpoint) -> None:
     assert shared.http.get("/ready").status_code == 200
 
 
+def test_a_label_at_the_limit_serves_several_prompts(shared: Endpoint) -> None:
+    label = "a" * 128
+    answer = shared.post("/v1/completions", {"prompt": ["x", "y"]}, **{"x-request-id": label})
+    assert (answer.status_code, answer.headers["x-request-id"], len(answer.json()["choices"])) == (200, label, 2)
+    assert {seen.label for seen in shared.pipeline.seen[-2:]} == {f"{label}-0", f"{label}-1"}
+    many = shared.post("/v1/completions", {"prompt": ["x"] * 128}, **{"x-request-id": label})
+    assert (many.status_code, len(many.json()["choices"])) == (200, 128)
+
+
 def test_the_request_id_goes_in_and_comes_out(shared: Endpoint) -> None:
     answer = shared.post("/v1/completions", {"prompt": "x"}, **{"x-request-id": "trace-7"})
     assert answer.headers["x-request-id"] == "trace-7"
     assert answer.json()["id"] == "cmpl-trace-7"
-    assert shared.pipeline.seen[-1].request_id == "trace-7"
+    seen = shared.pipeline.seen[-1]
+    assert (seen.label, seen.request_id) == ("trace-7", ""), "a label is never the id of a stream"
     assert shared.http.get("/health").headers["x-request-id"]
