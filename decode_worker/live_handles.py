@@ -62,13 +62,14 @@ class LiveHandles:
     def arrive(self, router: MemberId, handle: int, arrival: Arrival) -> None:
         self._arrivals[router, handle] = arrival
 
-    def begin(self, router: MemberId, handles: Collection[int], now_s: float) -> tuple[Arrival, ...]:
-        """They are in a step for the first time. How they came here, one for each; none when they did not come from
-        elsewhere."""
-        arrivals = [self._arrivals.pop((router, handle), None) for handle in handles]
+    def begin(self, router: MemberId, handles: Collection[int], now_s: float) -> dict[int, Arrival | None]:
+        """They were in a step for the first time. How each of those that are still here came; None when its prompt was
+        prefilled here. Of one job either all came from another worker or none."""
         self._waiting.remove(router, handles, now_s)
-        known = tuple(arrival for arrival in arrivals if arrival is not None)
-        return known if len(known) == len(arrivals) else ()
+        here = self.of(router)
+        begun = {handle: self._arrivals.pop((router, handle), None) for handle in handles if handle in here}
+        assert len({arrival is None for arrival in begun.values()}) <= 1, f"some of {begun} came from another worker"
+        return begun
 
     def remove(self, router: MemberId, handles: frozenset[int], now_s: float) -> None:
         """They ended, or go on elsewhere. Nothing for those that are not here."""

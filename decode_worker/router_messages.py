@@ -1,6 +1,6 @@
 """What a decode worker says to a router on its stream, as wire messages. Decides nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cluster import wire
 from cluster.errors import HandOffFailed, TandemError
@@ -15,11 +15,12 @@ def leaving(grace_s: float) -> worker_pb2.WorkerMessage:
     return worker_pb2.WorkerMessage(leaving=worker_pb2.WorkerLeaving(grace_s=grace_s))
 
 
-def started(event: Started, arrivals: Sequence[Arrival]) -> worker_pb2.WorkerMessage:
-    """`arrivals`: of each of its sequences, or none."""
+def started(event: Started, begun: Mapping[int, Arrival | None]) -> worker_pb2.WorkerMessage:
+    """`begun`: those of its sequences that are still here, with how each came; None when it was prefilled here."""
     message = worker_pb2.SequenceStarted(
-        handles=event.handles, queue_s=event.queue_s, transport=_LOCAL, num_cached=event.num_cached
+        handles=begun, queue_s=event.queue_s, transport=_LOCAL, num_cached=event.num_cached
     )
+    arrivals = [arrival for arrival in begun.values() if arrival is not None]
     if arrivals:
         message.first_token_ids = wire.pack_ids([arrival.first_token_id for arrival in arrivals])
         message.transfer_s = arrivals[0].transfer_s

@@ -262,10 +262,11 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._fail(job.router, tuple(s.handle for s in job.sequences), error)
 
     def _on_started(self, event: commands.Started) -> None:
-        arrivals = self._handles.begin(event.router, event.handles, _now_s())
+        begun = self._handles.begin(event.router, event.handles, _now_s())
         self._telemetry.observe("tandem_decode_queue_seconds", event.queue_s)
         self._telemetry.count("tandem_prefix_cached_tokens_total", event.num_cached)
-        self._streams.send(event.router, router_messages.started(event, arrivals))
+        if begun:  # else all of them were cancelled during their first step
+            self._streams.send(event.router, router_messages.started(event, begun))
 
     def _on_step(self, event: commands.StepTokens) -> None:
         by_router: dict[MemberId, list[commands.SequenceToken]] = {}

@@ -16,7 +16,7 @@ from router.choice import Choice
 from router.course import Course
 from router.decode_events import DecodeEvent, Failed, Lost, Move, Sequences, Started, Token
 from router.decode_peer import DecodePeer
-from router.failures import DECODE, FIRST_TOKEN_MISMATCH, AttemptFailed, failed_sequences, leg
+from router.failures import DECODE, FIRST_TOKEN_COUNT, FIRST_TOKEN_MISMATCH, AttemptFailed, failed_sequences, leg
 from router.live_request import LiveRequest
 from router.running import running
 
@@ -122,8 +122,15 @@ class DecodeLeg:
                 raise WorkerLost(f"decode worker {self.worker.id} is lost: {detail}")
 
     def _check_first_tokens(self, started: Started) -> None:
-        """Decode goes on from what the client was given, or not at all."""
-        for handle, token_id in zip(started.handles, started.first_tokens, strict=False):
+        """Decode goes on from what the client was given, or not at all. The worker names the first token of each
+        sequence that began with a hand-off."""
+        num_expected = len(started.handles) if self._exporter is not None else 0
+        if len(started.first_tokens) != num_expected:
+            detail = f"{len(started.first_tokens)} first tokens, of {num_expected} sequences that began with a hand-off"
+            raise AttemptFailed(DECODE, self.worker, FIRST_TOKEN_COUNT, InternalError(f"decode names {detail}"))
+        if not num_expected:
+            return
+        for handle, token_id in zip(started.handles, started.first_tokens, strict=True):
             if handle in self.sequences.live and self.owners[handle].committed[-1] != token_id:
                 delivered = self.owners[handle].committed[-1]
                 error = InternalError(f"decode started from token {token_id}, the client was given {delivered}")

@@ -22,6 +22,7 @@ from router.choice import OutOfOrder
 
 PREFILL, HANDOFF, DECODE = "prefill", "handoff", "decode"
 FIRST_TOKEN_MISMATCH = "first_token_mismatch"
+FIRST_TOKEN_COUNT = "first_token_count"  # the decode worker named more or fewer than it started
 TOKEN_OUT_OF_ORDER = "token_out_of_order"
 _DECODE_SIDE = frozenset({HandOffReason.NOT_ENOUGH_BLOCKS, HandOffReason.IMPORTER_LOST})
 # Not a lapsed lease: whoever renewed it too late was stopped or busy itself.
@@ -94,7 +95,7 @@ class AttemptFailed(Exception):
         """Of sequences that have not begun: another decode worker may still import what was prefilled for them."""
         if self.leg == HANDOFF:
             return self.reason in _LEAVES_TICKET
-        return self.leg == DECODE and self.reason not in (FIRST_TOKEN_MISMATCH, TOKEN_OUT_OF_ORDER)
+        return self.leg == DECODE and self.reason not in (FIRST_TOKEN_MISMATCH, FIRST_TOKEN_COUNT, TOKEN_OUT_OF_ORDER)
 
     @property
     def lacks_ticket(self) -> bool:

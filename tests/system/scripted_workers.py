@@ -231,6 +231,7 @@ class ScriptedDecode(ScriptedWorker):
         self.paused = asyncio.Event()
         self.resumed = asyncio.Event()
         self.first_token_offset = 0
+        self.num_first_tokens_kept_back = 0
         self.cancelled_handles: set[int] = set()
         self.cancelled = asyncio.Event()
         self.index_changes: list[tuple[int, int]] = []  # (index, index sent instead), once each
@@ -420,9 +421,10 @@ class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
             return
         started = worker_pb2.SequenceStarted(handles=[s.handle for s, _ in live], transport="local")
         if job.signed_ticket is not None:
-            started.first_token_ids = wire.pack_ids([f.token_id + worker.first_token_offset for _, f in live if f])
+            named = [f.token_id + worker.first_token_offset for _, f in live if f]
+            started.first_token_ids = wire.pack_ids(named[worker.num_first_tokens_kept_back :])
             started.transport, started.kv_bytes = "tcp", KV_BYTES_PER_TOKEN * len(job.prompt_token_ids)
-        worker.first_token_offset = 0
+        worker.first_token_offset = worker.num_first_tokens_kept_back = 0
         worker.send(job.router, worker_pb2.WorkerMessage(started=started))
         async with asyncio.TaskGroup() as sequences:
             for start, first in live:

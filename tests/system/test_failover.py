@@ -203,6 +203,23 @@ async def test_another_first_token_than_the_delivered_one_is_not_gone_on_from() 
         assert prefill.jobs[1].num_committed == 1
 
 
+async def test_a_worker_that_does_not_name_every_first_token_is_not_gone_on_from() -> None:
+    """Else nothing would be compared, and the ledger would say that the prompt was prefilled there."""
+    async with router_under_test() as router:
+        await router.add_prefill("p0")
+        decode = await router.add_decode("d0")
+        await router.connected()
+        for num_kept_back in (1, 2):
+            decode.num_first_tokens_kept_back = num_kept_back
+            request = ask(n=2)
+            answer = await answer_to(router, request)
+            assert [answer.token_ids[choice] for choice in range(2)] == [
+                expected_tokens(router, request, choice) for choice in range(2)
+            ]
+            assert answer.summary.ledger.reasons == ("decode_first_token_count",)
+            assert answer.summary.ledger.transport == "tcp"
+
+
 @pytest.mark.parametrize("sent_instead", [3, 6], ids=["repeated", "missing"])
 async def test_a_repeated_or_missing_token_starts_a_new_attempt(sent_instead: int) -> None:
     async with router_under_test() as router:

@@ -8,6 +8,7 @@ from cluster.messages import MemberId
 from cluster.telemetry import Telemetry
 from router.failures import (
     DECODE,
+    FIRST_TOKEN_COUNT,
     FIRST_TOKEN_MISMATCH,
     HANDOFF,
     PREFILL,
@@ -85,6 +86,7 @@ def test_an_importer_that_fails_leaves_the_ticket(failure: AttemptFailed) -> Non
     [
         _failure(PREFILL),
         _failure(error=InternalError("another token"), reason=FIRST_TOKEN_MISMATCH),
+        _failure(error=InternalError("too few"), reason=FIRST_TOKEN_COUNT),
         _failure(error=InternalError("twice"), reason=TOKEN_OUT_OF_ORDER),
         _handoff(HandOffReason.LEASE_LAPSED),
         _handoff(HandOffReason.UNKNOWN_TICKET),
