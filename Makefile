@@ -22,6 +22,7 @@ PYTEST_ARGS ?=
 # Tests run in so many processes at once, a file in one of them. 0: in one, as `pytest` alone does.
 TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+REPEAT_ARGS ?=
 SOAK_ARGS ?=
 FAULT_ARGS ?=
 CHAOS_ARGS ?=
@@ -39,7 +40,7 @@ WHEEL_PLATFORMS := $(foreach tag,2_28 2_27 2_17,--platform manylinux_$(tag)_x86_
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all soak chaos chaos-simulated bench-engine bench-overlap bench-kv gpu-check gpu-wheels check proto clean
+.PHONY: help demo test test-all test-repeat soak chaos chaos-simulated bench-engine bench-overlap bench-kv gpu-check gpu-wheels check proto clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -47,8 +48,11 @@ help: ## this list
 demo: $(VENV)/.base ## one prompt through a router, a prefill and a decode worker on the demo model
 	@$(BIN)/tandem demo
 
-test: $(VENV)/.test ## the tests, in under ten minutes on two cores; PYTEST_ARGS="-k registry" for some of them
+test: $(VENV)/.test ## the tests, in under eight minutes on two cores; PYTEST_ARGS="-k registry" for some of them
 	@$(PYTEST) $(PYTEST_ARGS)
+
+test-repeat: $(VENV)/.test ## the tests again and again, quiet and loaded, into a log; REPEAT_ARGS="--only loaded-system --runs 3"
+	@$(BIN)/python -m tests.repeat $(REPEAT_ARGS)
 
 test-all: $(VENV)/.test ## the tests and the long ones
 	@$(PYTEST) -m "" $(PYTEST_ARGS)
