@@ -3,6 +3,7 @@
     TandemError
     ├── InvalidRequest            the client must change something
     │   ├── PromptTooLong
+    │   ├── RequestTooLarge       it would not fit one message when it is resumed
     │   ├── UnknownModel
     │   ├── UnsupportedField
     │   └── NoTokenizer / NoChatTemplate
@@ -58,6 +59,10 @@ class InvalidRequest(TandemError):
 
 class PromptTooLong(InvalidRequest):
     reason = "prompt_too_long"
+
+
+class RequestTooLarge(InvalidRequest):
+    reason = "request_too_large"
 
 
 class UnknownModel(InvalidRequest):

@@ -18,7 +18,7 @@ from cluster.member import Member
 from cluster.messages import Role
 from cluster.registry import Registry
 from cluster.scale_registry import ScaleTargets
-from cluster.serving import GrpcServer, join_address, open_channel
+from cluster.serving import MAX_MESSAGE_BYTES, GrpcServer, join_address, open_channel
 from cluster.telemetry import Telemetry
 from cluster.tls import ClusterTls, load_tls
 from cluster.watchdog import StuckLimits
@@ -30,6 +30,7 @@ from router.evacuation import Evacuation
 from router.fleet import Fleet
 from router.http_server import HttpServer
 from router.life import Ports, RouterLife, RouterParts, max_calls
+from router.message_sizes import MessageLimits
 from router.migration import Migrations
 from router.openai_api import build_app
 from router.outbox import Outboxes
@@ -144,6 +145,7 @@ class _Router:
                 request_timeout_s=config.request_timeout_s,
                 max_attempts=config.max_attempts,
                 breakers=BreakerPolicy(failures=config.breaker_failures, max_pause_s=config.breaker_max_pause_s),
+                messages=MessageLimits(config.max_message_bytes, MAX_MESSAGE_BYTES),
             ),
             clock=MonotonicClock(),
             telemetry=self._telemetry,

@@ -29,6 +29,7 @@ from router.importing import ImporterMeans
 from router.ledger import PhaseName
 from router.live_request import LiveRequest
 from router.live_streams import LiveStreams
+from router.message_sizes import MessageLimits
 from router.migration import Migrations
 from router.outbox import Outboxes
 from router.pair_trust import PairTrust
@@ -65,6 +66,7 @@ _NO_LARGE_PAIR = "no_large_pair"  # there are prefill workers; they are too smal
 class PipelineSettings:
     request_timeout_s: float  # of a request that brings none
     max_attempts: int  # in a row without a token from decode
+    messages: MessageLimits
     breakers: BreakerPolicy = field(default_factory=BreakerPolicy)
 
 
@@ -213,13 +215,17 @@ class Pipeline:
             raise refusal
 
     async def _resolved(self, request: GenerateRequest, prompt_token_ids: tuple[int, ...]) -> ResolvedRequest:
-        """Where the client gives no max_tokens: what the largest decode worker can hold. Waits until one is known."""
+        """A new request. Where the client gives no max_tokens: what the largest decode worker can hold, and what fits
+        one message. Waits until a worker is known. Raises InvalidRequest."""
         resolved = resolve(request, prompt_token_ids, self._model)
-        if request.stop.max_tokens is not None:
-            return resolved
-        while not (capacities := self._fleet.capacities(Role.DECODE)) and not self._fleet.is_ready:
-            await self._fleet.changed()
-        return resolved.at_most(most_output(capacities, len(prompt_token_ids)))
+        sizes = request.num_bytes, len(prompt_token_ids), request.n
+        if request.stop.max_tokens is None:
+            while not (capacities := self._fleet.capacities(Role.DECODE)) and not self._fleet.is_ready:
+                await self._fleet.changed()
+            most = most_output(capacities, len(prompt_token_ids))
+            resolved = resolved.at_most(most).at_most(self._settings.messages.most_output(*sizes))
+        self._settings.messages.check(*sizes, resolved.stops.max_tokens)
+        return resolved
 
     async def _tokenize(self, prompt: Prompt, rendered_at_us: int) -> tuple[int, ...]:
         match prompt:

@@ -9,12 +9,13 @@ from pathlib import Path
 from cluster.clock import Clock, MonotonicClock
 from cluster.member import Capacity, Member
 from cluster.messages import LayoutFingerprint, MemberId, Role
-from cluster.serving import open_channel
+from cluster.serving import MAX_MESSAGE_BYTES, open_channel
 from cluster.telemetry import Telemetry
 from router.admission import Admission
 from router.breakers import BreakerPolicy
 from router.evacuation import Evacuation
 from router.fleet import Fleet
+from router.message_sizes import MessageLimits
 from router.migration import Migrations
 from router.outbox import Outboxes
 from router.patience import Patience
@@ -75,6 +76,7 @@ class RouterUnderTest:
         breakers: BreakerPolicy | None = None,
         tokenization: Tokenization | None = None,
         wall_clock: Callable[[], float] = time.time,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self.store = Store()
         self.telemetry = Telemetry()
@@ -117,6 +119,7 @@ class RouterUnderTest:
                 request_timeout_s=request_timeout_s,
                 max_attempts=max_attempts,
                 breakers=breakers or BreakerPolicy(),
+                messages=MessageLimits(max_message_bytes, MAX_MESSAGE_BYTES),
             ),
             clock=MonotonicClock(),
             telemetry=self.telemetry,

@@ -6,6 +6,7 @@ Routers, calls and signatures are real; the workers are scripted, so that each t
 import asyncio
 import json
 import random
+import re
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable
@@ -17,7 +18,7 @@ import grpc
 import pytest
 
 from cluster import wire
-from cluster.serving import GrpcServer, open_channel
+from cluster.serving import MAX_MESSAGE_BYTES, GrpcServer, open_channel
 from router.client_stalls import ClientStalls
 from router.service import AdminService, ApiKeyInterceptor, InferenceService
 from router.tokenization import Tokenization
@@ -65,6 +66,7 @@ async def served(api_key: str = "", **settings: Any) -> AsyncIterator[Served]:
             service_names=["tandem.v1.Inference", "tandem.v1.Admin"],
             telemetry=router.telemetry,
             interceptors=[ApiKeyInterceptor(api_key)] if api_key else [],
+            max_message_bytes=settings.get("max_message_bytes", MAX_MESSAGE_BYTES),
         )
         inference = InferenceService(
             pipeline=router.pipeline,
@@ -401,3 +403,31 @@ async def test_ids_at_the_limit_work_to_their_end_and_when_they_are_resumed(n: i
         for name, value in (("request_id", "r" * 129), ("label", "l" * 161)):
             wrong = question(**{name: value})
             assert await first.refusal(wrong) == (grpc.StatusCode.INVALID_ARGUMENT, "invalid_request")
+
+
+async def test_what_is_admitted_can_be_resumed_with_all_its_tokens() -> None:
+    """At the limit: the request with the most tokens that a router admits fits when it comes back with all of them."""
+    async with served(max_message_bytes=6000) as first, served(max_message_bytes=6000) as second:
+        too_large = question(n=8, stop=inference_pb2.StopConditions(max_tokens=1000))
+        call = first.stub.Generate(too_large, timeout=20)
+        with pytest.raises(grpc.aio.AioRpcError, match="max_tokens of at most") as refused:
+            await call.read()
+        assert dict(refused.value.trailing_metadata() or ())["tandem-reason"] == "request_too_large"
+        found = re.search("at most ([0-9]+)", refused.value.details() or "")
+        assert found is not None
+        most = int(found[1])
+        request = question(n=8, stop=inference_pb2.StopConditions(max_tokens=most))
+        responses = await first.answer(request)
+        choices: list[list[int]] = [[] for _ in range(8)]
+        for response in responses:
+            for delta in response.deltas:
+                choices[delta.choice].extend(wire.unpack_ids(delta.token_ids))
+        assert [len(choice) for choice in choices] == [most] * 8
+        resumed = resuming(request, responses[0].accepted.acceptance, *choices)
+        resumed.sampling.CopyFrom(responses[0].accepted.sampling)
+        for choice in resumed.resume_from.choices:
+            choice.finish_reason = "length"
+        assert 5000 < resumed.ByteSize() <= 6000
+        assert (await second.answer(resumed))[-1].summary.usage.completion_tokens == 8 * most
+        open_length = question(n=8, stop=inference_pb2.StopConditions())
+        assert (await first.answer(open_length))[0].accepted.max_tokens == most, "as many as fit, where none are named"

@@ -101,6 +101,7 @@ PURE = [
     "prefill_worker.prefix_followers",
     "router.course",
     "router.departed_workers",
+    "router.message_sizes",
     "router.placement",
     "router.prefix_index",
     "router.prefix_memory",

@@ -1,0 +1,134 @@
+"""Messages that grow with a request's tokens, at their largest and by their real protobuf sizes."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster import wire
+from cluster.errors import RequestTooLarge
+from cluster.messages import DecodeJob, MemberId, PrefillJob, PrefixHolder, Sampling, SequenceStart, TokenStops
+from router.inference_wire import generate_request_from_wire
+from router.message_sizes import MessageLimits
+from router.request_acceptance import ACCEPTANCE_BYTES
+from tandem.v1 import inference_pb2
+
+LARGEST = (1 << 32) - 1  # of a token id, and of every 32-bit field
+MANY = 1 << 40
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=128)
+
+
+@st.composite
+def asked(draw: st.DrawFn) -> inference_pb2.GenerateRequest:
+    request = inference_pb2.GenerateRequest(
+        request_id=draw(names),
+        label=draw(names),
+        cache_salt=draw(names),
+        model=draw(names),
+        stop=inference_pb2.StopConditions(
+            stop=draw(st.lists(texts, max_size=4)),
+            stop_token_ids=bytes(4 * draw(st.integers(0, 200))),
+            min_tokens=draw(st.integers(0, 5)),
+        ),
+        priority=draw(st.integers(-(1 << 31), (1 << 31) - 1)),
+        n=draw(st.sampled_from((0, 1, 2, 7, 128))),
+    )
+    kind = draw(st.sampled_from(("text", "token_ids", "chat")))
+    if kind == "text":
+        request.text = draw(texts)
+    elif kind == "token_ids":
+        request.token_ids = bytes(4 * draw(st.integers(0, 3000)))
+    else:
+        request.chat.messages.add(role="user", content=draw(texts))
+    return request
+
+
+def with_all_its_tokens(request: inference_pb2.GenerateRequest, max_tokens: int) -> inference_pb2.GenerateRequest:
+    """As the client library resumes it: every field at its largest."""
+    resumed = inference_pb2.GenerateRequest()
+    resumed.CopyFrom(request)
+    resumed.sampling.CopyFrom(
+        inference_pb2.SamplingParams(temperature=2, top_k=LARGEST, top_p=0.5, min_p=0.5, seed=(1 << 64) - 1)
+    )
+    resumed.stop.max_tokens = max_tokens
+    resumed.resume_from.acceptance = bytes(ACCEPTANCE_BYTES)
+    for _ in range(request.n or 1):
+        resumed.resume_from.choices.add(
+            token_ids=wire.pack_ids((LARGEST,) * max_tokens), num_characters=LARGEST, finish_reason="length"
+        )
+    return resumed
+
+
+@settings(max_examples=60, deadline=None)
+@given(asked(), st.integers(0, 40_000))
+def test_a_request_that_is_admitted_fits_when_it_is_resumed_with_all_its_tokens(
+    request: inference_pb2.GenerateRequest, room: int
+) -> None:
+    """And none is refused that would have fitted with a few tokens to spare."""
+    limits = MessageLimits(client_bytes=request.ByteSize() + room, worker_bytes=MANY)
+    num_bytes, n = generate_request_from_wire(request, None).num_bytes, request.n or 1
+    most = limits.most_output(num_bytes, 1, n)
+    if most >= 1:
+        limits.check(num_bytes, 1, n, most)
+        assert with_all_its_tokens(request, most).ByteSize() <= limits.client_bytes
+    with pytest.raises(RequestTooLarge, match="--max-message-bytes"):
+        limits.check(num_bytes, 1, n, max(1, most + 1))
+    slack = (300 + 60 * n) // (4 * n) + 1
+    assert with_all_its_tokens(request, max(0, most) + slack).ByteSize() > limits.client_bytes or room == 0
+
+
+SAMPLING = Sampling(temperature=2.0, top_k=LARGEST, top_p=0.5, min_p=0.5, num_logprobs=20)
+WORKER = MemberId("m" * 63, "i" * 32)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_prompt=st.integers(1, 2000),
+    n=st.sampled_from((1, 2, 5, 128)),
+    room=st.integers(0, 60_000),
+    num_stops=st.integers(0, 1100),
+)
+def test_a_request_that_is_admitted_fits_every_job_that_its_router_gives_to_workers(
+    num_prompt: int, n: int, room: int, num_stops: int
+) -> None:
+    limits = MessageLimits(client_bytes=MANY, worker_bytes=64 * 1024 + 4 * num_prompt + 48 * n + room)
+    most = limits.most_output(0, num_prompt, n)
+    if most < 1:
+        return
+    prompt, committed = (LARGEST,) * num_prompt, (LARGEST,) * most
+    stops = TokenStops(most, LARGEST, frozenset(range(LARGEST - num_stops, LARGEST)))
+    common = {"sampling": SAMPLING, "stops": stops, "timeout_s": 1e9, "age_s": 1e9, "is_unproven": True}
+    names = {"request_id": "\U0001f600" * 128, "attempt": LARGEST, "cache_salt": "\U0001f600" * 256}
+    start = DecodeJob(
+        router=WORKER,
+        prompt_token_ids=prompt,
+        sequences=tuple(SequenceStart(LARGEST - i, (1 << 64) - 1, committed) for i in range(n)),
+        signed_ticket=bytes(4096),
+        priority=-(1 << 31),
+        is_batch=True,
+        **common,  # type: ignore[arg-type]
+        **names,  # type: ignore[arg-type]
+    )
+    prefill = PrefillJob(
+        token_ids=prompt + committed,
+        seeds=((1 << 64) - 1,) * n,
+        num_committed=most,
+        importer=WORKER,
+        prefix_holders=(PrefixHolder(WORKER, "a" * 255, LARGEST),) * 8,
+        priority=-(1 << 31),
+        is_batch=True,
+        **common,  # type: ignore[arg-type]
+        **names,  # type: ignore[arg-type]
+    )
+    assert wire.decode_job_to_wire(start).ByteSize() <= limits.worker_bytes
+    assert wire.prefill_job_to_wire(prefill).ByteSize() <= limits.worker_bytes
+
+
+def test_a_client_that_cannot_resume_is_bound_by_the_workers_limit_alone() -> None:
+    limits = MessageLimits(client_bytes=1000, worker_bytes=1 << 24)
+    limits.check(0, 10, 1, 100_000)
+    with pytest.raises(RequestTooLarge, match="smaller n"):
+        limits.check(0, 10, 128, 100_000)
+    with pytest.raises(RequestTooLarge, match="ask for a smaller n, shorten the prompt"):
+        limits.check(999, 10, 1, 1)
