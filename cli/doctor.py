@@ -15,7 +15,8 @@ from cli.machine import Finding, look
 from cli.pair_report import PairReport, report, unmeasured
 from cli.status import ask
 from cli.table import table
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, MalformedMessage
+from cluster.received import checked
 from tandem.errors import TandemError, error_from_rpc
 from tandem.v1 import admin_pb2, worker_pb2, worker_pb2_grpc
 
@@ -117,8 +118,11 @@ def _measured(
             answer: worker_pb2.MeasurePairResponse = worker_pb2_grpc.WorkerStub(channel).MeasurePair(
                 request, timeout=_MEASURE_S
             )
+            checked(answer)
         except grpc.RpcError as error:
             return unmeasured(*names, error_from_rpc(error).message)
+        except MalformedMessage as error:
+            return unmeasured(*names, error.message)
     return report(*names, answer, shared=set(importer.kv_transports) & set(exporter.kv_transports))
 
 

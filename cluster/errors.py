@@ -24,6 +24,7 @@
     │   ├── Draining
     │   ├── Unhealthy             its step thread, its answers or its event loop are not what they should be
     │   └── WorkerLost
+    ├── MalformedMessage          another member sent a message with a field out of its bounds
     ├── DeadlineExceeded
     ├── Cancelled
     ├── HandOffFailed             carries one of HandOffReason
@@ -161,6 +162,12 @@ class WorkerLost(Unavailable):
     reason = "worker_lost"
 
 
+class MalformedMessage(TandemError):
+    """The fault of the member that sent it, never the client's; another attempt may do better."""
+
+    reason = "malformed_message"
+
+
 class DeadlineExceeded(TandemError):
     reason = "deadline_exceeded"
 
@@ -194,6 +201,7 @@ class HandOffReason(StrEnum):
     NOT_ENOUGH_BLOCKS = "not_enough_blocks"
     CANCELLED = "cancelled"
     PROTOCOL = "protocol"  # a message that the state machine does not allow
+    MALFORMED_MESSAGE = "malformed_handoff_message"  # a message with a field out of its bounds
 
 
 class HandOffFailed(TandemError):
@@ -243,6 +251,7 @@ _STATUS: dict[type[TandemError], tuple[str, HTTPStatus, str]] = {
     Overloaded: ("RESOURCE_EXHAUSTED", HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error"),
     Unavailable: ("UNAVAILABLE", HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable"),
     NoWorkerLargeEnough: ("UNAVAILABLE", HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable"),
+    MalformedMessage: ("INTERNAL", HTTPStatus.INTERNAL_SERVER_ERROR, "internal_error"),
     DeadlineExceeded: ("DEADLINE_EXCEEDED", HTTPStatus.REQUEST_TIMEOUT, "timeout_error"),
     Cancelled: ("CANCELLED", HTTPStatus.REQUEST_TIMEOUT, "cancelled"),
     HandOffFailed: ("UNAVAILABLE", HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable"),

@@ -1,6 +1,6 @@
 """Tickets, epochs and fingerprints: wire messages (tandem/v1/kv.proto) to the values of cluster/messages.py and back.
 
-Checks shape, as cluster/wire.py does for everything else, and no signature: that is cluster/tickets.py's.
+Messages were checked before (cluster/received.py). Signatures are checked by cluster/tickets.py.
 """
 
 from cluster.messages import Epoch, LayoutFingerprint, MemberId, Ticket
@@ -38,7 +38,7 @@ def ticket_to_wire(ticket: Ticket) -> kv_pb2.Ticket:
 
 
 def ticket_from_wire(message: kv_pb2.Ticket) -> Ticket:
-    """Raises InvalidRequest. Says nothing about the signature: that is the signer's."""
+    """Of a checked message. Says nothing about the signature: that is the signer's."""
     return Ticket(
         ticket_id=message.ticket_id,
         exporter=MemberId(message.exporter_id, message.exporter_incarnation),

@@ -5,8 +5,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
+from cluster.field_rules import Rule, Text, Whole
 from cluster.messages import LayoutFingerprint, MemberId, Role
 from cluster.protocol import OURS, ProtocolRange
+
+_TEXT = Text(most=1_024)
+_COUNT = Whole(most=(1 << 40))
+_POSITIVE = Whole(least=1, most=(1 << 31) - 1)
 
 
 class MemberState(StrEnum):
@@ -86,7 +91,7 @@ def from_json(text: str) -> Member:
         values = json.loads(text)
         fingerprint, capacity = values["fingerprint"], values["capacity"]
         protocol = ProtocolRange(values["protocol_oldest"], values["protocol_newest"])
-        return Member(
+        member = Member(
             id=MemberId(**_known(MemberId, values["id"])),
             role=Role(values["role"]),
             address=values["address"],
@@ -99,8 +104,35 @@ def from_json(text: str) -> Member:
             protocol_oldest=protocol.oldest,
             protocol_newest=protocol.newest,
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"not a member: {text[:200]!r}") from error
+        _require_bounds(member)
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"not a member: {text[:200]!r}: {error}") from error
+    return member
+
+
+def _require_bounds(member: Member) -> None:
+    """What one member writes, all others compute with. Raises ValueError."""
+    texts = [member.id.id, member.id.incarnation, member.address, member.model, member.http_address]
+    for value in (*texts, *member.transports, *_values_of(member.fingerprint, str)):
+        _require(_TEXT, value)
+    for count in (member.protocol_oldest, member.protocol_newest, *_values_of(member.fingerprint, int)):
+        _require(_COUNT, count)
+    if member.capacity is not None:
+        for field in fields(Capacity):
+            may_be_zero = field.default == 0  # what is not known, and what has no limit
+            _require(_COUNT if may_be_zero else _POSITIVE, getattr(member.capacity, field.name))
+
+
+def _values_of(fingerprint: LayoutFingerprint | None, kind: type[str] | type[int]) -> list[object]:
+    """Of the fields that should have this type."""
+    if fingerprint is None:
+        return []
+    return [getattr(fingerprint, field.name) for field in fields(fingerprint) if field.type is kind]
+
+
+def _require(rule: Rule, value: object) -> None:
+    if isinstance(value, bool) or not rule.admits(value):
+        raise ValueError(f"{str(value)[:80]!r} must be {rule}")
 
 
 def _state(name: str) -> MemberState:

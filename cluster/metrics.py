@@ -73,6 +73,9 @@ METRICS: dict[str, Metric] = {
     ),
     "tandem_pair_breaker_openings_total": _counter("times that a pair of workers was left alone for a while", "reason"),
     "tandem_migrations_total": _counter("sequences that were to move to another decode worker", "outcome", "reason"),
+    "tandem_malformed_messages_total": _counter(
+        "messages of workers that were refused: a field was out of its bounds", "message"
+    ),
     "tandem_stale_messages_total": _counter("messages of an attempt that is no longer current; dropped"),
     "tandem_buffered_tokens": _gauge("tokens waiting for clients to read them"),
     "tandem_members": _gauge("members of the cluster, as this router sees it", "role", "state"),

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from cluster.errors import InvalidRequest
 from cluster.hashing import HASH_BYTES
 from cluster.messages import PrefixNews
+from cluster.received import checked
 from tandem.v1 import worker_pb2
 
 _MAX_HASHES = 65_536  # in one message: one MiB
@@ -29,18 +29,16 @@ def to_wire(news: PrefixNews) -> Iterator[worker_pb2.PrefixNews]:
 
 
 def from_wire(message: worker_pb2.PrefixNews) -> PrefixNews:
-    """Raises InvalidRequest."""
+    """Raises MalformedMessage."""
+    checked(message)
     return PrefixNews(
         message.first_number,
         message.next_number,
-        split_hashes(message.added),
-        split_hashes(message.evicted),
+        _split_hashes(message.added),
+        _split_hashes(message.evicted),
         message.is_snapshot,
     )
 
 
-def split_hashes(packed: bytes) -> tuple[bytes, ...]:
-    """Raises InvalidRequest."""
-    if len(packed) % HASH_BYTES:
-        raise InvalidRequest(f"block hashes must be a multiple of {HASH_BYTES} bytes, not {len(packed)}")
+def _split_hashes(packed: bytes) -> tuple[bytes, ...]:
     return tuple(packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES))

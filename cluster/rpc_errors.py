@@ -35,6 +35,8 @@ REASON = "tandem-reason"
 HANDOFF_REASON = "tandem-handoff-reason"
 RETRY_AFTER_S = "tandem-retry-after-s"
 
+_LONGEST_RETRY_S = 86_400.0
+
 _LOG = logging.getLogger("tandem.rpc")
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in its stubs only
@@ -72,10 +74,17 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> TandemError:
     kind = _BY_REASON.get(reason) if reason is not None else None
     if kind is None and "larger than max" in message:
         kind = InvalidRequest  # gRPC's own status for it, RESOURCE_EXHAUSTED, would tell a client to try again
-    retry_after = trailing.get(RETRY_AFTER_S)
-    return (kind or _BY_STATUS.get(error.code(), InternalError))(
-        message, retry_after_s=float(retry_after) if retry_after else None
-    )
+    retry_after_s = _retry_after_s(trailing.get(RETRY_AFTER_S, ""))
+    return (kind or _BY_STATUS.get(error.code(), InternalError))(message, retry_after_s=retry_after_s)
+
+
+def _retry_after_s(text: str) -> float | None:
+    """None for what is no duration that a client could wait."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds <= _LONGEST_RETRY_S else None
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):

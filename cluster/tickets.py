@@ -9,9 +9,10 @@ import hmac
 
 from google.protobuf.message import DecodeError
 
-from cluster.errors import HandOffFailed, HandOffReason, InvalidRequest
+from cluster.errors import HandOffFailed, HandOffReason, MalformedMessage
 from cluster.kv_wire import ticket_from_wire, ticket_to_wire
 from cluster.messages import MemberId, Ticket
+from cluster.received import checked
 from tandem.v1 import kv_pb2
 
 TICKET_ID_BYTES = 16
@@ -44,14 +45,17 @@ def refuse_expired(ticket: Ticket, wall_s: float) -> None:
 
 
 def read(signed: bytes, key: bytes) -> Ticket:
-    """The ticket, if the cluster signed it, whoever it is for. Raises HandOffFailed: BAD_SIGNATURE."""
+    """The ticket, if the cluster signed it, whoever it is for. Raises HandOffFailed: BAD_SIGNATURE,
+    MALFORMED_MESSAGE."""
     try:
         envelope = kv_pb2.SignedTicket.FromString(signed)
         if not hmac.compare_digest(envelope.signature, _signature(envelope.ticket, key)):
             raise HandOffFailed(HandOffReason.BAD_SIGNATURE, "the ticket was not signed with this cluster's key")
-        return ticket_from_wire(kv_pb2.Ticket.FromString(envelope.ticket))
-    except (DecodeError, InvalidRequest) as error:
+        return ticket_from_wire(checked(kv_pb2.Ticket.FromString(envelope.ticket)))
+    except DecodeError as error:
         raise HandOffFailed(HandOffReason.BAD_SIGNATURE, "not a ticket") from error
+    except MalformedMessage as error:
+        raise HandOffFailed(HandOffReason.MALFORMED_MESSAGE, error.message) from error
 
 
 def reissue(signed: bytes, key: bytes, *, attempt: int, importer: MemberId) -> bytes:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from cluster.engine_settings import flag_of, parse_bytes, require, setting
 
+MIN_LEASE_S = 0.02  # importers renew three times per lease: a shorter one would keep both sides busy with that alone
 TRANSPORTS = ("cuda_ipc", "nccl", "nixl", "shm", "tcp")  # best first
 READ_STALL_TIMEOUT_S = 3.0
 
@@ -48,7 +49,10 @@ class TransferSettings:
         unknown = sorted(set(self.forced_transports) - set(TRANSPORTS))
         require(self.kv_transports.strip(" ,") != "", f"--kv-transports names none; known: {', '.join(TRANSPORTS)}")
         require(not unknown, f"--kv-transports: unknown {', '.join(unknown)}; known: {', '.join(TRANSPORTS)}")
-        require(0 < self.lease_s <= self.max_lease_s, "--lease-s must be positive and at most --max-lease-s")
+        require(
+            MIN_LEASE_S <= self.lease_s <= self.max_lease_s,
+            f"--lease-s must be at least {MIN_LEASE_S} and at most --max-lease-s",
+        )
         require(
             not self.prefix_disk or bool(self.prefix_host_memory),
             "--prefix-disk needs --prefix-host-memory: blocks come to disk through it",

@@ -1,8 +1,8 @@
 """Wire messages (tandem/v1) to the values of cluster/messages.py and back. The only place where both are known; what
 belongs to KV alone (tickets, epochs, fingerprints) is in cluster/kv_wire.py.
 
-What comes in is checked here for shape: ids that are whole, members that parse, at least one choice. What a value may
-be for a given model is checked by whoever knows the model. Never talks to anybody.
+What comes in is checked first (cluster/received.py): each field within its bounds, or MalformedMessage. What a value
+may be for a given model is checked by the worker, which knows the model. Never talks to anybody.
 
 Sampling travels as 32-bit floats: both legs of a request read the same rounded values.
 """
@@ -23,9 +23,10 @@ from cluster.messages import (
     TokenLogprobs,
     TokenStops,
 )
+from cluster.received import checked
 from tandem.v1 import inference_pb2, worker_pb2
 
-_ID_BYTES = 4
+ID_BYTES = 4
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -39,9 +40,9 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 def unpack_ids(packed: bytes) -> tuple[int, ...]:
     """Inverse of pack_ids. Raises InvalidRequest for bytes that are no whole number of ids."""
-    if len(packed) % _ID_BYTES:
-        raise InvalidRequest(f"packed ids must be a multiple of {_ID_BYTES} bytes, not {len(packed)}")
-    return struct.unpack(f"<{len(packed) // _ID_BYTES}I", packed)
+    if len(packed) % ID_BYTES:
+        raise InvalidRequest(f"packed ids must be a multiple of {ID_BYTES} bytes, not {len(packed)}")
+    return struct.unpack(f"<{len(packed) // ID_BYTES}I", packed)
 
 
 def member_from_wire(text: str) -> MemberId:
@@ -81,9 +82,6 @@ def stops_to_wire(stops: TokenStops) -> worker_pb2.TokenStops:
 
 
 def stops_from_wire(message: worker_pb2.TokenStops) -> TokenStops:
-    """Raises InvalidRequest."""
-    if message.max_tokens < 1:
-        raise InvalidRequest("max_tokens must be at least 1")
     return TokenStops(message.max_tokens, message.min_tokens, frozenset(unpack_ids(message.stop_token_ids)))
 
 
@@ -111,17 +109,12 @@ def prefill_job_to_wire(job: PrefillJob) -> worker_pb2.PrefillRequest:
 
 
 def prefill_job_from_wire(message: worker_pb2.PrefillRequest) -> PrefillJob:
-    """Raises InvalidRequest."""
-    token_ids = unpack_ids(message.token_ids)
-    _require(bool(message.request_id), "a prefill needs a request_id")
-    _require(bool(token_ids), "a prefill needs at least one token")
-    _require(bool(message.seeds), "a prefill needs one seed per choice, and at least one choice")
-    _require(message.num_committed < len(token_ids), "num_committed must leave at least one token of prompt")
-    _require(message.timeout_s > 0, f"timeout_s must be positive, not {message.timeout_s}")
+    """Raises MalformedMessage."""
+    checked(message)
     return PrefillJob(
         request_id=message.request_id,
         attempt=message.attempt,
-        token_ids=token_ids,
+        token_ids=unpack_ids(message.token_ids),
         sampling=sampling_from_wire(message.sampling),
         stops=stops_from_wire(message.stops),
         seeds=tuple(message.seeds),
@@ -160,19 +153,13 @@ def decode_job_to_wire(job: DecodeJob) -> worker_pb2.StartRequest:
 
 
 def decode_job_from_wire(message: worker_pb2.StartRequest) -> DecodeJob:
-    """Raises InvalidRequest."""
-    prompt_token_ids = unpack_ids(message.prompt_token_ids)
-    handles = [sequence.handle for sequence in message.sequences]
-    _require(bool(message.request_id), "a decode needs a request_id")
-    _require(bool(prompt_token_ids), "a decode needs a prompt of at least one token")
-    _require(bool(handles), "a decode needs at least one sequence")
-    _require(len(set(handles)) == len(handles), f"handles must differ from each other: {handles}")
-    _require(message.timeout_s > 0, f"timeout_s must be positive, not {message.timeout_s}")
+    """Raises MalformedMessage."""
+    checked(message)
     return DecodeJob(
         request_id=message.request_id,
         attempt=message.attempt,
         router=member_from_wire(message.router),
-        prompt_token_ids=prompt_token_ids,
+        prompt_token_ids=unpack_ids(message.prompt_token_ids),
         sampling=sampling_from_wire(message.sampling),
         stops=stops_from_wire(message.stops),
         sequences=tuple(_sequence_from_wire(sequence) for sequence in message.sequences),
@@ -247,8 +234,3 @@ def _sequence_to_wire(sequence: SequenceStart) -> worker_pb2.SequenceStart:
 
 def _sequence_from_wire(message: worker_pb2.SequenceStart) -> SequenceStart:
     return SequenceStart(message.handle, message.seed, unpack_ids(message.committed_token_ids))
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise InvalidRequest(message)

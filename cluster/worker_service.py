@@ -13,6 +13,7 @@ import grpc
 from cluster.errors import Unavailable
 from cluster.member import DrainOutcome
 from cluster.messages import Inspect, Inspected, MemberId
+from cluster.received import checked
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 _INSPECTION_TIMEOUT_S = 30.0
@@ -103,19 +104,19 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.DrainWorkerRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_pb2.DrainWorkerResponse:
         drained = self._request_drain()
-        return worker_pb2.DrainWorkerResponse(outcome=await drained if request.wait else "")
+        return worker_pb2.DrainWorkerResponse(outcome=await drained if checked(request).wait else "")
 
     async def MeasurePair(
         self, request: worker_pb2.MeasurePairRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_pb2.MeasurePairResponse:
         if self._measure_pair is None:
             raise Unavailable(f"{self._member} imports no KV; ask a decode worker")
-        return await self._measure_pair(request)
+        return await self._measure_pair(checked(request))
 
     async def FollowPrefixes(
         self, request: worker_pb2.FollowPrefixesRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[worker_pb2.PrefixNews]:
         if self._follow_prefixes is None:
             raise Unavailable(f"{self._member} tells nobody of its prefixes; ask a prefill worker")
-        async for news in self._follow_prefixes(request):
+        async for news in self._follow_prefixes(checked(request)):
             yield news

@@ -37,6 +37,7 @@ class Imports:
         cluster_key: bytes,
         new_chain: NewChain,
         wire_dtype: str,
+        vocab_size: int,
         post: Callable[[commands.Command], None],
         on_admitted: Callable[[DecodeJob, Imported, frozenset[int]], None],
         on_failed: Callable[[DecodeJob, TandemError], None],
@@ -45,6 +46,7 @@ class Imports:
         self._cluster_key = cluster_key
         self._new_chain = new_chain
         self._wire_dtype = wire_dtype
+        self._vocab_size = vocab_size
         self._post = post
         self._on_admitted = on_admitted
         self._on_failed = on_failed
@@ -135,7 +137,8 @@ class Imports:
 
     def _expected(self, job: DecodeJob) -> Expected:
         token_ids = _token_ids(job)
-        return Expected(len(token_ids), hash_prompt(self._cluster_key, token_ids), len(job.sequences))
+        prompt_hash = hash_prompt(self._cluster_key, token_ids)
+        return Expected(len(token_ids), prompt_hash, len(job.sequences), self._vocab_size)
 
     def _block_hashes(self, job: DecodeJob) -> tuple[bytes, ...]:
         chain = self._new_chain(job.cache_salt, self._wire_dtype)

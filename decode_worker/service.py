@@ -14,6 +14,7 @@ from cluster import holders, wire
 from cluster.errors import DrainIncomplete, Draining, HandOffFailed, InvalidRequest, TandemError, Unavailable, Unhealthy
 from cluster.hashing import NewChain
 from cluster.messages import DecodeJob, Inspected, MemberId
+from cluster.received import checked
 from cluster.telemetry import Telemetry
 from cluster.worker_service import Inspections
 from decode_worker import commands, router_messages
@@ -64,6 +65,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             cluster_key=cluster_key,
             new_chain=new_chain,
             wire_dtype=wire_dtype,
+            vocab_size=vocab_size,
             post=steps.post,
             on_admitted=self._on_imported,
             on_failed=self._on_import_failed,
@@ -91,6 +93,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     async def Freeze(
         self, request: worker_pb2.FreezeRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_pb2.FreezeResponse:
+        checked(request)
         self._refuse_if_unhealthy()
         importer = wire.member_from_wire(request.importer)
         if importer == self._member:
@@ -102,6 +105,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     async def Thaw(
         self, request: worker_pb2.ThawRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_pb2.ThawResponse:
+        checked(request)
         self._refuse_if_unhealthy()
         router = wire.member_from_wire(request.router)
         self._handles.add_thawed(router, request.new_handle)
@@ -121,6 +125,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("message") != "hello":
             raise InvalidRequest("the first message of Connect must be RouterHello")
+        checked(first)
         self._refuse_if_unhealthy()
         router = wire.member_from_wire(first.hello.router)
         connection = object()
@@ -211,8 +216,6 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             raise Draining("this decode worker is leaving; try another")
         if self._streams.get(job.router) is None:
             raise Unavailable(f"no stream from {job.router} here; call Connect first")
-        if not job.prompt_token_ids:
-            raise InvalidRequest("a sequence needs at least one prompt token")
         highest = max(map(max, (job.prompt_token_ids, *(s.committed_token_ids or (0,) for s in job.sequences))))
         if highest >= self._vocab_size:
             raise InvalidRequest(f"token id {highest} is outside the vocabulary of {self._vocab_size}")
@@ -225,7 +228,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
     async def _read(self, router: MemberId, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
         async for message in messages:
-            if message.WhichOneof("message") == "cancel":
+            if checked(message).WhichOneof("message") == "cancel":
                 self._cancel(router, frozenset(wire.unpack_ids(message.cancel.handles)))
 
     def _cancel(self, router: MemberId, handles: frozenset[int]) -> None:

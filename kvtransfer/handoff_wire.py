@@ -1,4 +1,5 @@
-"""The hand-off's messages from and to the wire. Checks shape, never meaning.
+"""The hand-off's messages from and to the wire. Those that come in were checked before (cluster/received.py): what can
+still be wrong here is a message that may not come at this point.
 
 What only drivers know (ticket, transports, layout, endpoint) is no part of a machine's messages: drivers add it to
 Attach and Accepted, and read it from there.
@@ -65,7 +66,7 @@ def renew_or_settle_from_wire(wire: kv_pb2.ImporterMessage, epoch: Epoch) -> Ren
 
 
 def protocol_from_wire(attach: kv_pb2.Attach) -> ProtocolRange:
-    """Raises ValueError. An importer that says nothing is from before there was anything to say."""
+    """An importer that sends no versions is from before there were two."""
     return ProtocolRange(attach.protocol_oldest or _UNSAID, attach.protocol_newest or _UNSAID)
 
 
@@ -109,7 +110,7 @@ def to_wire(message: ExporterMessage) -> kv_pb2.ExporterMessage:
 
 
 def from_wire(wire: kv_pb2.ExporterMessage, epoch: Epoch) -> ExporterMessage:
-    """On the stream of this epoch. Raises ValueError, InvalidRequest."""
+    """On the stream of this epoch. Raises ValueError."""
     match wire.WhichOneof("message"):
         case "accepted":
             accepted = wire.accepted
@@ -147,8 +148,6 @@ def _sealed_to_wire(message: Sealed) -> kv_pb2.Sealed:
 def _sealed_from_wire(wire: kv_pb2.Sealed) -> Sealed:
     block_ids = unpack_ids(wire.block_ids)
     digests = split_digests(wire.digests) if wire.digests else (b"",) * len(block_ids)
-    if len(block_ids) != len(digests):
-        raise ValueError(f"{len(block_ids)} blocks with {len(digests)} digests")
     blocks = tuple(RemoteBlock(block_id, digest) for block_id, digest in zip(block_ids, digests, strict=True))
     return Sealed(epoch_from_wire(wire.epoch), wire.first_index, blocks)
 

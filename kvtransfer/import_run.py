@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from cluster.clock import Clock
-from cluster.errors import HandOffFailed, HandOffReason, TandemError
+from cluster.errors import HandOffFailed, HandOffReason, MalformedMessage, TandemError
 from cluster.kv_wire import fingerprint_to_wire
 from cluster.messages import LayoutFingerprint, Ticket
 from cluster.protocol import ProtocolRange
+from cluster.received import checked
 from kvtransfer import import_events as events
 from kvtransfer import import_machine as machine
 from kvtransfer.block_source import BlockSource, Reservation
@@ -186,6 +187,12 @@ class ImportRun:
                 return settle_to_wire(message)
 
     def _hear(self, wire: kv_pb2.ExporterMessage) -> None:
+        try:
+            checked(wire)
+        except MalformedMessage as error:
+            failed = Failed(self._plan.epoch, HandOffReason.MALFORMED_MESSAGE, error.message)
+            self._take(events.FromExporter(failed))
+            return
         heard = [message for message in (wire, *wire.then) if message.WhichOneof("message") is not None]
         # One of a kind that this version does not know may be ignored within one version of the protocol.
         for message in heard:
@@ -206,12 +213,17 @@ class ImportRun:
         self._take(events.FromExporter(message, is_followed))
 
     def _checked(self, message: ExporterMessage, wire: kv_pb2.ExporterMessage) -> ExporterMessage:
-        """Raises ValueError when the exporter goes on in a version, or with digests, that were not offered."""
+        """Raises ValueError when the exporter goes on in a version, or with digests, that were not offered, or from a
+        token that this model does not have."""
         if isinstance(message, Accepted):
             version = accepted_protocol(wire.accepted)
             if version not in self._means.protocol:
                 raise ValueError(f"accepted in protocol {version}, where {self._means.protocol} was offered")
             self._digests = accepted_digests(wire.accepted, self._means.digests)
+        if isinstance(message, Finished):
+            highest = max((first.token_id for first in message.first_tokens), default=-1)
+            if highest >= self._plan.vocab_size:
+                raise ValueError(f"first token {highest} is outside the vocabulary of {self._plan.vocab_size}")
         return message
 
     def _on_call_ended(self, error: str) -> None:

@@ -49,6 +49,7 @@ class ImportPlan:
     read_timeout_s: float  # for one read
     quarantine_s: float  # for a dead read to end by itself, then for the destruction of its channel
     timeout_s: float  # for the hand-off as a whole
+    vocab_size: int = 1 << 31  # first tokens are below it
 
     @property
     def num_blocks(self) -> int:

@@ -4,6 +4,7 @@ Owns their order for one attempt, and tells the worker's PairBook what each did.
 """
 
 import logging
+import struct
 from collections.abc import Mapping, Sequence
 
 from cluster.clock import Clock
@@ -53,7 +54,10 @@ class ImportWays:
         transport = self._transports.get(name)
         if transport is None:
             raise TransportError(f"the exporter chose {name!r}, which was not offered")
-        return await transport.open(self._epoch, endpoint)
+        try:
+            return await transport.open(self._epoch, endpoint)
+        except (ValueError, OverflowError, struct.error) as error:  # what no address, path or number can be
+            raise TransportError(f"not an endpoint of {name}: {error}") from error
 
     def was_read(self, num_bytes: int, seconds: float) -> None:
         self._pairs.read_completed(self._epoch.exporter, self.transport, num_bytes, seconds, self._clock.now_s())

@@ -43,6 +43,7 @@ class Expected:
     num_tokens: int
     prompt_hash: bytes
     num_choices: int
+    vocab_size: int = 1 << 31  # first tokens are below it
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ class Importer:
             means=self._means,
             ticket=ticket,
             signed_ticket=signed_ticket,
-            plan=self._plan(ticket),
+            plan=self._plan(ticket, expected.vocab_size),
             handoff_id=handoff_id,
             blocks=blocks,
         )
@@ -172,7 +173,7 @@ class Importer:
             raise HandOffFailed(HandOffReason.PROMPT_MISMATCH, "the ticket is for another prompt")
         return ticket
 
-    def _plan(self, ticket: Ticket) -> ImportPlan:
+    def _plan(self, ticket: Ticket, vocab_size: int) -> ImportPlan:
         settings = self._settings
         return ImportPlan(
             epoch=ticket.epoch,
@@ -185,6 +186,7 @@ class Importer:
             read_timeout_s=settings.read_timeout_s,
             quarantine_s=settings.quarantine_s,
             timeout_s=settings.attach_timeout_s + settings.max_lease_s,
+            vocab_size=vocab_size,
         )
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from cluster import holders, tickets, wire
-from cluster.errors import InvalidRequest
 from cluster.hashing import HASH_BYTES
+from cluster.received import checked
 from kvtransfer.exporter import Exporter
 from tandem.v1 import kv_pb2
 
@@ -38,7 +38,8 @@ class PrefixOffers:
         return map(holders.ticket, self._asked)
 
     async def offer(self, request: kv_pb2.OfferPrefixRequest) -> kv_pb2.OfferPrefixResponse:
-        """Raises InvalidRequest."""
+        """Raises MalformedMessage."""
+        checked(request)
         importer = wire.member_from_wire(request.importer)
         hashes = _hashes(request.block_hashes)
         block_ids, ticket_id = await self._find(hashes, max(1, request.min_blocks))
@@ -85,6 +86,4 @@ class PrefixOffers:
 
 
 def _hashes(packed: bytes) -> tuple[bytes, ...]:
-    if not packed or len(packed) % HASH_BYTES:
-        raise InvalidRequest(f"block hashes must be a positive multiple of {HASH_BYTES} bytes, not {len(packed)}")
     return tuple(packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES))

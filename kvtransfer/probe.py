@@ -18,6 +18,7 @@ from cluster.clock import Clock
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
 from cluster.kv_wire import epoch_from_wire, fingerprint_to_wire
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
+from cluster.received import checked, malformed
 from cluster.rpc_errors import error_from_rpc
 from cluster.transfer_settings import TRANSPORTS
 from cluster.wire import member_from_wire, unpack_ids
@@ -164,7 +165,7 @@ class PairProbe:
         async with means.connect(address) as channel:
             open_probe = kv_pb2_grpc.KvTransferStub(channel).OpenProbe
             try:
-                opened = await open_probe(request, timeout=_CALL_S)
+                opened = checked(await open_probe(request, timeout=_CALL_S))
             except grpc.aio.AioRpcError as error:
                 raise error_from_rpc(error) from error
             try:
@@ -177,6 +178,8 @@ class PairProbe:
     async def _measure(
         self, exporter: MemberId, opened: kv_pb2.OpenProbeResponse, lent: _Lent
     ) -> worker_pb2.MeasurePairResponse:
+        if not opened.HasField("epoch") or not opened.block_ids:
+            raise malformed(opened, "epoch and block_ids must be set")
         epoch, remote = epoch_from_wire(opened.epoch), unpack_ids(opened.block_ids)
         if epoch.exporter != exporter:
             raise Unavailable(f"{epoch.exporter} answers at the address of {exporter}")

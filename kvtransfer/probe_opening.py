@@ -14,6 +14,7 @@ from cluster.errors import HandOffFailed, HandOffReason, Overloaded
 from cluster.kv_wire import epoch_to_wire, fingerprint_from_wire
 from cluster.member import fingerprint_difference
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
+from cluster.received import checked
 from cluster.tickets import TICKET_ID_BYTES
 from cluster.transfer_settings import TRANSPORTS
 from cluster.wire import member_from_wire, pack_ids
@@ -49,9 +50,9 @@ class ProbeOpening:
     def open(self, request: kv_pb2.OpenProbeRequest) -> kv_pb2.OpenProbeResponse:
         """A worker's new request ends its former one; a request without transports does only that.
 
-        Raises HandOffFailed (BAD_SIGNATURE, LAYOUT_MISMATCH), InvalidRequest, Overloaded (another worker's is open).
+        Raises HandOffFailed (BAD_SIGNATURE, LAYOUT_MISMATCH), MalformedMessage, Overloaded (another worker's is open).
         """
-        importer = self._checked(request)
+        importer = self._checked(checked(request))
         if self._importer not in (None, importer):
             raise Overloaded(f"{self._importer} measures {self._member} at the moment", retry_after_s=self._left_s())
         self.close()

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from cluster.errors import HandOffReason, InvalidRequest, Unavailable
+from cluster.errors import HandOffReason, InvalidRequest, MalformedMessage, Unavailable
+from cluster.received import checked
 from kvtransfer.export_call import ExportCall
 from kvtransfer.exporter import Exporter
 from kvtransfer.handoff_wire import IMPORTER_METADATA, renew_or_settle_from_wire
@@ -66,13 +67,16 @@ class KvTransferServicer(kv_pb2_grpc.KvTransferServicer):
         try:
             async for message in messages:
                 self._hear(call, message)
+        except MalformedMessage as error:
+            call.refuse(HandOffReason.MALFORMED_MESSAGE, error.message)
         except (InvalidRequest, ValueError) as error:
             call.refuse(HandOffReason.PROTOCOL, str(error))
         finally:
             call.end()  # the importer speaks no more: a call without its Settle ends as failed
 
     def _hear(self, call: ExportCall, message: kv_pb2.ImporterMessage) -> None:
-        """Raises InvalidRequest, ValueError for what may not come, or not here."""
+        """Raises MalformedMessage; InvalidRequest, ValueError for what may not come, or not here."""
+        checked(message)
         if message.WhichOneof("message") == "attach":
             if call.attached is None:
                 self._exporter.attach(call, message.attach)

@@ -17,6 +17,7 @@ from cluster.clock import Clock
 from cluster.errors import HandOffFailed, HandOffReason, TandemError
 from cluster.hashing import NATIVE, BlockChain, NewChain
 from cluster.messages import MemberId, PrefillJob
+from cluster.received import checked, malformed
 from cluster.telemetry import Telemetry
 from kvtransfer.block_source import Reservation
 from kvtransfer.exporter_channels import ExporterChannels
@@ -172,11 +173,13 @@ class PrefixPulls:
         return num_tokens
 
     async def _pull(self, job: PrefillJob, pull: Pull, chain: BlockChain) -> int:
-        """Raises HandOffFailed, AioRpcError."""
+        """Raises HandOffFailed, MalformedMessage, AioRpcError."""
         means = self._means
         offer = await self._ask(job, pull, chain.hashes[: pull.num_blocks])
         if not offer.ticket:
             return 0
+        if offer.num_blocks > pull.num_blocks:
+            raise malformed(offer, f"num_blocks must be at most {pull.num_blocks}, not {offer.num_blocks}")
         hashes = tuple(chain.hashes[: offer.num_blocks])
         pull_id = next(self._means.pull_ids)
         self._hashes[pull_id] = hashes
@@ -204,4 +207,4 @@ class PrefixPulls:
             offer: kv_pb2.OfferPrefixResponse = await kv_pb2_grpc.KvTransferStub(channel).OfferPrefix(
                 request, timeout=job.timeout_s
             )
-        return offer
+        return checked(offer)

@@ -17,6 +17,7 @@ from cluster.errors import Draining, HandOffReason, InvalidRequest, QueueFull, U
 from cluster.hashing import hash_prompt
 from cluster.heartbeats import HeartbeatFeed
 from cluster.messages import Inspected, PrefillJob
+from cluster.received import checked
 from cluster.service_rate import ServiceRate
 from cluster.telemetry import Telemetry
 from cluster.worker_service import Inspections
@@ -119,7 +120,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     async def Abandon(
         self, request: worker_pb2.AbandonRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_pb2.AbandonResponse:
-        ticket = tickets.read(request.ticket, self._cluster_key)
+        ticket = tickets.read(checked(request).ticket, self._cluster_key)
         self._exporter.fail(ticket.ticket_id, reason=HandOffReason.CANCELLED, detail="the router gave the ticket up")
         return worker_pb2.AbandonResponse()
 
@@ -198,8 +199,6 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 " later",
                 retry_after_s=self._rate.retry_after_s(),
             )
-        if not job.token_ids:
-            raise InvalidRequest("a prefill needs at least one token")
         if max(job.token_ids) >= self._vocab_size:
             raise InvalidRequest(f"token id {max(job.token_ids)} is outside the vocabulary of {self._vocab_size}")
         return job

@@ -112,7 +112,7 @@ class Sequences:
 
 
 def tokens_of(step: worker_pb2.StepOutput) -> Iterator[Token]:
-    """Every token of one engine step. Raises InvalidRequest, ValueError for a message whose parts do not fit."""
+    """Every token of one engine step, of a checked message."""
     ends = {end.handle: wire.finish_reason_from_wire(end.finish_reason) for end in step.ends}
     handles, token_ids, indices = map(wire.unpack_ids, (step.handles, step.token_ids, step.indices))
     last = {handle: position for position, handle in enumerate(handles)}  # right guesses are several tokens of one step

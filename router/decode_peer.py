@@ -13,6 +13,7 @@ from cluster import wire
 from cluster.errors import DeadlineExceeded, WorkerLost
 from cluster.member import Member
 from cluster.messages import DecodeJob, MemberId
+from cluster.received import checked
 from cluster.telemetry import Telemetry
 from router.course import Course
 from router.decode_events import Sequences
@@ -70,7 +71,8 @@ class DecodePeer(Peer):
     ) -> worker_pb2.FreezeResponse:
         """Raises TandemError; NotFound: it does not decode there, and nothing has happened."""
         request = worker_pb2.FreezeRequest(router=str(router), handle=handle, importer=str(importer), attempt=attempt)
-        return await self._in_time(self._calls.Freeze(request, timeout=OWN_CALL_S))
+        frozen: worker_pb2.FreezeResponse = await self._in_time(self._calls.Freeze(request, timeout=OWN_CALL_S))
+        return checked(frozen)
 
     async def thaw(self, handle: int, new_handle: int, *, router: MemberId) -> None:
         """Raises TandemError."""

@@ -15,10 +15,11 @@ from typing import TypeAlias
 import grpc
 
 from cluster import wire
-from cluster.errors import Draining, InvalidRequest, Unhealthy
+from cluster.errors import Draining, MalformedMessage, Unhealthy
 from cluster.member import Member
 from cluster.messages import MemberId, PairFigure
 from cluster.pair_wire import figures_from_wire
+from cluster.received import checked
 from cluster.request_size import RequestSize
 from cluster.rpc_errors import error_from_rpc
 from cluster.telemetry import Telemetry
@@ -169,8 +170,6 @@ class DecodeStream:
                     return f"it is unhealthy: {error.details()}"
             except TimeoutError:
                 problem = f"no sign of life for {self._patience.silence_s} s"
-            except (InvalidRequest, ValueError) as error:
-                return f"it said what cannot be read: {error}"
             if self.connected.is_set():
                 self.connected.clear()
                 self._on_change()
@@ -203,6 +202,11 @@ class DecodeStream:
             self.heard_s = asyncio.get_running_loop().time()
             silence.limit_s = self._patience.silence_s
             silence.begin(self.heard_s)
+            try:
+                checked(message)
+            except MalformedMessage as error:
+                self._on_malformed(message, error)
+                continue
             if message.WhichOneof("message") == "hello":
                 if message.hello.worker != str(self._worker):
                     return _REPLACED
@@ -261,6 +265,18 @@ class DecodeStream:
             case "leaving":
                 self._on_leaving(message.leaving.grace_s)
 
+    def _on_malformed(self, message: worker_pb2.WorkerMessage, error: MalformedMessage) -> None:
+        """Ends the attempts of the sequences that the message names; all of them if it names none that it should. What
+        it says beside sequences is ignored: figures and a drain come again."""
+        kind = message.WhichOneof("message") or ""
+        self._telemetry.count("tandem_malformed_messages_total", message=kind)
+        _LOG.warning("malformed message", extra={"worker": str(self._worker), "problem": error.message})
+        if kind not in ("step", "started", "failed"):
+            return
+        handles = _handles(message)
+        for owner in self._owners_of(handles) if handles else list(dict.fromkeys(self._owners.values())):
+            owner.events.put_nowait(Failed(error.reason, error.message))
+
     def _on_step(self, step: worker_pb2.StepOutput) -> None:
         now_s = asyncio.get_running_loop().time()
         for token in tokens_of(step):
@@ -300,3 +316,15 @@ class DecodeStream:
         else:
             self._doubtful.discard(handle)
         return owner
+
+
+def _handles(message: worker_pb2.WorkerMessage) -> tuple[int, ...]:
+    """Those that a malformed message names; none where they cannot be read."""
+    match message.WhichOneof("message"):
+        case "step" if len(message.step.handles) % wire.ID_BYTES == 0:
+            return wire.unpack_ids(message.step.handles)
+        case "started":
+            return tuple(message.started.handles)
+        case "failed":
+            return tuple(message.failed.handles)
+    return ()

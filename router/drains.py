@@ -14,6 +14,7 @@ import grpc
 from cluster.errors import NotFound
 from cluster.member import Member, MemberState
 from cluster.messages import MemberId, Role
+from cluster.received import checked
 from cluster.rpc_errors import error_from_rpc
 from router.fleet import Fleet
 from tandem.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -104,7 +105,7 @@ async def _ask_worker(channel: grpc.aio.Channel, operator: Operator, *, wait: bo
     request = worker_pb2.DrainWorkerRequest(wait=wait)
     timeout_s = operator.timeout_s if wait else _ASK_S
     answer = await worker_pb2_grpc.WorkerStub(channel).DrainWorker(request, timeout=timeout_s)
-    return str(answer.outcome)
+    return str(checked(answer).outcome)
 
 
 async def _ask_router(channel: grpc.aio.Channel, member_id: MemberId, operator: Operator, *, wait: bool) -> str:

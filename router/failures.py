@@ -37,6 +37,7 @@ _OF_PAIR = frozenset(
         HandOffReason.NO_COMMON_PROTOCOL,
         HandOffReason.LAYOUT_MISMATCH,
         HandOffReason.PROTOCOL,
+        HandOffReason.MALFORMED_MESSAGE,
     }
 )
 # The importer could not, or not from there: the exporter still has the blocks. If it is lost instead, it will be seen.

@@ -15,6 +15,7 @@ import grpc
 
 from cluster.errors import Cancelled, QueueFull, TandemError, Unavailable, Unhealthy, WorkerLost
 from cluster.member import Member
+from cluster.received import checked
 from cluster.rpc_errors import error_from_rpc
 from cluster.telemetry import Telemetry
 from router.backlog import Backlog
@@ -113,7 +114,9 @@ class Peer:
 
     async def inspect(self) -> worker_pb2.InspectResponse:
         """Raises TandemError."""
-        return await self._unless_lost(self._worker.Inspect(worker_pb2.InspectRequest(), timeout=OWN_CALL_S))
+        asking = self._worker.Inspect(worker_pb2.InspectRequest(), timeout=OWN_CALL_S)
+        inspected: worker_pb2.InspectResponse = await self._unless_lost(asking)
+        return checked(inspected)
 
     async def _until_in_doubt(self) -> None:
         """Somebody could not reach it; or it has said nothing for a while, was asked, and does not answer."""

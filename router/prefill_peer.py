@@ -13,9 +13,10 @@ from typing import TypeAlias
 import grpc
 
 from cluster import wire
-from cluster.errors import WorkerLost
+from cluster.errors import MalformedMessage, WorkerLost
 from cluster.member import Member
 from cluster.messages import PrefillJob, SampledToken
+from cluster.received import checked, malformed
 from cluster.telemetry import Telemetry
 from router.patience import Patience
 from router.peer import OWN_CALL_S, Peer
@@ -40,19 +41,23 @@ _RpcCall: TypeAlias = "grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worke
 class PrefillCall:
     """One attempt at one prefill, in progress."""
 
-    def __init__(self, peer: "PrefillPeer", call: "_RpcCall", number: int) -> None:
+    def __init__(self, peer: "PrefillPeer", call: "_RpcCall", number: int, num_choices: int) -> None:
         """`number`: the prompt's in the peer's backlog."""
         self._peer = peer
+        self._num_choices = num_choices
         self._call = call
         self._number = number
 
     async def ticket(self) -> bytes:
-        """The job is queued; its signed ticket, empty without an importer. Raises TandemError."""
+        """The job is queued; its signed ticket, empty without an importer. Raises TandemError, MalformedMessage for an
+        answer that is out of bounds."""
         return (await self._next("accepted")).accepted.ticket
 
     async def first_tokens(self) -> FirstTokens:
         """After `ticket`. Raises TandemError."""
         message = (await self._next("first_tokens")).first_tokens
+        if len(message.tokens) != self._num_choices:
+            raise malformed(message, f"tokens must be one for each of {self._num_choices} choices")
         self._peer.backlog.done(self._number, asyncio.get_running_loop().time())
         return FirstTokens(
             tokens=tuple(map(wire.sampled_token_from_wire, message.tokens)),
@@ -104,7 +109,7 @@ class PrefillPeer(Peer):
             call = self._stub.Prefill(wire.prefill_job_to_wire(job), timeout=job.timeout_s)
             number = self.backlog.begin(len(job.token_ids), asyncio.get_running_loop().time())
             try:
-                yield PrefillCall(self, call, number)
+                yield PrefillCall(self, call, number, len(job.seeds))
             finally:
                 call.cancel()
                 self.backlog.drop(number)
@@ -133,14 +138,22 @@ class PrefillPeer(Peer):
             call = self._stub.Heartbeats(worker_pb2.HeartbeatsRequest())
             try:
                 async for heartbeat in call:
-                    self.heartbeat = heartbeat
                     self._beaten_s = asyncio.get_running_loop().time()
+                    self._take_figures(heartbeat)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNAVAILABLE:
                     self.doubt()
             finally:
                 call.cancel()
             await asyncio.sleep(_HEARTBEATS_PAUSE_S)
+
+    def _take_figures(self, heartbeat: worker_pb2.Heartbeat) -> None:
+        """One that is out of bounds shows that the worker lives, and nothing else."""
+        try:
+            self.heartbeat = checked(heartbeat)
+        except MalformedMessage as error:
+            self._telemetry.count("tandem_malformed_messages_total", message="heartbeat")
+            _LOG.warning("malformed message", extra={"worker": str(self.member.id), "problem": error.message})
 
     async def _abandon(self, ticket: bytes) -> None:
         try:
@@ -154,4 +167,4 @@ class PrefillPeer(Peer):
         """The call's next event; None at its end. Raises TandemError: where another worker answers, one that has been
         asked in vain is not waited for until it is lost. Nothing of its work is missed: its client has none of it."""
         event = await self._unless_lost(call.read(), is_left=lambda: self._others() > 0)
-        return event if isinstance(event, worker_pb2.PrefillEvent) else None
+        return checked(event) if isinstance(event, worker_pb2.PrefillEvent) else None

@@ -10,7 +10,7 @@ import logging
 import grpc
 
 from cluster import prefix_news
-from cluster.errors import InvalidRequest
+from cluster.errors import InvalidRequest, MalformedMessage
 from cluster.member import Member
 from router.prefix_index import PrefixIndex
 from router.prefix_memory import PrefixMemory
@@ -52,14 +52,14 @@ class PrefixFollowing:
                     return "events are missing"
         except grpc.aio.AioRpcError as error:
             return str(error.code())
-        except InvalidRequest as error:
+        except (InvalidRequest, MalformedMessage) as error:
             return error.message
         finally:
             call.cancel()
         return "the worker ended it"
 
     def _take(self, worker: Member, message: worker_pb2.PrefixNews) -> bool:
-        """Raises InvalidRequest."""
+        """Raises InvalidRequest, MalformedMessage."""
         if message.member not in ("", str(worker.id)):
             self._index.forget(worker.id)
             raise InvalidRequest(f"{message.member} answers at its address")

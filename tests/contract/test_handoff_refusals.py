@@ -188,7 +188,9 @@ async def test_leaving_without_settling_counts_as_failed_and_leaves_the_blocks_f
     [
         kv_pb2.ImporterMessage(),
         kv_pb2.ImporterMessage(renew=kv_pb2.Renew()),
-        kv_pb2.ImporterMessage(settle=kv_pb2.Settle(outcome=kv_pb2.Settle.OUTCOME_OK)),
+        kv_pb2.ImporterMessage(
+            settle=kv_pb2.Settle(epoch=epoch_to_wire(Epoch(EXPORTER, b"t" * 16, 1)), outcome=kv_pb2.Settle.OUTCOME_OK)
+        ),
     ],
     ids=["nothing", "renew", "settle"],
 )
@@ -196,10 +198,11 @@ async def test_a_hand_off_begins_with_attach(rig: Rig, message: kv_pb2.ImporterM
     assert (await refusal(rig, message))[0] == HandOffReason.PROTOCOL
 
 
-async def test_a_settle_without_outcome_breaks_the_protocol(rig: Rig) -> None:
+async def test_a_settle_without_outcome_is_refused(rig: Rig) -> None:
     prefill = rig.prefill(BLOCK_SIZE)
     answers = await converse(rig, attach(prefill.signed), settle(prefill, kv_pb2.Settle.OUTCOME_UNSPECIFIED))
-    assert answers[-1].refused.reason == HandOffReason.PROTOCOL
+    assert answers[-1].refused.reason == HandOffReason.MALFORMED_MESSAGE
+    assert "Settle: outcome must be" in answers[-1].refused.detail
     await rig.given_up(prefill)
 
 

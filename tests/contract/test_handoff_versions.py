@@ -79,10 +79,10 @@ async def test_an_importer_that_names_no_version_is_refused_where_the_first_is_r
         assert answer.refused.reason == HandOffReason.NO_COMMON_PROTOCOL
 
 
-async def test_versions_that_are_no_range_break_the_protocol() -> None:
+async def test_versions_that_are_no_range_are_refused() -> None:
     async with handoff_rig("tcp") as rig:
         message = attach(rig.prefill(NUM_TOKENS).signed, protocol_oldest=3, protocol_newest=2)
-        assert (await first_answer(rig, message)).refused.reason == HandOffReason.PROTOCOL
+        assert (await first_answer(rig, message)).refused.reason == HandOffReason.MALFORMED_MESSAGE
 
 
 async def test_an_exporter_that_goes_on_in_a_version_nobody_offered_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

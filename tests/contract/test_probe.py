@@ -303,7 +303,7 @@ async def test_a_stranger_gets_nothing() -> None:
         for forged in (
             rig.request(key=b"x" * 32),
             rig.request(address="127.0.0.1:9"),  # signed by a member, for a probe that it wanted of somebody else
-            kv_pb2.OpenProbeRequest(importer=str(STRANGER), transports=["tcp"]),
+            kv_pb2.OpenProbeRequest(importer=str(STRANGER), transports=["tcp"], layout=fingerprint_to_wire(LAYOUT)),
         ):
             with pytest.raises(HandOffFailed) as refused:
                 await rig.open(forged)

@@ -37,6 +37,7 @@ PURE = [
     "cluster.clock",
     "cluster.engine_settings",
     "cluster.errors",
+    "cluster.field_rules",
     "cluster.hashing",
     "cluster.holders",
     "cluster.lengths",

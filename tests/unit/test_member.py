@@ -89,3 +89,37 @@ def test_a_state_of_a_newer_version_is_one_in_which_a_member_gets_no_new_work() 
 def test_a_member_of_a_role_that_nobody_here_knows_is_left_out() -> None:
     with pytest.raises(ValueError, match="not a member"):
         from_json(record(role="encoder"))
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, -1, 1 << 70, 1e400, float("nan"), "x", "x" * 100_000, [], {}, [[]], "\0"]
+)
+@pytest.mark.parametrize(
+    "place", [*json.loads(to_json(member())), "capacity.*", "fingerprint.*", "id.*", "transports.*"]
+)
+def test_an_entry_with_any_value_out_of_its_bounds_is_read_or_refused_and_nothing_else(
+    place: str, value: object
+) -> None:
+    whole = json.loads(to_json(member()))
+    outer, _, inner = place.partition(".")
+    if not inner:
+        changes = [{outer: value}]
+    elif isinstance(whole[outer], list):
+        changes = [{outer: [value]}]
+    else:
+        changes = [{outer: whole[outer] | {name: value}} for name in whole[outer]]
+    for change in changes:
+        try:
+            read = from_json(json.dumps(whole | change))
+        except ValueError:
+            continue
+        capacity = read.capacity
+        counts = [] if capacity is None else [capacity.num_blocks, capacity.block_size, capacity.max_num_seqs]
+        assert all(type(count) is int and 0 < count < 1 << 31 for count in counts), change
+        assert isinstance(read.address, str) and len(read.address) <= 1024
+
+
+@pytest.mark.parametrize("text", ["", "[]", "1", "null", '{"id": 3}', "[" * 100_000, '{"capacity": NaN}'])
+def test_what_is_no_entry_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a member"):
+        from_json(text)

@@ -4,9 +4,10 @@ import math
 
 import pytest
 
-from cluster.errors import InvalidRequest
+from cluster.errors import MalformedMessage
 from cluster.messages import MemberId, PairFigure
 from cluster.pair_wire import figures_from_wire, figures_to_wire
+from cluster.received import checked
 from tandem.v1 import worker_pb2
 
 
@@ -24,5 +25,5 @@ def test_figures_travel_as_they_are_and_in_order() -> None:
 )
 def test_what_no_measurement_can_give_is_refused(exporter: str, bytes_per_s: float, latency_s: float) -> None:
     message = worker_pb2.PairFigures(exporter=exporter, transport="tcp", bytes_per_s=bytes_per_s, latency_s=latency_s)
-    with pytest.raises(InvalidRequest):
-        figures_from_wire([message])
+    with pytest.raises(MalformedMessage):
+        checked(worker_pb2.Heartbeat(pairs=[message]))

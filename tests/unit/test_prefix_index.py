@@ -5,11 +5,12 @@ import random
 import pytest
 
 from cluster import prefix_news
-from cluster.errors import InvalidRequest
+from cluster.errors import MalformedMessage
 from cluster.messages import MemberId, PrefixNews
 from engine.eviction import LeastRecentlyUsed
 from engine.prefix_cache import PrefixCache
 from router.prefix_index import PrefixIndex
+from tandem.v1 import worker_pb2
 
 _A, _B = MemberId("a", "1"), MemberId("b", "1")
 _CHAIN = (b"1", b"12", b"123")
@@ -92,8 +93,8 @@ def test_a_forgotten_worker_leaves_the_others() -> None:
 
 
 def test_hashes_that_are_cut_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="multiple of 16"):
-        prefix_news.split_hashes(b"x" * 17)
+    with pytest.raises(MalformedMessage, match="multiple of 16"):
+        prefix_news.from_wire(worker_pb2.PrefixNews(added=b"x" * 17))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.errors import InvalidRequest
+from cluster.errors import MalformedMessage
 from cluster.hashing import hash_blocks
 from kvtransfer.exporter import IssuedTicket
 from kvtransfer.prefix_offers import PrefixOffers
@@ -97,5 +97,5 @@ async def test_blocks_that_were_leased_for_somebody_who_went_away_are_released(i
 @pytest.mark.parametrize("hashes", [b"", b"x" * 17])
 async def test_what_is_no_chain_of_hashes_is_refused(hashes: bytes) -> None:
     bench = _Bench()
-    with pytest.raises(InvalidRequest, match="multiple of 16"):
+    with pytest.raises(MalformedMessage, match="multiple of 16"):
         await bench.offers.offer(bench.request(hashes))

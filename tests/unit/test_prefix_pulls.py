@@ -33,12 +33,15 @@ class _Holder(kv_pb2_grpc.KvTransferServicer):
     """Has ten blocks of anything that is asked for."""
 
     num_blocks = 10
+    offer: kv_pb2.OfferPrefixResponse | None = None  # in place of what it has
 
     def __init__(self) -> None:
         self.asked: list[kv_pb2.OfferPrefixRequest] = []
 
     async def OfferPrefix(self, request: kv_pb2.OfferPrefixRequest, context: object) -> kv_pb2.OfferPrefixResponse:
         self.asked.append(request)
+        if self.offer is not None:
+            return self.offer
         return kv_pb2.OfferPrefixResponse(ticket=b"ticket" if self.num_blocks else b"", num_blocks=self.num_blocks)
 
 
@@ -188,3 +191,18 @@ async def test_without_room_or_with_itself_as_holder_nothing_is_pulled() -> None
         assert await full.fetch(holder=_ME) == 0
         assert len(holder.asked) == 1
         await full.pulls.close()
+
+
+@pytest.mark.parametrize(("ticket", "num_blocks"), [(b"ticket", 0), (b"", 3), (b"ticket", 11), (b"ticket", 1 << 31)])
+async def test_an_offer_that_contradicts_itself_or_the_question_is_refused_and_the_prompt_is_computed(
+    ticket: bytes, num_blocks: int
+) -> None:
+    """A ticket for no blocks used to raise IndexError out of `fetch`, which ended the request's prefill."""
+    holder, importer = _Holder(), _Importer()
+    holder.offer = kv_pb2.OfferPrefixResponse(ticket=ticket, num_blocks=num_blocks)
+    async with _served(holder) as address:
+        bench = _Bench(address, importer)
+        assert await bench.fetch() == 0
+        assert bench.outcome("malformed_message") == 1
+        assert importer.expected == [] and not any(isinstance(c, ReservePull) for c in bench.posted)
+        await bench.pulls.close()

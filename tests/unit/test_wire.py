@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster import kv_wire, wire
-from cluster.errors import InvalidRequest
+from cluster.errors import InvalidRequest, MalformedMessage
 from cluster.messages import (
     DecodeJob,
     FinishReason,
@@ -26,12 +26,14 @@ U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
 I32 = st.integers(-(2**31), 2**31 - 1)
 F32 = st.floats(0, 2, width=32)
+SHARE = st.floats(0, 1, width=32)
+COUNT = st.integers(0, 2**31 - 1)
 IDS = st.lists(U32, max_size=40).map(tuple)
 TOKENS = st.lists(U32, min_size=1, max_size=40).map(tuple)
 NAME = st.text(st.characters(blacklist_characters="@", blacklist_categories=["Cs"]), min_size=1, max_size=8)
 MEMBERS = st.builds(MemberId, NAME, NAME)
-SAMPLING = st.builds(Sampling, F32, U32, F32, F32, st.none() | st.integers(0, 20))
-STOPS = st.builds(TokenStops, st.integers(1, 2**32 - 1), U32, st.frozensets(U32, max_size=5))
+SAMPLING = st.builds(Sampling, F32, U32, SHARE, SHARE, st.none() | st.integers(0, 20))
+STOPS = st.builds(TokenStops, st.integers(1, 2**31 - 1), COUNT, st.frozensets(U32, max_size=5))
 TIMEOUT = st.floats(0.001, 1e6)
 LOGPROBS = st.builds(
     TokenLogprobs,
@@ -42,7 +44,7 @@ LOGPROBS = st.builds(
 PREFILL_JOBS = st.builds(
     PrefillJob,
     request_id=NAME,
-    attempt=U32,
+    attempt=COUNT,
     token_ids=TOKENS,
     sampling=SAMPLING,
     stops=STOPS,
@@ -51,7 +53,7 @@ PREFILL_JOBS = st.builds(
     importer=st.none() | MEMBERS,
     timeout_s=TIMEOUT,
     cache_salt=st.text(max_size=5),
-    prefix_holders=st.lists(st.builds(PrefixHolder, MEMBERS, NAME, U32), max_size=2).map(tuple),
+    prefix_holders=st.lists(st.builds(PrefixHolder, MEMBERS, NAME, COUNT), max_size=2).map(tuple),
     priority=I32,
     is_batch=st.booleans(),
     age_s=st.floats(0, 1e6),
@@ -63,7 +65,7 @@ SEQUENCES = st.lists(
 DECODE_JOBS = st.builds(
     DecodeJob,
     request_id=NAME,
-    attempt=U32,
+    attempt=COUNT,
     router=MEMBERS,
     prompt_token_ids=TOKENS,
     sampling=SAMPLING,
@@ -134,17 +136,17 @@ def _valid_prefill() -> worker_pb2.PrefillRequest:
     ("field", "value", "said"),
     [
         ("request_id", "", "request_id"),
-        ("token_ids", b"", "at least one token"),
+        ("token_ids", b"", "4 to .* bytes"),
         ("token_ids", b"abc", "multiple of 4"),
         ("num_committed", 2, "num_committed"),
-        ("importer", "no-incarnation", "not a member id"),
+        ("importer", "no-incarnation", "id@incarnation"),
         ("timeout_s", 0.0, "timeout_s"),
     ],
 )
 def test_a_malformed_prefill_is_refused_by_what_is_wrong(field: str, value: object, said: str) -> None:
     message = _valid_prefill()
     setattr(message, field, value)
-    with pytest.raises(InvalidRequest, match=said):
+    with pytest.raises(MalformedMessage, match=said):
         wire.prefill_job_from_wire(message)
 
 
@@ -152,14 +154,14 @@ def test_a_prefill_without_choices_or_without_room_is_refused() -> None:
     without_seeds, without_room = _valid_prefill(), _valid_prefill()
     del without_seeds.seeds[:]
     without_room.stops.max_tokens = 0
-    with pytest.raises(InvalidRequest, match="seed"):
+    with pytest.raises(MalformedMessage, match="seed"):
         wire.prefill_job_from_wire(without_seeds)
-    with pytest.raises(InvalidRequest, match="max_tokens"):
+    with pytest.raises(MalformedMessage, match="max_tokens"):
         wire.prefill_job_from_wire(without_room)
 
 
 def test_two_sequences_of_one_handle_are_refused() -> None:
     sequences = (SequenceStart(7, 1), SequenceStart(7, 2))
     job = DecodeJob("r", 1, MemberId("a", "b"), (1,), Sampling(), TokenStops(4), sequences, None, 1.0)
-    with pytest.raises(InvalidRequest, match="handles"):
+    with pytest.raises(MalformedMessage, match="handles"):
         wire.decode_job_from_wire(wire.decode_job_to_wire(job))

@@ -1,0 +1,156 @@
+"""A real importer of an exporter that is broken: whatever one of its messages says, only that hand-off ends.
+
+The exporter is real too, up to the message that it sends: one message of each hand-off is changed on its way out.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from cluster.errors import HandOffFailed, HandOffReason
+from cluster.transfer_settings import TransferSettings
+from kvtransfer.export_call import ExportCall
+from kvtransfer.importer import Imported
+from tandem.v1 import kv_pb2
+from tests.contract.handoff_rig import DEADLINE_S, Prefill, Rig, handoff_rig
+from tests.contract.kv_pools import BLOCK_SIZE
+from tests.unit.member_messages import mutations
+
+# No message waits for longer: a change that makes the importer ignore one ends its hand-off at a deadline.
+SHORT = TransferSettings(attach_timeout_s=0.4, lease_s=0.3, max_lease_s=0.4, read_timeout_s=0.4)
+KINDS = ("accepted", "sealed", "finished", "settled")
+Change = Callable[[Any], None]
+
+
+class BrokenExporter:
+    """Changes the message of one kind in each hand-off, before it is sent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.changes: dict[bytes, tuple[str, Change]] = {}  # by ticket
+        self.seen: dict[str, kv_pb2.ExporterMessage] = {}  # the last of each kind, as it should be
+        self.num_heard = 0
+        sent = ExportCall.messages
+
+        async def messages(call: ExportCall) -> AsyncIterator[kv_pb2.ExporterMessage]:
+            async for message in sent(call):
+                self._change(call, message)
+                yield message
+
+        monkeypatch.setattr(ExportCall, "messages", messages)
+
+    def _change(self, call: ExportCall, message: kv_pb2.ExporterMessage) -> None:
+        ticket_id = call.attached.ticket.ticket_id if call.attached is not None else b""
+        kind, change = self.changes.get(ticket_id, ("", lambda _: None))
+        for one in (message, *message.then):
+            found = one.WhichOneof("message") or ""
+            self.seen[found] = kv_pb2.ExporterMessage()
+            self.seen[found].CopyFrom(one)
+            del self.seen[found].then[:]
+            if found == kind:
+                change(getattr(one, kind))
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> BrokenExporter:
+    return BrokenExporter(monkeypatch)
+
+
+@pytest.fixture
+async def rig(broken: BrokenExporter) -> AsyncIterator[Rig]:
+    async with handoff_rig("loopback", num_blocks=64, settings=SHORT) as rig:
+        yield rig
+
+
+async def hand_off(rig: Rig, handoff_id: int = 1) -> tuple[Prefill, asyncio.Task[Imported]]:
+    prefill = rig.prefill(2 * BLOCK_SIZE + 1)
+    prefill.compute()
+    return prefill, rig.start_import(prefill, handoff_id)
+
+
+async def changed(rig: Rig, broken: BrokenExporter, handoff_id: int, kind: str, change: Change) -> str:
+    """The reason of the failure; empty: the blocks arrived as they are. Nothing is held afterwards."""
+    prefill = rig.prefill(2 * BLOCK_SIZE + 1)
+    broken.changes[prefill.ticket_id] = (kind, change)
+    prefill.compute()
+    try:
+        imported = await rig.start_import(prefill, handoff_id)
+    except HandOffFailed as error:
+        reason = str(error.handoff_reason)
+    else:
+        assert rig.holds(prefill, imported)
+        reason = ""
+        rig.decode.finish(handoff_id)
+    rig.exporter.fail(prefill.ticket_id, reason=HandOffReason.CANCELLED, detail="the test is over")
+    await prefill.released.wait()
+    return reason
+
+
+async def test_whatever_an_exporter_says_ends_that_hand_off_only(rig: Rig, broken: BrokenExporter) -> None:
+    prefill, importing = await hand_off(rig)
+    assert rig.holds(prefill, await importing)
+    rig.decode.finish(1)
+    cases = [
+        (f"{kind}: {what}", kind, mutated)
+        for kind in KINDS
+        for what, mutated in mutations(getattr(broken.seen[kind], kind))
+        # An epoch of another attempt is one of another attempt: its message is ignored, and a deadline ends the wait.
+        if not what.split(".")[1].startswith("epoch") or "member_id = 'x'" in what
+    ]
+    assert len(cases) > 150
+    cases = random.Random(5).sample(cases, 120)
+    reasons: dict[str, str] = {}
+    slots = asyncio.Semaphore(8)
+
+    async def run(number: int, what: str, kind: str, mutated: Any) -> None:
+        async with slots:
+            reasons[what] = await changed(rig, broken, number, kind, lambda message: message.CopyFrom(mutated))
+
+    async with asyncio.timeout(2 * DEADLINE_S):
+        await asyncio.gather(*(run(number, *case) for number, case in enumerate(cases, start=2)))
+
+    assert set(reasons.values()) <= {"", *map(str, HandOffReason)}
+    assert list(reasons.values()).count("malformed_handoff_message") > 40
+    assert rig.counters.handoffs["importer", "", "failed", "malformed_handoff_message"] > 10
+    again, importing = await hand_off(rig)  # the next one is served as if nothing had been
+    async with asyncio.timeout(DEADLINE_S):
+        assert rig.holds(again, await importing)
+    rig.decode.finish(1)
+    await rig.all_quiet()
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("lease_s", [0.0, -1.0, 1e-9, float("nan"), float("inf")])
+async def test_a_lease_that_is_none_starts_no_storm_of_renewals(
+    rig: Rig, broken: BrokenExporter, lease_s: float
+) -> None:
+    """The importer renewed at every tick, thousands of times per second."""
+
+    def change(accepted: kv_pb2.Accepted) -> None:
+        accepted.lease_s = lease_s
+
+    prefill = rig.prefill(2 * BLOCK_SIZE + 1)  # nothing is computed: the importer can only wait, or give up
+    broken.changes[prefill.ticket_id] = ("accepted", change)
+    importing = rig.start_import(prefill)
+    assert await rig.failure(importing, match="Accepted: .*lease_s must be") is HandOffReason.MALFORMED_MESSAGE
+    await rig.given_up(prefill)
+    rig.check_clean()
+
+
+async def test_a_first_token_that_the_model_does_not_have_is_refused(rig: Rig, broken: BrokenExporter) -> None:
+    prefill = rig.prefill(2 * BLOCK_SIZE + 1)
+    prefill.compute()
+    expected = prefill.expected
+    importing = rig.importer.import_blocks(
+        handoff_id=1,
+        signed_ticket=prefill.signed,
+        expected=type(expected)(expected.num_tokens, expected.prompt_hash, expected.num_choices, vocab_size=100),
+        blocks=rig.decode,
+    )
+    reason = await rig.failure(asyncio.ensure_future(importing), match="token 100 is outside the vocabulary of 100")
+    assert reason is HandOffReason.PROTOCOL
+    await rig.given_up(prefill)
+    await rig.all_quiet()
+    rig.check_clean()

@@ -1,0 +1,161 @@
+"""A decode worker that says what is out of bounds on its stream loses those attempts that it spoke of, and no other."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from cluster.errors import MalformedMessage
+from cluster.member import Member
+from cluster.messages import MemberId, Role
+from cluster.rpc_errors import HANDOFF_REASON, REASON, RETRY_AFTER_S, error_from_rpc
+from cluster.telemetry import Telemetry
+from cluster.wire import pack_ids
+from router.course import Course
+from router.decode_events import DecodeEvent, Failed, Sequences, Token
+from router.decode_stream import DecodeStream
+from router.failures import AttemptFailed, failed_sequences
+from router.patience import Patience
+from tandem.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
+
+WORKER = MemberId("d0", "1")
+DEADLINE_S = 20.0
+
+
+class _Worker(worker_pb2_grpc.DecodeWorkerServicer):
+    """Says what it is told to."""
+
+    def __init__(self) -> None:
+        self.says: asyncio.Queue[worker_pb2.WorkerMessage] = asyncio.Queue()
+        self.num_calls = 0
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[worker_pb2.RouterMessage], context: object
+    ) -> AsyncIterator[worker_pb2.WorkerMessage]:
+        self.num_calls += 1
+        yield worker_pb2.WorkerMessage(hello=worker_pb2.WorkerHello(worker=str(WORKER)))
+        while True:
+            yield await self.says.get()
+
+
+@asynccontextmanager
+async def _following(worker: _Worker, telemetry: Telemetry) -> AsyncIterator[DecodeStream]:
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_DecodeWorkerServicer_to_server(worker, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        stream = DecodeStream(
+            router=MemberId("r0", "1"),
+            member=Member(id=WORKER, role=Role.DECODE, address=address, model="m"),
+            stub=worker_pb2_grpc.DecodeWorkerStub(channel),
+            patience=Patience(silence_s=DEADLINE_S, grace_s=DEADLINE_S),
+            handles=itertools.count(1),
+            on_change=lambda: None,
+            on_leaving=lambda grace_s: None,
+            telemetry=telemetry,
+        )
+        running = asyncio.create_task(stream.run())
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await stream.connected.wait()
+                yield stream
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await server.stop(None)
+
+
+def _step(sequences: list[int], **changes: object) -> worker_pb2.WorkerMessage:
+    ids = pack_ids(sequences)
+    step = worker_pb2.StepOutput(step=1, handles=ids, token_ids=ids, indices=pack_ids([0] * len(sequences)))
+    for name, value in changes.items():
+        setattr(step, name, value)
+    return worker_pb2.WorkerMessage(step=step)
+
+
+def _short_logprobs(handles: list[int]) -> worker_pb2.WorkerMessage:
+    message = _step(handles)
+    message.step.logprobs.append(
+        inference_pb2.PositionLogprobs(chosen=inference_pb2.TokenLogprob(token_id=1, logprob=-1.0))
+    )
+    return message
+
+
+def _heard(sequences: Sequences) -> list[DecodeEvent]:
+    return [sequences.events.get_nowait() for _ in range(sequences.events.qsize())]
+
+
+@pytest.mark.parametrize("kind", ["short logprobs", "ragged tokens", "failed", "started"])
+async def test_a_malformed_message_ends_the_attempts_that_it_names(kind: str) -> None:
+    worker, telemetry = _Worker(), Telemetry()
+    async with _following(worker, telemetry) as stream:
+        with stream.open([Course(9), Course(9)]) as named, stream.open([Course(9)]) as other:
+            handles = list(named.handles)
+            started = worker_pb2.SequenceStarted(handles=handles, transfer_s=float("nan"))
+            messages = {
+                "short logprobs": _short_logprobs(handles),
+                "ragged tokens": _step(handles, token_ids=b"abc"),
+                "failed": worker_pb2.WorkerMessage(failed=worker_pb2.SequenceFailed(handles=handles)),
+                "started": worker_pb2.WorkerMessage(started=started),
+            }
+            worker.says.put_nowait(messages[kind])
+            worker.says.put_nowait(_step([*other.handles]))
+            assert isinstance(await other.next(), Token)
+            events = _heard(named)
+            assert [(type(event), getattr(event, "reason", "")) for event in events] == [(Failed, "malformed_message")]
+            assert _heard(other) == [] and worker.num_calls == 1
+            kind_counted = "step" if kind in ("short logprobs", "ragged tokens") else kind
+            assert telemetry.value("tandem_malformed_messages_total", message=kind_counted) == 1
+
+
+async def test_a_step_whose_handles_cannot_be_read_ends_every_attempt_and_not_the_stream() -> None:
+    worker, telemetry = _Worker(), Telemetry()
+    async with _following(worker, telemetry) as stream:
+        with stream.open([Course(9)]) as one, stream.open([Course(9)]) as other:
+            worker.says.put_nowait(_step([1], handles=b"abc"))
+            assert isinstance(await one.next(), Failed) and isinstance(await other.next(), Failed)
+        with stream.open([Course(9)]) as later:
+            worker.says.put_nowait(_step([*later.handles]))
+            assert isinstance(await later.next(), Token)
+
+
+async def test_figures_out_of_bounds_are_ignored_and_counted() -> None:
+    worker, telemetry = _Worker(), Telemetry()
+    async with _following(worker, telemetry) as stream:
+        with stream.open([Course(9)]) as sequences:
+            for heartbeat in (
+                worker_pb2.Heartbeat(running=3, free_blocks=7),
+                worker_pb2.Heartbeat(running=1 << 31),
+                worker_pb2.Heartbeat(step_s=float("inf")),
+                worker_pb2.Heartbeat(pairs=[worker_pb2.PairFigures(exporter="nobody")]),
+            ):
+                worker.says.put_nowait(worker_pb2.WorkerMessage(heartbeat=heartbeat))
+            leaving = worker_pb2.WorkerLeaving(grace_s=float("nan"))
+            worker.says.put_nowait(worker_pb2.WorkerMessage(leaving=leaving))
+            worker.says.put_nowait(_step([*sequences.handles]))
+            assert isinstance(await sequences.next(), Token)
+            assert (stream.heartbeat.running, stream.heartbeat.free_blocks) == (3, 7)
+            assert telemetry.value("tandem_malformed_messages_total", message="heartbeat") == 3
+            assert telemetry.value("tandem_malformed_messages_total", message="leaving") == 1
+
+
+def test_a_malformed_message_is_the_workers_failure_and_never_the_clients() -> None:
+    failure = failed_sequences("malformed_message", "StepOutput: ...", prefill=MemberId("p0", "1"), decode=WORKER)
+    assert isinstance(failure, AttemptFailed) and isinstance(failure.error, MalformedMessage)
+    assert failure.name == "decode_malformed_message" and failure.member == WORKER
+
+
+def _refusals() -> Iterator[tuple[str, float | None]]:
+    yield "1.5", 1.5
+    yield from ((text, None) for text in ("", "nan", "inf", "-1", "soon", "1e300"))
+
+
+@pytest.mark.parametrize(("text", "seconds"), list(_refusals()))
+def test_a_retry_after_that_is_no_duration_is_left_out(text: str, seconds: float | None) -> None:
+    trailing = grpc.aio.Metadata((REASON, "queue_full"), (RETRY_AFTER_S, text), (HANDOFF_REASON, "x"))
+    error = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), trailing, "full")
+    assert error_from_rpc(error).retry_after_s == seconds
