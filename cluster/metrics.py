@@ -83,6 +83,10 @@ METRICS: dict[str, Metric] = {
     "tandem_registry_age_seconds": _gauge("since the registry was last read"),
     "tandem_stalled_clients_total": _counter("clients given up that took nothing of their answer", "surface"),
     "tandem_http_connections_refused_total": _counter("HTTP connections past the bound, closed at once"),
+    "tandem_http_connections_closed_total": _counter(
+        "HTTP connections closed by the router before a whole request: replaced by others, or without a handshake",
+        "reason",
+    ),
     "tandem_http_responses_total": _counter("HTTP answers", "route", "status"),
     "tandem_canaries_total": _counter(
         "generations of an idle worker's own; in no other figure but its steps and computed tokens", "outcome"

@@ -20,6 +20,8 @@ from cluster.tls import ClusterTls
 # Packed prompts of a million tokens and 64 steps of log-probabilities fit; nothing that is meant for Tandem is larger.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
+# From the connection to the end of its TLS handshake and its HTTP/2 settings: a silent client is disconnected then.
+_HANDSHAKE_MS = 10_000
 _KEEPALIVE_MS = 10_000
 _KEEPALIVE_TIMEOUT_MS = 5_000
 # Both ends ask: who is frozen or cut off answers no ping, and what it asked for would run to its end for nobody.
@@ -34,6 +36,7 @@ _SERVER_OPTIONS = (
     *_KEEPALIVE_OPTIONS,
     ("grpc.so_reuseport", 0),  # else two processes share a port and each gets half of the calls
     ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+    ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
 )
 _CHANNEL_OPTIONS = (
     *_KEEPALIVE_OPTIONS,
@@ -63,10 +66,11 @@ class GrpcServer:
     ) -> None:
         """`service_names`: full names, as in `tandem.v1.Inference`. `interceptors` stand inside of the one that turns
         errors into statuses, so they may raise a TandemError too. `credentials`: TLS with these; else plaintext.
-        `max_calls`: at once; one more is RESOURCE_EXHAUSTED before it is read. None: its callers are members."""
+        `max_calls`: at once; one more is RESOURCE_EXHAUSTED before it is read. As many connections, counted before any
+        handshake; one more is closed. None: its callers are members."""
         self.grpc = grpc.aio.server(
             interceptors=[ErrorInterceptor(telemetry), *interceptors],
-            options=[*_SERVER_OPTIONS, *_message_options(max_message_bytes)],
+            options=[*_SERVER_OPTIONS, *_message_options(max_message_bytes), *_connection_options(max_calls)],
             maximum_concurrent_rpcs=max_calls,
         )
         self._credentials = credentials
@@ -153,3 +157,7 @@ def _message_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ]
+
+
+def _connection_options(max_connections: int | None) -> list[tuple[str, int]]:
+    return [] if max_connections is None else [("grpc.max_allowed_incoming_connections", max_connections)]

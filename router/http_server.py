@@ -3,24 +3,27 @@
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
-from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from cluster.errors import ConfigError
 from cluster.tls import ClusterTls
+from router.http_accept import AcceptedConnection, Counts, Encryption, HttpAcceptor, HttpLimits
 from router.http_connection import HttpConnection
-from router.http_edge import Counts
+from router.running import running
 
 
 class HttpServer:
     """Made and bound at once, so that a taken port is refused before anything else starts."""
 
-    def __init__(self, *, host: str, port: int, tls: ClusterTls | None = None) -> None:
+    def __init__(
+        self, *, host: str, port: int, tls: ClusterTls | None = None, limits: HttpLimits | None = None
+    ) -> None:
         """Raises ConfigError. `port` 0: a free one. `tls`: HTTPS with its certificate; clients need none."""
-        self._tls = tls
+        self._tls, self._limits = tls, limits or HttpLimits()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -35,35 +38,51 @@ class HttpServer:
         self, app: ASGIApp, *, max_connections: int, telemetry: Counts, stop: asyncio.Event, grace_s: float
     ) -> None:
         """Until `stop`; then answers in progress have `grace_s` to end."""
-        connection = partial(
-            HttpConnection,
-            max_connections=max_connections,
-            on_refused=lambda: telemetry.count("tandem_http_connections_refused_total"),
-        )
         config = uvicorn.Config(
             app,
-            http=connection,  # type: ignore[arg-type]  # whatever makes a protocol
             log_config=None,
             access_log=False,
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=max(1, round(grace_s)),
-            ssl_certfile=self._tls.cert_file if self._tls is not None else None,
-            ssl_keyfile=self._tls.key_file if self._tls is not None else None,
         )
         server = _Server(config)
-        stopping = asyncio.create_task(self._stop(server, stop), name="stop HTTP")
+
+        def make_protocol(accepted: AcceptedConnection) -> HttpConnection:
+            return HttpConnection(
+                accepted=accepted, limits=self._limits, config=config, server_state=server.server_state, app_state={}
+            )
+
+        acceptor = HttpAcceptor(
+            self._socket,
+            make_protocol=make_protocol,
+            encryption=self._encryption(),
+            max_connections=max_connections,
+            telemetry=telemetry,
+        )
+        serving = asyncio.create_task(server.serve(sockets=[]), name="serve HTTP")
         try:
-            await server.serve(sockets=[self._socket])
+            async with running(acceptor.run()) as accepting:
+                stopping = asyncio.create_task(stop.wait())
+                await asyncio.wait({stopping, accepting, serving}, return_when=asyncio.FIRST_COMPLETED)
+                stopping.cancel()
+                if accepting.done():
+                    accepting.result()  # it ends by an error only
         finally:
-            stopping.cancel()
+            self._socket.close()
+            server.should_exit = True
+            await serving
 
     def close(self) -> None:
         self._socket.close()
 
-    async def _stop(self, server: uvicorn.Server, stop: asyncio.Event) -> None:
-        await stop.wait()
-        server.should_exit = True
+    def _encryption(self) -> Encryption | None:
+        """Clients need no certificate."""
+        if self._tls is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self._tls.cert_file, self._tls.key_file)
+        return Encryption(context, self._limits.handshake_s)
 
 
 class _Server(uvicorn.Server):

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import Overloaded
 from cluster.telemetry import Telemetry
-from router import http_connection
+from router.http_accept import HttpLimits
 from router.http_edge import Edge, while_connected
 from router.http_server import HttpServer
 
@@ -49,10 +49,15 @@ class _Endless:
 
 @asynccontextmanager
 async def _served(
-    *, client_stall_s: float = 60.0, max_connections: int = 100
+    *, client_stall_s: float = 60.0, max_connections: int = 100, limits: HttpLimits | None = None
 ) -> AsyncIterator[tuple[_Endless, Telemetry, Callable[[], socket.socket]]]:
     """The app, its figures, and what connects to it: a client with a tiny buffer."""
-    server, stop, endless, telemetry = HttpServer(host="127.0.0.1", port=0), asyncio.Event(), _Endless(), Telemetry()
+    server, stop, endless, telemetry = (
+        HttpServer(host="127.0.0.1", port=0, limits=limits),
+        asyncio.Event(),
+        _Endless(),
+        Telemetry(),
+    )
     app = Edge(endless, api_key="", max_message_bytes=_MAX_BYTES, client_stall_s=client_stall_s, telemetry=telemetry)
 
     def connect() -> socket.socket:
@@ -94,9 +99,8 @@ def _read_to_its_end(client: socket.socket) -> None:
         pass
 
 
-async def test_a_request_that_never_comes_to_its_end_costs_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_connection, "REQUEST_S", 0.3)
-    async with _served() as (endless, _, connect):
+async def test_a_request_that_never_comes_to_its_end_costs_its_connection() -> None:
+    async with _served(limits=HttpLimits(head_s=0.3, request_s=0.3)) as (endless, _, connect):
         with closing(connect()) as silent, closing(connect()) as slow:
             slow.sendall(_HEAD + b"content-length: 500\r\n\r\nabc")
             for client in (silent, slow):

@@ -99,6 +99,7 @@ PURE = [
     "router.backlog",
     "router.breakers",
     "router.buffers",
+    "router.connection_places",
     "prefill_worker.prefix_followers",
     "router.course",
     "router.departed_workers",
