@@ -64,6 +64,7 @@ METRICS: dict[str, Metric] = {
     "tandem_false_suspicions_total": _counter(
         "workers that did not answer in time, and did before they were lost", "role"
     ),
+    "tandem_hedges_total": _counter("second attempts beside that of a worker that did not answer", "leg", "outcome"),
     "tandem_tickets_reissued_total": _counter(
         "prefills whose ticket went to another decode worker, by what became of the one before", "leg", "reason"
     ),

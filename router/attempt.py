@@ -1,12 +1,13 @@
 """One try at both legs for choices of a request that have the same tokens so far.
 
 Owns the calls and legs of the try: leaving it, however, cancels on every worker what has not ended. Raises
-AttemptFailed where another try may help; it never tries again itself.
+AttemptFailed where another try may help, and Overtaken where a hedge has its choices; it never tries again itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from cluster.errors import InternalError
 from cluster.hashing import BlockChain
@@ -16,13 +17,17 @@ from router.decode_events import Move
 from router.decode_leg import DecodeLeg
 from router.failures import DECODE, PREFILL, leg
 from router.fleet import Fleet
+from router.hedges import Hedges, Overtaken
 from router.importing import ImporterMeans, Importing
 from router.live_request import LiveRequest
 from router.migration import Migrations
+from router.peer import Peer
 from router.prefill_peer import FirstTokens
 from router.prefix_beliefs import PrefixBeliefs
 from router.running import branches
 from router.setbacks import Setbacks
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +40,16 @@ class AttemptMeans:
 
 
 class Attempt:
-    def __init__(self, live: LiveRequest, choices: Sequence[Choice], setbacks: Setbacks, means: AttemptMeans) -> None:
+    def __init__(
+        self,
+        live: LiveRequest,
+        choices: Sequence[Choice],
+        setbacks: Setbacks,
+        hedges: Hedges,
+        means: AttemptMeans,
+    ) -> None:
         self._live = live
+        self._hedges = hedges
         self._choices = choices
         self._setbacks = setbacks
         self._fleet = means.fleet
@@ -59,13 +72,13 @@ class Attempt:
                 job = self._live.prefill_job(self._choices, self._number, decode_id, holders)
                 prefill = self._fleet.prefill(prefill_id)
                 async with prefill.prefill(job) as call:
-                    importing.take(await call.ticket(), self._number, prefill)
-                    self._deliver_first(await call.first_tokens(), prefill_id)
+                    importing.take(await self._from(prefill, call.ticket()), self._number, prefill)
+                    self._deliver_first(await self._from(prefill, call.first_tokens()), prefill_id)
                     self._prefixes.note(chain, prefill_id)
             if all(choice.ended for choice in self._choices):
                 return
             importing.first_tokens()
-            decoding = await importing.decoding()
+            decoding = await self._from(prefill, importing.decoding())
             self._prefixes.note(chain, decoding.worker)
             await self._follow(decoding)
             self._note_outputs(decoding.worker)
@@ -75,9 +88,10 @@ class Attempt:
         self._live.dispatched(prefill=prefill_id)
         with leg(PREFILL, prefill_id):
             job = self._live.prefill_job(self._choices, self._number, importer=None)
-            async with self._fleet.prefill(prefill_id).prefill(job) as call:
-                await call.ticket()
-                self._deliver_first(await call.first_tokens(), prefill_id)
+            prefill = self._fleet.prefill(prefill_id)
+            async with prefill.prefill(job) as call:
+                await self._from(prefill, call.ticket())
+                self._deliver_first(await self._from(prefill, call.first_tokens()), prefill_id)
 
     async def on_decode(self, decode_id: MemberId) -> None:
         """Both legs on one worker."""
@@ -86,7 +100,8 @@ class Attempt:
             with DecodeLeg(self._live, decode, self._choices, exporter=None) as decoding:
                 self._live.dispatched(decode=decode_id)
                 committed = self._choices[0].committed
-                await decode.start(self._live.decode_job(decoding.owners, committed, self._number, self._router, None))
+                job = self._live.decode_job(decoding.owners, committed, self._number, self._router, None)
+                await self._from(decode, decode.start(job))
                 await self._follow(decoding)
                 self._note_outputs(decode_id)
 
@@ -110,7 +125,7 @@ class Attempt:
         """Until every sequence has ended, wherever it was moved."""
         with ExitStack() as parted:  # holds those whose task never got to run
             async with branches() as travels:
-                while (move := await decode.follow()) is not None:
+                while (move := await self._followed(decode)) is not None:
                     travels.create_task(self._travel(parted.enter_context(decode.part(move.handle)), move))
 
     async def _travel(self, decode: DecodeLeg, move: Move | None) -> None:
@@ -118,6 +133,21 @@ class Attempt:
         try:
             while move is not None:
                 decode = await self._migrations.carry(self._live, decode, move)
-                move = await decode.follow()
+                move = await self._followed(decode)
         finally:
             decode.close()
+
+    async def _followed(self, decode: DecodeLeg) -> Move | None:
+        """None: every sequence of the leg has ended, there or by a hedge."""
+        live_choices = [decode.owners[handle] for handle in decode.sequences.live]
+        try:
+            return await self._hedges.unless_overtaken(self._live, live_choices, decode.decode, decode.follow())
+        except Overtaken as overtaken:
+            decode.close()
+            self._setbacks.note_hedged(overtaken.name, overtaken.failure)
+            await overtaken.end()
+            return None
+
+    async def _from(self, peer: Peer, work: Coroutine[Any, Any, Answer]) -> Answer:
+        """What all choices wait for. Raises Overtaken."""
+        return await self._hedges.unless_overtaken(self._live, self._choices, peer, work)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from cluster.errors import InvalidRequest
 from cluster.messages import FinishReason, SampledToken
+from router.hedging import Line, Race
 from router.requests import ChoiceDelta, ResumedChoice
 from router.text_stream import TextStream
 from router.validation import ResolvedRequest
@@ -20,6 +21,8 @@ class OutOfOrder(Exception):
 class Choice:
     def __init__(self, number: int, request: ResolvedRequest, text: TextStream) -> None:
         self.number = number
+        self.line = Line()
+        self.race: Race | None = None
         self.seed = request.seeds[number]
         self.ended = False
         self._request = request

@@ -101,7 +101,7 @@ class Fleet:
             _LOG.warning("not every registered worker answers yet")
 
     async def changed(self) -> None:
-        """Waits until somebody came, went, or is trusted again."""
+        """Waits until somebody came, went, is suspect, or is trusted again."""
         await self._changed.wait()
 
     def prefill_loads(self) -> list[WorkerLoad]:
@@ -280,7 +280,6 @@ class Fleet:
             patience=self._patience,
             on_change=self._notify,
             telemetry=self._telemetry,
-            others=lambda: sum(load.member != member.id for load in self.prefill_loads()),
         )
         async with running(self._follow_prefixes(member, channel)):
             return await self._serve(peer, self._prefills)

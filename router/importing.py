@@ -7,14 +7,14 @@ docs/failover.md.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from cluster import tickets
-from cluster.errors import HandOffFailed
+from cluster.errors import HandOffFailed, WorkerLost
 from cluster.messages import MemberId
 from cluster.telemetry import Telemetry
 from router.choice import Choice
@@ -26,6 +26,7 @@ from router.live_request import LiveRequest
 from router.pair_trust import PairTrust
 from router.pairing import Pairing
 from router.prefill_peer import PrefillPeer
+from router.running import running
 from router.setbacks import Setbacks
 
 _REISSUED = "ticket_reissued"
@@ -113,12 +114,26 @@ class Importing:
     async def _begin(self, decoding: DecodeLeg, ticket: bytes, attempt: int) -> None:
         job = self._live.decode_job(decoding.owners, self._committed, attempt, self._means.router, ticket)
         with leg(DECODE, decoding.worker):
-            await decoding.decode.start(job)
+            await self._unless_suspect(decoding.decode, decoding.decode.start(job))
         while len(self._legs) > 1:  # only now: an importer that is told to stop says that nobody needs the blocks
             self._legs.pop(0).close()
-        await decoding.unless_failed(self._first_tokens)
-        decoding.cancel_ended()
-        await decoding.until_started()
+        with leg(DECODE, decoding.worker):
+            await self._unless_suspect(decoding.decode, decoding.unless_failed(self._first_tokens))
+            decoding.cancel_ended()
+            await self._unless_suspect(decoding.decode, decoding.until_started())
+
+    async def _unless_suspect(self, decode: DecodePeer, work: Coroutine[Any, Any, None]) -> None:
+        """Raises WorkerLost where the importer is suspect and another one can have the ticket: that repeats no
+        prefill, so it needs no hedge."""
+        fleet = self._means.fleet
+        async with running(work) as working:
+            while not working.done():
+                others = {load.member for load in fleet.decode_loads()} - {decode.member.id}
+                if decode.num_missed and others - (self._tried if decode.num_missed == 1 else set()):
+                    raise WorkerLost(f"decode worker {decode.member.id} does not answer, and another one does")
+                async with running(fleet.changed()) as changed:
+                    await asyncio.wait((working, changed), return_when=asyncio.FIRST_COMPLETED)
+            working.result()
 
     async def _go_elsewhere(self, failure: AttemptFailed, ticket: bytes, prefill: PrefillPeer) -> tuple[bytes, int]:
         """Opens the next importer's leg. The ticket and the attempt for it. Raises `failure` where there is none."""

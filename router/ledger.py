@@ -29,6 +29,7 @@ class LedgerRecorder:
         self._members: list[str] = []
         self._reasons: list[str] = []
         self._worker_times: list[WorkerTime] = []
+        self.num_cached: int | None = None  # prompt tokens that the first prefill found
         self._transport = ""
         self._kv_bytes = 0
         self.prefill_member = self.decode_member = ""  # of the present attempt

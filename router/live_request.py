@@ -6,6 +6,7 @@ attempt starts from are the same.
 
 import itertools
 from collections.abc import Sequence
+from copy import copy
 
 from cluster.clock import Clock
 from cluster.errors import DeadlineExceeded, NoWorkerLargeEnough
@@ -13,6 +14,7 @@ from cluster.messages import DecodeJob, MemberId, PrefillJob, PrefixHolder, Samp
 from cluster.request_size import RequestSize
 from router.choice import Choice
 from router.decode_events import Started
+from router.hedging import Line, may_append
 from router.ledger import LedgerRecorder, PhaseName
 from router.outbox import Outbox
 from router.prefill_peer import FirstTokens
@@ -42,6 +44,9 @@ class LiveRequest:
         self.ledger = ledger
         self.failed_members: set[MemberId] = set()
         self.too_small: set[MemberId] = set()  # workers that refused this request for its size
+        self.line = Line()
+        for choice in self.choices:
+            choice.line = self.line
         self._deadline_s = deadline_s
         self._outbox = outbox
         self._clock = clock
@@ -49,12 +54,11 @@ class LiveRequest:
         self._keeps_its_turn = keeps_its_turn
         self._num_claimed = 0  # tokens that its client says it has
         self._prefilling: dict[MemberId, tuple[float, float]] = {}  # on decode workers: since when, after which queue
-        self._num_cached: int | None = None  # prompt tokens that its first prefill found
         self._shortages: dict[int, NoWorkerLargeEnough] = {}  # by the number of the first choice that waits
 
     @property
     def usage(self) -> Usage:
-        return Usage(len(self.request.prompt_token_ids), self._num_committed, self._num_cached or 0)
+        return Usage(len(self.request.prompt_token_ids), self._num_committed, self.ledger.num_cached or 0)
 
     def next_attempt(self) -> int:
         return next(self._attempts)
@@ -96,9 +100,17 @@ class LiveRequest:
             self._enter(PhaseName.RETRY)
         return [delta for delta in missed if delta is not None]
 
+    def hedged(self, line: Line, *, besides: MemberId) -> "LiveRequest":
+        """The same request, for another line of work on some of its choices, which passes over this worker."""
+        live = copy(self)
+        live.line = line
+        live.failed_members = self.failed_members | {besides}
+        return live
+
     def deliver(self, choice: Choice, index: int, token: SampledToken) -> None:
-        """To the client, exactly once. Raises OutOfOrder."""
-        self._outbox.put(choice.append(index, token))
+        """To the client, exactly once; dropped where another line of work has the choice. Raises OutOfOrder."""
+        if may_append(choice, self.line):
+            self._outbox.put(choice.append(index, token))
 
     def prefill_job(
         self,
@@ -209,6 +221,11 @@ class LiveRequest:
         """A sequence is frozen: what its client waits for from now on is the transfer."""
         self._enter(PhaseName.TRANSFER)
 
+    def waits_for_hedge(self) -> None:
+        """A worker is suspect: whoever gives the next token."""
+        if self._has_tokens:
+            self._enter(PhaseName.RETRY)
+
     def failed(self, reason: str, member: MemberId) -> None:
         self.failed_members.add(member)
         self.ledger.reason(reason)
@@ -217,8 +234,8 @@ class LiveRequest:
 
     def _found(self, num_cached: int) -> None:
         """The first prefill's word counts: a later attempt may find what an earlier one left."""
-        if self._num_cached is None:
-            self._num_cached = min(num_cached, len(self.request.prompt_token_ids))
+        if self.ledger.num_cached is None:
+            self.ledger.num_cached = min(num_cached, len(self.request.prompt_token_ids))
 
     @property
     def _num_committed(self) -> int:

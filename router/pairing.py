@@ -17,7 +17,7 @@ from router.fleet import Fleet
 from router.live_request import LiveRequest
 from router.pair_trust import PairTrust
 from router.peer import Peer
-from router.placement import LeastLoaded, Placement, Policy, RequestFacts, WorkerLoad, has_large_pair
+from router.placement import LeastLoaded, Placement, Policy, RequestFacts, WorkerLoad, has_large_pair, is_servable
 from router.prefix_beliefs import PrefixBeliefs
 
 _WAITING = "tandem_requests_waiting_for_large_worker"
@@ -68,6 +68,12 @@ class Pairing:
         """Whether two workers could serve these choices by a hand-off, if the breaker of the pair let them."""
         facts = _facts(live, choices, choices[0].num_committed)
         return has_large_pair(self._fleet.prefill_loads(), self._fleet.decode_loads(), facts)
+
+    def could_begin_elsewhere(self, live: LiveRequest, choices: Sequence[Choice], suspect: Peer) -> bool:
+        """Whether workers that answer could serve these choices, one of the suspect's role among them."""
+        facts = _facts(live, choices, max(choice.num_committed for choice in choices))
+        could_be = has_large_pair if suspect.member.role is Role.PREFILL else is_servable
+        return could_be(self._fleet.prefill_loads(), self._fleet.decode_loads(), facts)
 
     def importer(
         self,

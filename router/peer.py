@@ -26,6 +26,7 @@ from tandem.v1 import worker_pb2, worker_pb2_grpc
 _CHECK_S = 1.0
 _LATE_S = 0.5  # an answer that is given up so much later than it should be: this router was stopped or busy itself
 _CHECK_PAUSE_S = 0.2
+_LONGEST_CHECK_S = 2.5  # what takes longer is this router's own time
 _LEAST_WAIT_S = 0.001  # what is left may be less than a clock's last digit
 _LAPSED_CHECK_S = 1.0
 OWN_CALL_S = 5.0  # for calls of the router's own, which belong to no request
@@ -59,7 +60,9 @@ class Peer:
         self._worker = worker_pb2_grpc.WorkerStub(channel)
         self._doubt = asyncio.Event()
         self._lost = asyncio.Event()
-        self._silent = asyncio.Event()  # as long as it has been asked in vain
+        self._num_missed = 0  # answers, in a row
+        self._asked_s = 0.0  # when it was asked for the last of them
+        self._missed_s = 0.0  # when it was last asked in vain, silent or not
         self._lost_detail = ""
         self._answered_s = asyncio.get_running_loop().time()
 
@@ -71,6 +74,11 @@ class Peer:
     @property
     def silent_s(self) -> float:
         return asyncio.get_running_loop().time() - self.heard_s
+
+    @property
+    def num_missed(self) -> int:
+        """Answers that it has missed since it was silent; none once it has said anything."""
+        return self._num_missed if self.heard_s <= self._asked_s else 0
 
     def doubt(self) -> None:
         """Something failed directly: no new work until a check has passed."""
@@ -101,8 +109,8 @@ class Peer:
             problem = await self._check_until_sure()
             if problem is not None:
                 return problem
-            if self._silent.is_set():
-                self._silent.clear()
+            if self._num_missed:
+                self._num_missed = 0
                 self._telemetry.count("tandem_false_suspicions_total", role=self.member.role)
             if self._registered:
                 self.trusted = True
@@ -120,38 +128,51 @@ class Peer:
 
     async def _until_in_doubt(self) -> None:
         """Somebody could not reach it; or it has said nothing for a while, was asked, and does not answer."""
-        loop = asyncio.get_running_loop()
         while not self._doubt.is_set():
             left_s = self._patience.ask_after_s - self.silent_s
             if left_s > 0:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(max(left_s, _LEAST_WAIT_S)):
                         await self._doubt.wait()
-                continue
-            asked_s = loop.time()
-            is_there = await self._answers(self._patience.answer_s)
-            if not is_there and loop.time() - asked_s < self._patience.answer_s + _LATE_S:
-                self._silent.set()
+            elif not await self._answers(self._patience.answer_s):
+                self._missed()
                 self.doubt()
-                self._on_change()
 
     async def _check_until_sure(self) -> str | None:
         """None: it answers. Else why it is lost."""
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + self._patience.grace_s
-        while not await self._answers(max(0.0, min(_CHECK_S, until_s - loop.time()))):
+        left_s = self._patience.grace_s
+        while True:
+            began_s, limit_s = loop.time(), self._patience.answer_s if self._num_missed else _CHECK_S
+            if await self._answers(min(limit_s, max(0.0, left_s))) or (self._num_missed and not self.num_missed):
+                return None
             if await nobody_listens(self.member.address):
                 return "nobody listens at its address any more"
-            if loop.time() >= until_s:
+            if self._num_missed:
+                self._missed()
+            left_s -= min(loop.time() - began_s, _LONGEST_CHECK_S)
+            if left_s <= 0:
                 return f"it did not answer for {self._patience.grace_s:g} s"
-            await asyncio.sleep(min(_CHECK_PAUSE_S, until_s - loop.time()))
-        return None
+            await asyncio.sleep(min(_CHECK_PAUSE_S, left_s))
+            left_s -= _CHECK_PAUSE_S
 
     async def _answers(self, timeout_s: float) -> bool:
-        is_there = await answers(self._channel, timeout_s)
-        if is_there:
-            self._answered_s = asyncio.get_running_loop().time()
-        return is_there
+        """Asked again where this router was stopped itself while it waited."""
+        loop = asyncio.get_running_loop()
+        while True:
+            asked_s = loop.time()
+            if await answers(self._channel, timeout_s):
+                self._answered_s = loop.time()
+                return True
+            if loop.time() - asked_s <= timeout_s + _LATE_S:
+                self._missed_s = asked_s
+                return False
+
+    def _missed(self) -> None:
+        """It was silent, and asked in vain."""
+        self._num_missed = self.num_missed + 1
+        self._asked_s = self._missed_s
+        self._on_change()
 
     @contextmanager
     def assign(self, num_sequences: int) -> Iterator[None]:
@@ -161,16 +182,11 @@ class Peer:
         finally:
             self.assigned -= num_sequences
 
-    async def _unless_lost(self, answer: Awaitable[Answer], *, is_left: Callable[[], bool] = lambda: False) -> Answer:
-        """Raises WorkerLost, and what the call's status says. `is_left`: asked when the worker turns silent; True: what
-        it would answer is not waited for."""
+    async def _unless_lost(self, answer: Awaitable[Answer]) -> Answer:
+        """Raises WorkerLost, and what the call's status says."""
         work = asyncio.ensure_future(answer)
         lost = asyncio.ensure_future(self._lost.wait())
-        silent = asyncio.ensure_future(self._silent.wait())
         try:
-            await asyncio.wait((work, lost, silent), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and not lost.done() and is_left():
-                raise WorkerLost(f"{self.member.role} worker {self.member.id} does not answer, and another one does")
             await asyncio.wait((work, lost), return_when=asyncio.FIRST_COMPLETED)
             if not work.done() or (work.cancelled() and self._lost.is_set()):  # the channel closes with the peer
                 raise self._worker_lost()
@@ -182,7 +198,6 @@ class Peer:
         finally:
             work.cancel()
             lost.cancel()
-            silent.cancel()
 
     def _worker_lost(self) -> WorkerLost:
         return WorkerLost(f"{self.member.role} worker {self.member.id} is lost: {self._lost_detail}")

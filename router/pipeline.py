@@ -25,6 +25,8 @@ from router.breakers import BreakerPolicy
 from router.choice import Choice
 from router.failures import AttemptFailed
 from router.fleet import Fleet
+from router.hedges import Hedges, Hedging, Overtaken
+from router.hedging import claim
 from router.importing import ImporterMeans
 from router.ledger import PhaseName
 from router.live_request import LiveRequest
@@ -98,6 +100,9 @@ class Pipeline:
         importers = ImporterMeans(router, key, fleet, self._pairing, self._pairs, telemetry)
         self._means = AttemptMeans(fleet, migrations, prefixes, router, importers)
         self._arrivals = Arrivals(admission=admission, outboxes=outboxes, clock=clock, telemetry=telemetry)
+        self._hedging = Hedging(
+            fleet=fleet, pairing=self._pairing, num_running=lambda: self.num_live, telemetry=telemetry
+        )
         self._streams = LiveStreams()
         self._threads = TokenizerThreads()
         self._settings = settings
@@ -170,7 +175,8 @@ class Pipeline:
                     arrival.accepted.set_result(resolved.accepted(signed))
                     for delta in missed:
                         arrival.outbox.put(delta)
-                    await self._complete(live, live.choices)
+                    async with self._hedging.of_request(self._complete) as hedges:
+                        await self._complete(hedges, live, live.choices)
                     return live
         except (TimeoutError, DeadlineExceeded) as error:
             if live is not None and live.shortage is not None:
@@ -252,7 +258,7 @@ class Pipeline:
         await self._streams.end(acceptance.stream_id)
         return missed
 
-    async def _complete(self, live: LiveRequest, choices: Sequence[Choice]) -> None:
+    async def _complete(self, hedges: Hedges, live: LiveRequest, choices: Sequence[Choice]) -> None:
         """Attempt after attempt, until every one of `choices` has ended. Raises TandemError when none is left."""
         local_reason = ""
         setbacks = Setbacks(
@@ -260,13 +266,17 @@ class Pipeline:
         )
         while choices := [choice for choice in choices if not choice.ended]:
             if len(groups := _by_committed(choices)) > 1:  # a prefill takes one prompt: each group goes its own way
-                await all_of(self._complete(live, group) for group in groups)
+                await all_of(self._complete(hedges, live, group) for group in groups)
                 return
             num_committed = sum(choice.num_committed for choice in choices)
             placement = await self._pairing.pair(live, choices, without_prefill=bool(local_reason))
-            attempt = Attempt(live, choices, setbacks, self._means)
+            claim(choices, live.line)
+            attempt = Attempt(live, choices, setbacks, hedges, self._means)
             try:
                 await self._try(attempt, live, choices, placement, local_reason)
+            except Overtaken as overtaken:
+                setbacks.note_hedged(overtaken.name, overtaken.failure)
+                await overtaken.end()
             except AttemptFailed as failure:
                 num_gained = sum(choice.num_committed for choice in choices) - num_committed
                 if num_gained > len(choices):  # more than prefill's own: decode worked

@@ -233,6 +233,11 @@ def has_large_pair(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad]
     return any(prefill is not None for prefill, _ in _pairs(prefills, decodes, anywhere))
 
 
+def is_servable(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> bool:
+    """Whether some of them could serve the request, by a hand-off or without."""
+    return bool(_pairs(prefills, decodes, replace(request, passed_over=frozenset())))
+
+
 def _disaggregated(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[_Pair]:
     fitting = [(p, d) for d in decodes for p in prefills if p.pairing == d.pairing]
     return [(p, d) for p, d in fitting if (p.member, d.member) not in request.passed_over]

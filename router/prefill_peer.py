@@ -84,13 +84,10 @@ class PrefillPeer(Peer):
         patience: Patience,
         on_change: Callable[[], None],
         telemetry: Telemetry,
-        others: Callable[[], int],
     ) -> None:
-        """`others`: how many prefill workers would take work that this one leaves undone."""
         super().__init__(member, channel, patience=patience, on_change=on_change, telemetry=telemetry)
         self.heartbeat = worker_pb2.Heartbeat()
         self._beaten_s = super().heard_s
-        self._others = others
         self._stub = worker_pb2_grpc.PrefillWorkerStub(channel)
         self._abandoning: set[asyncio.Task[None]] = set()
 
@@ -164,7 +161,6 @@ class PrefillPeer(Peer):
             )
 
     async def read(self, call: "_RpcCall") -> worker_pb2.PrefillEvent | None:
-        """The call's next event; None at its end. Raises TandemError: where another worker answers, one that has been
-        asked in vain is not waited for until it is lost. Nothing of its work is missed: its client has none of it."""
-        event = await self._unless_lost(call.read(), is_left=lambda: self._others() > 0)
+        """The call's next event; None at its end. Raises TandemError."""
+        event = await self._unless_lost(call.read())
         return checked(event) if isinstance(event, worker_pb2.PrefillEvent) else None

@@ -49,6 +49,12 @@ class Setbacks:
         fields = {"request_id": self._live.request_id, "reason": failure.name}
         _LOG.warning("attempt failed: %s", failure, extra=fields)
 
+    def note_hedged(self, name: str, failure: AttemptFailed | None) -> None:
+        """A hedge has the choices. `failure`: of the line before; None: its worker was only suspect."""
+        if failure is not None:
+            self.note(failure)
+        self._live.ledger.reason(name)
+
     def forgive(self) -> None:
         """What was noted last has led to another failure, of its own kind: one try for both."""
         self._tries = max(0, self._tries - 1)

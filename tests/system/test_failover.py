@@ -93,10 +93,13 @@ async def test_no_prefill_worker_left_falls_back_to_decode_by_name() -> None:
     async with router_under_test() as router:
         prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
         await router.connected()
-        await prefill.die()
+        prefill.before_first_tokens.close()
         request = ask()
+        first = asyncio.create_task(answer_to(router, request))
+        await asyncio.wait_for(prefill.before_first_tokens.reached.wait(), 10)
+        await prefill.die()
         for reasons in (("prefill_worker_lost", "no_prefill_worker"), ("no_prefill_worker",)):
-            answer = await answer_to(router, request)
+            answer = await (answer_to(router, request) if first.done() else first)
             assert answer.token_ids[0] == expected_tokens(router, request)
             assert answer.summary.ledger.reasons == reasons
             assert [time.member for time in answer.summary.ledger.worker_times] == [str(decode.id)]

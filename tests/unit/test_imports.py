@@ -103,6 +103,7 @@ PURE = [
     "prefill_worker.prefix_followers",
     "router.course",
     "router.departed_workers",
+    "router.hedging",
     "router.message_sizes",
     "router.placement",
     "router.prefix_index",

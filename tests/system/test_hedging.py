@@ -1,0 +1,185 @@
+"""A worker that does not answer has its requests begun elsewhere too: whoever has the next token first goes on.
+
+Workers are suspect after half a second here, and lost after a minute: what happens is the hedge's doing.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from cluster.errors import QueueFull
+from router.requests import GenerateRequest
+from tests.system.router_harness import Answer, RouterUnderTest, answer_to, ask, expected_tokens, router_under_test
+from tests.system.scripted_workers import Gate, ScriptedDecode, ScriptedPrefill, ScriptedWorker
+
+_DEADLINE_S = 20.0
+
+
+@asynccontextmanager
+async def _router() -> AsyncIterator[RouterUnderTest]:
+    async with router_under_test(silence_s=0.6, grace_s=60.0, placement="round-robin") as router:
+        yield router
+
+
+def _count(router: RouterUnderTest, leg: str, outcome: str) -> float:
+    return router.telemetry.value("tandem_hedges_total", leg=leg, outcome=outcome)
+
+
+async def _reached(gate: Gate) -> None:
+    await asyncio.wait_for(gate.reached.wait(), _DEADLINE_S)
+
+
+async def _end(router: RouterUnderTest, task: "asyncio.Task[Answer]", request: GenerateRequest) -> Answer:
+    async with asyncio.timeout(_DEADLINE_S):
+        answer = await task
+    for choice in range(request.n):
+        assert answer.token_ids[choice] == expected_tokens(router, request, choice)
+    return answer
+
+
+def _wake(worker: ScriptedWorker) -> None:
+    worker.door.open()
+    if isinstance(worker, ScriptedDecode):
+        worker.voice.open()
+        worker.resumed.set()
+
+
+async def _stopped_decode(
+    router: RouterUnderTest, request: GenerateRequest
+) -> "tuple[asyncio.Task[Answer], ScriptedPrefill, ScriptedDecode, ScriptedDecode]":
+    """A request whose decode worker stops in the middle; what prefills from then on is held before its first token."""
+    prefill = await router.add_prefill("p0")
+    stopped, other = await router.add_decode("d0"), await router.add_decode("d1")
+    await router.connected()
+    stopped.pause_at = 4
+    task = asyncio.create_task(answer_to(router, request))
+    await asyncio.wait_for(stopped.paused.wait(), _DEADLINE_S)
+    prefill.before_first_tokens.close()
+    stopped.freeze()
+    return task, prefill, stopped, other
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_hedge_takes_over_with_its_first_token_and_the_suspect_that_wakes_says_nothing_more(n: int) -> None:
+    async with _router() as router:
+        task, prefill, stopped, other = await _stopped_decode(router, request := ask(n=n, max_tokens=12))
+        await _reached(prefill.before_first_tokens)
+        prefill.before_first_tokens.open()
+        other.pause_at = 8
+        await asyncio.wait_for(other.paused.wait(), _DEADLINE_S)
+        _wake(stopped)  # the client still waits; what it says now is of an attempt that is over
+        await asyncio.wait_for(stopped.cancelled.wait(), _DEADLINE_S)
+        other.resumed.set()
+        answer = await _end(router, task, request)
+        assert answer.summary.ledger.reasons == ("decode_hedged",)
+        assert _count(router, "decode", "taken_over") == 1
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_decode_worker_that_wakes_before_the_hedge_has_a_token_goes_on_and_the_hedge_is_cancelled(
+    n: int,
+) -> None:
+    async with _router() as router:
+        task, prefill, stopped, other = await _stopped_decode(router, request := ask(n=n, max_tokens=12))
+        await _reached(prefill.before_first_tokens)
+        _wake(stopped)
+        answer = await _end(router, task, request)
+        assert answer.summary.ledger.reasons == ()
+        assert (_count(router, "decode", "called_off"), _count(router, "decode", "taken_over")) == (1, 0)
+        await asyncio.wait_for(prefill.cancelled.wait(), _DEADLINE_S)
+        assert 2 <= len(prefill.jobs) <= 1 + n, "each choice has its own tokens by now"
+        await other.until(lambda: not other.running and not other.progress)
+        async with asyncio.timeout(_DEADLINE_S):
+            while not router.telemetry.value("tandem_false_suspicions_total", role="decode"):
+                await router.fleet.changed()
+
+
+async def test_a_prefill_worker_that_wakes_before_the_hedge_has_a_token_goes_on_and_the_hedge_is_cancelled() -> None:
+    async with _router() as router:
+        stopped, other = await router.add_prefill("p0"), await router.add_prefill("p1")
+        await router.add_decode("d0")
+        await router.connected()
+        for worker in (stopped, other):
+            worker.before_first_tokens.close()
+        task = asyncio.create_task(answer_to(router, request := ask()))
+        await _reached(stopped.before_first_tokens)
+        stopped.freeze()
+        await _reached(other.before_first_tokens)
+        _wake(stopped)
+        stopped.before_first_tokens.open()
+        answer = await _end(router, task, request)
+        assert answer.summary.ledger.reasons == ()
+        await asyncio.wait_for(other.cancelled.wait(), _DEADLINE_S)
+        assert _count(router, "prefill", "called_off") == 1
+
+
+async def test_an_exporter_that_stops_before_its_blocks_have_arrived_is_hedged() -> None:
+    """The client has its first token, and the decode worker waits for the rest."""
+    async with _router() as router:
+        stopped, other = await router.add_prefill("p0"), await router.add_prefill("p1")
+        decode = await router.add_decode("d0")
+        await router.connected()
+        decode.transfer.close()
+        task = asyncio.create_task(answer_to(router, request := ask()))
+        await _reached(decode.transfer)
+        stopped.freeze()
+        async with asyncio.timeout(_DEADLINE_S):
+            while not router.fleet.is_checking_prefill:
+                await router.fleet.changed()
+        decode.transfer.open()
+        answer = await _end(router, task, request)
+        assert answer.summary.ledger.reasons in ((), ("prefill_hedged",))
+        assert [len(worker.jobs) for worker in (stopped, other)] == [1, 1]
+
+
+async def test_what_is_beyond_the_budget_is_not_begun_twice_and_given_up_at_the_second_missed_answer() -> None:
+    async with _router() as router:
+        stopped, other = await router.add_prefill("p0"), await router.add_prefill("p1")
+        await router.add_decode("d0")
+        await router.connected()
+        stopped.before_first_tokens.close()
+        other.before_first_tokens.close()
+        requests = [ask(request_id="a"), ask(request_id="b"), ask(request_id="c"), ask(request_id="d")]
+        tasks = [asyncio.create_task(answer_to(router, request)) for request in requests]
+        async with asyncio.timeout(_DEADLINE_S):
+            while len(stopped.jobs) + len(other.jobs) < len(requests):
+                await stopped.beats.get()
+        held = {job.request_id for job in stopped.jobs}
+        assert len(held) == 2
+        stopped.freeze()
+        async with asyncio.timeout(_DEADLINE_S):
+            while len(other.jobs) < len(requests):
+                await other.beats.get()
+        assert _count(router, "prefill", "taken_over") == 0, "one hedge, which waits for its first token"
+        other.before_first_tokens.open()
+        answers = [await _end(router, task, request) for task, request in zip(tasks, requests, strict=True)]
+        reasons = [answer.summary.ledger.reasons for answer in answers]
+        assert sorted(reasons) == [(), (), ("prefill_hedged",), ("prefill_worker_lost",)]
+        assert _count(router, "prefill", "taken_over") == 1
+
+
+async def test_a_hedge_that_finds_no_room_costs_the_suspects_request_nothing() -> None:
+    async with _router() as router:
+        task, prefill, stopped, other = await _stopped_decode(router, request := ask(max_tokens=12))
+        prefill.refusals = [QueueFull("full")] * 3
+        other.refusals = [QueueFull("full")] * 3
+        async with asyncio.timeout(_DEADLINE_S):
+            while not _count(router, "decode", "failed"):
+                await prefill.beats.get()
+        prefill.before_first_tokens.open()
+        _wake(stopped)
+        await _end(router, task, request)
+
+
+async def test_a_client_that_leaves_takes_its_hedge_along() -> None:
+    async with _router() as router:
+        task, prefill, stopped, other = await _stopped_decode(router, ask(max_tokens=12))
+        await _reached(prefill.before_first_tokens)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wait_for(prefill.cancelled.wait(), _DEADLINE_S)
+        await other.until(lambda: not other.running)
+        assert _count(router, "decode", "called_off") == 1
+        _wake(stopped)

@@ -1,0 +1,125 @@
+"""Hedges, decided: when one begins, how many there may be, and which line of work may append tokens."""
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.hedging import Action, HedgeBudget, Line, Race, RaceOutcome, claim, decide, may_append
+
+
+@dataclass(eq=False)
+class Contested:
+    line: Line
+    race: Race | None = None
+
+
+def _choices(number: int = 2) -> tuple[list[Contested], Line]:
+    line = Line()
+    return [Contested(line) for _ in range(number)], line
+
+
+@pytest.mark.parametrize(
+    ("num_missed", "is_replaceable", "may_hedge"), list(itertools.product(range(4), (False, True), (False, True)))
+)
+def test_what_is_done_about_a_suspect(num_missed: int, is_replaceable: bool, may_hedge: bool) -> None:
+    action = decide(num_missed, is_replaceable=is_replaceable, may_hedge=may_hedge)
+    if not num_missed or not is_replaceable:
+        assert action is Action.WAIT
+    elif num_missed == 1:
+        assert action is (Action.HEDGE if may_hedge else Action.WAIT)
+    else:
+        assert action is Action.GIVE_UP
+
+
+def test_at_most_a_twentieth_of_what_runs_has_a_hedge_and_always_one() -> None:
+    for num_running, most in ((0, 1), (1, 1), (39, 1), (40, 2), (1000, 50)):
+        budget = HedgeBudget()
+        while budget.may_begin(num_running):
+            budget.begin()
+        assert budget.num_hedges == most
+        budget.end()
+        assert budget.may_begin(num_running)
+
+
+def test_the_suspect_goes_on_until_the_hedge_has_its_first_token_and_never_after() -> None:
+    choices, suspect = _choices()
+    hedge, ended = Line(), list[None]()
+    race = Race(choices, hedge, lambda: ended.append(None))
+    assert may_append(choices[0], hedge)
+    assert (race.outcome, len(ended)) == (RaceOutcome.TAKEN_OVER, 1)
+    assert not any(may_append(choice, suspect) for choice in choices), "of all its choices"
+    assert all(may_append(choice, hedge) for choice in choices)
+    race.call_off()
+    assert race.outcome is RaceOutcome.TAKEN_OVER and len(ended) == 1
+
+
+def test_a_suspect_that_speaks_first_ends_the_hedge() -> None:
+    choices, suspect = _choices()
+    hedge, ended = Line(), list[None]()
+    race = Race(choices, hedge, lambda: ended.append(None))
+    assert may_append(choices[1], suspect)
+    assert (race.outcome, len(ended)) == (RaceOutcome.CALLED_OFF, 1)
+    assert not any(may_append(choice, hedge) for choice in choices)
+    claim(choices, hedge)
+    assert not any(may_append(choice, hedge) for choice in choices), "it is over, whatever it still tries"
+    assert all(may_append(choice, suspect) for choice in choices)
+    race.take_over()
+    assert race.outcome is RaceOutcome.CALLED_OFF and len(ended) == 1
+
+
+def test_a_hedge_without_a_token_claims_nothing_and_the_current_line_calls_it_off() -> None:
+    choices, current = _choices()
+    hedge = Line()
+    race = Race(choices, hedge, lambda: None)
+    claim(choices, hedge)
+    assert race.outcome is None and all(choice.line is current for choice in choices)
+    claim(choices, current)
+    assert race.outcome is RaceOutcome.CALLED_OFF
+    assert not may_append(choices[0], hedge) and may_append(choices[0], current)
+
+
+def test_a_line_that_begins_again_takes_back_what_a_hedge_had_that_ended_with_it() -> None:
+    choices, current = _choices()
+    hedge = Line()
+    Race(choices, hedge, lambda: None).take_over()
+    hedge.is_over = True
+    assert not any(may_append(choice, line) for choice in choices for line in (hedge, current))
+    claim(choices, current)
+    assert all(may_append(choice, current) for choice in choices)
+    assert not any(may_append(choice, hedge) for choice in choices)
+
+
+_STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["say", "hedge", "claim", "call_off", "take_over"]), st.integers(0, 7), st.integers(0, 2)
+    ),
+    max_size=60,
+)
+
+
+@given(steps=_STEPS)
+def test_of_any_lines_at_most_one_may_append_to_a_choice_and_a_fenced_one_never_comes_back_by_itself(
+    steps: list[tuple[str, int, int]],
+) -> None:
+    choices, root = _choices(3)
+    lines, races, fenced = [root], list[Race](), set[tuple[int, Line]]()
+    for what, which, where in steps:
+        line, choice = lines[which % len(lines)], choices[where]
+        before = [each.line for each in choices]
+        if what == "say":
+            if may_append(choice, line):
+                assert choice.line is line and not line.is_over and choice.race is None
+                assert (where, line) not in fenced
+        elif what == "hedge" and choice.race is None and len(lines) < 8:
+            lines.append(Line())
+            races.append(Race([each for each in choices if each.race is None], lines[-1], lambda: None))
+        elif what == "claim" and line is root:
+            claim([choice], line)
+            fenced.discard((where, line))
+        elif races:
+            race = races[which % len(races)]
+            race.call_off() if what == "call_off" else race.take_over()
+        fenced |= {(at, old) for at, old in enumerate(before) if choices[at].line is not old}
