@@ -119,6 +119,16 @@ async def test_refusals_carry_the_same_reason_on_both_surfaces(client: openai.As
     assert over_http.value.code == over_grpc.value.reason == "prompt_too_long"
 
 
+async def test_names_at_the_limit_are_served_by_every_worker(client: openai.AsyncOpenAI, tandem: AsyncClient) -> None:
+    label = "l" * 128
+    batch = await client.completions.create(
+        model="", prompt=[_PROMPT, "import os"], n=2, max_tokens=3, extra_headers={"x-request-id": label}
+    )
+    assert len(batch.choices) == 4
+    result = await tandem.generate(_PROMPT, n=3, max_tokens=3, request_id="é" * 128, label=label).result()
+    assert (result.request_id, result.ledger.label, len(result.choices)) == ("é" * 128, label, 3)
+
+
 async def test_two_live_requests_with_one_label_are_both_served(
     cluster: LocalCluster, client: openai.AsyncOpenAI
 ) -> None:
