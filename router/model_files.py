@@ -53,6 +53,7 @@ class ModelInfo:
     default_sampling: Sampling  # of generation_config.json, over temperature 1 and nothing cut off
     default_max_tokens: int | None  # its max_new_tokens
     lengths: LengthLimits = NO_LIMITS
+    tokenizer_digest: str = ""  # of tokenizer.json, and of the tokens that tokenizer_config.json adds
     notes: tuple[str, ...] = ()  # what of the files is not followed; said once at start
 
 

@@ -63,7 +63,7 @@ class Acceptance:
                 " prompt, or ask a router with the same tokenizer and chat template"
             )
         resolved = resolve(request, prompt_token_ids, replace(model, lengths=NO_LIMITS))
-        if not hmac.compare_digest(self.parameters_digest, _parameters_digest(resolved, model.name)):
+        if not hmac.compare_digest(self.parameters_digest, _parameters_digest(resolved, model)):
             raise RequestChanged(
                 "this router resolves other parameters than those that were accepted: send every field as the first"
                 " time and those of AcceptedRequest, or ask a router with the same model files"
@@ -87,7 +87,7 @@ def accept(
         ends_at_us=int(min(rendered_at_us + timeout_s * 1e6, _LAST_US)),
         client_digest=_client_digest(request.client),
         prompt_digest=_prompt_digest(resolved.prompt_token_ids),
-        parameters_digest=_parameters_digest(resolved, model.name),
+        parameters_digest=_parameters_digest(resolved, model),
     )
 
 
@@ -154,11 +154,12 @@ def _prompt_digest(token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(pack_ids(token_ids)).digest()
 
 
-def _parameters_digest(resolved: ResolvedRequest, model: str) -> bytes:
-    """Of everything in `resolved` but the prompt's tokens. The seeds of the choices follow from seed and number."""
+def _parameters_digest(resolved: ResolvedRequest, model: ModelInfo) -> bytes:
+    """Of everything in `resolved` but the prompt's tokens, and of what turns tokens into text: a resumed request
+    replays its text, and looks in it for stop strings."""
     sampling, stops = resolved.sampling, resolved.stops
     fields = (
-        model,
+        [model.name, model.tokenizer_digest],
         [_as_travelled(value) for value in (sampling.temperature, sampling.top_p, sampling.min_p)],
         [sampling.top_k, sampling.num_logprobs],
         [stops.max_tokens, stops.min_tokens, sorted(stops.stop_token_ids)],

@@ -5,6 +5,8 @@ arguments and safe to call from several threads; a long prompt takes long, so th
 The library keeps Python's lock while it encodes one text, and gives it back for a list of texts: all are lists of one.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +50,8 @@ class Tokenization:
             max_model_len=max_model_len,
             has_chat_template=chat_template is not None,
         )
-        return Tokenization(replace(info, lengths=lengths), tokenizer, chat_template)
+        digest = _tokenizer_digest(folder, tokenizer_config) if tokenizer is not None else ""
+        return Tokenization(replace(info, lengths=lengths, tokenizer_digest=digest), tokenizer, chat_template)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """With the special tokens that the tokenizer's post-processor adds. Raises NoTokenizer, InvalidRequest."""
@@ -118,6 +121,12 @@ class Tokenization:
             name = self.model_info.name
             raise NoTokenizer(f"the model {name} has no tokenizer: send token ids, not text, and no stop strings")
         return self._tokenizer
+
+
+def _tokenizer_digest(folder: Path, tokenizer_config: dict[str, object]) -> str:
+    """Equal on routers that make the same text of the same tokens, whatever version of the library they run."""
+    added = json.dumps(tokenizer_config.get("added_tokens_decoder"), sort_keys=True)
+    return hashlib.sha256((folder / "tokenizer.json").read_bytes() + added.encode()).hexdigest()
 
 
 def _read_tokenizer(folder: Path, tokenizer_config: dict[str, object]) -> Tokenizer | None:

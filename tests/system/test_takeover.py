@@ -377,6 +377,7 @@ async def test_a_chat_that_resumes_after_midnight_continues_its_own_prompt(tmp_p
         (other_template, {"chat": CHAT}, "prompt_changed"),
         (other_tokenizer, {"text": "def f(x):"}, "prompt_changed"),
         (other_tokenizer, {"chat": CHAT}, "prompt_changed"),
+        (other_tokenizer, {"token_ids": wire.pack_ids(PROMPT)}, "request_changed"),
     ],
 )
 async def test_a_router_that_makes_another_prompt_refuses_to_resume_by_name(

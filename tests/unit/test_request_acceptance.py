@@ -156,15 +156,19 @@ def test_the_parameters_digest_covers_every_field_of_a_resolved_request() -> Non
     }
     fields = {field.name for field in dataclasses.fields(ResolvedRequest)} - {"prompt_token_ids"}
     assert set(other) == fields, "a new field needs a place in the digest"
-    digest = _parameters_digest(resolved, "m")
+    digest = _parameters_digest(resolved, MODEL)
     for name, value in other.items():
-        assert _parameters_digest(replace(resolved, **{name: value}), "m") != digest, name  # type: ignore[arg-type]
-    assert _parameters_digest(resolved, "n") != digest
+        assert _parameters_digest(replace(resolved, **{name: value}), MODEL) != digest, name  # type: ignore[arg-type]
+    assert _parameters_digest(resolved, replace(MODEL, name="n")) != digest
 
 
 def test_a_router_with_other_model_files_or_another_model_is_found_out(token: bytes) -> None:
     acceptance = AcceptanceSigner(b"key").shown(resumed(token))
-    for model in (replace(MODEL, eos_token_ids=frozenset({1})), replace(MODEL, name="another")):
+    for model in (
+        replace(MODEL, eos_token_ids=frozenset({1})),
+        replace(MODEL, name="another"),
+        replace(MODEL, tokenizer_digest="another"),
+    ):
         with pytest.raises(RequestChanged):
             acceptance.resolved(resumed(token), PROMPT, model)
 
