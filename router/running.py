@@ -1,9 +1,10 @@
 """Tasks that live exactly as long as the block that started them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Generator, Iterable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from contextvars import Context
+from typing import Any, TypeVar
 
 Answer = TypeVar("Answer")
 
@@ -23,11 +24,44 @@ async def running(work: Coroutine[None, None, Answer]) -> AsyncIterator[asyncio.
 async def branches() -> AsyncIterator[asyncio.TaskGroup]:
     """Tasks that are started one by one. The block ends when all have; the first error, of a task or of the block,
     ends the others and is the one raised."""
+    task = asyncio.current_task()
+    assert task is not None
+    num_cancels = task.cancelling()
     try:
-        async with asyncio.TaskGroup() as group:
+        async with _Branches() as group:
             yield group
+            await group.until_all_ended()
     except ExceptionGroup as errors:
+        if task.cancelling() > num_cancels:  # from outside: a group that has errors forgets it
+            task.uncancel()
+            task.cancel()
         raise errors.exceptions[0] from errors
+
+
+class _Branches(asyncio.TaskGroup):
+    """A group whose tasks end before its block does. `TaskGroup.__aexit__` of Python 3.11 and 3.12 leaves the task that
+    waits there marked as cancelled when one of its tasks fails, and every `asyncio.timeout` around it then raises
+    CancelledError instead of TimeoutError."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._started: set[asyncio.Task[Any]] = set()
+
+    def create_task(
+        self,
+        coro: Generator[Any, None, Answer] | Coroutine[Any, Any, Answer],
+        *,
+        name: str | None = None,
+        context: Context | None = None,
+    ) -> asyncio.Task[Answer]:
+        task = super().create_task(coro, name=name, context=context)
+        self._started.add(task)
+        task.add_done_callback(self._started.discard)
+        return task
+
+    async def until_all_ended(self) -> None:
+        while self._started:
+            await asyncio.wait(self._started)
 
 
 async def all_of(works: Iterable[Coroutine[None, None, None]]) -> None:
