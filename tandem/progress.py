@@ -22,6 +22,8 @@ _NOT_AS_ACCEPTED = frozenset({"prompt_changed", "request_changed"})
 _DUPLICATE = "duplicate_request"
 _MAX_IDS = 4
 _MAX_REQUEST_ID_CHARACTERS = 128
+# Every router reads the same registry, and the one that answered has waited for as long as there was any use.
+_SAME_EVERYWHERE = frozenset({"no_worker_large_enough"})
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.1, 2.0  # at most; the clients of a lost router do not all come at once
 _MAX_DOUBLINGS = 10
 
@@ -78,7 +80,7 @@ class Progress:
             self._take_another_id()
             return 0.0
         is_asked_again = isinstance(error, Unavailable) or error.reason in _NOT_AS_ACCEPTED
-        if not (is_asked_again or (is_refusal and self._has_begun)):
+        if error.reason in _SAME_EVERYWHERE or not (is_asked_again or (is_refusal and self._has_begun)):
             raise error
         self._num_lost += 1
         known = self._known()

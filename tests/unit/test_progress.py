@@ -178,6 +178,7 @@ def test_a_choice_does_not_go_on_after_its_end() -> None:
         Overloaded("larger than max", reason="resource_exhausted"),
         DeadlineExceeded("too late", reason="deadline_exceeded"),
         InternalError("its own fault", reason="internal"),
+        Unavailable("no worker can hold it", reason="no_worker_large_enough"),
     ],
 )
 def test_what_a_router_says_is_wrong_is_not_asked_again(error: TandemError) -> None:
