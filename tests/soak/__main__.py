@@ -1,8 +1,9 @@
 """`make soak`: a whole cluster at full rate for minutes, with reads of KV that go wrong, and nothing wrong to be seen.
 
 First every question is answered without faults. Then the same questions, again and again, at full concurrency, with
-faults in a share of all reads: each answer must equal the fault-free one, no block may be left in any worker, and no
-process may grow. The result is printed and, with --write, kept under benchmarks/results/.
+faults in a share of all reads: each answer must equal the fault-free one, no block may be left in any worker, no
+process may grow, and no router may suspect a worker, since none is stopped. `--busy-loops N` takes processor time away.
+The result is printed and, with --write, kept under benchmarks/results/.
 """
 
 import argparse
@@ -11,12 +12,17 @@ import json
 import os
 import platform
 import random
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+
+import httpx
 
 from cluster.redis_server import RedisServer
 from tests.soak.result import Soak
@@ -33,20 +39,40 @@ _FLAGS = (
     *("--lease-s", "2", "--max-lease-s", "3", "--read-timeout-s", "3", "--quarantine-s", "1"),
     *("--prefix-caching", "off"),  # or the same questions would soon need no reads
 )
-
+_BUSY_LOOP = """
+import os, sys
+while os.getppid() == int(sys.argv[1]):
+    for _ in range(1_000_000):
+        pass
+"""
 
 _Question = tuple[tuple[int, ...], int]  # prompt, max_tokens
 
 
-async def main(minutes: float, fault_rate: float, seed: int) -> Soak:
+async def main(minutes: float, fault_rate: float, seed: int, num_busy_loops: int = 0) -> Soak:
     redis = await RedisServer.start()
     questions = _questions(seed)
     try:
         with tempfile.TemporaryDirectory() as directory:
             expected = await _fault_free(redis.url, Path(directory), questions)
-            return await _soak(redis.url, Path(directory), questions, expected, minutes * 60, fault_rate, seed)
+            with busy_loops(num_busy_loops):
+                soak = await _soak(redis.url, Path(directory), questions, expected, minutes * 60, fault_rate, seed)
+            soak.num_busy_loops = num_busy_loops
+            return soak
     finally:
         await redis.stop()
+
+
+@contextmanager
+def busy_loops(number: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that only use the processor. They end with the block, or with this process if it is killed."""
+    loops = [subprocess.Popen([sys.executable, "-c", _BUSY_LOOP, str(os.getpid())]) for _ in range(number)]
+    try:
+        yield loops
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 def _questions(seed: int) -> list[_Question]:
@@ -94,6 +120,7 @@ async def _soak(
             watching.result()  # raises what ended the watch
         watching.cancel()
         await _account(cluster, soak)
+        soak.false_suspicions, soak.hedges = await _suspicions(cluster)
     finally:
         await cluster.stop()
     soak.faults = _faults(cluster)
@@ -145,6 +172,18 @@ async def _account(cluster: LocalCluster, soak: Soak) -> None:
     soak.blocks_left = {name: await cluster.blocks_in_use(name) for name in cluster.workers()}
 
 
+async def _suspicions(cluster: LocalCluster) -> tuple[float, float]:
+    """False suspicions and hedges, as the router counts them."""
+    async with httpx.AsyncClient(trust_env=False) as http:
+        figures = (await http.get(f"http://{cluster.members['router0'].ready['http']}/metrics")).text
+    return _total(figures, "tandem_false_suspicions_total"), _total(figures, "tandem_hedges_total")
+
+
+def _total(figures: str, name: str) -> float:
+    """Over all labels; `figures` as Prometheus reads them."""
+    return sum(float(line.split()[-1]) for line in figures.splitlines() if line.startswith((name + "{", name + " ")))
+
+
 def _faults(cluster: LocalCluster) -> dict[str, int]:
     """From the last such line of each decode worker."""
     total: Counter[str] = Counter()
@@ -161,9 +200,12 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--fault-rate", type=float, default=0.05, help="share of reads that go wrong")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(2)))
+    parser.add_argument(
+        "--busy-loops", type=int, default=0, metavar="N", help="processes that use all they get of a core, beside it"
+    )
     parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results/")
     arguments = parser.parse_args()
-    result = asyncio.run(main(arguments.minutes, arguments.fault_rate, arguments.seed))
+    result = asyncio.run(main(arguments.minutes, arguments.fault_rate, arguments.seed, arguments.busy_loops))
     text = result.as_markdown()
     sys.stdout.write(text)
     if arguments.write:

@@ -12,6 +12,7 @@ class Soak:
     fault_rate: float
     seed: int
     machine: str
+    num_busy_loops: int = 0  # other processes, each of which uses all it gets of a core
     seconds: float = 0.0
     num_answers: int = 0
     num_wrong: int = 0
@@ -22,6 +23,8 @@ class Soak:
     rss_mb: dict[str, list[float]] = field(default_factory=dict)  # by member, sampled evenly
     descriptors: dict[str, list[int]] = field(default_factory=dict)
     members_lost: list[str] = field(default_factory=list)  # ended by themselves: nobody was to die
+    false_suspicions: float = 0.0  # workers that a router found silent, and that were there; nobody was stopped
+    hedges: float = 0.0  # requests that were begun elsewhere too for that
     blocks_left: dict[str, dict[str, int]] = field(default_factory=dict)  # neither free nor cached at the end
 
     @property
@@ -33,7 +36,8 @@ class Soak:
     def is_good(self) -> bool:
         is_flat = all(ratio < _MAX_GROWTH for ratio in self.growth.values())
         is_whole = not (self.num_wrong or self.num_failed or self.members_lost or any(self.blocks_left.values()))
-        return is_flat and is_whole and bool(self.faults) and self.num_answers > 0
+        is_calm = not (self.false_suspicions or self.hedges)
+        return is_flat and is_whole and is_calm and bool(self.faults) and self.num_answers > 0
 
     def as_markdown(self) -> str:
         rate = self.num_answers / self.seconds if self.seconds else 0.0
@@ -41,11 +45,12 @@ class Soak:
             "# Soak: full rate, with reads that go wrong",
             "",
             f"`make soak`, {self.seconds:.0f} s, seed {self.seed}, {self.machine}.",
-            f"Faults in {self.fault_rate:.0%} of all reads.",
+            f"Faults in {self.fault_rate:.0%} of all reads; {self.num_busy_loops} busy loops beside the cluster.",
             f"**{'good' if self.is_good else 'NOT GOOD'}**",
             "",
             f"- answers: {self.num_answers} ({rate:.1f} a second), wrong {self.num_wrong}, failed {self.num_failed}",
             f"- members that ended by themselves: {', '.join(self.members_lost) or 'none'}",
+            f"- false suspicions: {self.false_suspicions:g}; hedges: {self.hedges:g}",
             f"- blocks left: {sum(sum(left.values()) for left in self.blocks_left.values())}",
             f"- faults injected: {_told(self.faults)}",
             f"- reasons in the answers' ledgers: {_told(self.reasons)}",
