@@ -15,6 +15,7 @@
     ├── NotFound                  no such member, or no such sequence there
     ├── Overloaded                try again later
     │   ├── QueueFull
+    │   ├── TooManyFrozen
     │   ├── SlowClient
     │   └── BuffersFull           what is kept for clients would exceed the router's bound
     ├── Unavailable               the cluster cannot do it now
@@ -124,6 +125,12 @@ class Overloaded(TandemError):
 
 class QueueFull(Overloaded):
     reason = "queue_full"
+
+
+class TooManyFrozen(Overloaded):
+    """A decode worker freezes no further sequence before one of those that are frozen has left or goes on."""
+
+    reason = "too_many_frozen"
 
 
 class SlowClient(Overloaded):

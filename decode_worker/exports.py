@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cluster import holders, tickets
-from cluster.errors import HandOffReason, NotFound, TandemError
+from cluster.errors import HandOffReason, NotFound, TandemError, TooManyFrozen
 from cluster.hashing import hash_prompt
 from cluster.messages import MemberId
 from decode_worker import commands
 from kvtransfer.exporter import Exporter, FirstToken, TailBlock
 
+MAX_FROZEN = 4  # sequences, of all routers together: each of their clients waits
 _WORD_S = 60.0  # after a ticket's end, for its router to thaw or cancel the sequence
+_TURN_S = 0.05  # a move takes about this long
 
 Key = tuple[MemberId, int]  # a router and its handle
 
@@ -54,12 +56,14 @@ class Exports:
         post: Callable[[commands.Command], None],
         on_forgotten: Callable[[MemberId, int], None],
         word_s: float = _WORD_S,
+        max_frozen: int = MAX_FROZEN,
     ) -> None:
         self._exporter = exporter
         self._cluster_key = cluster_key
         self._post = post
         self._on_forgotten = on_forgotten
         self._word_s = word_s
+        self._max_frozen = max_frozen
         self._tickets: dict[Key, bytes] = {}  # of the sequences that are frozen, or about to be
         self._freezing: dict[bytes, _Freezing] = {}
         self._thawing: dict[Key, asyncio.Future[None]] = {}  # by the new handle
@@ -72,11 +76,15 @@ class Exports:
         return map(holders.ticket, self._freezing)
 
     async def freeze(self, order: FreezeOrder) -> FrozenSequence:
-        """Raises NotFound: it does not decode here, or it is frozen already. Once asked for, it happens, whether or not
-        somebody waits for the answer."""
+        """Raises NotFound: it does not decode here, or it is frozen already; TooManyFrozen. Once asked for, it happens,
+        whether or not the caller still waits for the answer."""
         key = (order.router, order.handle)
         if key in self._tickets:
             raise NotFound(f"sequence {order.handle} is frozen already")
+        if len(self._tickets) >= self._max_frozen:
+            raise TooManyFrozen(
+                f"{len(self._tickets)} sequences are frozen here, the most at a time: try again", retry_after_s=_TURN_S
+            )
         ticket_id = self._tickets[key] = secrets.token_bytes(tickets.TICKET_ID_BYTES)
         answer: asyncio.Future[FrozenSequence] = asyncio.get_running_loop().create_future()
         self._freezing[ticket_id] = _Freezing(order, answer)

@@ -203,6 +203,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     def figures(self) -> dict[str, float]:
         return {
             "waiting_jobs": float(self._handles.num_waiting_jobs),
+            "frozen": float(len(self.exports)),
             "stream_bytes": float(self._streams.waiting_bytes),
         }
 

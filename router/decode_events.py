@@ -50,6 +50,7 @@ class MoveOutcome(StrEnum):
     KEPT = "kept"  # it went on where it was
     RESTARTED = "restarted"  # neither had it any more: it is prefilled again
     ENDED = "ended"  # before it could be moved
+    DEFERRED = "deferred"  # it goes on where it is, as its worker has frozen as many as it may; it can be asked again
 
 
 @dataclass(frozen=True, slots=True, eq=False)

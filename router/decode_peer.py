@@ -22,6 +22,8 @@ from router.patience import Patience
 from router.peer import OWN_CALL_S, Answer, Peer
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
+MOVES_AT_ONCE = 4  # from one worker: a frozen sequence's client waits for its own transfer, not for everybody's
+
 
 class DecodePeer(Peer):
     def __init__(
@@ -37,6 +39,7 @@ class DecodePeer(Peer):
         super().__init__(member, channel, patience=patience, on_change=on_change, telemetry=telemetry)
         self._stub = worker_pb2_grpc.DecodeWorkerStub(channel)
         self.stream = stream
+        self.moves = asyncio.Semaphore(MOVES_AT_ONCE)  # held by each sequence that this router moves away from here
 
     @property
     def heard_s(self) -> float:

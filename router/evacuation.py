@@ -13,9 +13,9 @@ import logging
 from cluster.request_size import RequestSize, decode_shortage
 from router.course import Course, to_move
 from router.decode_events import MoveOutcome
-from router.decode_peer import DecodePeer
+from router.decode_peer import MOVES_AT_ONCE, DecodePeer
 from router.fleet import Fleet
-from router.migration import AT_ONCE, PATIENCE_S, Migrations
+from router.migration import PATIENCE_S, Migrations
 from router.running import branches
 
 _LOG = logging.getLogger("tandem.router.evacuation")
@@ -88,7 +88,7 @@ class _Departure:
         assert leaves_at_s is not None
         stream = self._peer.stream
         courses = stream.courses()
-        for handle in to_move(courses, now_s, leaves_at_s)[: AT_ONCE - len(self._moving)]:
+        for handle in to_move(courses, now_s, leaves_at_s)[: MOVES_AT_ONCE - len(self._moving)]:
             move = self._move(handle, courses[handle], leaves_at_s - now_s)
             self._moving[handle] = moves.create_task(move, name=f"move {handle}")
         if now_s >= self._began_s + _START_SHARE * (leaves_at_s - self._began_s):

@@ -8,6 +8,7 @@ router/evacuation.py for workers that leave.
 
 import asyncio
 import logging
+import random
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from cluster.errors import (
     NoWorkers,
     Overloaded,
     TandemError,
+    TooManyFrozen,
     WorkerLost,
 )
 from cluster.messages import MemberId
@@ -33,8 +35,8 @@ from router.placement import Policy, WorkerLoad
 from tandem.v1 import worker_pb2
 
 _LOG = logging.getLogger("tandem.router.migration")
-AT_ONCE = 4  # from one worker: a frozen sequence's client waits for its own transfer, not for everybody's
 PATIENCE_S = 30.0
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.8  # before a worker that has frozen as many as it may is asked again
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +79,36 @@ class Migrations:
         going_to = self._decode(target).member.id if target else None
         if going_to == leaving.member.id:
             raise InvalidRequest(f"{source} is source and target; name another target, or none")
-        slots = asyncio.Semaphore(AT_ONCE)
-
-        async def moved(handle: int) -> MoveOutcome:
-            async with slots:
-                return await self.move(leaving, handle, going_to)
-
         handles = leaving.stream.movable()[: max_sequences or None]
-        outcomes = await asyncio.gather(*map(moved, handles))
+        outcomes = await asyncio.gather(*(self.move(leaving, handle, going_to) for handle in handles))
         num_moved = outcomes.count(MoveOutcome.MOVED)
         return MigrationCount(num_moved, len(outcomes) - num_moved - outcomes.count(MoveOutcome.ENDED))
 
     async def move(
         self, source: DecodePeer, handle: int, target: MemberId | None = None, patience_s: float | None = None
     ) -> MoveOutcome:
-        """One sequence. It goes on when whoever asked does not wait. `target` None: placement chooses."""
-        move = source.stream.ask_to_move(handle, target, self._patience_s if patience_s is None else patience_s)
-        return MoveOutcome.ENDED if move is None else await asyncio.shield(move.outcome)
+        """One sequence, as soon as fewer than MOVES_AT_ONCE others are on their way from its worker, by whichever call.
+        It moves on when the caller no longer waits. `target` None: placement chooses."""
+        patience_s = self._patience_s if patience_s is None else patience_s
+        loop, pause_s = asyncio.get_running_loop(), _SHORTEST_PAUSE_S
+        ask_until_s = loop.time() + patience_s
+        while (outcome := await self._move_once(source, handle, target, patience_s)) is MoveOutcome.DEFERRED:
+            if loop.time() + pause_s > ask_until_s:
+                return MoveOutcome.KEPT
+            await asyncio.sleep(random.uniform(pause_s / 2, pause_s))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return outcome
+
+    async def _move_once(
+        self, source: DecodePeer, handle: int, target: MemberId | None, patience_s: float
+    ) -> MoveOutcome:
+        await source.moves.acquire()
+        move = source.stream.ask_to_move(handle, target, patience_s)
+        if move is None:
+            source.moves.release()
+            return MoveOutcome.ENDED
+        move.outcome.add_done_callback(lambda _: source.moves.release())
+        return await asyncio.shield(move.outcome)
 
     async def carry(self, live: LiveRequest, source: DecodeLeg, move: Move) -> DecodeLeg:
         """The leg on which a single sequence goes on, at the target or where it was; if that is another leg, `source`
@@ -175,8 +190,8 @@ class _Migration:
 
     async def run(self) -> _Carried:
         frozen = await self._freeze()
-        if frozen is None:
-            return _Carried(self._source, MoveOutcome.KEPT, NotFound.reason)
+        if isinstance(frozen, _Carried):
+            return frozen
         await self._source.until_delivered(frozen.num_output, self._patience_s)
         if self._choice.ended:
             return _Carried(self._source, MoveOutcome.ENDED)
@@ -186,9 +201,9 @@ class _Migration:
         except AttemptFailed as failure:
             return _Carried(await self._thaw(), MoveOutcome.KEPT, failure.reason)
 
-    async def _freeze(self) -> worker_pb2.FreezeResponse | None:
-        """None: it does not decode there; it waits, or it has ended, and goes on as it is. Raises AttemptFailed:
-        whether it is frozen is not known."""
+    async def _freeze(self) -> worker_pb2.FreezeResponse | _Carried:
+        """Carried on as it is: it does not decode there, as it waits or has ended; or its worker freezes no more at the
+        moment. Raises AttemptFailed: whether it is frozen is not known."""
         with leg(DECODE, self._source.worker):
             try:
                 return await self._source.decode.freeze(
@@ -196,7 +211,9 @@ class _Migration:
                 )
             except NotFound:
                 self._source.sequences.courses[self._handle].is_waiting = True
-                return None
+                return _Carried(self._source, MoveOutcome.KEPT, NotFound.reason)
+            except TooManyFrozen:
+                return _Carried(self._source, MoveOutcome.DEFERRED, TooManyFrozen.reason)
 
     async def _begin_there(self, ticket: bytes) -> DecodeLeg:
         """Raises AttemptFailed: the target does not have it."""

@@ -232,6 +232,8 @@ class ScriptedDecode(ScriptedWorker):
         self.resumed = asyncio.Event()
         self.first_token_offset = 0
         self.num_first_tokens_kept_back = 0
+        self.freeze_refusals: list[TandemError] = []
+        self.most_frozen = 0
         self.cancelled_handles: set[int] = set()
         self.cancelled = asyncio.Event()
         self.index_changes: list[tuple[int, int]] = []  # (index, index sent instead), once each
@@ -361,11 +363,15 @@ class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
     async def Freeze(self, request: worker_pb2.FreezeRequest, context: _Context) -> worker_pb2.FreezeResponse:
         worker = self._worker
         await worker.before_freezing.passed()
+        if worker.freeze_refusals:
+            raise worker.freeze_refusals.pop(0)
         progress = worker.progress.pop(request.handle, None)
         if progress is None:
             raise NotFound("it does not decode here")
         worker.running.pop(request.handle).cancel()
         worker.frozen[request.handle] = progress
+        worker.most_frozen = max(worker.most_frozen, len(worker.frozen))
+        worker.changed()
         ticket = f"{worker.id} {request.handle} {request.attempt} for {request.importer}".encode()
         job, start = progress.job, progress.start
         last = sampled(job.prompt_token_ids, start.seed, progress.index - 1, job.stops, None)

@@ -1,7 +1,7 @@
 """A running sequence that moves, or stays after all: whatever fails on the way, the client gets every token once."""
 
 import asyncio
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 
 import pytest
 
@@ -13,6 +13,7 @@ from cluster.errors import (
     NotFound,
     QueueFull,
     TandemError,
+    TooManyFrozen,
     WorkerTooSmall,
 )
 from cluster.member import Capacity
@@ -58,6 +59,44 @@ async def test_every_choice_moves_by_itself() -> None:
         await on.complete(answering, request)
         assert [len(job.sequences) for job in on.target.jobs] == [1, 1, 1]
         assert {job.attempt for job in on.target.jobs} == {2, 3, 4}
+
+
+async def test_three_calls_together_freeze_no_more_than_four() -> None:
+    requests = [ask(max_tokens=20, n=4, request_id=f"r{number}") for number in range(3)]
+    async with stage() as on, AsyncExitStack() as streams:
+        answering = [await streams.enter_async_context(on.streaming(request)) for request in requests]
+        await on.joined()
+        on.target.transfer.close()
+        moving = [on.migrating() for _ in range(3)]
+        await on.source.until(lambda: len(on.source.frozen) >= 4)
+        async with asyncio.timeout(10):
+            await on.target.transfer.reached.wait()
+        on.target.transfer.open()
+        counts = await asyncio.gather(*moving)
+        assert sum(count.num_moved for count in counts) == 12
+        assert on.source.most_frozen == 4
+        for request, answer in zip(requests, answering, strict=True):
+            await on.complete(answer, request)
+
+
+async def test_a_worker_that_freezes_no_more_is_asked_again() -> None:
+    """Another router's sequences may be frozen there."""
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await on.joined()
+        on.source.freeze_refusals = [TooManyFrozen("four are frozen"), TooManyFrozen("four are frozen")]
+        assert await on.migrate() == MOVED
+        assert on.count("deferred", "too_many_frozen") == 2
+        answer = await on.complete(answering, request)
+        assert answer.summary.ledger.reasons == ()
+
+
+async def test_a_worker_that_never_freezes_more_keeps_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
+        await on.joined()
+        on.source.freeze_refusals = [TooManyFrozen("four are frozen")] * 9
+        assert await on.router.migrations.move(on.router.fleet.decode(on.source.id), 1, patience_s=0.1) == "kept"
+        on.source.resumed.set()
+        await on.complete(answering, request)
 
 
 async def test_choices_that_stay_are_not_disturbed() -> None:

@@ -8,12 +8,12 @@ import pytest_asyncio
 
 from cluster import kv_wire, tickets, wire
 from cluster.clock import ManualClock
-from cluster.errors import NotFound
+from cluster.errors import NotFound, TooManyFrozen
 from cluster.hashing import hash_prompt
 from cluster.messages import MemberId
 from cluster.transfer_settings import TransferSettings
 from decode_worker import commands
-from decode_worker.exports import Exports, FreezeOrder, FrozenSequence
+from decode_worker.exports import MAX_FROZEN, Exports, FreezeOrder, FrozenSequence
 from kvtransfer.export_call import ExportCall
 from kvtransfer.exporter import Exporter
 from kvtransfer.transports.loopback import LoopbackExporter, LoopbackNetwork
@@ -87,6 +87,13 @@ class Worker:
         task = await self.asked()
         self.pass_commands()
         return await task
+
+    def another(self) -> FreezeOrder:
+        """One more sequence that decodes here."""
+        (handle,) = self.bench.admit(self.bench.job(range(1, 7), max_tokens=20))
+        self.bench.step()
+        self.bench.step()
+        return FreezeOrder(ROUTER, handle, _ATTEMPT, IMPORTER)
 
     def cancel(self) -> None:
         """As the service does it."""
@@ -261,3 +268,25 @@ async def test_a_sequence_whose_router_never_says_what_becomes_of_it_does_not_wa
 
     async with asyncio.timeout(10):
         assert await worker.forgotten.get() == (ROUTER, worker.handle)
+
+
+async def test_a_worker_freezes_at_most_four_at_a_time_for_all_routers(worker: Worker) -> None:
+    orders = [worker.order, *(worker.another() for _ in range(MAX_FROZEN))]
+    freezing = [asyncio.create_task(worker.exports.freeze(order)) for order in orders]
+    await asyncio.sleep(0)
+    with pytest.raises(TooManyFrozen, match="4 sequences are frozen here"):
+        await freezing[-1]
+    worker.pass_commands()
+    await asyncio.gather(*freezing[:-1])
+    assert len(worker.exports) == MAX_FROZEN
+
+    worker.cancel()  # the first one has left
+
+    last = asyncio.create_task(worker.exports.freeze(orders[-1]))
+    await asyncio.sleep(0)
+    worker.pass_commands()
+    assert (await last).num_output
+    for order in orders[1:]:
+        worker.posted.append(commands.CancelSequences(ROUTER, frozenset({order.handle})))
+        worker.exports.forget(ROUTER, frozenset({order.handle}))
+    worker.pass_commands()
