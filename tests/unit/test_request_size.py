@@ -56,7 +56,7 @@ def capacity(**changed: int) -> Capacity:
     return Capacity(**(values | changed))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(DECODE_LIMITS, SIZES)
 def test_a_decode_worker_runs_to_its_end_exactly_what_routers_take_it_for(
     worker: DecodeLimits, size: RequestSize
@@ -77,7 +77,7 @@ def test_a_decode_worker_runs_to_its_end_exactly_what_routers_take_it_for(
         assert all(len(bench.choices[start.handle].output) == size.max_tokens for start in job.sequences)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(DECODE_LIMITS, SIZES)
 def test_a_decode_worker_imports_exactly_what_routers_take_it_for(worker: DecodeLimits, size: RequestSize) -> None:
     bench = DecodeBench(worker)
@@ -99,7 +99,7 @@ def test_a_decode_worker_imports_exactly_what_routers_take_it_for(worker: Decode
             assert bench.failures == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(SIZES, LENGTHS, st.integers(1, 6), st.integers(1, 4), st.integers(1, 24))
 def test_a_prefill_worker_computes_exactly_what_routers_take_it_for(
     size: RequestSize, lengths: LengthLimits, num_blocks: int, block_size: int, max_model_len: int
