@@ -312,16 +312,16 @@ def test_lengths_are_those_of_conversations() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_the_whole_check_runs_in_small(tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "benchmarks.gpu_check", "--tiny", "--output", str(tmp_path))
+    command = (sys.executable, "-m", "benchmarks.gpu_check", "--tiny", "--minutes", "24", "--output", str(tmp_path))
     ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads((tmp_path / "gpu_check.json").read_text())
     verdicts = {section["name"]: section["verdict"] for section in found["sections"]}
     assert len(verdicts) == 8, verdicts
     assert set(verdicts.values()) <= {"passed", "missed its goal"}
-    serving = found["sections"][-1]["figures"]
+    (serving,) = (each["figures"] for each in found["sections"] if each["name"] == "A whole cluster, and kill -9")
     assert [kill["lost"] for kill in serving["kills"]] == [0, 0]
 
 
