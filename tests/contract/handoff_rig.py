@@ -15,7 +15,7 @@ import grpc
 import pytest
 import torch
 
-from cluster.clock import Clock, MonotonicClock
+from cluster.clock import Clock, ManualClock, MonotonicClock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
 from cluster.protocol import OURS, ProtocolRange
@@ -383,6 +383,11 @@ class Rig:
             for block_id, first in zip(imported.tail_block_ids, imported.first_tokens, strict=False)
             if not first.ended
         )
+
+    def let_leases_lapse(self, exporter_clock: ManualClock) -> None:
+        """Of imports that have failed: the exporter releases their blocks when the lease ends, five seconds later."""
+        exporter_clock.advance(TransferSettings().lease_s)
+        self.exporter.reap()
 
     def check_clean(self) -> None:
         """Nothing is held, leased or quarantined on either side."""
