@@ -140,7 +140,7 @@ async def whole(suite: Suite) -> AsyncIterator[Suite]:
     await suite.cluster.until_free()
 
 
-@pytest.fixture(params=_TRANSPORTS)
+@pytest.fixture(params=["shm", "tcp", pytest.param("nixl", marks=pytest.mark.slow)])
 def transport(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if not _is_installed(name):

@@ -2,9 +2,9 @@
 
 Covered exhaustively, each by itself: two tickets of one to three blocks on one pair of workers, with room for both or
 for only one, on either side; two attempts on one ticket, by the same decode worker or by another. In each, control
-messages arrive in any order and each of them up to twice. Up to two faults in all, of any kind, with one and two blocks
-each; one fault with three blocks each, or with renewals. Reads that arrive corrupted and calls that break, which are no
-faults of the others' kind, have a scenario of their own.
+messages arrive in any order and each of them up to twice. Up to two faults in all, of any kind, with one block each
+and, in the long tests, with two; one fault with three blocks each, or with renewals. Reads that arrive corrupted and
+calls that break, which are no faults of the others' kind, have a scenario of their own.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from tests.unit.removed_guards import REMOVALS, Removal
 
 _EVERY_KIND = Scenario("").kinds
 SCENARIOS = (
-    Scenario("one block each, room for both, two faults"),
+    Scenario("one block each, room for both, one fault", faults=1),
     Scenario("one block each, room for one, two faults", prefill_pool=1, decode_pool=1),
-    Scenario("two blocks each, room for one, two faults", blocks=(2, 2)),
+    Scenario("two blocks each, room for one, one fault", blocks=(2, 2), faults=1),
     Scenario(
         "three blocks each, room for one above the watermark, one fault",
         blocks=(3, 3),
@@ -52,6 +52,8 @@ SCENARIOS = (
     ),
 )
 LONG_SCENARIOS = (
+    Scenario("one block each, room for both, two faults"),
+    Scenario("two blocks each, room for one, two faults", blocks=(2, 2)),
     Scenario("two blocks each, the first cached, two faults", blocks=(2, 2), decode_pool=1, cached=True),
     Scenario("second importer while the first one reads, two faults", blocks=(1,), workers=(1, 2), hedged=True),
     Scenario(
