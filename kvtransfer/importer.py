@@ -182,7 +182,7 @@ class Importer:
             num_tail_valid=ticket.num_tokens % self._block_size,
             num_tokens=ticket.num_tokens,
             prompt_hash=ticket.prompt_hash,
-            attach_timeout_s=min(settings.attach_timeout_s, settings.read_timeout_s),
+            attach_timeout_s=min(settings.attach_timeout_s, settings.read_timeout_s, settings.lease_s),
             read_timeout_s=settings.read_timeout_s,
             quarantine_s=settings.quarantine_s,
             timeout_s=settings.attach_timeout_s + settings.max_lease_s,

@@ -1,6 +1,7 @@
 """Hand-offs in time and in space: leases that lapse, waits that end, pools that are too small, reads that never end."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import suppress
 
 import pytest
@@ -8,7 +9,9 @@ import pytest
 from cluster.clock import ManualClock
 from cluster.errors import HandOffReason
 from cluster.transfer_settings import TransferSettings
+from kvtransfer.export_call import ExportCall
 from kvtransfer.transports.loopback import Fault
+from tandem.v1 import kv_pb2
 from tests.contract.handoff_rig import DEADLINE_S, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 
@@ -198,6 +201,20 @@ async def test_a_hand_off_that_can_never_fit_is_refused_with_the_numbers() -> No
         rig.let_leases_lapse(clock)
         assert prefill.released.is_set()
         rig.check_clean()
+
+
+async def test_an_exporter_that_does_not_answer_an_attach_is_left_after_a_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def silent(_: ExportCall) -> AsyncIterator[kv_pb2.ExporterMessage]:
+        await asyncio.Event().wait()
+        yield kv_pb2.ExporterMessage()
+
+    monkeypatch.setattr(ExportCall, "messages", silent)
+    settings = TransferSettings(lease_s=0.3)
+    async with handoff_rig("loopback", settings=settings) as rig, asyncio.timeout(settings.read_timeout_s / 2):
+        importing = rig.start_import(rig.prefill(BLOCK_SIZE))
+        assert await rig.failure(importing, match="no answer while attaching") is HandOffReason.EXPORTER_LOST
 
 
 async def test_a_read_that_does_not_end_is_given_up_and_destroyed() -> None:
