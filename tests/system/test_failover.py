@@ -212,14 +212,15 @@ async def test_a_worker_that_does_not_name_every_first_token_is_not_gone_on_from
         await router.add_prefill("p0")
         decode = await router.add_decode("d0")
         await router.connected()
-        for num_kept_back in (1, 2):
+        # One of two is no valid message; none at all is one, of a worker that did not prefill.
+        for num_kept_back, reason in ((1, "decode_malformed_message"), (2, "decode_first_token_count")):
             decode.num_first_tokens_kept_back = num_kept_back
             request = ask(n=2)
             answer = await answer_to(router, request)
             assert [answer.token_ids[choice] for choice in range(2)] == [
                 expected_tokens(router, request, choice) for choice in range(2)
             ]
-            assert answer.summary.ledger.reasons == ("decode_first_token_count",)
+            assert answer.summary.ledger.reasons == (reason,)
             assert answer.summary.ledger.transport == "tcp"
 
 
