@@ -21,7 +21,7 @@ from cluster.serving import GrpcServer, is_serving, join_address, open_channel
 from cluster.telemetry import Telemetry
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 ROOT = Path(__file__).parents[2]
 Context = grpc.aio.ServicerContext[Any, Any]
 
