@@ -198,6 +198,7 @@ class HandOffReason(StrEnum):
     LEASE_LAPSED = "lease_lapsed"
     DIGEST_MISMATCH = "digest_mismatch"
     UNVERIFIABLE = "unverifiable"  # the exporter gives no digests, and this importer verifies
+    UNVERIFIED_PROVENANCE = "unverified_provenance"  # the exporter did not verify its copy, and this importer verifies
     COUNT_MISMATCH = "count_mismatch"
     PROMPT_MISMATCH = "prompt_mismatch"
     READ_FAILED = "read_failed"

@@ -294,6 +294,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "first_index": _COUNT,
         "block_ids": _SOME_IDS,
         "digests": _DIGESTS,
+        "unverified_block_ids": _IDS,
     },
     kv_pb2.Finished: {
         "epoch": _REQUIRED,
@@ -304,7 +305,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "age_s": _SIGNED_SECONDS,
     },
     kv_pb2.FirstToken: {"token_id": _COUNT, "ended": _FLAG},
-    kv_pb2.TailBlock: {"block_id": _UINT32, "digest": _DIGEST, "num_valid": Whole(least=1)},
+    kv_pb2.TailBlock: {"block_id": _UINT32, "digest": _DIGEST, "num_valid": Whole(least=1), "is_unverified": _FLAG},
     kv_pb2.Failed: {"epoch": _REQUIRED, "reason": _NAME, "detail": _WORDS},
     kv_pb2.Settled: {"epoch": _REQUIRED, "valid": _FLAG},
 }
@@ -362,7 +363,10 @@ def _sealed(message: kv_pb2.Sealed) -> str:
     if message.digests and len(message.digests) != num_blocks * _DIGEST_BYTES:
         return f"digests must be none or one for each of {num_blocks} blocks"
     ids = memoryview(message.block_ids).cast("I")
-    return "" if len(set(ids)) == num_blocks else "block_ids must differ from each other"
+    if len(set(ids)) < num_blocks:
+        return "block_ids must differ from each other"
+    are_among = set(memoryview(message.unverified_block_ids).cast("I")) <= set(ids)
+    return "" if are_among else "unverified_block_ids must be among block_ids"
 
 
 # Of more than one field: what is wrong, or nothing. Each field has passed its own rule.

@@ -58,6 +58,7 @@ class Admission:
         if refusal is None:
             chain = self._new_chain(job.cache_salt, self._wire_dtype)
             chain.hashes = list(grant.claim.block_hashes)
+            self._batch.pool.mark_unverified(command.unverified)
             self._batch.pool.keep(command.sealed_block_ids, chain.hashes, chain.parent_of(0))
             if any(token_id is not None for token_id in command.first_tokens):
                 self._admit_choices(command, grant, chain, now_s)

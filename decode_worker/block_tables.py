@@ -58,6 +58,7 @@ class BlockTables:
         sequence.block_ids, sequence.spare_ids = block_ids[:num_shared], block_ids[num_shared:]
         num_found = len(cached) * self._block_size
         if sequence.swapped is not None:
+            self._pool.mark_unverified(self._brought_back_unverified(sequence, len(cached)))
             self._swaps.bring_in(sequence, len(cached))
             sequence.num_computed, sequence.num_kept = max(sequence.num_computed, num_found), len(cached)
         else:
@@ -68,9 +69,13 @@ class BlockTables:
         """Of a sequence that is preempted: its KV goes to the swap space, where that is the cheaper way, or is lost."""
         num_staying = self._num_staying(sequence)
         block_ids = sequence.block_ids[num_staying : blocks_for(sequence.num_computed, self._block_size)]
+        unverified = self._pool.unverified_among(block_ids)
         self.release(sequence)
         num_tokens = sequence.num_computed - num_staying * self._block_size
         self._swaps.take_out(sequence, num_staying, block_ids, num_tokens)
+        if sequence.swapped is not None:
+            places = (num_staying + n for n, block_id in enumerate(block_ids) if block_id in unverified)
+            sequence.swapped.unverified.update(places)
         if sequence.swapped is None:
             self._forget(sequence)
 
@@ -133,6 +138,8 @@ class BlockTables:
             return ()
         source, (target,) = sequence.block_ids[-1], sequence.spare_ids
         sequence.block_ids, sequence.spare_ids = (*sequence.block_ids[:-1], target), ()
+        if self._pool.unverified_among((source,)):
+            self._pool.mark_unverified((target,))
         self._pool.release((source,))
         return (BlockCopy(source, target),)
 
@@ -173,6 +180,11 @@ class BlockTables:
         """Nothing of a waiting sequence is computed any more."""
         sequence.num_computed = sequence.num_kept = 0
         sequence.chain = self._new_chain(sequence.group.job.cache_salt, NATIVE)  # whatever it was imported as
+
+    def _brought_back_unverified(self, sequence: Sequence, num_found: int) -> list[int]:
+        """Of its new blocks, those that get content which was not verified before it was swapped out."""
+        assert sequence.swapped is not None
+        return [sequence.block_ids[place] for place in sequence.swapped.unverified if place >= num_found]
 
     def _num_staying(self, sequence: Sequence) -> int:
         """Its leading blocks that others use too, and that it will find again if it comes back before those end."""

@@ -48,6 +48,7 @@ class AdmitImported:
     sealed_block_ids: tuple[int, ...]
     tail_block_ids: tuple[int, ...]
     first_tokens: tuple[int | None, ...]
+    unverified: frozenset[int] = frozenset()  # of its blocks, those that were not verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,7 @@ class Frozen:
     num_output: int
     sealed_block_ids: tuple[int, ...]
     tail: Tail | None
+    unverified: frozenset[int] = frozenset()  # of all these, those that came from elsewhere and were not verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +220,7 @@ class PrefixOffered:
 
     ticket_id: bytes
     block_ids: tuple[int, ...]
+    unverified: frozenset[int] = frozenset()
 
 
 Event = (

@@ -27,6 +27,7 @@ class Departures:
             num_output=sequence.num_output,
             sealed_block_ids=sealed_ids,
             tail=tail,
+            unverified=self._offers.unverified(command.ticket_id),
         )
 
     def thaw(self, command: Thaw) -> Event:

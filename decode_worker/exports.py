@@ -127,11 +127,15 @@ class Exports:
             ticket_id=event.ticket_id,
         )
         if event.sealed_block_ids:
-            self._exporter.seal(event.ticket_id, first_index=0, block_ids=event.sealed_block_ids)
+            self._exporter.seal(
+                event.ticket_id, first_index=0, block_ids=event.sealed_block_ids, unverified=event.unverified
+            )
         self._exporter.finish(
             event.ticket_id,
             first_tokens=[FirstToken(event.last_token_id, ended=False)],
-            tail=None if event.tail is None else TailBlock(event.tail.block_id, event.tail.num_valid),
+            tail=None
+            if event.tail is None
+            else TailBlock(event.tail.block_id, event.tail.num_valid, event.tail.block_id in event.unverified),
         )
         if not freezing.answer.done():
             freezing.answer.set_result(FrozenSequence(issued.signed, event.num_output))

@@ -153,6 +153,7 @@ class Imports:
                 sealed_block_ids=imported.sealed_block_ids,
                 tail_block_ids=imported.tail_block_ids,
                 first_tokens=tuple(None if first.ended else first.token_id for first in imported.first_tokens),
+                unverified=imported.unverified_block_ids,
             )
         )
         self._on_admitted(entry.job, imported, frozenset(entry.cancelled_handles))

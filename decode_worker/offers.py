@@ -32,6 +32,10 @@ class Offers:
         """Of each block, how many."""
         return Counter(block_id for block_ids in self._tickets.values() for block_id in block_ids)
 
+    def unverified(self, ticket_id: bytes) -> frozenset[int]:
+        """Of the ticket's blocks, those that came from elsewhere and were not verified."""
+        return self._pool.unverified_among(self._tickets.get(ticket_id, ()))
+
     def lease(self, ticket_id: bytes, sequence: Sequence) -> tuple[tuple[int, ...], Tail | None]:
         """The sealed blocks and the tail of what is computed of it."""
         assert ticket_id not in self._tickets, f"ticket {ticket_id.hex()} used twice"

@@ -101,7 +101,7 @@ class DecodeScheduler:
                 events = (self._departures.thaw(command),)
             case OfferPrefix(ticket_id, block_hashes, min_blocks):
                 leased = self._offers.lease_prefix(ticket_id, block_hashes, min_blocks)
-                events = (PrefixOffered(ticket_id, leased),)
+                events = (PrefixOffered(ticket_id, leased, self._offers.unverified(ticket_id)),)
             case Release(ticket_id):
                 self._offers.release(ticket_id)
             case Inspect(inspection_id):

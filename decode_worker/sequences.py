@@ -31,6 +31,7 @@ class Swapped:
 
     first: int
     slots: tuple[int, ...]
+    unverified: set[int] = field(default_factory=set)  # places among its blocks whose KV was not verified
 
 
 @dataclass(slots=True, eq=False)

@@ -167,7 +167,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                 case commands.Thawed() | commands.ThawRefused():
                     self.exports.on_thawed(event)
                 case commands.PrefixOffered():
-                    self._prefixes.on_offered(event.ticket_id, event.block_ids)
+                    self._prefixes.on_offered(event.ticket_id, event.block_ids, event.unverified)
                 case Inspected():
                     self._inspections.on_inspected(event)
 

@@ -45,6 +45,7 @@ class BlockPool:
         self._num_held = 0
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the warmest block first
         self._cache = PrefixCache(eviction_of(eviction, num_blocks))
+        self._unverified: set[int] = set()  # came from another worker, and were not verified; until reserved again
         self._story: deque[tuple[str, tuple[int, ...]]] = deque(maxlen=_NUM_REMEMBERED)
 
     @property
@@ -84,6 +85,7 @@ class BlockPool:
         for block_id in block_ids:
             self._references[block_id] = 1
         self._num_held += num_blocks
+        self._unverified.difference_update(block_ids)
         self._story.append(("reserve", block_ids))
         return block_ids
 
@@ -112,6 +114,15 @@ class BlockPool:
             self._require(self._references[block_id] > 0, "keep", block_id)
             self._cache.add(block_id, block_hash, parent)
             parent = block_hash
+
+    def mark_unverified(self, block_ids: Iterable[int]) -> None:
+        """They have content of another worker that was not verified: whoever finds, copies or offers them knows it."""
+        for block_id in block_ids:
+            self._require(self._references[block_id] > 0, "mark_unverified", block_id)
+            self._unverified.add(block_id)
+
+    def unverified_among(self, block_ids: Iterable[int]) -> frozenset[int]:
+        return frozenset(self._unverified.intersection(block_ids))
 
     def share(self, block_ids: Sequence[int]) -> None:
         """One more reference to each; they must be in use, or cached."""

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -49,6 +49,7 @@ class TailBlock:
 
     block_id: int
     num_valid: int
+    is_unverified: bool = False  # came from another worker, and was not verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class _Written:
 
     ticket_id: bytes
     block_ids: tuple[int, ...]
+    unverified: frozenset[int]
     event: Callable[[tuple[RemoteBlock, ...]], machine.Event]
 
 
@@ -172,9 +174,19 @@ class Exporter:
         )
         return IssuedTicket(ticket.ticket_id, tickets.sign(ticket, self._key))
 
-    def seal(self, ticket_id: bytes, *, first_index: int, block_ids: Sequence[int]) -> None:
-        """These are written and will not change; first_index counts in the ticket's order."""
-        self._after_digests(ticket_id, tuple(block_ids), lambda blocks: machine.SealBlocks(first_index, blocks))
+    def seal(
+        self, ticket_id: bytes, *, first_index: int, block_ids: Sequence[int], unverified: Set[int] = frozenset()
+    ) -> None:
+        """These are written and will not change; first_index counts in the ticket's order. `unverified`: those among
+        them that came from another worker, and were not verified."""
+        self._after_digests(
+            _Written(
+                ticket_id,
+                tuple(block_ids),
+                frozenset(unverified) & frozenset(block_ids),
+                lambda blocks: machine.SealBlocks(first_index, blocks),
+            )
+        )
 
     def finish(
         self,
@@ -196,7 +208,9 @@ class Exporter:
             digested = None if tail is None else Tail(blocks[0], tail.num_valid)
             return machine.Finish(firsts, ticket.num_tokens, ticket.prompt_hash, digested)
 
-        self._after_digests(ticket_id, () if tail is None else (tail.block_id,), finished)
+        block_ids = () if tail is None else (tail.block_id,)
+        unverified = frozenset(block_ids if tail is not None and tail.is_unverified else ())
+        self._after_digests(_Written(ticket_id, block_ids, unverified, finished))
 
     def fail(self, ticket_id: bytes, *, reason: HandOffReason, detail: str) -> None:
         """Prefill will not finish: whoever attached is told; the blocks are released as soon as nobody reads them."""
@@ -258,16 +272,11 @@ class Exporter:
         del self._tickets[export.ticket.ticket_id]
         self._release(export.ticket.ticket_id)
 
-    def _after_digests(
-        self,
-        ticket_id: bytes,
-        block_ids: tuple[int, ...],
-        event: Callable[[tuple[RemoteBlock, ...]], machine.Event],
-    ) -> None:
+    def _after_digests(self, written: _Written) -> None:
         """Feeds the event to the ticket's machine when the blocks' digests are known, in the order of the calls."""
-        if ticket_id not in self._tickets:
+        if written.ticket_id not in self._tickets:
             return  # released meanwhile: nobody wants to know
-        self._written.append(_Written(ticket_id, block_ids, event))
+        self._written.append(written)
         if not self._is_digesting:
             self._is_digesting = True
             asyncio.get_running_loop().call_soon(self._digest_next)  # with what else the same step has written
@@ -302,7 +311,9 @@ class Exporter:
                 _LOG.error("request %s: digests failed", export.ticket.request_id, exc_info=error)
                 export.take(machine.Fail(HandOffReason.PREFILL_FAILED, "the exporter could not read its blocks"))
             else:
-                blocks = tuple(RemoteBlock(block_id, next(left)) for block_id in written.block_ids)
+                blocks = tuple(
+                    RemoteBlock(block_id, next(left), block_id in written.unverified) for block_id in written.block_ids
+                )
                 export.take(written.event(blocks))
 
     async def _prepare_here(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:

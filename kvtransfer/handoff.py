@@ -48,6 +48,7 @@ class RemoteBlock:
 
     block_id: int
     digest: bytes  # empty: its exporter does not compute them
+    is_unverified: bool = False  # its exporter had it from another worker, and did not verify it
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,7 @@ class Guards:
     # of the importer
     whole_reservation: Callable[[int, int], int]  # (all blocks, offered so far) -> how many to reserve now
     exempt_as_drawn: Callable[[bool], bool]  # (not to be verified, as was drawn) -> is taken as it came
+    provenance_accepted: Callable[[bool, bool], bool]  # (never verified, this importer verifies) -> may be read
     same_digest: Callable[[bytes, bytes], bool]
     same_count: Callable[[int, int], bool]
     same_prompt: Callable[[bytes, bytes], bool]
@@ -164,6 +166,7 @@ GUARDS = Guards(
     same_epoch=lambda ours, theirs: ours == theirs,
     whole_reservation=lambda num_blocks, num_offered: num_blocks,
     exempt_as_drawn=lambda is_unverified: is_unverified,
+    provenance_accepted=lambda is_unverified, verifies: not (is_unverified and verifies),
     same_digest=lambda announced, found: announced == found,
     same_count=lambda expected, found: expected == found,
     same_prompt=lambda expected, found: expected == found,

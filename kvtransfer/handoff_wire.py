@@ -142,13 +142,16 @@ def _sealed_to_wire(message: Sealed) -> kv_pb2.Sealed:
         first_index=message.first_index,
         block_ids=pack_ids([block.block_id for block in message.blocks]),
         digests=b"".join(block.digest for block in message.blocks),
+        unverified_block_ids=pack_ids([block.block_id for block in message.blocks if block.is_unverified]),
     )
 
 
 def _sealed_from_wire(wire: kv_pb2.Sealed) -> Sealed:
     block_ids = unpack_ids(wire.block_ids)
     digests = split_digests(wire.digests) if wire.digests else (b"",) * len(block_ids)
-    blocks = tuple(RemoteBlock(block_id, digest) for block_id, digest in zip(block_ids, digests, strict=True))
+    unverified = frozenset(unpack_ids(wire.unverified_block_ids))
+    pairs = zip(block_ids, digests, strict=True)
+    blocks = tuple(RemoteBlock(block_id, digest, block_id in unverified) for block_id, digest in pairs)
     return Sealed(epoch_from_wire(wire.epoch), wire.first_index, blocks)
 
 
@@ -161,7 +164,12 @@ def _finished_to_wire(message: Finished) -> kv_pb2.Finished:
     )
     if message.tail is not None:
         block = message.tail.block
-        tail = kv_pb2.TailBlock(block_id=block.block_id, digest=block.digest, num_valid=message.tail.num_valid)
+        tail = kv_pb2.TailBlock(
+            block_id=block.block_id,
+            digest=block.digest,
+            num_valid=message.tail.num_valid,
+            is_unverified=block.is_unverified,
+        )
         finished.tail.CopyFrom(tail)
     return finished
 
@@ -169,7 +177,8 @@ def _finished_to_wire(message: Finished) -> kv_pb2.Finished:
 def _finished_from_wire(wire: kv_pb2.Finished) -> Finished:
     tail = None
     if wire.HasField("tail"):
-        tail = Tail(RemoteBlock(wire.tail.block_id, wire.tail.digest), wire.tail.num_valid)
+        block = RemoteBlock(wire.tail.block_id, wire.tail.digest, wire.tail.is_unverified)
+        tail = Tail(block, wire.tail.num_valid)
     return Finished(
         epoch_from_wire(wire.epoch),
         tuple(FirstToken(first.token_id, first.ended) for first in wire.first_tokens),

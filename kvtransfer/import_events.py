@@ -166,6 +166,7 @@ class Admit:
     first_tokens: tuple[FirstToken, ...]
     num_cached: int  # of the sealed ones, the pool's own
     num_read: int
+    unverified_block_ids: frozenset[int] = frozenset()  # of those that were read; tails of ended choices may be among
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,8 +215,17 @@ def _admit(state: Import) -> Step:
     num_sealed = state.plan.num_sealed
     sealed, tails = state.local_block_ids[:num_sealed], state.local_block_ids[num_sealed:]
     num_read = state.plan.num_blocks - state.num_cached - state.num_needless
-    admit = Admit(sealed, tails, finished.first_tokens, state.num_cached, num_read)
+    admit = Admit(sealed, tails, finished.first_tokens, state.num_cached, num_read, _unverified_block_ids(state))
     return _to(state, ImportPhase.ADMITTED), (admit, Close())
+
+
+def _unverified_block_ids(state: Import) -> frozenset[int]:
+    """Of what was read: taken as it came here, or by a worker before. What the cache had keeps what is known of it."""
+    return frozenset(
+        local
+        for place, (block, local) in enumerate(zip(state.offered, state.local_block_ids, strict=True))
+        if place >= state.num_cached and (place in state.unverified or (block is not None and block.is_unverified))
+    )
 
 
 def _reserved(state: Import, event: Reserved, now_s: float, guards: Guards) -> Step:
@@ -380,6 +389,14 @@ def _read(state: Import, now_s: float, guards: Guards) -> Step:
         return _give_up(
             state, now_s, guards, HandOffReason.UNVERIFIABLE, f"the exporter gives no digests of blocks {unverifiable}"
         )
+    unproven = [
+        place
+        for place, block in zip(places, blocks, strict=True)
+        if not guards.provenance_accepted(block.is_unverified, state.plan.verifies_all)
+    ]
+    if unproven:
+        detail = f"the exporter had blocks {unproven} from another worker and did not verify them"
+        return _give_up(state, now_s, guards, HandOffReason.UNVERIFIED_PROVENANCE, detail)
     reading = Reading(state.num_reads, places, now_s + state.plan.read_timeout_s)
     unverified = frozenset(local for place, _, local in missing if place in state.unverified)
     start = StartRead(reading.read_id, tuple(block.block_id for block in blocks), locals_, unverified)

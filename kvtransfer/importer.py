@@ -59,6 +59,7 @@ class Imported:
     kv_bytes: int  # read over the transport, and verified as --kv-verify says
     exposed_transfer_s: float  # from the end of the prefill's last step to settled
     total_s: float
+    unverified_block_ids: frozenset[int] = frozenset()  # taken as they came, here or at a worker before
 
 
 class Importer:
@@ -187,6 +188,7 @@ class Importer:
             quarantine_s=settings.quarantine_s,
             timeout_s=settings.attach_timeout_s + settings.max_lease_s,
             vocab_size=vocab_size,
+            verifies_all=self._means.verify is VerifyMode.ALL,
         )
 
 
@@ -200,4 +202,5 @@ def _imported(admitted: Admitted) -> Imported:
         kv_bytes=admitted.kv_bytes,
         exposed_transfer_s=admitted.exposed_transfer_s,
         total_s=admitted.total_s,
+        unverified_block_ids=admitted.admit.unverified_block_ids,
     )

@@ -74,6 +74,7 @@ class AdmitPull:
     pull_id: int
     root: bytes
     block_hashes: tuple[bytes, ...]
+    unverified: frozenset[int] = frozenset()  # of its blocks, those that were not verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,7 @@ class Sealed:
     ticket_id: bytes
     first_index: int
     block_ids: tuple[int, ...]
+    unverified: frozenset[int] = frozenset()  # of these, those that came from elsewhere and were not verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,7 @@ class PrefixOffered:
 
     ticket_id: bytes
     block_ids: tuple[int, ...]
+    unverified: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

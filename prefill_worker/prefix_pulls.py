@@ -192,7 +192,7 @@ class PrefixPulls:
             )
         finally:
             del self._hashes[pull_id]
-        self._post(commands.AdmitPull(pull_id, chain.parent_of(0), hashes))
+        self._post(commands.AdmitPull(pull_id, chain.parent_of(0), hashes, imported.unverified_block_ids))
         return (len(hashes) - imported.num_cached) * means.block_size
 
     async def _ask(self, job: PrefillJob, pull: Pull, hashes: Sequence[bytes]) -> kv_pb2.OfferPrefixResponse:

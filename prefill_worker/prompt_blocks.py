@@ -51,7 +51,8 @@ class PromptBlocks:
             return ()
         self.pool.lease(newly_sealed)
         first_index, running.num_leased = running.num_leased, num_sealed
-        return (Sealed(running.ticket_id, first_index, newly_sealed),)
+        unverified = self.pool.unverified_among(newly_sealed)
+        return (Sealed(running.ticket_id, first_index, newly_sealed, unverified),)
 
     def lease_tail(self, running: Running) -> Tail | None:
         """Of a prompt that is computed, with all before it sealed. None: it has none, or nobody will come for it."""
@@ -84,11 +85,15 @@ class PromptBlocks:
             return PrefixOffered(command.ticket_id, ())
         self._leased[command.ticket_id] = block_ids
         self.pool.lease_found(block_ids)
-        return PrefixOffered(command.ticket_id, block_ids)
+        return PrefixOffered(command.ticket_id, block_ids, self.pool.unverified_among(block_ids))
 
     def lend_prefix(self, ticket_id: bytes, block_hashes: Sequence[bytes], first: int) -> tuple[int, ...]:
-        """To be copied out."""
-        block_ids = self._leased[ticket_id] = self.pool.find(block_hashes)[first:]
+        """To be copied out: those before the first that was not verified. Tiers keep no provenance, and files outlive
+        this process."""
+        found = self.pool.find(block_hashes)[first:]
+        unverified = self.pool.unverified_among(found)
+        num_verified = next((n for n, block_id in enumerate(found) if block_id in unverified), len(found))
+        block_ids = self._leased[ticket_id] = found[:num_verified]
         self.pool.lease_copied(block_ids)
         return block_ids
 

@@ -6,6 +6,7 @@ A pull is given all its blocks at once and now, or none: it may help a prompt, i
 from collections.abc import Iterable, Sequence
 
 from engine.block_pool import BlockPool
+from prefill_worker.commands import AdmitPull
 
 
 class PulledBlocks:
@@ -38,10 +39,11 @@ class PulledBlocks:
         self._pulls[pull_id] = block_ids
         return block_ids, len(found)
 
-    def admit(self, pull_id: int, block_hashes: Sequence[bytes], root: bytes) -> None:
-        """They are verified: whoever begins like this finds them from now on."""
-        block_ids = self._pulls.pop(pull_id)
-        self._pool.keep(block_ids, block_hashes, root)
+    def admit(self, command: AdmitPull) -> None:
+        """They are settled: whoever begins like this finds them from now on."""
+        block_ids = self._pulls.pop(command.pull_id)
+        self._pool.mark_unverified(command.unverified)
+        self._pool.keep(block_ids, command.block_hashes, command.root)
         self._pool.release(block_ids)
 
     def discard(self, pull_id: int, quarantined: frozenset[int]) -> None:

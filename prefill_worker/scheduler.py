@@ -84,8 +84,8 @@ class PrefillScheduler:
                 # What waits in the queue may need comes first.
                 num_to_leave = sum(self._limits.num_needed(waiting.job) for waiting in self._jobs.queue)
                 return (self._blocks.reserve_pull(command, num_to_leave=num_to_leave),)
-            case AdmitPull(pull_id, root, block_hashes):
-                self._blocks.pulled.admit(pull_id, block_hashes, root)
+            case AdmitPull():
+                self._blocks.pulled.admit(command)
             case DiscardPull(pull_id, quarantined):
                 self._blocks.pulled.discard(pull_id, quarantined)
             case Quiet(block_ids):

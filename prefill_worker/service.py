@@ -139,7 +139,12 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 case commands.Refused():
                     self._on_refused(event)
                 case commands.Sealed():
-                    self._exporter.seal(event.ticket_id, first_index=event.first_index, block_ids=event.block_ids)
+                    self._exporter.seal(
+                        event.ticket_id,
+                        first_index=event.first_index,
+                        block_ids=event.block_ids,
+                        unverified=event.unverified,
+                    )
                 case commands.Finished():
                     self._on_finished(event)
                 case commands.Failed():
@@ -153,7 +158,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                     assert self._tiers is not None, "nobody asked for it"
                     self._tiers.on_event(event)
                 case commands.PrefixOffered():
-                    self._prefixes.on_offered(event.ticket_id, event.block_ids)
+                    self._prefixes.on_offered(event.ticket_id, event.block_ids, event.unverified)
                 case commands.PrefixesTold():
                     self._feed.on_told(event)
                 case Inspected():

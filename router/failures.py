@@ -33,6 +33,7 @@ _OF_PAIR = frozenset(
         HandOffReason.READ_TIMEOUT,
         HandOffReason.DIGEST_MISMATCH,
         HandOffReason.UNVERIFIABLE,
+        HandOffReason.UNVERIFIED_PROVENANCE,
         HandOffReason.NO_COMMON_TRANSPORT,
         HandOffReason.NO_COMMON_PROTOCOL,
         HandOffReason.LAYOUT_MISMATCH,

@@ -256,16 +256,18 @@ class Refused(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class Sealed(_message.Message):
-    __slots__ = ("epoch", "first_index", "block_ids", "digests")
+    __slots__ = ("epoch", "first_index", "block_ids", "digests", "unverified_block_ids")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    UNVERIFIED_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     epoch: Epoch
     first_index: int
     block_ids: bytes
     digests: bytes
-    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., first_index: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., digests: _Optional[bytes] = ...) -> None: ...
+    unverified_block_ids: bytes
+    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., first_index: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., unverified_block_ids: _Optional[bytes] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("epoch", "first_tokens", "num_tokens", "prompt_hash", "tail", "age_s")
@@ -292,14 +294,16 @@ class FirstToken(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., ended: bool = ...) -> None: ...
 
 class TailBlock(_message.Message):
-    __slots__ = ("block_id", "digest", "num_valid")
+    __slots__ = ("block_id", "digest", "num_valid", "is_unverified")
     BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUM_VALID_FIELD_NUMBER: _ClassVar[int]
+    IS_UNVERIFIED_FIELD_NUMBER: _ClassVar[int]
     block_id: int
     digest: bytes
     num_valid: int
-    def __init__(self, block_id: _Optional[int] = ..., digest: _Optional[bytes] = ..., num_valid: _Optional[int] = ...) -> None: ...
+    is_unverified: bool
+    def __init__(self, block_id: _Optional[int] = ..., digest: _Optional[bytes] = ..., num_valid: _Optional[int] = ..., is_unverified: bool = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("epoch", "reason", "detail")

@@ -103,12 +103,12 @@ class AheadBench(DecodeBench):
         self._settle_if_all_waits()
         super().discard(handoff, quarantined)
 
-    def finish(self, handoff: HandOff) -> None:
+    def finish(self, handoff: HandOff, *, is_verified: bool = True) -> None:
         """A whole block is written, with nothing behind its last token."""
         assert handoff.block_ids is not None
         for block_id in handoff.block_ids[handoff.num_cached :]:
             self.runner.written[block_id] = [None] * self.limits.block_size
-        super().finish(handoff)
+        super().finish(handoff, is_verified=is_verified)
 
     def read(self, frozen: Frozen) -> None:
         super().read(frozen)

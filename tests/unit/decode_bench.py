@@ -215,7 +215,7 @@ class DecodeBench:
         self.apply(Reserve(handoff.handoff_id, num_blocks, tuple(chain.hashes), job))
         return handoff
 
-    def finish(self, handoff: HandOff) -> None:
+    def finish(self, handoff: HandOff, *, is_verified: bool = True) -> None:
         """The importer has read everything: writes it, and admits what did not end with its first token."""
         assert handoff.block_ids is not None
         del self.handoffs[handoff.handoff_id]
@@ -230,7 +230,8 @@ class DecodeBench:
                 self.runner.written[block_id][place % size] = token_id
         self._track(job)
         first_tokens = tuple(self._first_token(start.handle) for start in job.sequences)
-        self.apply(AdmitImported(handoff.handoff_id, job, sealed_ids, tail_ids, first_tokens))
+        unverified = frozenset(() if is_verified else handoff.block_ids[handoff.num_cached :])
+        self.apply(AdmitImported(handoff.handoff_id, job, sealed_ids, tail_ids, first_tokens, unverified))
 
     def discard(self, handoff: HandOff, quarantined: Iterable[int] = ()) -> None:
         del self.handoffs[handoff.handoff_id]

@@ -31,6 +31,7 @@ REMOVALS = (
     _without("same_epoch", lambda ours, theirs: True, blocks=(1,), kinds=_only("expiry")),
     _without("whole_reservation", lambda num_blocks, offered: offered, blocks=(2, 2), prefill_pool=4, decode_pool=3),
     _without("exempt_as_drawn", lambda is_unverified: True, kinds=_only("corrupt")),
+    _without("provenance_accepted", lambda is_unverified, verifies: True, wrong="provenance"),
     _without("same_digest", lambda announced, found: True, kinds=_only("corrupt")),
     _without("same_count", lambda expected, found: True, wrong="count"),
     _without("same_prompt", lambda expected, found: True, wrong="prompt"),

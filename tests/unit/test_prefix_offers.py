@@ -54,7 +54,7 @@ class _Bench:
 async def test_the_ticket_covers_exactly_what_is_here_and_is_finished() -> None:
     bench = _Bench()
     offering = asyncio.create_task(bench.offers.offer(bench.request()))
-    bench.offers.on_offered(await bench.asked.get(), (7, 3, 9))
+    bench.offers.on_offered(await bench.asked.get(), (7, 3, 9), frozenset({3}))
 
     offer = await offering
 
@@ -63,7 +63,7 @@ async def test_the_ticket_covers_exactly_what_is_here_and_is_finished() -> None:
     assert (issue, seal, finish, expect_soon) == ("issue", "seal", "finish", "expect_soon")
     assert (ticket["num_tokens"], ticket["prompt_hash"], ticket["num_choices"]) == (48, _HASHES[2], 0)
     assert str(ticket["importer"]) == "me@1"
-    assert blocks == {"first_index": 0, "block_ids": (7, 3, 9)}
+    assert blocks == {"first_index": 0, "block_ids": (7, 3, 9), "unverified": {3}}
     assert end == {"first_tokens": (), "tail": None}
     assert expected == {"ticket_id": ticket["ticket_id"]}, "leased for no longer than an asker that lives needs"
     assert bench.released == []

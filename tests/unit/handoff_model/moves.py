@@ -81,10 +81,11 @@ def compute(draft: Draft, ticket: int) -> None:
         block_ids = draft.free_remote()[:num_blocks]
         for block in block_ids:
             draft.remote = replaced(draft.remote, block, 0)
-    content = 16 * (ticket + 1) + stage
+    is_damaged = draft.machines.scenario.wrong == "provenance"  # on its way to the exporter, which did not look
+    content = CORRUPT if is_damaged else 16 * (ticket + 1) + stage
     draft.remote = replaced(draft.remote, block_ids[stage], content)
     digest = bytes([CORRUPT if draft.machines.scenario.wrong == "digest" else content])
-    sealed = RemoteBlock(block_ids[stage], digest)
+    sealed = RemoteBlock(block_ids[stage], digest, is_damaged)
     draft.jobs = replaced(draft.jobs, ticket, (stage + 1, block_ids))
     if stage + 1 < num_blocks:
         draft.advance_export(ticket, exporting.SealBlocks(stage, (sealed,)))

@@ -41,7 +41,7 @@ class Scenario:
     hedged: bool = False  # the second attempt does not wait for the first one's failure
     alternatives: int = 0  # further ways to the same blocks
     together: bool = False  # what is on its way to an importer may also come as one
-    wrong: str = ""  # the exporter lies about: prompt, count, digest
+    wrong: str = ""  # the exporter lies about: prompt, count, digest; or says that it verified nothing: provenance
 
     @property
     def is_retry(self) -> bool:

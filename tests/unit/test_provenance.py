@@ -1,0 +1,126 @@
+"""A block that came from another worker and was not verified is known as such wherever its content goes."""
+
+from cluster.hashing import NATIVE, keyed_chains
+from cluster.messages import MemberId
+from decode_worker.commands import OfferPrefix as OfferFromDecode
+from decode_worker.commands import PrefixOffered as OfferedByDecode
+from engine.block_pool import BlockPool
+from engine.policies import make_policy
+from prefill_worker import commands
+from prefill_worker.limits import PrefillLimits
+from prefill_worker.scheduler import PrefillScheduler
+from tests.prefill_jobs import prefill_job
+from tests.unit.decode_bench import DecodeBench, limits
+
+_BLOCK = 4
+_TOKENS = tuple(range(1, 14))  # three full blocks, and one token
+
+
+def test_a_pool_forgets_provenance_only_when_a_block_is_reserved_again() -> None:
+    pool = BlockPool(2)
+    first = pool.reserve(1)
+    assert first is not None
+    pool.mark_unverified(first)
+    pool.keep(first, (b"h",), b"root")
+    pool.release(first)
+    assert pool.find((b"h",)) == first and pool.unverified_among(first) == set(first), "cached, and still not verified"
+    pool.share(first)
+    pool.release(first)
+    again = pool.reserve(2)
+    assert again is not None and pool.unverified_among(again) == frozenset()
+    pool.check()
+
+
+class _Prefill:
+    """A prefill worker's scheduler with a pulled prefix of three blocks."""
+
+    def __init__(self, unverified_places: tuple[int, ...]) -> None:
+        chains = keyed_chains(b"key", _BLOCK)
+        policy = make_policy("fcfs")
+        self.scheduler = PrefillScheduler(
+            PrefillLimits(
+                num_blocks=16,
+                max_model_len=1 << 20,
+                block_size=_BLOCK,
+                max_prefill_tokens=64,
+                max_num_seqs=8,
+                max_queue=8,
+            ),
+            new_chain=chains,
+            policy=policy,
+        )
+        chain = chains("", NATIVE)
+        chain.extend(_TOKENS)
+        self.hashes = tuple(chain.hashes)
+        (reserved,) = self.scheduler.apply(commands.ReservePull(1, self.hashes), 0.0)
+        assert isinstance(reserved, commands.PullReserved) and reserved.block_ids is not None
+        self.block_ids = reserved.block_ids
+        self.unverified = frozenset(self.block_ids[place] for place in unverified_places)
+        self.scheduler.apply(commands.AdmitPull(1, chain.parent_of(0), self.hashes, self.unverified), 0.0)
+
+
+def test_a_pulled_prefix_is_offered_with_what_was_not_verified() -> None:
+    prefill = _Prefill(unverified_places=(0, 2))
+    (offered,) = prefill.scheduler.apply(commands.OfferPrefix(b"t", prefill.hashes, 1), 0.0)
+    assert offered == commands.PrefixOffered(b"t", prefill.block_ids, prefill.unverified)
+
+
+def test_a_prompt_that_begins_with_a_pulled_prefix_hands_it_over_as_not_verified() -> None:
+    prefill = _Prefill(unverified_places=(1,))
+    prefill.scheduler.apply(
+        commands.Submit(b"t", prefill_job(_TOKENS, max_tokens=4, importer=MemberId("d0", "1"))), 0.0
+    )
+    events, plan = prefill.scheduler.plan(0.0)
+    (sealed,) = [event for event in events if isinstance(event, commands.Sealed)]
+    assert plan is not None and sealed.block_ids == prefill.block_ids and sealed.unverified == prefill.unverified
+
+
+def test_only_what_was_verified_is_lent_to_the_tiers() -> None:
+    prefill = _Prefill(unverified_places=(2,))
+    (lent,) = prefill.scheduler.apply(commands.LendPrefix(b"t", prefill.hashes, 0), 0.0)
+    assert lent == commands.PrefixLent(b"t", prefill.block_ids[:2])
+    prefill.scheduler.apply(commands.Release(b"t"), 0.0)
+    prefill.scheduler.check()
+
+
+def _imported(bench: DecodeBench, *, is_verified: bool, num_output: int = 12) -> int:
+    handoff = bench.reserve(bench.job(_TOKENS[:6], max_tokens=num_output))
+    bench.finish(handoff, is_verified=is_verified)
+    return handoff.job.sequences[0].handle
+
+
+def test_a_sequence_moves_on_with_what_it_had_from_elsewhere_and_nobody_verified() -> None:
+    for is_verified in (True, False):
+        bench = DecodeBench(limits(num_blocks=16))
+        handle = _imported(bench, is_verified=is_verified)
+        came = set(bench.sequence(handle).block_ids)
+        for _ in range(4):
+            bench.step()
+        frozen = bench.freeze(handle)
+        assert frozen is not None
+        assert frozen.unverified == (set() if is_verified else came), "what it computed itself is verified"
+        bench.release(frozen.ticket_id)
+
+
+def test_blocks_of_a_cache_keep_their_provenance_for_the_next_who_asks() -> None:
+    bench = DecodeBench(limits(num_blocks=16))
+    handle = _imported(bench, is_verified=False)
+    sealed = bench.sequence(handle).block_ids[:1]
+    bench.run()
+    chain = bench.new_chain("", bench.wire_dtype)
+    chain.extend(_TOKENS[:4])
+    (offered, *_) = bench.scheduler.apply(OfferFromDecode(b"p", tuple(chain.hashes), 1), 0.0)
+    assert offered == OfferedByDecode(b"p", sealed, frozenset(sealed))
+
+
+def test_swapped_blocks_come_back_as_unverified_as_they_left() -> None:
+    bench = DecodeBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False)
+    handles = [_imported(bench, is_verified=False) for _ in range(2)]
+    while not (plan := bench.step()) or not plan.swaps_in:
+        pass
+    targets = {swap.block_id for swap in plan.swaps_in}
+    pool = bench.scheduler._batch.pool
+    living = [bench.sequence(handle) for handle in handles if handle in bench.live]
+    (back,) = [sequence for sequence in living if set(sequence.block_ids) & targets]
+    assert set(back.block_ids[:2]) <= pool.unverified_among(back.block_ids), "its two imported blocks"
+    assert set(back.block_ids[2:]).isdisjoint(pool.unverified_among(back.block_ids)), "it computed these"
