@@ -137,7 +137,10 @@ class PrefixTiers:
         """Waits a moment for what is being copied, and leaves on disk what fits and was used last."""
         self._closing = True
         if self._stores:
-            await asyncio.wait(self._stores, timeout=_CLOSE_S)
+            _, late = await asyncio.wait(self._stores, timeout=_CLOSE_S)
+            for store in late:  # it waits for a step thread or a disk that hangs
+                store.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
         try:
             self._storer.submit(self._means.copies.flush, self._means.index.only_in_host(), _CLOSE_S)
             ended = asyncio.get_running_loop().run_in_executor(self._storer, self._means.copies.close)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.block_pool import BlockState
-from prefill_worker import commands
+from prefill_worker import commands, prefix_tiers
 from tests.faults.injection import AwaitFaults, SubmitFaults, When, Where
 from tests.prefill_jobs import prefill_job
 from tests.unit.tier_bench import TierBench, prompt
@@ -131,3 +131,13 @@ async def test_leases_that_are_granted_in_the_turn_of_their_time_limit_are_relea
     await bench.stored()
     assert bench.outcomes("store") == {"ok": 9, "failed": 3}, "the time limit had its turn"
     await _check(bench)
+
+
+async def test_a_store_that_waits_for_a_hung_step_thread_ends_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_tiers, "_CLOSE_S", 0.05)
+    bench = TierBench()
+    chain = bench.tiers.chain(prefill_job(prompt(1)))
+    monkeypatch.setattr(bench.tiers, "_post", lambda command: None)  # nothing is answered
+    bench.tiers.store(chain)
+    await bench.tiers.close()
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "store prefix"]
