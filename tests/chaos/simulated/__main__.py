@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tests.chaos.simulated.record import Run
 
 _HASHES = "PYTHONHASHSEED"
+_CHUNK = 500  # seeds
 
 
 def main() -> int:
@@ -22,16 +23,29 @@ def main() -> int:
         again = [sys.executable, "-m", "tests.chaos.simulated", *sys.argv[1:]]
         os.execve(sys.executable, again, os.environ | {_HASHES: "0"})
     from tests.chaos.simulated.batch import story_of
-    from tests.chaos.simulated.record import write
+    from tests.chaos.simulated.record import coverage, keep, kept, total
 
     logging.disable(logging.CRITICAL)
-    run = _run(range(arguments.first, arguments.first + arguments.seeds), arguments.processes)
+    done, runs = ([], []) if not arguments.write else (kept(), [])
+    for seeds in _chunks(range(arguments.first, arguments.first + arguments.seeds)):
+        run = next((run for run in done if (run.first, run.num_seeds) == (seeds.start, len(seeds))), None)
+        if run is None:
+            run = _run(seeds, arguments.processes)
+            if arguments.write:
+                keep(run)
+                print(f"{seeds.stop - arguments.first} of {arguments.seeds} seeds: {run.summary()}", flush=True)
+        runs.append(run)
+    run = total(runs)
     for seed in run.wrong[: arguments.stories]:
         print(story_of(seed, shrunk=not arguments.whole), flush=True)
-    print("\n".join(run.told()))
-    if arguments.write:
-        write(run)
+    print("\n".join(coverage(run)))
+    print(run.summary())
     return bool(run.wrong)
+
+
+def _chunks(seeds: range) -> list[range]:
+    """What is kept at once: a run that is interrupted loses less than one."""
+    return [seeds[start : start + _CHUNK] for start in range(0, len(seeds), _CHUNK)]
 
 
 def _run(seeds: range, num_processes: int) -> "Run":
@@ -39,11 +53,12 @@ def _run(seeds: range, num_processes: int) -> "Run":
     from tests.chaos.simulated.record import Run, hit_name
 
     began_s, cpu_s, num_events, wrong = time.monotonic(), 0.0, 0, list[int]()
-    outcomes, hit = Counter[str](), Counter[str]()
+    outcomes, hit, reached = Counter[str](), Counter[str](), Counter[str]()
     for piece in run_in_pieces(seeds, num_processes=num_processes):
         cpu_s += piece.cpu_s
         for seed, result in piece.results:
             outcomes.update(result.outcomes)
+            reached.update(result.reached)
             hit.update(hit_name(*where) for where in result.hit)
             num_events += result.num_events
             if result.violations:
@@ -59,6 +74,7 @@ def _run(seeds: range, num_processes: int) -> "Run":
         wrong=tuple(sorted(wrong)),
         outcomes=dict(outcomes),
         hit=dict(hit),
+        reached=dict(reached),
     )
 
 
@@ -71,7 +87,11 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--stories", type=int, default=3, metavar="N", help="most stories that are told (default: 3)")
     parser.add_argument("--whole", action="store_true", help="tell stories as they are, without shrinking")
-    parser.add_argument("--write", action="store_true", help="keep the figures, added to those of the same commit")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="keep the figures, added to those of the same commit; what is kept is not run again",
+    )
     return parser.parse_args()
 
 

@@ -8,7 +8,7 @@ import grpc
 
 from cluster.wire import pack_ids
 from router.validation import _choice_seed
-from tandem.errors import InternalError, TandemError, error_from_rpc
+from tandem.errors import InternalError, TandemError, Unavailable, error_from_rpc
 from tandem.progress import Progress
 from tandem.results import Delta
 from tandem.v1 import inference_pb2, inference_pb2_grpc
@@ -112,6 +112,10 @@ class Client:
         except TandemError as final:
             if not any(self._got) and (error.is_lost or error.reason == "draining"):
                 return _AGAIN
+            if self._world.schedule.may_use_up_attempts and isinstance(final, Unavailable | InternalError):
+                return f"given up: {final.reason}"
+            if final.reason == "no_worker_large_enough" and not self._world.has_large_decode_worker(self.ask):
+                return final.reason
             self._world.wrong(f"request {self.number} is lost: {type(final).__name__} {final.reason}: {final.message}")
             return final.reason
 

@@ -23,9 +23,10 @@ from kvtransfer import export_machine, import_machine, import_state, leases
 from prefill_worker.prompt_blocks import PromptBlocks
 from prefill_worker.scheduler import PrefillScheduler
 from router import breakers
+from router.decode_stream import DecodeStream
 from router.ledger import LedgerRecorder
 
-_LABELS = ("side", "leg", "action", "source", "finder", "surface", "outcome", "reason")  # those that name a cause
+LABELS = ("side", "leg", "action", "source", "finder", "outcome", "reason")  # those that name a cause
 _NOT_COUNTED = frozenset({"tandem_http_responses_total"})
 _DECODE_MOVES = {
     Places: ("run", "wait_ready", "wait_empty", "leave_slot", "freeze", "thaw", "take_out", "drop_choice"),
@@ -37,6 +38,10 @@ _DECODE_MOVES = {
 _PREFILL_MOVES = {
     PrefillScheduler: ("_submit", "_start", "_finish", "_abort", "_leave", "_release"),
     PromptBlocks: ("offer_prefix", "lend_prefix", "reserve_pull", "lease_tail"),
+}
+_PHRASES = {  # of what a WorkerLost says, where nothing is counted
+    "and another one does": "prompt left a silent worker",
+    "did not take a start within": "decode start: late",
 }
 _SWAP_OUTCOMES = ("swapped_out", "recomputed", "recompute_cheaper", "swap_full")
 
@@ -87,7 +92,7 @@ def counted(counts: Callable[[], Counter[str] | None]) -> Iterator[None]:
 
 
 def _wrappers(count: Count) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    yield TandemError, "__init__", lambda made: _before(made, lambda error, *_, **__: _count_error(count, error))
+    yield TandemError, "__init__", lambda made: _before(made, functools.partial(_count_error, count))
     yield HandOffFailed, "__init__", lambda made: _before(made, _counting_hand_off(count))
     yield LedgerRecorder, "reason", lambda noted: _before(noted, lambda _, reason: count(f"ledger: {reason}"))
     yield Telemetry, "count", lambda told: _before(told, _counting_label(count))
@@ -97,6 +102,7 @@ def _wrappers(count: Count) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield leases, "_moved", functools.partial(_before, before=_counting_phase(count, "lease"))
     yield leases, "renew", functools.partial(_counting_renewals, count)
     yield breakers._Breaker, "move", functools.partial(_before, before=_counting_breaker(count))
+    yield DecodeStream, "_converse", functools.partial(_counting_streams, count)
     yield SwapSpace, "take_out", functools.partial(_counting_swaps, count)
     for group, moves in (("decode scheduler", _DECODE_MOVES), ("prefill scheduler", _PREFILL_MOVES)):
         for owner, methods in moves.items():
@@ -126,8 +132,11 @@ def _after(function: Any, count: Count, name: str) -> Any:
     return counting
 
 
-def _count_error(count: Count, error: TandemError) -> None:
+def _count_error(count: Count, error: TandemError, message: str, **_: object) -> None:
     count(f"error: {error.reason}")
+    for phrase, name in _PHRASES.items():
+        if phrase in message:
+            count(name)
 
 
 def _counting_hand_off(count: Count) -> Callable[..., None]:
@@ -136,7 +145,7 @@ def _counting_hand_off(count: Count) -> Callable[..., None]:
 
 def _counting_label(count: Count) -> Callable[..., None]:
     def told(_: Telemetry, name: str, value: float = 1, **labels: str) -> None:
-        causes = [str(labels[label]) for label in _LABELS if labels.get(label)]
+        causes = [str(labels[label]) for label in LABELS if labels.get(label)]
         if causes and value and name not in _NOT_COUNTED:
             count(f"counted: {name.removeprefix('tandem_').removesuffix('_total')} {' '.join(causes)}")
         if "reason" in labels and labels["reason"] in HandOffReason.__members__.values():
@@ -151,6 +160,28 @@ def _counting_phase(count: Count, name: str) -> Callable[..., None]:
 
 def _counting_breaker(count: Count) -> Callable[..., None]:
     return lambda breaker, state: count(f"breaker: {breaker.state} > {state}")
+
+
+def _counting_streams(count: Count, converse: Any) -> Any:
+    """Of each stream, the connections after the first one that came about, and the silence that ended one."""
+
+    @functools.wraps(converse)
+    async def counting(stream: DecodeStream, hello_deadline_s: float) -> str:
+        was_connected = getattr(stream, "was_connected", False)
+        try:
+            detail: str = await converse(stream, hello_deadline_s)
+            return detail
+        except TimeoutError:
+            if stream.connected.is_set():
+                count("decode stream: silent")
+            raise
+        finally:
+            if stream.connected.is_set():
+                if was_connected:
+                    count("decode stream: came back")
+                setattr(stream, "was_connected", True)  # noqa: B010 -- production code has no such attribute
+
+    return counting
 
 
 def _counting_renewals(count: Count, renew: Any) -> Any:

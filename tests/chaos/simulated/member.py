@@ -30,7 +30,7 @@ class Member:
 
     def __init__(self, world: "World", role: str, index: int) -> None:
         self._world, self.role, self.place = world, role, f"{role}{index}"
-        self._index = index
+        self.index = index
         self.has_left = False  # for good
         self._port = 7_000 + 100 * len(world.members)
         self._number = 0
@@ -103,7 +103,7 @@ class Member:
             **common,
             port=self._port,
             block_size=schedule.block_size,
-            num_blocks=schedule.num_blocks(self.role, self._index),
+            num_blocks=schedule.num_blocks(self.role, self.index),
             max_prefill_tokens=schedule.max_prefill_tokens,
             max_num_seqs=schedule.max_num_seqs,
             swap_space=str(schedule.swap_blocks * layout_of(schedule.block_size).block_bytes),

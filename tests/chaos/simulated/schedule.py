@@ -116,14 +116,20 @@ class Schedule:
         sizes = self.prefill_blocks if role == "prefill" else self.decode_blocks
         return sizes[number % len(sizes)]
 
+    @property
+    def may_use_up_attempts(self) -> bool:
+        """A worker that cannot read fails every hand-off to it, whatever `max_attempts` is, and leaves one attempt:
+        one more fault may end a request."""
+        cannot_read = any(mishap.kind is Kind.UNREADABLE for mishap in self.mishaps)
+        return cannot_read and (self.read_faults or sum(mishap.kind not in OPERATIONS for mishap in self.mishaps) > 1)
+
 
 _DOWN_S = (0.2, 1.0, 2.5, 4.0, 8.0)
 _SILENT_S = (0.05, 0.5, 1.5, 3.5, 7.0, 18.0)
 _JUMPS_S = (-86_400.0, -60.0, 5.0, 60.0, 3600.0, 31_536_000.0)
 _DEFAULT_ATTEMPTS = 3
 _WATERMARK_BLOCKS = 2  # at most, of the pools drawn here
-# A pool that is too small for some requests. Off: every pool can hold every request of its schedule.
-DRAWS_TOO_SMALL_POOLS = False
+_SMALL_SHARE = 0.3  # of schedules in which some pools are too small for some requests
 # Members that receive a mutated message. Off: no message is mutated by `make_schedule`.
 DRAWS_MUTATIONS = False
 
@@ -214,19 +220,18 @@ _OF_OPERATORS = (
 KINDS = {role: (*kinds, *(kind for kind, of in _OF_OPERATORS if of == role)) for role, kinds in FAULTS.items()}
 
 
-def num_needed(ask: Ask, block_size: int) -> int:
-    """Blocks that all choices of a request hold at their end: they share the prompt's full blocks."""
-    num_full = ask.num_tokens // block_size
-    return num_full + ask.n * (-(-(ask.num_tokens + ask.max_tokens) // block_size) - num_full)
+def holds(num_blocks: int, block_size: int, ask: Ask) -> bool:
+    """Whether a decode worker can run each choice to its end. The KV of the last token is never computed."""
+    return ask.num_tokens + ask.max_tokens <= num_blocks * block_size + 1
 
 
 def _pools(dice: Random, number: int, asks: Sequence[Ask], block_size: int) -> tuple[int, ...]:
-    """Pool sizes: from one that holds the largest request alone to one that holds several."""
-    largest = max(num_needed(ask, block_size) for ask in asks)
-    fits = largest + _WATERMARK_BLOCKS
-    sizes = [dice.choice((fits, fits + dice.randint(0, 6), 2 * fits, 4 * fits)) for _ in range(number)]
-    if DRAWS_TOO_SMALL_POOLS and dice.random() < 0.25:
-        sizes[dice.randrange(number)] = dice.randint(1, largest)
+    """Pool sizes: from one that holds a hand-off of the largest request to one that holds several. In some schedules
+    some pools are too small for some requests."""
+    least = max(-(-(ask.num_tokens + ask.max_tokens) // block_size) + ask.n - 1 for ask in asks) + _WATERMARK_BLOCKS
+    sizes = [dice.choice((least, least + dice.randint(0, 6), 2 * least, 4 * least)) for _ in range(number)]
+    if dice.random() < _SMALL_SHARE:
+        sizes = [dice.randint(1, least) if dice.random() < 0.5 else size for size in sizes]
     return tuple(sizes)
 
 

@@ -17,7 +17,7 @@ from tests.chaos.simulated.member import Member
 from tests.chaos.simulated.network import Network
 from tests.chaos.simulated.phases import BEGINS, ENDS_WITH, kind_of
 from tests.chaos.simulated.redis import PLACE, RedisServer
-from tests.chaos.simulated.schedule import Kind, Mishap, Phase, Schedule
+from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, holds
 
 _CLIENTS_S = 150.0
 _IDLE_S = 60.0  # until nothing is held any more, when everybody is well again
@@ -109,6 +109,14 @@ class World:
 
     def router_addresses(self) -> list[str]:
         return [member.address for member in self.members.values() if member.role == "router"]
+
+    def has_large_decode_worker(self, ask: Ask) -> bool:
+        """Whether one that can hold the request is there, or comes back."""
+        return any(
+            holds(self.schedule.num_blocks(member.role, member.index), self.schedule.block_size, ask)
+            for member in self.members.values()
+            if member.role == "decode" and not member.has_left
+        )
 
     def watch(self, method: str, sender: Process, receiver: Process, message: Any) -> None:
         """Every message, as it is sent."""
