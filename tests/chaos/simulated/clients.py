@@ -114,7 +114,8 @@ class Client:
                 return _AGAIN
             if self._world.schedule.may_use_up_attempts and isinstance(final, Unavailable | InternalError):
                 return f"given up: {final.reason}"
-            if final.reason == "no_worker_large_enough" and not self._world.has_large_decode_worker(self.ask):
+            waited = final.reason in ("no_worker_large_enough", "deadline_exceeded")  # whichever clock is first
+            if waited and not self._world.has_large_decode_worker(self.ask):
                 return final.reason
             self._world.wrong(f"request {self.number} is lost: {type(final).__name__} {final.reason}: {final.message}")
             return final.reason
