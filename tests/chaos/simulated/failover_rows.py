@@ -12,7 +12,9 @@ _PAGE = Path(__file__).parents[3] / "docs" / "failover.md"
 EVIDENCE: dict[str, tuple[str, ...]] = {
     "a worker's process is killed": ("prefill is killed", "decode is killed"),
     "a worker is stopped, or cut off": ("prefill is stopped", "decode is stopped", "prefill is cut", "decode is cut"),
-    "the prefill worker is in doubt, as above, and another one answers": ("prompt left a silent worker",),
+    "a worker is in doubt, as above, and others could serve its requests": ("counted: hedges",),
+    "the same worker misses a second answer": ("error: worker_lost",),
+    "the decode worker that is to import a ticket is in doubt, and another one answers": ("counted: tickets_reissued",),
     "a decode worker's stream is silent while its health answers": ("decode stream: silent",),
     "a connection breaks and comes back": ("decode stream: came back",),
     "a worker says that its step is stuck, or leaves": ("counted: unhealthy step", "decode is asked to leave"),
