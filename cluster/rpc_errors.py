@@ -21,6 +21,7 @@ from cluster.errors import (
     HandOffReason,
     InternalError,
     InvalidRequest,
+    MalformedMessage,
     Overloaded,
     TandemError,
     Unauthenticated,
@@ -36,6 +37,7 @@ HANDOFF_REASON = "tandem-handoff-reason"
 RETRY_AFTER_S = "tandem-retry-after-s"
 
 _LONGEST_RETRY_S = 86_400.0
+_CLIENT_SERVICES = ("/tandem.v1.Inference/", "/tandem.v1.Admin/")
 
 _LOG = logging.getLogger("tandem.rpc")
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -55,9 +57,13 @@ _BY_STATUS: dict[grpc.StatusCode, type[TandemError]] = {
 }
 
 
-async def abort(context: _Context, error: TandemError) -> None:
-    """Ends the call with the error's status. Never returns: gRPC raises AbortError from here."""
-    await context.abort(grpc.StatusCode[grpc_status(error)], error.message, _trailing(error))
+async def abort(context: _Context, error: TandemError, method: str) -> None:
+    """End the call with the error's status. Never returns: gRPC raises AbortError from here.
+
+    Between members the caller has sent the malformed message. A client has not: the message came from a worker."""
+    is_callers_fault = isinstance(error, MalformedMessage) and not method.startswith(_CLIENT_SERVICES)
+    status = grpc.StatusCode.INVALID_ARGUMENT if is_callers_fault else grpc.StatusCode[grpc_status(error)]
+    await context.abort(status, error.message, _trailing(error))
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> TandemError:
@@ -158,7 +164,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         else:
             _LOG.error("call crashed", extra=fields, exc_info=error)
         self._telemetry.count("tandem_rpc_errors_total", reason=known.reason)
-        await abort(context, known)
+        await abort(context, known, method)
 
 
 class _Malformed:

@@ -5,6 +5,7 @@ undisturbed one, got without a retry.
 """
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable
@@ -50,14 +51,18 @@ class Cluster:
         await registry.close()
 
     async def http_text(self) -> str:
-        text = ""
+        """Return the text of a streamed answer, which may come in chunks of any size."""
+        events = []
         url = f"http://{self.members.members['router0'].ready['http']}/v1/completions"
         async with httpx.AsyncClient(timeout=_DEADLINE_S) as http, http.stream("POST", url, json=_BODY) as answer:
             assert answer.status_code == 200, await answer.aread()
             async for line in answer.aiter_lines():
-                text += line
-        assert text.endswith("data: [DONE]")
-        return _without_ids(text)
+                events.append(line.removeprefix("data: "))
+        *chunks, end = filter(None, events)
+        assert end == "[DONE]"
+        choices = [choice for chunk in chunks for choice in json.loads(chunk)["choices"]]
+        assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
+        return "".join(choice["text"] for choice in choices)
 
     @asynccontextmanager
     async def load(self) -> AsyncIterator[list["asyncio.Task[None]"]]:
@@ -93,11 +98,6 @@ async def ended_within(clients: list["asyncio.Task[None]"], duration_s: float) -
     """Of clients that should go on for so long: what ended them."""
     done, _ = await asyncio.wait(clients, timeout=duration_s, return_when=asyncio.FIRST_COMPLETED)
     return [client.exception() for client in done]
-
-
-def _without_ids(events: str) -> str:
-    """A request's name and the second in which it came differ."""
-    return "".join(part for part in events.split(",") if '"id":' not in part and '"created":' not in part)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
