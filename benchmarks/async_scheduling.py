@@ -21,16 +21,16 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import about
-from cluster.hashing import NATIVE, keyed_chains
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.process import lasting
-from decode_worker.commands import AdmitImported, Command, Event, Failed, Reserve, Reserved, StepTokens
-from decode_worker.limits import DecodeLimits
-from decode_worker.scheduler import DecodeScheduler
+from cluster.protocol.hashing import NATIVE, keyed_chains
+from decode_worker.scheduling.commands import AdmitImported, Command, Event, Failed, Reserve, Reserved, StepTokens
+from decode_worker.scheduling.limits import DecodeLimits
+from decode_worker.scheduling.scheduler import DecodeScheduler
 from engine.batch import pack
-from engine.length_prediction import LengthPredictor
-from engine.step import DrawnToken, StepPlan, StepResult
-from engine.step_loop import StepLoop
+from engine.scheduling.length_prediction import LengthPredictor
+from engine.scheduling.step import DrawnToken, StepPlan, StepResult
+from engine.steps.step_loop import StepLoop
 
 _RESULTS = Path(__file__).parent / "results"
 _BLOCK_SIZE, _CONTEXT, _MAX_TOKENS = 16, 2048, 4096

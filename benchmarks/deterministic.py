@@ -13,11 +13,11 @@ from dataclasses import replace
 from functools import partial
 
 from benchmarks.machine import about
-from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
+from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
-from engine.schedule import blocks_for
-from engine.step import Chunk, Sample, StepPlan
+from engine.scheduling.schedule import blocks_for
+from engine.scheduling.step import Chunk, Sample, StepPlan
 
 _PROMPT_TOKENS, _CONTEXT, _TURNS = 512, 300, 5
 _SEQUENCES = (1, 4, 16, 64)

@@ -12,8 +12,8 @@ import torch
 from benchmarks.machine import about
 from cluster.messages import Sampling
 from engine.cpu.compiled_draw import compiled_draw
-from engine.sampler import RowDraw, draw
-from engine.step import Sample
+from engine.scheduling.step import Sample
+from engine.steps.sampler import RowDraw, draw
 
 _VOCAB_SIZES = (49_152, 151_936)
 _NUM_ROWS = (1, 16, 64)

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from benchmarks import engine_parties as parties
 from benchmarks.engine_shapes import Load, ModelShape
-from engine.dummy import dummy_model
+from engine.model.dummy import dummy_model
 
 _FIRST = Load(1, 16, 1)
 _LOAD = """

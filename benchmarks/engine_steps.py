@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-import engine.runner
 from benchmarks.engine_parties import MODEL_CORE
 from benchmarks.engine_shapes import Load
 from benchmarks.engine_table import StepParts
-from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
+from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
-from engine.step import Chunk, Sample, StepPlan
+from engine.scheduling.step import Chunk, Sample, StepPlan
+from engine.steps import runner as step_runner
 
 _WARM_UP, _STEPS = 3, 15
 
@@ -90,7 +90,7 @@ def _timed_parts(built: Engine) -> Iterator[dict[str, float]]:
 
         return call
 
-    module: Any = engine.runner
+    module: Any = step_runner
     pack, draws, forward = module.pack, module.StepDraws, built.runner.forward
     module.pack, module.StepDraws = timed("pack", pack), timed("draw", draws)
     built.runner.forward = timed("forward", forward)

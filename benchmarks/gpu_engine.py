@@ -26,19 +26,19 @@ from benchmarks.gpu_memory import room, that_fit
 from benchmarks.gpu_shapes import GPU_LOADS, TINY_LOADS, Loads, Work, tiny
 from benchmarks.gpu_step_loop import MORE_TOKENS, Decodes, step_times_s
 from benchmarks.machine import about
-from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
+from cluster.settings.engine_settings import EngineSettings
 from engine.attention import registry
 from engine.attention.interface import ATTENTION_NAME, register
 from engine.cuda.gpu_forward import forwards, gpu_forward
 from engine.cuda.launching_runner import LaunchingRunner
-from engine.dummy import dummy_model
-from engine.layout import lay_out
-from engine.loaded import LoadedModel, ModelInfo
-from engine.pool import KvPool
-from engine.runner import ModelRunner
-from engine.step import Chunk, Sample, StepPlan
-from engine.trace import trace
+from engine.kv.layout import lay_out
+from engine.kv.pool import KvPool
+from engine.model.dummy import dummy_model
+from engine.model.loaded import LoadedModel, ModelInfo
+from engine.model.trace import trace
+from engine.scheduling.step import Chunk, Sample, StepPlan
+from engine.steps.runner import ModelRunner
 
 _RESULTS = Path(__file__).parent / "results" / "gpu"
 _GREEDY = Sampling()

@@ -40,10 +40,10 @@ from benchmarks.gpu_serving_load import (
 )
 from benchmarks.gpu_serving_table import table
 from benchmarks.machine import about
-from cli import up
-from cli.latency import report
-from cli.local_cluster import LocalCluster
-from cli.workload import Arrival
+from cli.load.latency import report
+from cli.load.workload import Arrival
+from cli.local.local_cluster import LocalCluster
+from cli.verbs import up
 from cluster.errors import TandemError
 from tandem.client import AsyncClient
 

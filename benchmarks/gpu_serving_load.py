@@ -17,9 +17,9 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.conversation_lengths import draw_lengths
-from cli.latency import Objective, Record, summary
-from cli.open_loop import RequestFailed, open_loop
-from cli.workload import Arrival, clipped, prompt_ids
+from cli.load.latency import Objective, Record, summary
+from cli.load.open_loop import RequestFailed, open_loop
+from cli.load.workload import Arrival, clipped, prompt_ids
 from tandem.client import AsyncClient
 from tandem.errors import TandemError
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from cluster.clock import MonotonicClock
-from cluster.hashing import nameless_chains
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
-from decode_worker.commands import AdmitImported, Command, Event, Reserve, Reserved, StepTokens
-from decode_worker.limits import DecodeLimits
-from decode_worker.scheduler import DecodeScheduler
-from engine.runner import ModelRunner
-from engine.schedule import tail_length
-from engine.step_loop import StepLoop
+from cluster.protocol.hashing import nameless_chains
+from decode_worker.scheduling.commands import AdmitImported, Command, Event, Reserve, Reserved, StepTokens
+from decode_worker.scheduling.limits import DecodeLimits
+from decode_worker.scheduling.scheduler import DecodeScheduler
+from engine.scheduling.schedule import tail_length
+from engine.steps.runner import ModelRunner
+from engine.steps.step_loop import StepLoop
 
 _ROUTER = MemberId("router", "1")
 _TOKEN = 7

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.kv_shapes import Shape
-from engine.pool import KvPool
+from engine.kv.pool import KvPool
 
 
 class DeviceCopy:
@@ -30,7 +30,7 @@ class DeviceCopy:
         return move
 
     def prepare_kernel(self, shape: Shape, dice: random.Random) -> Callable[[], None]:
-        from kvtransfer.transports.cuda_copy import copy_blocks
+        from kvtransfer.transports.cuda.copies import copy_blocks
 
         sources, targets = (
             torch.tensor(shape.pick(len(self._target), dice), device=self._target.device) for _ in range(2)

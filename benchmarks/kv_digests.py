@@ -10,8 +10,8 @@ from statistics import median
 import torch
 
 from benchmarks.kv_shapes import Shape, target_pool
-from engine.pool import KvPool
-from kvtransfer.digest import DEFINITIONS, digest_blocks
+from engine.kv.pool import KvPool
+from kvtransfer.digest.definitions import DEFINITIONS, digest_blocks
 
 _NUM_SAMPLES = 11
 

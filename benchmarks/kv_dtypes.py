@@ -12,10 +12,10 @@ import torch
 
 from benchmarks.engine_shapes import MODELS
 from benchmarks.machine import about
-from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
+from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
-from engine.step import Chunk, Sample, StepPlan
+from engine.scheduling.step import Chunk, Sample, StepPlan
 
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = 320  # of the largest step

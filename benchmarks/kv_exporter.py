@@ -18,13 +18,13 @@ from benchmarks.kv_parties import EPOCH, EXPORTER, IMPORTER, KEY, LAYOUT, PROMPT
 from benchmarks.kv_shapes import BLOCK_SIZE, source_pool
 from benchmarks.kv_sockets import PlainServer
 from cluster.clock import MonotonicClock
-from cluster.telemetry import Telemetry
-from cluster.transfer_settings import TransferSettings
-from kvtransfer.exporter import Exporter, FirstToken
-from kvtransfer.service import KvTransferServicer
+from cluster.observe.telemetry import Telemetry
+from cluster.settings.transfer_settings import TransferSettings
+from kvtransfer.exporter.exporter import Exporter, FirstToken
+from kvtransfer.exporter.service import KvTransferServicer
 from kvtransfer.telemetry import TelemetryCounters
 from kvtransfer.transports.base import ExporterTransport
-from kvtransfer.wire_format import NativeFormat
+from kvtransfer.wire.wire_format import NativeFormat
 from tandem.v1 import kv_pb2_grpc
 
 

@@ -20,17 +20,17 @@ from benchmarks.kv_parties import EPOCH, IMPORTER, KEY, LAYOUT, PROMPT_HASH, loa
 from benchmarks.kv_shapes import BLOCK_SIZE, Shape, check_arrived, target_pool
 from benchmarks.kv_sockets import LOOPS, TLS_LOOPS, PlainClient
 from cluster.clock import MonotonicClock
-from cluster.serving import open_channel
-from cluster.telemetry import Telemetry
-from cluster.transfer_settings import TransferSettings
-from engine.pool import KvPool
-from kvtransfer.block_source import Reservation
-from kvtransfer.channel_reads import ChannelReads
-from kvtransfer.digest import FOLDED
-from kvtransfer.importer import Expected, Importer
+from cluster.observe.telemetry import Telemetry
+from cluster.serving.serving import open_channel
+from cluster.settings.transfer_settings import TransferSettings
+from engine.kv.pool import KvPool
+from kvtransfer.digest.definitions import FOLDED
+from kvtransfer.importer.block_source import Reservation
+from kvtransfer.importer.channel_reads import ChannelReads
+from kvtransfer.importer.importer import Expected, Importer
 from kvtransfer.telemetry import TelemetryCounters
 from kvtransfer.transports.base import Channel
-from kvtransfer.wire_format import NativeFormat
+from kvtransfer.wire.wire_format import NativeFormat
 
 COLUMNS = ("data path", "verified", "hand-off")
 Prepare = Callable[[Shape, random.Random], Callable[[], None]]  # what a limit's clock runs over

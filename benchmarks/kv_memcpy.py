@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.kv_shapes import Shape
-from engine.pool import KvPool
-from kvtransfer.transports.host_memory import runs
+from engine.kv.pool import KvPool
+from kvtransfer.transports.host.host_memory import runs
 
 
 class Memcpy:

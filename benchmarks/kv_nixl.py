@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.kv_shapes import Shape
-from engine.pool import KvPool
-from kvtransfer.transports.host_memory import runs
+from engine.kv.pool import KvPool
+from kvtransfer.transports.host.host_memory import runs
 
 _PAUSE_S = 0.001
 

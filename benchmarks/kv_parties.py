@@ -4,10 +4,10 @@ import importlib
 from pathlib import Path
 from types import ModuleType
 
-from cluster.config import RouterConfig
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
-from cluster.tls import ClusterTls
-from cluster.tls import load_tls as load_cluster_tls
+from cluster.serving.tls import ClusterTls
+from cluster.serving.tls import load_tls as load_cluster_tls
+from cluster.settings.config import RouterConfig
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportMeans
 
@@ -22,7 +22,8 @@ _TIMEOUT_S = 30.0
 
 
 def module_of(transport: str) -> ModuleType:
-    return importlib.import_module(f"kvtransfer.transports.{transport}")
+    folder = "cuda" if transport == "cuda_ipc" else transport
+    return importlib.import_module(f"kvtransfer.transports.{folder}.transport")
 
 
 def means_of(member: MemberId, memory: PoolMemory, tls: ClusterTls | None) -> TransportMeans:

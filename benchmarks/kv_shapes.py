@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.layout import LayerShape, lay_out
-from engine.pool import KvPool
+from engine.kv.layout import LayerShape, lay_out
+from engine.kv.pool import KvPool
 
 # 16 tokens in bfloat16: of a small model, 64 KiB; of an 8B Llama, 2 MiB.
 LAYOUTS = {

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.kv_shapes import Shape
-from engine.pool import KvPool
-from kvtransfer.transports.host_memory import Rows
+from engine.kv.pool import KvPool
+from kvtransfer.transports.host.host_memory import Rows
 
 _REQUEST = struct.Struct("<48xI")  # as many bytes as the transport's announcement
 _ANSWER = struct.Struct("<37x")

@@ -24,9 +24,9 @@ import torch
 from benchmarks.overlap_parties import BLOCK_SIZE, CHUNK_TOKENS, Pair, pair
 from cluster.messages import Sampling
 from engine.build import Engine
-from engine.schedule import blocks_for
-from engine.step import Chunk, Sample, StepPlan
-from kvtransfer.digest import digest_blocks
+from engine.scheduling.schedule import blocks_for
+from engine.scheduling.step import Chunk, Sample, StepPlan
+from kvtransfer.digest.definitions import digest_blocks
 
 _RESULTS = Path(__file__).parent / "results"
 _NUM_CHUNKS = 8

@@ -17,26 +17,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.paced_link import PacedLink
-from cluster import wire
 from cluster.clock import MonotonicClock
-from cluster.config import WorkerConfig
-from cluster.config_sources import parse_arguments
-from cluster.hashing import hash_prompt
-from cluster.keys import load_cluster_key
 from cluster.messages import Epoch, MemberId, PrefillJob, Sampling, TokenStops
-from cluster.redis_server import RedisServer
-from cluster.serving import open_channel
-from cluster.telemetry import Telemetry
-from cluster.transfer_settings import TransferSettings
-from engine.block_pool import BlockPool
+from cluster.observe.telemetry import Telemetry
+from cluster.protocol import wire
+from cluster.protocol.hashing import hash_prompt
+from cluster.protocol.keys import load_cluster_key
+from cluster.registry.redis_server import RedisServer
+from cluster.serving.serving import open_channel
+from cluster.settings.config import WorkerConfig
+from cluster.settings.config_sources import parse_arguments
+from cluster.settings.transfer_settings import TransferSettings
 from engine.build import Engine, build_engine
-from kvtransfer.block_source import Reservation
-from kvtransfer.handoff_wire import IMPORTER_METADATA
-from kvtransfer.importer import Expected, Imported, Importer
+from engine.kv.block_pool import BlockPool
+from kvtransfer.importer.block_source import Reservation
+from kvtransfer.importer.importer import Expected, Imported, Importer
 from kvtransfer.telemetry import TelemetryCounters
-from kvtransfer.transports import shm, tcp
 from kvtransfer.transports.base import Channel, ImporterTransport, TransportMeans
-from kvtransfer.wire_format import NativeFormat
+from kvtransfer.transports.shm import transport as shm
+from kvtransfer.transports.tcp import transport as tcp
+from kvtransfer.wire.handoff_wire import IMPORTER_METADATA
+from kvtransfer.wire.wire_format import NativeFormat
 from tandem.v1 import kv_pb2, kv_pb2_grpc, worker_pb2_grpc
 
 CHUNK_TOKENS = 512

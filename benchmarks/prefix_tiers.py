@@ -26,9 +26,9 @@ import grpc
 
 from benchmarks.engine_shapes import MODELS
 from benchmarks.machine import about
-from cluster import wire
 from cluster.messages import PrefillJob, Sampling, TokenStops
-from cluster.redis_server import RedisServer
+from cluster.protocol import wire
+from cluster.registry.redis_server import RedisServer
 from tandem.v1 import worker_pb2_grpc
 
 _RESULTS = Path(__file__).parent / "results"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.process import die_with_parent
-from cluster.redis_server import RedisServer
+from cluster.registry.redis_server import RedisServer
 from tandem.client import AsyncClient
 
 _ROOT = Path(__file__).parents[1]

@@ -17,14 +17,14 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from benchmarks.machine import about
-from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
+from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
-from engine.schedule import blocks_for
+from engine.scheduling.schedule import blocks_for
+from engine.scheduling.step import Chunk, Sample, StepPlan
 from engine.speculation.drafter import Guesser
 from engine.speculation.guessers import new_guesser
 from engine.speculation.step_cost import fixed_rows
-from engine.step import Chunk, Sample, StepPlan
 
 _DEMO = Path(__file__).parents[1] / "examples" / "demo_model"
 _TEXTS = Path(json.__file__).parents[1]  # the standard library's folder

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from benchmarks.engine_shapes import MODELS
 from benchmarks.machine import about
-from cluster.engine_settings import EngineSettings
-from decode_worker.preemption_cost import PreemptionCost
+from cluster.settings.engine_settings import EngineSettings
+from decode_worker.scheduling.preemption_cost import PreemptionCost
 from engine.build import Engine, build_engine
-from engine.host_blocks import HostBlocks, SwappingRunner
-from engine.schedule import blocks_for
-from engine.step import BlockSwap, Chunk, StepPlan
+from engine.kv.host_blocks import HostBlocks, SwappingRunner
+from engine.scheduling.schedule import blocks_for
+from engine.scheduling.step import BlockSwap, Chunk, StepPlan
 
 _DEMO = Path(__file__).parents[1] / "examples" / "demo_model"
 _RESULTS = Path(__file__).parent / "results"

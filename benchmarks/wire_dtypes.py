@@ -14,10 +14,10 @@ from functools import partial
 import torch
 
 from benchmarks.machine import about
-from engine.layout import BlockLayout, LayerShape, lay_out
-from engine.pool import KvPool
-from kvtransfer.digest import digest_blocks
-from kvtransfer.wire_dtypes import WireDtype
+from engine.kv.layout import BlockLayout, LayerShape, lay_out
+from engine.kv.pool import KvPool
+from kvtransfer.digest.definitions import digest_blocks
+from kvtransfer.wire.wire_dtypes import WireDtype
 
 _LAYOUTS = {
     "SmolLM-135M": lay_out([LayerShape(3, 64, 64)] * 30, 16, "bfloat16"),

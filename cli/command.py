@@ -50,7 +50,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     modules: dict[str, ModuleType] = {}
     for name in _VERBS:
-        module = modules[name] = import_module(f"cli.{name}")
+        module = modules[name] = import_module(f"cli.verbs.{name}")
         module.add_arguments(verbs.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False))
     parsed = parser.parse_args(arguments)
     return int(modules[parsed.verb].run(parsed))

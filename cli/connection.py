@@ -7,7 +7,7 @@ from typing import TypeAlias, TypeVar
 
 import grpc
 
-from cli.last_cluster import find_address, find_tls_ca
+from cli.local.last_cluster import find_address, find_tls_ca
 from cluster.errors import ConfigError
 from tandem import channel
 from tandem.client import AsyncClient, Client

@@ -15,11 +15,11 @@ from importlib import metadata
 from pathlib import Path
 
 from cli.table import bytes_text
-from cluster.config import ClusterSettings
 from cluster.errors import ConfigError
 from cluster.messages import MemberId
-from cluster.redis_server import redis_program
-from cluster.transfer_settings import TRANSPORTS, TransferSettings
+from cluster.registry.redis_server import redis_program
+from cluster.settings.config import ClusterSettings
+from cluster.settings.transfer_settings import TRANSPORTS, TransferSettings
 
 # What runs Tandem, and what only some transports need.
 _NEEDED = ("torch", "transformers", "grpcio", "protobuf", "redis", "tokenizers", "fastapi", "uvicorn")
@@ -130,8 +130,8 @@ def _transports() -> Iterator[Finding]:
     try:
         import torch
 
-        from engine.layout import LayerShape, lay_out
-        from engine.pool import KvPool
+        from engine.kv.layout import LayerShape, lay_out
+        from engine.kv.pool import KvPool
         from kvtransfer.transports.available import available_transports
         from kvtransfer.transports.base import TransportMeans
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
 from cli.table import bytes_text, table
-from kvtransfer.pairs import DOES_NOT_REACH
+from kvtransfer.importer.pairs import DOES_NOT_REACH
 from tandem.v1 import worker_pb2
 
 _MUCH_FASTER = 1.5

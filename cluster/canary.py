@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from cluster.clock import Clock
-from cluster.telemetry import Telemetry
+from cluster.observe.telemetry import Telemetry
 from cluster.worker_health import StepProgress, WorkerHealth
 
 NUM_TOKENS = 4

@@ -5,9 +5,9 @@ import secrets
 import socket
 from pathlib import Path
 
-from cluster.config import ClusterSettings
-from cluster.keys import load_cluster_key
 from cluster.messages import MemberId, Role
+from cluster.protocol.keys import load_cluster_key
+from cluster.settings.config import ClusterSettings
 
 _ANY_ADDRESS = ("0.0.0.0", "::", "")
 

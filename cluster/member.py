@@ -1,13 +1,16 @@
-"""What the cluster knows about one running router or worker. Values only; cluster/registry.py keeps them in Redis."""
+"""What the cluster knows about one running router or worker.
+
+Values only; cluster/registry/registry.py keeps them in Redis.
+"""
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
-from cluster.field_rules import Rule, Text, Whole
 from cluster.messages import LayoutFingerprint, MemberId, Role
-from cluster.protocol import OURS, ProtocolRange
+from cluster.protocol.field_rules import Rule, Text, Whole
+from cluster.protocol.versions import OURS, ProtocolRange
 
 _TEXT = Text(most=1_024)
 _COUNT = Whole(most=(1 << 40))

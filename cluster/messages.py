@@ -1,6 +1,6 @@
 """What crosses a boundary inside Tandem: frozen values, standard library only.
 
-Wire messages (tandem/v1) become these at the edge, in cluster/wire.py and kv_wire.py, and nowhere deeper.
+Wire messages (tandem/v1) become these at the edge, in cluster/protocol/wire.py and kv_wire.py, and nowhere deeper.
 """
 
 from dataclasses import dataclass

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import NoWorkerLargeEnough
-from cluster.lengths import LengthLimits
 from cluster.member import Capacity
+from cluster.settings.lengths import LengthLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 Looks at the step thread as often as its limits ask for. A problem makes the worker unhealthy: the health service and
 the registry say so, new work is refused, and the routers hear, at once and by name, that what they have here must go on
 elsewhere. When the problem is gone the worker is back; a problem that stays ends it. Owns the problems; decides by
-cluster/watchdog.py and never touches a sequence.
+cluster/observe/watchdog.py and never touches a sequence.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ from typing import Protocol
 
 from cluster.clock import Clock
 from cluster.errors import Unhealthy
-from cluster.registration import Registration
-from cluster.serving import GrpcServer
-from cluster.stacks import stack_of
-from cluster.telemetry import Telemetry
-from cluster.watchdog import StandStill, StepSight, StepWatchdog, StuckLimits, Verdict
+from cluster.observe.stacks import stack_of
+from cluster.observe.telemetry import Telemetry
+from cluster.observe.watchdog import StandStill, StepSight, StepWatchdog, StuckLimits, Verdict
+from cluster.registry.registration import Registration
+from cluster.serving.serving import GrpcServer
 
 _LOG = logging.getLogger("tandem.worker.health")
 _STEP = "step"
@@ -25,7 +25,7 @@ _STOP_S = 10.0
 
 
 class StepProgress(Protocol):
-    """What engine.step_loop.Progress says, as far as it is needed here."""
+    """What engine.steps.step_loop.Progress says, as far as it is needed here."""
 
     @property
     def steps(self) -> int: ...
@@ -44,7 +44,7 @@ class StepProgress(Protocol):
 
 
 class StepThread(Protocol):
-    """engine.step_loop.StepLoop."""
+    """engine.steps.step_loop.StepLoop."""
 
     @property
     def progress(self) -> StepProgress: ...

@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from cluster.config import WorkerConfig, echo
 from cluster.errors import DrainIncomplete, InternalError, Unhealthy
-from cluster.hashing import keyed_chains, nameless_chains
-from cluster.health import HealthPort
 from cluster.identity import advertised_host, cluster_key, new_member_id
-from cluster.logs import configure_logs
 from cluster.member import Capacity, DrainOutcome, Member, MemberState
 from cluster.messages import LayoutFingerprint, Role
-from cluster.registration import Registration
-from cluster.registry import Registry
-from cluster.serving import GrpcServer, join_address, open_channel
-from cluster.telemetry import Telemetry
-from cluster.tls import load_tls
-from cluster.watchdog import StuckLimits
+from cluster.observe.health import HealthPort
+from cluster.observe.logs import configure_logs
+from cluster.observe.telemetry import Telemetry
+from cluster.observe.watchdog import StuckLimits
+from cluster.protocol.hashing import keyed_chains, nameless_chains
+from cluster.registry.registration import Registration
+from cluster.registry.registry import Registry
+from cluster.serving.serving import GrpcServer, join_address, open_channel
+from cluster.serving.tls import load_tls
+from cluster.settings.config import WorkerConfig, echo
 
 _LOG = logging.getLogger("tandem.worker")
 _STOP_GRACE_S = 1.0

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import grpc
 
-from cluster.serving import open_channel
-from cluster.tls import ClusterTls
+from cluster.serving.serving import open_channel
+from cluster.serving.tls import ClusterTls
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 5.0

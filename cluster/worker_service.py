@@ -13,7 +13,7 @@ import grpc
 from cluster.errors import Unavailable
 from cluster.member import DrainOutcome
 from cluster.messages import Inspect, Inspected, MemberId
-from cluster.received import checked
+from cluster.protocol.received import checked
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 _INSPECTION_TIMEOUT_S = 30.0

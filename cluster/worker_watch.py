@@ -9,10 +9,10 @@ from typing import Protocol
 
 from cluster.canary import Canaries, Flight
 from cluster.clock import Clock
-from cluster.config import WorkerConfig
 from cluster.errors import Unhealthy
 from cluster.messages import Inspect
-from cluster.watchdog import StuckLimits
+from cluster.observe.watchdog import StuckLimits
+from cluster.settings.config import WorkerConfig
 from cluster.worker_health import StepThread, WorkerHealth
 from cluster.worker_life import WorkerLife
 from cluster.worker_service import Inspections

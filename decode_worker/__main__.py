@@ -2,9 +2,9 @@
 
 import sys
 
-from cluster.config import WorkerConfig
-from cluster.config_sources import parse_arguments
 from cluster.process import announce_ready, leave, run_process, stop_requested
+from cluster.settings.config import WorkerConfig
+from cluster.settings.config_sources import parse_arguments
 from decode_worker import start
 
 

@@ -6,30 +6,30 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from cluster.clock import MonotonicClock
-from cluster.config import WorkerConfig
-from cluster.heartbeats import Heartbeats
-from cluster.lengths import LengthLimits
-from cluster.pair_wire import figures_to_wire
+from cluster.observe.heartbeats import Heartbeats
 from cluster.process import lasting
+from cluster.protocol.pair_wire import figures_to_wire
+from cluster.settings.config import WorkerConfig
+from cluster.settings.lengths import LengthLimits
 from cluster.worker_life import WorkerLife
 from cluster.worker_service import WorkerService
 from cluster.worker_watch import canary_timeout_s, watch_over
-from decode_worker import commands
 from decode_worker.canary import DecodeCanary
-from decode_worker.limits import DecodeLimits
-from decode_worker.preemption_cost import PreemptionCost
-from decode_worker.scheduler import DecodeScheduler
+from decode_worker.scheduling import commands
+from decode_worker.scheduling.limits import DecodeLimits
+from decode_worker.scheduling.preemption_cost import PreemptionCost
+from decode_worker.scheduling.scheduler import DecodeScheduler
 from decode_worker.service import DecodeService
 from engine.build import Engine, build_engine
-from engine.host_blocks import HostBlocks, open_host_blocks, with_swaps
-from engine.length_prediction import LengthPredictor
-from engine.policies import make_policy
+from engine.kv.host_blocks import HostBlocks, open_host_blocks, with_swaps
+from engine.scheduling.length_prediction import LengthPredictor
+from engine.scheduling.policies import make_policy
 from engine.speculation.draft_model import with_draft_model
 from engine.speculation.guessers import new_guesser
 from engine.speculation.step_cost import fixed_rows
-from engine.step_loop import StepLoop
-from kvtransfer.probe import Destination
-from kvtransfer.wire_dtypes import WireDtype
+from engine.steps.step_loop import StepLoop
+from kvtransfer.probe.measurement import Destination
+from kvtransfer.wire.wire_dtypes import WireDtype
 from kvtransfer.worker_transfer import WorkerTransfer
 from tandem.v1 import worker_pb2_grpc
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from cluster import holders
 from cluster.canary import NUM_TOKENS, prompt_of
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
-from decode_worker import commands
+from decode_worker.scheduling import commands
 
 _NOBODY = MemberId("canary", "here")
 

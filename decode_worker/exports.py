@@ -9,12 +9,13 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from cluster import holders, tickets
+from cluster import holders
 from cluster.errors import HandOffReason, NotFound, TandemError, TooManyFrozen
-from cluster.hashing import hash_prompt
 from cluster.messages import MemberId
-from decode_worker import commands
-from kvtransfer.exporter import Exporter, FirstToken, TailBlock
+from cluster.protocol import tickets
+from cluster.protocol.hashing import hash_prompt
+from decode_worker.scheduling import commands
+from kvtransfer.exporter.exporter import Exporter, FirstToken, TailBlock
 
 MAX_FROZEN = 4  # sequences, of all routers together: each of their clients waits
 _WORD_S = 60.0  # after a ticket's end, for its router to thaw or cancel the sequence

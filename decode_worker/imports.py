@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from cluster import holders
 from cluster.errors import InternalError, TandemError
-from cluster.hashing import NewChain, hash_prompt
 from cluster.messages import DecodeJob, MemberId
-from decode_worker import commands
-from kvtransfer.block_source import Reservation
-from kvtransfer.importer import Expected, Imported, Importer
+from cluster.protocol.hashing import NewChain, hash_prompt
+from decode_worker.scheduling import commands
+from kvtransfer.importer.block_source import Reservation
+from kvtransfer.importer.importer import Expected, Imported, Importer
 
 _LOG = logging.getLogger("tandem.decode.imports")
 

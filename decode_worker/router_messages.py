@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from cluster import wire
 from cluster.errors import HandOffFailed, TandemError
-from decode_worker.commands import SequenceToken, Started
+from cluster.protocol import wire
 from decode_worker.live_handles import Arrival
+from decode_worker.scheduling.commands import SequenceToken, Started
 from tandem.v1 import inference_pb2, worker_pb2
 
 _LOCAL = "local"

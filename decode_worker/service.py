@@ -10,23 +10,25 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import grpc
 
-from cluster import holders, wire
+from cluster import holders
 from cluster.errors import DrainIncomplete, Draining, HandOffFailed, InvalidRequest, TandemError, Unavailable, Unhealthy
-from cluster.hashing import NewChain
 from cluster.messages import DecodeJob, Inspected, MemberId
-from cluster.received import checked
-from cluster.telemetry import Telemetry
+from cluster.observe.telemetry import Telemetry
+from cluster.protocol import wire
+from cluster.protocol.hashing import NewChain
+from cluster.protocol.received import checked
 from cluster.worker_service import Inspections
-from decode_worker import commands, router_messages
+from decode_worker import router_messages
 from decode_worker.exports import Exports, FreezeOrder
 from decode_worker.imports import Imports
-from decode_worker.limits import DecodeLimits
 from decode_worker.live_handles import Arrival, LiveHandles
+from decode_worker.scheduling import commands
+from decode_worker.scheduling.limits import DecodeLimits
 from decode_worker.streams import RouterStreams
-from engine.step_loop import StepLoop
-from kvtransfer.exporter import Exporter
-from kvtransfer.importer import Imported, Importer
-from kvtransfer.prefix_offers import PrefixOffers
+from engine.steps.step_loop import StepLoop
+from kvtransfer.exporter.exporter import Exporter
+from kvtransfer.exporter.prefix_offers import PrefixOffers
+from kvtransfer.importer.importer import Imported, Importer
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 

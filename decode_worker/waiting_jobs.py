@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from cluster.errors import QueueFull
 from cluster.messages import MemberId
-from cluster.service_rate import ServiceRate
+from cluster.observe.service_rate import ServiceRate
 
 Key = tuple[MemberId, int]  # a router and its handle
 

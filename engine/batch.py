@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.scheduling.step import Chunk
 from engine.staging import together_to_device
-from engine.step import Chunk
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,24 +5,24 @@ from dataclasses import dataclass
 
 import torch
 
-from cluster.engine_settings import GPU_MEMORY_UTILIZATION, EngineSettings
 from cluster.messages import LayoutFingerprint
-from engine import capacity
+from cluster.settings.engine_settings import GPU_MEMORY_UTILIZATION, EngineSettings
 from engine.cpu.compile import compiled_forward
 from engine.cpu.compiled_draw import compiled_draw
 from engine.cuda.gpu_forward import Forwards, forwards, gpu_forward
 from engine.cuda.launching_runner import LaunchingRunner
 from engine.decoders.not_compiled import NotCompiled
 from engine.deterministic.build import make_deterministic
-from engine.fingerprint import fingerprint
-from engine.loaded import LoadedModel, ModelInfo
-from engine.loading import load
-from engine.memory_profile import measure
-from engine.packed_weights import pack_weights
-from engine.pool import KvPool
-from engine.pool_memory import take_pool
-from engine.runner import ModelRunner
-from engine.step import Chunk, StepPlan
+from engine.kv import capacity
+from engine.kv.pool import KvPool
+from engine.kv.pool_memory import take_pool
+from engine.model.fingerprint import fingerprint
+from engine.model.loaded import LoadedModel, ModelInfo
+from engine.model.loading import load
+from engine.model.memory_profile import measure
+from engine.model.packed_weights import pack_weights
+from engine.scheduling.step import Chunk, StepPlan
+from engine.steps.runner import ModelRunner
 
 _ONE_TOKEN = StepPlan((Chunk(sequence_id=0, token_ids=(0,), start=0, block_ids=(0,)),))  # of a pool nobody uses yet
 

@@ -2,8 +2,8 @@
 
 import logging
 
-from cluster.telemetry import Telemetry
-from kvtransfer.verification import VerifyMode
+from cluster.observe.telemetry import Telemetry
+from kvtransfer.protocol.verification import VerifyMode
 
 _LOG = logging.getLogger(__name__)
 

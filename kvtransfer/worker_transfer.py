@@ -5,26 +5,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from cluster.clock import Clock
-from cluster.config import WorkerConfig
 from cluster.errors import InternalError
 from cluster.member import Capacity
 from cluster.messages import LayoutFingerprint
+from cluster.settings.config import WorkerConfig
 from cluster.worker_life import WorkerLife, WorkerProfile
-from kvtransfer.exporter import Exporter
-from kvtransfer.importer import Importer
-from kvtransfer.kv_groups import BlockTable
+from kvtransfer.exporter.exporter import Exporter
+from kvtransfer.exporter.prefix_offers import AskForPrefix, PrefixOffers
+from kvtransfer.exporter.service import KvTransferServicer
+from kvtransfer.importer.importer import Importer
+from kvtransfer.importer.pairs import PairBook
 from kvtransfer.memory import PoolMemory
-from kvtransfer.pairs import PairBook
-from kvtransfer.prefix_offers import AskForPrefix, PrefixOffers
-from kvtransfer.probe import Destination, PairProbe, ProbeMeans
-from kvtransfer.probe_opening import ProbeOpening
-from kvtransfer.service import KvTransferServicer
+from kvtransfer.probe.measurement import Destination, PairProbe, ProbeMeans
+from kvtransfer.probe.opening import ProbeOpening
+from kvtransfer.protocol.verification import VerifyMode
 from kvtransfer.telemetry import TelemetryCounters
 from kvtransfer.transports.available import available_transports
 from kvtransfer.transports.base import TransportMeans
-from kvtransfer.verification import VerifyMode
-from kvtransfer.wire_dtypes import WireDtype
-from kvtransfer.wire_format import WireFormat
+from kvtransfer.wire.kv_groups import BlockTable
+from kvtransfer.wire.wire_dtypes import WireDtype
+from kvtransfer.wire.wire_format import WireFormat
 from tandem.v1 import kv_pb2_grpc
 
 _LOG = logging.getLogger(__name__)

@@ -7,31 +7,31 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from cluster.clock import Clock, MonotonicClock
-from cluster.config import WorkerConfig
 from cluster.errors import DrainIncomplete
-from cluster.hashing import NATIVE
-from cluster.heartbeats import HeartbeatFeed, Heartbeats
-from cluster.lengths import LengthLimits
+from cluster.observe.heartbeats import HeartbeatFeed, Heartbeats
 from cluster.process import lasting
+from cluster.protocol.hashing import NATIVE
+from cluster.settings.config import WorkerConfig
+from cluster.settings.lengths import LengthLimits
 from cluster.worker_life import WorkerLife
 from cluster.worker_service import WorkerService
 from cluster.worker_watch import canary_timeout_s, watch_over
 from engine.build import Engine, build_engine
-from engine.policies import make_policy
-from engine.step_loop import StepLoop
-from kvtransfer.exporter_channels import ExporterChannels
-from kvtransfer.wire_dtypes import WireDtype
+from engine.scheduling.policies import make_policy
+from engine.steps.step_loop import StepLoop
+from kvtransfer.importer.exporter_channels import ExporterChannels
+from kvtransfer.wire.wire_dtypes import WireDtype
 from kvtransfer.worker_transfer import WorkerTransfer
-from prefill_worker import commands
 from prefill_worker.canary import PrefillCanary
-from prefill_worker.limits import PrefillLimits
-from prefill_worker.prefix_feed import PrefixFeed
-from prefill_worker.prefix_pulls import PrefixPulls, PullMeans
-from prefill_worker.prefix_tiers import PrefixTiers, TierMeans
-from prefill_worker.rates import RunningRate
-from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.prefixes.prefix_feed import PrefixFeed
+from prefill_worker.prefixes.prefix_pulls import PrefixPulls, PullMeans
+from prefill_worker.prefixes.prefix_tiers import PrefixTiers, TierMeans
+from prefill_worker.prefixes.tier_opening import open_tiers
+from prefill_worker.scheduling import commands
+from prefill_worker.scheduling.limits import PrefillLimits
+from prefill_worker.scheduling.rates import RunningRate
+from prefill_worker.scheduling.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
-from prefill_worker.tier_opening import open_tiers
 from tandem.v1 import worker_pb2_grpc
 
 _LOG = logging.getLogger("tandem.prefill")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from cluster import holders
 from cluster.canary import prompt_of
 from cluster.messages import PrefillJob, Sampling, TokenStops
-from prefill_worker import commands
+from prefill_worker.scheduling import commands
 
 
 class PrefillCanary:

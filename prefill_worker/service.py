@@ -12,23 +12,24 @@ from typing import Any, TypeVar
 
 import grpc
 
-from cluster import holders, tickets, wire
+from cluster import holders
 from cluster.errors import Draining, HandOffReason, InvalidRequest, QueueFull, Unhealthy
-from cluster.hashing import hash_prompt
-from cluster.heartbeats import HeartbeatFeed
 from cluster.messages import Inspected, PrefillJob
-from cluster.received import checked
-from cluster.service_rate import ServiceRate
-from cluster.telemetry import Telemetry
+from cluster.observe.heartbeats import HeartbeatFeed
+from cluster.observe.service_rate import ServiceRate
+from cluster.observe.telemetry import Telemetry
+from cluster.protocol import tickets, wire
+from cluster.protocol.hashing import hash_prompt
+from cluster.protocol.received import checked
 from cluster.worker_service import Inspections
-from engine.step_loop import StepLoop
-from kvtransfer.exporter import Exporter, FirstToken, TailBlock
-from kvtransfer.prefix_offers import PrefixOffers
-from prefill_worker import commands
-from prefill_worker.prefix_feed import PrefixFeed
-from prefill_worker.prefix_pulls import PrefixPulls
-from prefill_worker.prefix_tiers import PrefixTiers
-from prefill_worker.rates import RunningRate
+from engine.steps.step_loop import StepLoop
+from kvtransfer.exporter.exporter import Exporter, FirstToken, TailBlock
+from kvtransfer.exporter.prefix_offers import PrefixOffers
+from prefill_worker.prefixes.prefix_feed import PrefixFeed
+from prefill_worker.prefixes.prefix_pulls import PrefixPulls
+from prefill_worker.prefixes.prefix_tiers import PrefixTiers
+from prefill_worker.scheduling import commands
+from prefill_worker.scheduling.rates import RunningRate
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 _Outcome = commands.Finished | commands.Failed

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 
-from cluster.config import WorkerConfig
 from cluster.messages import Role
 from cluster.process import lasting
+from cluster.settings.config import WorkerConfig
 from cluster.worker_life import WorkerLife
 
 _SERVICES = ("tandem.v1.PrefillWorker", "tandem.v1.Worker", "tandem.v1.KvTransfer")

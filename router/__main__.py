@@ -2,9 +2,9 @@
 
 import sys
 
-from cluster.config import RouterConfig
-from cluster.config_sources import parse_arguments
 from cluster.process import announce_ready, leave, run_process, stop_requested
+from cluster.settings.config import RouterConfig
+from cluster.settings.config_sources import parse_arguments
 from router import app
 
 

@@ -9,42 +9,42 @@ from functools import partial
 from fastapi import FastAPI
 
 from cluster.clock import MonotonicClock
-from cluster.config import RouterConfig, echo
-from cluster.health import HealthPort
 from cluster.identity import advertised_host, cluster_key, new_member_id
-from cluster.lengths import LengthLimits
-from cluster.logs import configure_logs
 from cluster.member import Member
 from cluster.messages import Role
-from cluster.registry import Registry
-from cluster.scale_registry import ScaleTargets
-from cluster.serving import MAX_MESSAGE_BYTES, GrpcServer, join_address, open_channel
-from cluster.telemetry import Telemetry
-from cluster.tls import ClusterTls, load_tls
-from cluster.watchdog import StuckLimits
-from router.admission import Admission
-from router.breakers import BreakerPolicy
-from router.client_stalls import ClientStalls
-from router.drains import Drains
-from router.evacuation import Evacuation
-from router.fleet import Fleet
-from router.http_server import HttpServer
+from cluster.observe.health import HealthPort
+from cluster.observe.logs import configure_logs
+from cluster.observe.telemetry import Telemetry
+from cluster.observe.watchdog import StuckLimits
+from cluster.registry.registry import Registry
+from cluster.registry.scale_registry import ScaleTargets
+from cluster.serving.serving import MAX_MESSAGE_BYTES, GrpcServer, join_address, open_channel
+from cluster.serving.tls import ClusterTls, load_tls
+from cluster.settings.config import RouterConfig, echo
+from cluster.settings.lengths import LengthLimits
+from router.drain.drains import Drains
+from router.drain.evacuation import Evacuation
+from router.drain.scaling import Scaling
+from router.fleet.fleet import Fleet
+from router.fleet.patience import Patience
+from router.fleet.prefix_beliefs import PrefixBeliefs
+from router.fleet.prefix_following import PrefixFollowing
+from router.fleet.told_routers import told_routers
+from router.grpc_api.client_stalls import ClientStalls
+from router.grpc_api.service import AdminService, ApiKeyInterceptor, InferenceService
+from router.http.openai_api import build_app
+from router.http.server import HttpServer
 from router.life import Ports, RouterLife, RouterParts, max_calls
-from router.message_sizes import MessageLimits
-from router.migration import Migrations
-from router.openai_api import build_app
-from router.outbox import Outboxes
-from router.patience import Patience
-from router.pipeline import Pipeline, PipelineSettings
-from router.placement import policy
-from router.prefix_beliefs import PrefixBeliefs
-from router.prefix_following import PrefixFollowing
-from router.prefix_index import PrefixIndex
-from router.prefix_memory import PrefixMemory
-from router.scaling import Scaling
-from router.service import AdminService, ApiKeyInterceptor, InferenceService
-from router.tokenization import Tokenization
-from router.told_routers import told_routers
+from router.pipeline.migration import Migrations
+from router.pipeline.pipeline import Pipeline, PipelineSettings
+from router.policies.admission import Admission
+from router.policies.breakers import BreakerPolicy
+from router.policies.placement import policy
+from router.policies.prefix_index import PrefixIndex
+from router.policies.prefix_memory import PrefixMemory
+from router.request.message_sizes import MessageLimits
+from router.request.outbox import Outboxes
+from router.text.tokenization import Tokenization
 from tandem.v1 import admin_pb2_grpc, inference_pb2_grpc
 
 _LOG = logging.getLogger("tandem.router")

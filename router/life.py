@@ -10,22 +10,22 @@ from dataclasses import dataclass
 
 from fastapi import FastAPI
 
-from cluster.config import RouterConfig
 from cluster.errors import DrainIncomplete
-from cluster.health import HealthPort
 from cluster.member import DrainOutcome, Member, MemberState
-from cluster.registration import Registration
-from cluster.registry import Registry
-from cluster.serving import GrpcServer, join_address
-from cluster.telemetry import Telemetry
-from router.evacuation import Evacuation
-from router.fleet import Fleet
-from router.http_server import HttpServer
-from router.outbox import Outboxes
-from router.pipeline import Pipeline
-from router.prefix_index import PrefixIndex
+from cluster.observe.health import HealthPort
+from cluster.observe.telemetry import Telemetry
+from cluster.registry.registration import Registration
+from cluster.registry.registry import Registry
+from cluster.serving.serving import GrpcServer, join_address
+from cluster.settings.config import RouterConfig
+from router.drain.evacuation import Evacuation
+from router.drain.scaling import Scaling
+from router.fleet.fleet import Fleet
+from router.http.server import HttpServer
+from router.pipeline.pipeline import Pipeline
+from router.policies.prefix_index import PrefixIndex
+from router.request.outbox import Outboxes
 from router.running import running
-from router.scaling import Scaling
 
 _LOG = logging.getLogger("tandem.router")
 _STOP_GRACE_S = 1.0

@@ -148,7 +148,7 @@ class Accepted:
 
     sampling: SamplingParams
     max_tokens: int
-    acceptance: bytes  # of router/acceptance.py
+    acceptance: bytes  # of router/request/request_acceptance.py
 
 
 @dataclass(frozen=True, slots=True)

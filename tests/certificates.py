@@ -8,8 +8,8 @@ import grpc
 import pytest
 
 from cli.certificates import Pair, make_authority, make_certificate
-from cluster.config import RouterConfig
-from cluster.tls import ClusterTls, load_tls
+from cluster.serving.tls import ClusterTls, load_tls
+from cluster.settings.config import RouterConfig
 
 HOSTS = ("localhost", "127.0.0.1")
 

@@ -40,7 +40,14 @@ _INSTEAD = {
 
 _ROOT = Path(__file__).parents[2]
 # Whoever can import these has what every process of a cluster and its client import.
-_OURS = ("prefill_worker.app", "decode_worker.app", "router.app", "cli.up", "tandem.client", "benchmarks.gpu_engine")
+_OURS = (
+    "prefill_worker.app",
+    "decode_worker.app",
+    "router.app",
+    "cli.verbs.up",
+    "tandem.client",
+    "benchmarks.gpu_engine",
+)
 
 
 @dataclass(frozen=True, slots=True)

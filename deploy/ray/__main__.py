@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 
 import ray
 
-from cluster.config import RouterConfig
-from cluster.config_sources import load_config
 from cluster.errors import ConfigError, TandemError
 from cluster.identity import advertised_host
 from cluster.messages import Role
-from cluster.registry import Registry
-from cluster.tls import load_tls
+from cluster.registry.registry import Registry
+from cluster.serving.tls import load_tls
+from cluster.settings.config import RouterConfig
+from cluster.settings.config_sources import load_config
 from cluster.worker_loads import WorkerLoads
 from deploy.ray.follower import RayFollower
 from deploy.ray.pools import RayPools, Resources
@@ -90,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--decode", type=int, default=1)
     parser.add_argument("--cpus", type=float, default=1.0, help="CPUs per worker")
     parser.add_argument("--gpus", type=float, default=0.0, help="GPUs per worker")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="any setting of cluster/config.py")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="any setting of cluster/settings/config.py"
+    )
     return parser
 
 

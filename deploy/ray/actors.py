@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 import ray
 
-from cluster.config import RouterConfig, WorkerConfig
-from cluster.config_sources import load_config
 from cluster.errors import ConfigError
 from cluster.messages import Role
+from cluster.settings.config import RouterConfig, WorkerConfig
+from cluster.settings.config_sources import load_config
 
 _LOG = logging.getLogger("tandem.ray")
 

@@ -12,9 +12,9 @@ from contextlib import aclosing, suppress
 
 from cluster.errors import RegistryUnavailable
 from cluster.messages import Role
-from cluster.registry import Registry
-from cluster.scale_registry import Following
-from cluster.scale_target import ScaleTarget
+from cluster.registry.registry import Registry
+from cluster.registry.scale_registry import Following
+from cluster.registry.scale_target import ScaleTarget
 from deploy.ray.pools import RayPools
 
 _POOLS = (Role.DECODE, Role.PREFILL)

@@ -37,7 +37,7 @@ class Resources:
 
 
 class RayPools:
-    """`settings` are those of cluster/config.py and go to every member; a pool's own go over them."""
+    """`settings` are those of cluster/settings/config.py and go to every member; a pool's own go over them."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from engine.attention.gather import GatherBackend
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.attention.sdpa import SdpaBackend
 from engine.batch import PackedBatch
-from engine.layout import SCALED
+from engine.kv.layout import SCALED
 
 NATIVE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
 ALL_DTYPES = NATIVE_DTYPES | SCALED

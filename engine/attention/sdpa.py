@@ -9,7 +9,7 @@ from engine.attention.dense import attend_dense, visibility
 from engine.attention.gather import Context, attend_sequence, gather_context, take_blocks
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.batch import PackedBatch
-from engine.quantised_kv import restore
+from engine.kv.quantised_kv import restore
 
 _FEW_TOKENS = 1 << 16  # of one layer: padding up to so many is cheaper than more calls
 

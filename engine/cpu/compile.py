@@ -5,16 +5,16 @@ from pathlib import Path
 
 import torch
 
-from cluster.engine_settings import EngineSettings
 from cluster.errors import ModelRefused
+from cluster.settings.engine_settings import EngineSettings
 from engine.cpu.compiled_forward import CompiledForward
 from engine.cpu.library import load_kernels
 from engine.cpu.packed_decoder import PackedDecoder
 from engine.decoders.not_compiled import NotCompiled
 from engine.decoders.recognise import Decoder, recognise
-from engine.loaded import LoadedModel
-from engine.pool import KvPool
-from engine.probe import difference
+from engine.kv.pool import KvPool
+from engine.model.load_check import difference
+from engine.model.loaded import LoadedModel
 
 _SHARE_OF_AVAILABLE_MEMORY = 0.8
 

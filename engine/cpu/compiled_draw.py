@@ -1,5 +1,5 @@
-"""Tokens of a step in one call of the compiled library (`draw.c`): those of `engine/sampler.py`, which stays the truth.
-Owns the call's scratch memory. The library is asked for no special instructions here: it draws on any x86-64."""
+"""Tokens of a step in one call of the compiled library (`draw.c`): those of `engine/steps/sampler.py`, which stays the
+truth. Owns the call's scratch memory. The library is asked for no special instructions here: it draws on any x86-64."""
 
 import ctypes
 from array import array
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from engine.cpu.library import load_library
-from engine.sampler import noise_key
-from engine.step import Sample
+from engine.scheduling.step import Sample
+from engine.steps.sampler import noise_key
 
 
 class _Sampling(ctypes.Structure):

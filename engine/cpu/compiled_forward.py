@@ -7,7 +7,7 @@ import torch
 from engine.batch import PackedBatch
 from engine.cpu.packed_decoder import PackedDecoder
 from engine.cpu.structs import Step
-from engine.pool import KvPool
+from engine.kv.pool import KvPool
 
 _ALIGNMENT = 64
 

@@ -1,4 +1,4 @@
-/* Drawing of tokens: the choice of engine/sampler.py, which says what it means, at a fraction of its cost.
+/* Drawing of tokens: the choice of engine/steps/sampler.py, which says what it means, at a fraction of its cost.
  *
  * The winner has the greatest score + noise, and noise needs two logarithms. Of u = 1 - v the noise -log(-log u) is at
  * most -log v, and that at most ln 2 times what v's exponent and mantissa say, read as a number (log2(1 + m) >= m). So

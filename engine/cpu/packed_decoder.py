@@ -12,7 +12,7 @@ from engine.cpu.structs import Layer, Model, Product
 from engine.decoders.layer_parts import LayerParts, RmsNorm
 from engine.decoders.not_compiled import NotCompiled
 from engine.decoders.recognise import Decoder, DecoderLayer
-from engine.pool import KvPool
+from engine.kv.pool import KvPool
 
 _ALIGNMENT = 64  # bytes, of every packed weight
 _ITEM_BYTES = 2

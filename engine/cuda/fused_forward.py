@@ -16,9 +16,9 @@ from engine.cuda.fused_decoder import FusedDecoder, FusedLayer, Product
 from engine.cuda.fused_ops import Heads, Ops, Rotation, TorchOps
 from engine.decoders.not_compiled import NotCompiled
 from engine.decoders.recognise import recognise
-from engine.loaded import LoadedModel
-from engine.pool import KvPool
-from engine.probe import difference
+from engine.kv.pool import KvPool
+from engine.model.load_check import difference
+from engine.model.loaded import LoadedModel
 
 
 class FusedForward:

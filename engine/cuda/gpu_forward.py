@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from cluster.engine_settings import EngineSettings
+from cluster.settings.engine_settings import EngineSettings
 from engine.attention.registry import AttentionBackend
 from engine.batch import PackedBatch
 from engine.cuda.cuda_capture import CudaCapture
@@ -16,9 +16,9 @@ from engine.cuda.fused_forward import FusedForward, fused_decoder
 from engine.cuda.graph_forward import CapturableBackend, Capture, GraphForward, GraphStep
 from engine.cuda.static_decodes import StaticDecodes
 from engine.decoders.not_compiled import NotCompiled
-from engine.forward import Forward, PlainForward
-from engine.loaded import LoadedModel
-from engine.pool import KvPool
+from engine.kv.pool import KvPool
+from engine.model.loaded import LoadedModel
+from engine.steps.forward import Forward, PlainForward
 
 NewForward = Callable[[AttentionBackend], Forward]
 

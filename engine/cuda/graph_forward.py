@@ -14,7 +14,7 @@ from engine.attention.registry import AttentionBackend
 from engine.batch import PackedBatch
 from engine.cuda.decode_buckets import bucket_for
 from engine.cuda.static_decodes import StaticDecodes
-from engine.forward import Forward
+from engine.steps.forward import Forward
 
 
 class CapturableBackend(AttentionBackend, Protocol):

@@ -2,10 +2,10 @@
 
 import torch
 
-from engine.forward import Forward
-from engine.pool import KvPool
-from engine.runner import ModelRunner, StartedStep
-from engine.step import StepPlan, StepResult
+from engine.kv.pool import KvPool
+from engine.scheduling.step import StepPlan, StepResult
+from engine.steps.forward import Forward
+from engine.steps.runner import ModelRunner, StartedStep
 
 
 class LaunchingRunner(ModelRunner):

@@ -9,9 +9,9 @@ from engine.deterministic.check import check
 from engine.deterministic.fixed_rows import fix_rows
 from engine.deterministic.forward import FixedForward
 from engine.deterministic.own_products import fix_own_products
-from engine.loaded import LoadedModel
-from engine.pool import KvPool
-from engine.runner import ModelRunner
+from engine.kv.pool import KvPool
+from engine.model.loaded import LoadedModel
+from engine.steps.runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ import torch
 
 from cluster.errors import ModelRefused
 from cluster.messages import Sampling
-from engine.pool import KvPool
-from engine.runner import ModelRunner
-from engine.schedule import blocks_for
-from engine.step import Chunk, Sample, StepPlan
+from engine.kv.pool import KvPool
+from engine.scheduling.schedule import blocks_for
+from engine.scheduling.step import Chunk, Sample, StepPlan
+from engine.steps.runner import ModelRunner
 
 _LENGTH = 150  # tokens: more than one tile of attention, and of every number of rows that products are cut into
 _SEED = 13

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from cluster.errors import ModelRefused
-from engine.packed_weights import PackedLinear
+from engine.model.packed_weights import PackedLinear
 
 ROW_COUNTS = (8, 32, 128)
 _SEED = 11

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 from engine.attention.fixed_tiles import FixedTilesBackend
 from engine.batch import PackedBatch
 from engine.deterministic.fixed_rows import ROW_COUNTS
-from engine.forward import PlainForward
-from engine.pool import KvPool
+from engine.kv.pool import KvPool
+from engine.steps.forward import PlainForward
 
 
 class FixedForward:

@@ -8,11 +8,11 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.engine_settings import EngineSettings
 from cluster.errors import ConfigError
+from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
-from engine.schedule import blocks_for
-from engine.step import Chunk, DrawnToken, Runner, Sample, StepPlan
+from engine.scheduling.schedule import blocks_for
+from engine.scheduling.step import Chunk, DrawnToken, Runner, Sample, StepPlan
 
 _MEMORY_SHARE = 4  # the draft model's pool takes this part of the target's, beside it
 _MOST_BYTES = 1 << 30

@@ -1,14 +1,15 @@
 """What a decoding sequence guesses next. Owns the seam between schedulers and the ways to guess. Pure.
 
 A guess costs one more row in a step and is never believed: the step draws the token of its position as ever, and the
-guess counts only if it is that token (`engine/runner.py`). So a drafter may be wrong, or silent, but never harmful.
+guess counts only if it is that token (`engine/steps/runner.py`). So a drafter may be wrong, or silent, but never
+harmful.
 """
 
 from collections.abc import Sequence
 from typing import Protocol
 
+from engine.scheduling.step import DraftRequest
 from engine.speculation.acceptance import Acceptance
-from engine.step import DraftRequest
 
 
 class Drafter(Protocol):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from cluster.engine_settings import EngineSettings
+from cluster.settings.engine_settings import EngineSettings
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.drafter import DraftedGuesser, Guesser, TextGuesser
 from engine.speculation.prompt_lookup import PromptLookup

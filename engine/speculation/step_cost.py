@@ -7,8 +7,8 @@ import torch
 
 from cluster.messages import Sampling
 from engine.build import Engine
-from engine.schedule import blocks_for
-from engine.step import Chunk, Sample, StepPlan
+from engine.scheduling.schedule import blocks_for
+from engine.scheduling.step import Chunk, Sample, StepPlan
 
 _ROWS = 33
 _TURNS = 5

@@ -9,9 +9,13 @@ from dataclasses import dataclass, field
 from types import ModuleType
 
 from cluster.errors import ConfigError
-from cluster.transfer_settings import TRANSPORTS, TransferSettings
-from kvtransfer.transports import cuda_ipc, nccl, nixl, shm, tcp
+from cluster.settings.transfer_settings import TRANSPORTS, TransferSettings
 from kvtransfer.transports.base import ExporterTransport, ImporterTransport, TransportMeans
+from kvtransfer.transports.cuda import transport as cuda_ipc
+from kvtransfer.transports.nccl import transport as nccl
+from kvtransfer.transports.nixl import transport as nixl
+from kvtransfer.transports.shm import transport as shm
+from kvtransfer.transports.tcp import transport as tcp
 
 _MODULES: Mapping[str, ModuleType] = {module.NAME: module for module in (cuda_ipc, nccl, nixl, shm, tcp)}
 # Why one that could work is left out all the same, unless the settings name it.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from cluster.messages import Epoch, MemberId
-from cluster.transfer_settings import READ_STALL_TIMEOUT_S
+from cluster.settings.transfer_settings import READ_STALL_TIMEOUT_S
 from kvtransfer.memory import PoolMemory
 
 

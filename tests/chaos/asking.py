@@ -14,7 +14,7 @@ import grpc
 import httpx
 import openai
 
-from cluster.wire import pack_ids, unpack_ids
+from cluster.protocol.wire import pack_ids, unpack_ids
 from tandem.client import AsyncClient
 from tandem.errors import TandemError
 from tandem.options import GenerateOptions

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from cluster.config import WorkerConfig
-from cluster.config_sources import parse_arguments
 from cluster.messages import Epoch
 from cluster.process import announce_ready, leave, run_process, stop_requested
-from cluster.transfer_settings import TransferSettings
+from cluster.settings.config import WorkerConfig
+from cluster.settings.config_sources import parse_arguments
+from cluster.settings.transfer_settings import TransferSettings
 from engine.build import Engine
 from kvtransfer import worker_transfer
 from kvtransfer.transports.available import Available, available_transports

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.redis_server import RedisServer, free_port
+from cluster.registry.redis_server import RedisServer, free_port
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 from tests.chaos.holds import Holds
 from tests.contract.namespaces import FarHost, far_host

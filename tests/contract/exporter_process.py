@@ -7,12 +7,12 @@ import sys
 import grpc
 
 from cluster.clock import MonotonicClock
-from cluster.transfer_settings import TransferSettings
-from kvtransfer.exporter import Exporter
-from kvtransfer.service import KvTransferServicer
-from kvtransfer.transports.shm import ShmExporter
-from kvtransfer.transports.tcp import TcpExporter
-from kvtransfer.wire_format import NativeFormat
+from cluster.settings.transfer_settings import TransferSettings
+from kvtransfer.exporter.exporter import Exporter
+from kvtransfer.exporter.service import KvTransferServicer
+from kvtransfer.transports.shm.transport import ShmExporter
+from kvtransfer.transports.tcp.transport import TcpExporter
+from kvtransfer.wire.wire_format import NativeFormat
 from tandem.v1 import kv_pb2_grpc
 from tests.contract.handoff_rig import EXPORTER, IMPORTER, KEY, LAYOUT, Counters
 from tests.contract.kv_pools import BLOCK_SIZE, random_pool

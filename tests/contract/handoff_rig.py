@@ -18,29 +18,29 @@ import torch
 from cluster.clock import Clock, ManualClock, MonotonicClock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
-from cluster.protocol import OURS, ProtocolRange
-from cluster.transfer_settings import TransferSettings
-from engine.block_pool import BlockPool
-from engine.pool import KvPool
-from kvtransfer.block_source import Reservation
-from kvtransfer.digest import DEFINITIONS, DigestDefinition
-from kvtransfer.exporter import Exporter, FirstToken, TailBlock
-from kvtransfer.importer import Expected, Imported, Importer
+from cluster.protocol.versions import OURS, ProtocolRange
+from cluster.settings.transfer_settings import TransferSettings
+from engine.kv.block_pool import BlockPool
+from engine.kv.pool import KvPool
+from kvtransfer.digest.definitions import DEFINITIONS, DigestDefinition
+from kvtransfer.exporter.exporter import Exporter, FirstToken, TailBlock
+from kvtransfer.exporter.service import KvTransferServicer
+from kvtransfer.importer.block_source import Reservation
+from kvtransfer.importer.importer import Expected, Imported, Importer
 from kvtransfer.memory import PoolMemory
-from kvtransfer.service import KvTransferServicer
 from kvtransfer.transports.base import Channel, ExporterTransport, ImporterTransport, TransportError
-from kvtransfer.transports.cuda_ipc import CudaIpcExporter, CudaIpcImporter
+from kvtransfer.transports.cuda.transport import CudaIpcExporter, CudaIpcImporter
 from kvtransfer.transports.loopback import Fault, FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
-from kvtransfer.transports.nccl_exporter import NcclExporter
-from kvtransfer.transports.nccl_importer import NcclImporter
-from kvtransfer.transports.nccl_library import NcclLibrary
-from kvtransfer.transports.nccl_pair import PairLimits
-from kvtransfer.transports.nixl import NixlImporter
-from kvtransfer.transports.nixl_agent import why_not_loadable
-from kvtransfer.transports.nixl_exporter import NixlExporter
-from kvtransfer.transports.shm import ShmExporter, ShmImporter
-from kvtransfer.transports.tcp import TcpExporter, TcpImporter
-from kvtransfer.wire_dtypes import WireDtype
+from kvtransfer.transports.nccl.exporting import NcclExporter
+from kvtransfer.transports.nccl.importing import NcclImporter
+from kvtransfer.transports.nccl.library import NcclLibrary
+from kvtransfer.transports.nccl.pair import PairLimits
+from kvtransfer.transports.nixl.agent import why_not_loadable
+from kvtransfer.transports.nixl.exporting import NixlExporter
+from kvtransfer.transports.nixl.transport import NixlImporter
+from kvtransfer.transports.shm.transport import ShmExporter, ShmImporter
+from kvtransfer.transports.tcp.transport import TcpExporter, TcpImporter
+from kvtransfer.wire.wire_dtypes import WireDtype
 from tandem.v1 import kv_pb2_grpc
 from tests.contract.host_access import ExportedPool, HostAccess
 from tests.contract.kv_pools import BLOCK_SIZE, random_pool

@@ -10,11 +10,11 @@ import asyncio
 import ctypes
 import sys
 
-from cluster import cuda_pages
+from cluster.memory import cuda_pages
 from cluster.messages import Epoch, MemberId
-from engine import cuda_memory
-from kvtransfer.transports import cuda_access
-from kvtransfer.transports.descriptor_server import DescriptorServer, parse_endpoint, receive_descriptor
+from engine.kv import cuda_memory
+from kvtransfer.transports.cuda import access as cuda_access
+from kvtransfer.transports.shm.descriptor_server import DescriptorServer, parse_endpoint, receive_descriptor
 
 NUM_BYTES = 3 << 20
 BYTE = 0x5A

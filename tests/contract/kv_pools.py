@@ -2,8 +2,8 @@
 
 import torch
 
-from engine.layout import LayerShape, lay_out
-from engine.pool import KvPool
+from engine.kv.layout import LayerShape, lay_out
+from engine.kv.pool import KvPool
 
 BLOCK_SIZE = 4
 LAYOUT = lay_out([LayerShape(num_kv_heads=1, key_dim=8, value_dim=8)] * 2, BLOCK_SIZE, "float32")

@@ -8,10 +8,10 @@ import sys
 
 import torch
 
-from engine.pool import KvPool
-from kvtransfer.transports.nccl_cupy import cupy_nccl
-from kvtransfer.transports.nccl_exporter import NcclExporter
-from kvtransfer.transports.nccl_pair import PairLimits
+from engine.kv.pool import KvPool
+from kvtransfer.transports.nccl.cupy_library import cupy_nccl
+from kvtransfer.transports.nccl.exporting import NcclExporter
+from kvtransfer.transports.nccl.pair import PairLimits
 from tests.contract.kv_pools import LAYOUT, random_pool
 from tests.contract.test_nccl import NUM_BLOCKS, epoch
 

@@ -18,8 +18,8 @@ import torch
 
 from cluster.messages import Epoch, MemberId
 from kvtransfer.transports.base import Channel, TransportError
-from kvtransfer.transports.nixl import NixlImporter
-from kvtransfer.transports.nixl_exporter import NixlExporter
+from kvtransfer.transports.nixl.exporting import NixlExporter
+from kvtransfer.transports.nixl.transport import NixlImporter
 
 NUM_BLOCKS = 2048
 BLOCK_BYTES = 65536

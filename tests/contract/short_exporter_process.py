@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from cluster.messages import Epoch, MemberId
-from kvtransfer.transports.tcp import TcpExporter
+from kvtransfer.transports.tcp.transport import TcpExporter
 from tests.contract.kv_pools import random_pool
 
 NUM_BLOCKS = 8

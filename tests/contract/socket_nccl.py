@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
-from kvtransfer.transports.nccl_library import EXPORTER_RANK, NcclFailed, Piece
+from kvtransfer.transports.nccl.library import EXPORTER_RANK, NcclFailed, Piece
 
 _TRY_S = 0.02
 

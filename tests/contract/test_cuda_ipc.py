@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from cluster.messages import Epoch
-from engine.pool import KvPool
-from kvtransfer.digest import digest_blocks
-from kvtransfer.transports import cuda_ipc
+from engine.kv.pool import KvPool
+from kvtransfer.digest.definitions import digest_blocks
 from kvtransfer.transports.base import TransportError, TransportMeans
-from kvtransfer.transports.cuda_access import CudaAccess
-from kvtransfer.transports.cuda_ipc import CudaIpcChannel, CudaIpcExporter, CudaIpcImporter
+from kvtransfer.transports.cuda import transport as cuda_ipc
+from kvtransfer.transports.cuda.access import CudaAccess
+from kvtransfer.transports.cuda.transport import CudaIpcChannel, CudaIpcExporter, CudaIpcImporter
 from tests.contract.cuda_ipc_process import EPOCH, LAYOUT, NUM_BLOCKS, patterned_pool
 from tests.contract.host_access import ExportedPool, HostAccess
 from tests.contract.kv_pools import random_pool

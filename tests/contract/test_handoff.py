@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from cluster import tickets
 from cluster.clock import MonotonicClock
 from cluster.errors import HandOffReason
-from kvtransfer.digest import DigestDefinition, digest_blocks
-from kvtransfer.handoff import FirstToken
+from cluster.protocol import tickets
+from kvtransfer.digest.definitions import DigestDefinition, digest_blocks
 from kvtransfer.memory import PoolMemory
+from kvtransfer.protocol.handoff import FirstToken
 from tests.contract.handoff_rig import DEADLINE_S, IMPORTER, KEY, Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 
@@ -80,7 +80,7 @@ async def test_what_one_step_writes_is_digested_in_one_go(rig: Rig, monkeypatch:
         batches.append(len(block_ids))
         return digest_blocks(memory, block_ids, definition)
 
-    monkeypatch.setattr("kvtransfer.exporter.digest_blocks", digested)
+    monkeypatch.setattr("kvtransfer.exporter.exporter.digest_blocks", digested)
     prefill, other = rig.prefill(3 * BLOCK_SIZE + 1), rig.prefill(BLOCK_SIZE)
     importing = rig.start_import(prefill), rig.start_import(other, 2)
     prefill.compute()  # three blocks and the tail

@@ -7,13 +7,13 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from cluster import tickets
 from cluster.errors import HandOffReason
-from cluster.kv_wire import fingerprint_to_wire
-from cluster.wire import unpack_ids
-from kvtransfer.digest import DEFINITIONS, FOLDED, SUMS, DigestDefinition, digest_blocks, split_digests
-from kvtransfer.export_call import ExportCall
-from kvtransfer.handoff_wire import IMPORTER_METADATA
+from cluster.protocol import tickets
+from cluster.protocol.kv_wire import fingerprint_to_wire
+from cluster.protocol.wire import unpack_ids
+from kvtransfer.digest.definitions import DEFINITIONS, FOLDED, SUMS, DigestDefinition, digest_blocks, split_digests
+from kvtransfer.exporter.export_call import ExportCall
+from kvtransfer.wire.handoff_wire import IMPORTER_METADATA
 from tandem.v1 import kv_pb2, kv_pb2_grpc
 from tests.contract.handoff_rig import DEADLINE_S, IMPORTER, KEY, LAYOUT, Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE

@@ -8,7 +8,7 @@ import pytest
 from cluster.clock import ManualClock
 from cluster.errors import HandOffReason
 from cluster.messages import Epoch
-from cluster.transfer_settings import TransferSettings
+from cluster.settings.transfer_settings import TransferSettings
 from kvtransfer.transports.base import TransportError
 from tests.contract.handoff_rig import DEADLINE_S, EXPORTER, Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE

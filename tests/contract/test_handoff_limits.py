@@ -8,8 +8,8 @@ import pytest
 
 from cluster.clock import ManualClock
 from cluster.errors import HandOffReason
-from cluster.transfer_settings import TransferSettings
-from kvtransfer.export_call import ExportCall
+from cluster.settings.transfer_settings import TransferSettings
+from kvtransfer.exporter.export_call import ExportCall
 from kvtransfer.transports.loopback import Fault
 from tandem.v1 import kv_pb2
 from tests.contract.handoff_rig import DEADLINE_S, handoff_rig

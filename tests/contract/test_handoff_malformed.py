@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from cluster.errors import HandOffFailed, HandOffReason
-from cluster.transfer_settings import TransferSettings
-from kvtransfer.export_call import ExportCall
-from kvtransfer.importer import Imported
+from cluster.settings.transfer_settings import TransferSettings
+from kvtransfer.exporter.export_call import ExportCall
+from kvtransfer.importer.importer import Imported
 from tandem.v1 import kv_pb2
 from tests.contract.handoff_rig import DEADLINE_S, Prefill, Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE

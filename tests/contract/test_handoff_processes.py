@@ -14,12 +14,12 @@ import torch
 
 from cluster.clock import MonotonicClock
 from cluster.errors import HandOffFailed, HandOffReason
-from cluster.transfer_settings import TransferSettings
-from engine.pool import KvPool
-from kvtransfer.importer import Expected, Imported, Importer
-from kvtransfer.transports.shm import ShmImporter
-from kvtransfer.transports.tcp import TcpImporter
-from kvtransfer.wire_format import NativeFormat
+from cluster.settings.transfer_settings import TransferSettings
+from engine.kv.pool import KvPool
+from kvtransfer.importer.importer import Expected, Imported, Importer
+from kvtransfer.transports.shm.transport import ShmImporter
+from kvtransfer.transports.tcp.transport import TcpImporter
+from kvtransfer.wire.wire_format import NativeFormat
 from tests.contract.exporter_process import NUM_BLOCKS, NUM_TOKENS, PROMPT_HASH
 from tests.contract.handoff_rig import DEADLINE_S, IMPORTER, KEY, LAYOUT, Counters, DecodeBlocks, WatchedTransport
 from tests.contract.kv_pools import BLOCK_SIZE, random_pool

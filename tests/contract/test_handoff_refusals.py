@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from cluster import tickets
 from cluster.clock import ManualClock
 from cluster.errors import HandOffFailed, HandOffReason
-from cluster.kv_wire import epoch_to_wire, fingerprint_to_wire
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
-from kvtransfer.handoff_wire import IMPORTER_METADATA
-from kvtransfer.importer import Expected
-from kvtransfer.transports import shm
+from cluster.protocol import tickets
+from cluster.protocol.kv_wire import epoch_to_wire, fingerprint_to_wire
+from kvtransfer.importer.importer import Expected
+from kvtransfer.transports.shm import transport as shm
+from kvtransfer.wire.handoff_wire import IMPORTER_METADATA
 from tandem.v1 import kv_pb2, kv_pb2_grpc
 from tests.contract.handoff_rig import DEADLINE_S, EXPORTER, IMPORTER, KEY, LAYOUT, Prefill, Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
@@ -242,7 +242,7 @@ async def test_a_call_that_breaks_off_leaves_the_blocks_for_another(rig: Rig) ->
 
 
 async def test_a_call_that_never_attaches_is_refused_by_name(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtransfer.service.ATTACH_S", 0.1)
+    monkeypatch.setattr("kvtransfer.exporter.service.ATTACH_S", 0.1)
     async with grpc.aio.insecure_channel(rig.address) as channel, asyncio.timeout(DEADLINE_S):
         call = kv_pb2_grpc.KvTransferStub(channel).HandOff(metadata=((IMPORTER_METADATA, str(IMPORTER)),))
         answer = await call.read()

@@ -6,8 +6,8 @@ import pytest
 
 from cluster.clock import ManualClock
 from cluster.errors import HandOffReason
-from cluster.transfer_settings import TransferSettings
-from kvtransfer.exporter import FirstToken, TailBlock
+from cluster.settings.transfer_settings import TransferSettings
+from kvtransfer.exporter.exporter import FirstToken, TailBlock
 from tests.contract.handoff_rig import DEADLINE_S, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 

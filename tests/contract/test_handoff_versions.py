@@ -5,12 +5,12 @@ import asyncio
 import grpc
 import pytest
 
-from cluster import tickets
 from cluster.errors import HandOffReason
-from cluster.kv_wire import epoch_to_wire, fingerprint_to_wire
-from cluster.protocol import ProtocolRange
-from kvtransfer.export_call import ExportCall
-from kvtransfer.handoff_wire import IMPORTER_METADATA
+from cluster.protocol import tickets
+from cluster.protocol.kv_wire import epoch_to_wire, fingerprint_to_wire
+from cluster.protocol.versions import ProtocolRange
+from kvtransfer.exporter.export_call import ExportCall
+from kvtransfer.wire.handoff_wire import IMPORTER_METADATA
 from tandem.v1 import kv_pb2, kv_pb2_grpc
 from tests.contract.handoff_rig import DEADLINE_S, IMPORTER, KEY, LAYOUT, Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE

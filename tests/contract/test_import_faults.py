@@ -56,7 +56,9 @@ async def test_an_exception_at_any_await_of_an_import_gives_its_blocks_back(
 async def test_a_cancellation_at_any_await_of_an_import_gives_its_blocks_back(when: When) -> None:
     async with handoff_rig("loopback") as rig:
         for at in range(2):
-            faults = AwaitFaults("kvtransfer/importer.py:Importer.import_blocks", at, asyncio.CancelledError, when)
+            faults = AwaitFaults(
+                "kvtransfer/importer/importer.py:Importer.import_blocks", at, asyncio.CancelledError, when
+            )
             await _import_once(rig, at, faults)
 
 
@@ -82,7 +84,9 @@ async def test_an_exception_of_any_thread_of_a_hand_off_gives_its_blocks_back(
 async def test_an_error_that_no_transport_should_raise_ends_the_import_at_once() -> None:
     async with handoff_rig("loopback") as rig:
         prefill = rig.prefill(_NUM_TOKENS)
-        faults = AwaitFaults("kvtransfer/import_run.py:ImportRun._reserve", 0, KeyError, When.BEFORE_ITS_RESULT)
+        faults = AwaitFaults(
+            "kvtransfer/importer/import_run.py:ImportRun._reserve", 0, KeyError, When.BEFORE_ITS_RESULT
+        )
         taken = rig.decode.pool.reserve(rig.decode.pool.num_blocks)
         assert taken is not None, "the reservation has to wait"
         faults.install()

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from cluster.messages import Epoch, MemberId
-from engine.pool import KvPool
-from kvtransfer.transports import nccl_importer
+from engine.kv.pool import KvPool
 from kvtransfer.transports.base import TransportError
-from kvtransfer.transports.nccl_exporter import NcclExporter
-from kvtransfer.transports.nccl_importer import NcclChannel, NcclImporter
-from kvtransfer.transports.nccl_pair import PairLimits
+from kvtransfer.transports.nccl import importing as nccl_importer
+from kvtransfer.transports.nccl.exporting import NcclExporter
+from kvtransfer.transports.nccl.importing import NcclChannel, NcclImporter
+from kvtransfer.transports.nccl.pair import PairLimits
 from tests.contract.handoff_rig import handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE, random_pool
 from tests.contract.socket_nccl import SocketNccl

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvtransfer.transports import nccl
 from kvtransfer.transports.base import TransportError, TransportMeans
-from kvtransfer.transports.nccl_cupy import CupyCommunicator, CupyNccl, why_not_loadable
-from kvtransfer.transports.nccl_importer import NcclImporter
-from kvtransfer.transports.nccl_library import EXPORTER_RANK, NcclFailed, Piece
-from kvtransfer.transports.nccl_messages import UNIQUE_ID_BYTES
+from kvtransfer.transports.nccl import transport as nccl
+from kvtransfer.transports.nccl.cupy_library import CupyCommunicator, CupyNccl, why_not_loadable
+from kvtransfer.transports.nccl.importing import NcclImporter
+from kvtransfer.transports.nccl.library import EXPORTER_RANK, NcclFailed, Piece
+from kvtransfer.transports.nccl.messages import UNIQUE_ID_BYTES
 from tests.contract.kv_pools import random_pool
 from tests.contract.nccl_process import LIMITS, NUM_EPOCHS, device_pool
 from tests.contract.test_nccl import NUM_BLOCKS, epoch, until

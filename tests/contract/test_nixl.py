@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from cluster.messages import Epoch, MemberId
-from cluster.transfer_settings import TransferSettings
-from kvtransfer.transports import nixl
+from cluster.settings.transfer_settings import TransferSettings
 from kvtransfer.transports.available import available_transports
 from kvtransfer.transports.base import Channel, TransportError, TransportMeans
-from kvtransfer.transports.nixl import NixlImporter
-from kvtransfer.transports.nixl_agent import why_not_loadable
-from kvtransfer.transports.nixl_endpoint import NixlEndpoint
-from kvtransfer.transports.nixl_exporter import NixlExporter
-from kvtransfer.transports.nixl_pace import Pace
+from kvtransfer.transports.nixl import transport as nixl
+from kvtransfer.transports.nixl.agent import why_not_loadable
+from kvtransfer.transports.nixl.endpoint import NixlEndpoint
+from kvtransfer.transports.nixl.exporting import NixlExporter
+from kvtransfer.transports.nixl.pace import Pace
+from kvtransfer.transports.nixl.transport import NixlImporter
 from tests.contract.kv_pools import random_pool
 from tests.contract.namespaces import INTERFACE, joined_namespaces
 from tests.contract.nixl_process import (

@@ -10,23 +10,23 @@ import pytest
 
 from cluster.clock import MonotonicClock
 from cluster.errors import HandOffFailed, HandOffReason, InvalidRequest, Overloaded, TandemError, Unavailable
-from cluster.kv_wire import epoch_from_wire, fingerprint_to_wire
 from cluster.messages import Epoch, MemberId
-from cluster.rpc_errors import error_from_rpc
-from cluster.serving import GrpcServer, open_channel
-from cluster.telemetry import Telemetry
-from cluster.transfer_settings import TransferSettings
-from engine.pool import KvPool
-from kvtransfer import probe as probe_module
-from kvtransfer.exporter import Exporter
-from kvtransfer.pairs import PairBook
-from kvtransfer.probe import Destination, PairProbe, ProbeMeans
-from kvtransfer.probe_opening import OPEN_S, ProbeOpening, sign_probe
-from kvtransfer.service import KvTransferServicer
+from cluster.observe.telemetry import Telemetry
+from cluster.protocol.kv_wire import epoch_from_wire, fingerprint_to_wire
+from cluster.serving.rpc_errors import error_from_rpc
+from cluster.serving.serving import GrpcServer, open_channel
+from cluster.settings.transfer_settings import TransferSettings
+from engine.kv.pool import KvPool
+from kvtransfer.exporter.exporter import Exporter
+from kvtransfer.exporter.service import KvTransferServicer
+from kvtransfer.importer.pairs import PairBook
+from kvtransfer.probe import measurement as probe_module
+from kvtransfer.probe.measurement import Destination, PairProbe, ProbeMeans
+from kvtransfer.probe.opening import OPEN_S, ProbeOpening, sign_probe
 from kvtransfer.transports.available import Available
 from kvtransfer.transports.base import Channel, ExporterTransport, ImporterTransport, TransportError
 from kvtransfer.transports.loopback import Fault, FaultSchedule
-from kvtransfer.wire_format import NativeFormat
+from kvtransfer.wire.wire_format import NativeFormat
 from tandem.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
 from tests.contract.handoff_rig import EXPORTER, IMPORTER, KEY, LAYOUT, Counters, DecodeBlocks, transports
 from tests.contract.kv_pools import random_pool

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from cluster.messages import Epoch
-from kvtransfer import probe as probe_module
+from kvtransfer.probe import measurement as probe_module
 from kvtransfer.transports.base import Channel
 from tandem.v1 import worker_pb2
 from tests.contract.handoff_rig import EXPORTER
@@ -99,7 +99,7 @@ async def test_a_probe_that_ends_at_any_await_frees_no_block_before_it_is_quiet(
     async with probe_rig("tcp", importer_sides=[transport]) as rig:
         num_points = at = 0
         while at <= num_points:
-            faults = AwaitFaults("kvtransfer/probe.py:PairProbe.measure", at - 1, error, when)
+            faults = AwaitFaults("kvtransfer/probe/measurement.py:PairProbe.measure", at - 1, error, when)
             await _cut_off(rig, transport, faults)
             num_points = max(num_points, faults.num_awaits)
             at += 1

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.pool import KvPool
-from kvtransfer.transports import tcp
+from engine.kv.pool import KvPool
 from kvtransfer.transports.base import Channel, TransportError
-from kvtransfer.transports.tcp import TcpExporter, TcpImporter
-from kvtransfer.transports.tcp_messages import ANNOUNCEMENT, ANSWER, pack_endpoint, parse_endpoint
+from kvtransfer.transports.tcp import transport as tcp
+from kvtransfer.transports.tcp.messages import ANNOUNCEMENT, ANSWER, pack_endpoint, parse_endpoint
+from kvtransfer.transports.tcp.transport import TcpExporter, TcpImporter
 from tests.certificates import Certificates, make_certificates
 from tests.contract.kv_pools import random_pool
 from tests.contract.namespaces import FarHost, far_host

@@ -17,21 +17,23 @@ import torch
 
 from cluster.errors import ConfigError
 from cluster.messages import Epoch, MemberId
-from cluster.transfer_settings import TransferSettings
-from engine.pool import KvPool
+from cluster.settings.transfer_settings import TransferSettings
+from engine.kv.pool import KvPool
 from kvtransfer.memory import PoolMemory
-from kvtransfer.transports import nixl, shm, tcp
 from kvtransfer.transports.available import Available, available_transports
 from kvtransfer.transports.base import ExporterTransport, ImporterTransport, TransportError, TransportMeans, negotiate
-from kvtransfer.transports.cuda_ipc import CudaIpcExporter, CudaIpcImporter
-from kvtransfer.transports.host_memory import runs
+from kvtransfer.transports.cuda.transport import CudaIpcExporter, CudaIpcImporter
+from kvtransfer.transports.host.host_memory import runs
 from kvtransfer.transports.loopback import Fault, FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
-from kvtransfer.transports.nccl_exporter import NcclExporter
-from kvtransfer.transports.nccl_importer import NcclImporter
-from kvtransfer.transports.nccl_pair import PairLimits
-from kvtransfer.transports.shm import ShmExporter, ShmImporter
-from kvtransfer.transports.tcp import TcpExporter, TcpImporter
-from kvtransfer.transports.tcp_messages import ANNOUNCEMENT, ANSWER, MAGIC, pack_endpoint
+from kvtransfer.transports.nccl.exporting import NcclExporter
+from kvtransfer.transports.nccl.importing import NcclImporter
+from kvtransfer.transports.nccl.pair import PairLimits
+from kvtransfer.transports.nixl import transport as nixl
+from kvtransfer.transports.shm import transport as shm
+from kvtransfer.transports.shm.transport import ShmExporter, ShmImporter
+from kvtransfer.transports.tcp import transport as tcp
+from kvtransfer.transports.tcp.messages import ANNOUNCEMENT, ANSWER, MAGIC, pack_endpoint
+from kvtransfer.transports.tcp.transport import TcpExporter, TcpImporter
 from tests.certificates import Certificates, load, make_certificates
 from tests.contract.host_access import ExportedPool, HostAccess
 from tests.contract.kv_pools import random_pool

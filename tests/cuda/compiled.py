@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from cluster.engine_settings import EngineSettings
+from cluster.settings.engine_settings import EngineSettings
 from engine.attention import triton_paged
 from engine.attention.interface import register
 from engine.batch import pack
@@ -31,13 +31,13 @@ from engine.cuda.fused_decoder import FusedDecoder
 from engine.cuda.fused_forward import FusedForward
 from engine.decoders.not_compiled import NotCompiled
 from engine.decoders.recognise import recognise
-from engine.forward import Forward, PlainForward
-from engine.loaded import LoadedModel
-from engine.loading import load
-from engine.pool import KvPool
-from engine.step import Chunk
-from kvtransfer import digest_triton
-from kvtransfer.transports import cuda_copy
+from engine.kv.pool import KvPool
+from engine.model.loaded import LoadedModel
+from engine.model.loading import load
+from engine.scheduling.step import Chunk
+from engine.steps.forward import Forward, PlainForward
+from kvtransfer.digest import triton_sums as digest_triton
+from kvtransfer.transports.cuda import copies as cuda_copy
 from tests.cuda.engines import WIDE
 from tests.golden.families import BLOCK_SIZE, FAMILIES, Family
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from cluster.messages import Sampling
 from engine.attention.registry import CAPABILITIES
 from engine.build import Engine
-from engine.step import Chunk, Sample, StepPlan
+from engine.scheduling.step import Chunk, Sample, StepPlan
 from tests.cuda.engines import WIDE, build, on_gpu
 from tests.golden.families import BLOCK_SIZE, FAMILIES
 from tests.golden.forced import Forced, judge, make_sequences, run_step, staggered

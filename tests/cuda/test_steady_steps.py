@@ -11,7 +11,7 @@ import torch
 from cluster.messages import Sampling
 from engine.build import Engine
 from engine.cuda.launching_runner import LaunchingRunner
-from engine.step import UNKNOWN_TOKEN, Chunk, Sample, StepPlan
+from engine.scheduling.step import UNKNOWN_TOKEN, Chunk, Sample, StepPlan
 from tests.cuda.engines import build, on_gpu
 from tests.golden.families import BLOCK_SIZE, FAMILIES
 

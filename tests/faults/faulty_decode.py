@@ -9,10 +9,10 @@ import dataclasses
 import os
 import sys
 
-from cluster.config import WorkerConfig
-from cluster.config_sources import parse_arguments
 from cluster.process import announce_ready, leave, run_process, stop_requested
-from cluster.transfer_settings import TransferSettings
+from cluster.settings.config import WorkerConfig
+from cluster.settings.config_sources import parse_arguments
+from cluster.settings.transfer_settings import TransferSettings
 from decode_worker import start
 from kvtransfer import worker_transfer
 from kvtransfer.transports.available import Available, available_transports

@@ -12,11 +12,11 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from cluster.config import WorkerConfig
-from cluster.config_sources import parse_arguments
 from cluster.process import announce_ready, leave, run_process, stop_requested
+from cluster.settings.config import WorkerConfig
+from cluster.settings.config_sources import parse_arguments
 from engine.build import Engine
-from engine.step import DrawnToken, Runner, StepPlan, StepResult
+from engine.scheduling.step import DrawnToken, Runner, StepPlan, StepResult
 from tests.faults.control import OrderedFaults
 from tests.faults.faulty_transport import Fault
 

@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from cluster.messages import Sampling
-from engine.runner import ModelRunner
-from engine.sampler import draw
-from engine.step import Chunk, Sample, StepPlan
+from engine.scheduling.step import Chunk, Sample, StepPlan
+from engine.steps.runner import ModelRunner
+from engine.steps.sampler import draw
 from tests.golden.families import BLOCK_SIZE, CHUNK_TOKENS, WINDOW
 
 NUM_SEQUENCES = 17

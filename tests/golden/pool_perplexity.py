@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from cluster.messages import Sampling
-from engine.layout import lay_out
-from engine.pool import KvPool
-from engine.runner import ModelRunner
-from engine.step import Chunk, Sample, StepPlan
+from engine.kv.layout import lay_out
+from engine.kv.pool import KvPool
+from engine.scheduling.step import Chunk, Sample, StepPlan
+from engine.steps.runner import ModelRunner
 from tests.golden.wire_perplexity import (
     BLOCK_SIZE,
     NUM_TOKENS,

@@ -13,15 +13,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cluster.engine_settings import EngineSettings
+from cluster.settings.engine_settings import EngineSettings
 from engine.build import build_engine
 from engine.cpu.compile import compiled_forward
 from engine.cpu.library import load_kernels
 from engine.decoders.not_compiled import NotCompiled
-from engine.forward import Forward
-from engine.loading import load
-from engine.pool import KvPool
-from engine.runner import ModelRunner
+from engine.kv.pool import KvPool
+from engine.model.loading import load
+from engine.steps.forward import Forward
+from engine.steps.runner import ModelRunner
 from tests.golden.families import BLOCK_SIZE, CHUNK_TOKENS, FAMILIES
 from tests.golden.forced import Forced, make_sequences, num_blocks, run_step, staggered
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cluster.engine_settings import EngineSettings
-from engine.layout import lay_out
-from engine.loaded import LoadedModel
-from engine.loading import load
-from engine.pool import KvPool
-from engine.runner import ModelRunner
+from cluster.settings.engine_settings import EngineSettings
+from engine.kv.layout import lay_out
+from engine.kv.pool import KvPool
+from engine.model.loaded import LoadedModel
+from engine.model.loading import load
+from engine.steps.runner import ModelRunner
 from tests.golden.families import BLOCK_SIZE, CHUNK_TOKENS, FAMILIES, Family
 from tests.golden.forced import NUM_SEQUENCES, Forced, Verdict, judge, make_sequences, num_blocks, run_step, staggered
 

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.attention.interface import ATTENTION_NAME, register
-from engine.dummy import dummy_model
+from engine.model.dummy import dummy_model
 from tests.golden.families import FAMILIES, Family
 
 # Of every parameter's name and bytes. A change of one number changes what the limits of the golden tests were set for.

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
-from engine.loaded import LoadedModel
-from engine.loading import load
-from engine.pool import KvPool
-from engine.runner import ModelRunner
-from engine.step import Chunk, Sample, StepPlan
-from kvtransfer.wire_dtypes import WireDtype
+from cluster.settings.engine_settings import EngineSettings
+from engine.kv.pool import KvPool
+from engine.model.loaded import LoadedModel
+from engine.model.loading import load
+from engine.scheduling.step import Chunk, Sample, StepPlan
+from engine.steps.runner import ModelRunner
+from kvtransfer.wire.wire_dtypes import WireDtype
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = EXAMPLES / "demo_model"

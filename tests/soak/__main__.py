@@ -24,7 +24,7 @@ from pathlib import Path
 
 import httpx
 
-from cluster.redis_server import RedisServer
+from cluster.registry.redis_server import RedisServer
 from tests.soak.result import Soak
 from tests.system.asking import ask, question
 from tests.system.local_cluster import LocalCluster

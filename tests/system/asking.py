@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from cluster.wire import pack_ids, unpack_ids
+from cluster.protocol.wire import pack_ids, unpack_ids
 from tandem.v1 import inference_pb2
 from tests.system.local_cluster import LocalCluster
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from cluster.redis_server import RedisServer
+from cluster.registry.redis_server import RedisServer
 from tests.system.local_cluster import LocalCluster
 
 

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from cluster.redis_server import RedisServer
+from cluster.registry.redis_server import RedisServer
 from tests.system.local_cluster import LocalCluster
 
 _CHILD = "import subprocess, sys; print(subprocess.Popen(('sleep', '600')).pid, flush=True); sys.stdin.read()"

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from router.migration import MigrationCount
+from router.pipeline.migration import MigrationCount
 from router.requests import GenerateRequest
 from tests.system.router_harness import Answer, RouterUnderTest, expected_tokens, router_under_test
 from tests.system.scripted_workers import ScriptedDecode, ScriptedPrefill

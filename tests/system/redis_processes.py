@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from cluster.process import die_with_parent
-from cluster.redis_server import redis_program
+from cluster.registry.redis_server import redis_program
 
 HOST = "127.0.0.1"
 DEADLINE_S = 20.0

@@ -9,26 +9,26 @@ from pathlib import Path
 from cluster.clock import Clock, MonotonicClock
 from cluster.member import Capacity, Member
 from cluster.messages import LayoutFingerprint, MemberId, Role
-from cluster.serving import MAX_MESSAGE_BYTES, open_channel
-from cluster.telemetry import Telemetry
-from router.admission import Admission
-from router.breakers import BreakerPolicy
-from router.evacuation import Evacuation
-from router.fleet import Fleet
-from router.message_sizes import MessageLimits
-from router.migration import Migrations
-from router.outbox import Outboxes
-from router.patience import Patience
-from router.pipeline import Pipeline, PipelineSettings
-from router.placement import policy
-from router.prefix_beliefs import PrefixBeliefs
-from router.prefix_following import PrefixFollowing
-from router.prefix_index import PrefixIndex
-from router.prefix_memory import PrefixMemory
+from cluster.observe.telemetry import Telemetry
+from cluster.serving.serving import MAX_MESSAGE_BYTES, open_channel
+from router.drain.evacuation import Evacuation
+from router.fleet.fleet import Fleet
+from router.fleet.patience import Patience
+from router.fleet.prefix_beliefs import PrefixBeliefs
+from router.fleet.prefix_following import PrefixFollowing
+from router.pipeline.migration import Migrations
+from router.pipeline.pipeline import Pipeline, PipelineSettings
+from router.policies.admission import Admission
+from router.policies.breakers import BreakerPolicy
+from router.policies.placement import policy
+from router.policies.prefix_index import PrefixIndex
+from router.policies.prefix_memory import PrefixMemory
+from router.request.message_sizes import MessageLimits
+from router.request.outbox import Outboxes
+from router.request.validation import resolve
 from router.requests import GenerateRequest, Output, SamplingParams, StopConditions, Summary, TokenPrompt
 from router.running import running
-from router.tokenization import Tokenization
-from router.validation import resolve
+from router.text.tokenization import Tokenization
 from tests.system.scripted_workers import (
     FINGERPRINT,
     ScriptedDecode,

@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import grpc
 
-from cluster import wire
 from cluster.errors import HandOffReason, NotFound, TandemError, Unavailable
 from cluster.member import Capacity, Member, MemberState
 from cluster.messages import (
@@ -29,9 +28,10 @@ from cluster.messages import (
     TokenLogprobs,
     TokenStops,
 )
-from cluster.pair_wire import figures_to_wire
-from cluster.serving import GrpcServer
-from cluster.telemetry import Telemetry
+from cluster.observe.telemetry import Telemetry
+from cluster.protocol import wire
+from cluster.protocol.pair_wire import figures_to_wire
+from cluster.serving.serving import GrpcServer
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 _Context = Any

@@ -22,7 +22,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from cluster.process import ExitStatus, die_with_parent
-from cluster.wire import pack_ids
+from cluster.protocol.wire import pack_ids
 from tandem.v1 import inference_pb2
 from tests.system.asking import asked, question
 from tests.system.local_cluster import DEMO_MODEL, LocalCluster

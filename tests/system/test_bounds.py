@@ -18,9 +18,9 @@ import grpc
 import httpx
 import pytest
 
-from cluster import wire
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
-from cluster.rpc_errors import RETRY_AFTER_S
+from cluster.protocol import wire
+from cluster.serving.rpc_errors import RETRY_AFTER_S
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, worker_pb2, worker_pb2_grpc
 from tests.system.asking import ask, question
 from tests.system.local_cluster import LocalCluster, Member

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.health import LIVENESS
+from cluster.observe.health import LIVENESS
 from cluster.process import ExitStatus
 from tests.faults.control import FaultControl
 from tests.faults.faulty_transport import Fault

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from cluster import wire
 from cluster.messages import DecodeJob, MemberId, PrefillJob, Sampling, SequenceStart, TokenStops
+from cluster.protocol import wire
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from tests.system.asking import ask, asked, question
 from tests.system.local_cluster import LocalCluster

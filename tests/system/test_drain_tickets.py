@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.health import READINESS
+from cluster.observe.health import READINESS
 from cluster.process import ExitStatus
 from tests.faults.control import FaultControl
 from tests.faults.faulty_transport import Fault

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from cluster.errors import DeadlineExceeded, Overloaded, QueueFull
-from router.backlog import Backlog
+from router.fleet.backlog import Backlog
 from router.requests import GenerateRequest, TextPrompt
 from tests.system.router_harness import answer_to, ask, router_under_test
 

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from cluster.wire import pack_ids
+from cluster.protocol.wire import pack_ids
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from tests.system.asking import ask, asked, question
 from tests.system.local_cluster import LocalCluster

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from kvtransfer.transports.nixl_agent import why_not_loadable
+from kvtransfer.transports.nixl.agent import why_not_loadable
 from tests.faults.control import FaultControl
 from tests.faults.faulty_transport import Fault
 from tests.system.asking import Answer, ask, asked, question

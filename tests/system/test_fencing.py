@@ -11,14 +11,14 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster import wire
 from cluster.member import Capacity
 from cluster.messages import DecodeJob, MemberId, PrefixNews, Sampling, SequenceStart, TokenStops
 from cluster.process import ExitStatus
-from cluster.serving import open_channel
-from router.prefix_following import PrefixFollowing
-from router.prefix_index import PrefixIndex
-from router.prefix_memory import PrefixMemory
+from cluster.protocol import wire
+from cluster.serving.serving import open_channel
+from router.fleet.prefix_following import PrefixFollowing
+from router.policies.prefix_index import PrefixIndex
+from router.policies.prefix_memory import PrefixMemory
 from router.running import running
 from tandem.client import AsyncClient
 from tandem.v1 import worker_pb2, worker_pb2_grpc

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager, closing
 import httpx
 
 from cluster.clock import ManualClock
-from router.http_server import HttpServer
-from router.openai_api import build_app
+from router.http.openai_api import build_app
+from router.http.server import HttpServer
 from router.running import running
 from tests.system.router_harness import RouterUnderTest, router_under_test
 

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.health import LIVENESS, READINESS
+from cluster.observe.health import LIVENESS, READINESS
 from cluster.process import ExitStatus
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from tests.faults.control import FaultControl, Worker

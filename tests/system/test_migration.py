@@ -17,7 +17,7 @@ from cluster.errors import (
     WorkerTooSmall,
 )
 from cluster.member import Capacity
-from router.migration import MigrationCount
+from router.pipeline.migration import MigrationCount
 from tests.system.migration_stage import stage
 from tests.system.router_harness import ask, expected_tokens
 from tests.system.scripted_workers import ScriptedDecode

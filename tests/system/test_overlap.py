@@ -9,31 +9,31 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 
-from cluster import wire
 from cluster.clock import MonotonicClock
-from cluster.engine_settings import EngineSettings
-from cluster.hashing import hash_prompt, nameless_chains
-from cluster.heartbeats import HeartbeatFeed
 from cluster.messages import Epoch, LayoutFingerprint, MemberId, PrefillJob, Sampling, TokenStops
-from cluster.telemetry import Telemetry
-from cluster.transfer_settings import TransferSettings
+from cluster.observe.heartbeats import HeartbeatFeed
+from cluster.observe.telemetry import Telemetry
+from cluster.protocol import wire
+from cluster.protocol.hashing import hash_prompt, nameless_chains
+from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.transfer_settings import TransferSettings
 from cluster.worker_service import Inspections
 from engine.build import build_engine
-from engine.pool import KvPool
-from engine.step import Runner, StepPlan, StepResult
-from engine.step_loop import StepLoop
-from kvtransfer.exporter import Exporter
-from kvtransfer.importer import Expected, Importer
-from kvtransfer.prefix_offers import PrefixOffers
-from kvtransfer.service import KvTransferServicer
+from engine.kv.pool import KvPool
+from engine.scheduling.step import Runner, StepPlan, StepResult
+from engine.steps.step_loop import StepLoop
+from kvtransfer.exporter.exporter import Exporter
+from kvtransfer.exporter.prefix_offers import PrefixOffers
+from kvtransfer.exporter.service import KvTransferServicer
+from kvtransfer.importer.importer import Expected, Importer
 from kvtransfer.transports.base import Channel, ImporterTransport
-from kvtransfer.transports.shm import ShmExporter, ShmImporter
-from kvtransfer.wire_format import NativeFormat
-from prefill_worker import commands
-from prefill_worker.limits import PrefillLimits
-from prefill_worker.prefix_feed import PrefixFeed
-from prefill_worker.rates import RunningRate
-from prefill_worker.scheduler import PrefillScheduler
+from kvtransfer.transports.shm.transport import ShmExporter, ShmImporter
+from kvtransfer.wire.wire_format import NativeFormat
+from prefill_worker.prefixes.prefix_feed import PrefixFeed
+from prefill_worker.scheduling import commands
+from prefill_worker.scheduling.limits import PrefillLimits
+from prefill_worker.scheduling.rates import RunningRate
+from prefill_worker.scheduling.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
 from tandem.v1 import kv_pb2_grpc, worker_pb2_grpc
 from tests.contract.handoff_rig import Counters, DecodeBlocks

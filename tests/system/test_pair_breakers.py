@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from cluster.errors import HandOffReason
-from router.breakers import BreakerPolicy
+from router.policies.breakers import BreakerPolicy
 from tests.system.router_harness import RouterUnderTest, answer_to, ask, expected_tokens, router_under_test
 from tests.system.scripted_workers import ScriptedDecode
 

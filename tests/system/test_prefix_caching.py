@@ -12,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from cluster import wire
+from cluster.protocol import wire
 from tandem.v1 import inference_pb2, worker_pb2_grpc
 from tests.faults.control import FaultControl, Worker
 from tests.faults.faulty_transport import Fault

@@ -11,9 +11,9 @@ import grpc
 import pytest
 
 from cluster.messages import Role
-from cluster.registry import Registry
-from cluster.scale_registry import ScaleTargets
-from cluster.wire import pack_ids, unpack_ids
+from cluster.protocol.wire import pack_ids, unpack_ids
+from cluster.registry.registry import Registry
+from cluster.registry.scale_registry import ScaleTargets
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 from tests.system.local_cluster import DEMO_MODEL
 

@@ -10,8 +10,8 @@ import pytest
 
 from cluster.errors import Fenced, RegistryUnavailable
 from cluster.member import Member, MemberState
-from cluster.registration import Registration
-from cluster.registry import Registry
+from cluster.registry.registration import Registration
+from cluster.registry.registry import Registry
 from tests.system.redis_processes import HOST, redis_cluster, redis_process, sentinel
 from tests.system.test_registry import DEADLINE_S, member, until
 

@@ -18,8 +18,8 @@ import pytest_asyncio
 from redis.asyncio import Redis
 
 from cluster.process import ExitStatus
-from cluster.redis_server import RedisServer
-from cluster.registry import Registry
+from cluster.registry.redis_server import RedisServer
+from cluster.registry.registry import Registry
 from tests.system.asking import Answer, ask, question
 from tests.system.local_cluster import LocalCluster
 from tests.system.test_registry import until

@@ -14,9 +14,9 @@ from redis.asyncio import Redis
 from cluster.errors import ConfigError, Fenced, RegistryUnavailable
 from cluster.member import Capacity, Member, MemberState
 from cluster.messages import LayoutFingerprint, MemberId, Role
-from cluster.redis_server import RedisServer
-from cluster.registration import Registration
-from cluster.registry import Registry
+from cluster.registry.redis_server import RedisServer
+from cluster.registry.registration import Registration
+from cluster.registry.registry import Registry
 
 DEADLINE_S = 20.0
 FINGERPRINT = LayoutFingerprint("weights-a", "config-a", "float32", "table-a")

@@ -8,7 +8,9 @@ from benchmarks import request_modules
 @pytest.mark.slow
 async def test_counter_lists_the_modules_of_every_process_and_no_generated_stub() -> None:
     counted = await request_modules.count()
-    assert {"router/pipeline.py", "kvtransfer/importer.py", "kvtransfer/exporter.py"} <= set(counted.modules)
-    assert {"prefill_worker/scheduler.py", "decode_worker/scheduler.py"} <= set(counted.modules)
+    assert {"router/pipeline/pipeline.py", "kvtransfer/importer/importer.py", "kvtransfer/exporter/exporter.py"} <= set(
+        counted.modules
+    )
+    assert {"prefill_worker/scheduling/scheduler.py", "decode_worker/scheduling/scheduler.py"} <= set(counted.modules)
     assert not [module for module in counted.modules if module.startswith(("tandem/v1/", "benchmarks/", "tests/"))]
     assert counted.num_lines > 1000

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from cluster.serving import GrpcServer
-from router.client_stalls import ClientStalls
-from router.service import InferenceService
+from cluster.serving.serving import GrpcServer
+from router.grpc_api.client_stalls import ClientStalls
+from router.grpc_api.service import InferenceService
 from tandem.client import AsyncClient, Client
 from tandem.errors import Unavailable
 from tandem.v1 import inference_pb2, inference_pb2_grpc

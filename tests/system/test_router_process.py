@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from cluster.process import ExitStatus, die_with_parent
-from cluster.registry import Registry
-from cluster.serving import open_channel
+from cluster.registry.registry import Registry
+from cluster.serving.serving import open_channel
 from tandem.v1 import inference_pb2_grpc
 from tests.system.router_harness import DEMO_MODEL
 from tests.system.scripted_workers import ScriptedDecode, Store

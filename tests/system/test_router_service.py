@@ -8,16 +8,16 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster import wire
 from cluster.member import MemberState
-from cluster.registry import Registry
-from cluster.rpc_errors import REASON, RETRY_AFTER_S
-from cluster.scale_registry import ScaleTargets
-from cluster.serving import GrpcServer, open_channel
-from router.client_stalls import ClientStalls
-from router.drains import Drains
-from router.scaling import Scaling
-from router.service import AdminService, ApiKeyInterceptor, InferenceService
+from cluster.protocol import wire
+from cluster.registry.registry import Registry
+from cluster.registry.scale_registry import ScaleTargets
+from cluster.serving.rpc_errors import REASON, RETRY_AFTER_S
+from cluster.serving.serving import GrpcServer, open_channel
+from router.drain.drains import Drains
+from router.drain.scaling import Scaling
+from router.grpc_api.client_stalls import ClientStalls
+from router.grpc_api.service import AdminService, ApiKeyInterceptor, InferenceService
 from tandem.silence import ALIVE_KEY
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.system.router_harness import PROMPT, RouterUnderTest, ask, expected_tokens, router_under_test

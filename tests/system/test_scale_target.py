@@ -7,9 +7,9 @@ import pytest
 from redis.asyncio import Redis
 
 from cluster.errors import InvalidRequest, Unavailable
-from cluster.registry import Registry
-from cluster.scale_registry import Following, ScaleTargets
-from cluster.scale_target import ScaleTarget
+from cluster.registry.registry import Registry
+from cluster.registry.scale_registry import Following, ScaleTargets
+from cluster.registry.scale_target import ScaleTarget
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ from typing import Any, TypeAlias
 import grpc
 import pytest
 
-from cluster import wire
-from cluster.serving import MAX_MESSAGE_BYTES, GrpcServer, open_channel
-from router.client_stalls import ClientStalls
-from router.service import AdminService, ApiKeyInterceptor, InferenceService
-from router.tokenization import Tokenization
+from cluster.protocol import wire
+from cluster.serving.serving import MAX_MESSAGE_BYTES, GrpcServer, open_channel
+from router.grpc_api.client_stalls import ClientStalls
+from router.grpc_api.service import AdminService, ApiKeyInterceptor, InferenceService
+from router.text.tokenization import Tokenization
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.system.router_harness import DEMO_MODEL, PROMPT, RouterUnderTest, ask, expected_tokens, router_under_test
 from tests.system.scripted_workers import ScriptedDecode, ScriptedPrefill, scripted_token

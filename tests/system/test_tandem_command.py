@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from cli.__main__ import main
-from cli.last_cluster import LastCluster, find_address, forget, remember
-from cli.layout import threads_per_worker
-from cli.up import pools_from
+from cli.local.last_cluster import LastCluster, find_address, forget, remember
+from cli.local.layout import threads_per_worker
+from cli.verbs.up import pools_from
 from cluster.errors import ConfigError
 from tandem.client import Client
 from tandem.errors import Unavailable

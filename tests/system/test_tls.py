@@ -13,9 +13,9 @@ import pytest_asyncio
 
 from cli.__main__ import main
 from cluster.messages import MemberId, Role
-from cluster.registry import Registry
-from cluster.serving import GrpcServer
-from cluster.telemetry import Telemetry
+from cluster.observe.telemetry import Telemetry
+from cluster.registry.registry import Registry
+from cluster.serving.serving import GrpcServer
 from tandem.client import AsyncClient
 from tandem.errors import Unavailable
 from tandem.v1 import worker_pb2, worker_pb2_grpc

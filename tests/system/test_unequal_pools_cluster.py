@@ -9,7 +9,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from cluster.rpc_errors import REASON
+from cluster.serving.rpc_errors import REASON
 from tandem.v1 import inference_pb2
 from tests.system.asking import ask, asked, question
 from tests.system.local_cluster import LocalCluster

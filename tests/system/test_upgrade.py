@@ -11,8 +11,8 @@ import pytest
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from cluster.rpc_errors import REASON
-from cluster.wire import pack_ids
+from cluster.protocol.wire import pack_ids
+from cluster.serving.rpc_errors import REASON
 from tandem.client import AsyncClient, AsyncGeneration
 from tandem.results import Choice, Result
 from tandem.v1 import admin_pb2, inference_pb2, kv_pb2, worker_pb2, worker_pb2_grpc

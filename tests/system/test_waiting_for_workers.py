@@ -8,8 +8,8 @@ import grpc
 import httpx
 import pytest
 
-from cluster.telemetry import Telemetry
-from router.openai_api import build_app
+from cluster.observe.telemetry import Telemetry
+from router.http.openai_api import build_app
 from tests.system.router_harness import RouterUnderTest, answer_to, ask, expected_tokens, router_under_test
 from tests.system.test_router_service import collect, generate_request, reason_of, served
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.layout import LayerShape, lay_out
-from kvtransfer.wire_dtypes import WireDtype
+from engine.kv.layout import LayerShape, lay_out
+from kvtransfer.wire.wire_dtypes import WireDtype
 from tests.system.asking import ask, question
 from tests.system.local_cluster import DEMO_MODEL, LocalCluster
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from cluster.messages import Inspected
-from decode_worker.commands import Command, Event, Frozen, Started
-from engine.step import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult
+from decode_worker.scheduling.commands import Command, Event, Frozen, Started
+from engine.scheduling.step import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult
 from tests.unit.decode_bench import DecodeBench, HandOff
 from tests.unit.fake_paged_runner import VOCAB_SIZE, FakePagedRunner
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
-from cluster.hashing import NATIVE, keyed_chains, nameless_chains
 from cluster.messages import DecodeJob, FinishReason, Inspect, Inspected, MemberId, Sampling, SequenceStart, TokenStops
-from decode_worker.commands import (
+from cluster.protocol.hashing import NATIVE, keyed_chains, nameless_chains
+from decode_worker.scheduling.commands import (
     AdmitImported,
     AdmitLocal,
     CancelSequences,
@@ -27,14 +27,14 @@ from decode_worker.commands import (
     ThawRefused,
     Unreservable,
 )
-from decode_worker.limits import DecodeLimits
-from decode_worker.preemption_cost import PreemptionCost
-from decode_worker.scheduler import DecodeScheduler
-from decode_worker.sequences import Sequence
-from engine.length_prediction import LengthPredictor
-from engine.policies import make_policy
-from engine.step import DraftRequest, Sample, StepPlan
-from engine.stops import banned_token_ids, finish_reason
+from decode_worker.scheduling.limits import DecodeLimits
+from decode_worker.scheduling.preemption_cost import PreemptionCost
+from decode_worker.scheduling.scheduler import DecodeScheduler
+from decode_worker.scheduling.sequences import Sequence
+from engine.scheduling.length_prediction import LengthPredictor
+from engine.scheduling.policies import make_policy
+from engine.scheduling.step import DraftRequest, Sample, StepPlan
+from engine.scheduling.stops import banned_token_ids, finish_reason
 from tests.unit.fake_paged_runner import VOCAB_SIZE, FakePagedRunner, next_token
 
 ROUTER = MemberId("router", "1")

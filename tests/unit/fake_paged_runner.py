@@ -6,7 +6,7 @@ early, a missed copy or a wrong position shows as a wrong token.
 
 from collections.abc import Sequence
 
-from engine.step import Chunk, DrawnToken, Sample, StepPlan, StepResult
+from engine.scheduling.step import Chunk, DrawnToken, Sample, StepPlan, StepResult
 
 VOCAB_SIZE = 50
 

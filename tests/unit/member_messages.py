@@ -9,8 +9,8 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import Message
 
-from cluster.field_rules import Many, MemberName, Octets, Part, Real, Rule, Table, Text, Whole, Word
-from cluster.message_rules import RULES
+from cluster.protocol.field_rules import Many, MemberName, Octets, Part, Real, Rule, Table, Text, Whole, Word
+from cluster.protocol.message_rules import RULES
 from tandem.v1 import kv_pb2, worker_pb2
 
 FILES = (worker_pb2, kv_pb2)

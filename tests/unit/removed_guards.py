@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from kvtransfer.handoff import GUARDS, Guards
-from kvtransfer.leases import LEASE_GUARDS, LeasePhase
+from kvtransfer.protocol.handoff import GUARDS, Guards
+from kvtransfer.protocol.leases import LEASE_GUARDS, LeasePhase
 from tests.unit.handoff_model.scenario import Scenario
 
 

@@ -14,7 +14,8 @@ from fastapi import FastAPI
 
 from cluster.errors import TandemError
 from cluster.messages import FinishReason, SampledToken, TokenLogprobs
-from router.choice import Choice
+from router.request.choice import Choice
+from router.request.validation import ResolvedRequest, check, resolve
 from router.requests import (
     ChatPrompt,
     GenerateRequest,
@@ -25,8 +26,7 @@ from router.requests import (
     TextPrompt,
     Usage,
 )
-from router.tokenization import Tokenization
-from router.validation import ResolvedRequest, check, resolve
+from router.text.tokenization import Tokenization
 
 LEDGER = Ledger((Phase("prefill", 0.25), Phase("decode", 0.5)), 0.75, 0.25, ("p@1", "d@2"), "shm", 4096, ("retry",))
 

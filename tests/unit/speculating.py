@@ -8,12 +8,12 @@ import torch
 
 from cluster.messages import Sampling
 from engine.batch import PackedBatch
-from engine.layout import LayerShape, lay_out
-from engine.pool import KvPool
-from engine.runner import ModelRunner
-from engine.schedule import blocks_for
+from engine.kv.layout import LayerShape, lay_out
+from engine.kv.pool import KvPool
+from engine.scheduling.schedule import blocks_for
+from engine.scheduling.step import Chunk, DraftRequest, Sample, StepPlan
 from engine.speculation.drafter import Drafter, Guesser
-from engine.step import Chunk, DraftRequest, Sample, StepPlan
+from engine.steps.runner import ModelRunner
 
 BLOCK_SIZE = 8
 

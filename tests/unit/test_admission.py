@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.errors import DuplicateRequest, Overloaded, QueueFull
-from router.admission import Admission, WorkerBacklog, early_refusal
+from router.policies.admission import Admission, WorkerBacklog, early_refusal
 
 
 def test_a_live_id_is_refused_until_it_is_released() -> None:

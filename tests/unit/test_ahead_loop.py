@@ -7,9 +7,9 @@ from queue import SimpleQueue
 import pytest
 
 from cluster.clock import ManualClock, MonotonicClock
-from cluster.hashing import nameless_chains
 from cluster.messages import DecodeJob, Inspect, Inspected, Sampling, SequenceStart, TokenStops
-from decode_worker.commands import (
+from cluster.protocol.hashing import nameless_chains
+from decode_worker.scheduling.commands import (
     AdmitLocal,
     CancelSequences,
     Command,
@@ -19,9 +19,9 @@ from decode_worker.commands import (
     Frozen,
     StepTokens,
 )
-from decode_worker.scheduler import DecodeScheduler
-from engine.step import StepPlan, StepResult
-from engine.step_loop import StepLoop
+from decode_worker.scheduling.scheduler import DecodeScheduler
+from engine.scheduling.step import StepPlan, StepResult
+from engine.steps.step_loop import StepLoop
 from tests.unit.ahead_bench import Stream
 from tests.unit.decode_bench import ROUTER, limits
 from tests.unit.fake_paged_runner import FakePagedRunner

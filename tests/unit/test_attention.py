@@ -12,10 +12,10 @@ from engine.attention.interface import AttentionOptions, LayerKv, attend
 from engine.attention.registry import ALL_DTYPES, CAPABILITIES, NATIVE_DTYPES, AttentionBackend, Needs, choose
 from engine.attention.sdpa import alike
 from engine.batch import PackedBatch, pack
-from engine.layout import LayerShape, lay_out
-from engine.pool import TORCH_DTYPES, KvPool
-from engine.quantised_kv import quantise, restore
-from engine.step import Chunk
+from engine.kv.layout import LayerShape, lay_out
+from engine.kv.pool import TORCH_DTYPES, KvPool
+from engine.kv.quantised_kv import quantise, restore
+from engine.scheduling.step import Chunk
 from tests.unit.interpreted_triton import kernel_device
 
 HEADS = 6

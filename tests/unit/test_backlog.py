@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.backlog import Backlog
+from router.fleet.backlog import Backlog
 
 
 def _measured(num_prompts: int, *, num_tokens: int = 100, gap_s: float = 0.5) -> tuple[Backlog, float]:

@@ -14,10 +14,10 @@ from typing import TypeVar
 
 import pytest
 
-from cli import bench
-from cli.latency import Objective, Record, percentile, report, summary
-from cli.open_loop import RequestFailed, open_loop
-from cli.workload import Arrival, clipped, poisson, prompt_ids, read_trace, scaled
+from cli.load.latency import Objective, Record, percentile, report, summary
+from cli.load.open_loop import RequestFailed, open_loop
+from cli.load.workload import Arrival, clipped, poisson, prompt_ids, read_trace, scaled
+from cli.verbs import bench
 from cluster.errors import ConfigError
 
 Value = TypeVar("Value")

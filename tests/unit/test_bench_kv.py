@@ -10,7 +10,7 @@ from benchmarks.kv_digests import measure_digests
 from benchmarks.kv_digests import table as cost_table
 from benchmarks.kv_shapes import Shape
 from benchmarks.kv_table import Cell, as_json, as_markdown
-from kvtransfer.digest import DEFINITIONS
+from kvtransfer.digest.definitions import DEFINITIONS
 
 TINY = (Shape("64 KB", 1, False, 1), Shape("5 x 64 KB", 5, True, 1))
 ABOUT = {"processor": "2 x none", "kernel": "Linux", "commit": "0000", "date": "today"}

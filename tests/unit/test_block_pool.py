@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.block_pool import BlockPool, BlockState
+from engine.kv.block_pool import BlockPool, BlockState
 
 _NUM_BLOCKS = 9
 _ROOT = b"root"

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.messages import MemberId
-from router.breakers import BreakerPolicy, BreakerState, Pair, PairBreakers, Trial
+from router.policies.breakers import BreakerPolicy, BreakerState, Pair, PairBreakers, Trial
 
 PAIR, OTHER = (MemberId("p0", "1"), MemberId("d0", "1")), (MemberId("p1", "1"), MemberId("d0", "1"))
 POLICY = BreakerPolicy(failures=3, window_s=60.0, first_pause_s=1.0, max_pause_s=8.0)

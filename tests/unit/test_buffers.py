@@ -2,7 +2,7 @@
 
 import random
 
-from router.buffers import STOPPED_S, Buffers, Share
+from router.request.buffers import STOPPED_S, Buffers, Share
 
 
 class _Clients:

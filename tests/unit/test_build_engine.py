@@ -10,15 +10,15 @@ import pytest
 import safetensors.torch
 import torch
 
-from cluster.engine_settings import EngineSettings
 from cluster.errors import ConfigError, ModelRefused
 from cluster.messages import Sampling
+from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
-from engine.estimate import estimate, read_config
-from engine.fingerprint import config_digest, weights_digest
-from engine.layout import lay_out
-from engine.loading import load
-from kvtransfer.wire_dtypes import WireDtype
+from engine.kv.layout import lay_out
+from engine.model.estimate import estimate, read_config
+from engine.model.fingerprint import config_digest, weights_digest
+from engine.model.loading import load
+from kvtransfer.wire.wire_dtypes import WireDtype
 from tests.golden.families import FAMILIES
 
 KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4  # layers, K and V, heads, dim, float32

@@ -10,21 +10,21 @@ import pytest
 
 from cluster.canary import Canaries, CanaryJudge, Flight, Outcome
 from cluster.clock import MonotonicClock
-from cluster.hashing import nameless_chains
 from cluster.messages import Inspect, Inspected, MemberId, PrefillJob, Sampling, TokenStops
-from cluster.serving import GrpcServer
-from cluster.telemetry import Telemetry
-from cluster.watchdog import StuckLimits
+from cluster.observe.telemetry import Telemetry
+from cluster.observe.watchdog import StuckLimits
+from cluster.protocol.hashing import nameless_chains
+from cluster.serving.serving import GrpcServer
 from cluster.worker_health import WorkerHealth
 from decode_worker.canary import DecodeCanary
-from decode_worker.limits import DecodeLimits
-from decode_worker.scheduler import DecodeScheduler
-from engine.step import DrawnToken, StepPlan, StepResult
-from engine.step_loop import StepLoop
-from prefill_worker import commands as prefill_commands
+from decode_worker.scheduling.limits import DecodeLimits
+from decode_worker.scheduling.scheduler import DecodeScheduler
+from engine.scheduling.step import DrawnToken, StepPlan, StepResult
+from engine.steps.step_loop import StepLoop
 from prefill_worker.canary import PrefillCanary
-from prefill_worker.limits import PrefillLimits
-from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.scheduling import commands as prefill_commands
+from prefill_worker.scheduling.limits import PrefillLimits
+from prefill_worker.scheduling.scheduler import PrefillScheduler
 from tests.unit.fake_paged_runner import VOCAB_SIZE, FakePagedRunner
 
 _DEADLINE_S = 30.0

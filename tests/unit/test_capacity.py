@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.engine_settings import EngineSettings
 from cluster.errors import ConfigError
-from engine import capacity
+from cluster.settings.engine_settings import EngineSettings
 from engine.build import build_engine
-from engine.capacity import CONTEXT_BYTES, MARGIN_BYTES, GpuMemory
-from engine.layout import LayerShape, lay_out
-from engine.memory_profile import largest_step
-from engine.pool_memory import host_bytes, take_pool
-from kvtransfer.wire_dtypes import WireDtype
+from engine.kv import capacity
+from engine.kv.capacity import CONTEXT_BYTES, MARGIN_BYTES, GpuMemory
+from engine.kv.layout import LayerShape, lay_out
+from engine.kv.pool_memory import host_bytes, take_pool
+from engine.model.memory_profile import largest_step
+from kvtransfer.wire.wire_dtypes import WireDtype
 from tests.golden.families import FAMILIES
 
 GIB = 1 << 30

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from engine.pool import KvPool
-from kvtransfer import channel_reads
-from kvtransfer.channel_reads import GPU_PIECE_BYTES, PIECE_BYTES, ChannelReads, PieceSize
-from kvtransfer.digest import FOLDED, digest_blocks
+from engine.kv.pool import KvPool
+from kvtransfer.digest.definitions import FOLDED, digest_blocks
+from kvtransfer.importer import channel_reads
+from kvtransfer.importer.channel_reads import GPU_PIECE_BYTES, PIECE_BYTES, ChannelReads, PieceSize
 from kvtransfer.transports.base import TransportError
-from kvtransfer.wire_format import NativeFormat
+from kvtransfer.wire.wire_format import NativeFormat
 from tests.contract.kv_pools import random_pool
 
 NUM_BLOCKS = 10

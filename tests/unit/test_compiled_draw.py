@@ -1,4 +1,4 @@
-"""The compiled drawing gives the tokens of engine/sampler.py: over settings, types, ties and edges, row by row."""
+"""Compiled drawing gives the tokens of engine/steps/sampler.py: over settings, types, ties and edges, row by row."""
 
 import math
 import random
@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
+from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.cpu.compiled_draw import CompiledDraw
 from engine.cpu.library import load_library
 from engine.decoders.not_compiled import NotCompiled
-from engine.sampler import draw
-from engine.step import Chunk, Sample, StepPlan
+from engine.scheduling.step import Chunk, Sample, StepPlan
+from engine.steps.sampler import draw
 from tests.golden.families import FAMILIES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -10,8 +10,8 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
+from cluster.settings.engine_settings import EngineSettings
 from engine.attention.interface import ATTENTION_NAME, register
 from engine.build import Engine, build_engine
 from engine.cpu.compile import compiled_forward
@@ -21,11 +21,11 @@ from engine.cpu.packed_decoder import PackedDecoder
 from engine.decoders.layer_parts import GELU_TANH
 from engine.decoders.not_compiled import NotCompiled
 from engine.decoders.recognise import Decoder, recognise
-from engine.dummy import dummy_model
-from engine.loading import load
-from engine.pool import KvPool
-from engine.probe import difference
-from engine.step import Chunk, Sample, StepPlan
+from engine.kv.pool import KvPool
+from engine.model.dummy import dummy_model
+from engine.model.load_check import difference
+from engine.model.loading import load
+from engine.scheduling.step import Chunk, Sample, StepPlan
 from tests.golden.families import BLOCK_SIZE, FAMILIES
 
 SHAPE = {**FAMILIES["llama"].settings, "hidden_size": 64}

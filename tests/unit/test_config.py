@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cli.layout import Layout, Pools, Ports
-from cluster.config import RouterConfig, WorkerConfig, echo
-from cluster.config_sources import load_config, parse_arguments
-from cluster.engine_settings import parse_bytes
+from cli.local.layout import Layout, Pools, Ports
 from cluster.errors import ConfigError
+from cluster.settings.config import RouterConfig, WorkerConfig, echo
+from cluster.settings.config_sources import load_config, parse_arguments
+from cluster.settings.engine_settings import parse_bytes
 
 
 def _worker(arguments: Sequence[str], environment: dict[str, str] | None = None) -> WorkerConfig:

@@ -1,6 +1,6 @@
 """Which connection gives way when a server has no place left."""
 
-from router.connection_places import PATIENT_S, ConnectionPlaces, Place
+from router.http.connection_places import PATIENT_S, ConnectionPlaces, Place
 
 
 def _taken(places: ConnectionPlaces, now_s: float) -> Place:

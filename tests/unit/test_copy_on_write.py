@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from engine.step import StepPlan
+from engine.scheduling.step import StepPlan
 from tests.unit.decode_bench import DecodeBench, limits
 
 _BLOCK_SIZE = limits().block_size

@@ -1,6 +1,6 @@
 """Which sequences of a worker that leaves should not wait for their end there."""
 
-from router.course import Course, to_move
+from router.policies.course import Course, to_move
 
 _PAUSES_S = [number / 8 for number in range(100)]
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.cuda
 @pytest.mark.parametrize("block_bytes", [16, 37, 4100, 16_384, 2 * 16_384 + 16])
 def test_blocks_are_copied_wherever_they_go_and_nothing_else_is_touched(block_bytes: int) -> None:
     device = kernel_device()
-    from kvtransfer.transports.cuda_copy import copy_blocks
+    from kvtransfer.transports.cuda.copies import copy_blocks
 
     source, before = random_blocks(9, block_bytes).to(device), random_blocks(7, block_bytes + 1)[:, 1:].contiguous()
     target = before.to(device)
@@ -24,7 +24,7 @@ def test_blocks_are_copied_wherever_they_go_and_nothing_else_is_touched(block_by
 
 def test_no_blocks_are_no_copy() -> None:
     device = kernel_device()
-    from kvtransfer.transports.cuda_copy import copy_blocks
+    from kvtransfer.transports.cuda.copies import copy_blocks
 
     target, none = random_blocks(2, 64).to(device), torch.tensor([], dtype=torch.int64, device=device)
     copy_blocks(target.data_ptr(), none, target, none)
@@ -36,7 +36,7 @@ def test_blocks_past_four_gigabytes_are_copied_on_both_sides() -> None:
     """64-bit offsets, in words and in bytes."""
     if kernel_device() != "cuda" or torch.cuda.mem_get_info()[0] < 11 << 30:
         pytest.skip("needs a GPU with 11 GiB free")
-    from kvtransfer.transports.cuda_copy import copy_blocks
+    from kvtransfer.transports.cuda.copies import copy_blocks
 
     for block_bytes in (2 << 20, (2 << 20) + 1):
         num_blocks = (5 << 30) // block_bytes

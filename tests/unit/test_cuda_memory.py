@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.cuda_pages import DriverRefused
-from engine import cuda_memory
-from engine.cuda_memory import NotExportable
-from engine.pool import KvPool
-from kvtransfer.transports import cuda_access
+from cluster.memory.cuda_pages import DriverRefused
+from engine.kv import cuda_memory
+from engine.kv.cuda_memory import NotExportable
+from engine.kv.pool import KvPool
+from kvtransfer.transports.cuda import access as cuda_access
 from tests.contract.kv_pools import LAYOUT
 
 GRANULARITY = 2 << 20

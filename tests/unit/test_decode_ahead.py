@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.engine_settings import SCHEDULING_POLICIES
 from cluster.messages import DecodeJob, FinishReason
-from decode_worker.commands import OfferPrefix, Quiet, Release
-from decode_worker.flights import Flights
-from engine.step import BlockSwap, StepPlan
+from cluster.settings.engine_settings import SCHEDULING_POLICIES
+from decode_worker.scheduling.commands import OfferPrefix, Quiet, Release
+from decode_worker.scheduling.flights import Flights
+from engine.scheduling.step import BlockSwap, StepPlan
 from tests.unit.ahead_bench import AheadBench
 from tests.unit.decode_bench import HandOff, known_lengths, limits
 

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from cluster import wire
 from cluster.messages import FinishReason, SampledToken
-from router.course import Course
-from router.decode_events import Failed, Sequences, Started, Token, tokens_of
+from cluster.protocol import wire
+from router.fleet.decode_events import Failed, Sequences, Started, Token, tokens_of
+from router.policies.course import Course
 from tandem.v1 import worker_pb2
 
 

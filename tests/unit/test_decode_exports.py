@@ -6,18 +6,18 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from cluster import kv_wire, tickets, wire
 from cluster.clock import ManualClock
 from cluster.errors import NotFound, TooManyFrozen
-from cluster.hashing import hash_prompt
 from cluster.messages import MemberId
-from cluster.transfer_settings import TransferSettings
-from decode_worker import commands
+from cluster.protocol import kv_wire, tickets, wire
+from cluster.protocol.hashing import hash_prompt
+from cluster.settings.transfer_settings import TransferSettings
 from decode_worker.exports import MAX_FROZEN, Exports, FreezeOrder, FrozenSequence
-from kvtransfer.export_call import ExportCall
-from kvtransfer.exporter import Exporter
+from decode_worker.scheduling import commands
+from kvtransfer.exporter.export_call import ExportCall
+from kvtransfer.exporter.exporter import Exporter
 from kvtransfer.transports.loopback import LoopbackExporter, LoopbackNetwork
-from kvtransfer.wire_format import NativeFormat
+from kvtransfer.wire.wire_format import NativeFormat
 from tandem.v1 import kv_pb2
 from tests.contract.handoff_rig import EXPORTER, IMPORTER, KEY, LAYOUT, Counters
 from tests.contract.kv_pools import random_pool

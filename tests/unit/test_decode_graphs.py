@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
+from cluster.settings.engine_settings import EngineSettings
 from engine.attention.dense import attend_dense
 from engine.attention.gather import GatherBackend
 from engine.attention.interface import AttentionOptions, LayerKv
@@ -21,12 +21,12 @@ from engine.batch import PackedBatch
 from engine.cuda.decode_buckets import bucket_for, bucket_sizes
 from engine.cuda.gpu_forward import NewForward, captured
 from engine.cuda.graph_forward import GraphForward
-from engine.forward import PlainForward
-from engine.loaded import LoadedModel
-from engine.loading import load
-from engine.pool import KvPool
-from engine.runner import ModelRunner
-from engine.step import Chunk, Sample, StepPlan
+from engine.kv.pool import KvPool
+from engine.model.loaded import LoadedModel
+from engine.model.loading import load
+from engine.scheduling.step import Chunk, Sample, StepPlan
+from engine.steps.forward import PlainForward
+from engine.steps.runner import ModelRunner
 from tests.golden.families import FAMILIES
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MAX_SEQS = 8, 40, 40, 11

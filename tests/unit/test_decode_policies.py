@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.messages import FinishReason
-from decode_worker.growth import Future, most_growth
+from decode_worker.scheduling.growth import Future, most_growth
 from tests.unit.decode_bench import DecodeBench, known_lengths, limits
 
 

@@ -7,7 +7,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from cluster.engine_settings import SCHEDULING_POLICIES
 from cluster.errors import (
     DeadlineExceeded,
     DuplicateRequest,
@@ -18,7 +17,8 @@ from cluster.errors import (
     WorkerTooSmall,
 )
 from cluster.messages import DecodeJob, FinishReason
-from decode_worker.commands import (
+from cluster.settings.engine_settings import SCHEDULING_POLICIES
+from decode_worker.scheduling.commands import (
     AdmitImported,
     AdmitLocal,
     Failed,

@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from cluster.hashing import nameless_chains
 from cluster.messages import FinishReason
-from decode_worker.commands import AdmitLocal, StepTokens
-from decode_worker.scheduler import DecodeScheduler
+from cluster.protocol.hashing import nameless_chains
+from decode_worker.scheduling.commands import AdmitLocal, StepTokens
+from decode_worker.scheduling.scheduler import DecodeScheduler
+from engine.scheduling.step import Runner, Sample, StepPlan, StepResult
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.drafter import DraftedGuesser
-from engine.step import Runner, Sample, StepPlan, StepResult
 from tests.unit.decode_bench import DecodeBench, limits
 from tests.unit.fake_paged_runner import FakePagedRunner, next_token
 

@@ -3,8 +3,8 @@
 import pytest
 
 from cluster.messages import FinishReason
-from decode_worker.preemption_cost import PreemptionCost
-from engine.step import StepPlan
+from decode_worker.scheduling.preemption_cost import PreemptionCost
+from engine.scheduling.step import StepPlan
 from tests.unit.decode_bench import DecodeBench, limits
 from tests.unit.fake_paged_runner import num_tokens
 

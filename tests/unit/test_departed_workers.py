@@ -2,7 +2,7 @@
 
 from cluster.member import Member
 from cluster.messages import MemberId, Role
-from router.departed_workers import KEPT_S, DepartedWorkers
+from router.fleet.departed_workers import KEPT_S, DepartedWorkers
 
 
 def _member(name: str, incarnation: str = "1") -> Member:

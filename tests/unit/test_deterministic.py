@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from cli.up import UpConfig
-from cluster.config import WorkerConfig
-from cluster.engine_settings import EngineSettings
+from cli.verbs.up import UpConfig
 from cluster.errors import ConfigError, ModelRefused
 from cluster.messages import Sampling
+from cluster.settings.config import WorkerConfig
+from cluster.settings.engine_settings import EngineSettings
 from engine.attention.fixed_tiles import FixedTilesBackend
 from engine.attention.interface import LayerKv
 from engine.batch import PackedBatch, pack
@@ -22,11 +22,11 @@ from engine.build import Engine, build_engine
 from engine.deterministic.check import check
 from engine.deterministic.fixed_rows import ROW_COUNTS, FixedRows, agreeing_counts, cut
 from engine.deterministic.own_products import fix_own_products
-from engine.layout import LayerShape, lay_out
-from engine.pool import KvPool
-from engine.runner import ModelRunner
-from engine.schedule import blocks_for
-from engine.step import Chunk, DrawnToken, Sample, StepPlan
+from engine.kv.layout import LayerShape, lay_out
+from engine.kv.pool import KvPool
+from engine.scheduling.schedule import blocks_for
+from engine.scheduling.step import Chunk, DrawnToken, Sample, StepPlan
+from engine.steps.runner import ModelRunner
 from tests.golden.families import FAMILIES
 from tests.unit.speculating import BLOCK_SIZE, FixedGuesser, Oracle, TableForward, speak, talks_of
 from tests.unit.test_attention import OPTIONS, SHAPES, hold_equal, make_case

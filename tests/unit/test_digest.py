@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer import piece_sums
-from kvtransfer.digest import (
+from kvtransfer.digest import piece_sums
+from kvtransfer.digest.definitions import (
     DEFINITIONS,
     DIGEST_BYTES,
     FOLDED,

@@ -9,9 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvtransfer import digest
-from kvtransfer.digest import DEFINITIONS, FOLDED, SUMS, DigestDefinition, digest_blocks, digest_tensor, folded
-from kvtransfer.piece_sums import NUM_SUMS, PIECE_BYTES, coefficients, pieces_of, wide_product
+from kvtransfer.digest import definitions as digest
+from kvtransfer.digest.definitions import (
+    DEFINITIONS,
+    FOLDED,
+    SUMS,
+    DigestDefinition,
+    digest_blocks,
+    digest_tensor,
+    folded,
+)
+from kvtransfer.digest.piece_sums import NUM_SUMS, PIECE_BYTES, coefficients, pieces_of, wide_product
 from tests.unit.interpreted_triton import IS_INTERPRETED
 from tests.unit.pretend_gpu import DEVICE, OnGpu, PretendGpu
 from tests.unit.pretend_gpu import gpu as gpu
@@ -53,7 +61,7 @@ def launches(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int
         event = SimpleNamespace(synchronize=lambda: gpu.wait("event"))
         yield SimpleNamespace(record_event=lambda: event)
 
-    monkeypatch.setitem(sys.modules, "kvtransfer.digest_triton", SimpleNamespace(piece_sums=piece_sums))
+    monkeypatch.setitem(sys.modules, "kvtransfer.digest.triton_sums", SimpleNamespace(piece_sums=piece_sums))
     monkeypatch.setattr(digest, "side_stream", side_stream)
     monkeypatch.setattr(digest, "_device_coefficients", lambda device, fold: OnGpu(coefficients(fold).t().contiguous()))
     return made
@@ -94,7 +102,7 @@ def test_any_number_of_a_pools_blocks_is_summed_by_the_same_kernels(
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    from kvtransfer import digest_triton
+    from kvtransfer.digest import triton_sums as digest_triton
 
     kernel, variants = digest_triton._sum_pieces, set[str]()
     bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))

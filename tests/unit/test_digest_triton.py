@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 
-from kvtransfer.digest import DEFINITIONS, FOLDED, digest_blocks, digest_bytes, digest_tensor, folded
-from kvtransfer.piece_sums import NUM_SUMS, coefficients, host_sums, pieces_of, wide_product
+from kvtransfer.digest.definitions import DEFINITIONS, FOLDED, digest_blocks, digest_bytes, digest_tensor, folded
+from kvtransfer.digest.piece_sums import NUM_SUMS, coefficients, host_sums, pieces_of, wide_product
 from tests.contract.kv_pools import BLOCK_SIZE, LAYOUT, random_pool
 
 pytestmark = pytest.mark.cuda
@@ -29,7 +29,7 @@ def random_blocks(num_blocks: int, block_bytes: int) -> torch.Tensor:
 
 def kernel_sums(blocks: torch.Tensor, block_ids: list[int], fold: int = 0) -> torch.Tensor:
     device = kernel_device()
-    from kvtransfer.digest_triton import piece_sums
+    from kvtransfer.digest.triton_sums import piece_sums
 
     ids = torch.tensor(block_ids, device=device)
     return piece_sums(blocks.to(device), ids, coefficients(fold).t().contiguous().to(device)).cpu()
@@ -84,7 +84,7 @@ def test_a_gpu_gives_the_golden_digests(data: bytes) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_pool_on_a_gpu_is_digested_like_its_copy_on_the_host() -> None:
-    from engine.pool import KvPool
+    from engine.kv.pool import KvPool
 
     host = random_pool(9, seed=4)
     pool = KvPool(LAYOUT, 9, "cuda")

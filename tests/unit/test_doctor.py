@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from cli import doctor
 from cli.machine import Finding, look
 from cli.pair_report import PairReport, report, unmeasured
+from cli.verbs import doctor
 from cluster.errors import ConfigError
-from kvtransfer.pairs import DOES_NOT_REACH
+from kvtransfer.importer.pairs import DOES_NOT_REACH
 from tandem.v1 import admin_pb2, worker_pb2
 
 BOTH = ("shm", "tcp")

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from cluster.messages import Sampling
-from engine.draws import StepDraws, parts
-from engine.sampler import draw
-from engine.step import Chunk, Sample, StepPlan
+from engine.scheduling.step import Chunk, Sample, StepPlan
+from engine.steps.draws import StepDraws, parts
+from engine.steps.sampler import draw
 
 VOCAB = 50
 
@@ -39,7 +39,7 @@ def test_parts_change_no_token_and_hold_no_more_rows_than_they_may(most_rows: in
 @pytest.mark.parametrize("most_rows", [1, 5, 100])
 def test_a_step_gives_the_same_tokens_however_it_is_drawn(monkeypatch: pytest.MonkeyPatch, most_rows: int) -> None:
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
-    monkeypatch.setattr("engine.draws._ELEMENTS_AT_ONCE", most_rows * VOCAB)
+    monkeypatch.setattr("engine.steps.draws._ELEMENTS_AT_ONCE", most_rows * VOCAB)
     samples = [sample for planned in PLAN.chunks for sample in planned.samples]
     assert StepDraws(logits, PLAN).read() == draw(logits[ROWS], samples)
 

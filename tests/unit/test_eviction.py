@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.block_pool import BlockPool
-from engine.eviction import LeastValuable, values
+from engine.kv.block_pool import BlockPool
+from engine.kv.eviction import LeastValuable, values
 
 _ROOT = b"root"
 # Mooncake's conversation trace (Qin et al., FAST 2025), first 2,000 rows: prompts as ids of blocks of 512 tokens.

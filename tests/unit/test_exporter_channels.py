@@ -1,8 +1,8 @@
 """Channels to exporters: shared while used, kept for the next hand-off, and not for ever."""
 
-from cluster.serving import open_channel
-from kvtransfer import exporter_channels
-from kvtransfer.exporter_channels import ExporterChannels
+from cluster.serving.serving import open_channel
+from kvtransfer.importer import exporter_channels
+from kvtransfer.importer.exporter_channels import ExporterChannels
 
 
 async def test_hand_offs_with_one_exporter_share_its_channel() -> None:

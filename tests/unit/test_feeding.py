@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from cluster.clock import MonotonicClock
-from cluster.hashing import nameless_chains
 from cluster.messages import DecodeJob, Sampling, SequenceStart, TokenStops
-from decode_worker.commands import AdmitLocal, Command, Event, StepTokens
-from decode_worker.limits import DecodeLimits
-from decode_worker.scheduler import DecodeScheduler
+from cluster.protocol.hashing import nameless_chains
+from decode_worker.scheduling.commands import AdmitLocal, Command, Event, StepTokens
+from decode_worker.scheduling.limits import DecodeLimits
+from decode_worker.scheduling.scheduler import DecodeScheduler
 from engine.batch import PackedBatch
 from engine.build import Engine, build_engine
 from engine.cuda.launching_runner import LaunchingRunner
-from engine.host_blocks import HostBlocks, SwappingLauncher
-from engine.runner import ModelRunner, StartedStep
-from engine.sampler import Draw
-from engine.step import UNKNOWN_TOKEN, Chunk, DrawnToken, Feeding, Sample, StepPlan
-from engine.step_loop import StepLoop
+from engine.kv.host_blocks import HostBlocks, SwappingLauncher
+from engine.scheduling.step import UNKNOWN_TOKEN, Chunk, DrawnToken, Feeding, Sample, StepPlan
+from engine.steps.runner import ModelRunner, StartedStep
+from engine.steps.sampler import Draw
+from engine.steps.step_loop import StepLoop
 from tests.golden.families import FAMILIES
 from tests.unit.decode_bench import ROUTER
 from tests.unit.pretend_gpu import OnGpu, PretendGpu
@@ -122,7 +122,7 @@ def test_async_scheduling_is_turned_off_by_its_flag(gpu: PretendGpu, build: Call
 
 @pytest.mark.parametrize("most", [1, 1000])
 def test_a_step_that_is_drawn_in_parts_feeds_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr("engine.draws._ELEMENTS_AT_ONCE", most)
+    monkeypatch.setattr("engine.steps.draws._ELEMENTS_AT_ONCE", most)
     assert engine.runner.start(next(steps(None))).can_feed == (most == 1000)
 
 
@@ -221,7 +221,7 @@ def test_on_a_gpu_they_are_drawn_again_from_their_own_logits(
 
 
 def noting_redrawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    monkeypatch.setattr("engine.sampler._FIRST_WIDTH", 2)
+    monkeypatch.setattr("engine.steps.sampler._FIRST_WIDTH", 2)
     redrawn: list[int] = []
     read = Draw.read
 

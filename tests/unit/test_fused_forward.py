@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.engine_settings import EngineSettings
+from cluster.settings.engine_settings import EngineSettings
 from engine.cuda.fused_forward import FusedForward, fused_decoder
 from engine.cuda.fused_ops import Heads, Ops, Rotation, TorchOps
 from engine.cuda.gpu_forward import captured, forwards, gpu_forward
 from engine.decoders.layer_parts import GELU_TANH, SILU, RmsNorm
 from engine.decoders.not_compiled import NotCompiled
-from engine.loaded import LoadedModel
-from engine.loading import load
-from engine.pool import KvPool
-from engine.runner import ModelRunner
+from engine.kv.pool import KvPool
+from engine.model.loaded import LoadedModel
+from engine.model.loading import load
+from engine.steps.runner import ModelRunner
 from tests.golden.families import BLOCK_SIZE, FAMILIES
 from tests.unit.interpreted_triton import kernel_device
 from tests.unit.test_decode_graphs import NUM_BLOCKS, TABLE, play, random_decodes

@@ -8,8 +8,8 @@ from benchmarks.gpu_engine import _arguments, run, table
 from benchmarks.gpu_shapes import TINY_LOADS, Work, llama_8b
 from benchmarks.gpu_step_loop import Decodes, step_times_s
 from engine.build import Engine
-from engine.runner import StartedStep
-from engine.step import StepPlan, StepResult
+from engine.scheduling.step import StepPlan, StepResult
+from engine.steps.runner import StartedStep
 from tests.unit.pretend_gpu import PretendGpu
 from tests.unit.test_pretend_gpu import build, gpu, on_cpu
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from cli.layout import Layout, Pools
-from cli.pool_plan import Slot
+from cli.local.layout import Layout, Pools
+from cli.local.pool_plan import Slot
 from cluster.messages import Role
-from engine.placement import device_for, num_sharing
+from engine.model.gpu_placement import device_for, num_sharing
 
 
 def placed(world_size: int, num_gpus: int, wanted: str = "cuda") -> list[tuple[str, int]]:

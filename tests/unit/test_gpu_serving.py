@@ -9,7 +9,7 @@ from benchmarks.gpu_memory import NoRoom, room, that_fit
 from benchmarks.gpu_serving_load import conversations, described, write_trace
 from benchmarks.gpu_serving_table import table
 from benchmarks.gpu_shapes import Work, llama_8b
-from cli.workload import read_trace
+from cli.load.workload import read_trace
 
 H200, RTX_4090 = 149_000_000_000, 25_300_000_000
 

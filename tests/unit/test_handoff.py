@@ -7,11 +7,11 @@ import pytest
 
 from cluster.errors import HandOffReason
 from cluster.messages import Epoch, MemberId
-from kvtransfer import export_machine as exporting
-from kvtransfer import import_events
-from kvtransfer import import_machine as importing
-from kvtransfer.export_machine import Export
-from kvtransfer.handoff import (
+from kvtransfer.protocol import export_machine as exporting
+from kvtransfer.protocol import import_events
+from kvtransfer.protocol import import_machine as importing
+from kvtransfer.protocol.export_machine import Export
+from kvtransfer.protocol.handoff import (
     Accepted,
     Attach,
     ExporterMessage,
@@ -28,9 +28,9 @@ from kvtransfer.handoff import (
     Settled,
     Tail,
 )
-from kvtransfer.import_events import FallBackReason
-from kvtransfer.import_machine import Import, ImportPhase, ImportPlan
-from kvtransfer.leases import IllegalMove, LeasePhase, LeasePolicy
+from kvtransfer.protocol.import_events import FallBackReason
+from kvtransfer.protocol.import_machine import Import, ImportPhase, ImportPlan
+from kvtransfer.protocol.leases import IllegalMove, LeasePhase, LeasePolicy
 
 EXPORTER = MemberId("prefill-0", "a")
 EPOCH = Epoch(EXPORTER, b"ticket", 1)

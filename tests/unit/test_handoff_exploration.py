@@ -11,8 +11,8 @@ import dataclasses
 
 import pytest
 
-from kvtransfer.handoff import GUARDS
-from kvtransfer.leases import LEASE_GUARDS
+from kvtransfer.protocol.handoff import GUARDS
+from kvtransfer.protocol.leases import LEASE_GUARDS
 from tests.unit.handoff_model.explore import Report, explore
 from tests.unit.handoff_model.scenario import Scenario
 from tests.unit.removed_guards import REMOVALS, Removal

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from decode_worker.claims import claim_of
-from decode_worker.commands import Reserve
-from decode_worker.reservations import Reservations
-from engine.block_pool import BlockPool
-from kvtransfer import import_events
+from decode_worker.scheduling.claims import claim_of
+from decode_worker.scheduling.commands import Reserve
+from decode_worker.scheduling.reservations import Reservations
+from engine.kv.block_pool import BlockPool
+from kvtransfer.protocol import import_events
 from tests.unit.handoff_model.machines import Do, Post
 from tests.unit.handoff_model.model import Model
 from tests.unit.handoff_model.scenario import DECODED, FREE, Scenario, World

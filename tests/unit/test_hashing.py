@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.hashing import (
+from cluster.protocol.hashing import (
     HASH_BYTES,
     hash_block,
     hash_blocks,

@@ -8,9 +8,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.health import LIVENESS, READINESS, HealthPort, HealthStatus, LoopWatch
-from cluster.stacks import stack_of
-from cluster.watchdog import StuckLimits
+from cluster.observe.health import LIVENESS, READINESS, HealthPort, HealthStatus, LoopWatch
+from cluster.observe.stacks import stack_of
+from cluster.observe.watchdog import StuckLimits
 
 _DEADLINE_S = 30.0
 _SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -1,6 +1,6 @@
 """Heartbeats that routers follow by a call of their own."""
 
-from cluster.heartbeats import HeartbeatFeed
+from cluster.observe.heartbeats import HeartbeatFeed
 from tandem.v1 import worker_pb2
 
 

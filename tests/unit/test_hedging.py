@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.hedging import Action, HedgeBudget, Line, Race, RaceOutcome, claim, decide, may_append
+from router.policies.hedging import Action, HedgeBudget, Line, Race, RaceOutcome, claim, decide, may_append
 
 
 @dataclass(eq=False)

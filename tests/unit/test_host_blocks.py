@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.engine_settings import EngineSettings
 from cluster.errors import ConfigError
-from cluster.hashing import nameless_chains
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
-from decode_worker.commands import AdmitLocal, StepTokens
-from decode_worker.limits import DecodeLimits
-from decode_worker.scheduler import DecodeScheduler
+from cluster.protocol.hashing import nameless_chains
+from cluster.settings.engine_settings import EngineSettings
+from decode_worker.scheduling.commands import AdmitLocal, StepTokens
+from decode_worker.scheduling.limits import DecodeLimits
+from decode_worker.scheduling.scheduler import DecodeScheduler
 from engine.build import Engine, build_engine
-from engine.host_blocks import HostBlocks, SwappingRunner, open_host_blocks, with_swaps
-from engine.step import BlockSwap, Launched, Launcher, Runner, StepPlan, StepResult
+from engine.kv.host_blocks import HostBlocks, SwappingRunner, open_host_blocks, with_swaps
+from engine.scheduling.step import BlockSwap, Launched, Launcher, Runner, StepPlan, StepResult
 from tests.golden.families import FAMILIES
 
 BLOCK_SIZE = 8

@@ -13,10 +13,10 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import Overloaded
-from cluster.telemetry import Telemetry
-from router.http_accept import HttpLimits
-from router.http_edge import Edge, while_connected
-from router.http_server import HttpServer
+from cluster.observe.telemetry import Telemetry
+from router.http.accept import HttpLimits
+from router.http.edge import Edge, while_connected
+from router.http.server import HttpServer
 
 _MAX_BYTES = 10_000
 _HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -123,7 +123,7 @@ async def test_connections_past_the_bound_are_closed_and_counted_and_the_others_
 
 
 async def test_bodies_that_are_coming_in_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.http_edge._MAX_BODIES", 1)
+    monkeypatch.setattr("router.http.edge._MAX_BODIES", 1)
     async with _served() as (_, _, connect):
         with closing(connect()) as first, closing(connect()) as second:
             first.sendall(_HEAD + b"content-length: 9000\r\n\r\n" + bytes(8000))
@@ -143,6 +143,6 @@ async def test_a_body_of_brackets_is_refused_before_it_is_parsed() -> None:
             client.sendall(_HEAD + b"content-length: 9000\r\n\r\n" + b"[" * 9000)
             assert b"200 OK" in await asyncio.to_thread(client.recv, 100)  # few enough
         with pytest.MonkeyPatch.context() as patched, closing(connect()) as client:
-            patched.setattr("router.http_edge._MAX_STRUCTURE", 8000)
+            patched.setattr("router.http.edge._MAX_STRUCTURE", 8000)
             client.sendall(_HEAD + b"content-length: 9000\r\n\r\n" + b"[" * 9000)
             assert (await asyncio.to_thread(client.recv, 100)).startswith(b"HTTP/1.1 400")

@@ -15,10 +15,10 @@ import torch
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.batch import PackedBatch, pack
 from engine.cuda.fused_ops import Heads, Rotation
-from engine.layout import LayerShape, lay_out
-from engine.pool import TORCH_DTYPES, KvPool
-from engine.quantised_kv import quantise
-from engine.step import Chunk
+from engine.kv.layout import LayerShape, lay_out
+from engine.kv.pool import TORCH_DTYPES, KvPool
+from engine.kv.quantised_kv import quantise
+from engine.scheduling.step import Chunk
 from tests.unit.interpreted_triton import needs_the_interpreter
 
 NAN_BYTE = 0xFF  # NaN in bfloat16, float16, float32 and e4m3; int8 has none, its scales do

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import ConfigError
-from cluster.keys import KEY_BYTES, load_cluster_key
+from cluster.protocol.keys import KEY_BYTES, load_cluster_key
 
 
 def test_a_missing_key_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:

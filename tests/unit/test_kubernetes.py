@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.config import RouterConfig, WorkerConfig
-from cluster.config_sources import add_flags, load_config
-from cluster.health import LIVENESS, READINESS
+from cluster.observe.health import LIVENESS, READINESS
+from cluster.settings.config import RouterConfig, WorkerConfig
+from cluster.settings.config_sources import add_flags, load_config
 
 _KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 _CONFIGS: dict[str, type[RouterConfig] | type[WorkerConfig]] = {

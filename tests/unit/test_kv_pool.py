@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.layout import BlockLayout, LayerShape, lay_out
-from engine.pool import KvPool
-from engine.step import BlockCopy
+from engine.kv.layout import BlockLayout, LayerShape, lay_out
+from engine.kv.pool import KvPool
+from engine.scheduling.step import BlockCopy
 
 UNEVEN = (LayerShape(2, 16, 16), LayerShape(1, 32, 24), LayerShape(4, 8, 8))
 

@@ -3,13 +3,13 @@
 import threading
 
 from cluster.clock import MonotonicClock
-from cluster.hashing import nameless_chains
 from cluster.messages import MemberId, PrefillJob, Sampling, TokenStops
-from engine.step import StepPlan, StepResult
-from engine.step_loop import StepLoop
-from prefill_worker.commands import Command, Event, Failed, Finished, Submit
-from prefill_worker.limits import PrefillLimits
-from prefill_worker.scheduler import PrefillScheduler
+from cluster.protocol.hashing import nameless_chains
+from engine.scheduling.step import StepPlan, StepResult
+from engine.steps.step_loop import StepLoop
+from prefill_worker.scheduling.commands import Command, Event, Failed, Finished, Submit
+from prefill_worker.scheduling.limits import PrefillLimits
+from prefill_worker.scheduling.scheduler import PrefillScheduler
 from tests.unit.fake_paged_runner import FakePagedRunner
 
 _DEADLINE_S = 20.0

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import HandOffReason
-from kvtransfer import leases as rules
-from kvtransfer.leases import IllegalMove, Lease, LeasePhase, LeasePolicy, TicketLeases, offer
+from kvtransfer.protocol import leases as rules
+from kvtransfer.protocol.leases import IllegalMove, Lease, LeasePhase, LeasePolicy, TicketLeases, offer
 
 POLICY = LeasePolicy(lease_s=5.0, max_lease_s=12.0, attach_timeout_s=60.0)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.ledger import LedgerRecorder, PhaseName
+from router.request.ledger import LedgerRecorder, PhaseName
 from router.requests import WorkerTime
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.length_prediction import LengthPredictor
+from engine.scheduling.length_prediction import LengthPredictor
 from tests.unit.scheduling.traces import conversation_rows
 
 NO_CAP = 1 << 20

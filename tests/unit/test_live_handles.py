@@ -1,8 +1,9 @@
 """How each sequence came to a decode worker is reported with its start, whatever becomes of its siblings."""
 
 from cluster.messages import MemberId
-from decode_worker import commands, router_messages
+from decode_worker import router_messages
 from decode_worker.live_handles import Arrival, LiveHandles
+from decode_worker.scheduling import commands
 
 _ROUTER = MemberId("router", "1")
 

@@ -11,14 +11,14 @@ import pytest
 from cluster.errors import MalformedMessage
 from cluster.member import Member
 from cluster.messages import MemberId, Role
-from cluster.rpc_errors import HANDOFF_REASON, REASON, RETRY_AFTER_S, error_from_rpc
-from cluster.telemetry import Telemetry
-from cluster.wire import pack_ids
-from router.course import Course
-from router.decode_events import DecodeEvent, Failed, Sequences, Token
-from router.decode_stream import DecodeStream
-from router.failures import AttemptFailed, failed_sequences
-from router.patience import Patience
+from cluster.observe.telemetry import Telemetry
+from cluster.protocol.wire import pack_ids
+from cluster.serving.rpc_errors import HANDOFF_REASON, REASON, RETRY_AFTER_S, error_from_rpc
+from router.fleet.decode_events import DecodeEvent, Failed, Sequences, Token
+from router.fleet.decode_stream import DecodeStream
+from router.fleet.patience import Patience
+from router.pipeline.failures import AttemptFailed, failed_sequences
+from router.policies.course import Course
 from tandem.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 
 WORKER = MemberId("d0", "1")

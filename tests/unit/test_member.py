@@ -8,8 +8,8 @@ import pytest
 from cluster.errors import ConfigError
 from cluster.member import Capacity, Member, MemberState, from_json, to_json
 from cluster.messages import LayoutFingerprint, MemberId, Role
-from cluster.protocol import ProtocolRange
-from cluster.registration import refuse_unequal
+from cluster.protocol.versions import ProtocolRange
+from cluster.registry.registration import refuse_unequal
 
 FINGERPRINT = LayoutFingerprint("weights", "config", "float32", "table")
 VERSIONS = [(1, 1), (1, 2), (2, 2), (2, 3)]

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster import wire
 from cluster.errors import RequestTooLarge
 from cluster.messages import DecodeJob, MemberId, PrefillJob, PrefixHolder, Sampling, SequenceStart, TokenStops
-from router.inference_wire import generate_request_from_wire
-from router.message_sizes import MessageLimits
-from router.request_acceptance import ACCEPTANCE_BYTES
+from cluster.protocol import wire
+from router.grpc_api.inference_wire import generate_request_from_wire
+from router.request.message_sizes import MessageLimits
+from router.request.request_acceptance import ACCEPTANCE_BYTES
 from tandem.v1 import inference_pb2
 
 LARGEST = (1 << 32) - 1  # of a token id, and of every 32-bit field

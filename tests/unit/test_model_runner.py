@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
+from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
-from engine.step import BlockCopy, Chunk, DrawnToken, Sample, StepPlan
+from engine.scheduling.step import BlockCopy, Chunk, DrawnToken, Sample, StepPlan
 from tests.golden.families import FAMILIES
 
 BLOCK_SIZE = 8

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.transports import nccl_messages as messages
 from kvtransfer.transports.base import TransportError
-from kvtransfer.transports.nccl_messages import Answer, Entry, Hello, Read, Ready, Refused, Run, UniqueId, Warm
+from kvtransfer.transports.nccl import messages
+from kvtransfer.transports.nccl.messages import Answer, Entry, Hello, Read, Ready, Refused, Run, UniqueId, Warm
 
 ENTRY = Entry(b"t" * 16, 7, b"k" * 16)
 EXAMPLES: list[messages.Message] = [

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.transports.nccl_pair import IllegalMove, PairLife, PairLimits, PairState
+from kvtransfer.transports.nccl.pair import IllegalMove, PairLife, PairLimits, PairState
 
 LIMITS = PairLimits(retry_s=10.0, max_retry_s=45.0)
 NOW_S = 100.0

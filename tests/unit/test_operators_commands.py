@@ -2,9 +2,9 @@
 
 import pytest
 
-from cli.requests import requests_object, requests_text
-from cli.scale import Sizes, changes_between, sizes_from
-from cli.status import target_object, target_text
+from cli.verbs.requests import requests_object, requests_text
+from cli.verbs.scale import Sizes, changes_between, sizes_from
+from cli.verbs.status import target_object, target_text
 from cluster.errors import ConfigError
 from tandem.v1 import admin_pb2
 

@@ -5,7 +5,7 @@ import pytest
 from cluster.clock import ManualClock
 from cluster.errors import BuffersFull, SlowClient
 from cluster.messages import TokenLogprobs
-from router.outbox import MOST_TAKEN, Outboxes
+from router.request.outbox import MOST_TAKEN, Outboxes
 from router.requests import ChoiceDelta
 
 

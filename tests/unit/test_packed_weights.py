@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from cluster.engine_settings import EngineSettings
-from engine import packed_weights
+from cluster.settings.engine_settings import EngineSettings
 from engine.build import build_engine
-from engine.loaded import LoadedModel
-from engine.loading import load
-from engine.packed_weights import PackedLinear, pack_weights
-from engine.pool import KvPool
-from engine.runner import ModelRunner
+from engine.kv.pool import KvPool
+from engine.model import packed_weights
+from engine.model.loaded import LoadedModel
+from engine.model.loading import load
+from engine.model.packed_weights import PackedLinear, pack_weights
+from engine.steps.runner import ModelRunner
 from tests.golden.families import BLOCK_SIZE, FAMILIES
 from tests.golden.forced import make_sequences, num_blocks, run_step, staggered
 

@@ -6,8 +6,8 @@ import pytest
 
 from cluster.errors import MalformedMessage
 from cluster.messages import MemberId, PairFigure
-from cluster.pair_wire import figures_from_wire, figures_to_wire
-from cluster.received import checked
+from cluster.protocol.pair_wire import figures_from_wire, figures_to_wire
+from cluster.protocol.received import checked
 from tandem.v1 import worker_pb2
 
 

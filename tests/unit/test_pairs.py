@@ -5,8 +5,8 @@ import random
 import pytest
 
 from cluster.messages import MemberId
-from kvtransfer.pairs import FIRST_BACKOFF_S, MAX_BACKOFF_S, MAX_PAIRS, PairBook
-from kvtransfer.read_fit import MIN_READS, ReadFit
+from kvtransfer.importer.pairs import FIRST_BACKOFF_S, MAX_BACKOFF_S, MAX_PAIRS, PairBook
+from kvtransfer.importer.read_fit import MIN_READS, ReadFit
 
 EXPORTER = MemberId("prefill-0", "a")
 OTHER = MemberId("prefill-1", "b")

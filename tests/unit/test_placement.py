@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.messages import MemberId, PairFigure
-from router.placement import (
+from router.policies.placement import (
     SECOND_LOOK_EVERY,
     SLOW_MARGIN_S,
     LeastLoaded,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.engine_settings import SCHEDULING_POLICIES
-from engine.policies import (
+from cluster.settings.engine_settings import SCHEDULING_POLICIES
+from engine.scheduling.policies import (
     PROMPT_TOKENS_PER_OUTPUT,
     FirstCome,
     Policy,

@@ -2,11 +2,11 @@
 
 import pytest
 
-from cli.layout import Ports, router_ports
-from cli.pool_plan import PoolPlan, Slot, pool_plan
+from cli.local.layout import Ports, router_ports
+from cli.local.pool_plan import PoolPlan, Slot, pool_plan
 from cluster.errors import ConfigError
 from cluster.messages import Role
-from cluster.scale_target import ScaleTarget
+from cluster.registry.scale_target import ScaleTarget
 from cluster.worker_loads import load
 
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from cluster import wire
 from cluster.errors import QueueFull
-from cluster.telemetry import Telemetry
-from prefill_worker.rates import RunningRate
+from cluster.observe.telemetry import Telemetry
+from cluster.protocol import wire
+from prefill_worker.scheduling.rates import RunningRate
 from prefill_worker.service import PrefillService
 from tests.prefill_jobs import prefill_job
 

@@ -8,7 +8,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from cluster.engine_settings import SCHEDULING_POLICIES
 from cluster.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -18,12 +17,13 @@ from cluster.errors import (
     QueueFull,
     WorkerTooSmall,
 )
-from cluster.hashing import NATIVE, BlockChain, keyed_chains, nameless_chains
 from cluster.messages import FinishReason, Inspect, Inspected, MemberId, PrefillJob, Sampling, TokenStops
-from engine.policies import make_policy
-from engine.step import Sample, StepPlan
-from engine.stops import banned_token_ids, finish_reason
-from prefill_worker.commands import (
+from cluster.protocol.hashing import NATIVE, BlockChain, keyed_chains, nameless_chains
+from cluster.settings.engine_settings import SCHEDULING_POLICIES
+from engine.scheduling.policies import make_policy
+from engine.scheduling.step import Sample, StepPlan
+from engine.scheduling.stops import banned_token_ids, finish_reason
+from prefill_worker.scheduling.commands import (
     Accepted,
     AdmitPull,
     Cancel,
@@ -44,8 +44,8 @@ from prefill_worker.commands import (
     Submit,
     Tail,
 )
-from prefill_worker.limits import PrefillLimits
-from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.scheduling.limits import PrefillLimits
+from prefill_worker.scheduling.scheduler import PrefillScheduler
 from tests.unit.fake_paged_runner import FakePagedRunner, next_token, num_tokens
 
 _IMPORTER = MemberId("decode", "1")

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field, replace
 
-from cluster.hashing import NATIVE, NamelessChain, keyed_chains
 from cluster.member import Capacity, Member
 from cluster.messages import LayoutFingerprint, MemberId, PrefixHolder, PrefixNews, Role
-from router.placement import WorkerLoad
-from router.prefix_beliefs import PrefixBeliefs
-from router.prefix_index import PrefixIndex
-from router.prefix_memory import PrefixMemory
+from cluster.protocol.hashing import NATIVE, NamelessChain, keyed_chains
+from router.fleet.prefix_beliefs import PrefixBeliefs
+from router.policies.placement import WorkerLoad
+from router.policies.prefix_index import PrefixIndex
+from router.policies.prefix_memory import PrefixMemory
 
 _LAYOUT = LayoutFingerprint(weights="w", model_config="c", dtype="float32", block_table="t")
 _P0, _P1, _D0 = (MemberId(name, "1") for name in ("p0", "p1", "d0"))

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from cluster.messages import PrefixNews
-from engine.eviction import Eviction, LeastRecentlyUsed, LeastValuable
-from engine.prefix_cache import CacheEvent, PrefixCache
+from engine.kv.eviction import Eviction, LeastRecentlyUsed, LeastValuable
+from engine.kv.prefix_cache import CacheEvent, PrefixCache
 
 _ROOT = b"root"
 

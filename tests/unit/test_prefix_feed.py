@@ -7,10 +7,10 @@ import pytest
 
 from cluster.errors import Draining, Overloaded
 from cluster.messages import MemberId
-from engine.block_pool import BlockPool
-from prefill_worker import commands
-from prefill_worker.prefix_feed import PrefixFeed
-from prefill_worker.prefix_followers import PrefixFollowers
+from engine.kv.block_pool import BlockPool
+from prefill_worker.prefixes.prefix_feed import PrefixFeed
+from prefill_worker.scheduling import commands
+from prefill_worker.scheduling.prefix_followers import PrefixFollowers
 from tandem.v1 import worker_pb2
 
 _ME = MemberId("me", "1")

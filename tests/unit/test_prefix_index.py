@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from cluster import prefix_news
 from cluster.errors import MalformedMessage
 from cluster.messages import MemberId, PrefixNews
-from engine.eviction import LeastRecentlyUsed
-from engine.prefix_cache import PrefixCache
-from router.prefix_index import PrefixIndex
+from cluster.protocol import prefix_news
+from engine.kv.eviction import LeastRecentlyUsed
+from engine.kv.prefix_cache import PrefixCache
+from router.policies.prefix_index import PrefixIndex
 from tandem.v1 import worker_pb2
 
 _A, _B = MemberId("a", "1"), MemberId("b", "1")

@@ -1,7 +1,7 @@
 """What a router remembers of who was given what."""
 
 from cluster.messages import MemberId
-from router.prefix_memory import PrefixMemory
+from router.policies.prefix_memory import PrefixMemory
 
 _P, _D = MemberId("prefill", "1"), MemberId("decode", "1")
 _CHAIN = [b"a", b"ab", b"abc", b"abcd"]

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from cluster.errors import MalformedMessage
-from cluster.hashing import hash_blocks
-from kvtransfer.exporter import IssuedTicket
-from kvtransfer.prefix_offers import PrefixOffers
+from cluster.protocol.hashing import hash_blocks
+from kvtransfer.exporter.exporter import IssuedTicket
+from kvtransfer.exporter.prefix_offers import PrefixOffers
 from tandem.v1 import kv_pb2
 
 _HASHES = tuple(hash_blocks(b"key", range(64), 16))

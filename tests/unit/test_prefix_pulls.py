@@ -11,16 +11,24 @@ import pytest
 
 from cluster.clock import ManualClock
 from cluster.errors import HandOffFailed, HandOffReason
-from cluster.hashing import keyed_chains
 from cluster.messages import MemberId, PrefixHolder
-from cluster.telemetry import Telemetry
-from kvtransfer.block_source import BlockSource
-from kvtransfer.exporter_channels import ExporterChannels
-from kvtransfer.importer import Expected, Imported
-from kvtransfer.pairs import PairBook
-from prefill_worker.commands import AdmitPull, Command, DiscardPull, FindPrefix, PrefixFound, PullReserved, ReservePull
-from prefill_worker.prefix_pulls import PrefixPulls, PullMeans
-from prefill_worker.rates import RunningRate
+from cluster.observe.telemetry import Telemetry
+from cluster.protocol.hashing import keyed_chains
+from kvtransfer.importer.block_source import BlockSource
+from kvtransfer.importer.exporter_channels import ExporterChannels
+from kvtransfer.importer.importer import Expected, Imported
+from kvtransfer.importer.pairs import PairBook
+from prefill_worker.prefixes.prefix_pulls import PrefixPulls, PullMeans
+from prefill_worker.scheduling.commands import (
+    AdmitPull,
+    Command,
+    DiscardPull,
+    FindPrefix,
+    PrefixFound,
+    PullReserved,
+    ReservePull,
+)
+from prefill_worker.scheduling.rates import RunningRate
 from tandem.v1 import kv_pb2, kv_pb2_grpc
 from tests.prefill_jobs import prefill_job
 

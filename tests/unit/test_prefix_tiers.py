@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.messages import LayoutFingerprint
-from prefill_worker.block_files import BadBlockFile, BlockFiles
+from prefill_worker.prefixes.block_files import BadBlockFile, BlockFiles
 from tests.prefill_jobs import prefill_job
 from tests.unit.tier_bench import BLOCK_BYTES, LAYOUT, TierBench, prompt
 
@@ -145,7 +145,7 @@ async def test_a_full_disk_is_counted_and_what_it_has_is_still_read(
     await _fill(worker, 1, 2)
     real_open = os.open
     monkeypatch.setattr(
-        "prefill_worker.block_files.os.open",
+        "prefill_worker.prefixes.block_files.os.open",
         lambda path, flags, mode=0o777: real_open(
             "/dev/full" if flags & os.O_WRONLY else path, flags & ~os.O_CREAT, mode
         ),

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
+from cluster.settings.engine_settings import EngineSettings
 from engine import build as engine_build
-from engine import cuda_memory, loading
 from engine.attention import registry
 from engine.attention.dense import attend_dense
 from engine.attention.interface import AttentionOptions, LayerKv
@@ -23,12 +22,14 @@ from engine.build import Engine, build_engine
 from engine.cuda import gpu_forward
 from engine.cuda.fused_ops import TorchOps
 from engine.cuda.launching_runner import LaunchingRunner
-from engine.layout import LayerShape, lay_out
-from engine.pool import KvPool
-from engine.quantised_kv import restore
-from engine.runner import ModelRunner
+from engine.kv import cuda_memory
+from engine.kv.layout import LayerShape, lay_out
+from engine.kv.pool import KvPool
+from engine.kv.quantised_kv import restore
+from engine.model import loading
+from engine.scheduling.step import BlockCopy, Chunk, Sample, StepPlan
 from engine.staging import to_device
-from engine.step import BlockCopy, Chunk, Sample, StepPlan
+from engine.steps.runner import ModelRunner
 from tests.golden.families import FAMILIES
 from tests.unit.interpreted_triton import IS_INTERPRETED, compute_as_a_gpu
 from tests.unit.pretend_gpu import DEVICE, OnGpu, PretendGpu, gpu, moved, played

@@ -10,11 +10,11 @@ import torch
 
 from cluster.messages import Sampling
 from engine.build import Engine, build_engine
-from engine.capacity import CONTEXT_BYTES, MARGIN_BYTES
-from engine.host_blocks import open_host_blocks, with_swaps
-from engine.runner import ModelRunner
+from engine.kv.capacity import CONTEXT_BYTES, MARGIN_BYTES
+from engine.kv.host_blocks import open_host_blocks, with_swaps
+from engine.scheduling.step import BlockSwap, Chunk, DraftRequest, Launcher, Sample, StepPlan
 from engine.speculation.draft_model import with_draft_model
-from engine.step import BlockSwap, Chunk, DraftRequest, Launcher, Sample, StepPlan
+from engine.steps.runner import ModelRunner
 from tests.golden.families import FAMILIES
 from tests.unit.pretend_gpu import OnGpu, PretendGpu, gpu
 from tests.unit.test_pretend_gpu import OnCpu, build, drawn, on_cpu, settings

@@ -5,12 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvtransfer.transports.private_directory import PrivateDirectory
+from kvtransfer.transports.shm.private_directory import PrivateDirectory
 
 _HOLDER = """
 import sys
 from pathlib import Path
-from kvtransfer.transports.private_directory import PrivateDirectory
+from kvtransfer.transports.shm.private_directory import PrivateDirectory
 directory = PrivateDirectory(Path(sys.argv[1]))
 print(directory.path, flush=True)
 sys.stdin.read()

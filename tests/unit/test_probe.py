@@ -8,12 +8,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from cluster.engine_settings import EngineSettings
 from cluster.errors import ModelRefused
+from cluster.settings.engine_settings import EngineSettings
 from engine.attention.interface import ATTENTION_NAME
-from engine.loaded import LoadedModel
-from engine.loading import load
-from engine.thresholds import thresholds
+from engine.model.loaded import LoadedModel
+from engine.model.loading import load
+from engine.model.thresholds import thresholds
 from tests.golden.families import FAMILIES, Family
 
 LLAMA = dict(FAMILIES["llama"].settings)

@@ -1,14 +1,14 @@
 """A block that came from another worker and was not verified is known as such wherever its content goes."""
 
-from cluster.hashing import NATIVE, keyed_chains
 from cluster.messages import MemberId
-from decode_worker.commands import OfferPrefix as OfferFromDecode
-from decode_worker.commands import PrefixOffered as OfferedByDecode
-from engine.block_pool import BlockPool
-from engine.policies import make_policy
-from prefill_worker import commands
-from prefill_worker.limits import PrefillLimits
-from prefill_worker.scheduler import PrefillScheduler
+from cluster.protocol.hashing import NATIVE, keyed_chains
+from decode_worker.scheduling.commands import OfferPrefix as OfferFromDecode
+from decode_worker.scheduling.commands import PrefixOffered as OfferedByDecode
+from engine.kv.block_pool import BlockPool
+from engine.scheduling.policies import make_policy
+from prefill_worker.scheduling import commands
+from prefill_worker.scheduling.limits import PrefillLimits
+from prefill_worker.scheduling.scheduler import PrefillScheduler
 from tests.prefill_jobs import prefill_job
 from tests.unit.decode_bench import DecodeBench, limits
 

@@ -1,7 +1,7 @@
 """When a prefix is worth pulling, and from whom."""
 
 from cluster.messages import MemberId, PairFigure, PrefillJob, PrefixHolder
-from prefill_worker.pull_choice import PullFacts, choose_pull
+from prefill_worker.prefixes.pull_choice import PullFacts, choose_pull
 from tests.prefill_jobs import prefill_job
 
 _BLOCK = 16

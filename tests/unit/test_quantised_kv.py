@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.config import WorkerConfig
-from cluster.config_sources import load_config
-from cluster.engine_settings import EngineSettings
 from cluster.errors import ConfigError
 from cluster.messages import Sampling
+from cluster.settings.config import WorkerConfig
+from cluster.settings.config_sources import load_config
+from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
-from engine.layout import LayerShape, lay_out
-from engine.quantised_kv import quantise, restore
-from engine.step import Chunk, Sample, StepPlan
-from kvtransfer.wire_dtypes import WireDtype
+from engine.kv.layout import LayerShape, lay_out
+from engine.kv.quantised_kv import quantise, restore
+from engine.scheduling.step import Chunk, Sample, StepPlan
+from kvtransfer.wire.wire_dtypes import WireDtype
 from tests.golden.families import FAMILIES
 
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

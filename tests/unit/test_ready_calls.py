@@ -8,10 +8,10 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from kvtransfer import ready_calls
-from kvtransfer.exporter_channels import ExporterChannels
-from kvtransfer.import_call import CallMeans, ImportCall
-from kvtransfer.ready_calls import ReadyCalls
+from kvtransfer.importer import ready_calls
+from kvtransfer.importer.exporter_channels import ExporterChannels
+from kvtransfer.importer.import_call import CallMeans, ImportCall
+from kvtransfer.importer.ready_calls import ReadyCalls
 from tandem.v1 import kv_pb2
 
 ADDRESS = "exporter:1"

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from cluster import kv_wire, pair_wire, prefix_news, tickets, wire
 from cluster.errors import HandOffFailed, MalformedMessage
-from cluster.message_rules import RULES
 from cluster.messages import Epoch, MemberId
-from cluster.received import checked
-from kvtransfer import handoff_wire, prefix_offers
-from router import decode_events
+from cluster.protocol import kv_wire, pair_wire, prefix_news, tickets, wire
+from cluster.protocol.message_rules import RULES
+from cluster.protocol.received import checked
+from kvtransfer.exporter import prefix_offers
+from kvtransfer.wire import handoff_wire
+from router.fleet import decode_events
 from tandem.v1 import kv_pb2, worker_pb2
 from tests.unit.member_messages import examples, kinds, mutations
 

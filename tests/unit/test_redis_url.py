@@ -2,11 +2,11 @@
 
 import pytest
 
-from cluster.config import RouterConfig, echo
-from cluster.config_sources import load_config
 from cluster.errors import ConfigError
-from cluster.redis_client import open_redis
-from cluster.redis_url import RedisForm, RedisUrl, read_redis_url
+from cluster.registry.redis_client import open_redis
+from cluster.registry.redis_url import RedisForm, RedisUrl, read_redis_url
+from cluster.settings.config import RouterConfig, echo
+from cluster.settings.config_sources import load_config
 
 
 @pytest.mark.parametrize(

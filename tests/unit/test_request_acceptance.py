@@ -12,10 +12,9 @@ from cluster.errors import (
     PromptChanged,
     RequestChanged,
 )
-from cluster.lengths import LengthLimits
 from cluster.messages import Sampling
-from router.model_files import ModelInfo
-from router.request_acceptance import (
+from cluster.settings.lengths import LengthLimits
+from router.request.request_acceptance import (
     ACCEPTANCE_BYTES,
     Acceptance,
     AcceptanceSigner,
@@ -23,8 +22,9 @@ from router.request_acceptance import (
     accept,
     client_of,
 )
+from router.request.validation import ResolvedRequest, resolve
 from router.requests import GenerateRequest, ResumedChoice, SamplingParams, StopConditions, TokenPrompt
-from router.validation import ResolvedRequest, resolve
+from router.text.model_files import ModelInfo
 
 PROMPT = (5, 6, 7)
 NOW_US = 1_795_000_000_000_000

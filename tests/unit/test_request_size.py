@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import WorkerTooSmall
-from cluster.hashing import keyed_chains
-from cluster.lengths import LengthLimits
 from cluster.member import Capacity, Member, from_json, to_json
 from cluster.messages import MemberId, Role
+from cluster.protocol.hashing import keyed_chains
 from cluster.request_size import (
     RequestSize,
     decode_shortage,
@@ -20,10 +19,11 @@ from cluster.request_size import (
     prefill_shortage,
     too_large,
 )
-from decode_worker.limits import DecodeLimits
-from prefill_worker.commands import Accepted, Finished, Refused, Submit
-from prefill_worker.limits import PrefillLimits
-from prefill_worker.scheduler import PrefillScheduler
+from cluster.settings.lengths import LengthLimits
+from decode_worker.scheduling.limits import DecodeLimits
+from prefill_worker.scheduling.commands import Accepted, Finished, Refused, Submit
+from prefill_worker.scheduling.limits import PrefillLimits
+from prefill_worker.scheduling.scheduler import PrefillScheduler
 from tests.prefill_jobs import prefill_job
 from tests.unit.decode_bench import DecodeBench, limits
 from tests.unit.fake_paged_runner import FakePagedRunner

@@ -10,11 +10,11 @@ from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequest
 from cluster.messages import FinishReason, SampledToken, Sampling, TokenStops
-from router.choice import Choice
-from router.detokenizer import Detokenizer, Vocabulary
+from router.request.choice import Choice
+from router.request.validation import ResolvedRequest
 from router.requests import ChoiceDelta, ResumedChoice
-from router.text_stream import TextStream
-from router.validation import ResolvedRequest
+from router.text.detokenizer import Detokenizer, Vocabulary
+from router.text.text_stream import TextStream
 
 DEMO_TOKENIZER = Path(__file__).parents[2] / "examples" / "demo_model" / "tokenizer.json"
 EOS, NAMED = 0, 9

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cluster.messages import Sampling
-from engine.sampler import draw
-from engine.step import Sample
+from engine.scheduling.step import Sample
+from engine.steps.sampler import draw
 
 _MASK_64 = (1 << 64) - 1
 

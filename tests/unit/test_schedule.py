@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.messages import FinishReason, TokenStops
-from engine.deadlines import Deadlines
-from engine.schedule import ChunkBudget, blocks_for, sealed_blocks, tail_length
-from engine.stops import banned_token_ids, finish_reason
+from engine.scheduling.deadlines import Deadlines
+from engine.scheduling.schedule import ChunkBudget, blocks_for, sealed_blocks, tail_length
+from engine.scheduling.stops import banned_token_ids, finish_reason
 
 
 @pytest.mark.parametrize(

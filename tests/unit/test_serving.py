@@ -14,11 +14,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster import errors
-from cluster.health import LIVENESS, READINESS
+from cluster.observe.health import LIVENESS, READINESS
+from cluster.observe.telemetry import Telemetry
 from cluster.process import die_with_parent
-from cluster.rpc_errors import error_from_rpc
-from cluster.serving import GrpcServer, is_serving, join_address, open_channel
-from cluster.telemetry import Telemetry
+from cluster.serving.rpc_errors import error_from_rpc
+from cluster.serving.serving import GrpcServer, is_serving, join_address, open_channel
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 DEADLINE_S = 60.0
@@ -188,7 +188,7 @@ async def test_a_client_that_goes_away_releases_what_its_call_held(served: Serve
 
 _READER = """
 import asyncio, sys
-from cluster.serving import open_channel
+from cluster.serving.serving import open_channel
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 async def main():

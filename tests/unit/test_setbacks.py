@@ -5,8 +5,8 @@ import pytest
 from cluster.clock import ManualClock
 from cluster.errors import Draining, HandOffFailed, HandOffReason, InternalError, TandemError, WorkerLost
 from cluster.messages import MemberId
-from cluster.telemetry import Telemetry
-from router.failures import (
+from cluster.observe.telemetry import Telemetry
+from router.pipeline.failures import (
     DECODE,
     FIRST_TOKEN_COUNT,
     FIRST_TOKEN_MISMATCH,
@@ -16,8 +16,8 @@ from router.failures import (
     AttemptFailed,
     failed_sequences,
 )
-from router.ledger import LedgerRecorder
-from router.setbacks import Setbacks
+from router.pipeline.setbacks import Setbacks
+from router.request.ledger import LedgerRecorder
 
 _EXPORTER, _IMPORTER = MemberId("prefill0", "a"), MemberId("decode0", "b")
 _LOST = WorkerLost("it is lost")

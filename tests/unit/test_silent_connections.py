@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from cluster import serving
-from cluster.serving import _SERVER_OPTIONS
-from cluster.telemetry import Telemetry
-from router.http_accept import HttpLimits
-from router.http_server import HttpServer
+from cluster.observe.telemetry import Telemetry
+from cluster.serving import serving
+from cluster.serving.serving import _SERVER_OPTIONS
+from router.http.accept import HttpLimits
+from router.http.server import HttpServer
 from tests.certificates import Certificates, make_certificates
 
 _DEADLINE_S = 60.0

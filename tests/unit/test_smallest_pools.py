@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.engine_settings import SCHEDULING_POLICIES
 from cluster.errors import WorkerTooSmall
-from cluster.hashing import keyed_chains
-from cluster.lengths import LengthLimits
 from cluster.messages import MemberId, PrefillJob
-from decode_worker.limits import DecodeLimits
-from engine.policies import make_policy
-from prefill_worker.commands import Accepted, Event, Finished, Refused, Release, Submit
-from prefill_worker.limits import PrefillLimits
-from prefill_worker.scheduler import PrefillScheduler
+from cluster.protocol.hashing import keyed_chains
+from cluster.settings.engine_settings import SCHEDULING_POLICIES
+from cluster.settings.lengths import LengthLimits
+from decode_worker.scheduling.limits import DecodeLimits
+from engine.scheduling.policies import make_policy
+from prefill_worker.scheduling.commands import Accepted, Event, Finished, Refused, Release, Submit
+from prefill_worker.scheduling.limits import PrefillLimits
+from prefill_worker.scheduling.scheduler import PrefillScheduler
 from tests.prefill_jobs import prefill_job
 from tests.unit.decode_bench import DecodeBench, HandOff, limits
 from tests.unit.fake_paged_runner import FakePagedRunner

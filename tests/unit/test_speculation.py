@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import engine.runner
-from cluster.engine_settings import EngineSettings
 from cluster.messages import Sampling
+from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
+from engine.scheduling.step import Chunk, DrawnToken, StepPlan, StepResult
 from engine.speculation.acceptance import Acceptance, tokens_per_step
 from engine.speculation.drafter import TextGuesser
 from engine.speculation.prompt_lookup import PromptLookup
 from engine.speculation.step_cost import fixed_rows
-from engine.step import Chunk, DrawnToken, StepPlan, StepResult
+from engine.steps import runner
 from tests.golden.families import FAMILIES
 from tests.unit.speculating import BLOCK_SIZE, FixedGuesser, Oracle, Talk, speak, step, table_runner, talks_of
 
@@ -129,14 +129,14 @@ def test_sampled_tokens_have_the_models_distribution() -> None:
 
 def test_the_distribution_test_sees_a_biased_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
     """One guess in ten is believed though another token was drawn."""
-    real, dice = engine.runner._accepted, random.Random(1)
+    real, dice = runner._accepted, random.Random(1)
 
     def credulous(chunk: Chunk, drawn: tuple[DrawnToken, ...]) -> tuple[DrawnToken, ...]:
         if chunk.num_guesses and dice.random() < 0.1:
             drawn = (DrawnToken(chunk.token_ids[-chunk.num_guesses]), *drawn[1:])
         return real(chunk, drawn)
 
-    monkeypatch.setattr(engine.runner, "_accepted", credulous)
+    monkeypatch.setattr(runner, "_accepted", credulous)
     assert g_statistic(guessed_outcomes(2000)) > HIGHEST_G
 
 

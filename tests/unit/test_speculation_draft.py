@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.engine_settings import EngineSettings
 from cluster.errors import ConfigError
 from cluster.messages import Sampling
+from cluster.settings.engine_settings import EngineSettings
 from engine.build import build_engine
-from engine.runner import ModelRunner
+from engine.scheduling.step import Chunk, DraftRequest, DrawnToken, Sample, StepPlan
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.draft_model import DraftLimits, DraftModel, build_draft_model, with_draft_model
 from engine.speculation.drafter import DraftedGuesser
-from engine.step import Chunk, DraftRequest, DrawnToken, Sample, StepPlan
+from engine.steps.runner import ModelRunner
 from tests.golden.families import FAMILIES
 from tests.unit.fake_paged_runner import FakePagedRunner, next_token, num_tokens
 from tests.unit.speculating import BLOCK_SIZE, speak, table_runner, talks_of

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 import engine.speculation.prompt_lookup as lookup_module
-from cluster.engine_settings import EngineSettings
 from cluster.errors import ConfigError
+from cluster.settings.engine_settings import EngineSettings
 from engine.speculation.acceptance import Acceptance, best_num_guesses
 from engine.speculation.drafter import DraftedGuesser, TextGuesser
 from engine.speculation.guessers import new_guesser

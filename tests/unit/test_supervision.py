@@ -6,8 +6,8 @@ import grpc
 
 from cluster.member import Member
 from cluster.messages import MemberId
-from cluster.serving import open_channel
-from router.supervision import Supervisors
+from cluster.serving.serving import open_channel
+from router.fleet.supervision import Supervisors
 from tests.system.scripted_workers import ScriptedPrefill, Store
 
 _DEADLINE_S = 10.0

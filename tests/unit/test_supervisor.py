@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.child import ChildSpec
-from cli.supervisor import Patience, Supervisor
+from cli.local.child import ChildSpec
+from cli.local.supervisor import Patience, Supervisor
 from cluster.errors import ConfigError, Unavailable
 
 DEADLINE_S = 30.0
@@ -258,8 +258,8 @@ async def test_a_ctrl_c_in_the_terminal_does_not_reach_the_children(watched: Wat
 def test_children_die_with_the_parent_however_it_dies() -> None:
     parent_program = (
         "import asyncio, sys\n"
-        "from cli.child import ChildSpec\n"
-        "from cli.supervisor import Supervisor\n"
+        "from cli.local.child import ChildSpec\n"
+        "from cli.local.supervisor import Supervisor\n"
         "async def main():\n"
         "    supervisor = Supervisor(say=print, echo=print)\n"
         f"    supervisor.start([ChildSpec('one', (sys.executable, '-c', {STAY!r}))])\n"

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.logs import configure_logs
-from cluster.metrics import METRICS, Kind
-from cluster.telemetry import Telemetry
+from cluster.observe.logs import configure_logs
+from cluster.observe.metrics import METRICS, Kind
+from cluster.observe.telemetry import Telemetry
 
 
 def test_what_was_counted_is_what_prometheus_reads() -> None:

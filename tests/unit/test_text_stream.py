@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
 from cluster.errors import ConfigError
-from router.detokenizer import Detokenizer, Vocabulary
-from router.text_stream import TextStream
+from router.text.detokenizer import Detokenizer, Vocabulary
+from router.text.text_stream import TextStream
 from tests.unit.small_tokenizers import FAMILIES, byte_level
 
 DEMO_TOKENIZER = Path(__file__).parents[2] / "examples" / "demo_model" / "tokenizer.json"

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from cluster import tickets
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import MemberId, Ticket
+from cluster.protocol import tickets
 from tandem.v1 import kv_pb2
 
 KEY = b"k" * 32

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.block_pool import BlockState
-from prefill_worker import commands, prefix_tiers
+from engine.kv.block_pool import BlockState
+from prefill_worker.prefixes import prefix_tiers
+from prefill_worker.scheduling import commands
 from tests.faults.injection import AwaitFaults, SubmitFaults, When, Where
 from tests.prefill_jobs import prefill_job
 from tests.unit.tier_bench import TierBench, prompt

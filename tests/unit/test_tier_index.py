@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from prefill_worker.tier_index import Place, Store, TierIndex
+from prefill_worker.prefixes.tier_index import Place, Store, TierIndex
 
 _A, _B, _C, _D = (bytes([number]) * 16 for number in range(1, 5))
 

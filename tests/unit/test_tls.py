@@ -15,13 +15,13 @@ import pytest
 from cli import health
 from cli.__main__ import main
 from cli.certificates import Pair
-from cli.last_cluster import LastCluster, find_tls_ca, remember
-from cluster.config import RouterConfig
+from cli.local.last_cluster import LastCluster, find_tls_ca, remember
 from cluster.errors import ConfigError
-from cluster.serving import GrpcServer, is_serving, open_channel
-from cluster.telemetry import Telemetry
-from cluster.tls import ClusterTls, load_tls
-from router.probe import silence
+from cluster.observe.telemetry import Telemetry
+from cluster.serving.serving import GrpcServer, is_serving, open_channel
+from cluster.serving.tls import ClusterTls, load_tls
+from cluster.settings.config import RouterConfig
+from router.fleet.direct_check import silence
 from tandem.channel import open_async_channel
 from tandem.client import AsyncClient
 from tandem.errors import Unavailable

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from cluster.errors import ConfigError, InvalidRequest, NoChatTemplate, NoTokenizer
 from cluster.messages import Sampling
 from router.requests import ChatMessage
-from router.tokenization import Tokenization
+from router.text.tokenization import Tokenization
 from tests.unit.small_tokenizers import FAMILIES, byte_level, sentencepiece
 
 ROOT = Path(__file__).parents[2]
@@ -278,7 +278,7 @@ def test_every_family_loads_and_decodes(tmp_path: Path, name: str) -> None:
 def test_tokenizing_needs_neither_torch_nor_transformers() -> None:
     program = (
         "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None;"
-        "from router.tokenization import Tokenization;"
+        "from router.text.tokenization import Tokenization;"
         f"print(Tokenization.load({str(DEMO_MODEL)!r}).encode('def'))"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60, capture_output=True)

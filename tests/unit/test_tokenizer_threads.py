@@ -9,8 +9,8 @@ import pytest
 
 from cluster.errors import Overloaded, PromptTooLong
 from router.requests import ChatMessage
-from router.tokenization import Tokenization
-from router.tokenizer_threads import TokenizerThreads
+from router.text.tokenization import Tokenization
+from router.text.tokenizer_threads import TokenizerThreads
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 _LINE = "def f(x):\n    return x\n"

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import InvalidRequest, NoTokenizer, PromptTooLong
-from cluster.lengths import LengthLimits
 from cluster.messages import Sampling
-from router.model_files import ModelInfo
+from cluster.settings.lengths import LengthLimits
+from router.request.validation import check, resolve
 from router.requests import GenerateRequest, ResumedChoice, SamplingParams, StopConditions, TokenPrompt
-from router.validation import check, resolve
+from router.text.model_files import ModelInfo
 
 MODEL = ModelInfo(
     model="m",

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from cluster.telemetry import Telemetry
+from cluster.observe.telemetry import Telemetry
+from kvtransfer.protocol.verification import VerifyMode, unverified_places
 from kvtransfer.telemetry import TelemetryCounters
-from kvtransfer.verification import VerifyMode, unverified_places
 
 
 def _verified(mode: VerifyMode, num_cached: int, num_sealed: int, num_blocks: int, seed: int = 0) -> set[int]:

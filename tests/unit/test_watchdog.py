@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.watchdog import StandStill, StepSight, StepWatchdog, StuckLimits, Verdict
+from cluster.observe.watchdog import StandStill, StepSight, StepWatchdog, StuckLimits, Verdict
 
 _LIMITS = StuckLimits(timeout_s=10.0, exit_s=5.0)
 

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import kv_wire, wire
 from cluster.errors import InvalidRequest, MalformedMessage
 from cluster.messages import (
     DecodeJob,
@@ -20,6 +19,7 @@ from cluster.messages import (
     TokenLogprobs,
     TokenStops,
 )
+from cluster.protocol import kv_wire, wire
 from tandem.v1 import worker_pb2
 
 U32 = st.integers(0, 2**32 - 1)

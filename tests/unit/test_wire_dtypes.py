@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import ConfigError
-from engine.layout import BlockLayout, LayerShape, lay_out
-from engine.pool import TORCH_DTYPES, KvPool
-from kvtransfer.wire_dtypes import WireDtype
-from kvtransfer.wire_format import NativeFormat, WireFormat
+from engine.kv.layout import BlockLayout, LayerShape, lay_out
+from engine.kv.pool import TORCH_DTYPES, KvPool
+from kvtransfer.wire.wire_dtypes import WireDtype
+from kvtransfer.wire.wire_format import NativeFormat, WireFormat
 
 QUANTISED = ("int8", "fp8", "int4")
 BLOCK_SIZE = 16

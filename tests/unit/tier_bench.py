@@ -4,20 +4,20 @@ import asyncio
 import itertools
 from pathlib import Path
 
-from cluster.config import WorkerConfig
-from cluster.hashing import keyed_chains
 from cluster.messages import LayoutFingerprint, PrefillJob
-from cluster.telemetry import Telemetry
-from engine.layout import LayerShape, lay_out
-from engine.pool import KvPool
-from engine.step import DrawnToken, StepResult
-from prefill_worker import commands
-from prefill_worker.block_files import BlockFiles
-from prefill_worker.limits import PrefillLimits
-from prefill_worker.prefix_tiers import PrefixTiers, TierMeans
-from prefill_worker.rates import RunningRate
-from prefill_worker.scheduler import PrefillScheduler
-from prefill_worker.tier_opening import open_tiers
+from cluster.observe.telemetry import Telemetry
+from cluster.protocol.hashing import keyed_chains
+from cluster.settings.config import WorkerConfig
+from engine.kv.layout import LayerShape, lay_out
+from engine.kv.pool import KvPool
+from engine.scheduling.step import DrawnToken, StepResult
+from prefill_worker.prefixes.block_files import BlockFiles
+from prefill_worker.prefixes.prefix_tiers import PrefixTiers, TierMeans
+from prefill_worker.prefixes.tier_opening import open_tiers
+from prefill_worker.scheduling import commands
+from prefill_worker.scheduling.limits import PrefillLimits
+from prefill_worker.scheduling.rates import RunningRate
+from prefill_worker.scheduling.scheduler import PrefillScheduler
 from tests.prefill_jobs import prefill_job
 
 LAYOUT = LayoutFingerprint(weights="w", model_config="c", dtype="float32", block_table="t")

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from cluster.wire import pack_ids
-from router.validation import _choice_seed
+from cluster.protocol.wire import pack_ids
+from router.request.validation import _choice_seed
 from tandem.errors import InternalError, TandemError, Unavailable, error_from_rpc
 from tandem.progress import Progress
 from tandem.results import Delta

@@ -13,18 +13,18 @@ from unittest import mock
 
 from cluster.errors import HandOffFailed, HandOffReason, TandemError
 from cluster.member import Member, MemberState
-from cluster.telemetry import Telemetry
-from decode_worker.displacement import Displacement
-from decode_worker.offers import Offers as DecodeOffers
-from decode_worker.places import Places
-from decode_worker.reservations import Reservations
-from decode_worker.swapping import SwapSpace
-from kvtransfer import export_machine, import_machine, import_state, leases
-from prefill_worker.prompt_blocks import PromptBlocks
-from prefill_worker.scheduler import PrefillScheduler
-from router import breakers
-from router.decode_stream import DecodeStream
-from router.ledger import LedgerRecorder
+from cluster.observe.telemetry import Telemetry
+from decode_worker.scheduling.displacement import Displacement
+from decode_worker.scheduling.offers import Offers as DecodeOffers
+from decode_worker.scheduling.places import Places
+from decode_worker.scheduling.reservations import Reservations
+from decode_worker.scheduling.swapping import SwapSpace
+from kvtransfer.protocol import export_machine, import_machine, import_state, leases
+from prefill_worker.scheduling.prompt_blocks import PromptBlocks
+from prefill_worker.scheduling.scheduler import PrefillScheduler
+from router.fleet.decode_stream import DecodeStream
+from router.policies import breakers
+from router.request.ledger import LedgerRecorder
 
 LABELS = ("side", "leg", "action", "source", "finder", "outcome", "reason")  # those that name a cause
 _NOT_COUNTED = frozenset({"tandem_http_responses_total"})

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.messages import LayoutFingerprint
-from prefill_worker.block_files import BlockFiles
+from prefill_worker.prefixes.block_files import BlockFiles
 from tests.chaos.simulated.loop import Process, current
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cluster.messages import LayoutFingerprint, Sampling
-from engine.layout import BlockLayout, LayerShape, lay_out
-from engine.loaded import ModelInfo
-from engine.pool import KvPool
-from engine.step import Chunk, DrawnToken, Launched, Sample, StepPlan, StepResult
+from engine.kv.layout import BlockLayout, LayerShape, lay_out
+from engine.kv.pool import KvPool
+from engine.model.loaded import ModelInfo
+from engine.scheduling.step import Chunk, DrawnToken, Launched, Sample, StepPlan, StepResult
 from tests.chaos.simulated.schedule import MAX_MODEL_LEN
 
 _KEY_BYTES = _VALUE_BYTES = 16
@@ -25,7 +25,7 @@ def layout_of(block_size: int) -> BlockLayout:
 
 
 class StandInRunner:
-    """Swaps of blocks are the business of `engine.host_blocks`, which wraps it."""
+    """Swaps of blocks are the business of `engine.kv.host_blocks`, which wraps it."""
 
     def __init__(self, memory: memoryview, vocab_size: int, block_size: int) -> None:
         """`memory`: every byte of a pool."""

@@ -15,14 +15,14 @@ from typing import Any
 from unittest import mock
 
 from cluster.clock import Clock
-from cluster.config import WorkerConfig
 from cluster.member import from_json, to_json
-from engine.host_blocks import SwappingRunner
-from kvtransfer.exporter import Exporter
+from cluster.settings.config import WorkerConfig
+from engine.kv.host_blocks import SwappingRunner
+from kvtransfer.exporter.exporter import Exporter
 from kvtransfer.transports.available import Available
 from kvtransfer.transports.base import TransportMeans
-from router.decode_events import Sequences
-from router.tokenization import Tokenization
+from router.fleet.decode_events import Sequences
+from router.text.tokenization import Tokenization
 from tests.chaos.simulated.calls import Channel, Server
 from tests.chaos.simulated.coverage import counted
 from tests.chaos.simulated.disk import SimulatedBlockFiles
@@ -179,29 +179,29 @@ def simulated_machine() -> Iterator[None]:
     replaced = {
         "grpc.aio.insecure_channel": lambda address, options=(): Channel(world().network, address, world().watch),
         "grpc.aio.server": lambda interceptors=(), options=(), **_: Server(world().network, interceptors),
-        "cluster.serving._refuse_taken": lambda host, port: None,
-        "cluster.serving.reflection.enable_server_reflection": lambda *_: None,
+        "cluster.serving.serving._refuse_taken": lambda host, port: None,
+        "cluster.serving.serving.reflection.enable_server_reflection": lambda *_: None,
         "cluster.process.gc": SimpleNamespace(disable=_nothing, freeze=_nothing, enable=_nothing),
-        "cluster.registry.open_redis": lambda *_: RedisClient(world().redis),
-        "cluster.registry.random": dice,
-        "router.pair_trust.random": dice,
-        "cluster.registry.to_json": lru_cache(256)(to_json),  # members say the same again and again
-        "cluster.registry.from_json": lru_cache(256)(from_json),
-        "cluster.registry.MonotonicClock": SimulatedClock,
+        "cluster.registry.registry.open_redis": lambda *_: RedisClient(world().redis),
+        "cluster.registry.registry.random": dice,
+        "router.pipeline.pair_trust.random": dice,
+        "cluster.registry.registry.to_json": lru_cache(256)(to_json),  # members say the same again and again
+        "cluster.registry.registry.from_json": lru_cache(256)(from_json),
+        "cluster.registry.registry.MonotonicClock": SimulatedClock,
         "cluster.worker_life.configure_logs": lambda *_: None,
         "cluster.worker_life.HealthPort": _HealthPort,
         "cluster.worker_life.cluster_key": lambda _: b"k" * 32,
-        "kvtransfer.importer.ThreadPoolExecutor": Threads,
-        "kvtransfer.exporter.ThreadPoolExecutor": Threads,
-        "kvtransfer.import_run._DICE": dice,
-        "kvtransfer.channel_reads.time": clock,
-        "engine.host_blocks.HostBlocks.copy_s_per_block": _copy_s,
-        "prefill_worker.prefix_tiers.ThreadPoolExecutor": Threads,
-        "prefill_worker.tier_copies.time": clock,
-        "prefill_worker.tier_opening.BlockFiles": _block_files,
+        "kvtransfer.importer.importer.ThreadPoolExecutor": Threads,
+        "kvtransfer.exporter.exporter.ThreadPoolExecutor": Threads,
+        "kvtransfer.importer.import_run._DICE": dice,
+        "kvtransfer.importer.channel_reads.time": clock,
+        "engine.kv.host_blocks.HostBlocks.copy_s_per_block": _copy_s,
+        "prefill_worker.prefixes.prefix_tiers.ThreadPoolExecutor": Threads,
+        "prefill_worker.prefixes.tier_copies.time": clock,
+        "prefill_worker.prefixes.tier_opening.BlockFiles": _block_files,
         "kvtransfer.worker_transfer.available_transports": _transports,
-        "router.decode_events.Sequences": type("Sequences", (Counted, Sequences), {}),
-        "router.decode_stream.Sequences": type("Sequences", (Counted, Sequences), {}),
+        "router.fleet.decode_events.Sequences": type("Sequences", (Counted, Sequences), {}),
+        "router.fleet.decode_stream.Sequences": type("Sequences", (Counted, Sequences), {}),
         "router.app.configure_logs": lambda *_: None,
         "router.app.cluster_key": lambda _: b"k" * 32,
         "router.app.HttpServer": _HttpServer,

@@ -8,8 +8,8 @@ import grpc
 import decode_worker.start
 import prefill_worker.start
 import router.app
-from cluster.config import RouterConfig, WorkerConfig
 from cluster.errors import RegistryUnavailable
+from cluster.settings.config import RouterConfig, WorkerConfig
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from tests.chaos.simulated.calls import Channel
 from tests.chaos.simulated.disk import SimulatedBlockFiles

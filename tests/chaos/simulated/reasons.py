@@ -14,8 +14,8 @@ from pathlib import Path
 
 from cluster import canary
 from cluster.errors import HandOffReason
-from kvtransfer.import_events import FallBackReason
-from router.decode_events import MoveOutcome
+from kvtransfer.protocol.import_events import FallBackReason
+from router.fleet.decode_events import MoveOutcome
 from tests.chaos.simulated.coverage import LABELS, error_kinds
 
 _ROOT = Path(__file__).parents[3]

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from redis.exceptions import ConnectionError as RedisGone
 
-from cluster import registry, scale_registry
+from cluster.registry import registry, scale_registry
 from tests.chaos.simulated.loop import current
 from tests.chaos.simulated.network import Network
 
@@ -116,7 +116,7 @@ class RedisServer:
 
 
 class RedisClient:
-    """What the registry's module uses of cluster/redis_client.py."""
+    """What the registry's module uses of cluster/registry/redis_client.py."""
 
     place = PLACE
 

@@ -8,8 +8,8 @@ planned while another ran begins when that one ends.
 import asyncio
 from typing import TypeVar
 
-from engine.step import StepPlan
-from engine.step_loop import Flight, StepLoop
+from engine.scheduling.step import StepPlan
+from engine.steps.step_loop import Flight, StepLoop
 from tests.chaos.simulated.loop import SimulatedLoop, current
 
 CommandT = TypeVar("CommandT")

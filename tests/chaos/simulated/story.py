@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from cluster.logs import TextFormatter
+from cluster.observe.logs import TextFormatter
 from tests.chaos.simulated.loop import current
 from tests.chaos.simulated.machine import world
 from tests.chaos.simulated.schedule import Mishap, Schedule

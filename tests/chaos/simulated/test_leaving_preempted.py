@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from router.decode_stream import DecodeStream
+from router.fleet.decode_stream import DecodeStream
 from tests.chaos.simulated.machine import simulated_machine
 from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, plain_schedule
 from tests.chaos.simulated.world import run_schedule

@@ -6,8 +6,8 @@ from dataclasses import replace
 from random import Random
 from unittest import mock
 
-from cluster import tickets
 from cluster.messages import MemberId, Ticket
+from cluster.protocol import tickets
 from tests.chaos.simulated.machine import simulated_machine
 from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, plain_schedule
 from tests.chaos.simulated.world import run_schedule

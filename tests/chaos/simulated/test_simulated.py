@@ -10,13 +10,13 @@ from unittest import mock
 import pytest
 
 from cluster.messages import SampledToken, Sampling
-from cluster.registry import Registry
+from cluster.registry.registry import Registry
 from decode_worker.imports import Imports
-from engine.pool import KvPool
-from engine.step import Chunk, Sample, StepPlan
-from kvtransfer import handoff, import_machine
-from router.choice import Choice
-from router.decode_stream import DecodeStream
+from engine.kv.pool import KvPool
+from engine.scheduling.step import Chunk, Sample, StepPlan
+from kvtransfer.protocol import handoff, import_machine
+from router.fleet.decode_stream import DecodeStream
+from router.request.choice import Choice
 from router.requests import ChoiceDelta
 from tests.chaos.simulated.batch import run_seeds
 from tests.chaos.simulated.engine import StandInRunner, layout_of, memory_of

@@ -1,7 +1,7 @@
 """A small world in which two hand-offs meet everything that can go wrong, and a breadth-first search through all of it.
 
-The machines are the production ones: kvtransfer.export_machine, with its leases, and kvtransfer.import_machine. Around
-them stands what they must survive:
+The machines are the production ones: kvtransfer.protocol.export_machine, with its leases, and
+kvtransfer.protocol.import_machine. Around them stands what they must survive:
 
 - one prefill worker with a small pool, which reserves whole prompts, oldest first, computes one block per chunk, and
   reuses freed blocks, so that a late read finds another prompt's KV there;
@@ -27,7 +27,7 @@ import gc
 from array import array
 from dataclasses import dataclass, field
 
-from kvtransfer.handoff import GUARDS, Guards
+from kvtransfer.protocol.handoff import GUARDS, Guards
 from tests.unit.handoff_model.model import Model
 from tests.unit.handoff_model.scenario import Label, Scenario, Violation, World
 from tests.unit.handoff_model.story import describe, tell

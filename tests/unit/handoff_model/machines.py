@@ -5,13 +5,22 @@ from typing import Generic, NamedTuple, TypeVar
 
 from cluster.errors import HandOffReason
 from cluster.messages import Epoch, MemberId
-from kvtransfer import export_machine as exporting
-from kvtransfer import import_events
-from kvtransfer import import_machine as importing
-from kvtransfer.export_machine import Export, ExportPhase
-from kvtransfer.handoff import GUARDS, Accepted, ExporterMessage, Guards, ImporterMessage, Outcome, Settle, Settled
-from kvtransfer.import_machine import Import, ImportPhase, ImportPlan
-from kvtransfer.leases import LeasePolicy
+from kvtransfer.protocol import export_machine as exporting
+from kvtransfer.protocol import import_events
+from kvtransfer.protocol import import_machine as importing
+from kvtransfer.protocol.export_machine import Export, ExportPhase
+from kvtransfer.protocol.handoff import (
+    GUARDS,
+    Accepted,
+    ExporterMessage,
+    Guards,
+    ImporterMessage,
+    Outcome,
+    Settle,
+    Settled,
+)
+from kvtransfer.protocol.import_machine import Import, ImportPhase, ImportPlan
+from kvtransfer.protocol.leases import LeasePolicy
 from tests.unit.handoff_model.scenario import DECODING, ENDED, Scenario, Violation
 
 EXPORTER = MemberId("prefill", "1")

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from kvtransfer import export_machine as exporting
-from kvtransfer.handoff import GUARDS, Guards
-from kvtransfer.import_machine import ImportPhase
+from kvtransfer.protocol import export_machine as exporting
+from kvtransfer.protocol.handoff import GUARDS, Guards
+from kvtransfer.protocol.import_machine import ImportPhase
 from tests.unit.handoff_model.machines import EXPORTER, Machines
 from tests.unit.handoff_model.moves import MOVES, compute
 from tests.unit.handoff_model.scenario import (

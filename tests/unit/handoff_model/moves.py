@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvtransfer import export_machine as exporting
-from kvtransfer import import_events
-from kvtransfer import import_machine as importing
-from kvtransfer.handoff import FirstToken, RemoteBlock, Renew, Settle, Tail
+from kvtransfer.protocol import export_machine as exporting
+from kvtransfer.protocol import import_events
+from kvtransfer.protocol import import_machine as importing
+from kvtransfer.protocol.handoff import FirstToken, RemoteBlock, Renew, Settle, Tail
 from tests.unit.handoff_model.scenario import (
     CORRUPT,
     DEAD,

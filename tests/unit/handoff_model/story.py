@@ -1,6 +1,6 @@
 """Steps and worlds in words."""
 
-from kvtransfer.handoff import Settle, Settled
+from kvtransfer.protocol.handoff import Settle, Settled
 from tests.unit.handoff_model.machines import Machines
 from tests.unit.handoff_model.scenario import Label, World
 from tests.unit.handoff_model.world import Draft, Read

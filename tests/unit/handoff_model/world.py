@@ -4,11 +4,11 @@ promise is broken."""
 from typing import NamedTuple, TypeVar
 
 from cluster.errors import HandOffReason
-from kvtransfer import export_machine as exporting
-from kvtransfer import import_events
-from kvtransfer import import_machine as importing
-from kvtransfer.import_machine import ImportPhase
-from kvtransfer.leases import LeasePhase
+from kvtransfer.protocol import export_machine as exporting
+from kvtransfer.protocol import import_events
+from kvtransfer.protocol import import_machine as importing
+from kvtransfer.protocol.import_machine import ImportPhase
+from kvtransfer.protocol.leases import LeasePhase
 from tests.unit.handoff_model.machines import Do, Machines, Post
 from tests.unit.handoff_model.scenario import (
     DEAD,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from router.tokenization import Tokenization
+from router.text.tokenization import Tokenization
 from tests.unit.openai_api.endpoint import Endpoint, endpoint
 
 DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model"

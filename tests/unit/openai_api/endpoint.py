@@ -9,10 +9,10 @@ import httpx
 import openai
 
 from cluster.clock import MonotonicClock
-from cluster.telemetry import Telemetry
-from router.openai_api import build_app
-from router.outbox import Outboxes
-from router.tokenization import Tokenization
+from cluster.observe.telemetry import Telemetry
+from router.http.openai_api import build_app
+from router.request.outbox import Outboxes
+from router.text.tokenization import Tokenization
 from tests.unit.scripted_pipeline import ScriptedPipeline, served
 
 SCRIPT = "The quick brown fox."

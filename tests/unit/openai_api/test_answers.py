@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from router.requests import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
-from router.tokenization import Tokenization
+from router.text.tokenization import Tokenization
 from tests.unit.openai_api.endpoint import SCRIPT, USER, Endpoint, endpoint
 
 

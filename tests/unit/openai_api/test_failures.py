@@ -17,7 +17,7 @@ from cluster.errors import (
     TandemError,
     WorkerLost,
 )
-from router.tokenization import Tokenization
+from router.text.tokenization import Tokenization
 from tests.unit.openai_api.endpoint import endpoint
 
 

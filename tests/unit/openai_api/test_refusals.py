@@ -10,7 +10,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from router.tokenization import Tokenization
+from router.text.tokenization import Tokenization
 from tests.unit.openai_api.endpoint import USER, Endpoint, endpoint, refused
 from tests.unit.small_tokenizers import byte_level
 

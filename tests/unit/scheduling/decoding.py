@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from cluster.hashing import nameless_chains
 from cluster.messages import DecodeJob, Inspect, Inspected, MemberId, Sampling, SequenceStart, TokenStops
-from decode_worker.commands import AdmitLocal, Command, Event, Failed, StepTokens
-from decode_worker.limits import DecodeLimits
-from decode_worker.scheduler import DecodeScheduler
-from engine.length_prediction import LengthPredictor
-from engine.policies import Policy
-from engine.step import DrawnToken, Runner, Sample, StepPlan, StepResult
+from cluster.protocol.hashing import nameless_chains
+from decode_worker.scheduling.commands import AdmitLocal, Command, Event, Failed, StepTokens
+from decode_worker.scheduling.limits import DecodeLimits
+from decode_worker.scheduling.scheduler import DecodeScheduler
+from engine.scheduling.length_prediction import LengthPredictor
+from engine.scheduling.policies import Policy
+from engine.scheduling.step import DrawnToken, Runner, Sample, StepPlan, StepResult
 from tests.unit.fake_paged_runner import FakePagedRunner, next_token
 from tests.unit.scheduling.simulation import SameToken, Simulation, Step, StepCost
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from cluster.hashing import nameless_chains
 from cluster.messages import PrefillJob, Sampling, TokenStops
-from engine.policies import Policy
-from engine.step import Sample
-from prefill_worker.commands import Command, Event, Finished, Submit
-from prefill_worker.limits import PrefillLimits
-from prefill_worker.scheduler import PrefillScheduler
+from cluster.protocol.hashing import nameless_chains
+from engine.scheduling.policies import Policy
+from engine.scheduling.step import Sample
+from prefill_worker.scheduling.commands import Command, Event, Finished, Submit
+from prefill_worker.scheduling.limits import PrefillLimits
+from prefill_worker.scheduling.scheduler import PrefillScheduler
 from tests.unit.fake_paged_runner import FakePagedRunner, next_token
 from tests.unit.scheduling.simulation import SameToken, Simulation, Step, StepCost
 

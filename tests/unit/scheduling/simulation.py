@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from engine.step import Command, DrawnToken, Event, Runner, Scheduler, StepPlan, StepResult
+from engine.scheduling.step import Command, DrawnToken, Event, Runner, Scheduler, StepPlan, StepResult
 
 SILENT = DrawnToken(1)
 

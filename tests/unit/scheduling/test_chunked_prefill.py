@@ -3,7 +3,7 @@
 
 import pytest
 
-from engine.policies import FirstCome
+from engine.scheduling.policies import FirstCome
 from tests.unit.scheduling.decoding import Asked, decode, limits, scheduler
 from tests.unit.scheduling.prefilling import Prompt, prefill
 from tests.unit.scheduling.simulation import StepCost

@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from engine.length_prediction import LengthPredictor
+from engine.scheduling.length_prediction import LengthPredictor
 from tests.unit.scheduling.decoding import Asked, Decoded, decode, limits, scheduler
 from tests.unit.scheduling.simulation import StepCost
 

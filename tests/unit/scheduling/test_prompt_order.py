@@ -7,7 +7,7 @@ from statistics import mean
 
 import pytest
 
-from engine.policies import EarliestDeadline, FirstCome, ShortestFirst, SkipJoinMlfq, make_policy
+from engine.scheduling.policies import EarliestDeadline, FirstCome, ShortestFirst, SkipJoinMlfq, make_policy
 from tests.unit.scheduling.load import one_in, poisson
 from tests.unit.scheduling.prefilling import Prompt, prefill
 from tests.unit.scheduling.simulation import StepCost

@@ -6,8 +6,8 @@ from statistics import mean
 
 import pytest
 
-from engine.length_prediction import LengthPredictor
-from engine.policies import FirstCome, Policy, ShortestFirst, SkipJoinMlfq, make_policy
+from engine.scheduling.length_prediction import LengthPredictor
+from engine.scheduling.policies import FirstCome, Policy, ShortestFirst, SkipJoinMlfq, make_policy
 from tests.unit.scheduling.decoding import Asked, Decoded, decode, limits, scheduler
 from tests.unit.scheduling.load import one_in, poisson
 from tests.unit.scheduling.simulation import StepCost

@@ -4,7 +4,7 @@ from itertools import groupby
 
 import pytest
 
-from engine.policies import StaticBatching, make_policy
+from engine.scheduling.policies import StaticBatching, make_policy
 from tests.unit.scheduling.decoding import Asked, Decoded, decode, limits, scheduler
 from tests.unit.scheduling.test_continuous_batching import ALL_AT_ONCE, PER_STEP, SLOTS, shortened
 from tests.unit.scheduling.traces import conversation_rows

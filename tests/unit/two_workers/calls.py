@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from kvtransfer.service import KvTransferServicer
+from kvtransfer.exporter.service import KvTransferServicer
 from tandem.v1 import kv_pb2
 
 _GONE = grpc.aio.AioRpcError(

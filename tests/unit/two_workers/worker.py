@@ -15,15 +15,15 @@ import torch
 
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
-from cluster.transfer_settings import TransferSettings
-from engine.block_pool import BlockPool, BlockState
-from engine.pool import KvPool
-from kvtransfer import exporter as exporter_module
-from kvtransfer import importer as importer_module
-from kvtransfer.block_source import Reservation
-from kvtransfer.exporter import Exporter
-from kvtransfer.importer import Importer
-from kvtransfer.service import KvTransferServicer
+from cluster.settings.transfer_settings import TransferSettings
+from engine.kv.block_pool import BlockPool, BlockState
+from engine.kv.pool import KvPool
+from kvtransfer.exporter import exporter as exporter_module
+from kvtransfer.exporter.exporter import Exporter
+from kvtransfer.exporter.service import KvTransferServicer
+from kvtransfer.importer import importer as importer_module
+from kvtransfer.importer.block_source import Reservation
+from kvtransfer.importer.importer import Importer
 from kvtransfer.transports.loopback import (
     FaultSchedule,
     LoopbackChannel,
@@ -31,7 +31,7 @@ from kvtransfer.transports.loopback import (
     LoopbackImporter,
     LoopbackNetwork,
 )
-from kvtransfer.wire_format import NativeFormat
+from kvtransfer.wire.wire_format import NativeFormat
 from tests.contract.handoff_rig import Counters
 from tests.contract.kv_pools import BLOCK_SIZE, LAYOUT, random_pool
 from tests.unit.two_workers.calls import Calls

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cluster import tickets
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import MemberId
-from cluster.transfer_settings import TransferSettings
-from kvtransfer.exporter import FirstToken, TailBlock
-from kvtransfer.importer import Expected, Imported
+from cluster.protocol import tickets
+from cluster.settings.transfer_settings import TransferSettings
+from kvtransfer.exporter.exporter import FirstToken, TailBlock
+from kvtransfer.importer.importer import Expected, Imported
 from kvtransfer.transports.loopback import Fault, FaultSchedule, LoopbackNetwork
 from tests.contract.kv_pools import BLOCK_SIZE
 from tests.unit.two_workers.calls import Calls

@@ -1,0 +1,117 @@
+"""Which processes a cluster on one machine is made of, and with which arguments. Decides; starts nothing."""
+
+import dataclasses
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cli.local.child import ChildSpec
+from cli.local.pool_plan import Slot
+from cluster.errors import ConfigError
+from cluster.messages import Role
+from cluster.settings.config import RouterConfig, WorkerConfig
+
+# A secret goes where `ps` does not show it.
+_BY_ENVIRONMENT = frozenset({"api_key", "redis"})
+_LAST_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """How many workers. Without a prefill pool the decode workers prefill too: the colocated baseline."""
+
+    num_prefill: int
+    num_decode: int
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_prefill + self.num_decode
+
+    def slots(self) -> list[Slot]:
+        prefill = [Slot(Role.PREFILL, number) for number in range(self.num_prefill)]
+        return prefill + [Slot(Role.DECODE, number) for number in range(self.num_decode)]
+
+    def rank(self, slot: Slot) -> int:
+        """Its own among all workers of the machine; those of the beginning come first."""
+        first = self.slots()
+        if slot in first:
+            return first.index(slot)
+        later = slot.number - (self.num_prefill if slot.role is Role.PREFILL else self.num_decode)
+        return len(first) + 2 * later + (slot.role is Role.DECODE)
+
+    def __str__(self) -> str:
+        if self.num_prefill == 0:
+            return f"{self.num_decode} colocated"
+        return f"{self.num_prefill} prefill + {self.num_decode} decode"
+
+
+def threads_per_worker(num_cores: int, num_workers: int) -> int:
+    """Workers that share a core stall at each other's barriers: each gets its own."""
+    return max(1, num_cores // num_workers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """`flags` by field name, as given to `tandem up`; each process takes those it knows. `suffix`: of members' ids,
+    where others register in the same Redis and plain ones could be taken."""
+
+    flags: Mapping[str, object]
+    num_threads: int  # of a worker
+    first: Pools  # the cluster begins with
+    suffix: str = ""
+
+    def router(self, number: int, ports: "Ports") -> ChildSpec:
+        name = f"{Role.ROUTER}-{number}"
+        mine = {**self._known(RouterConfig), "port": ports.http, "grpc_port": ports.grpc}
+        return _spec(name, "router", {**mine, "member_id": self.member_id(name)})
+
+    def worker(self, slot: Slot) -> ChildSpec:
+        mine = self._known(WorkerConfig)
+        mine.setdefault("num_threads", self.num_threads)
+        mine["port"] = mine["health_port"] = 0  # those of `tandem up` are the router's
+        mine["local_rank"], mine["local_world_size"] = self.first.rank(slot), self.first.num_workers
+        threads = {"OMP_NUM_THREADS": str(mine["num_threads"]), "TOKENIZERS_PARALLELISM": "false"}
+        return _spec(str(slot), f"{slot.role}_worker", {**mine, "member_id": self.member_id(str(slot))}, threads)
+
+    def member_id(self, name: str) -> str:
+        return name + self.suffix
+
+    def _known(self, config_type: type[RouterConfig | WorkerConfig]) -> dict[str, object]:
+        known = {item.name for item in dataclasses.fields(config_type)} | {"config"}
+        return {name: value for name, value in self.flags.items() if name in known}
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Of one router. 0: a free one."""
+
+    http: int
+    grpc: int
+
+
+def router_ports(first: Ports, count: int) -> list[Ports]:
+    """The first router's as told, the others' the numbers after them. Raises ConfigError."""
+    ports = [Ports(*(port + i if port else 0 for port in (first.http, first.grpc))) for i in range(count)]
+    told = [port for each in ports for port in (each.http, each.grpc) if port]
+    if len(set(told)) < len(told) or max(told, default=0) > _LAST_PORT:
+        raise ConfigError(
+            f"--port {first.http} and --grpc-port {first.grpc} leave no room for {count} routers: each takes the port "
+            "after the one before"
+        )
+    return ports
+
+
+def new_suffix() -> str:
+    return f"-{secrets.token_hex(2)}"
+
+
+def _spec(
+    name: str, module: str, flags: Mapping[str, object], environment: Mapping[str, str] | None = None
+) -> ChildSpec:
+    arguments = [sys.executable, "-m", module]
+    for flag, value in flags.items():
+        if flag not in _BY_ENVIRONMENT:
+            arguments.append(f"--{flag.replace('_', '-')}={value}")
+    hidden = {f"TANDEM_{flag.upper()}": str(flags[flag]) for flag in _BY_ENVIRONMENT & set(flags)}
+    return ChildSpec(name, tuple(arguments), {**(environment or {}), **hidden})

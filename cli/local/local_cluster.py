@@ -1,0 +1,200 @@
+"""A cluster on this machine: Redis, its routers and workers, from nothing to the first answer and back.
+
+Owns their order: Redis first and last, routers after their workers at the start and before them at the end.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cli.local.layout import Layout, Pools, Ports, new_suffix
+from cli.local.pool_follower import PoolFollower
+from cli.local.supervisor import Supervisor
+from cluster.errors import RegistryUnavailable, Unavailable
+from cluster.messages import Role
+from cluster.registry.redis_server import RedisServer
+from cluster.registry.registry import Registry
+from cluster.serving.serving import open_channel
+from cluster.serving.tls import ClusterTls
+from cluster.worker_loads import WorkerLoads
+
+_LEAVE_S = 5.0  # beside the grace of a drain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """`flags` by field name; `redis` empty: one of our own."""
+
+    pools: Pools
+    routers: Sequence[Ports]
+    flags: Mapping[str, object]
+    redis: str
+    cluster_name: str
+    member_lease_s: float
+    api_key: str
+    num_threads: int
+    start_timeout_s: float
+    drain_grace_s: float
+    tls: ClusterTls | None = None  # as the processes have it by their flags
+
+
+class LocalCluster:
+    """`start`, then `drain` to let it finish what it has in hand, then always `close`.
+
+    `grpc` and `http` are the first router's addresses (host:port), once started, `more_grpc` the others'. `say` gets
+    what a person should know, `echo(name, line)` the processes' logs.
+    """
+
+    def __init__(self, plan: Plan, *, say: Callable[[str], None], echo: Callable[[str, str], None]) -> None:
+        self._plan = plan
+        self._say = say
+        self._supervisor = Supervisor(say=say, echo=echo)
+        self._redis: RedisServer | None = None
+        self._began_s = asyncio.get_running_loop().time()
+        self._redis_url = ""
+        self._layout = Layout(flags=plan.flags, num_threads=plan.num_threads, first=plan.pools)
+        self.grpc = ""
+        self.http = ""
+        self.more_grpc: tuple[str, ...] = ()
+
+    async def start(self) -> None:
+        """Returns when the first request would succeed.
+
+        Raises ConfigError when a setting is refused, RegistryUnavailable when the Redis that was named does not answer,
+        Unavailable when a process does not come up.
+        """
+        self._redis_url = await self._find_redis()
+        self._layout = Layout(
+            flags={**self._plan.flags, "redis": self._redis_url},
+            num_threads=self._plan.num_threads,
+            first=self._plan.pools,
+            suffix=new_suffix() if self._plan.redis else "",
+        )
+        try:
+            async with asyncio.timeout(self._plan.start_timeout_s):
+                await self._start_workers()
+                await self._start_routers()
+        except TimeoutError:
+            raise Unavailable(
+                f"not ready after {self._plan.start_timeout_s:g} s; a large model may need more --start-timeout-s"
+            ) from None
+
+    async def failed(self) -> None:
+        """Waits for, and raises, what ends the whole."""
+        await self._supervisor.failed()
+
+    async def follow_target(self) -> None:
+        """Keeps the pools as large as `tandem scale` says, until cancelled."""
+        plan = self._plan
+        registry = Registry(url=self._redis_url, cluster_name=plan.cluster_name, lease_s=plan.member_lease_s)
+        follower = PoolFollower(
+            supervisor=self._supervisor,
+            registry=registry,
+            layout=self._layout,
+            first=plan.pools,
+            loads=WorkerLoads([self.grpc, *self.more_grpc], plan.api_key, plan.tls).ask,
+            grace_s=self._grace_s,
+            say=self._say,
+        )
+        try:
+            await follower.run()
+        finally:
+            await registry.close()
+
+    async def drain(self) -> None:
+        """The routers first: their workers are still there to finish what they have in hand."""
+        names = list(self._supervisor.pids())
+        routers = [name for name in names if name.startswith(Role.ROUTER)]
+        await self._supervisor.stop(routers, self._grace_s)
+        await self._supervisor.stop([name for name in names if name not in routers], self._grace_s)
+
+    async def close(self) -> None:
+        """Nothing is left when this returns."""
+        await self._supervisor.close()
+        if self._redis is not None:
+            await self._redis.stop()
+
+    def pids(self) -> dict[str, int]:
+        """Of routers and workers that run now."""
+        return self._supervisor.pids()
+
+    @property
+    def _grace_s(self) -> float:
+        return self._plan.drain_grace_s + _LEAVE_S
+
+    async def _find_redis(self) -> str:
+        """One of our own, or the one that was named; asked now, not by each worker after it has loaded torch."""
+        if not self._plan.redis:
+            self._redis = await RedisServer.start()
+            self._say(f"redis-server at 127.0.0.1:{self._redis.port}")
+            return self._redis.url
+        registry = Registry(url=self._plan.redis, cluster_name="ping", lease_s=1.0)
+        try:
+            await registry.ping()
+        except RegistryUnavailable as error:
+            raise RegistryUnavailable(
+                f"{error.message} Leave --redis out, and `tandem up` starts one of its own"
+            ) from error
+        finally:
+            await registry.close()
+        return self._plan.redis
+
+    async def _start_workers(self) -> None:
+        plan = self._plan
+        self._say(f"starting {plan.pools} on {plan.flags['model']}, {plan.num_threads} thread(s) per worker")
+        workers = [self._layout.worker(slot) for slot in plan.pools.slots()]
+        self._supervisor.start(workers)
+        await asyncio.gather(*(self._until_ready(spec.name) for spec in workers))
+
+    async def _start_routers(self) -> None:
+        """After the workers: a router connects to those that it finds before it says that it is ready, so its first
+        request already goes the whole way."""
+        routers = [self._layout.router(number, ports) for number, ports in enumerate(self._plan.routers)]
+        self._supervisor.start(routers)
+        fields = await asyncio.gather(*(self._until_ready(spec.name) for spec in routers))
+        for spec, found in zip(routers, fields, strict=True):
+            self._supervisor.restart_with(spec.name, _same_ports(found))
+        self.grpc, *more = (found["grpc"] for found in fields)
+        self.http, self.more_grpc = fields[0]["http"], tuple(more)
+        await asyncio.gather(*(_until_serving(found["grpc"], self._plan.tls) for found in fields))
+
+    async def _until_ready(self, name: str) -> dict[str, str]:
+        fields = await self._supervisor.ready(name)
+        self._say(f"{name} is ready after {asyncio.get_running_loop().time() - self._began_s:.1f} s")
+        return fields
+
+
+async def first_of(*awaited: Coroutine[object, object, object]) -> None:
+    """Runs them together until one has ended; the others are cancelled. Raises what that one raised."""
+    tasks = [asyncio.ensure_future(each) for each in awaited]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+async def _until_serving(address: str, tls: ClusterTls | None) -> None:
+    """Until the router's health service says that it can serve a request."""
+    async with open_channel(address, tls) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        try:
+            async for answer in watch:
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+        except grpc.aio.AioRpcError as error:
+            raise Unavailable(f"the router at {address} went away: {error.details()}") from error
+        finally:
+            watch.cancel()
+    raise Unavailable(f"the router at {address} never said that it serves")
+
+
+def _same_ports(fields: Mapping[str, str]) -> list[str]:
+    """A router that starts again listens where its clients know it."""
+    return [f"--port={fields['http'].rpartition(':')[2]}", f"--grpc-port={fields['grpc'].rpartition(':')[2]}"]

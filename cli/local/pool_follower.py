@@ -1,0 +1,134 @@
+"""Keeps the supervised pools as large as the scale target says: starts workers, drains the least busy ones.
+
+Owns the follower's place in the registry. A worker that dies, or is drained by somebody else, is the supervisor's
+business: it is replaced, as the target still counts it.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
+
+from cli.local.layout import Layout, Pools
+from cli.local.pool_plan import Slot, pool_plan
+from cli.local.supervisor import Supervisor
+from cluster.errors import RegistryUnavailable
+from cluster.messages import Role
+from cluster.registry.registry import Registry
+from cluster.registry.scale_registry import Following
+from cluster.registry.scale_target import ScaleTarget
+
+
+class PoolFollower:
+    def __init__(
+        self,
+        *,
+        supervisor: Supervisor,
+        registry: Registry,
+        layout: Layout,
+        first: Pools,
+        loads: Callable[[], Awaitable[Mapping[str, float]]],
+        grace_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        """`first`: the pools as they are now. `loads`: how much each worker has to do, by member id. `grace_s`: for one
+        that is drained."""
+        name = f"tandem up on {socket.gethostname()}, process {os.getpid()}"
+        self._following = Following(registry, name, ScaleTarget(first.num_prefill, first.num_decode))
+        self._supervisor = supervisor
+        self._layout = layout
+        self._loads = loads
+        self._grace_s = grace_s
+        self._say = say
+        self._reached = 0
+        self._other = ""  # who follows instead
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            async with _waking(self._following.news(), self._supervisor.changed) as wake:
+                while True:
+                    wake.clear()
+                    await self._look()
+                    await wake.wait()
+        finally:
+            with suppress(RegistryUnavailable):
+                await self._following.leave()
+
+    async def _look(self) -> None:
+        try:
+            other = await self._following.report(self._reached, self._problem())
+        except RegistryUnavailable:
+            return
+        if other != self._other:
+            self._other = other
+            self._say(
+                f"the scale target is followed by {other}: these pools stay as they are"
+                if other
+                else "these pools follow the scale target from now on"
+            )
+        if other:
+            return
+        await self._approach(self._following.target)
+        if self._is_there(self._following.target) and self._reached != self._following.target.version:
+            self._reached = self._following.target.version
+            await self._look()
+
+    async def _approach(self, target: ScaleTarget) -> None:
+        staying, leaving = self._slots()
+        if not pool_plan(staying, leaving, target, {}):
+            return
+        loads = await self._loads()
+        staying, leaving = self._slots()
+        busy = {slot: loads.get(self._layout.member_id(str(slot)), 0.0) for slot in staying}
+        plan = pool_plan(staying, leaving, target, busy)
+        sizes = f"the target is {target.prefill} prefill, {target.decode} decode"
+        for slot in plan.starts:
+            self._say(f"starting {slot}: {sizes}")
+            self._supervisor.add(self._layout.worker(slot))
+        for slot in plan.retires:
+            self._say(f"draining {slot}: {sizes}")
+            self._supervisor.retire(str(slot), self._grace_s)
+
+    def _is_there(self, target: ScaleTarget) -> bool:
+        staying, leaving = self._slots()
+        is_up = self._supervisor.staying()
+        return not leaving and not pool_plan(staying, leaving, target, {}) and all(is_up[str(slot)] for slot in staying)
+
+    def _slots(self) -> tuple[list[Slot], list[Slot]]:
+        """Of workers that stay and that leave."""
+        return _workers(self._supervisor.staying()), _workers(self._supervisor.leaving())
+
+    def _problem(self) -> str:
+        return "; ".join(self._supervisor.problems())
+
+
+def _workers(names: Mapping[str, bool] | list[str]) -> list[Slot]:
+    return [Slot.parse(name) for name in names if not name.startswith(Role.ROUTER)]
+
+
+@asynccontextmanager
+async def _waking(
+    news: AsyncGenerator[None, None], changed: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[asyncio.Event, None]:
+    """Set by news from the registry, and by a change here."""
+    wake = asyncio.Event()
+
+    async def by_news() -> None:
+        async with aclosing(news) as heard:
+            async for _ in heard:
+                wake.set()
+
+    async def by_changes() -> None:
+        while True:
+            await changed()
+            wake.set()
+
+    tasks = [asyncio.create_task(by_news()), asyncio.create_task(by_changes())]
+    try:
+        yield wake
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,144 @@
+"""`tandem bench`: an open loop against a running cluster, and its latencies from the scheduled arrivals."""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from cli import connection
+from cli.load.latency import Objective, report
+from cli.load.open_loop import RequestFailed, open_loop
+from cli.load.workload import Arrival, clipped, poisson, prompt_ids, read_trace, scaled
+from cli.table import table
+from cluster.errors import ConfigError
+from tandem.client import AsyncClient
+from tandem.errors import TandemError
+
+HELP = "load a cluster in an open loop and measure TTFT, ITL, E2E and goodput"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    connection.add_arguments(parser)
+    load = parser.add_argument_group("load: Poisson arrivals of one length, or a trace's arrivals and lengths")
+    load.add_argument("--rate", type=float, metavar="RPS", help="mean arrivals per second (default: 2)")
+    load.add_argument("--num-requests", type=int, metavar="N", help="how many; of a trace: at most (default: 100, all)")
+    load.add_argument("--prompt-tokens", type=int, metavar="N", help="of each request (default: 128)")
+    load.add_argument("--output-tokens", type=int, metavar="N", help="of each request (default: 32)")
+    load.add_argument("--trace", type=Path, metavar="FILE", help="Azure LLM inference CSV or Mooncake JSONL")
+    load.add_argument("--time-scale", type=float, metavar="X", default=1.0, help="stretch a trace's time (default: 1)")
+    load.add_argument("--length-scale", type=float, metavar="X", default=1.0, help="scale its lengths (default: 1)")
+    load.add_argument("--seed", type=int, metavar="N", default=0, help="of arrivals and prompts (default: 0)")
+    goals = parser.add_argument_group("goodput: requests that keep to these")
+    goals.add_argument("--slo-ttft-s", type=float, metavar="X", help="first token within")
+    goals.add_argument("--slo-itl-s", type=float, metavar="X", help="mean gap between tokens of a request at most")
+    parser.add_argument(
+        "--timeout-s", type=float, metavar="X", default=600.0, help="deadline of one request (default: 600)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    arrivals = arrivals_from(arguments)
+    figures = asyncio.run(_bench(arguments, arrivals))
+    if arguments.json:
+        json.dump(figures, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        print(report_text(figures))
+    return 0
+
+
+def arrivals_from(arguments: argparse.Namespace) -> list[Arrival]:
+    """Raises ConfigError."""
+    random = Random(arguments.seed)
+    drawn = {
+        "--rate": arguments.rate,
+        "--prompt-tokens": arguments.prompt_tokens,
+        "--output-tokens": arguments.output_tokens,
+    }
+    for flag, value in {**drawn, "--num-requests": arguments.num_requests}.items():
+        if value is not None and value <= 0:
+            raise ConfigError(f"{flag} must be positive, not {value}")
+    if arguments.time_scale <= 0 or arguments.length_scale <= 0:
+        raise ConfigError("--time-scale and --length-scale must be positive")
+    if arguments.trace is None:
+        return poisson(
+            arguments.rate or 2.0,
+            arguments.num_requests or 100,
+            arguments.prompt_tokens or 128,
+            arguments.output_tokens or 32,
+            random,
+        )
+    unfit = [flag for flag, value in drawn.items() if value is not None]
+    if unfit:
+        raise ConfigError(f"a trace brings its own arrivals and lengths: leave out {', '.join(unfit)}")
+    trace = read_trace(arguments.trace, arguments.num_requests, random)
+    return scaled(trace, time_scale=arguments.time_scale, length_scale=arguments.length_scale)
+
+
+def report_text(figures: Mapping[str, Any]) -> str:
+    rows = [
+        (label, *(f"{figures[name].get(column, 0) * 1000:.1f}" for column in ("mean", "p50", "p99", "max")))
+        for label, name in (("TTFT", "ttft_s"), ("ITL", "itl_s"), ("E2E", "e2e_s"))
+    ]
+    requests, throughput, goodput = figures["requests"], figures["throughput"], figures["goodput"]
+    return "\n".join(
+        [
+            f"{requests['ok']} of {requests['sent']} requests in {figures['duration_s']:.1f} s; "
+            f"errors: {requests['errors'] or 'none'}; {figures['clipped']} cut to the model's length",
+            f"{throughput['requests_per_s']:.2f} requests/s, {throughput['prompt_tokens_per_s']:.0f} prompt tokens/s, "
+            f"{throughput['output_tokens_per_s']:.0f} output tokens/s",
+            "",
+            table(("ms from scheduled arrival", "mean", "p50", "p99", "max"), rows),
+            "",
+            f"goodput {goodput['requests_per_s']:.2f} requests/s ({100 * goodput['share']:.1f} %) {_goals(goodput)}",
+        ]
+    )
+
+
+def _goals(goodput: Mapping[str, Any]) -> str:
+    named = {"TTFT": goodput["slo_ttft_s"], "mean ITL": goodput["slo_itl_s"]}
+    goals = ", ".join(f"{name} {limit_s:g} s" for name, limit_s in named.items() if limit_s)
+    return f"within {goals}" if goals else "of all that were answered: give goals by --slo-ttft-s and --slo-itl-s"
+
+
+async def _bench(arguments: argparse.Namespace, arrivals: list[Arrival]) -> dict[str, object]:
+    async with connection.open_async_client(arguments) as client:
+        model = (await client.models())[0]
+        fitting, num_clipped = clipped(arrivals, model.max_model_len)
+        prompts = [
+            prompt_ids(arrival, number, model.vocab_size, arguments.seed) for number, arrival in enumerate(fitting)
+        ]
+        records = await open_loop(fitting, _Sender(client, model.id, prompts, arguments.timeout_s).send)
+    objective = Objective(arguments.slo_ttft_s, arguments.slo_itl_s)
+    return {"model": model.id, "clipped": num_clipped, **report(records, objective)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Sender:
+    client: AsyncClient
+    model: str
+    prompts: list[list[int]]  # by the request's number
+    timeout_s: float
+
+    async def send(self, number: int, arrival: Arrival) -> AsyncGenerator[int, None]:
+        """Exactly as many tokens as planned: greedy, past every end of sequence."""
+        generation = self.client.generate(
+            token_ids=self.prompts[number],
+            model=self.model,
+            max_tokens=arrival.output_tokens,
+            ignore_eos=True,
+            temperature=0.0,
+            timeout_s=self.timeout_s,
+        )
+        try:
+            async with generation:
+                async for delta in generation:
+                    yield len(delta.token_ids)
+        except TandemError as error:
+            raise RequestFailed(error.reason) from error

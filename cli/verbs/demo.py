@@ -1,0 +1,64 @@
+"""`tandem demo`, as `make demo` runs it: the whole path once, on this machine, with the demo model.
+
+Redis, a router, one prefill and one decode worker; one prompt over gRPC, its tokens as they come, and where its time
+went. Everything is gone again at the end. Exits 0 only when all of that happened.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections import deque
+
+from cli.ledger import ledger_text
+from cli.local.local_cluster import LocalCluster
+from cli.verbs import up
+from cli.verbs.up import plan_from, run_until_stopped, tell
+from cluster.errors import TandemError
+from cluster.process import ExitStatus
+from tandem.client import AsyncClient
+from tandem.errors import TandemError as ClientError
+from tandem.results import Result
+
+PROMPT = "def read_file(path):\n    "  # the demo model knows the look of Python and nothing else
+MAX_TOKENS = 52
+_KEPT_LINES = 40
+
+HELP = "the whole path once: a cluster of the demo model, one prompt, and where its time went"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    up.add_arguments(parser)
+    parser.set_defaults(port=0, grpc_port=0, kv_cache_memory="256MiB")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    plan, _ = plan_from(arguments)
+    logs: deque[str] = deque(maxlen=_KEPT_LINES)
+    told: list[Result] = []
+
+    async def act(cluster: LocalCluster) -> None:
+        tell(f"router at {cluster.grpc} (gRPC) and http://{cluster.http}")
+        told.append(await _one_prompt(cluster.grpc))
+
+    try:
+        asyncio.run(run_until_stopped(plan, act, echo=lambda name, line: logs.append(f"[{name}] {line}")))
+    except (TandemError, ClientError) as error:
+        sys.stderr.write("".join(f"{line}\n" for line in logs))
+        tell(f"{error.reason}: {error}")
+        return ExitStatus.CRASHED
+    if not told:
+        tell("interrupted")
+        return ExitStatus.CRASHED
+    tell("stopped; nothing is left running")
+    return ExitStatus.OK
+
+
+async def _one_prompt(address: str) -> Result:
+    async with AsyncClient(address) as client:
+        print(f"\n{PROMPT}", end="", flush=True)
+        generation = client.generate(PROMPT, max_tokens=MAX_TOKENS, temperature=0.0)
+        async for delta in generation:
+            print(delta.text, end="", flush=True)
+        result = await generation.result()
+    print(f"\n\n{ledger_text(result)}\n", flush=True)
+    return result

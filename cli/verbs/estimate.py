@@ -1,0 +1,71 @@
+"""`tandem estimate`: what a model's KV takes, from its configuration alone."""
+
+import argparse
+import json
+import sys
+
+from cli.table import bytes_text, table
+from cli.verbs.up import DEMO_MODEL
+from cluster.errors import ConfigError
+from cluster.settings.engine_settings import KV_CACHE_DTYPES, parse_bytes
+from engine.model.estimate import estimate, read_config
+
+HELP = "KV memory per token and per request, and how many sequences fit a budget"
+_DEFAULT_TOKENS = (256, 1024, 4096, 16384)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=str(DEMO_MODEL), help="folder or hub name (default: the demo model)")
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, ...; auto: the checkpoint's")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=KV_CACHE_DTYPES,
+        help="of the KV in the pool (default: auto, which is --dtype)",
+    )
+    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per block (default: 16)")
+    parser.add_argument(
+        "--kv-cache-memory", default="256MiB", metavar="SIZE", help="the pool's budget (default: 256MiB)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, action="append", metavar="N", help="length of a sequence; may be repeated"
+    )
+    parser.add_argument("--json", action="store_true", help="print one object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    lengths = tuple(arguments.tokens or _DEFAULT_TOKENS)
+    if arguments.block_size < 1 or min(lengths) < 1:
+        raise ConfigError("--block-size and --tokens must be at least 1")
+    found = estimate(read_config(arguments.model), arguments.dtype, arguments.kv_cache_dtype)
+    memory_bytes = parse_bytes(arguments.kv_cache_memory)
+    sequences = [
+        {
+            "tokens": length,
+            "request_bytes": found.request_bytes(length, arguments.block_size),
+            "sequences": found.num_sequences(memory_bytes, length, arguments.block_size),
+        }
+        for length in lengths
+    ]
+    if arguments.json:
+        figures = {
+            "model": arguments.model,
+            "dtype": found.dtype,
+            "num_layers": found.num_layers,
+            "num_kv_heads": found.layer.num_kv_heads,
+            "bytes_per_token": found.bytes_per_token,
+            "block_size": arguments.block_size,
+            "memory_bytes": memory_bytes,
+            "lengths": sequences,
+        }
+        json.dump(figures, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+        return 0
+    print(
+        f"{arguments.model}: {found.num_layers} layers, {found.layer.num_kv_heads} KV heads, {found.dtype}: "
+        f"{found.bytes_per_token:,} bytes per token\n"
+    )
+    rows = [(f"{row['tokens']:,}", bytes_text(row["request_bytes"]), f"{row['sequences']:,}") for row in sequences]
+    heading = ("tokens", f"KV in blocks of {arguments.block_size}", f"sequences in {arguments.kv_cache_memory}")
+    print(table(heading, rows))
+    return 0

@@ -1,0 +1,161 @@
+"""`tandem scale`: how many workers each pool is to have; whoever runs the workers starts and drains them."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import grpc
+
+from cli import connection
+from cli.verbs.status import target_object
+from cluster.errors import ConfigError
+from cluster.process import ExitStatus
+from tandem.errors import DeadlineExceeded, Unavailable
+from tandem.v1 import admin_pb2, admin_pb2_grpc
+
+HELP = "set how many workers the pools have, and wait until they do: prefill=2 decode=3"
+_ASK_TIMEOUT_S = 30.0
+_TIMEOUT_S = 600.0
+_POOLS = ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """None: as it is."""
+
+    prefill: int | None = None
+    decode: int | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    connection.add_arguments(parser)
+    parser.add_argument("pools", nargs="+", metavar="POOL=N", help="prefill=N, decode=N or both; prefill may be 0")
+    parser.add_argument("--no-wait", dest="wait", action="store_false", help="return when the target is set")
+    parser.add_argument(
+        "--timeout-s",
+        type=float,
+        metavar="X",
+        default=_TIMEOUT_S,
+        help=f"wait no longer than this (default: {_TIMEOUT_S:g})",
+    )
+    parser.add_argument("--json", action="store_true", help="print one object at the end instead of lines as they come")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    sizes = sizes_from(arguments.pools)
+    if arguments.timeout_s <= 0:
+        raise ConfigError(f"--timeout-s must be positive, not {arguments.timeout_s:g}")
+    scaling = _Scaling(sizes, arguments)
+    try:
+        target = connection.ask(arguments, scaling.run)
+    except KeyboardInterrupt:
+        if scaling.is_set:
+            sys.stderr.write("tandem: no longer waiting; the target stands\n")
+        raise
+    is_superseded = target.version > scaling.version
+    if arguments.json:
+        print(json.dumps(target_object(target) | {"changes": scaling.changes}))
+    elif is_superseded:
+        print(f"somebody else has set another target since: {_sizes_text(target)}")
+    else:
+        print(f"target {'reached' if arguments.wait else 'set'}: {_sizes_text(target)}")
+    return ExitStatus.CRASHED if is_superseded else ExitStatus.OK
+
+
+def sizes_from(words: list[str]) -> Sizes:
+    """Raises ConfigError."""
+    found: dict[str, int] = {}
+    for word in words:
+        pool, _, number = word.partition("=")
+        if pool not in _POOLS or not number.isascii() or not number.isdigit():
+            raise ConfigError(f"write prefill=N or decode=N, N a whole number, not {word!r}")
+        if pool in found:
+            raise ConfigError(f"{pool} is given twice")
+        found[pool] = int(number)
+    if found.get("decode") == 0:
+        raise ConfigError("decode cannot be 0: every request ends on a decode worker; the least is 1")
+    if max(found.values()) >= 1 << 16:
+        raise ConfigError(f"no pool has {max(found.values())} workers")
+    return Sizes(**found)
+
+
+def changes_between(before: admin_pb2.StatusResponse, after: admin_pb2.StatusResponse) -> Iterator[str]:
+    """One line per worker that came, went or changed its state."""
+    states_before, states_after = _states(before), _states(after)
+    for member in sorted(states_after):
+        if states_before.get(member) != states_after[member]:
+            yield f"{member.partition('@')[0]} is {states_after[member]}"
+    for member in sorted(states_before.keys() - states_after.keys()):
+        yield f"{member.partition('@')[0]} has left"
+
+
+class _Scaling:
+    """One `tandem scale`, at whichever router answers."""
+
+    def __init__(self, sizes: Sizes, arguments: argparse.Namespace) -> None:
+        self._sizes = sizes
+        self._wait = arguments.wait
+        self._timeout_s = arguments.timeout_s
+        self._is_quiet = arguments.json
+        self._problem = ""
+        self._follower = ""
+        self.changes: list[str] = []
+        self.version = 0
+        self.is_set = False
+
+    def run(self, channel: grpc.Channel, metadata: connection.Metadata) -> admin_pb2.ScaleTarget:
+        """Raises grpc.RpcError, and the client library's errors."""
+        stub = admin_pb2_grpc.AdminStub(channel)
+        news = stub.Follow(admin_pb2.FollowRequest(), timeout=self._timeout_s, metadata=metadata)
+        try:
+            status = next(news)
+            target = status.target
+            if not self.is_set:  # by the router that was lost since
+                request = admin_pb2.ScaleRequest(prefill=self._sizes.prefill, decode=self._sizes.decode)
+                target = stub.Scale(request, timeout=_ASK_TIMEOUT_S, metadata=metadata).target
+                self.version, self._follower, self.is_set = target.version, target.follower, True
+            while self._wait and not self._is_over(target):
+                before, status = status, next(news)
+                target = status.target
+                self._tell(before, status)
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise self._too_late() from error
+            raise
+        finally:
+            news.cancel()
+        result: admin_pb2.ScaleTarget = target
+        return result
+
+    def _is_over(self, target: admin_pb2.ScaleTarget) -> bool:
+        """Raises Unavailable when its follower is gone."""
+        if target.follower != self._follower:
+            raise Unavailable("whoever ran the workers is gone; nobody follows the target now", reason="unavailable")
+        return target.reached >= self.version or target.version > self.version
+
+    def _tell(self, before: admin_pb2.StatusResponse, after: admin_pb2.StatusResponse) -> None:
+        for change in changes_between(before, after):
+            self.changes.append(change)
+            if not self._is_quiet:
+                print(change, flush=True)
+        if after.target.problem != self._problem:
+            self._problem = after.target.problem
+            if self._problem:
+                sys.stderr.write(f"tandem: {self._problem}; it is tried again\n")
+
+    def _too_late(self) -> DeadlineExceeded:
+        why = f": {self._problem}" if self._problem else ""
+        stands = "the target stands, and is not reached" if self.is_set else "the target is not set"
+        return DeadlineExceeded(f"after {self._timeout_s:g} s {stands}{why}", reason="deadline_exceeded")
+
+
+def _states(status: admin_pb2.StatusResponse) -> dict[str, str]:
+    return {
+        f"{member.member_id}@{member.incarnation}": member.state for member in status.members if member.role in _POOLS
+    }
+
+
+def _sizes_text(target: admin_pb2.ScaleTarget) -> str:
+    return f"{target.prefill} prefill, {target.decode} decode"

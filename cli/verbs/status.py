@@ -1,0 +1,137 @@
+"""`tandem status`: the cluster as its router sees it."""
+
+import argparse
+import json
+import sys
+
+import grpc
+
+from cli import connection
+from cli.local.last_cluster import find_address
+from cli.table import table
+from tandem.v1 import admin_pb2, admin_pb2_grpc
+
+HELP = "members of the cluster, their blocks and queues"
+_TIMEOUT_S = 10.0
+_BLOCKS = "blocks_"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    connection.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    address = find_address(arguments.address)
+    status = ask(arguments)
+    if arguments.json:
+        json.dump(status_object(address, status), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        print(status_text(address, status))
+    return 0
+
+
+def status_object(address: str, status: admin_pb2.StatusResponse) -> dict[str, object]:
+    members = [
+        {
+            "member": member.member_id,
+            "incarnation": member.incarnation,
+            "role": member.role,
+            "state": member.state,
+            "address": member.address,
+            "model": member.model,
+            "kv_transports": list(member.kv_transports),
+            "last_seen_s": member.last_seen_s,
+            "figures": dict(sorted(member.figures.items())),
+            "pairs": [
+                {
+                    "exporter": pair.exporter,
+                    "transport": pair.transport,
+                    "bytes_per_s": pair.bytes_per_s,
+                    "latency_s": pair.latency_s,
+                }
+                for pair in member.pairs
+            ],
+        }
+        for member in _sorted(status)
+    ]
+    return {
+        "router": address,
+        "live_requests": status.live_requests,
+        **({"target": target_object(status.target)} if status.HasField("target") else {}),
+        "members": members,
+    }
+
+
+def target_object(target: admin_pb2.ScaleTarget) -> dict[str, object]:
+    return {
+        "prefill": target.prefill,
+        "decode": target.decode,
+        "version": target.version,
+        "follower": target.follower,
+        "is_reached": target.reached >= target.version,
+        "problem": target.problem,
+    }
+
+
+def status_text(address: str, status: admin_pb2.StatusResponse) -> str:
+    rows = [
+        (
+            member.role,
+            member.member_id,
+            member.state,
+            member.address,
+            f"{member.last_seen_s:.1f}" if member.last_seen_s else "-",
+            _blocks(member),
+            ", ".join(
+                f"{name} {value:g}"
+                for name, value in sorted(member.figures.items())
+                if value and not name.startswith(_BLOCKS)
+            ),
+        )
+        for member in _sorted(status)
+    ]
+    heading = ("role", "member", "state", "address", "silent for s", "blocks", "figures")
+    lines = [f"router {address}: {status.live_requests} live request(s)"]
+    if status.HasField("target"):
+        lines.append(target_text(status.target))
+    return "\n".join([*lines, "", table(heading, rows)])
+
+
+def target_text(target: admin_pb2.ScaleTarget) -> str:
+    if not target.follower:
+        how = "nobody follows it now"
+    elif target.reached >= target.version:
+        how = f"reached; followed by {target.follower}"
+    else:
+        how = f"on its way; followed by {target.follower}"
+    problem = f" ({target.problem})" if target.problem else ""
+    return f"target: {target.prefill} prefill, {target.decode} decode: {how}{problem}"
+
+
+def _blocks(member: admin_pb2.MemberStatus) -> str:
+    """In use of all, by state: `17/1024 (leased 12, held 5)`."""
+    blocks = {name.removeprefix(_BLOCKS): int(value) for name, value in member.figures.items() if name[:7] == _BLOCKS}
+    if not blocks:
+        return "-"
+    used = {name: number for name, number in sorted(blocks.items()) if number and name != "free"}
+    detail = f" ({', '.join(f'{name} {number}' for name, number in used.items())})" if used else ""
+    return f"{sum(used.values())}/{sum(blocks.values())}{detail}"
+
+
+def _sorted(status: admin_pb2.StatusResponse) -> list[admin_pb2.MemberStatus]:
+    order = {"router": 0, "prefill": 1, "decode": 2}
+    return sorted(status.members, key=lambda member: (order.get(member.role, 9), member.member_id))
+
+
+def ask(arguments: argparse.Namespace) -> admin_pb2.StatusResponse:
+    """The router's account of its cluster. Raises ConfigError, and the client library's errors."""
+
+    def call(channel: grpc.Channel, metadata: connection.Metadata) -> admin_pb2.StatusResponse:
+        status: admin_pb2.StatusResponse = admin_pb2_grpc.AdminStub(channel).Status(
+            admin_pb2.StatusRequest(), timeout=_TIMEOUT_S, metadata=metadata
+        )
+        return status
+
+    return connection.ask(arguments, call)

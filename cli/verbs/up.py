@@ -1,0 +1,216 @@
+"""`tandem up`: a cluster on this machine, until Ctrl-C."""
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cli.local.last_cluster import LastCluster, forget, remember, running
+from cli.local.layout import Pools, Ports, router_ports, threads_per_worker
+from cli.local.local_cluster import LocalCluster, Plan, first_of
+from cluster.errors import ConfigError
+from cluster.identity import advertised_host
+from cluster.process import announce_ready
+from cluster.serving.tls import load_tls
+from cluster.settings.config import RouterConfig
+from cluster.settings.config_sources import add_flags, load_config
+from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.transfer_settings import TransferSettings, require_exact_wire, require_one_quantisation
+
+HELP = "start a cluster on this machine and keep it until Ctrl-C"
+DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
+_START_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig(EngineSettings, TransferSettings, RouterConfig):
+    """Every setting of every process that `tandem up` starts, checked before it starts any."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", self.model or str(DEMO_MODEL))
+        EngineSettings.__post_init__(self)
+        TransferSettings.__post_init__(self)
+        RouterConfig.__post_init__(self)
+        require_one_quantisation(self.kv_cache_dtype, self.kv_wire_dtype)
+        require_exact_wire(self.deterministic, self.kv_wire_dtype)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    pools = parser.add_argument_group("pools")
+    pools.add_argument("--prefill", type=int, metavar="N", help="prefill workers (default: 1)")
+    pools.add_argument("--decode", type=int, metavar="N", help="decode workers (default: 1)")
+    pools.add_argument("--colocated", type=int, metavar="N", help="instead: N workers that prefill and decode")
+    pools.add_argument(
+        "--routers",
+        type=int,
+        metavar="N",
+        default=1,
+        help="routers; each takes the ports after those of the one before (default: 1)",
+    )
+    pools.add_argument(
+        "--start-timeout-s",
+        type=float,
+        metavar="X",
+        default=_START_TIMEOUT_S,
+        help=f"give up when not ready after so long (default: {_START_TIMEOUT_S:g})",
+    )
+    add_flags(parser, UpConfig, without=frozenset({"member_id", "local_rank", "local_world_size"}))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    plan, config = plan_from(arguments)
+    _check_ports_are_free(config.host, plan.routers)
+    asyncio.run(_up(plan))
+    return 0
+
+
+def plan_from(arguments: argparse.Namespace) -> tuple[Plan, UpConfig]:
+    """Raises ConfigError."""
+    given = {name: value for name, value in vars(arguments).items() if name in _names() | {"config"}}
+    config = load_config(UpConfig, given)
+    pools = pools_from(arguments.prefill, arguments.decode, arguments.colocated)
+    _check_model(config.model)
+    num_cores = len(os.sched_getaffinity(0))
+    plan = Plan(
+        pools=pools,
+        routers=routers_from(arguments.routers, config),
+        flags={**given, "model": config.model},
+        redis=config.redis,
+        cluster_name=config.cluster_name,
+        member_lease_s=config.member_lease_s,
+        api_key=config.api_key,
+        num_threads=config.num_threads or threads_per_worker(num_cores, pools.num_workers),
+        start_timeout_s=arguments.start_timeout_s,
+        drain_grace_s=config.drain_grace_s,
+        tls=load_tls(config, advertised_host(config)),
+    )
+    return plan, config
+
+
+def pools_from(prefill: int | None, decode: int | None, colocated: int | None) -> Pools:
+    """Raises ConfigError."""
+    if colocated is not None:
+        if prefill is not None or decode is not None:
+            raise ConfigError("--colocated stands instead of --prefill and --decode")
+        pools = Pools(num_prefill=0, num_decode=colocated)
+    else:
+        pools = Pools(num_prefill=1 if prefill is None else prefill, num_decode=1 if decode is None else decode)
+    if pools.num_decode < 1 or pools.num_prefill < 0:
+        raise ConfigError(f"a cluster needs at least one decode worker, not {pools}")
+    return pools
+
+
+def routers_from(count: int, config: RouterConfig) -> list[Ports]:
+    """Raises ConfigError."""
+    if count < 1:
+        raise ConfigError(f"a cluster needs at least one router, not --routers {count}")
+    return router_ports(Ports(config.port, config.grpc_port), count)
+
+
+def tell(text: str) -> None:
+    """What a person watches; stdout is for the ready line."""
+    sys.stderr.write(f"tandem: {text}\n")
+    sys.stderr.flush()
+
+
+def tell_log(name: str, line: str) -> None:
+    sys.stderr.write(f"[{name}] {line}\n")
+    sys.stderr.flush()
+
+
+async def run_until_stopped(
+    plan: Plan,
+    act: Callable[[LocalCluster], Coroutine[object, object, None]],
+    *,
+    say: Callable[[str], None] = tell,
+    echo: Callable[[str, str], None] = tell_log,
+) -> None:
+    """Starts a cluster, awaits `act`, stops it. The first Ctrl-C or SIGTERM ends `act`, the second the wait for work in
+    hand. Raises what `act` raised, or what made the cluster fail."""
+    stop, hurry = _signals()
+    cluster = LocalCluster(plan, say=say, echo=echo)
+    try:
+        await first_of(cluster.start(), stop.wait())
+        if not stop.is_set():
+            await first_of(act(cluster), cluster.failed(), stop.wait())
+            say("stopping: finishing what is in hand" + (" (Ctrl-C again to stop at once)" if stop.is_set() else ""))
+            await first_of(cluster.drain(), hurry.wait())
+    finally:
+        await cluster.close()
+
+
+def _signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Set by the first and by the second SIGINT or SIGTERM from here on."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+    return stop, hurry
+
+
+async def _up(plan: Plan) -> None:
+    try:
+        await run_until_stopped(plan, lambda cluster: _announce_and_stay(cluster, plan))
+    finally:
+        forget(os.getpid())
+    tell("stopped")
+
+
+async def _announce_and_stay(cluster: LocalCluster, plan: Plan) -> None:
+    started = _started(cluster, plan)
+    if why_not := remember(started):
+        tell(f"{why_not}; other commands need --address {started.address}")
+    announce_ready(http=f"{'https' if started.tls_ca else 'http'}://{cluster.http}", grpc=cluster.grpc)
+    tell('try `tandem generate "def read_file(path):"` in another terminal; Ctrl-C here stops the cluster')
+    await cluster.follow_target()
+
+
+def _started(cluster: LocalCluster, plan: Plan) -> LastCluster:
+    tls_ca = os.path.abspath(plan.tls.ca_file) if plan.tls is not None else ""
+    return LastCluster(
+        grpc=cluster.grpc, http=cluster.http, pid=os.getpid(), tls_ca=tls_ca, more_grpc=cluster.more_grpc
+    )
+
+
+def _names() -> frozenset[str]:
+    return frozenset(item.name for item in dataclasses.fields(UpConfig))
+
+
+def _check_model(model: str) -> None:
+    """A folder that is not there is told now, not after the workers have loaded torch."""
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
+    if looks_local and not Path(model).expanduser().is_dir():
+        raise ConfigError(f"--model {model}: there is no such folder")
+
+
+def _check_ports_are_free(host: str, routers: Sequence[Ports]) -> None:
+    """A port in use is told now, not after the workers have loaded the model; all of them at once."""
+    asked = [(flag, port) for ports in routers for flag, port in (("--port", ports.http), ("--grpc-port", ports.grpc))]
+    refused = {(flag, port): why for flag, port in asked if port and (why := _refusal(host, port))}
+    if not refused:
+        return
+    taken = ", ".join(f"{host}:{port} ({why})" for (_, port), why in refused.items())
+    flags = " and ".join(dict.fromkeys(flag for flag, _ in refused))
+    ours = next(
+        (one for one in running(os.environ) if one.http.endswith(tuple(f":{port}" for _, port in refused))), None
+    )
+    hint = f"; a cluster of yours runs there (process {ours.pid})" if ours is not None else ""
+    raise ConfigError(f"cannot listen on {taken}{hint}; give another {flags}, or 0 for a free one")
+
+
+def _refusal(host: str, port: int) -> str:
+    """Why the port cannot be had; empty when it can."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""

@@ -1,0 +1,384 @@
+"""The bounds of every field of every message that members of a cluster send to each other.
+
+One table: a message of worker.proto or kv.proto that lacks here, or one of its fields, fails a test. What the receiver
+alone knows (its vocabulary, the size of a pool, what it asked for) is compared by the receiver, after these.
+"""
+
+from collections.abc import Callable, Mapping
+
+from google.protobuf.message import Message
+
+from cluster.member import DrainOutcome
+from cluster.messages import FinishReason
+from cluster.protocol.field_rules import (
+    LARGEST_INT,
+    TEXT_CHARACTERS,
+    Many,
+    MemberName,
+    Octets,
+    Part,
+    Real,
+    Rule,
+    Table,
+    Text,
+    Whole,
+    Word,
+)
+from cluster.settings.transfer_settings import MIN_LEASE_S
+from tandem.v1 import inference_pb2, kv_pb2, worker_pb2
+
+_ID_BYTES, _HASH_BYTES, _DIGEST_BYTES, _TICKET_ID_BYTES = 4, 16, 16, 16
+_MOST_CHOICES = 1_024
+_MOST_ITEMS = 1 << 20  # tokens of a step, events of a moment: a message's own size is what bounds these
+_MOST_BYTES = 1 << 30
+
+_COUNT = Whole()
+_UINT32 = Whole(most=(1 << 32) - 1)
+_BIG = Whole(most=LARGEST_INT)
+_UINT64 = Whole(most=(1 << 64) - 1)
+_SECONDS = Real()
+_SIGNED_SECONDS = Real(least=-1e9)  # a difference of two clocks: its reader takes less than 0 as 0
+_DEADLINE = Real(excludes_least=True)
+_LEASE = Real(least=MIN_LEASE_S)
+_SPEED = Real(most=1e18)
+_NAME = Text(least=1)
+_WORDS = Text(most=TEXT_CHARACTERS)
+_ADDRESS = Text(most=1_024, least=1)
+_MEMBER = MemberName()
+_MEMBER_OR_NONE = MemberName(may_be_empty=True)
+_IDS = Octets(_MOST_BYTES, unit=_ID_BYTES)
+_SOME_IDS = Octets(_MOST_BYTES, least=_ID_BYTES, unit=_ID_BYTES)
+_HASHES = Octets(_MOST_BYTES, unit=_HASH_BYTES)
+_HASH = Octets(_HASH_BYTES, least=_HASH_BYTES)
+_DIGESTS = Octets(_MOST_BYTES, unit=_DIGEST_BYTES)
+_DIGEST = Octets(_DIGEST_BYTES, unit=_DIGEST_BYTES)  # empty: its exporter computes none
+_TICKET_ID = Octets(_TICKET_ID_BYTES, least=_TICKET_ID_BYTES)
+_SIGNATURE = Octets(64)  # a wrong one has a name of its own
+_SIGNED = Octets(1 << 16, least=1)
+_SIGNED_OR_NONE = Octets(1 << 16)
+_ENDPOINT = Octets(1 << 20)
+_FLAG = Word(frozenset({False, True}))
+_REQUIRED, _OPTIONAL = Part(is_required=True), Part()
+_HANDLES = Many(_UINT32, _MOST_ITEMS, least=1)
+_TRANSPORTS = Many(_NAME, 32, is_distinct=True)
+_FINISH = Word(frozenset(map(str, FinishReason)))
+
+RULES: Mapping[type[Message], Mapping[str, Rule]] = {
+    inference_pb2.TokenLogprob: {"token_id": _COUNT, "logprob": Real(least=-3.5e38, most=1.0)},
+    inference_pb2.PositionLogprobs: {"chosen": _OPTIONAL, "top": Many(_REQUIRED, 4_096)},
+    worker_pb2.ResolvedSampling: {
+        "temperature": Real(most=1e6),
+        "top_k": _UINT32,
+        "top_p": Real(most=1.0),
+        "min_p": Real(most=1.0),
+        "logprobs_plus_one": Whole(most=4_097),
+    },
+    worker_pb2.TokenStops: {"max_tokens": Whole(least=1), "min_tokens": _COUNT, "stop_token_ids": _IDS},
+    worker_pb2.PrefillRequest: {
+        "request_id": _NAME,
+        "attempt": _COUNT,
+        "token_ids": _SOME_IDS,
+        "sampling": _REQUIRED,
+        "stops": _REQUIRED,
+        "seeds": Many(_UINT64, _MOST_CHOICES, least=1),
+        "num_committed": _COUNT,
+        "importer": _MEMBER_OR_NONE,
+        "timeout_s": _DEADLINE,
+        "cache_salt": Text(most=1_024),
+        "prefix_holders": Many(_REQUIRED, 1_024),
+        "priority": Whole(least=-(1 << 31)),
+        "is_batch": _FLAG,
+        "age_s": _SIGNED_SECONDS,
+        "is_unproven": _FLAG,
+    },
+    worker_pb2.PrefixHolder: {"member": _MEMBER, "address": _ADDRESS, "num_tokens": _COUNT},
+    worker_pb2.PrefillEvent: {"accepted": _OPTIONAL, "first_tokens": _OPTIONAL},
+    worker_pb2.PrefillAccepted: {"ticket": _SIGNED_OR_NONE},
+    worker_pb2.AbandonRequest: {"ticket": _SIGNED},
+    worker_pb2.AbandonResponse: {},
+    worker_pb2.SampledToken: {
+        "token_id": _COUNT,
+        "logprobs": _OPTIONAL,
+        "finish_reason": Word(_FINISH.known | {""}),
+    },
+    worker_pb2.FirstTokens: {
+        "tokens": Many(_REQUIRED, _MOST_CHOICES, least=1),
+        "queue_s": _SECONDS,
+        "prefill_s": _SECONDS,
+        "num_cached": _COUNT,
+        "num_pulled": _COUNT,
+    },
+    worker_pb2.SequenceStart: {"handle": _UINT32, "seed": _UINT64, "committed_token_ids": _IDS},
+    worker_pb2.StartRequest: {
+        "request_id": _NAME,
+        "attempt": _COUNT,
+        "router": _MEMBER,
+        "prompt_token_ids": _SOME_IDS,
+        "sampling": _REQUIRED,
+        "stops": _REQUIRED,
+        "sequences": Many(_REQUIRED, _MOST_CHOICES, least=1),
+        "ticket": _SIGNED_OR_NONE,
+        "timeout_s": _DEADLINE,
+        "cache_salt": Text(most=1_024),
+        "priority": Whole(least=-(1 << 31)),
+        "is_batch": _FLAG,
+        "age_s": _SIGNED_SECONDS,
+        "is_unproven": _FLAG,
+    },
+    worker_pb2.StartResponse: {},
+    worker_pb2.FreezeRequest: {"router": _MEMBER, "handle": _UINT32, "importer": _MEMBER, "attempt": _COUNT},
+    worker_pb2.FreezeResponse: {"ticket": _SIGNED, "num_output": _COUNT},
+    worker_pb2.ThawRequest: {"router": _MEMBER, "handle": _UINT32, "new_handle": _UINT32},
+    worker_pb2.ThawResponse: {},
+    worker_pb2.RouterMessage: {"hello": _OPTIONAL, "cancel": _OPTIONAL},
+    worker_pb2.RouterHello: {"router": _MEMBER},
+    worker_pb2.CancelSequences: {"handles": _IDS},
+    worker_pb2.WorkerMessage: {
+        "hello": _OPTIONAL,
+        "step": _OPTIONAL,
+        "started": _OPTIONAL,
+        "failed": _OPTIONAL,
+        "heartbeat": _OPTIONAL,
+        "leaving": _OPTIONAL,
+    },
+    worker_pb2.WorkerLeaving: {"grace_s": _SECONDS},
+    worker_pb2.WorkerHello: {"worker": _MEMBER},
+    worker_pb2.StepOutput: {
+        "step": _UINT64,
+        "handles": _IDS,
+        "token_ids": _IDS,
+        "indices": _IDS,
+        "logprobs": Many(_OPTIONAL, _MOST_ITEMS),
+        "ends": Many(_REQUIRED, _MOST_ITEMS),
+    },
+    worker_pb2.SequenceEnd: {"handle": _UINT32, "finish_reason": _FINISH},
+    worker_pb2.SequenceStarted: {
+        "handles": _HANDLES,
+        "first_token_ids": _IDS,
+        "transfer_s": _SECONDS,
+        "queue_s": _SECONDS,
+        "kv_bytes": _BIG,
+        "transport": Text(),
+        "num_cached": _COUNT,
+    },
+    worker_pb2.SequenceFailed: {"handles": _HANDLES, "reason": _NAME, "detail": _WORDS},
+    worker_pb2.HeartbeatsRequest: {},
+    worker_pb2.Heartbeat: {
+        "step": _UINT64,
+        "running": _COUNT,
+        "waiting": _COUNT,
+        "free_blocks": _COUNT,
+        "pairs": Many(_REQUIRED, 65_536),
+        "step_s": _SECONDS,
+    },
+    worker_pb2.PairFigures: {
+        "exporter": _MEMBER,
+        "transport": _NAME,
+        "bytes_per_s": Real(most=1e18, excludes_least=True),
+        "latency_s": _SECONDS,
+    },
+    worker_pb2.MeasurePairRequest: {"exporter": _MEMBER, "address": _ADDRESS, "max_blocks": _COUNT},
+    worker_pb2.MeasurePairResponse: {"paths": Many(_REQUIRED, 64), "num_bytes": _BIG},
+    worker_pb2.MeasuredPath: {"transport": _NAME, "bytes_per_s": _SPEED, "latency_s": _SECONDS, "reason": _WORDS},
+    worker_pb2.FollowPrefixesRequest: {"member": _MEMBER_OR_NONE, "since": _BIG},
+    worker_pb2.PrefixNews: {
+        "is_snapshot": _FLAG,
+        "first_number": _BIG,
+        "next_number": _BIG,
+        "added": _HASHES,
+        "evicted": _HASHES,
+        "member": _MEMBER_OR_NONE,
+    },
+    worker_pb2.InspectRequest: {},
+    worker_pb2.InspectResponse: {
+        "member": _MEMBER,
+        "blocks": Table(_UINT32, 64),
+        "figures": Table(Real(least=-1e18, most=1e18), 4_096),
+        "violation": _WORDS,
+    },
+    worker_pb2.DrainWorkerRequest: {"wait": _FLAG},
+    worker_pb2.DrainWorkerResponse: {"outcome": Word(frozenset({"", *map(str, DrainOutcome)}))},
+    kv_pb2.OfferPrefixRequest: {
+        "request_id": _NAME,
+        "attempt": _COUNT,
+        "importer": _MEMBER,
+        "block_hashes": Octets(_MOST_BYTES, least=_HASH_BYTES, unit=_HASH_BYTES),
+        "min_blocks": _COUNT,
+    },
+    kv_pb2.OfferPrefixResponse: {"ticket": _SIGNED_OR_NONE, "num_blocks": _COUNT},
+    kv_pb2.OpenProbeRequest: {
+        "importer": _MEMBER,
+        "signature": _SIGNATURE,
+        "layout": _REQUIRED,
+        "transports": _TRANSPORTS,
+        "endpoints": Table(_ENDPOINT, 32),
+    },
+    kv_pb2.ProbePath: {"transport": _NAME, "endpoint": _ENDPOINT, "reason": _WORDS},
+    kv_pb2.OpenProbeResponse: {
+        "epoch": _OPTIONAL,  # the answer that ends a probe has none
+        "paths": Many(_REQUIRED, 64),
+        "block_ids": _IDS,
+        "open_s": _SECONDS,
+    },
+    kv_pb2.Ticket: {
+        "ticket_id": _TICKET_ID,
+        "exporter_id": _NAME,
+        "exporter_incarnation": _NAME,
+        "exporter_address": _ADDRESS,
+        "importer": _MEMBER,
+        "request_id": _NAME,
+        "attempt": _COUNT,
+        "num_tokens": Whole(least=1),
+        "prompt_hash": _HASH,
+        "num_choices": Whole(most=_MOST_CHOICES),
+        "expires_at_s": Real(most=1e12),
+    },
+    kv_pb2.SignedTicket: {"ticket": Octets(1 << 16), "signature": _SIGNATURE},
+    kv_pb2.Epoch: {
+        "member_id": _NAME,
+        "incarnation": _NAME,
+        "ticket_id": _TICKET_ID,
+        "attempt": _COUNT,
+    },
+    kv_pb2.ImporterMessage: {"attach": _OPTIONAL, "renew": _OPTIONAL, "settle": _OPTIONAL},
+    kv_pb2.Attach: {
+        "ticket": _REQUIRED,
+        "transports": _TRANSPORTS,
+        "layout": _REQUIRED,
+        "endpoints": Table(_ENDPOINT, 32),
+        "cached_blocks": _COUNT,
+        "protocol_oldest": _COUNT,
+        "protocol_newest": _COUNT,
+        "digests": Many(_NAME, 32),
+        "reads_then": _FLAG,
+    },
+    kv_pb2.LayoutFingerprint: {
+        "weights": Text(),
+        "model_config": Text(),
+        "dtype": Text(),
+        "block_table": Text(),
+        "tp_size": _COUNT,
+        "tp_rank": _COUNT,
+        "wire_dtype": Text(),
+        "kv_format": _COUNT,
+    },
+    kv_pb2.Renew: {},
+    kv_pb2.Settle: {
+        "epoch": _REQUIRED,
+        "outcome": Word(frozenset({1, 2, 3})),
+        "reason": Text(),
+    },
+    kv_pb2.ExporterMessage: {
+        "accepted": _OPTIONAL,
+        "refused": _OPTIONAL,
+        "sealed": _OPTIONAL,
+        "finished": _OPTIONAL,
+        "failed": _OPTIONAL,
+        "settled": _OPTIONAL,
+        "then": Many(_REQUIRED, 65_536),
+    },
+    kv_pb2.Accepted: {
+        "epoch": _REQUIRED,
+        "transport": _NAME,
+        "endpoint": _ENDPOINT,
+        "lease_s": _LEASE,
+        "max_lease_s": _LEASE,
+        "alternatives": Many(_REQUIRED, 32),
+        "protocol": _COUNT,
+        "digest": Text(),
+    },
+    kv_pb2.TransportEndpoint: {"transport": _NAME, "endpoint": _ENDPOINT},
+    kv_pb2.Refused: {"reason": _NAME, "detail": _WORDS},
+    kv_pb2.Sealed: {
+        "epoch": _REQUIRED,
+        "first_index": _COUNT,
+        "block_ids": _SOME_IDS,
+        "digests": _DIGESTS,
+        "unverified_block_ids": _IDS,
+    },
+    kv_pb2.Finished: {
+        "epoch": _REQUIRED,
+        "first_tokens": Many(_REQUIRED, _MOST_CHOICES),
+        "num_tokens": Whole(least=1),
+        "prompt_hash": _HASH,
+        "tail": _OPTIONAL,
+        "age_s": _SIGNED_SECONDS,
+    },
+    kv_pb2.FirstToken: {"token_id": _COUNT, "ended": _FLAG},
+    kv_pb2.TailBlock: {"block_id": _UINT32, "digest": _DIGEST, "num_valid": Whole(least=1), "is_unverified": _FLAG},
+    kv_pb2.Failed: {"epoch": _REQUIRED, "reason": _NAME, "detail": _WORDS},
+    kv_pb2.Settled: {"epoch": _REQUIRED, "valid": _FLAG},
+}
+
+
+def _prefill(message: worker_pb2.PrefillRequest) -> str:
+    if message.num_committed * _ID_BYTES >= len(message.token_ids):
+        return "num_committed must leave at least one token of prompt"
+    return ""
+
+
+def _start(message: worker_pb2.StartRequest) -> str:
+    handles = [sequence.handle for sequence in message.sequences]
+    return "" if len(set(handles)) == len(handles) else f"sequences must have different handles, not {handles[:8]}"
+
+
+def _step(message: worker_pb2.StepOutput) -> str:
+    num_bytes = len(message.handles)
+    if not num_bytes == len(message.token_ids) == len(message.indices):
+        return "handles, token_ids and indices must be equally long"
+    if message.logprobs and len(message.logprobs) * _ID_BYTES != num_bytes:
+        return f"logprobs must be none or one for each of {num_bytes // _ID_BYTES} tokens, not {len(message.logprobs)}"
+    return ""
+
+
+def _started(message: worker_pb2.SequenceStarted) -> str:
+    if message.first_token_ids and len(message.first_token_ids) != len(message.handles) * _ID_BYTES:
+        return f"first_token_ids must be none or one for each of {len(message.handles)} handles"
+    return ""
+
+
+def _news(message: worker_pb2.PrefixNews) -> str:
+    return "" if message.first_number <= message.next_number else "next_number must not be less than first_number"
+
+
+def _offer(message: kv_pb2.OfferPrefixResponse) -> str:
+    return "" if bool(message.ticket) == bool(message.num_blocks) else "num_blocks must be 0 exactly without a ticket"
+
+
+def _attach(message: kv_pb2.Attach) -> str:
+    is_range = (message.protocol_oldest or 1) <= (message.protocol_newest or 1)
+    return "" if is_range else "protocol_oldest must not be above protocol_newest"
+
+
+def _exporter_message(message: kv_pb2.ExporterMessage) -> str:
+    return "then must have no messages of its own" if any(one.then for one in message.then) else ""
+
+
+def _accepted(message: kv_pb2.Accepted) -> str:
+    return "" if message.lease_s <= message.max_lease_s else "lease_s must not be above max_lease_s"
+
+
+def _sealed(message: kv_pb2.Sealed) -> str:
+    num_blocks = len(message.block_ids) // _ID_BYTES
+    if message.digests and len(message.digests) != num_blocks * _DIGEST_BYTES:
+        return f"digests must be none or one for each of {num_blocks} blocks"
+    ids = memoryview(message.block_ids).cast("I")
+    if len(set(ids)) < num_blocks:
+        return "block_ids must differ from each other"
+    are_among = set(memoryview(message.unverified_block_ids).cast("I")) <= set(ids)
+    return "" if are_among else "unverified_block_ids must be among block_ids"
+
+
+# Of more than one field: what is wrong, or nothing. Each field has passed its own rule.
+ACROSS_FIELDS: Mapping[type[Message], Callable[..., str]] = {
+    worker_pb2.PrefillRequest: _prefill,
+    worker_pb2.StartRequest: _start,
+    worker_pb2.StepOutput: _step,
+    worker_pb2.SequenceStarted: _started,
+    worker_pb2.PrefixNews: _news,
+    kv_pb2.OfferPrefixResponse: _offer,
+    kv_pb2.Attach: _attach,
+    kv_pb2.ExporterMessage: _exporter_message,
+    kv_pb2.Accepted: _accepted,
+    kv_pb2.Sealed: _sealed,
+}

@@ -1,0 +1,55 @@
+"""Messages of other members as they are received: every field within its bounds, or one error that names the field.
+
+Called where a wire message becomes a value, once per message, before anything is done with it. A member that is broken
+can end the call or the attempt that its message belongs to, and nothing else.
+"""
+
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from cluster.errors import MalformedMessage
+from cluster.protocol.field_rules import Many, Part, Rule
+from cluster.protocol.message_rules import ACROSS_FIELDS, RULES
+
+Received = TypeVar("Received", bound=Message)
+_MOST_SHOWN = 80  # characters of a value
+_PLANS: dict[type[Message], tuple[tuple[str, Rule, bool], ...]] = {
+    kind: tuple((field, rule, isinstance(rule, Part)) for field, rule in rules.items()) for kind, rules in RULES.items()
+}
+
+
+def checked(message: Received) -> Received:
+    """The message itself, with all messages in it within their bounds. Raises MalformedMessage."""
+    for field, rule, is_part in _PLANS[type(message)]:
+        if is_part:
+            _check_part(message, field, rule)
+            continue
+        value = getattr(message, field)
+        if not rule.admits(value):
+            raise malformed(message, f"{field} must be {rule}, not {_shown(value)}")
+        if isinstance(rule, Many) and isinstance(rule.item, Part):
+            for item in value:
+                checked(item)
+    across = ACROSS_FIELDS.get(type(message))
+    problem = across(message) if across is not None else ""
+    if problem:
+        raise malformed(message, problem)
+    return message
+
+
+def malformed(message: Message, problem: str) -> MalformedMessage:
+    """The error about a message, in one form wherever it is found."""
+    return MalformedMessage(f"{message.DESCRIPTOR.name}: {problem}")
+
+
+def _check_part(message: Message, field: str, rule: Rule) -> None:
+    if message.HasField(field):
+        checked(getattr(message, field))
+    elif not rule.admits(None):
+        raise malformed(message, f"{field} must be {rule}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}... ({len(text)} characters)"

@@ -1,0 +1,67 @@
+"""Signing, checking and reissuing tickets. Knows the cluster's key as an argument; keeps neither keys nor tickets.
+
+A ticket travels as a serialized tandem.v1.SignedTicket: the ticket's bytes exactly as signed, and their HMAC-SHA256.
+"""
+
+import dataclasses
+import hashlib
+import hmac
+
+from google.protobuf.message import DecodeError
+
+from cluster.errors import HandOffFailed, HandOffReason, MalformedMessage
+from cluster.messages import MemberId, Ticket
+from cluster.protocol.kv_wire import ticket_from_wire, ticket_to_wire
+from cluster.protocol.received import checked
+from tandem.v1 import kv_pb2
+
+TICKET_ID_BYTES = 16
+CLOCK_LEEWAY_S = 60.0
+
+
+def sign(ticket: Ticket, key: bytes) -> bytes:
+    """A serialized SignedTicket."""
+    serialized = ticket_to_wire(ticket).SerializeToString(deterministic=True)
+    return kv_pb2.SignedTicket(ticket=serialized, signature=_signature(serialized, key)).SerializeToString()
+
+
+def verify(signed: bytes, key: bytes, *, importer: str) -> Ticket:
+    """The ticket, if the cluster signed it, for this importer ("id@incarnation").
+
+    Raises HandOffFailed: BAD_SIGNATURE, FOREIGN_TICKET.
+    """
+    ticket = read(signed, key)
+    if str(ticket.importer) != importer:
+        raise HandOffFailed(HandOffReason.FOREIGN_TICKET, f"the ticket is for {ticket.importer}, not for {importer}")
+    return ticket
+
+
+def refuse_expired(ticket: Ticket, wall_s: float) -> None:
+    """By the clock of the exporter that issued it: no other one has to be right. Raises HandOffFailed:
+    TICKET_EXPIRED."""
+    late_s = wall_s - ticket.expires_at_s
+    if late_s > CLOCK_LEEWAY_S:
+        raise HandOffFailed(HandOffReason.TICKET_EXPIRED, f"the ticket expired {late_s:.0f} s ago")
+
+
+def read(signed: bytes, key: bytes) -> Ticket:
+    """The ticket, if the cluster signed it, whoever it is for. Raises HandOffFailed: BAD_SIGNATURE,
+    MALFORMED_MESSAGE."""
+    try:
+        envelope = kv_pb2.SignedTicket.FromString(signed)
+        if not hmac.compare_digest(envelope.signature, _signature(envelope.ticket, key)):
+            raise HandOffFailed(HandOffReason.BAD_SIGNATURE, "the ticket was not signed with this cluster's key")
+        return ticket_from_wire(checked(kv_pb2.Ticket.FromString(envelope.ticket)))
+    except DecodeError as error:
+        raise HandOffFailed(HandOffReason.BAD_SIGNATURE, "not a ticket") from error
+    except MalformedMessage as error:
+        raise HandOffFailed(HandOffReason.MALFORMED_MESSAGE, error.message) from error
+
+
+def reissue(signed: bytes, key: bytes, *, attempt: int, importer: MemberId) -> bytes:
+    """The same ticket for another try or another importer. Raises HandOffFailed: BAD_SIGNATURE."""
+    return sign(dataclasses.replace(read(signed, key), attempt=attempt, importer=importer), key)
+
+
+def _signature(serialized: bytes, key: bytes) -> bytes:
+    return hmac.new(key, b"tandem ticket\0" + serialized, hashlib.sha256).digest()

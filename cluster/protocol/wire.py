@@ -1,0 +1,236 @@
+"""Wire messages (tandem/v1) to the values of cluster/messages.py and back. The only place where both are known; what
+belongs to KV alone (tickets, epochs, fingerprints) is in cluster/protocol/kv_wire.py.
+
+What comes in is checked first (cluster/protocol/received.py): each field within its bounds, or MalformedMessage. What a
+value may be for a given model is checked by the worker, which knows the model. Never talks to anybody.
+
+Sampling travels as 32-bit floats: both legs of a request read the same rounded values.
+"""
+
+import struct
+from collections.abc import Iterable, Sequence
+
+from cluster.errors import InvalidRequest
+from cluster.messages import (
+    DecodeJob,
+    FinishReason,
+    MemberId,
+    PrefillJob,
+    PrefixHolder,
+    SampledToken,
+    Sampling,
+    SequenceStart,
+    TokenLogprobs,
+    TokenStops,
+)
+from cluster.protocol.received import checked
+from tandem.v1 import inference_pb2, worker_pb2
+
+ID_BYTES = 4
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token, block or sequence ids -> little-endian uint32. Raises ValueError for one that does not fit."""
+    try:
+        return struct.pack(f"<{len(ids)}I", *ids)
+    except struct.error:
+        unfit = next(value for value in ids if not 0 <= value < 1 << 32)
+        raise ValueError(f"id {unfit} does not fit 32 bits without sign") from None
+
+
+def unpack_ids(packed: bytes) -> tuple[int, ...]:
+    """Inverse of pack_ids. Raises InvalidRequest for bytes that are no whole number of ids."""
+    if len(packed) % ID_BYTES:
+        raise InvalidRequest(f"packed ids must be a multiple of {ID_BYTES} bytes, not {len(packed)}")
+    return struct.unpack(f"<{len(packed) // ID_BYTES}I", packed)
+
+
+def member_from_wire(text: str) -> MemberId:
+    """Raises InvalidRequest."""
+    try:
+        return MemberId.parse(text)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
+
+
+def sampling_to_wire(sampling: Sampling) -> worker_pb2.ResolvedSampling:
+    return worker_pb2.ResolvedSampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        logprobs_plus_one=0 if sampling.num_logprobs is None else sampling.num_logprobs + 1,
+    )
+
+
+def sampling_from_wire(message: worker_pb2.ResolvedSampling) -> Sampling:
+    return Sampling(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        num_logprobs=message.logprobs_plus_one - 1 if message.logprobs_plus_one else None,
+    )
+
+
+def stops_to_wire(stops: TokenStops) -> worker_pb2.TokenStops:
+    return worker_pb2.TokenStops(
+        max_tokens=stops.max_tokens,
+        min_tokens=stops.min_tokens,
+        stop_token_ids=pack_ids(sorted(stops.stop_token_ids)),
+    )
+
+
+def stops_from_wire(message: worker_pb2.TokenStops) -> TokenStops:
+    return TokenStops(message.max_tokens, message.min_tokens, frozenset(unpack_ids(message.stop_token_ids)))
+
+
+def prefill_job_to_wire(job: PrefillJob) -> worker_pb2.PrefillRequest:
+    return worker_pb2.PrefillRequest(
+        request_id=job.request_id,
+        attempt=job.attempt,
+        token_ids=pack_ids(job.token_ids),
+        sampling=sampling_to_wire(job.sampling),
+        stops=stops_to_wire(job.stops),
+        seeds=job.seeds,
+        num_committed=job.num_committed,
+        importer=str(job.importer) if job.importer is not None else "",
+        timeout_s=job.timeout_s,
+        cache_salt=job.cache_salt,
+        prefix_holders=[
+            worker_pb2.PrefixHolder(member=str(holder.member), address=holder.address, num_tokens=holder.num_tokens)
+            for holder in job.prefix_holders
+        ],
+        priority=job.priority,
+        is_batch=job.is_batch,
+        age_s=job.age_s,
+        is_unproven=job.is_unproven,
+    )
+
+
+def prefill_job_from_wire(message: worker_pb2.PrefillRequest) -> PrefillJob:
+    """Raises MalformedMessage."""
+    checked(message)
+    return PrefillJob(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        token_ids=unpack_ids(message.token_ids),
+        sampling=sampling_from_wire(message.sampling),
+        stops=stops_from_wire(message.stops),
+        seeds=tuple(message.seeds),
+        num_committed=message.num_committed,
+        importer=member_from_wire(message.importer) if message.importer else None,
+        timeout_s=message.timeout_s,
+        cache_salt=message.cache_salt,
+        prefix_holders=tuple(
+            PrefixHolder(member_from_wire(holder.member), holder.address, holder.num_tokens)
+            for holder in message.prefix_holders
+        ),
+        priority=message.priority,
+        is_batch=message.is_batch,
+        age_s=max(0.0, message.age_s),
+        is_unproven=message.is_unproven,
+    )
+
+
+def decode_job_to_wire(job: DecodeJob) -> worker_pb2.StartRequest:
+    return worker_pb2.StartRequest(
+        request_id=job.request_id,
+        attempt=job.attempt,
+        router=str(job.router),
+        prompt_token_ids=pack_ids(job.prompt_token_ids),
+        sampling=sampling_to_wire(job.sampling),
+        stops=stops_to_wire(job.stops),
+        sequences=[_sequence_to_wire(sequence) for sequence in job.sequences],
+        ticket=job.signed_ticket or b"",
+        timeout_s=job.timeout_s,
+        cache_salt=job.cache_salt,
+        priority=job.priority,
+        is_batch=job.is_batch,
+        age_s=job.age_s,
+        is_unproven=job.is_unproven,
+    )
+
+
+def decode_job_from_wire(message: worker_pb2.StartRequest) -> DecodeJob:
+    """Raises MalformedMessage."""
+    checked(message)
+    return DecodeJob(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        router=member_from_wire(message.router),
+        prompt_token_ids=unpack_ids(message.prompt_token_ids),
+        sampling=sampling_from_wire(message.sampling),
+        stops=stops_from_wire(message.stops),
+        sequences=tuple(_sequence_from_wire(sequence) for sequence in message.sequences),
+        signed_ticket=message.ticket or None,
+        timeout_s=message.timeout_s,
+        cache_salt=message.cache_salt,
+        priority=message.priority,
+        is_batch=message.is_batch,
+        age_s=max(0.0, message.age_s),
+        is_unproven=message.is_unproven,
+    )
+
+
+def logprobs_to_wire(logprobs: TokenLogprobs) -> inference_pb2.PositionLogprobs:
+    return inference_pb2.PositionLogprobs(
+        chosen=inference_pb2.TokenLogprob(token_id=logprobs.token_id, logprob=logprobs.logprob),
+        top=[inference_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in logprobs.top],
+    )
+
+
+def logprobs_from_wire(message: inference_pb2.PositionLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=message.chosen.token_id,
+        logprob=message.chosen.logprob,
+        top=tuple((item.token_id, item.logprob) for item in message.top),
+    )
+
+
+def sampled_token_to_wire(token: SampledToken) -> worker_pb2.SampledToken:
+    return worker_pb2.SampledToken(
+        token_id=token.token_id,
+        logprobs=logprobs_to_wire(token.logprobs) if token.logprobs is not None else None,
+        finish_reason=token.finish_reason or "",
+    )
+
+
+def sampled_token_from_wire(message: worker_pb2.SampledToken) -> SampledToken:
+    return SampledToken(
+        token_id=message.token_id,
+        logprobs=logprobs_from_wire(message.logprobs) if message.HasField("logprobs") else None,
+        finish_reason=finish_reason_from_wire(message.finish_reason),
+    )
+
+
+def finish_reason_from_wire(text: str) -> FinishReason | None:
+    """Empty is None. Raises InvalidRequest for a word that no reason has."""
+    try:
+        return FinishReason(text) if text else None
+    except ValueError:
+        raise InvalidRequest(f"unknown finish_reason {text!r}") from None
+
+
+def first_tokens_to_wire(
+    tokens: Iterable[SampledToken], *, queue_s: float, prefill_s: float, num_cached: int, num_pulled: int = 0
+) -> worker_pb2.FirstTokens:
+    return worker_pb2.FirstTokens(
+        tokens=[sampled_token_to_wire(token) for token in tokens],
+        queue_s=queue_s,
+        prefill_s=prefill_s,
+        num_cached=num_cached,
+        num_pulled=num_pulled,
+    )
+
+
+def _sequence_to_wire(sequence: SequenceStart) -> worker_pb2.SequenceStart:
+    return worker_pb2.SequenceStart(
+        handle=sequence.handle,
+        seed=sequence.seed,
+        committed_token_ids=pack_ids(sequence.committed_token_ids),
+    )
+
+
+def _sequence_from_wire(message: worker_pb2.SequenceStart) -> SequenceStart:
+    return SequenceStart(message.handle, message.seed, unpack_ids(message.committed_token_ids))

@@ -1,0 +1,144 @@
+"""The scale target as the registry keeps it, and who follows it.
+
+One target per cluster, written by a script and numbered: of two operators each is obeyed or superseded, never mixed.
+One follower at a time, whoever runs the workers: it holds a lease, and says in it how far it has come. Where the
+registry lost everything the follower writes down again what it was told last. Starts and ends no worker.
+"""
+
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+from cluster.errors import RegistryUnavailable, Unavailable
+from cluster.registry.registry import Registry
+from cluster.registry.scale_target import ScaleTarget, check_sizes
+
+_NAMES = ("scale:target", "scale:follower", "scale")  # two hashes, one channel
+_CHANNEL = _NAMES[2]
+
+# All answer the target's prefill, decode and version, the follower's name, reached and problem; empty: no target.
+_ANSWER = """
+local target = redis.call('HMGET', KEYS[1], 'prefill', 'decode', 'version')
+if not target[1] then return {} end
+local follower = redis.call('HMGET', KEYS[2], 'name', 'reached', 'problem')
+return {target[1], target[2], target[3], follower[1] or '', follower[2] or '0', follower[3] or ''}
+"""
+# ARGV: prefill, decode; empty: as it is. Without a follower nothing is written.
+_SET = (
+    """
+local changed = false
+if redis.call('EXISTS', KEYS[1], KEYS[2]) == 2 then
+    for number, name in ipairs({'prefill', 'decode'}) do
+        local wanted = ARGV[number]
+        if wanted ~= '' and wanted ~= redis.call('HGET', KEYS[1], name) then
+            redis.call('HSET', KEYS[1], name, wanted)
+            changed = true
+        end
+    end
+end
+if changed then
+    redis.call('HINCRBY', KEYS[1], 'version', 1)
+    redis.call('PUBLISH', KEYS[3], 'target')
+end
+"""
+    + _ANSWER
+)
+# ARGV: id, name, reached, problem, lease in ms, prefill, decode, version. Writes nothing where another one follows. The
+# target stands afterwards: its own where there was none, or where it did not follow before (reached is 0).
+_FOLLOW = (
+    """
+local holder = redis.call('HGET', KEYS[2], 'id')
+if not holder or holder == ARGV[1] then
+    local before = redis.call('HMGET', KEYS[2], 'reached', 'problem')
+    redis.call('HSET', KEYS[2], 'id', ARGV[1], 'name', ARGV[2], 'reached', ARGV[3], 'problem', ARGV[4])
+    redis.call('PEXPIRE', KEYS[2], ARGV[5])
+    if redis.call('EXISTS', KEYS[1]) == 0 then
+        redis.call('HSET', KEYS[1], 'prefill', ARGV[6], 'decode', ARGV[7], 'version', ARGV[8])
+    elseif not holder and ARGV[3] == '0' then
+        redis.call('HSET', KEYS[1], 'prefill', ARGV[6], 'decode', ARGV[7])
+        redis.call('HINCRBY', KEYS[1], 'version', 1)
+    end
+    if before[1] ~= ARGV[3] or before[2] ~= ARGV[4] then redis.call('PUBLISH', KEYS[3], 'follower') end
+end
+"""
+    + _ANSWER
+)
+# ARGV: id. The target goes with its follower: the next one begins with its own.
+_LEAVE = """
+if redis.call('HGET', KEYS[2], 'id') == ARGV[1] then
+    redis.call('DEL', KEYS[1], KEYS[2])
+    redis.call('PUBLISH', KEYS[3], 'follower')
+end
+return {}
+"""
+
+
+class ScaleTargets:
+    """What everybody may read, and an operator write. Raises RegistryUnavailable in each call."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    async def read(self) -> ScaleTarget | None:
+        return _target(await self._registry.evaluate(_ANSWER, _NAMES, []))
+
+    async def set(self, prefill: int | None, decode: int | None) -> ScaleTarget:
+        """None: as it is. Answers the target as it stands now. Raises InvalidRequest; Unavailable: nobody follows."""
+        check_sizes(prefill, decode)
+        wanted = ["" if size is None else str(size) for size in (prefill, decode)]
+        target = _target(await self._registry.evaluate(_SET, _NAMES, wanted))
+        if target is None or not target.follower:
+            raise Unavailable(
+                "nobody here follows a scale target: `tandem up` does, and `python -m deploy.ray follow`. Where "
+                "Kubernetes or compose runs the workers, scale there, as by `kubectl scale deployment tandem-decode`"
+            )
+        return target
+
+    async def watch(self) -> AsyncGenerator[ScaleTarget | None, None]:
+        """The target at once, and whenever it, or how far its follower is, may have changed. While the registry is gone
+        nothing comes."""
+        async with aclosing(self._registry.news(_CHANNEL)) as news:
+            async for _ in news:
+                try:
+                    found = await self.read()
+                except RegistryUnavailable:
+                    continue
+                yield found
+
+
+class Following:
+    """The follower's side: one per process that runs workers."""
+
+    def __init__(self, registry: Registry, name: str, first: ScaleTarget) -> None:
+        """`name`: for people. `first`: what its pools have when it begins."""
+        self._registry = registry
+        self._id = secrets.token_hex(8)
+        self._name = name
+        self.target = first  # as it was told last
+
+    async def report(self, reached: int, problem: str = "") -> str:
+        """Renews its lease, says how far it has come, and reads the target. Answers the name of another one that
+        follows here; empty: it is this one. Raises RegistryUnavailable."""
+        lease_ms = round(3000 * self._registry.lease_s)
+        sizes = [self.target.prefill, self.target.decode, self.target.version]
+        arguments: list[str | int] = [self._id, self._name, reached, problem, lease_ms, *sizes]
+        found = _target(await self._registry.evaluate(_FOLLOW, _NAMES, arguments))
+        if found is None or found.follower != self._name:
+            return found.follower if found is not None else "another one"
+        self.target = replace(found, follower=self._name)
+        return ""
+
+    def news(self) -> AsyncGenerator[None, None]:
+        """When to look again."""
+        return self._registry.news(_CHANNEL)
+
+    async def leave(self) -> None:
+        await self._registry.evaluate(_LEAVE, _NAMES, [self._id])
+
+
+def _target(answer: list[str]) -> ScaleTarget | None:
+    if not answer:
+        return None
+    prefill, decode, version, follower, reached, problem = answer
+    return ScaleTarget(int(prefill), int(decode), int(version), follower, int(reached), problem)

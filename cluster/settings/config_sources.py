@@ -1,0 +1,156 @@
+"""Where the settings of a process come from: flags, environment variables and a file, one name for all three.
+
+A field `max_model_len` is the flag `--max-model-len`, the variable `TANDEM_MAX_MODEL_LEN` and the key `max_model_len`
+of the YAML file given by `--config`. Flags win over variables, variables over the file, the file over the default; an
+unknown key is an error.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import os
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cluster.errors import ConfigError
+from cluster.settings.config import ClusterSettings, RouterConfig, WorkerConfig
+from cluster.settings.engine_settings import EngineSettings, flag_of
+from cluster.settings.transfer_settings import TransferSettings
+
+_ENVIRONMENT_PREFIX = "TANDEM_"
+# Variables that are no setting of a process: `config` names the file, `address` is the clients'.
+_OTHER_VARIABLES = frozenset({"config", "address"})
+_GROUPS: dict[type, str] = {
+    ClusterSettings: "cluster",
+    EngineSettings: "model and engine",
+    TransferSettings: "KV transfer",
+}
+_METAVARS: dict[type, str] = {int: "N", float: "X", str: "VALUE"}
+
+Config = TypeVar("Config", bound=WorkerConfig | RouterConfig)
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, config_type: type[Config], *, without: frozenset[str] = frozenset()
+) -> None:
+    """Adds `--config` and one flag per field; a flag that was not given leaves no attribute."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file with the same keys", default=argparse.SUPPRESS)
+    for owner, items in _fields_by_owner(config_type).items():
+        group = parser.add_argument_group(_GROUPS.get(owner, owner.__name__.removesuffix("Config").lower()))
+        for item in items:
+            if item.name in without:
+                continue
+            kind = _field_type(config_type, item.name)
+            shown = f" (default: {item.default})" if item.default not in ("", 0) else ""
+            group.add_argument(
+                flag_of(item.name),
+                default=argparse.SUPPRESS,
+                choices=item.metadata["choices"] or None,
+                metavar=None if item.metadata["choices"] else _METAVARS[kind],
+                type=kind,
+                help=(item.metadata["help"] + shown).replace("%", "%%"),
+            )
+
+
+def load_config(
+    config_type: type[Config], flags: Mapping[str, object], environment: Mapping[str, str] | None = None
+) -> Config:
+    """Merges file, environment (the process's own where None) and flags, each over the one before. Raises ConfigError.
+
+    File and environment may be shared by all processes of a cluster: a key that another kind of process knows is left
+    to it; one that nobody knows is an error.
+    """
+    environment = os.environ if environment is None else environment
+    values: dict[str, object] = {}
+    config_file = flags.get("config") or environment.get(_ENVIRONMENT_PREFIX + "CONFIG")
+    if config_file:
+        values.update(_read_file(Path(str(config_file))))
+    values.update(_read_environment(environment))
+    names = _names(config_type)
+    values = {name: _converted(config_type, name, value) for name, value in values.items() if name in names}
+    values.update({name: value for name, value in flags.items() if name in names})
+    for item in dataclasses.fields(config_type):
+        choices = item.metadata["choices"]
+        if item.name in values and choices and values[item.name] not in choices:
+            raise ConfigError(f"{item.name} must be one of {', '.join(choices)}, not {values[item.name]!r}")
+    return config_type(**typing.cast("dict[str, Any]", values))
+
+
+def parse_arguments(config_type: type[Config], prog: str, arguments: Sequence[str]) -> Config:
+    """The configuration of a process started as `python -m prog ...`."""
+    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=config_type.__doc__, allow_abbrev=False)
+    add_flags(parser, config_type)
+    return load_config(config_type, vars(parser.parse_args(arguments)))
+
+
+def _fields_by_owner(config_type: type[Config]) -> dict[type, list[dataclasses.Field[object]]]:
+    """Each field under the class that declares it; the configuration's own first."""
+    owners: dict[type, list[dataclasses.Field[object]]] = {config_type: []}
+    for item in dataclasses.fields(config_type):
+        owner = next(
+            base for base in reversed(config_type.__mro__) if item.name in vars(base).get("__annotations__", {})
+        )
+        owners.setdefault(owner, []).append(item)
+    return owners
+
+
+def _names(config_type: type[Config]) -> frozenset[str]:
+    return frozenset(item.name for item in dataclasses.fields(config_type))
+
+
+def _read_environment(environment: Mapping[str, str]) -> dict[str, object]:
+    known = _names(WorkerConfig) | _names(RouterConfig)
+    values: dict[str, object] = {}
+    for variable, text in environment.items():
+        name = variable.removeprefix(_ENVIRONMENT_PREFIX).lower()
+        if variable.startswith(_ENVIRONMENT_PREFIX) and name not in _OTHER_VARIABLES:
+            if name not in known:
+                raise ConfigError(f"unknown variable {variable}: no setting is called {name}{_nearest(name, known)}")
+            values[name] = text
+    return values
+
+
+def _read_file(path: Path) -> dict[str, object]:
+    import yaml  # only here: everything else of this module is standard library
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read --config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path} must hold keys and values")
+    known = _names(WorkerConfig) | _names(RouterConfig)
+    for name in content:
+        if name not in known:
+            raise ConfigError(f"--config {path}: unknown key {name!r}{_nearest(str(name), known)}")
+    return content
+
+
+def _nearest(name: str, known: frozenset[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _field_type(config_type: type[Config], name: str) -> type[int] | type[float] | type[str]:
+    hint = typing.get_type_hints(config_type)[name]
+    assert hint in (int, float, str), f"{name}: {hint}"
+    return typing.cast("type[int] | type[float] | type[str]", hint)
+
+
+def _converted(config_type: type[Config], name: str, value: object) -> object:
+    """A variable's text, or whatever YAML made of a key's value, as the field's type."""
+    kind = _field_type(config_type, name)
+    fits = isinstance(value, str | int | float) and not isinstance(value, bool)
+    if fits and kind is int and isinstance(value, float):
+        fits = value.is_integer()
+    try:
+        if fits:
+            return kind(typing.cast("str | int | float", value))
+    except ValueError:
+        pass
+    wanted = {int: "a whole number", float: "a number", str: "a text"}[kind]
+    raise ConfigError(f"{name} must be {wanted}, not {value!r}")

@@ -1,0 +1,152 @@
+"""The settings of the model, its memory and its steps, and what every other group of settings is made with. Pure."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
+GPU_MEMORY_UTILIZATION = 0.9
+# Of engine/scheduling/policies.py.
+SCHEDULING_POLICIES = ("fcfs", "shortest", "mlfq", "deadline", "priority", "static", "static-sorted")
+
+
+def setting(default: Any, text: str, *, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"help": text, "choices": choices})
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """The model, and the memory and the steps it runs in."""
+
+    model: str = setting("", "local folder or hub name of the model")
+    served_model_name: str = setting("", "name that clients use; default: last part of --model")
+    load_format: str = setting(
+        "auto", "auto reads the weights; dummy makes random ones from the config alone", choices=("auto", "dummy")
+    )
+    dtype: str = setting("auto", "computation dtype; auto: the checkpoint's", choices=DTYPES)
+    kv_cache_dtype: str = setting(
+        "auto", "dtype of the KV in the pool; auto: --dtype; fp8: e4m3", choices=KV_CACHE_DTYPES
+    )
+    device: str = setting("auto", "cpu, cuda, cuda:N; auto: cuda where there is one")
+    block_size: int = setting(16, "tokens per KV block")
+    num_blocks: int = setting(0, "blocks in the pool; 0: from --kv-cache-memory")
+    kv_cache_memory: str = setting(
+        "auto",
+        "memory of the pool and its wire copy: bytes, or KiB, MiB, GiB; auto: 256MiB on a CPU, measured on a GPU",
+    )
+    gpu_memory_utilization: float = setting(
+        GPU_MEMORY_UTILIZATION,
+        "share of the GPU's memory in use once the pool is there, in equal parts for the workers of this host that are "
+        "on it; the pool gets what is left",
+    )
+    local_rank: int = setting(
+        0,
+        "with --device auto or cuda: number among the workers of this host, which go round its GPUs; tandem up sets it",
+    )
+    local_world_size: int = setting(1, "how many workers of this host go round its GPUs; tandem up sets it")
+    max_model_len: int = setting(0, "most tokens of prompt and continuation; 0: the model's own limit")
+    max_input_length: int = setting(0, "most tokens of a prompt; 0: what --max-model-len leaves")
+    max_output_length: int = setting(0, "most tokens of a continuation; 0: what --max-model-len leaves")
+    swap_space: str = setting("1GiB", "host memory for KV of preempted sequences: bytes, or KiB, MiB, GiB; 0: none")
+    max_num_seqs: int = setting(64, "most sequences in one step")
+    max_prefill_tokens: int = setting(512, "most prompt tokens in one step: the size of a chunk")
+    max_queue: int = setting(256, "most requests waiting in a worker; one more is refused")
+    scheduling_policy: str = setting("fcfs", "who goes first in a worker", choices=SCHEDULING_POLICIES)
+    attention_backend: str = setting(
+        "auto",
+        "auto, or the name of one back end",
+        choices=("auto", "sdpa", "triton", "flashinfer", "varlen", "gather"),
+    )
+    pack_weights: str = setting(
+        "auto", "lay bfloat16 weights out for this CPU's matrix units, once at load", choices=("auto", "off")
+    )
+    cpu_kernels: str = setting(
+        "auto", "compiled kernels for bfloat16 on CPUs; on: also where auto does without", choices=("auto", "on", "off")
+    )
+    cuda_graphs: str = setting(
+        "auto", "replay decode steps from CUDA graphs, where the model can be captured", choices=("auto", "off")
+    )
+    async_scheduling: str = setting(
+        "on", "on a GPU, plan and launch the next step while one runs", choices=("on", "off")
+    )
+    num_threads: int = setting(0, "threads of the model's computation; 0: one on CPU")
+    speculation: str = setting(
+        "off", "guess tokens ahead: from the sequence itself, or by a draft model", choices=("off", "prompt", "draft")
+    )
+    draft_model: str = setting("", "local folder or hub name of the draft model, with --speculation draft")
+    num_guesses: int = setting(4, "most tokens guessed ahead in a step; fewer where few come true")
+    step_timeout_s: float = setting(60.0, "a step that takes longer makes its worker unhealthy; the first, five times")
+    deterministic: str = setting(
+        "off", "tokens do not depend on batch, chunking or worker; costs speed", choices=("off", "on")
+    )
+
+    def __post_init__(self) -> None:
+        require(self.block_size >= 1, f"--block-size must be at least 1, not {self.block_size}")
+        require(self.num_blocks >= 0, f"--num-blocks must not be negative, not {self.num_blocks}")
+        require(self.max_num_seqs >= 1, f"--max-num-seqs must be at least 1, not {self.max_num_seqs}")
+        require(self.max_prefill_tokens >= 1, f"--max-prefill-tokens must be at least 1, not {self.max_prefill_tokens}")
+        require(self.max_queue >= 1, f"--max-queue must be at least 1, not {self.max_queue}")
+        require_lengths(self.max_model_len, self.max_input_length, self.max_output_length)
+        require(self.num_threads >= 0, f"--num-threads must not be negative, not {self.num_threads}")
+        require(
+            0 < self.gpu_memory_utilization <= 1,
+            f"--gpu-memory-utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}",
+        )
+        require(
+            self.local_rank >= 0 and self.local_world_size >= 1,
+            f"--local-rank is at least 0, --local-world-size 1, not {self.local_rank} and {self.local_world_size}",
+        )
+        if self.kv_cache_memory != "auto":
+            parse_bytes(self.kv_cache_memory)
+        require(self.swap_bytes >= 0, "--swap-space is a size, or 0")
+        require(self.step_timeout_s > 0, f"--step-timeout-s must be positive, not {self.step_timeout_s}")
+        require(self.num_guesses >= 1, f"--num-guesses must be at least 1, not {self.num_guesses}")
+        drafts = self.speculation == "draft"
+        require(bool(self.draft_model) == drafts, "--speculation draft and --draft-model go together")
+
+    @property
+    def swap_bytes(self) -> int:
+        return 0 if self.swap_space.strip() == "0" else parse_bytes(self.swap_space)
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or Path(self.model.rstrip("/")).name
+
+
+def parse_bytes(text: str) -> int:
+    """'1048576', '512KiB', '256MiB', '2GiB' -> bytes. Raises ConfigError."""
+    units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1}
+    unit = next((unit for unit in units if text.endswith(unit)), "")
+    try:
+        num_bytes = int(float(text.removesuffix(unit)) * units.get(unit, 1))
+    except (ValueError, OverflowError):
+        raise ConfigError(f"not a size: {text!r}; write bytes, or a number with KiB, MiB or GiB") from None
+    require(num_bytes > 0, f"a size must be positive, not {text!r}")
+    return num_bytes
+
+
+def require_lengths(max_model_len: int, max_input_length: int, max_output_length: int) -> None:
+    """0 is no limit of its own. Raises ConfigError."""
+    lengths = {
+        "--max-model-len": max_model_len,
+        "--max-input-length": max_input_length,
+        "--max-output-length": max_output_length,
+    }
+    for flag, length in lengths.items():
+        require(length >= 0, f"{flag} must not be negative, not {length}")
+        require(
+            not max_model_len or length <= max_model_len,
+            f"{flag} {length} is more than the {max_model_len} tokens of --max-model-len",
+        )
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)

@@ -1,0 +1,125 @@
+"""GPU memory that another process on the host can map: physical pages of its own, exported as a file.
+
+By CUDA's virtual memory management, not by `cudaIpcGetMemHandle`: such pages live until the last process that mapped
+them has unmapped them or ended, so a reader of this memory is never left with a mapping whose pages went away when
+their owner died ("The memory allocation will be freed when all outstanding mappings to the memory are unmapped and when
+all outstanding references to the handle (including its shareable counterparts) are also released", driver API).
+"""
+
+import contextlib
+import os
+import weakref
+from typing import Any
+
+import torch
+
+from cluster.memory.cuda_pages import DriverRefused, checked, map_pages, unmap
+
+
+class NotExportable(Exception):
+    """This device, driver or installation has no such memory."""
+
+
+class CudaMemory:
+    """One allocation, zeroed. Whoever made it closes `file`, which names its pages; `tensor` stays mapped as long as
+    anything refers to it."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """Raises NotExportable."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        with torch.cuda.device(index):
+            torch.cuda.current_stream().synchronize()  # the device's context is there
+            torch.cuda.empty_cache()  # the driver has no way to what torch keeps for later
+            self.file, self.num_bytes, address = _allocate(num_bytes, index)
+            try:
+                self.tensor = _tensor_over(_Region(address, self.num_bytes), torch.device("cuda", index))[:num_bytes]
+            except BaseException:
+                os.close(self.file)
+                raise
+            self.tensor.zero_()
+            torch.cuda.current_stream().synchronize()
+
+
+def _tensor_over(region: "_Region", device: torch.device) -> torch.Tensor:
+    try:
+        tensor: torch.Tensor = torch.as_tensor(region, device=device)
+    except (RuntimeError, TypeError) as error:
+        raise NotExportable(f"torch does not take this memory ({error})") from error
+    if tensor.data_ptr() != region.address:
+        raise NotExportable("torch made a copy of the memory instead of a view")
+    return tensor
+
+
+class _Region:
+    """A mapped address range; the tensor over it holds this, and with this it is unmapped."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.address = address
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+        weakref.finalize(self, unmap, address, num_bytes).atexit = False
+
+
+def _allocate(num_bytes: int, index: int) -> tuple[int, int, int]:
+    """(file, bytes, address). Raises NotExportable."""
+    try:
+        from cuda.bindings import driver
+
+        checked(driver.cuInit(0))
+    except (ImportError, RuntimeError, DriverRefused) as error:  # the second: no driver
+        raise NotExportable(f"cuda-bindings cannot be used ({error})") from error
+    try:
+        return _exported(driver, num_bytes, index)
+    except DriverRefused as error:
+        raise NotExportable(str(error)) from error
+
+
+def _exported(driver: Any, num_bytes: int, index: int) -> tuple[int, int, int]:
+    """As _allocate. Raises DriverRefused too."""
+    properties = _properties(driver, index)
+    granularity = checked(
+        driver.cuMemGetAllocationGranularity(
+            properties, driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        )
+    )
+    size = -(-num_bytes // granularity) * granularity
+    handle = _created(driver, size, properties)
+    try:
+        file = int(checked(driver.cuMemExportToShareableHandle(handle, properties.requestedHandleTypes, 0)))
+        try:
+            for_both = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            return file, size, map_pages(driver, handle, size, index, for_both)
+        except DriverRefused:
+            os.close(file)
+            raise
+    finally:
+        driver.cuMemRelease(handle)  # the mapping and the file keep the pages
+
+
+def _created(driver: Any, size: int, properties: Any) -> Any:
+    if properties.allocFlags.gpuDirectRDMACapable:
+        with contextlib.suppress(DriverRefused):
+            return checked(driver.cuMemCreate(size, properties, 0))
+        properties.allocFlags.gpuDirectRDMACapable = 0  # a guest may not have what its device says it supports
+    return checked(driver.cuMemCreate(size, properties, 0))
+
+
+def _properties(driver: Any, index: int) -> Any:
+    device = checked(driver.cuDeviceGet(index))
+    attributes = driver.CUdevice_attribute
+    exports = attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+    if not checked(driver.cuDeviceGetAttribute(exports, device)):
+        raise NotExportable("this device does not export memory as a file")
+    properties = driver.CUmemAllocationProp()
+    properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = index
+    rdma = attributes.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+    if checked(driver.cuDeviceGetAttribute(rdma, device)):
+        properties.allocFlags.gpuDirectRDMACapable = 1  # NCCL and UCX read and write the pool over the network
+    return properties

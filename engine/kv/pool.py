@@ -1,0 +1,117 @@
+"""The KV memory of one worker: one allocation. Owns the bytes; never decides who uses which block.
+
+On CPU the pool lies in a sealed memfd that is mapped shared, so that another process on the host can be given the file
+descriptor and read blocks in place, and nothing else. On CUDA its pages are exported as a file for the same purpose,
+where the driver can, and it is an ordinary tensor elsewhere.
+"""
+
+import os
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from cluster.memory.sealed_memory import allocate_sealed
+from engine.kv.cuda_memory import CudaMemory, NotExportable
+from engine.kv.layout import BlockLayout, LayerPlace
+from engine.scheduling.step import BlockCopy
+from engine.staging import to_device
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_QUANTISED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_SCALE_DTYPE = torch.bfloat16
+
+
+class KvPool:
+    """`tensor` is `[num_blocks, block_elems]` in the KV dtype, `raw` the same bytes as `[num_blocks, block_bytes]`; in
+    a pool of 8 bits `tensor` is those bytes as well. Zero at the start. Not thread-safe: written by the step thread
+    and, into blocks set aside for it, by an importer.
+
+    `num_spare` blocks more stand behind the last one, for steps to write what nobody reads: `layers` and `scales` reach
+    them, and nothing else does."""
+
+    def __init__(
+        self, layout: BlockLayout, num_blocks: int, device: torch.device | str = "cpu", *, num_spare: int = 0
+    ) -> None:
+        assert num_blocks >= 1
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_bytes = layout.block_bytes
+        self.device = torch.device(device)
+        self.memfd: int | None = None
+        self.cuda_file: int | None = None
+        self._closers: list[weakref.finalize[[int], KvPool]] = []  # of its files; they run once, by `close` or without
+        self.cuda_file_bytes = 0
+        self.why_no_cuda_file = "the pool is not on a GPU"
+        self._num_spare = num_spare
+        num_bytes = (num_blocks + num_spare) * layout.block_bytes
+        if self.device.type == "cpu":
+            self.memfd, mapping = allocate_sealed("tandem-kv", num_bytes)
+            flat = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
+            self._closers.append(weakref.finalize(self, os.close, self.memfd))
+        else:
+            flat = self._cuda_memory(num_bytes)
+        self.raw = flat.view(-1, layout.block_bytes)[:num_blocks]
+        self.tensor = self.raw.view(TORCH_DTYPES.get(layout.dtype, torch.int8))
+        self.layers = tuple(self._views(place) for place in layout.layers)  # (K, V) of each layer
+        # Theirs, [num_blocks, block_size, num_kv_heads], in a pool of 8 bits.
+        self.scales = tuple(self._scale_views(place) for place in layout.layers) if layout.has_scales else ()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.layout.block_size
+
+    @property
+    def spare_block(self) -> int:
+        assert self._num_spare, "this pool was made without a spare block"
+        return self.num_blocks
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Every source is read before any target is written."""
+        sources, targets = to_device(torch.tensor([(copy.source, copy.target) for copy in copies]).T, self.device)
+        self.tensor[targets] = self.tensor[sources]
+
+    def zero_positions(self, block_ids: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Of all layers: as if nothing had been written there. Both `[positions]`."""
+        for view in (view for layer in (*self.layers, *self.scales) for view in layer):
+            # The zero is made where it is written: a number from the host would be waited for, once per view.
+            view.index_put_((block_ids, offsets), view.new_zeros(()))
+
+    def close(self) -> None:
+        """Ends this process's use of the memory. It is returned when the last tensor on it, here or elsewhere, is
+        gone."""
+        self.layers = self.scales = ()
+        self.tensor = self.raw = torch.empty(0, 0, dtype=torch.uint8)
+        for close in self._closers:
+            close()
+        self.memfd = self.cuda_file = None
+
+    def _cuda_memory(self, num_bytes: int) -> torch.Tensor:
+        try:
+            memory = CudaMemory(num_bytes, self.device)
+        except NotExportable as error:
+            self.why_no_cuda_file = str(error)
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        self.cuda_file, self.cuda_file_bytes, self.why_no_cuda_file = memory.file, memory.num_bytes, ""
+        self._closers.append(weakref.finalize(self, os.close, memory.file))
+        return memory.tensor
+
+    def _views(self, place: LayerPlace) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer over all blocks: strided `[num_blocks, block_size, num_kv_heads, head_dim]`."""
+        dtype = _QUANTISED_DTYPES.get(self.layout.dtype, self.tensor.dtype)
+        heads, shape = place.shape.num_kv_heads, place.shape
+        keys = self._strided(dtype, place.key_offset, heads, shape.key_dim)
+        return keys, self._strided(dtype, place.value_offset, heads, shape.value_dim)
+
+    def _scale_views(self, place: LayerPlace) -> tuple[torch.Tensor, torch.Tensor]:
+        heads = place.shape.num_kv_heads
+        keys = self._strided(_SCALE_DTYPE, place.key_scale_offset, heads, 1)
+        return keys[..., 0], self._strided(_SCALE_DTYPE, place.value_scale_offset, heads, 1)[..., 0]
+
+    def _strided(self, dtype: torch.dtype, offset: int, heads: int, dim: int) -> torch.Tensor:
+        whole = self.raw.view(dtype)
+        return whole.as_strided(
+            (self.num_blocks + self._num_spare, self.layout.block_size, heads, dim),
+            (whole.stride(0), heads * dim, dim, 1),
+            offset,
+        )

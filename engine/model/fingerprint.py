@@ -1,0 +1,80 @@
+"""What two workers must have in common before KV moves between them, as digests."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from cluster.messages import LayoutFingerprint
+from engine.model.loaded import LoadedModel
+
+# Says where the model came from or how it was called, not what it computes.
+_IGNORED_KEYS = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "use_cache"})
+_HASH_THREADS = 4  # hashing leaves the interpreter's lock; it should take no longer than reading the weights did
+
+
+def fingerprint(loaded: LoadedModel, wire_dtype: str = "native") -> LayoutFingerprint:
+    return LayoutFingerprint(
+        weights=weights_digest(loaded.model),
+        model_config=config_digest(loaded.model.config),
+        dtype=_dtype(loaded),
+        block_table=loaded.layout.digest(),
+        wire_dtype=wire_dtype,
+    )
+
+
+def _dtype(loaded: LoadedModel) -> str:
+    """What is computed in and what KV is kept in: workers that refuse each other say both."""
+    computed, kept = loaded.info.dtype, loaded.layout.dtype
+    return computed if computed == kept else f"{computed} with {kept} KV"
+
+
+def weights_digest(model: PreTrainedModel) -> str:
+    """Over every byte of every tensor, by name: another fine-tune of the same shape has another digest."""
+    tensors = [(name, part) for name, tensor in sorted(model.state_dict().items()) for part in _plain(tensor)]
+    seen: set[tuple[int, int]] = set()
+    distinct = []
+    for name, tensor in tensors:  # tied weights once
+        place = (tensor.data_ptr(), tensor.numel())
+        if place not in seen:
+            seen.add(place)
+            distinct.append((name, tensor))
+    total = hashlib.blake2b(digest_size=16)
+    with ThreadPoolExecutor(_HASH_THREADS) as threads:
+        for digest in threads.map(_tensor_digest, distinct):
+            total.update(digest)
+    return total.hexdigest()
+
+
+def config_digest(config: PreTrainedConfig) -> str:
+    """Over the effective configuration, defaults included."""
+    text = json.dumps(_effective(config.to_dict()), sort_keys=True, default=str, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _tensor_digest(named: tuple[str, torch.Tensor]) -> bytes:
+    name, tensor = named
+    digest = hashlib.blake2b(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+    data = tensor.detach().contiguous().cpu().view(-1)
+    if data.numel():
+        digest.update(data.view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Quantised tensors are made of plain ones."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _plain(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def _effective(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(key): _effective(item) for key, item in value.items() if key not in _IGNORED_KEYS}
+    return value

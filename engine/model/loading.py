@@ -1,0 +1,164 @@
+"""From `--model` to a model that may be served. Owns where it comes from, its dtype, device and limits.
+
+What cannot be loaded, or would be silently wrong, is refused with ModelRefused before anything starts.
+"""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from cluster.errors import ConfigError, ModelRefused
+from cluster.messages import Sampling
+from cluster.settings.engine_settings import EngineSettings
+from engine.attention import registry
+from engine.attention.interface import ATTENTION_NAME, register
+from engine.kv import capacity
+from engine.kv.layout import lay_out
+from engine.kv.pool import TORCH_DTYPES
+from engine.model.dummy import dummy_model
+from engine.model.gpu_placement import device_for
+from engine.model.load_check import check_equal
+from engine.model.loaded import LoadedModel, ModelInfo
+from engine.model.trace import trace
+
+
+def load(settings: EngineSettings, wire: capacity.WireSpace = capacity.NATIVE) -> LoadedModel:
+    """The model of the settings, probed. Raises ConfigError, or ModelRefused when the model cannot be served."""
+    register()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a worker's log is no terminal
+    device = _device(settings)
+    settings = capacity.with_pool_memory(settings, device)
+    config = _read_config(settings.model)
+    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None:
+        capacity.check_length(settings.max_model_len, limit)  # costs nothing yet
+    model = _build(settings, config, device)
+    generation = model.generation_config or GenerationConfig.from_model_config(config)
+    traces = trace(model)
+    shapes, dtype = [layer.shape for layer in traces], traces[0].dtype
+    kv_dtype = dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
+    layout = lay_out(shapes, settings.block_size, kv_dtype)
+    needs = registry.Needs(
+        device=device.partition(":")[0],
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        head_dims=frozenset(dim for layer in traces for dim in (layer.shape.key_dim, layer.shape.value_dim)),
+        block_size=settings.block_size,
+        window=any(layer.window for layer in traces),
+        softcap=any(layer.softcap for layer in traces),
+        sinks=any(layer.sinks for layer in traces),
+    )
+    info = ModelInfo(
+        name=settings.model_name,
+        architecture=type(model).__name__,
+        vocab_size=config.get_text_config().vocab_size,
+        max_model_len=capacity.max_model_len(settings, layout, limit, wire),
+        eos_token_ids=_eos_token_ids(generation, config),
+        dtype=dtype,
+        default_sampling=_default_sampling(generation),
+    )
+    attention = registry.choose(settings.attention_backend, needs)
+    whole = lay_out(shapes, settings.block_size, dtype)  # 8 bits in the pool would hide what the probe is there to find
+    loaded = LoadedModel(model=model, info=info, layout=whole, attention=attention, device=device)
+    check_equal(loaded, chunk_tokens=settings.max_prefill_tokens)
+    return dataclasses.replace(loaded, layout=layout)
+
+
+def _device(settings: EngineSettings) -> str:
+    wanted = settings.device
+    has_cuda = torch.cuda.is_available()
+    device = ("cuda" if has_cuda else "cpu") if wanted == "auto" else wanted
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, not {wanted!r}")
+    if kind == "cuda" and not has_cuda:
+        raise ConfigError(f"--device {wanted}: torch {torch.__version__} sees no CUDA device here")
+    if kind == "cpu":
+        return device
+    device = device_for(device, settings.local_rank, settings.local_world_size, torch.cuda.device_count())
+    if ":" in device:
+        torch.cuda.set_device(device)  # where kernels of our own are launched by this thread: the probe, graphs
+    return device
+
+
+def _read_config(model: str) -> PreTrainedConfig:
+    """Raises ConfigError when there is no such folder, ModelRefused when there is no model in it."""
+    folder = Path(model)
+    beside_others = "/" in model and folder.parent.is_dir()  # else one slash may as well be a hub name's
+    names_a_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.exists() or beside_others
+    if names_a_path and not folder.is_dir():
+        raise ConfigError(f"--model {model}: there is no such folder")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelRefused(f"--model {model}: the folder holds no config.json")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        place = "its configuration" if folder.is_dir() else "there is no such folder, and the hub's configuration"
+        raise ModelRefused(f"--model {model}: {place} cannot be read: {_first_line(error)}") from error
+    return config
+
+
+def _build(settings: EngineSettings, config: PreTrainedConfig, device: str) -> PreTrainedModel:
+    dtype = _dtype(settings.dtype, config)
+    try:
+        if settings.load_format == "dummy":
+            model = dummy_model(config, dtype, ATTENTION_NAME, torch.device(device))
+        else:
+            placed = {"device_map": device} if device != "cpu" and importlib.util.find_spec("accelerate") else {}
+            model = AutoModelForCausalLM.from_pretrained(
+                settings.model, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, **placed
+            )
+        if model.device != torch.device(device) and not getattr(model, "is_quantized", False):
+            model.to(torch.device(device))  # type: ignore[arg-type]  # its decorator hides the signature
+    except KeyError as error:
+        if error.args == (ATTENTION_NAME,):  # it keeps a table of attention classes of its own
+            raise ModelRefused(
+                f"{'/'.join(config.architectures or [config.model_type])} bypasses the attention interface"
+            ) from error
+        raise ModelRefused(f"--model {settings.model} cannot be loaded: {_first_line(error)}") from error
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise ModelRefused(f"--model {settings.model} cannot be loaded: {_first_line(error)}") from error
+    model.eval()  # type: ignore[no-untyped-call]
+    model.requires_grad_(False)
+    return model
+
+
+def _dtype(wanted: str, config: PreTrainedConfig) -> torch.dtype:
+    if wanted != "auto":
+        return TORCH_DTYPES[wanted]
+    declared = getattr(config.get_text_config(), "dtype", None) or config.dtype
+    return TORCH_DTYPES.get(str(declared).removeprefix("torch."), torch.float32)
+
+
+def _eos_token_ids(generation: GenerationConfig, config: PreTrainedConfig) -> frozenset[int]:
+    declared = generation.eos_token_id
+    if declared is None:
+        declared = getattr(config.get_text_config(), "eos_token_id", None)
+    if declared is None:
+        return frozenset()
+    return frozenset([declared] if isinstance(declared, int) else declared)
+
+
+def _default_sampling(generation: GenerationConfig) -> Sampling:
+    """What generation_config.json proposes; greedy where it does not ask for sampling, as `generate` does."""
+    if not generation.do_sample:
+        return Sampling()
+    return Sampling(
+        temperature=_or(generation.temperature, 1.0),
+        top_k=int(_or(generation.top_k, 0)),
+        top_p=_or(generation.top_p, 1.0),
+        min_p=_or(generation.min_p, 0.0),
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,62 @@
+"""The profiling run: the largest step that the settings allow, on a small scratch pool, and what it took of the GPU."""
+
+import torch
+
+from cluster.errors import ConfigError
+from cluster.messages import Sampling
+from cluster.settings.engine_settings import EngineSettings
+from engine.kv.capacity import GpuMemory
+from engine.kv.layout import BlockLayout
+from engine.kv.pool import KvPool
+from engine.model.gpu_placement import num_sharing
+from engine.model.loaded import LoadedModel
+from engine.scheduling.step import Chunk, Sample, StepPlan
+from engine.steps.runner import ModelRunner
+
+_SAMPLING = Sampling(temperature=1.0, top_p=0.9, num_logprobs=20)  # what needs the most memory
+
+
+def measure(loaded: LoadedModel, settings: EngineSettings) -> GpuMemory:
+    """Runs the step on the model's GPU. Raises ConfigError when even it does not fit."""
+    device = torch.device(loaded.device)
+    torch.cuda.empty_cache()
+    weights = torch.cuda.memory_allocated(device)
+    pool = KvPool(loaded.layout, settings.max_num_seqs, device)
+    reserved = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)  # loading and probing took more for a while
+    try:
+        ModelRunner(loaded.forward(pool), pool).run(largest_step(settings, loaded.layout, loaded.info.max_model_len))
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a step of --max-prefill-tokens {settings.max_prefill_tokens} and --max-num-seqs {settings.max_num_seqs} "
+            f"does not fit the GPU beside {weights} bytes of weights: give less of both, or a shorter --max-model-len"
+        ) from error
+    torch.cuda.synchronize(device)
+    step_bytes = torch.cuda.max_memory_reserved(device) - reserved  # with what the allocator loses to fragments
+    pool.close()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    sharing = num_sharing(settings.device, settings.local_rank, settings.local_world_size, torch.cuda.device_count())
+    return GpuMemory(total=total, weights=weights, largest_step=step_bytes, free=free, num_sharing=sharing)
+
+
+def largest_step(settings: EngineSettings, layout: BlockLayout, longest: int) -> StepPlan:
+    """Prompts' chunks up to the step's budget, and decodes up to its sequences: all end at the longest length and
+    draw a token. Each takes one block of the pool, which its table names again and again."""
+    lengths = [min(longest, settings.max_prefill_tokens)]
+    while len(lengths) < settings.max_num_seqs:
+        left = settings.max_prefill_tokens - sum(lengths)
+        lengths.append(min(longest, left) if left > 0 else 1)
+    num_blocks = layout.num_blocks_for(longest)
+    return StepPlan(
+        tuple(
+            Chunk(
+                sequence_id=number,
+                token_ids=(0,) * length,
+                start=longest - length,
+                block_ids=(number,) * num_blocks,
+                samples=(Sample(seed=number, position=longest, sampling=_SAMPLING),),
+            )
+            for number, length in enumerate(lengths)
+        )
+    )

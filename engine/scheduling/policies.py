@@ -1,0 +1,205 @@
+"""In which order work gets a step's tokens, a slot or blocks. Pure: numbers in, an order out; no clock, no state.
+
+A policy ranks one piece of work by what is known about it. Who ranks first is served first, and the one that ranks last
+gives way where memory is short. Whatever the policy, the batch class comes after everything else. What a scheduler does
+with the order, and what it may take from whom, is its own business.
+"""
+
+from dataclasses import dataclass
+from math import log2
+from typing import Protocol
+
+from cluster.settings.engine_settings import SCHEDULING_POLICIES
+
+Rank = tuple[float, ...]  # less goes first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A prompt or a sequence as a policy sees it, at one moment."""
+
+    arrival: int  # counts arrivals here; no two are equal
+    arrived_s: float  # at its router, whatever was tried elsewhere since
+    deadline_s: float
+    num_prompt: int
+    # Tokens computed, prompt and output. It never goes back: what was lost to a preemption stays counted.
+    num_done: int = 0
+    predicted_tokens: int = 0  # of output, all that it will have; 0: unknown
+    priority: int = 0  # less goes first
+    is_batch: bool = False  # uses only what nothing else wants
+    is_resumed: bool = False  # its client has tokens: its turn had come, at a worker that failed or that it left
+    waited_s: float = 0.0  # the present wait; while it runs, the wait before it ran
+    num_since_wait: int = 0  # of num_done, those computed since that wait ended; 0 while it waits
+
+    @property
+    def num_output(self) -> int:
+        return max(0, self.num_done - self.num_prompt)
+
+    @property
+    def num_prompt_left(self) -> int:
+        return max(0, self.num_prompt - self.num_done)
+
+
+class Policy(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def is_preemptive(self) -> bool:
+        """Who waits and ranks first takes the place of who runs and ranks last."""
+        ...
+
+    @property
+    def is_static(self) -> bool:
+        """A batch is formed when the one before it has ended whole."""
+        ...
+
+    def rank(self, work: Work, now_s: float) -> Rank:
+        """Less goes first; equal ranks go by arrival."""
+        ...
+
+
+def full_rank(policy: Policy, work: Work, now_s: float) -> Rank:
+    """The order that schedulers sort by: no two pieces of work are equal in it."""
+    return (work.is_batch, *policy.rank(work, now_s), work.arrival)
+
+
+def displaces(policy: Policy, waiting: Work, running: Work, now_s: float) -> bool:
+    """Whether one that waits may take the place of one that runs. Anything may of the batch class."""
+    if waiting.is_batch != running.is_batch:
+        return running.is_batch
+    return policy.is_preemptive and policy.rank(waiting, now_s) < policy.rank(running, now_s)
+
+
+def make_policy(name: str) -> Policy:
+    """Of one of `SCHEDULING_POLICIES`."""
+    policies: tuple[Policy, ...] = (
+        FirstCome(),
+        ShortestFirst(),
+        SkipJoinMlfq(),
+        EarliestDeadline(),
+        Priorities(),
+        StaticBatching(),
+        StaticBatching("static-sorted", window=64),
+    )
+    by_name = {policy.name: policy for policy in policies}
+    assert tuple(by_name) == SCHEDULING_POLICIES
+    return by_name[name]
+
+
+# What a step spends on one token of output and on this many of a prompt is about the same: a chunk's tokens share each
+# read of the weights. Between 3 (16 sequences on one CPU core) and 20 (one sequence).
+PROMPT_TOKENS_PER_OUTPUT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class FirstCome:
+    """In order of arrival. Who comes again, as a worker failed it, goes before all that came since it came first; and
+    whoever had its turn, before those that had none."""
+
+    name: str = "fcfs"
+    is_preemptive: bool = False
+    is_static: bool = False
+
+    def rank(self, work: Work, now_s: float) -> Rank:
+        return (not work.is_resumed, work.arrived_s)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticBatching:
+    """In order of arrival, in batches that nobody joins or leaves: the baseline. Each `window` of arrivals is sorted by
+    prompt length, so that a batch's lengths are alike; 1 leaves them as they came."""
+
+    name: str = "static"
+    window: int = 1
+    is_preemptive: bool = False
+    is_static: bool = True
+
+    def rank(self, work: Work, now_s: float) -> Rank:
+        return (work.arrival // self.window, work.num_prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortestFirst:
+    """Least predicted remaining work first, whoever runs. A second since arrival counts as `ageing` tokens less: only
+    those that arrive within (its remaining work / ageing) seconds can overtake anything. Who runs gets ahead of those
+    that wait with every token, so no two take turns."""
+
+    ageing: float = 32.0  # tokens of output a second
+    unknown_tokens: int = 256  # what an output without a prediction is taken for
+    name: str = "shortest"
+    is_preemptive: bool = True
+    is_static: bool = False
+
+    def rank(self, work: Work, now_s: float) -> Rank:
+        # One that outlives its prediction has at least a token to go.
+        output_left = max(1, (work.predicted_tokens or self.unknown_tokens) - work.num_output)
+        remaining = work.num_prompt_left / PROMPT_TOKENS_PER_OUTPUT + output_left
+        return (remaining - self.ageing * (now_s - work.arrived_s),)
+
+
+@dataclass(frozen=True, slots=True)
+class SkipJoinMlfq:
+    """Multi-level feedback with preemption (FastServe, Wu et al. 2023). Level i's quantum is `quantum` doubled i times.
+    Work joins at the level whose quantum holds its prompt, since that much is computed before it can be looked at
+    again, and goes down a level with each quantum used up. Whoever has waited goes up a level per `promote_after_s`,
+    and keeps what it was raised by for one quantum of the level that it was raised to."""
+
+    quantum: float = 32.0  # tokens of output, or PROMPT_TOKENS_PER_OUTPUT times as many of a prompt
+    num_levels: int = 8
+    promote_after_s: float = 10.0
+    name: str = "mlfq"
+    is_preemptive: bool = True
+    is_static: bool = False
+
+    def rank(self, work: Work, now_s: float) -> Rank:
+        return (self.level(work),)
+
+    def level(self, work: Work) -> int:
+        """0 goes first."""
+        level = self._level_by_service(work)
+        raised = max(0, level - int(work.waited_s / self.promote_after_s))
+        used = _service(work, work.num_done) - _service(work, work.num_done - work.num_since_wait)
+        return raised if used < self._quantum(raised) else level
+
+    def _level_by_service(self, work: Work) -> int:
+        # Quanta double, so levels are logarithms: the first whose quantum is more than the prompt's cost, and from
+        # there as many down as quanta fit into what was served, since q + 2q + ... + 2^(n-1) q = (2^n - 1) q.
+        prompt_cost = _service(work, work.num_prompt)
+        joined = int(log2(prompt_cost / self.quantum)) + 1 if prompt_cost >= self.quantum else 0
+        used_up = int(log2(_service(work, work.num_done) / self._quantum(joined) + 1))
+        return min(joined + used_up, self.num_levels - 1)
+
+    def _quantum(self, level: int) -> float:
+        return self.quantum * 2.0**level
+
+
+@dataclass(frozen=True, slots=True)
+class EarliestDeadline:
+    """Earliest deadline first."""
+
+    name: str = "deadline"
+    is_preemptive: bool = True
+    is_static: bool = False
+
+    def rank(self, work: Work, now_s: float) -> Rank:
+        return (work.deadline_s,)
+
+
+@dataclass(frozen=True, slots=True)
+class Priorities:
+    """Least priority first. `ageing_s` since arrival count as one priority less, so nothing is overtaken for ever."""
+
+    ageing_s: float = 30.0
+    name: str = "priority"
+    is_preemptive: bool = True
+    is_static: bool = False
+
+    def rank(self, work: Work, now_s: float) -> Rank:
+        return (work.priority - (now_s - work.arrived_s) / self.ageing_s,)
+
+
+def _service(work: Work, num_done: int) -> float:
+    """What the first `num_done` tokens of a piece of work cost, in tokens of output."""
+    num_prompt = min(num_done, work.num_prompt)
+    return num_prompt / PROMPT_TOKENS_PER_OUTPUT + (num_done - num_prompt)

@@ -1,0 +1,71 @@
+"""From a packed batch to logits, the plain way: the model's own modules in `transformers`, attention over the pool.
+
+What computes a whole step otherwise (compiled kernels, CUDA graphs) is a Forward too, and takes this one's place.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention.interface import KV_KEYWORD, AttentionOptions, LayerKv
+from engine.attention.registry import AttentionBackend
+from engine.batch import PackedBatch
+from engine.kv.pool import KvPool
+from engine.kv.quantised_kv import quantise
+
+
+class Forward(Protocol):
+    """Computes one packed batch over one pool: writes the KV of its tokens, reads what they see."""
+
+    def __call__(self, batch: PackedBatch) -> torch.Tensor:
+        """-> logits of `batch.logit_rows`, `[rows, vocab]`, in the model's dtype or a wider one. May be no rows."""
+        ...
+
+
+class PlainForward:
+    """The reference: every other Forward says the same within rounding."""
+
+    def __init__(self, model: PreTrainedModel, pool: KvPool, backend: AttentionBackend) -> None:
+        self._model = model
+        self._pool = pool
+        self._backend = backend
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def __call__(self, batch: PackedBatch) -> torch.Tensor:
+        keywords: dict[str, object] = {KV_KEYWORD: _PagedKv(self._pool, batch, self._backend)}
+        num_rows = len(batch.logit_rows)
+        if self._keeps_rows:  # one row where none is wanted: no model has to cope with an empty product
+            keywords["logits_to_keep"] = batch.logit_rows if num_rows else batch.query_starts[:1]
+        output = self._model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **keywords)
+        logits: torch.Tensor = output.logits[0]
+        return logits[:num_rows] if self._keeps_rows else logits[batch.logit_rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _PagedKv:
+    """KvAccess over the pool for one step."""
+
+    pool: KvPool
+    batch: PackedBatch
+    backend: AttentionBackend
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        keys, values = self.pool.layers[layer]
+        if not self.pool.scales:
+            self._write(keys, key)
+            self._write(values, value)
+            return self.backend.attend(query, LayerKv(key, value, keys, values), self.batch, options)
+        scales = self.pool.scales[layer]
+        for view, scale_view, states in zip((keys, values), scales, (key, value), strict=True):
+            codes, found = quantise(states, view.dtype)
+            self._write(view, codes)
+            self._write(scale_view, found)
+        return self.backend.attend(query, LayerKv(key, value, keys, values, *scales), self.batch, options)
+
+    def _write(self, view: torch.Tensor, states: torch.Tensor) -> None:
+        view.index_put_((self.batch.slot_blocks, self.batch.slot_offsets), states)

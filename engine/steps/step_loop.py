@@ -1,0 +1,293 @@
+"""The thread that owns the device, the scheduler and, through it, the block pool.
+
+Commands come in by `post`, events go out by `emit`; nothing else is shared. Scheduler and runner are called by this
+thread only, in the order that `engine.scheduling.step.Scheduler` promises. With nothing to compute it sleeps on its
+inbox until a command comes or a deadline passes; it never polls. The inbox itself has no bound: every turn empties it,
+and the scheduler refuses what is too much.
+
+A device that computes on its own (`engine.scheduling.step.Launcher`) is not kept waiting for the outside: what a step
+brought is handed over once the next one is on its way, for whoever is woken by it takes the interpreter from this
+thread. Order and number of events are the same.
+
+Where the scheduler can (`engine.scheduling.step.PlanningAhead`) and a step's tokens stay on the device (`Feeding`), the
+next step is planned and launched while one runs, so that the device does not wait for the host between them. Commands
+that cannot be applied under a running step wait for its end, and so does whatever came after them; nothing is launched
+ahead of them. Where it cannot, scheduler and pool are not touched until the step has ended.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
+
+from cluster.clock import Clock
+from engine.scheduling.step import (
+    Feeding,
+    Launched,
+    Launcher,
+    PlanningAhead,
+    Runner,
+    Scheduler,
+    StepPlan,
+    StepResult,
+)
+
+CommandT = TypeVar("CommandT")
+EventT = TypeVar("EventT")
+T = TypeVar("T")
+
+
+class _Stop(Enum):
+    STOP = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the loop has come, for heartbeats and the watchdog. Times by the loop's clock."""
+
+    steps: int  # computed or failed
+    last_step_s: float  # when the last one ended; the loop's making before the first
+    busy_since_s: float | None = None  # start of the step that is running now
+    longest_step_s: float = 0.0
+    plan: StepPlan | None = None  # of the step that is running now
+
+    @property
+    def work(self) -> str:
+        """What the running step was asked to compute."""
+        if self.plan is None:
+            return "no step"
+        chunks = self.plan.chunks
+        longest = max((chunk.end for chunk in chunks), default=0)
+        num_moved = len(self.plan.copies) + len(self.plan.swaps_out) + len(self.plan.swaps_in)
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        return (
+            f"a step of {len(chunks)} sequences and {num_tokens} tokens, the longest sequence of {longest},"
+            f" with {num_moved} blocks copied"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _AtOnce:
+    """A runner that computes on this thread, as a Launcher."""
+
+    runner: Runner
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.runner.run(plan)
+
+    def launch(self, plan: StepPlan) -> Launched:
+        return _Later(self.runner, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    runner: Runner
+    plan: StepPlan
+
+    def result(self) -> StepResult:
+        return self.runner.run(self.plan)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """A step under way, or what its launch raised. Of the loop alone."""
+
+    plan: StepPlan
+    launched: Launched | Exception
+
+    @property
+    def can_feed(self) -> bool:
+        return isinstance(self.launched, Feeding) and self.launched.can_feed
+
+
+class StepLoop(Generic[CommandT, EventT]):
+    """`emit`, `on_error` and `on_fatal` are called on the loop's thread and must only hand over.
+
+    `on_error`: a step raised. Its sequences have ended, the loop goes on.
+    `on_fatal`: the scheduler raised, so an invariant is broken, or events could not be handed over. The loop has ended.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler[CommandT, EventT],
+        runner: Runner,
+        clock: Clock,
+        emit: Callable[[tuple[EventT, ...]], None],
+        *,
+        on_error: Callable[[Exception], None],
+        on_fatal: Callable[[Exception], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._ahead = scheduler if isinstance(scheduler, PlanningAhead) else None
+        self._launcher = runner if isinstance(runner, Launcher) else _AtOnce(runner)
+        self._clock = clock
+        self._emit = emit
+        self._on_error = on_error
+        self._on_fatal = on_fatal
+        self._held: list[tuple[EventT, ...]] | None = [] if isinstance(runner, Launcher) else None  # None: none is held
+        self._inbox: SimpleQueue[CommandT | _Stop] = SimpleQueue()
+        self._kept: CommandT | _Stop | None = None  # taken from it, to be applied when no step is under way
+        self._progress = Progress(0, clock.now_s())
+        # A daemon: a step that hangs in the device must not keep a process alive that wants to end.
+        self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
+
+    @property
+    def progress(self) -> Progress:
+        """Any thread may read it."""
+        return self._progress
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def thread_id(self) -> int | None:
+        """None before the start."""
+        return self._thread.ident
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, command: CommandT) -> None:
+        """Any thread may call it; never blocks. What is posted after the end is not looked at any more."""
+        self._inbox.put(command)
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """Ends the loop after the step that is running. False: it is still running after `timeout_s`."""
+        self._inbox.put(_Stop.STOP)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            wait_s: float | None = 0.0
+            while self._take_commands(wait_s):
+                wait_s = self._turn()
+            self._let_go()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the thread is over and somebody must know
+            self._on_fatal(error)
+
+    def _take_commands(self, wait_s: float | None) -> bool:
+        """Applies everything in the inbox; waits so long for the first (None: for ever). False: it is time to stop."""
+        try:
+            command = self._next_command(wait_s)
+            while not isinstance(command, _Stop):
+                self._hand_over(self._scheduler.apply(command, self._clock.now_s()))
+                command = self._next_command(0.0)
+        except Empty:
+            return True
+        return False
+
+    def _take_commands_under_way(self, ahead: PlanningAhead[CommandT, EventT]) -> bool:
+        """Applies everything in the inbox that need not wait for the step that runs. False: something does."""
+        try:
+            while self._kept is None:
+                command = self._inbox.get_nowait()
+                if isinstance(command, _Stop) or not ahead.may_apply(command):
+                    self._kept = command
+                else:
+                    self._hand_over(self._scheduler.apply(command, self._clock.now_s()))
+        except Empty:
+            return True
+        return False
+
+    def _next_command(self, wait_s: float | None) -> CommandT | _Stop:
+        """Raises Empty."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            return kept
+        return self._inbox.get(timeout=wait_s) if wait_s != 0.0 else self._inbox.get_nowait()
+
+    def _turn(self) -> float | None:
+        """One step if there is one to compute. Answers how long the loop may sleep; 0: not at all."""
+        now_s = self._clock.now_s()
+        events, deadline_s = self._scheduler.reap(now_s)
+        self._hand_over(events)
+        events, plan = self._scheduler.plan(now_s)
+        self._hand_over(events)
+        if plan is not None:
+            self._step(plan, now_s)
+            return 0.0
+        self._let_go()
+        return None if deadline_s is None else max(0.0, deadline_s - now_s)
+
+    def _step(self, plan: StepPlan, now_s: float) -> None:
+        """And those that are planned behind it without a gap."""
+        self._begin(plan, now_s)
+        flight: Flight | None = self._launch(plan)
+        while flight is not None:
+            following = self._launch_behind(flight)
+            self._let_go()
+            flight = self._land(flight, following)
+
+    def _launch_behind(self, flight: Flight) -> Flight | None:
+        """The next step, while this one runs. None: its end has to be known first."""
+        ahead = self._ahead
+        if ahead is None or not flight.can_feed or not ahead.may_plan_ahead:
+            return None
+        if not self._take_commands_under_way(ahead):
+            return None
+        now_s = self._clock.now_s()
+        self._hand_over(self._scheduler.reap(now_s)[0])
+        events, plan = ahead.plan_ahead(now_s)
+        self._hand_over(events)
+        return None if plan is None else self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> Flight:
+        return Flight(plan, _tried(lambda: self._launcher.launch(plan)))
+
+    def _land(self, flight: Flight, following: Flight | None) -> Flight | None:
+        """Waits for its end, and for that of what was launched behind it, if it fails: nothing is planned behind that.
+        Answers what is under way then."""
+        is_well = self._end(flight, following)
+        if following is None or is_well:
+            return following
+        self._end(following, None)
+        return None
+
+    def _end(self, flight: Flight, following: Flight | None) -> bool:
+        """`following` is the one that runs from then on. False: it failed."""
+        launched = flight.launched
+        result = launched if isinstance(launched, Exception) else _tried(launched.result)
+        if isinstance(result, Exception):
+            self._on_error(result)
+            events = self._scheduler.fail(flight.plan, result, self._clock.now_s())
+        else:
+            events = self._scheduler.complete(flight.plan, result, self._clock.now_s())
+        self._hand_over(events)
+        before, ended_s = self._progress, self._clock.now_s()
+        assert before.busy_since_s is not None
+        longest_s = max(before.longest_step_s, ended_s - before.busy_since_s)
+        self._progress = Progress(
+            steps=before.steps + 1,
+            last_step_s=ended_s,
+            busy_since_s=None if following is None else ended_s,
+            longest_step_s=longest_s,
+            plan=None if following is None else following.plan,
+        )
+        return not isinstance(result, Exception)
+
+    def _begin(self, plan: StepPlan, now_s: float) -> None:
+        self._progress = replace(self._progress, busy_since_s=now_s, plan=plan)
+
+    def _hand_over(self, events: tuple[EventT, ...]) -> None:
+        if events and self._held is not None:
+            self._held.append(events)
+        elif events:
+            self._emit(events)
+
+    def _let_go(self) -> None:
+        for events in self._held or ():
+            self._emit(events)
+        if self._held:
+            self._held.clear()
+
+
+def _tried(call: Callable[[], T]) -> T | Exception:
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - a model may raise anything; it ends this step's sequences
+        return error

@@ -1,0 +1,331 @@
+"""The exporter: gives out tickets for a prefill's KV, offers its blocks as they are sealed, says when they are free.
+
+Lives on the worker's event loop and drives one `export_machine` per ticket. Owns the tickets that are not released and
+the calls of importers. Never touches the block pool: it reads bytes, and calls `release` once per ticket.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from cluster import holders
+from cluster.clock import Clock
+from cluster.errors import HandOffFailed, HandOffReason
+from cluster.messages import LayoutFingerprint, MemberId, Ticket
+from cluster.protocol import tickets
+from cluster.protocol.versions import OURS, ProtocolRange
+from cluster.settings.transfer_settings import TransferSettings
+from kvtransfer.counters import TransferCounters
+from kvtransfer.digest.definitions import DEFINITIONS, DigestDefinition, digest_blocks
+from kvtransfer.digest.older_digests import OlderDigests
+from kvtransfer.exporter.attach_rules import AttachRules
+from kvtransfer.exporter.export_call import ExportCall
+from kvtransfer.exporter.ticket_export import TicketExport
+from kvtransfer.protocol import export_machine as machine
+from kvtransfer.protocol.handoff import FirstToken as FirstToken
+from kvtransfer.protocol.handoff import RemoteBlock, Renew, Settle, Tail
+from kvtransfer.protocol.leases import LeasePolicy
+from kvtransfer.protocol.verification import VerifyMode
+from kvtransfer.transports.base import ExporterTransport
+from kvtransfer.wire.wire_format import WireFormat
+from tandem.v1 import kv_pb2
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedTicket:
+    ticket_id: bytes
+    signed: bytes  # a serialized tandem.v1.SignedTicket
+
+
+@dataclass(frozen=True, slots=True)
+class TailBlock:
+    """The last, partly filled block, frozen, unused positions zeroed."""
+
+    block_id: int
+    num_valid: int
+    is_unverified: bool = False  # came from another worker, and was not verified
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Blocks that wait for their digests, and what the ticket's machine hears then."""
+
+    ticket_id: bytes
+    block_ids: tuple[int, ...]
+    unverified: frozenset[int]
+    event: Callable[[tuple[RemoteBlock, ...]], machine.Event]
+
+
+class Exporter:
+    """All methods are for the event loop's thread; none but `start` and `close` waits."""
+
+    def __init__(
+        self,
+        *,
+        member: MemberId,
+        address: str,  # of the gRPC server that carries KvTransferServicer
+        wire: WireFormat,
+        layout: LayoutFingerprint,
+        key: bytes,
+        settings: TransferSettings,
+        transports: Sequence[ExporterTransport],
+        release: Callable[[bytes], None],  # ticket id; called exactly once per issued ticket, on the loop
+        clock: Clock,
+        counters: TransferCounters,
+        wall_clock: Callable[[], float] = time.time,
+        protocol: ProtocolRange = OURS,
+        digests: Sequence[DigestDefinition] = DEFINITIONS,  # best first; blocks are sealed with the first
+    ) -> None:
+        self._member, self._address = member, address
+        self._wire = wire
+        self._key = key
+        self._settings = settings
+        self._policy = LeasePolicy(settings.lease_s, settings.max_lease_s, settings.attach_timeout_s)
+        self._transports = tuple(transports)
+        self._release = release
+        self._clock, self._wall_clock = clock, wall_clock
+        self._counters = counters
+        self._rules = AttachRules(
+            member=member,
+            layout=layout,
+            key=key,
+            transports=self._transports,
+            protocol=protocol,
+            digests=digests,
+        )
+        self._tickets: dict[bytes, TicketExport] = {}
+        self._calls: dict[ExportCall, TicketExport | None] = {}  # None: nothing was attached to yet
+        self._next_call = 0
+        self._written: deque[_Written] = deque()
+        self._is_digesting = False
+        # One thread: digests leave in the order in which blocks were sealed.
+        self._digester = ThreadPoolExecutor(1, "kv-digest")
+        self._definition = digests[0]
+        self._older_digests = OlderDigests(wire.memory, self._definition, self._digester)
+
+    @property
+    def num_live_tickets(self) -> int:
+        """Issued and not yet released: what a drain waits for."""
+        return len(self._tickets)
+
+    def owners(self) -> Iterator[str]:
+        """Holders of blocks that live here."""
+        return map(holders.ticket, self._tickets)
+
+    async def start(self) -> None:
+        """Opens the transports. Raises OSError. What digests need once (kernels, matrices) is made now: it takes longer
+        than many a hand-off."""
+        for transport in self._transports:
+            await transport.start()
+        await asyncio.get_running_loop().run_in_executor(self._digester, self._prepare, (0,))
+
+    def leave(self) -> None:
+        """Before the server ends: nobody need wait for calls on which no hand-off has begun."""
+        for call in tuple(self._calls):
+            if call.attached is None:
+                call.end()
+
+    async def close(self) -> None:
+        """Ends every hand-off and releases every ticket."""
+        for export in tuple(self._tickets.values()):
+            export.take(machine.Fail(HandOffReason.CANCELLED, "the exporter is leaving"))
+        for call in tuple(self._calls):
+            call.end()
+            self.end_call(call)
+        assert not self._tickets, f"{len(self._tickets)} tickets outlive every attempt on them"
+        self._written.clear()
+        for transport in self._transports:
+            await transport.close()
+        await asyncio.to_thread(self._digester.shutdown, cancel_futures=True)
+
+    def issue(
+        self,
+        *,
+        request_id: str,
+        attempt: int,
+        importer: MemberId,
+        num_tokens: int,
+        prompt_hash: bytes,
+        num_choices: int,
+        ticket_id: bytes | None = None,  # None: a random one
+    ) -> IssuedTicket:
+        """A ticket for a prefill that is queued; nothing of it need be computed yet."""
+        ticket = Ticket(
+            ticket_id=ticket_id or secrets.token_bytes(tickets.TICKET_ID_BYTES),
+            exporter=self._member,
+            exporter_address=self._address,
+            importer=importer,
+            request_id=request_id,
+            attempt=attempt,
+            num_tokens=num_tokens,
+            prompt_hash=prompt_hash,
+            num_choices=num_choices,
+            expires_at_s=self._wall_clock() + self._settings.attach_timeout_s + self._settings.max_lease_s,
+        )
+        assert ticket.ticket_id not in self._tickets, "a ticket id used again"
+        self._tickets[ticket.ticket_id] = TicketExport(
+            ticket=ticket, policy=self._policy, clock=self._clock, counters=self._counters, released=self._on_released
+        )
+        return IssuedTicket(ticket.ticket_id, tickets.sign(ticket, self._key))
+
+    def seal(
+        self, ticket_id: bytes, *, first_index: int, block_ids: Sequence[int], unverified: Set[int] = frozenset()
+    ) -> None:
+        """These are written and will not change; first_index counts in the ticket's order. `unverified`: those among
+        them that came from another worker, and were not verified."""
+        self._after_digests(
+            _Written(
+                ticket_id,
+                tuple(block_ids),
+                frozenset(unverified) & frozenset(block_ids),
+                lambda blocks: machine.SealBlocks(first_index, blocks),
+            )
+        )
+
+    def finish(
+        self,
+        ticket_id: bytes,
+        *,
+        first_tokens: Sequence[FirstToken],
+        tail: TailBlock | None,
+        ended_s: float | None = None,  # when the last step ended, by this exporter's clock; None: now
+    ) -> None:
+        """Prefill is done; comes after its last `seal`."""
+
+        export = self._tickets.get(ticket_id)
+        if export is None:
+            return
+        export.ended_s = self._clock.now_s() if ended_s is None else ended_s
+        ticket, firsts = export.ticket, tuple(first_tokens)
+
+        def finished(blocks: tuple[RemoteBlock, ...]) -> machine.Event:
+            digested = None if tail is None else Tail(blocks[0], tail.num_valid)
+            return machine.Finish(firsts, ticket.num_tokens, ticket.prompt_hash, digested)
+
+        block_ids = () if tail is None else (tail.block_id,)
+        unverified = frozenset(block_ids if tail is not None and tail.is_unverified else ())
+        self._after_digests(_Written(ticket_id, block_ids, unverified, finished))
+
+    def fail(self, ticket_id: bytes, *, reason: HandOffReason, detail: str) -> None:
+        """Prefill will not finish: whoever attached is told; the blocks are released as soon as nobody reads them."""
+        export = self._tickets.get(ticket_id)
+        if export is not None:
+            export.take(machine.Fail(reason, detail))
+
+    def expect_soon(self, ticket_id: bytes) -> None:
+        """The router that was given the ticket has heard all, or is gone: whoever will come has been told, and comes
+        within a lease. After that nobody can attach; who has by then is not disturbed."""
+        if ticket_id in self._tickets:
+            asyncio.get_running_loop().call_later(self._settings.lease_s, self._withdraw_unattached, ticket_id)
+
+    def reap(self) -> None:
+        """Ends what is past its deadline. Happens by itself in time; a test with its own clock calls it."""
+        for export in tuple(self._tickets.values()):
+            export.take(machine.Tick())
+
+    def open_call(self, importer: str) -> ExportCall:
+        """A HandOff stream has begun. `importer` is who its metadata says it is."""
+        self._next_call += 1
+        call = ExportCall(
+            number=self._next_call, importer=importer, counters=self._counters, older_digests=self._older_digests
+        )
+        self._calls[call] = None
+        return call
+
+    def attach(self, call: ExportCall, message: kv_pb2.Attach) -> None:
+        """The first message of a call: a refusal by name, or the ticket's machine takes over."""
+        try:
+            accepted = self._rules.check(message, importer=call.importer, wall_s=self._wall_clock())
+            export = self._tickets.get(accepted.ticket.ticket_id)
+            if export is None:
+                raise HandOffFailed(HandOffReason.UNKNOWN_TICKET, "no such ticket is held here, or no longer")
+        except HandOffFailed as error:
+            call.refuse(error.handoff_reason, error.detail)
+        else:
+            self._calls[call] = export
+            export.attach(call, accepted)
+
+    def hear(self, call: ExportCall, message: Renew | Settle) -> None:
+        """What follows the first message of a call; `attach` had accepted that."""
+        export = self._calls.get(call)
+        if export is not None:  # else the exporter has closed
+            export.hear(call, message)
+
+    def end_call(self, call: ExportCall) -> None:
+        """The stream is gone, by whichever side."""
+        export = self._calls.pop(call, None)
+        if export is not None:
+            export.call_ended(call)
+
+    def _withdraw_unattached(self, ticket_id: bytes) -> None:
+        export = self._tickets.get(ticket_id)
+        if export is not None and not export.was_attached:
+            export.take(machine.Fail(HandOffReason.TICKET_EXPIRED, "nobody came for it"))
+
+    def _on_released(self, export: TicketExport) -> None:
+        del self._tickets[export.ticket.ticket_id]
+        self._release(export.ticket.ticket_id)
+
+    def _after_digests(self, written: _Written) -> None:
+        """Feeds the event to the ticket's machine when the blocks' digests are known, in the order of the calls."""
+        if written.ticket_id not in self._tickets:
+            return  # released meanwhile: nobody wants to know
+        self._written.append(written)
+        if not self._is_digesting:
+            self._is_digesting = True
+            asyncio.get_running_loop().call_soon(self._digest_next)  # with what else the same step has written
+
+    def _digest_next(self) -> None:
+        """What waits longest, and what follows it of the same ticket: it is digested in one go and leaves together."""
+        if not self._written:
+            self._is_digesting = False
+            return
+        batch = [self._written.popleft()]
+        while self._written and self._written[0].ticket_id == batch[0].ticket_id:
+            batch.append(self._written.popleft())
+        block_ids = tuple(block_id for written in batch for block_id in written.block_ids)
+        digesting: asyncio.Future[tuple[bytes, ...]]
+        if len(block_ids) * self._wire.memory.block_bytes <= self._wire.short_bytes:
+            digesting = asyncio.create_task(self._prepare_here(block_ids))
+        else:
+            digesting = asyncio.create_task(self._prepare_off_the_loop(block_ids))
+        digesting.add_done_callback(lambda digests: self._on_digests(batch, digests))
+
+    def _on_digests(self, batch: Sequence[_Written], digests: asyncio.Future[tuple[bytes, ...]]) -> None:
+        if digests.cancelled():
+            return  # by `close`
+        self._digest_next()
+        error = digests.exception()
+        left = iter(digests.result() if error is None else ())
+        for written in batch:
+            export = self._tickets.get(written.ticket_id)
+            if export is None:
+                return
+            if error is not None:
+                _LOG.error("request %s: digests failed", export.ticket.request_id, exc_info=error)
+                export.take(machine.Fail(HandOffReason.PREFILL_FAILED, "the exporter could not read its blocks"))
+            else:
+                blocks = tuple(
+                    RemoteBlock(block_id, next(left), block_id in written.unverified) for block_id in written.block_ids
+                )
+                export.take(written.event(blocks))
+
+    async def _prepare_here(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
+        return self._prepare(block_ids)
+
+    async def _prepare_off_the_loop(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
+        return await asyncio.wrap_future(self._digester.submit(self._prepare, block_ids))
+
+    def _prepare(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
+        """Off the event loop, unless it is short: what travels, and its digests; empty ones where none are computed."""
+        self._wire.encode(block_ids)
+        if self._settings.kv_verify == VerifyMode.OFF:
+            return (b"",) * len(block_ids)
+        return digest_blocks(self._wire.memory, block_ids, self._definition)

@@ -1,0 +1,115 @@
+"""A worker's memory opened to a measurement by another worker, for a few seconds, one at a time.
+
+Owns the probe that is open and its end. Nothing is allocated, pinned or written for it: whatever lies in the blocks is
+read for the time it takes, and thrown away by who read it. Only members of the cluster may ask: they sign their id
+with the cluster's key.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+
+from cluster.errors import HandOffFailed, HandOffReason, Overloaded
+from cluster.member import fingerprint_difference
+from cluster.messages import Epoch, LayoutFingerprint, MemberId
+from cluster.protocol.kv_wire import epoch_to_wire, fingerprint_from_wire
+from cluster.protocol.received import checked
+from cluster.protocol.tickets import TICKET_ID_BYTES
+from cluster.protocol.wire import member_from_wire, pack_ids
+from cluster.settings.transfer_settings import TRANSPORTS
+from kvtransfer.importer.pairs import DOES_NOT_REACH
+from kvtransfer.memory import PoolMemory
+from kvtransfer.transports.available import Available
+from tandem.v1 import kv_pb2
+
+OPEN_S = 12.0
+MAX_BYTES = 64 << 20
+
+
+class ProbeOpening:
+    """Lives on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        member: MemberId,
+        address: str,  # under which others reach it
+        memory: PoolMemory,  # what transports serve
+        layout: LayoutFingerprint,
+        key: bytes,
+        transports: Available,
+        open_s: float = OPEN_S,
+    ) -> None:
+        self._member, self._address, self._memory = member, address, memory
+        self._layout, self._key, self._transports, self._open_s = layout, key, transports, open_s
+        self._epoch: Epoch | None = None
+        self._importer: MemberId | None = None
+        self._end: asyncio.TimerHandle | None = None
+
+    def open(self, request: kv_pb2.OpenProbeRequest) -> kv_pb2.OpenProbeResponse:
+        """A worker's new request ends its former one; a request without transports does only that.
+
+        Raises HandOffFailed (BAD_SIGNATURE, LAYOUT_MISMATCH), MalformedMessage, Overloaded (another worker's is open).
+        """
+        importer = self._checked(checked(request))
+        if self._importer not in (None, importer):
+            raise Overloaded(f"{self._importer} measures {self._member} at the moment", retry_after_s=self._left_s())
+        self.close()
+        if not request.transports:
+            return kv_pb2.OpenProbeResponse()
+        epoch = Epoch(self._member, secrets.token_bytes(TICKET_ID_BYTES), 0)
+        self._epoch, self._importer = epoch, importer
+        self._end = asyncio.get_running_loop().call_later(self._open_s, self.close)
+        num_blocks = min(self._memory.num_blocks, max(1, MAX_BYTES // self._memory.block_bytes))
+        return kv_pb2.OpenProbeResponse(
+            epoch=epoch_to_wire(epoch),
+            paths=self._paths(request, epoch),
+            block_ids=pack_ids(range(num_blocks)),
+            open_s=self._open_s,
+        )
+
+    def close(self) -> None:
+        """Nothing new is read by the probe that was open, if any."""
+        if self._end is not None:
+            self._end.cancel()
+        if self._epoch is not None:
+            for transport in self._transports.exporters:
+                transport.revoke(self._epoch)
+        self._end = self._epoch = self._importer = None
+
+    def _checked(self, request: kv_pb2.OpenProbeRequest) -> MemberId:
+        expected = sign_probe(self._key, request.importer, self._member, self._address)
+        if not hmac.compare_digest(request.signature, expected):
+            detail = f"the probe of {self._member} is not signed with this cluster's key"
+            raise HandOffFailed(HandOffReason.BAD_SIGNATURE, detail)
+        difference = fingerprint_difference(self._layout, fingerprint_from_wire(request.layout))
+        if difference:
+            raise HandOffFailed(HandOffReason.LAYOUT_MISMATCH, difference)
+        return member_from_wire(request.importer)
+
+    def _left_s(self) -> float:
+        now_s = asyncio.get_running_loop().time()
+        return max(0.0, self._end.when() - now_s) if self._end is not None else 0.0
+
+    def _paths(self, request: kv_pb2.OpenProbeRequest, epoch: Epoch) -> list[kv_pb2.ProbePath]:
+        """Of every transport, in no order: it is the importer's that counts."""
+        offered = {transport.name: transport for transport in self._transports.exporters}
+        paths = []
+        for name in dict.fromkeys([*offered, *TRANSPORTS]):
+            path = kv_pb2.ProbePath(transport=name)
+            if name not in offered:
+                path.reason = self._transports.missing.get(name, "not part of this version")
+            elif name in request.transports and offered[name].reachable(request.endpoints[name]):
+                path.endpoint = offered[name].admit(epoch)
+            elif name in request.transports:
+                path.reason = DOES_NOT_REACH
+            paths.append(path)
+        return paths
+
+
+def sign_probe(key: bytes, importer: str, exporter: MemberId, address: str) -> bytes:
+    """What an importer sends with its id, good for this exporter only and only where it is dialled at this address:
+    somebody who has a worker sent to himself instead learns nothing that the exporter would take."""
+    text = "\0".join(("tandem probe", importer, str(exporter), address))
+    return hmac.new(key, text.encode(), hashlib.sha256).digest()

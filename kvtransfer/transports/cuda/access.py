@@ -1,0 +1,109 @@
+"""One GPU's view of another process's pool: mapping its exported pages, and copying blocks out of them.
+
+Owns its stream. Called on transports' threads, never on the event loop: a copy is waited for.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from cluster.memory.cuda_pages import DriverRefused, checked, map_pages, unmap
+from kvtransfer.memory import PoolMemory
+from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.cuda.thread import use_device
+
+
+class Mapping(Protocol):
+    """Pages of another process. Unmapped when nothing refers to it any more."""
+
+    @property
+    def address(self) -> int: ...
+
+
+class PoolAccess(Protocol):
+    """What `cuda_ipc` needs of a device: two implementations, CUDA's and the tests'."""
+
+    def device(self) -> str:
+        """Names the GPU of the local pool."""
+        ...
+
+    def reaches(self, device: str) -> bool:
+        """May a GPU of this name read the local pool? True where only trying can tell."""
+        ...
+
+    def map(self, file: int, num_bytes: int) -> Mapping:
+        """For reading. Takes `file` over. Raises TransportError."""
+        ...
+
+    def copy(self, source: Mapping, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """Into the local pool; done, and visible to the device, when it returns."""
+        ...
+
+
+class CudaMapping:
+    """See Mapping."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.address = address
+        weakref.finalize(self, unmap, address, num_bytes).atexit = False
+
+
+class CudaAccess:
+    """See PoolAccess."""
+
+    def __init__(self, memory: PoolMemory) -> None:
+        self._pool = memory.raw
+        self._index = memory.raw.get_device()
+        self._lock = threading.Lock()  # over the stream
+        self._stream: torch.cuda.Stream | None = None
+
+    def device(self) -> str:
+        return str(torch.cuda.get_device_properties(self._index).uuid)
+
+    def reaches(self, device: str) -> bool:
+        for index in range(torch.cuda.device_count()):
+            if str(torch.cuda.get_device_properties(index).uuid) == device:
+                return index == self._index or torch.cuda.can_device_access_peer(index, self._index)
+        return True  # not visible to this process
+
+    def map(self, file: int, num_bytes: int) -> CudaMapping:
+        from cuda.bindings import driver
+
+        use_device(self._index)
+        try:
+            return CudaMapping(_import_for_reading(driver, file, num_bytes, self._index), num_bytes)
+        except DriverRefused as error:
+            raise TransportError(str(error)) from error
+
+    def copy(self, source: Mapping, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """On a stream of its own: neither waits for the engine's steps, nor they for it. Nobody uses the destination,
+        and the source was completed before it was offered."""
+        from kvtransfer.transports.cuda.copies import copy_blocks
+
+        with self._lock, torch.cuda.device(self._index):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._stream):
+                both = torch.from_numpy(np.array((source_ids, target_ids), dtype=np.int64)).pin_memory()
+                ids = both.to(self._pool.device, non_blocking=True)  # pageable memory would be waited for
+                copy_blocks(source.address, ids[0], self._pool, ids[1])
+                self._stream.synchronize()
+
+
+def _import_for_reading(driver: Any, file: int, num_bytes: int, index: int) -> int:
+    """The address. Takes `file` over. Raises DriverRefused."""
+    kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    try:
+        handle = checked(driver.cuMemImportFromShareableHandle(file, kind))
+    finally:
+        os.close(file)
+    try:
+        for_reading = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+        return map_pages(driver, handle, num_bytes, index, for_reading)
+    finally:
+        driver.cuMemRelease(handle)  # the mapping keeps the pages

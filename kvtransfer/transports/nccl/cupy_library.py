@@ -1,0 +1,162 @@
+"""NCCL by `cupy.cuda.nccl`, on one device.
+
+What holds here was read in cupy 14's `cupy_backends/cuda/libs/nccl.pyx` and NCCL's user guide and `src/init.cc`:
+
+- Every call, the constructor, `send`, `recv`, `groupEnd`, `abort` and `check_async_error` among them, is made `with
+  nogil`: one that hangs stops its thread and not the interpreter.
+- The constructor blocks in ncclCommInitRankConfig, and cupy's NcclConfig knows no `blocking=0`. "Fault tolerance"
+  allows ncclCommAbort only while no thread is in a call of that communicator, so a constructor that hangs can be
+  abandoned and not aborted. Whoever calls it agrees with the peer first and has a thread to lose.
+- A send or receive blocks only while it builds the connections to its peer, all of them at the first one
+  (`src/enqueue.cc`, p2pnChannelsPerPeer): after `warm`, calls return as soon as the work is enqueued.
+- `__dealloc__` calls ncclCommDestroy, which waits for what still runs and for ranks of the same node. So a communicator
+  is always aborted before it is dropped, which clears the pointer first.
+- "Thread safety": calls to different communicators of one device must not run in parallel, hence one lock per device.
+- A status that cupy has no name for becomes a KeyError.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+
+from kvtransfer.transports.nccl.library import EXPORTER_RANK, IMPORTER_RANK, NcclFailed, Piece
+
+_WARM_BYTES = 1 << 20
+_LEAST_VERSION = 2_18_00  # communicators with a configuration, which cupy asks for
+_SHARING_VERSION = 2_30_00  # two ranks may share a GPU
+
+_Result = TypeVar("_Result")
+
+
+def why_not_loadable() -> str:
+    """Empty when cupy and its NCCL are here."""
+    try:
+        from cupy.cuda import nccl
+    except ImportError as error:
+        return f"cupy with NCCL cannot be imported ({error})"
+    if not nccl.available:
+        return "this cupy comes without NCCL"
+    if nccl.get_version() < _LEAST_VERSION:
+        return f"NCCL {nccl.get_version()} is older than {_LEAST_VERSION}"
+    return ""
+
+
+@lru_cache(maxsize=16)
+def cupy_nccl(device: int) -> "CupyNccl":
+    """The one of a device: exporter and importer of a process share its lock."""
+    return CupyNccl(device)
+
+
+class CupyNccl:
+    """See NcclLibrary."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._calls = threading.Lock()
+        self._uuid: bytes | None = None
+
+    def version(self) -> int:
+        from cupy.cuda import nccl
+
+        return int(_checked(nccl.get_version))
+
+    def device(self) -> bytes:
+        if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and self.version() >= _SHARING_VERSION:
+            return b""
+        if self._uuid is None:
+            self._uuid = _checked(lambda: _uuid(self._device))
+        return self._uuid
+
+    def unique_id(self) -> bytes:
+        from cupy.cuda import nccl
+
+        return bytes(_checked(nccl.get_unique_id))
+
+    def connect(self, unique_id: bytes, rank: int) -> "CupyCommunicator":
+        import cupy
+        from cupy.cuda import nccl
+
+        _checked(cupy.cuda.Device(self._device).use)  # of this thread, for all its later calls
+        stream = _checked(lambda: cupy.cuda.Stream(non_blocking=True))
+        scratch = _checked(lambda: cupy.cuda.alloc(_WARM_BYTES))
+        communicator = _checked(lambda: nccl.NcclCommunicator(2, unique_id, rank))
+        return CupyCommunicator(communicator, rank, self._calls, stream, scratch)
+
+
+class CupyCommunicator:
+    """See Communicator. Its stream is none of torch's, which are few and shared: nothing else waits behind it."""
+
+    def __init__(self, communicator: Any, rank: int, calls: threading.Lock, stream: Any, scratch: Any) -> None:
+        self._communicator: Any = communicator
+        self._rank, self._calls = rank, calls
+        self._peer = IMPORTER_RANK if rank == EXPORTER_RANK else EXPORTER_RANK
+        self._stream, self._scratch = stream, scratch
+
+    def warm(self) -> None:
+        pieces = [Piece(self._scratch.ptr, _WARM_BYTES)]
+        if self._rank == EXPORTER_RANK:
+            self.send(pieces)
+        else:
+            self.receive(pieces)
+
+    def send(self, pieces: Sequence[Piece]) -> None:
+        self._begin(self._communicator.send, pieces)
+
+    def receive(self, pieces: Sequence[Piece]) -> None:
+        self._begin(self._communicator.recv, pieces)
+
+    def is_done(self) -> bool:
+        if self._communicator is not None:
+            _checked(self._communicator.check_async_error)
+        return bool(_checked(lambda: self._stream.done))
+
+    def abort(self) -> None:
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            _checked(communicator.abort)
+
+    def _begin(self, call: Callable[..., None], pieces: Sequence[Piece]) -> None:
+        """The bytes to send were completed on the device before they were offered, and nobody uses the destination:
+        there is nothing on another stream to wait for."""
+        from cupy.cuda import nccl
+
+        with self._calls, _group():
+            for piece in pieces:
+                call(piece.address, piece.num_bytes, nccl.NCCL_UINT8, self._peer, self._stream.ptr)
+
+
+def _uuid(device: int) -> bytes:
+    """By torch: cupy's ends at the first byte that is zero."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("no GPU here")
+    return str(torch.cuda.get_device_properties(device).uuid).encode()
+
+
+@contextmanager
+def _group() -> Iterator[None]:
+    """One group of calls. It is ended whatever happens, or the thread's next calls would join it."""
+    from cupy.cuda import nccl
+
+    _checked(nccl.groupStart)
+    try:
+        yield
+    except (RuntimeError, KeyError) as error:
+        raise NcclFailed(_named(error)) from error
+    finally:
+        _checked(nccl.groupEnd)
+
+
+def _checked(call: Callable[[], _Result]) -> _Result:
+    try:
+        return call()
+    except (RuntimeError, KeyError, MemoryError) as error:  # cupy's own errors are RuntimeErrors
+        raise NcclFailed(_named(error)) from error
+
+
+def _named(error: Exception) -> str:
+    return f"unknown NCCL status {error}" if isinstance(error, KeyError) else str(error)

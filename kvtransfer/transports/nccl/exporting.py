@@ -1,0 +1,198 @@
+"""The exporter's half of `nccl`: rank 0 of every pair. Owns its listening socket and a thread per importer, in which
+that pair's calls of the library are made; one that hangs takes its thread and nothing else with it.
+"""
+
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from cluster.messages import Epoch
+from kvtransfer.memory import PoolMemory
+from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.host.connection_threads import ConnectionThreads
+from kvtransfer.transports.host.sockets import tune
+from kvtransfer.transports.nccl import messages
+from kvtransfer.transports.nccl.library import EXPORTER_RANK, NcclFailed, NcclLibrary, Piece
+from kvtransfer.transports.nccl.link import NcclLink
+from kvtransfer.transports.nccl.pair import PairLife, PairLimits
+
+NAME = "nccl"
+
+_LOG = logging.getLogger(__name__)
+
+ENDPOINT = struct.Struct(f"<{messages.TOKEN_BYTES}sH")  # token, port; then the host's name
+IMPORTER = struct.Struct(f"<{messages.IDENTITY_BYTES}sI")  # which start of which importer, NCCL's version; then the GPU
+
+_MAX_CONNECTIONS = 128
+_MAX_LIVES = 1024  # pairs whose history is kept
+
+
+@dataclass
+class _Pair:
+    """What is known of one start of one importer."""
+
+    life: PairLife
+    link: NcclLink | None = None
+
+
+class NcclExporter:
+    """Sends the runs of blocks that importers of admitted epochs ask for, in the order in which they ask."""
+
+    def __init__(
+        self, *, memory: PoolMemory, library: NcclLibrary, host: str, advertise_host: str, limits: PairLimits
+    ) -> None:
+        self._raw = memory.raw  # keeps the bytes where they are as long as a thread may read them
+        self._num_blocks, self._block_bytes = memory.num_blocks, memory.block_bytes
+        self._library, self._limits = library, limits
+        self._host, self._advertise_host = host, advertise_host
+        self._tokens: dict[tuple[bytes, int], bytes] = {}  # by (ticket id, attempt)
+        self._slot = threading.Lock()
+        self._lock = threading.Lock()  # over _pairs
+        self._pairs: OrderedDict[bytes, _Pair] = OrderedDict()  # by importer, the longest unused first
+        self._threads = ConnectionThreads("kv-nccl", serve=self._serve, max_connections=_MAX_CONNECTIONS)
+
+    @property
+    def name(self) -> str:
+        return NAME
+
+    async def start(self) -> None:
+        """Raises OSError when the host cannot be bound to."""
+        self._threads.start(self._host)
+
+    def reachable(self, importer_endpoint: bytes) -> bool:
+        """One version of NCCL, two GPUs, and no failure lately."""
+        if len(importer_endpoint) < IMPORTER.size:
+            return False
+        importer, version = IMPORTER.unpack_from(importer_endpoint)
+        try:
+            device = self._library.device()
+            if version != self._library.version() or (device and device == importer_endpoint[IMPORTER.size :]):
+                return False
+        except NcclFailed:
+            return False
+        with self._lock:
+            pair = self._pairs.get(importer)
+        return pair is None or pair.life.is_promising(time.monotonic())
+
+    def admit(self, epoch: Epoch) -> bytes:
+        key = (epoch.ticket_id, epoch.attempt)
+        token = self._tokens.setdefault(key, secrets.token_bytes(messages.TOKEN_BYTES))
+        return ENDPOINT.pack(token, self._threads.port) + self._advertise_host.encode()
+
+    def revoke(self, epoch: Epoch) -> None:
+        self._tokens.pop((epoch.ticket_id, epoch.attempt), None)
+
+    async def close(self) -> None:
+        """Waits for threads that hang in the library only so long."""
+        await self._threads.stop_accepting()
+        with self._lock:
+            pairs = list(self._pairs.values())
+        for pair in pairs:
+            if pair.link is not None:
+                pair.link.poison("the exporter is closing")
+        await self._threads.end_connections(self._limits.abort_s)
+
+    def _serve(self, connection: socket.socket) -> None:
+        tune(connection)
+        connection.settimeout(self._limits.agree_s)
+        try:
+            hello = messages.expect(connection, messages.Hello)
+            self._serve_pair(hello, connection)
+        except TransportError as error:  # an importer that does not keep to the protocol
+            _LOG.debug("nccl: a connection ended: %s", error)
+
+    def _serve_pair(self, hello: messages.Hello, connection: socket.socket) -> None:
+        if not self._is_admitted(hello.entry):
+            return messages.send(connection, messages.Refused("the exporter does not know this epoch"))
+        link = self._new_link(hello.importer, connection)
+        try:
+            self._agree(link, hello)
+            while self._answer(link):
+                pass
+        except messages.Refusal as error:
+            with contextlib.suppress(OSError):
+                messages.send(connection, messages.Refused(str(error)))
+            link.withdraw()
+        except (TransportError, OSError) as error:
+            link.abort(str(error))
+        else:
+            link.abort("the importer is gone", failed=False)
+
+    def _new_link(self, importer: bytes, connection: socket.socket) -> NcclLink:
+        """In place of the importer's last one, which it left or it would not make another."""
+        with self._lock:
+            pair = self._pairs.setdefault(importer, _Pair(PairLife(self._limits)))
+            self._pairs.move_to_end(importer)
+            while len(self._pairs) > _MAX_LIVES:
+                self._pairs.popitem(last=False)
+            last, pair.link = pair.link, NcclLink(connection, self._library, pair.life, self._slot)
+            link = pair.link
+        if last is not None:
+            last.poison("the importer made a new connection")
+            last.quiet.wait(self._limits.abort_s)
+        return link
+
+    def _agree(self, link: NcclLink, hello: messages.Hello) -> None:
+        connection = link.connection
+        try:
+            link.begin()
+        except TransportError as error:
+            raise messages.Refusal(f"this pair is left alone: {error}") from error
+        try:
+            version = self._library.version()
+            if hello.version != version:
+                raise messages.Refusal(f"NCCL {version} here, {hello.version} there")
+            messages.send(connection, messages.Ready(version))
+            messages.expect(connection, messages.Ready)
+            link.agreed()
+            unique_id = self._library.unique_id()
+        except NcclFailed as error:
+            raise TransportError(f"NCCL: {error}") from error
+        messages.send(connection, messages.UniqueId(unique_id))
+        link.connect(unique_id, EXPORTER_RANK)
+        connection.settimeout(link.time_left_s())
+        messages.send(connection, messages.Warm())
+        messages.expect(connection, messages.Warm)
+        link.warmed()
+
+    def _answer(self, link: NcclLink) -> bool:
+        """One read. False: the importer has ended the connection."""
+        connection = link.connection
+        connection.settimeout(None)  # it may ask again at any time; keepalive finds dead hosts
+        read = messages.receive_message(connection)
+        if read is None:
+            return False
+        if not isinstance(read, messages.Read) or read.number != link.next_number:
+            raise TransportError("the importer does not follow the protocol")
+        connection.settimeout(self._limits.transfer_s)
+        epoch = read.entry
+        refusal = self._why_not(read)
+        if refusal:
+            messages.send(connection, messages.Answer(epoch.ticket_id, epoch.attempt, read.number, 0, refusal))
+            return True
+        num_bytes = sum(run.num_blocks for run in read.runs) * self._block_bytes
+        answer = messages.Answer(epoch.ticket_id, epoch.attempt, read.number, num_bytes)
+        link.send(read.number, self._pieces(read.runs), lambda: messages.send(connection, answer))
+        return True
+
+    def _why_not(self, read: messages.Read) -> str:
+        if not self._is_admitted(read.entry):
+            return "the exporter does not know this epoch"
+        if any(run.first_block + run.num_blocks > self._num_blocks for run in read.runs):
+            return f"a block past the {self._num_blocks} of the exporter's pool"
+        return ""
+
+    def _is_admitted(self, entry: messages.Entry) -> bool:
+        token = self._tokens.get((entry.ticket_id, entry.attempt), b"")
+        return hmac.compare_digest(token, entry.token)
+
+    def _pieces(self, runs: tuple[messages.Run, ...]) -> list[Piece]:
+        base, size = self._raw.data_ptr(), self._block_bytes
+        return [Piece(base + run.first_block * size, run.num_blocks * size) for run in runs]

@@ -1,0 +1,292 @@
+"""The importer's half of `nccl`: rank 1 of every pair. A pair is made at the first hand-off with an exporter and kept.
+
+The library is called on one thread per pair. Hand-offs with one exporter read one after the other, in its order.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from cluster.messages import Epoch
+from kvtransfer.memory import PoolMemory
+from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.host.host_memory import runs
+from kvtransfer.transports.host.sockets import connect
+from kvtransfer.transports.lone_thread import LoneThread
+from kvtransfer.transports.nccl import messages
+from kvtransfer.transports.nccl.exporting import ENDPOINT, IMPORTER, NAME
+from kvtransfer.transports.nccl.library import IMPORTER_RANK, NcclFailed, NcclLibrary, Piece
+from kvtransfer.transports.nccl.link import NcclLink
+from kvtransfer.transports.nccl.pair import PairLife, PairLimits
+
+_Address = tuple[str, int]
+
+_MAX_PAIRS = 32  # communicators that are kept: each holds device memory
+_MAX_STUCK = 4  # threads lost in the library; then this process makes no more communicators
+
+
+class NcclImporter:
+    """Owns the pairs, by exporter process."""
+
+    def __init__(self, *, memory: PoolMemory, library: NcclLibrary, limits: PairLimits) -> None:
+        self._memory, self._library, self._limits = memory, library, limits
+        self._identity = secrets.token_bytes(messages.IDENTITY_BYTES)
+        self._slot = threading.Lock()
+        self._pairs: OrderedDict[_Address, _Pair] = OrderedDict()  # the longest unused first
+        self._channels: set[NcclChannel] = set()
+
+    @property
+    def name(self) -> str:
+        return NAME
+
+    def endpoint(self) -> bytes:
+        """Empty where the library cannot be used, so that no exporter chooses it."""
+        if self._num_stuck() >= _MAX_STUCK:
+            return b""
+        try:
+            return IMPORTER.pack(self._identity, self._library.version()) + self._library.device()
+        except NcclFailed:
+            return b""
+
+    async def open(self, epoch: Epoch, exporter_endpoint: bytes) -> "NcclChannel":
+        address, token = _parse_endpoint(exporter_endpoint)
+        entry = messages.Entry(epoch.ticket_id, epoch.attempt, token)
+        if self._num_stuck() >= _MAX_STUCK:
+            raise TransportError("too many calls hang in NCCL")
+        pair = self._pairs.get(address)
+        if pair is None:
+            pair = self._pairs[address] = _Pair(address, self._library, self._limits, self._slot)
+        self._pairs.move_to_end(address)
+        try:
+            hello = messages.Hello(self._identity, self._library.version(), entry)
+        except NcclFailed as error:
+            raise TransportError(f"NCCL: {error}") from error
+        link, thread = await pair.usable_link(hello)
+        channel = NcclChannel(link, thread, entry, self._memory, self._limits, self._channels.discard)
+        self._channels.add(channel)
+        self._forget_pairs()
+        return channel
+
+    async def close(self) -> None:
+        for channel in tuple(self._channels):
+            await channel.destroy()
+        await asyncio.gather(*(pair.close() for pair in self._pairs.values()))
+        self._pairs.clear()
+
+    def _num_stuck(self) -> int:
+        now_s = time.monotonic()
+        return sum(pair.is_stuck(now_s) for pair in self._pairs.values())
+
+    def _forget_pairs(self) -> None:
+        """Past the bound, those that were not used for longest."""
+        used = {id(channel.link) for channel in self._channels}
+        idle = [address for address, pair in self._pairs.items() if pair.is_idle and id(pair.link) not in used]
+        for address in idle[: max(0, len(self._pairs) - _MAX_PAIRS)]:
+            self._pairs.pop(address).leave()
+
+
+class _Pair:
+    """One exporter process: the link to it, its thread, and what is remembered of failures. For the event loop."""
+
+    def __init__(self, address: _Address, library: NcclLibrary, limits: PairLimits, slot: threading.Lock) -> None:
+        self._address, self._library, self._limits, self._slot = address, library, limits, slot
+        self._life = PairLife(limits)
+        self.link: NcclLink | None = None
+        self._thread: LoneThread | None = None
+        self._making: asyncio.Task[None] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        return self._making is None and (self.link is None or self.link.is_usable or self.link.quiet.is_set())
+
+    def is_stuck(self, now_s: float) -> bool:
+        """A call of it hangs in the library."""
+        return self.link is not None and not self.link.quiet.is_set() and not self._life.is_promising(now_s)
+
+    async def usable_link(self, hello: messages.Hello) -> tuple[NcclLink, LoneThread]:
+        """Raises TransportError. Several may wait for one communicator; whoever gives up does not stop the others."""
+        if self.link is None or not self.link.is_usable:
+            if self._making is None:
+                self._making = asyncio.create_task(self._make(hello))
+                self._making.add_done_callback(self._made)
+            try:
+                await asyncio.shield(self._making)
+            except asyncio.CancelledError:
+                if self._making is None or not self._making.cancelled():
+                    raise
+                raise TransportError("the importer is closing") from None
+        assert self.link is not None and self._thread is not None
+        return self.link, self._thread
+
+    def leave(self) -> None:
+        """Ends the link, without waiting for it."""
+        if self.link is not None and self._thread is not None:
+            link = self.link
+            link.poison("it was not needed for long")
+            self._thread.submit(lambda: link.abort("", failed=False))
+            self._thread.end()
+
+    async def close(self) -> None:
+        """Waits for a call that hangs in the library only so long."""
+        if self._making is not None:
+            self._making.cancel()
+        self.leave()
+        if self.link is not None:
+            await asyncio.to_thread(self.link.quiet.wait, self._limits.abort_s)
+
+    def _made(self, making: "asyncio.Task[None]") -> None:
+        self._making = None
+        if not making.cancelled():
+            making.exception()  # told to whoever waited
+
+    async def _make(self, hello: messages.Hello) -> None:
+        limits = self._limits
+        if self.link is not None and not await asyncio.to_thread(self.link.quiet.wait, limits.grace_s):
+            raise TransportError(f"the last communicator with {self._address} has not ended")
+        if not self._life.is_promising(time.monotonic()):
+            raise TransportError(f"NCCL with {self._address} is left alone for a while: {self._life.why}")
+        try:
+            connection = await connect(self._address)
+        except OSError as error:
+            raise TransportError(f"connecting to {self._address}: {error}") from error
+        if self._thread is not None:
+            self._thread.end()
+        link = self.link = NcclLink(connection, self._library, self._life, self._slot)
+        self._thread = LoneThread("kv-nccl-pair", idle=link.look, idle_s=limits.look_s)
+        agreeing = self._thread.submit(lambda: _agree(link, hello, limits))
+        timeout_s = limits.agree_s + limits.initialise_s + limits.warm_s
+        if not await _ends_within(agreeing, timeout_s):
+            link.poison("NCCL did not initialise in time")
+            raise TransportError(f"NCCL with {self._address} did not initialise in time")
+        agreeing.result()
+
+
+class NcclChannel:
+    """See Channel in base.py."""
+
+    def __init__(
+        self,
+        link: NcclLink,
+        thread: LoneThread,
+        entry: messages.Entry,
+        memory: PoolMemory,
+        limits: PairLimits,
+        ended: "Callable[[NcclChannel], None]",
+    ) -> None:
+        self.link = link
+        self._thread, self._entry, self._limits, self._ended = thread, entry, limits, ended
+        self._raw = memory.raw  # keeps the bytes where they are as long as a thread may write them
+        self._block_bytes, self._num_blocks = memory.block_bytes, memory.num_blocks
+        self._open = True
+        self._read: Future[None] | None = None  # in flight, or ended by anything but success
+
+    async def read(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
+        assert len(remote_block_ids) == len(local_block_ids)
+        assert all(0 <= block_id < self._num_blocks for block_id in local_block_ids)
+        if not self._open or self._read is not None:
+            raise TransportError("the channel is closed or poisoned")
+        stretches = list(runs(remote_block_ids, local_block_ids)) if remote_block_ids else []
+        remote = tuple(messages.Run(source, length) for source, _, length in stretches)
+        base, size = self._raw.data_ptr(), self._block_bytes
+        pieces = [Piece(base + target * size, length * size) for _, target, length in stretches]
+        self._read = self._thread.submit(lambda: self._receive(remote, pieces))
+        await asyncio.wrap_future(self._read)
+        self._read = None
+
+    async def destroy(self) -> None:
+        """A transfer that is under way may end by itself for a moment: that proves as much, and spares the pair."""
+        self._open = False
+        read, limits = self._read, self._limits
+        if read is not None and not read.cancel() and not await _ends_within(read, limits.grace_s):
+            self.link.poison("a hand-off gave its read up")
+            await _ends_within(read, None)
+        self._ended(self)
+
+    async def release(self) -> None:
+        await self.destroy()
+
+    def _receive(self, remote: tuple[messages.Run, ...], pieces: Sequence[Piece]) -> None:
+        """On the pair's thread. Whatever fails here ends the communicator before it is told, except a refusal."""
+        try:
+            number = self.link.next_number
+            _ask(self.link.connection, messages.Read(self._entry, number, remote), pieces, self._limits.transfer_s)
+            self.link.receive(number, pieces)
+        except messages.Refusal:
+            raise
+        except (TransportError, OSError) as error:
+            self.link.abort(str(error))
+            raise TransportError(str(error)) from error
+
+
+def _ask(connection: socket.socket, read: messages.Read, pieces: Sequence[Piece], timeout_s: float) -> None:
+    """Raises Refusal, TransportError, OSError."""
+    connection.settimeout(timeout_s)
+    messages.send(connection, read)
+    answer = messages.expect(connection, messages.Answer)
+    asked = (read.entry.ticket_id, read.entry.attempt, read.number)
+    if (answer.ticket_id, answer.attempt, answer.number) != asked:
+        raise TransportError("an answer to another read")
+    if answer.refusal:
+        raise messages.Refusal(answer.refusal)
+    if answer.num_bytes != sum(piece.num_bytes for piece in pieces):
+        raise TransportError(f"{answer.num_bytes} bytes for {sum(piece.num_bytes for piece in pieces)}")
+
+
+def _agree(link: NcclLink, hello: messages.Hello, limits: PairLimits) -> None:
+    """On the pair's thread. Raises TransportError; then the link has ended."""
+    try:
+        link.begin()
+        _make_communicator(link, hello, limits)
+    except messages.Refusal:
+        link.withdraw()
+        raise
+    except (TransportError, OSError) as error:
+        link.abort(str(error))
+        raise TransportError(str(error)) from error
+
+
+def _make_communicator(link: NcclLink, hello: messages.Hello, limits: PairLimits) -> None:
+    connection = link.connection
+    connection.settimeout(limits.agree_s)
+    messages.send(connection, hello)
+    ready = messages.expect(connection, messages.Ready)
+    if ready.version != hello.version:
+        raise TransportError(f"NCCL {hello.version} here, {ready.version} there")
+    messages.send(connection, ready)
+    link.agreed()
+    unique_id = messages.expect(connection, messages.UniqueId).unique_id
+    link.connect(unique_id, IMPORTER_RANK)
+    connection.settimeout(link.time_left_s())
+    messages.expect(connection, messages.Warm)
+    messages.send(connection, messages.Warm())
+    link.warmed()
+
+
+async def _ends_within(future: "Future[None]", timeout_s: float | None) -> bool:
+    """However it ends, and with nobody who waits for it when it never does."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell(_: "Future[None]") -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
+            loop.call_soon_threadsafe(ended.set)
+
+    future.add_done_callback(tell)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await ended.wait()
+    return future.done()
+
+
+def _parse_endpoint(endpoint: bytes) -> tuple[_Address, bytes]:
+    try:
+        token, port = ENDPOINT.unpack_from(endpoint)
+        return (endpoint[ENDPOINT.size :].decode(), port), token
+    except (struct.error, UnicodeDecodeError) as error:
+        raise TransportError("not an endpoint of this transport") from error

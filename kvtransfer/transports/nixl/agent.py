@@ -1,0 +1,185 @@
+"""One NIXL agent over UCX, without its progress thread: registered memory, a peer, reads, and its own destruction.
+
+Owns every call into the library. Not thread-safe: its user makes the calls of one agent one at a time.
+"""
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtransfer.transports.cuda.thread import use_device
+
+# The meta package chooses by torch's CUDA version; a wheel for either alone serves host memory just as well.
+_PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
+_LOAD_HINT = "install the extra `nixl`"
+
+# Only reads that need nothing of the exporter's processor. What UCX emulates over messages (plain TCP, shared memory
+# where the kernel forbids reading another process) aborts the exporter when a reader goes away in mid-read. The
+# environment has the last word: UCX_PROTO_EMULATION_ENABLE=y.
+_UCX_SETTINGS = "PROTO_EMULATION_ENABLE=n"
+
+Descriptors = npt.NDArray[np.uint64]  # [pieces, 3]: address, bytes, device
+_Answer = TypeVar("_Answer")
+
+
+class NixlError(Exception):
+    """The library refused, or reports that a transfer failed."""
+
+
+def why_not_loadable() -> str:
+    """Empty when the library can be used."""
+    try:
+        _api()
+    except ImportError as error:
+        return f"{error}; {_LOAD_HINT}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Rows of equal size in this process's memory or in another's."""
+
+    address: int
+    num_rows: int
+    row_bytes: int
+    device: int | None = None  # index of the GPU; None for host memory
+
+    @classmethod
+    def of(cls, rows: torch.Tensor) -> "Region":
+        """`rows`: [num_rows, row_bytes], contiguous."""
+        assert rows.is_contiguous() and rows.element_size() == 1
+        device = rows.device.index if rows.is_cuda else None
+        return cls(rows.data_ptr(), rows.shape[0], rows.shape[1], device)
+
+    @property
+    def kind(self) -> str:
+        return "DRAM" if self.device is None else "VRAM"
+
+    def pieces(self, first_rows: npt.NDArray[np.int64], num_rows: npt.NDArray[np.int64]) -> Descriptors:
+        described = np.zeros((len(first_rows), 3), dtype=np.uint64)
+        described[:, 0] = first_rows * self.row_bytes + self.address
+        described[:, 1] = num_rows * self.row_bytes
+        if self.device is not None:
+            described[:, 2] = self.device
+        return described
+
+
+class NixlAgent:
+    """Lives from its first line to `destroy`, after which nothing of it can touch memory."""
+
+    def __init__(self, name: str, device: int | None) -> None:
+        """`device`: the GPU whose memory it is to move; then the thread that calls this makes all its other calls, too.
+        Raises NixlError, ImportError."""
+        api = _api()
+        if device is not None:
+            _called(lambda: use_device(device))
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        self._agent: Any = _called(lambda: api.nixl_agent(name, config))
+        _called(lambda: self._agent.create_backend("UCX", {"engine_config": _UCX_SETTINGS}))
+        self._peer = ""
+        self._reads: dict[int, Any] = {}  # handles of those that were started and are not known to be complete
+        self._num_reads = 0
+
+    def register(self, region: Region) -> None:
+        """Pins it where the network needs that. Raises NixlError."""
+        whole = np.array([[region.address, region.num_rows * region.row_bytes, region.device or 0]], dtype=np.uint64)
+        _called(lambda: self._agent.register_memory(whole, region.kind))
+
+    def metadata(self) -> bytes:
+        """Name, addresses and keys of registered memory: a plain length-prefixed binary format."""
+        return bytes(_called(self._agent.get_agent_metadata))
+
+    def connect(self, metadata: bytes) -> None:
+        """Contacts nobody yet. Raises NixlError."""
+        self._peer = _called(lambda: self._agent.add_remote_agent(metadata)).decode()
+
+    def start_read(self, there: tuple[Region, Descriptors], here: tuple[Region, Descriptors]) -> int:
+        """Its number, for `is_complete`. Raises NixlError."""
+        (source, source_pieces), (target, target_pieces) = there, here
+        self._num_reads += 1
+        number = self._num_reads
+
+        def started() -> None:
+            agent = self._agent
+            targets = agent.get_xfer_descs(target_pieces, target.kind)
+            sources = agent.get_xfer_descs(source_pieces, source.kind)
+            self._reads[number] = agent.initialize_xfer("READ", targets, sources, self._peer)
+            self._settle(number, agent.transfer(self._reads[number]))
+
+        _called(started)
+        return number
+
+    def is_complete(self, number: int) -> bool:
+        """Makes progress. Every byte has arrived. Raises NixlError."""
+        handle = self._reads.get(number)
+        if handle is not None:
+            _called(lambda: self._settle(number, self._agent.check_xfer_state(handle)))
+        return number not in self._reads
+
+    def _settle(self, number: int, state: str) -> None:
+        if state == "DONE":
+            self._reads.pop(number).release()
+
+    def make_progress(self) -> None:
+        """For reads by others: UCX answers some of them, and every new connection, in here. Raises NixlError."""
+        _called(self._agent.get_new_notifs)
+
+    def destroy(self) -> None:
+        """When it returns, no read of this agent can write any more: its endpoints, their sockets, shared segments and
+        queue pairs are gone and its memory is deregistered. Cancelling would prove nothing, a release of running
+        reads neither: only that the agent's own memory is freed does.
+
+        Raises NixlError when the library still holds it.
+        """
+        agent, self._agent = self._agent, None
+        while self._reads:
+            _, handle = self._reads.popitem()
+            with contextlib.suppress(NixlError):  # it may say that it could not be cancelled
+                _called(handle.release)
+            del handle
+        alive = weakref.ref(agent.agent)
+        del agent
+        if alive() is not None:
+            gc.collect()  # a traceback may hold a frame that holds the agent
+        if alive() is not None:
+            raise NixlError("the agent is still in use after it was dropped")
+
+
+def _called(call: Callable[[], _Answer]) -> _Answer:
+    try:
+        return call()
+    except _errors() as error:
+        raise NixlError(str(error) or type(error).__name__) from None
+
+
+@cache
+def _errors() -> tuple[type[Exception], ...]:
+    """What the library raises; its own classes have no base of their own."""
+    own = [kind for kind in vars(_api().nixlBind).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    return (*own, RuntimeError, ValueError)
+
+
+def _api() -> ModuleType:
+    """Raises ImportError. The library's import prints to standard output and silences logging's own errors: undone."""
+    for package in _PACKAGES:
+        if importlib.util.find_spec(package) is not None:
+            raise_exceptions = logging.raiseExceptions
+            try:
+                module = importlib.import_module(f"{package}._api")
+            finally:
+                logging.raiseExceptions = raise_exceptions
+            logging.getLogger("nixl").setLevel(logging.WARNING)
+            return module
+    raise ImportError("NIXL is not installed")

@@ -1,0 +1,98 @@
+"""The exporter's half of `tcp`: a thread per connection answers announced reads, straight from the pool."""
+
+import hmac
+import secrets
+import socket
+import ssl
+import struct
+
+from cluster.messages import Epoch
+from kvtransfer.memory import PoolMemory
+from kvtransfer.transports.host.connection_threads import ConnectionThreads
+from kvtransfer.transports.host.host_memory import HostMemory
+from kvtransfer.transports.host.sockets import receive, send, tune
+from kvtransfer.transports.tcp.messages import ANNOUNCEMENT, ANSWER, MAGIC, TOKEN_BYTES, pack_endpoint
+
+_MAX_CONNECTIONS = 512
+_HELLO_TIMEOUT_S = 5.0
+
+
+class TcpExporter:
+    """Answers announced reads of admitted epochs. Owns its connections, each with a thread."""
+
+    def __init__(
+        self,
+        *,
+        memory: PoolMemory,
+        host: str,
+        advertise_host: str,
+        send_timeout_s: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._memory = HostMemory(memory)
+        self._num_blocks, self._block_bytes = memory.num_blocks, memory.block_bytes
+        self._host, self._advertise_host, self._send_timeout_s = host, advertise_host, send_timeout_s
+        self._tls = tls
+        self._tokens: dict[tuple[bytes, int], bytes] = {}  # by (ticket id, attempt)
+        self._threads = ConnectionThreads(
+            "kv-tcp", serve=self._serve, wrap=self._wrapped, max_connections=_MAX_CONNECTIONS
+        )
+
+    @property
+    def name(self) -> str:
+        return "tcp"
+
+    async def start(self) -> None:
+        """Raises OSError when the host cannot be bound to."""
+        self._threads.start(self._host)
+
+    def reachable(self, importer_endpoint: bytes) -> bool:
+        return True
+
+    def admit(self, epoch: Epoch) -> bytes:
+        token = self._tokens.setdefault((epoch.ticket_id, epoch.attempt), secrets.token_bytes(TOKEN_BYTES))
+        return pack_endpoint(token, self._advertise_host, self._threads.port)
+
+    def revoke(self, epoch: Epoch) -> None:
+        self._tokens.pop((epoch.ticket_id, epoch.attempt), None)
+
+    async def close(self) -> None:
+        await self._threads.stop_accepting()
+        await self._threads.end_connections()
+
+    def _wrapped(self, connection: socket.socket) -> socket.socket:
+        """With TLS the handshake is still to come, on the connection's own thread."""
+        if self._tls is None:
+            return connection
+        return self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Until the importer ends the connection. Raises OSError when it is gone or does not read: the importer's own
+        deadline tells it."""
+        tune(connection)
+        connection.settimeout(_HELLO_TIMEOUT_S)
+        if isinstance(connection, ssl.SSLSocket):
+            connection.do_handshake()
+        announcement = receive(connection, ANNOUNCEMENT.size)
+        connection.settimeout(None)  # an idle importer may come back at any time; keepalive finds dead hosts
+        while announcement is not None and self._answer(connection, announcement):
+            announcement = receive(connection, ANNOUNCEMENT.size)
+
+    def _answer(self, connection: socket.socket, announcement: bytes) -> bool:
+        """One read. False when the connection is to be closed: its end, or somebody who may not read here."""
+        magic, ticket_id, attempt, number, token, num_blocks = ANNOUNCEMENT.unpack(announcement)
+        admitted = hmac.compare_digest(self._tokens.get((ticket_id, attempt), b""), token)
+        if magic != MAGIC or not admitted or num_blocks > self._num_blocks:
+            connection.sendall(ANSWER.pack(MAGIC, ticket_id, attempt, number, True, 0))
+            return False
+        packed = receive(connection, 4 * num_blocks) if num_blocks else b""
+        if packed is None:
+            return False
+        block_ids = struct.unpack(f"<{num_blocks}I", packed)
+        if max(block_ids, default=0) >= self._num_blocks:
+            connection.sendall(ANSWER.pack(MAGIC, ticket_id, attempt, number, True, 0))
+            return False
+        num_bytes = num_blocks * self._block_bytes
+        answer = ANSWER.pack(MAGIC, ticket_id, attempt, number, False, num_bytes)
+        send(connection, [memoryview(answer), *self._memory.outgoing(block_ids).views()], self._send_timeout_s)
+        return True

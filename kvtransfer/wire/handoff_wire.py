@@ -1,0 +1,188 @@
+"""The hand-off's messages from and to the wire. Those that come in were checked before (cluster/protocol/received.py):
+what can still be wrong here is a message that may not come at this point.
+
+What only drivers know (ticket, transports, layout, endpoint) is no part of a machine's messages: drivers add it to
+Attach and Accepted, and read it from there.
+"""
+
+from collections.abc import Sequence
+
+from cluster.errors import HandOffReason
+from cluster.messages import Epoch
+from cluster.protocol.kv_wire import epoch_from_wire, epoch_to_wire
+from cluster.protocol.versions import ProtocolRange
+from cluster.protocol.wire import pack_ids, unpack_ids
+from kvtransfer.digest.definitions import SUMS, DigestDefinition, split_digests
+from kvtransfer.protocol.handoff import (
+    Accepted,
+    ExporterMessage,
+    Failed,
+    Finished,
+    FirstToken,
+    Outcome,
+    Refused,
+    RemoteBlock,
+    Renew,
+    Sealed,
+    Settle,
+    Settled,
+    Tail,
+)
+from tandem.v1 import kv_pb2
+
+IMPORTER_METADATA = "tandem-importer"  # of a HandOff call: "id@incarnation" of who attaches
+_UNSAID = 1  # the protocol's version where a message names none
+
+_OUTCOMES = {
+    Outcome.OK: kv_pb2.Settle.OUTCOME_OK,
+    Outcome.UNNEEDED: kv_pb2.Settle.OUTCOME_UNNEEDED,
+    Outcome.FAILED: kv_pb2.Settle.OUTCOME_FAILED,
+}
+_OUTCOMES_FROM_WIRE = {wire: outcome for outcome, wire in _OUTCOMES.items()}
+_REASONS = {str(reason): reason for reason in HandOffReason}
+
+
+def settle_to_wire(settle: Settle) -> kv_pb2.ImporterMessage:
+    return kv_pb2.ImporterMessage(
+        settle=kv_pb2.Settle(
+            epoch=epoch_to_wire(settle.epoch), outcome=_OUTCOMES[settle.outcome], reason=settle.reason or ""
+        )
+    )
+
+
+def renew_or_settle_from_wire(wire: kv_pb2.ImporterMessage, epoch: Epoch) -> Renew | Settle:
+    """What may follow Attach on the stream of this epoch. Raises ValueError."""
+    match wire.WhichOneof("message"):
+        case "renew":
+            return Renew(epoch)
+        case "settle":
+            outcome = _OUTCOMES_FROM_WIRE.get(wire.settle.outcome)
+            if outcome is None:
+                raise ValueError("Settle without an outcome")
+            reason = reason_from_wire(wire.settle.reason) if wire.settle.reason else None
+            return Settle(epoch_from_wire(wire.settle.epoch), outcome, reason)
+        case other:
+            raise ValueError(f"{other} where only Renew or Settle may come")
+
+
+def protocol_from_wire(attach: kv_pb2.Attach) -> ProtocolRange:
+    """An importer that sends no versions is from before there were two."""
+    return ProtocolRange(attach.protocol_oldest or _UNSAID, attach.protocol_newest or _UNSAID)
+
+
+def accepted_protocol(accepted: kv_pb2.Accepted) -> int:
+    return accepted.protocol or _UNSAID
+
+
+def common_digests(attach: kv_pb2.Attach, ours: Sequence[DigestDefinition]) -> DigestDefinition:
+    """The best that both know: the first one at least."""
+    return next((definition for definition in ours if definition.name in attach.digests), SUMS)
+
+
+def accepted_digests(accepted: kv_pb2.Accepted, ours: Sequence[DigestDefinition]) -> DigestDefinition:
+    """Raises ValueError for one that was not offered."""
+    name = accepted.digest or SUMS.name
+    for definition in (*ours, SUMS):
+        if definition.name == name:
+            return definition
+    raise ValueError(f"accepted with digests of {name}, which was not offered")
+
+
+def to_wire(message: ExporterMessage) -> kv_pb2.ExporterMessage:
+    match message:
+        case Accepted():
+            accepted = kv_pb2.Accepted(
+                epoch=epoch_to_wire(message.epoch), lease_s=message.lease_s, max_lease_s=message.max_lease_s
+            )
+            return kv_pb2.ExporterMessage(accepted=accepted)
+        case Refused():
+            return kv_pb2.ExporterMessage(refused=kv_pb2.Refused(reason=message.reason, detail=message.detail))
+        case Sealed():
+            return kv_pb2.ExporterMessage(sealed=_sealed_to_wire(message))
+        case Finished():
+            return kv_pb2.ExporterMessage(finished=_finished_to_wire(message))
+        case Failed():
+            failed = kv_pb2.Failed(epoch=epoch_to_wire(message.epoch), reason=message.reason, detail=message.detail)
+            return kv_pb2.ExporterMessage(failed=failed)
+        case Settled():
+            settled = kv_pb2.Settled(epoch=epoch_to_wire(message.epoch), valid=message.valid)
+            return kv_pb2.ExporterMessage(settled=settled)
+
+
+def from_wire(wire: kv_pb2.ExporterMessage, epoch: Epoch) -> ExporterMessage:
+    """On the stream of this epoch. Raises ValueError."""
+    match wire.WhichOneof("message"):
+        case "accepted":
+            accepted = wire.accepted
+            epoch = epoch_from_wire(accepted.epoch)
+            return Accepted(epoch, accepted.lease_s, accepted.max_lease_s, len(accepted.alternatives))
+        case "refused":
+            return Refused(epoch, reason_from_wire(wire.refused.reason), wire.refused.detail)
+        case "sealed":
+            return _sealed_from_wire(wire.sealed)
+        case "finished":
+            return _finished_from_wire(wire.finished)
+        case "failed":
+            failed = wire.failed
+            return Failed(epoch_from_wire(failed.epoch), reason_from_wire(failed.reason), failed.detail)
+        case "settled":
+            return Settled(epoch_from_wire(wire.settled.epoch), wire.settled.valid)
+        case _:
+            raise ValueError("a message without content, or of a kind that this version does not know")
+
+
+def reason_from_wire(name: str) -> HandOffReason:
+    """A name that this version does not know is a breach of the protocol."""
+    return _REASONS.get(name, HandOffReason.PROTOCOL)
+
+
+def _sealed_to_wire(message: Sealed) -> kv_pb2.Sealed:
+    return kv_pb2.Sealed(
+        epoch=epoch_to_wire(message.epoch),
+        first_index=message.first_index,
+        block_ids=pack_ids([block.block_id for block in message.blocks]),
+        digests=b"".join(block.digest for block in message.blocks),
+        unverified_block_ids=pack_ids([block.block_id for block in message.blocks if block.is_unverified]),
+    )
+
+
+def _sealed_from_wire(wire: kv_pb2.Sealed) -> Sealed:
+    block_ids = unpack_ids(wire.block_ids)
+    digests = split_digests(wire.digests) if wire.digests else (b"",) * len(block_ids)
+    unverified = frozenset(unpack_ids(wire.unverified_block_ids))
+    pairs = zip(block_ids, digests, strict=True)
+    blocks = tuple(RemoteBlock(block_id, digest, block_id in unverified) for block_id, digest in pairs)
+    return Sealed(epoch_from_wire(wire.epoch), wire.first_index, blocks)
+
+
+def _finished_to_wire(message: Finished) -> kv_pb2.Finished:
+    finished = kv_pb2.Finished(
+        epoch=epoch_to_wire(message.epoch),
+        first_tokens=[kv_pb2.FirstToken(token_id=t.token_id, ended=t.ended) for t in message.first_tokens],
+        num_tokens=message.num_tokens,
+        prompt_hash=message.prompt_hash,
+    )
+    if message.tail is not None:
+        block = message.tail.block
+        tail = kv_pb2.TailBlock(
+            block_id=block.block_id,
+            digest=block.digest,
+            num_valid=message.tail.num_valid,
+            is_unverified=block.is_unverified,
+        )
+        finished.tail.CopyFrom(tail)
+    return finished
+
+
+def _finished_from_wire(wire: kv_pb2.Finished) -> Finished:
+    tail = None
+    if wire.HasField("tail"):
+        block = RemoteBlock(wire.tail.block_id, wire.tail.digest, wire.tail.is_unverified)
+        tail = Tail(block, wire.tail.num_valid)
+    return Finished(
+        epoch_from_wire(wire.epoch),
+        tuple(FirstToken(first.token_id, first.ended) for first in wire.first_tokens),
+        wire.num_tokens,
+        wire.prompt_hash,
+        tail,
+    )

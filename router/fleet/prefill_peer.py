@@ -1,0 +1,166 @@
+"""A prefill worker, as this router speaks with it: one call per attempt, and tickets that are given back.
+
+Owns the calls of its own that belong to no request any more. Never retries; that is the pipeline's.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import grpc
+
+from cluster.errors import MalformedMessage, WorkerLost
+from cluster.member import Member
+from cluster.messages import PrefillJob, SampledToken
+from cluster.observe.telemetry import Telemetry
+from cluster.protocol import wire
+from cluster.protocol.received import checked, malformed
+from router.fleet.patience import Patience
+from router.fleet.peer import OWN_CALL_S, Peer
+from router.running import running
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+
+_LOG = logging.getLogger("tandem.router.prefill_peer")
+_HEARTBEATS_PAUSE_S = 0.5  # before they are asked for again
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    tokens: tuple[SampledToken, ...]  # one per choice
+    queue_s: float  # by the worker's clock: from acceptance to the first chunk, and from there to these tokens
+    prefill_s: float
+    num_cached: int  # tokens of the prompt that were not computed
+
+
+_RpcCall: TypeAlias = "grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillEvent]"
+
+
+class PrefillCall:
+    """One attempt at one prefill, in progress."""
+
+    def __init__(self, peer: "PrefillPeer", call: "_RpcCall", number: int, num_choices: int) -> None:
+        """`number`: the prompt's in the peer's backlog."""
+        self._peer = peer
+        self._num_choices = num_choices
+        self._call = call
+        self._number = number
+
+    async def ticket(self) -> bytes:
+        """The job is queued; its signed ticket, empty without an importer. Raises TandemError, MalformedMessage for an
+        answer that is out of bounds."""
+        return (await self._next("accepted")).accepted.ticket
+
+    async def first_tokens(self) -> FirstTokens:
+        """After `ticket`. Raises TandemError."""
+        message = (await self._next("first_tokens")).first_tokens
+        if len(message.tokens) != self._num_choices:
+            raise malformed(message, f"tokens must be one for each of {self._num_choices} choices")
+        self._peer.backlog.done(self._number, asyncio.get_running_loop().time())
+        return FirstTokens(
+            tokens=tuple(map(wire.sampled_token_from_wire, message.tokens)),
+            queue_s=message.queue_s,
+            prefill_s=message.prefill_s,
+            num_cached=message.num_cached + message.num_pulled,
+        )
+
+    async def _next(self, expected: str) -> worker_pb2.PrefillEvent:
+        event = await self._peer.read(self._call)
+        while event is not None and event.WhichOneof("event") is None:  # of a kind that only newer versions know
+            event = await self._peer.read(self._call)
+        if event is None or event.WhichOneof("event") != expected:
+            raise WorkerLost(f"prefill worker {self._peer.member.id} ended a call without {expected}")
+        return event
+
+
+class PrefillPeer(Peer):
+    def __init__(
+        self,
+        member: Member,
+        channel: grpc.aio.Channel,
+        *,
+        patience: Patience,
+        on_change: Callable[[], None],
+        telemetry: Telemetry,
+    ) -> None:
+        super().__init__(member, channel, patience=patience, on_change=on_change, telemetry=telemetry)
+        self.heartbeat = worker_pb2.Heartbeat()
+        self._beaten_s = super().heard_s
+        self._stub = worker_pb2_grpc.PrefillWorkerStub(channel)
+        self._abandoning: set[asyncio.Task[None]] = set()
+
+    @property
+    def heard_s(self) -> float:
+        return max(super().heard_s, self._beaten_s)
+
+    async def run(self) -> str:
+        async with running(self._follow_heartbeats()):
+            return await super().run()
+
+    @asynccontextmanager
+    async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillCall]:
+        """Leaving it early cancels the attempt."""
+        with self.assign(len(job.seeds)):
+            call = self._stub.Prefill(wire.prefill_job_to_wire(job), timeout=job.timeout_s)
+            number = self.backlog.begin(len(job.token_ids), asyncio.get_running_loop().time())
+            try:
+                yield PrefillCall(self, call, number, len(job.seeds))
+            finally:
+                call.cancel()
+                self.backlog.drop(number)
+
+    @contextmanager
+    def abandoned_unless_taken(self, ticket: bytes) -> Iterator[Callable[[], None]]:
+        """What it gives is called when a decode worker has taken the ticket; else, on leaving, the prefill worker hears
+        that nobody will come, and need not keep the blocks until the ticket's own deadline."""
+        is_taken = False
+
+        def taken() -> None:
+            nonlocal is_taken
+            is_taken = True
+
+        try:
+            yield taken
+        finally:
+            if not is_taken:
+                task = asyncio.create_task(self._abandon(ticket))
+                self._abandoning.add(task)
+                task.add_done_callback(self._abandoning.discard)
+
+    async def _follow_heartbeats(self) -> None:
+        """Until cancelled. A call that breaks puts the worker in doubt; one that only ends is made again."""
+        while True:
+            call = self._stub.Heartbeats(worker_pb2.HeartbeatsRequest())
+            try:
+                async for heartbeat in call:
+                    self._beaten_s = asyncio.get_running_loop().time()
+                    self._take_figures(heartbeat)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    self.doubt()
+            finally:
+                call.cancel()
+            await asyncio.sleep(_HEARTBEATS_PAUSE_S)
+
+    def _take_figures(self, heartbeat: worker_pb2.Heartbeat) -> None:
+        """One that is out of bounds shows that the worker lives, and nothing else."""
+        try:
+            self.heartbeat = checked(heartbeat)
+        except MalformedMessage as error:
+            self._telemetry.count("tandem_malformed_messages_total", message="heartbeat")
+            _LOG.warning("malformed message", extra={"worker": str(self.member.id), "problem": error.message})
+
+    async def _abandon(self, ticket: bytes) -> None:
+        try:
+            await self._stub.Abandon(worker_pb2.AbandonRequest(ticket=ticket), timeout=OWN_CALL_S)
+        except grpc.aio.AioRpcError as error:
+            _LOG.info(
+                "a ticket stays until its deadline", extra={"worker": str(self.member.id), "error": error.details()}
+            )
+
+    async def read(self, call: "_RpcCall") -> worker_pb2.PrefillEvent | None:
+        """The call's next event; None at its end. Raises TandemError."""
+        event = await self._unless_lost(call.read())
+        return checked(event) if isinstance(event, worker_pb2.PrefillEvent) else None

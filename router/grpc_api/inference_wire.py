@@ -1,0 +1,185 @@
+"""tandem/v1's inference messages to the router's own values and back. Shape only: validation.py judges values."""
+
+from collections.abc import Sequence
+
+from cluster.errors import InvalidRequest
+from cluster.messages import FinishReason
+from cluster.protocol import wire
+from router.requests import (
+    Accepted,
+    ChatMessage,
+    ChatPrompt,
+    ChoiceDelta,
+    GenerateRequest,
+    Ledger,
+    Output,
+    Prompt,
+    ResumedChoice,
+    SamplingParams,
+    StopConditions,
+    TextPrompt,
+    TokenPrompt,
+)
+from router.text.model_files import ModelInfo
+from tandem.v1 import inference_pb2
+
+
+def generate_request_from_wire(
+    message: inference_pb2.GenerateRequest,
+    timeout_s: float | None,
+    sign_every_s: float | None = None,
+    client: bytes = b"",
+) -> GenerateRequest:
+    """`client` identifies the caller's API key. Raises InvalidRequest."""
+    return GenerateRequest(
+        prompt=_prompt(message),
+        request_id=message.request_id,
+        label=message.label,
+        client=client,
+        num_bytes=_num_bytes(message),
+        model=message.model,
+        sampling=_sampling(message.sampling),
+        stop=_stop(message.stop),
+        n=message.n or 1,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        timeout_s=timeout_s,
+        cache_salt=message.cache_salt,
+        priority=message.priority,
+        is_batch=message.is_batch,
+        resume_from=_resume_from(message.resume_from) if message.HasField("resume_from") else None,
+        acceptance=message.resume_from.acceptance,
+        sign_every_s=sign_every_s,
+    )
+
+
+def chat_from_wire(chat: inference_pb2.ChatPrompt) -> tuple[ChatMessage, ...]:
+    return tuple(ChatMessage(message.role, message.content) for message in chat.messages)
+
+
+def output_to_wire(output: Output) -> inference_pb2.GenerateResponse:
+    summary = None
+    if output.summary is not None:
+        usage = output.summary.usage
+        summary = inference_pb2.Summary(
+            usage=inference_pb2.Usage(
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+            ),
+            ledger=_ledger(output.summary.ledger),
+        )
+    return inference_pb2.GenerateResponse(
+        request_id=output.request_id,
+        deltas=_deltas(output.deltas),
+        summary=summary,
+        accepted=_accepted(output.accepted) if output.accepted is not None else None,
+    )
+
+
+def model_to_wire(model: ModelInfo) -> inference_pb2.Model:
+    return inference_pb2.Model(
+        id=model.name,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        has_tokenizer=model.has_tokenizer,
+        has_chat_template=model.has_chat_template,
+    )
+
+
+def _num_bytes(message: inference_pb2.GenerateRequest) -> int:
+    return message.ByteSize() - message.resume_from.ByteSize()
+
+
+def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:
+    match message.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(message.text)
+        case "token_ids":
+            return TokenPrompt(wire.unpack_ids(message.token_ids))
+        case "chat":
+            return ChatPrompt(chat_from_wire(message.chat))
+        case _:
+            raise InvalidRequest("there is no prompt: set text, token_ids or chat")
+
+
+def _sampling(message: inference_pb2.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        temperature=message.temperature if message.HasField("temperature") else None,
+        top_k=message.top_k if message.HasField("top_k") else None,
+        top_p=message.top_p if message.HasField("top_p") else None,
+        min_p=message.min_p if message.HasField("min_p") else None,
+        seed=message.seed if message.HasField("seed") else None,
+    )
+
+
+def _stop(message: inference_pb2.StopConditions) -> StopConditions:
+    return StopConditions(
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        min_tokens=message.min_tokens,
+        ignore_eos=message.ignore_eos,
+        stop=tuple(message.stop),
+        stop_token_ids=wire.unpack_ids(message.stop_token_ids),
+    )
+
+
+def _resume_from(message: inference_pb2.ResumeFrom) -> tuple[ResumedChoice, ...]:
+    return tuple(
+        ResumedChoice(wire.unpack_ids(choice.token_ids), choice.num_characters, _finish_reason(choice.finish_reason))
+        for choice in message.choices
+    )
+
+
+def _finish_reason(name: str) -> FinishReason | None:
+    try:
+        return FinishReason(name) if name else None
+    except ValueError:
+        raise InvalidRequest(f"resume_from: no choice ends with finish_reason {name!r}") from None
+
+
+def _accepted(accepted: Accepted) -> inference_pb2.AcceptedRequest:
+    sampling = accepted.sampling
+    return inference_pb2.AcceptedRequest(
+        sampling=inference_pb2.SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+        ),
+        max_tokens=accepted.max_tokens,
+        acceptance=accepted.acceptance,
+    )
+
+
+def _deltas(deltas: Sequence[ChoiceDelta]) -> list[inference_pb2.ChoiceDelta]:
+    return [
+        inference_pb2.ChoiceDelta(
+            choice=delta.choice,
+            first_index=delta.first_index,
+            token_ids=wire.pack_ids(delta.token_ids),
+            text=delta.text,
+            logprobs=[wire.logprobs_to_wire(logprobs) for logprobs in delta.logprobs],
+            finish_reason=delta.finish_reason or "",
+            stop_cause=delta.stop_cause or "",
+        )
+        for delta in deltas
+    ]
+
+
+def _ledger(ledger: Ledger) -> inference_pb2.Ledger:
+    return inference_pb2.Ledger(
+        phases=[inference_pb2.Phase(name=phase.name, duration_s=phase.duration_s) for phase in ledger.phases],
+        wall_s=ledger.wall_s,
+        ttft_s=ledger.ttft_s,
+        members=ledger.members,
+        transport=ledger.transport,
+        kv_bytes=ledger.kv_bytes,
+        reasons=ledger.reasons,
+        worker_times=[
+            inference_pb2.WorkerTime(
+                member=spent.member, ended_s=spent.ended_s, queue_s=spent.queue_s, compute_s=spent.compute_s
+            )
+            for spent in ledger.worker_times
+        ],
+        label=ledger.label,
+    )

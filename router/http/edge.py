@@ -1,0 +1,187 @@
+"""What every HTTP request meets before its route: an id, the key, the limits, and a guard that lets no trace out.
+
+Plain ASGI, so that streams pass through without being held and a client's leaving is seen at once. Owns how much of all
+bodies is here unread, and how long a client may take nothing of its answer.
+"""
+
+import asyncio
+import hmac
+import uuid
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.errors import InvalidRequest, Overloaded, TandemError, Unauthenticated
+from router.http.connection import ABORT
+from router.http.openai_errors import error_response, internal_error, status_response
+from router.request.validation import MAX_REQUEST_ID_CHARACTERS
+
+_REQUEST_ID_HEADER = "x-request-id"
+_GUARDED_PREFIX = "/v1/"
+# Brackets and colons, in strings too: a body of nothing else would hold up everybody while it is parsed. Text of 4 MB
+# that has as many is longer than any context.
+_MAX_STRUCTURE = 250_000
+_STRUCTURE = (b"[", b"{", b":")
+_MAX_BODIES = 32  # of the largest size, that may be coming in at once
+_BODIES_RETRY_S = 1.0
+T = TypeVar("T")
+
+
+class Counts(Protocol):
+    """What this module needs of cluster.observe.telemetry.Telemetry."""
+
+    def count(self, name: str, value: float = 1, **labels: str) -> None: ...
+
+
+class ClientGone(Exception):
+    """The client left; there is nobody to answer."""
+
+
+class ClientStalled(ClientGone):
+    """It took nothing of its answer for so long that it counts as gone."""
+
+
+class Edge:
+    """ASGI middleware. The id it gives stands in `scope["state"]["request_id"]` and in the answer's x-request-id."""
+
+    def __init__(
+        self, app: ASGIApp, *, api_key: str, max_message_bytes: int, client_stall_s: float, telemetry: Counts
+    ) -> None:
+        self._app = app
+        self._client_stall_s = client_stall_s
+        self._bodies = _Bodies(max_message_bytes, _MAX_BODIES * max_message_bytes)
+        self._expected = f"Bearer {api_key}".encode() if api_key else None
+        self._telemetry = telemetry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = headers.get(_REQUEST_ID_HEADER) or uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        answer = _Answer(send, request_id, self._client_stall_s)
+        try:
+            self._check(scope, headers, request_id)
+            with self._bodies.body(headers, receive) as limited:
+                await self._app(scope, limited, answer)
+        except ClientStalled:
+            self._telemetry.count("tandem_stalled_clients_total", surface="http")
+            scope.get(ABORT, lambda: None)()
+        except HTTPException as refusal:
+            await status_response(refusal.status_code, str(refusal.detail))(scope, receive, answer)
+        except ClientGone:
+            answer.status = answer.status or 499  # nginx's number for it; nobody reads it but the counter
+        except TandemError as error:
+            await error_response(error)(scope, receive, answer)
+        except Exception as error:  # noqa: BLE001  # logged there; the last one who can answer
+            failure = internal_error(error, request_id)
+            if answer.status is None:
+                await error_response(failure)(scope, receive, answer)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            status = str(answer.status or 499)
+            self._telemetry.count("tandem_http_responses_total", route=route, status=status)
+
+    def _check(self, scope: Scope, headers: Headers, request_id: str) -> None:
+        """Before the body is read. Raises InvalidRequest, Unauthenticated."""
+        if len(request_id) > MAX_REQUEST_ID_CHARACTERS or not (request_id.isascii() and request_id.isprintable()):
+            raise InvalidRequest(f"x-request-id must be at most {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters")
+        if self._expected is not None and scope["path"].startswith(_GUARDED_PREFIX):
+            given = headers.get("authorization", "").encode("latin-1")  # as it came
+            if not hmac.compare_digest(given, self._expected):
+                raise Unauthenticated("send the API key of this router as: Authorization: Bearer KEY")
+
+
+class _Answer:
+    """`send` with the request's id in the headers and an end to its patience; remembers the status."""
+
+    def __init__(self, send: Send, request_id: str, stall_s: float) -> None:
+        self._send = send
+        self._request_id = request_id
+        self._stall_s = stall_s
+        self.status: int | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            if self._request_id.isascii() and self._request_id.isprintable():
+                headers[_REQUEST_ID_HEADER] = self._request_id[:MAX_REQUEST_ID_CHARACTERS]
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self._send(message)
+        except TimeoutError:
+            raise ClientStalled from None
+
+
+class _Bodies:
+    """Bodies that are coming in: each is bounded, and all that have not come to their end are together."""
+
+    def __init__(self, max_bytes: int, max_bytes_of_all: int) -> None:
+        self._max_bytes = max_bytes
+        self._max_bytes_of_all = max_bytes_of_all
+        self._num_bytes_of_all = 0
+
+    @contextmanager
+    def body(self, headers: Headers, receive: Receive) -> Iterator[Receive]:
+        """`receive` that refuses a body as soon as it is too much, whatever its headers say."""
+        declared = headers.get("content-length", "")
+        if declared.isdecimal():
+            self._check(int(declared))
+        num_bytes = num_structure = num_counted = 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes, num_structure, num_counted
+            message = await receive()
+            body = message.get("body", b"")
+            num_bytes += len(body)
+            num_structure += sum(map(body.count, _STRUCTURE))
+            self._num_bytes_of_all += len(body)
+            num_counted += len(body)
+            self._check(num_bytes, num_structure)
+            if not message.get("more_body", False):  # from here on it is a request, and admission's to bound
+                self._num_bytes_of_all -= num_counted
+                num_counted = 0
+            return message
+
+        try:
+            yield limited
+        finally:
+            self._num_bytes_of_all -= num_counted
+
+    def _check(self, num_bytes: int, num_structure: int = 0) -> None:
+        """Raises HTTPException, InvalidRequest, Overloaded."""
+        if num_bytes > self._max_bytes:
+            raise HTTPException(413, f"the body is larger than {self._max_bytes} bytes, the most this router takes")
+        if num_structure > _MAX_STRUCTURE:
+            raise InvalidRequest(f"the body has more than {_MAX_STRUCTURE} brackets and colons: it is too nested")
+        if self._num_bytes_of_all > self._max_bytes_of_all:
+            raise Overloaded(
+                f"{self._num_bytes_of_all} bytes of requests are coming in at once; try again",
+                retry_after_s=_BODIES_RETRY_S,
+            )
+
+
+async def while_connected(receive: Receive, work: Coroutine[None, None, T]) -> T:
+    """The work's result. The body has been read. The client's leaving cancels the work and raises ClientGone."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

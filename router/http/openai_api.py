@@ -1,0 +1,154 @@
+"""The HTTP surface of a router: OpenAI's completions and chat completions, the model list, and what operators scrape.
+
+Owns routes only: requests are read in openai_schema, answers shaped in openai_responses, sent in openai_stream, refused
+in openai_errors. Everything that generates is the pipeline's, which gRPC shares.
+"""
+
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from cluster.errors import TandemError
+from cluster.observe.telemetry import CONTENT_TYPE
+from cluster.settings.config import CLIENT_STALL_S
+from router.http.edge import Edge
+from router.http.openai_errors import error_response, invalid_body, json_bytes, status_response
+from router.http.openai_responses import ChatShape, CompletionShape, Envelope, Shape
+from router.http.openai_schema import ChatCompletionRequest, CompletionRequest
+from router.http.openai_stream import EventStream, Generates, WholeResponse
+from router.request.outbox import Outboxes
+from router.request.validation import check_model
+from router.text.model_files import ModelInfo
+from router.text.tokenization import Tokenization
+
+_NO_PATH = "there is no such path here; GET /docs shows those there are"
+
+
+class Publishes(Protocol):
+    """What the HTTP surface needs of cluster.observe.telemetry.Telemetry."""
+
+    def count(self, name: str, value: float = 1, **labels: str) -> None: ...
+
+    def render(self) -> bytes: ...
+
+
+def build_app(
+    *,
+    pipeline: Generates,
+    outboxes: Outboxes,
+    tokenization: Tokenization,
+    telemetry: Publishes,
+    ready: Callable[[], bool],
+    api_key: str,
+    max_message_bytes: int,
+    client_stall_s: float = CLIENT_STALL_S,
+) -> FastAPI:
+    """`ready` says whether a request would succeed now. `api_key` empty: none is asked for. `client_stall_s`: a client
+    that takes nothing of its answer for so long is given up."""
+    app = FastAPI(
+        title="Tandem",
+        description="LLM serving with prefill and decode on separate pools. OpenAI-compatible; docs/openai_api.md.",
+        separate_input_output_schemas=False,
+    )
+    app.add_middleware(
+        Edge,
+        api_key=api_key,
+        max_message_bytes=max_message_bytes,
+        client_stall_s=client_stall_s,
+        telemetry=telemetry,
+    )
+    app.add_exception_handler(RequestValidationError, _invalid_body)
+    app.add_exception_handler(HTTPException, _http_exception)
+    app.add_exception_handler(TandemError, _tandem_error)
+    _add_generation(app, pipeline, outboxes, tokenization)
+    _add_models(app, tokenization.model_info)
+    _add_operations(app, telemetry, ready)
+    return app
+
+
+def _add_generation(app: FastAPI, pipeline: Generates, outboxes: Outboxes, tokenization: Tokenization) -> None:
+    model = tokenization.model_info.name
+
+    @app.post("/v1/completions", summary="Continues one or more prompts")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        shape = CompletionShape(tokenization, body.return_token_ids)
+        return await answer(body, request, shape, ("cmpl", "text_completion", "text_completion"))
+
+    @app.post("/v1/chat/completions", summary="Continues a conversation")
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        shape = ChatShape(tokenization, body.return_token_ids)
+        return await answer(body, request, shape, ("chatcmpl", "chat.completion", "chat.completion.chunk"))
+
+    async def answer(
+        body: CompletionRequest | ChatCompletionRequest, request: Request, shape: Shape, names: tuple[str, str, str]
+    ) -> Response:
+        prefix, kind, chunk_kind = names
+        label: str = request.state.request_id
+        requests = body.requests(label)
+        created, include_usage = int(time.time()), body.stream_options.include_usage
+        envelope = Envelope(f"{prefix}-{label}", model, created, kind, chunk_kind, include_usage)
+        if body.stream:
+            return EventStream(pipeline, requests, shape, envelope)
+        return WholeResponse(pipeline, outboxes, requests, shape, envelope)
+
+
+def _add_models(app: FastAPI, model: ModelInfo) -> None:
+    started = int(time.time())
+    entry = {
+        "id": model.name,
+        "object": "model",
+        "created": started,
+        "owned_by": "tandem",
+        "max_model_len": model.max_model_len,
+    }
+
+    @app.get("/v1/models", summary="The model that is served")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [entry]})
+
+    @app.get("/v1/models/{name:path}", summary="One model by name")
+    async def one_model(name: str) -> Response:
+        check_model(name, model)
+        return _json(entry)
+
+
+def _add_operations(app: FastAPI, telemetry: Publishes, ready: Callable[[], bool]) -> None:
+    @app.get("/health", summary="This process answers")
+    async def health() -> Response:
+        return _json({"status": "alive"})
+
+    @app.get("/ready", summary="A request would succeed now; 503 while not")
+    async def readiness() -> Response:
+        return _json({"status": "ready"}) if ready() else _json({"status": "not ready"}, status=503)
+
+    @app.get("/metrics", summary="Figures for Prometheus")
+    async def metrics() -> Response:
+        return Response(telemetry.render(), media_type=CONTENT_TYPE)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(json_bytes(value), status, media_type="application/json")
+
+
+async def _invalid_body(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return error_response(invalid_body(error.errors()))
+
+
+async def _http_exception(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, TandemError):  # what refused the body while it was read
+        return error_response(error.__cause__)
+    message = _NO_PATH if error.status_code == HTTPStatus.NOT_FOUND else str(error.detail)
+    return status_response(error.status_code, message, error.headers)
+
+
+async def _tandem_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, TandemError)
+    return error_response(error)

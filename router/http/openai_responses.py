@@ -1,0 +1,185 @@
+"""What an OpenAI client gets back: tokens and text in the shapes of both endpoints, whole or in chunks.
+
+One builder per answer; it holds nothing but what the answer's shape needs (offsets of tokens in the text, which choices
+have begun). Never decides what is generated.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cluster.messages import TokenLogprobs
+from router.requests import ChoiceDelta, Usage
+from router.text.text_stream import TextStream
+from router.text.tokenization import Tokenization
+
+Json = dict[str, Any]
+
+
+class Shape(Protocol):
+    """One endpoint's form of an answer."""
+
+    def chunks(self, delta: ChoiceDelta) -> Iterator[Json]:
+        """What a stream sends for a delta: the `choices` entries."""
+        ...
+
+    def whole(self, deltas: Sequence[ChoiceDelta]) -> Json:
+        """A finished choice from all its deltas."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What every body of one answer carries around its choices."""
+
+    id: str
+    model: str
+    created: int  # seconds since 1970
+    object: str
+    chunk_object: str
+    include_usage: bool
+
+    def chunk(self, choices: list[Json]) -> Json:
+        body = self._body(self.chunk_object, choices)
+        return body | {"usage": None} if self.include_usage else body
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        return self._body(self.chunk_object, []) | {"usage": usage_body(usage)}
+
+    def answer(self, choices: list[Json], usage: Usage) -> Json:
+        return self._body(self.object, choices) | {"usage": usage_body(usage)}
+
+    def _body(self, kind: str, choices: list[Json]) -> Json:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def usage_body(usage: Usage) -> Json:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+@dataclass(slots=True)
+class ChatShape:
+    tokenization: Tokenization
+    return_token_ids: bool
+    _begun: set[int] = field(default_factory=set)
+
+    def chunks(self, delta: ChoiceDelta) -> Iterator[Json]:
+        if delta.choice not in self._begun:
+            self._begun.add(delta.choice)
+            yield _chunk_choice(delta.choice, {"delta": {"role": "assistant", "content": ""}, "logprobs": None})
+        if delta.text or delta.logprobs or (self.return_token_ids and delta.token_ids):
+            ids = {"token_ids": list(delta.token_ids)} if self.return_token_ids else {}
+            grown = {"delta": {"content": delta.text}, "logprobs": self._logprobs([delta])} | ids
+            yield _chunk_choice(delta.choice, grown)
+        if delta.finish_reason is not None:
+            ended: Json = {"delta": {}, "logprobs": None}
+            yield _chunk_choice(delta.choice, ended) | {"finish_reason": delta.finish_reason.value}
+
+    def whole(self, deltas: Sequence[ChoiceDelta]) -> Json:
+        text = "".join(delta.text for delta in deltas)
+        return {
+            "index": deltas[0].choice,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": self._logprobs(deltas),
+            "finish_reason": _finish_reason(deltas),
+        } | _token_ids(deltas, wanted=self.return_token_ids)
+
+    def _logprobs(self, deltas: Sequence[ChoiceDelta]) -> Json | None:
+        positions = [position for delta in deltas for position in delta.logprobs]
+        return {"content": [self._position(position) for position in positions], "refusal": None} if positions else None
+
+    def _position(self, position: TokenLogprobs) -> Json:
+        top = [self._token(token_id, logprob) for token_id, logprob in position.top]
+        return self._token(position.token_id, position.logprob) | {"top_logprobs": top}
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        as_bytes = list(self.tokenization.token_bytes(token_id)) if self.tokenization.model_info.has_tokenizer else None
+        return {"token": token_name(self.tokenization, token_id), "logprob": logprob, "bytes": as_bytes}
+
+
+@dataclass(slots=True)
+class CompletionShape:
+    tokenization: Tokenization
+    return_token_ids: bool
+    _offsets: dict[int, "_Offsets"] = field(default_factory=dict)
+
+    def chunks(self, delta: ChoiceDelta) -> Iterator[Json]:
+        logprobs = self._logprobs([delta])
+        ids = _token_ids([delta], wanted=self.return_token_ids)
+        if delta.text or logprobs or ids.get("token_ids") or delta.finish_reason is not None:
+            finish_reason = _finish_reason([delta])
+            yield {
+                "index": delta.choice,
+                "text": delta.text,
+                "logprobs": logprobs,
+                "finish_reason": finish_reason,
+            } | ids
+
+    def whole(self, deltas: Sequence[ChoiceDelta]) -> Json:
+        return {
+            "index": deltas[0].choice,
+            "text": "".join(delta.text for delta in deltas),
+            "logprobs": self._logprobs(deltas),
+            "finish_reason": _finish_reason(deltas),
+        } | _token_ids(deltas, wanted=self.return_token_ids)
+
+    def _logprobs(self, deltas: Sequence[ChoiceDelta]) -> Json | None:
+        positions = [position for delta in deltas for position in delta.logprobs]
+        if not positions:
+            return None
+        choice = deltas[0].choice
+        if choice not in self._offsets:
+            self._offsets[choice] = _Offsets(self.tokenization.text_stream((), 0))
+        offsets = self._offsets[choice]
+        return {
+            "tokens": [token_name(self.tokenization, position.token_id) for position in positions],
+            "token_logprobs": [position.logprob for position in positions],
+            "top_logprobs": [self._top(position) for position in positions],
+            "text_offset": [offsets.next(position.token_id) for position in positions],
+        }
+
+    def _top(self, position: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens, and the chosen one where it is not among them."""
+        told = {token_name(self.tokenization, token_id): logprob for token_id, logprob in position.top}
+        return told | {token_name(self.tokenization, position.token_id): position.logprob}
+
+
+class _Offsets:
+    """Where in the text each token of one choice begins."""
+
+    def __init__(self, text: TextStream) -> None:
+        self._text = text
+        self._num_characters = 0
+
+    def next(self, token_id: int) -> int:
+        offset = self._num_characters
+        self._num_characters += len(self._text.push((token_id,)).text)
+        return offset
+
+
+def token_name(tokenization: Tokenization, token_id: int) -> str:
+    """The token's text; bytes that are no text by themselves as `bytes:\\xe2`; without a tokenizer `token_id:7`."""
+    if not tokenization.model_info.has_tokenizer:
+        return f"token_id:{token_id}"
+    as_bytes = tokenization.token_bytes(token_id)
+    try:
+        return as_bytes.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in as_bytes)
+
+
+def _chunk_choice(choice: int, content: Json) -> Json:
+    return {"index": choice, "finish_reason": None} | content
+
+
+def _finish_reason(deltas: Sequence[ChoiceDelta]) -> str | None:
+    return next((delta.finish_reason.value for delta in deltas if delta.finish_reason is not None), None)
+
+
+def _token_ids(deltas: Sequence[ChoiceDelta], *, wanted: bool) -> Json:
+    return {"token_ids": [token_id for delta in deltas for token_id in delta.token_ids]} if wanted else {}

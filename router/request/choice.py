@@ -1,0 +1,100 @@
+"""One continuation of a request: the tokens that the client has been given, and the text they make.
+
+The only place where a token is appended: exactly once and in order, whatever the workers say. Everything else about a
+sequence (detokenizer, stop matcher) is replayed from these tokens, never sent.
+"""
+
+from dataclasses import replace
+
+from cluster.errors import InvalidRequest
+from cluster.messages import FinishReason, SampledToken
+from router.policies.hedging import Line, Race
+from router.request.validation import ResolvedRequest
+from router.requests import ChoiceDelta, ResumedChoice
+from router.text.text_stream import TextStream
+
+
+class OutOfOrder(Exception):
+    """A token came twice, or one before it is missing: its attempt cannot be trusted any more."""
+
+
+class Choice:
+    def __init__(self, number: int, request: ResolvedRequest, text: TextStream) -> None:
+        self.number = number
+        self.line = Line()
+        self.race: Race | None = None
+        self.seed = request.seeds[number]
+        self.ended = False
+        self._request = request
+        self._text = text
+        self._committed: list[int] = []
+
+    @property
+    def committed(self) -> tuple[int, ...]:
+        return tuple(self._committed)
+
+    @property
+    def num_committed(self) -> int:
+        return len(self._committed)
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens that it may still get."""
+        return self._request.stops.max_tokens - len(self._committed)
+
+    def append(self, index: int, token: SampledToken) -> ChoiceDelta:
+        """What the client gets for the token at `index`. Raises OutOfOrder."""
+        if self.ended or index != len(self._committed):
+            expected = "none" if self.ended else str(len(self._committed))
+            raise OutOfOrder(f"choice {self.number} got token {index}, expected {expected}")
+        self._committed.append(token.token_id)
+        finish_reason, stop_cause, text = token.finish_reason, None, ""
+        if finish_reason is FinishReason.STOP:  # EOS or a stop token: it has no text of its own
+            text = self._text.flush()
+            stop_cause = str(token.token_id) if token.token_id in self._request.named_stop_token_ids else None
+        else:
+            grown = self._text.push((token.token_id,))
+            text, stop_cause = grown.text, grown.stopped_by
+            if stop_cause is not None:
+                finish_reason = FinishReason.STOP
+            elif finish_reason is FinishReason.LENGTH:
+                text += self._text.flush()
+        self.ended = finish_reason is not None
+        return ChoiceDelta(
+            choice=self.number,
+            first_index=index,
+            token_ids=(token.token_id,),
+            text=text,
+            logprobs=(token.logprobs,) if token.logprobs is not None else (),
+            finish_reason=finish_reason,
+            stop_cause=stop_cause,
+        )
+
+    def resume(self, has: ResumedChoice) -> ChoiceDelta | None:
+        """Replays what the client has from another router. Answers what it has missed: text, or the end alone, since
+        tokens that did not reach it are drawn again. Raises InvalidRequest when no such choice can have been."""
+        assert not self._committed, "only a new choice can be resumed"
+        text, ending = [], None
+        for index, token_id in enumerate(has.token_ids):
+            if self.ended:
+                raise InvalidRequest(f"resume_from: choice {self.number} has ended with its token {index - 1}")
+            ending = self.append(index, SampledToken(token_id, None, self._finish_reason(token_id)))
+            text.append(ending.text)
+        missed = "".join(text)[has.num_characters :]
+        if sum(map(len, text)) < has.num_characters:
+            raise InvalidRequest(
+                f"resume_from: choice {self.number} has {has.num_characters} characters, its tokens make"
+                f" {sum(map(len, text))}"
+            )
+        if has.finish_reason is not None:
+            self.ended = True
+            return None
+        if ending is None or not (missed or self.ended):
+            return None
+        return replace(ending, first_index=len(has.token_ids), token_ids=(), text=missed)
+
+    def _finish_reason(self, token_id: int) -> FinishReason | None:
+        """As the worker that drew it has seen it."""
+        if token_id in self._request.stops.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_missing == 1 else None

@@ -1,0 +1,175 @@
+"""The acceptance that a client receives for each admitted request, and shows when it resumes the request.
+
+An acceptance names one stream of one request: its id, the API key that made it, the instant at which its prompt was
+rendered, and digests of its prompt and of its resolved parameters. It is signed with the cluster's key, so every router
+of the cluster can check it. It never expires: its age affects only the place in the workers' queues.
+"""
+
+import hashlib
+import hmac
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cluster.errors import (
+    AcceptanceInvalid,
+    AcceptanceMissing,
+    AcceptanceOfAnotherClient,
+    PromptChanged,
+    RequestChanged,
+)
+from cluster.protocol.wire import pack_ids
+from cluster.settings.lengths import NO_LIMITS
+from router.request.validation import ResolvedRequest, resolve
+from router.requests import GenerateRequest
+from router.text.model_files import ModelInfo
+
+_VERSION = 1
+# Version, stream id, microseconds since 1970 of rendering and of the deadline, digests of client, prompt, parameters.
+_BODY = struct.Struct(">B16sQQ16s32s32s")
+_SIGNATURE_BYTES = hashlib.sha256().digest_size
+ACCEPTANCE_BYTES = _BODY.size + _SIGNATURE_BYTES
+STREAM_ID_BYTES = 16
+_CLOCK_LEEWAY_US = 60_000_000  # between the routers of a cluster
+_LAST_US = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What a router accepted."""
+
+    stream_id: bytes  # random; the key of the stream on every router that serves it
+    rendered_at_us: int  # UTC, since 1970: what a chat template takes for the present
+    ends_at_us: int  # the first deadline, by the wall clock of the router that accepted it
+    client_digest: bytes
+    prompt_digest: bytes
+    parameters_digest: bytes
+
+    def is_recent(self, now_us: int) -> bool:
+        """Whether the first deadline has not passed. Only then does the resumed request keep its place in queues."""
+        return now_us <= self.ends_at_us + _CLOCK_LEEWAY_US
+
+    def resolved(
+        self, request: GenerateRequest, prompt_token_ids: tuple[int, ...], model: ModelInfo
+    ) -> ResolvedRequest:
+        """The same request that was accepted. Raises PromptChanged, RequestChanged, InvalidRequest.
+
+        The router's own limits on lengths do not apply: the request was admitted under those of another router.
+        """
+        if not hmac.compare_digest(self.prompt_digest, _prompt_digest(prompt_token_ids)):
+            raise PromptChanged(
+                "this router makes other tokens of the prompt than the router that accepted the request: send the same"
+                " prompt, or ask a router with the same tokenizer and chat template"
+            )
+        resolved = resolve(request, prompt_token_ids, replace(model, lengths=NO_LIMITS))
+        if not hmac.compare_digest(self.parameters_digest, _parameters_digest(resolved, model)):
+            raise RequestChanged(
+                "this router resolves other parameters than those that were accepted: send every field as the first"
+                " time and those of AcceptedRequest, or ask a router with the same model files"
+            )
+        return resolved
+
+
+def accept(
+    request: GenerateRequest,
+    resolved: ResolvedRequest,
+    model: ModelInfo,
+    *,
+    stream_id: bytes,
+    rendered_at_us: int,
+    timeout_s: float,
+) -> Acceptance:
+    """The acceptance of a new request. `timeout_s` counts from `rendered_at_us`."""
+    return Acceptance(
+        stream_id=stream_id,
+        rendered_at_us=rendered_at_us,
+        ends_at_us=int(min(rendered_at_us + timeout_s * 1e6, _LAST_US)),
+        client_digest=_client_digest(request.client),
+        prompt_digest=_prompt_digest(resolved.prompt_token_ids),
+        parameters_digest=_parameters_digest(resolved, model),
+    )
+
+
+class AcceptanceSigner:
+    def __init__(self, key: bytes) -> None:
+        """`key`: the cluster's."""
+        self._key = key
+
+    def sign(self, request_id: str, acceptance: Acceptance) -> bytes:
+        """`ACCEPTANCE_BYTES` bytes for the client; equal acceptances give equal bytes."""
+        body = _BODY.pack(
+            _VERSION,
+            acceptance.stream_id,
+            acceptance.rendered_at_us,
+            acceptance.ends_at_us,
+            acceptance.client_digest,
+            acceptance.prompt_digest,
+            acceptance.parameters_digest,
+        )
+        return body + self._signature(request_id, body)
+
+    def shown(self, request: GenerateRequest) -> Acceptance:
+        """What the client of a resumed request shows. The bytes may be anything: they came from outside.
+
+        Raises AcceptanceMissing, AcceptanceInvalid, AcceptanceOfAnotherClient.
+        """
+        token = request.acceptance
+        if not token:
+            raise AcceptanceMissing(
+                "resume_from needs the acceptance that came with AcceptedRequest; a request without one must begin as a"
+                " new request"
+            )
+        body, signature = token[: _BODY.size], token[_BODY.size :]
+        if len(token) != ACCEPTANCE_BYTES or not hmac.compare_digest(
+            signature, self._signature(request.request_id, body)
+        ):
+            raise AcceptanceInvalid(
+                "resume_from.acceptance was not given by this cluster for this request_id; send the bytes of"
+                " AcceptedRequest.acceptance unchanged"
+            )
+        version, *fields = _BODY.unpack(body)
+        assert version == _VERSION, "the signature covers the version"
+        acceptance = Acceptance(*fields)
+        if not hmac.compare_digest(acceptance.client_digest, _client_digest(request.client)):
+            raise AcceptanceOfAnotherClient("the request was made with another API key; resume it with that key")
+        return acceptance
+
+    def _signature(self, request_id: str, body: bytes) -> bytes:
+        named = request_id.encode()
+        head = b"tandem acceptance\0" + struct.pack(">I", len(named)) + named
+        return hmac.new(self._key, head + body, hashlib.sha256).digest()
+
+
+def client_of(authorization: str) -> bytes:
+    """Identifies the client that shows this API key. Empty where the router asks for no key."""
+    return hashlib.sha256(b"tandem client\0" + authorization.encode()).digest() if authorization else b""
+
+
+def _client_digest(client: bytes) -> bytes:
+    return hashlib.sha256(b"tandem acceptance client\0" + client).digest()[:16]
+
+
+def _prompt_digest(token_ids: Sequence[int]) -> bytes:
+    return hashlib.sha256(pack_ids(token_ids)).digest()
+
+
+def _parameters_digest(resolved: ResolvedRequest, model: ModelInfo) -> bytes:
+    """Of everything in `resolved` but the prompt's tokens, and of what turns tokens into text: a resumed request
+    replays its text, and looks in it for stop strings."""
+    sampling, stops = resolved.sampling, resolved.stops
+    fields = (
+        [model.name, model.tokenizer_digest],
+        [_as_travelled(value) for value in (sampling.temperature, sampling.top_p, sampling.min_p)],
+        [sampling.top_k, sampling.num_logprobs],
+        [stops.max_tokens, stops.min_tokens, sorted(stops.stop_token_ids)],
+        [list(resolved.stop_strings), sorted(resolved.named_stop_token_ids)],
+        [resolved.seed, list(resolved.seeds)],
+        [resolved.cache_salt, resolved.priority, resolved.is_batch],
+    )
+    return hashlib.sha256(json.dumps(fields).encode()).digest()
+
+
+def _as_travelled(value: float) -> str:
+    """AcceptedRequest carries 32 bits: a default of 0.7 comes back as another double."""
+    return struct.pack(">f", value).hex()

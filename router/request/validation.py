@@ -1,0 +1,208 @@
+"""What may be asked, and what it means once nothing is left to a default. Refuses before anything is spent on it.
+
+`check` looks at all but the prompt's tokens, so that a bad request is not even tokenized; `resolve` does the rest.
+"""
+
+import hashlib
+import math
+import secrets
+import struct
+from dataclasses import dataclass, replace
+
+from cluster.errors import InvalidRequest, NoTokenizer, PromptTooLong, UnknownModel
+from cluster.messages import Sampling, TokenStops
+from router.requests import Accepted, GenerateRequest, ResumedChoice, SamplingParams, StopConditions
+from router.text.model_files import ModelInfo
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_REQUEST_ID_CHARACTERS = 128
+MAX_LABEL_CHARACTERS = 160  # an x-request-id and the number of the prompt
+MAX_CACHE_SALT_CHARACTERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRequest:
+    """A request that workers can be given: checked, and complete."""
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling
+    stops: TokenStops
+    stop_strings: tuple[str, ...]
+    named_stop_token_ids: frozenset[int]  # the client's own: only these are told as a stop's cause
+    seed: int
+    seeds: tuple[int, ...]  # one per choice, made from `seed`; a retry draws the same tokens
+    cache_salt: str
+    priority: int
+    is_batch: bool
+
+    def at_most(self, num_output: int) -> "ResolvedRequest":
+        """This request with `max_tokens` cut to what a worker can hold; unchanged where that is nothing, or less than
+        `min_tokens`."""
+        fewer = min(self.stops.max_tokens, num_output)
+        if fewer < max(1, self.stops.min_tokens):
+            return self
+        return replace(self, stops=replace(self.stops, max_tokens=fewer))
+
+    def accepted(self, acceptance: bytes) -> Accepted:
+        """What the client sends to have the request resolved to the same values at another router."""
+        sampling = self.sampling
+        return Accepted(
+            SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, self.seed),
+            self.stops.max_tokens,
+            acceptance,
+        )
+
+
+def check(request: GenerateRequest, model: ModelInfo) -> None:
+    """Raises InvalidRequest or one of its kinds, which says what to change."""
+    check_model(request.model, model)
+    request_id = request.request_id
+    _require(
+        len(request_id) <= MAX_REQUEST_ID_CHARACTERS and (not request_id or request_id.isprintable()),
+        f"request_id must be at most {MAX_REQUEST_ID_CHARACTERS} printable characters",
+    )
+    _require(
+        len(request.label) <= MAX_LABEL_CHARACTERS and (not request.label or request.label.isprintable()),
+        f"label must be at most {MAX_LABEL_CHARACTERS} printable characters",
+    )
+    _require(1 <= request.n <= MAX_CHOICES, f"n must be from 1 to {MAX_CHOICES}, not {request.n}")
+    _require(
+        request.logprobs is None or 0 <= request.logprobs <= MAX_LOGPROBS,
+        f"logprobs must be from 0 to {MAX_LOGPROBS}, not {request.logprobs}",
+    )
+    _require(
+        len(request.cache_salt) <= MAX_CACHE_SALT_CHARACTERS,
+        f"cache_salt must have at most {MAX_CACHE_SALT_CHARACTERS} characters",
+    )
+    _require(-(1 << 31) <= request.priority < 1 << 31, f"priority must fit 32 bits with sign, not {request.priority}")
+    _require(
+        request.timeout_s is None or 0 < request.timeout_s < math.inf,
+        f"the request's timeout must be positive, not {request.timeout_s}",
+    )
+    _check_sampling(request.sampling)
+    _check_stop(request.stop, model)
+    if request.resume_from is not None:
+        _check_resumption(request, request.resume_from, model)
+
+
+def check_model(name: str, model: ModelInfo) -> None:
+    """Empty means the one that is served. Raises UnknownModel."""
+    if name not in ("", model.name):
+        raise UnknownModel(f"there is no model {name!r} here; this router serves {model.name!r}")
+
+
+def check_token_ids(token_ids: tuple[int, ...], model: ModelInfo) -> None:
+    """Raises InvalidRequest."""
+    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < model.vocab_size), None)
+    _require(wrong is None, f"token id {wrong} is outside the vocabulary: 0 to {model.vocab_size - 1}")
+
+
+def resolve(request: GenerateRequest, prompt_token_ids: tuple[int, ...], model: ModelInfo) -> ResolvedRequest:
+    """`request` has passed `check`. Raises InvalidRequest, PromptTooLong."""
+    _require(bool(prompt_token_ids), "the prompt is empty: it must have at least one token")
+    # First: a prompt may be too long to be looked through at all.
+    max_tokens = _max_tokens(len(prompt_token_ids), request.stop, model)
+    check_token_ids(prompt_token_ids, model)
+    _require(
+        request.stop.min_tokens <= max_tokens,
+        f"min_tokens is {request.stop.min_tokens}, more than the {max_tokens} tokens that may be generated",
+    )
+    eos = frozenset() if request.stop.ignore_eos else model.eos_token_ids
+    seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
+    return ResolvedRequest(
+        prompt_token_ids=prompt_token_ids,
+        sampling=_sampling(request.sampling, request.logprobs, model.default_sampling),
+        stops=TokenStops(max_tokens, request.stop.min_tokens, eos | frozenset(request.stop.stop_token_ids)),
+        stop_strings=request.stop.stop,
+        named_stop_token_ids=frozenset(request.stop.stop_token_ids),
+        seed=seed,
+        seeds=tuple(_choice_seed(seed, choice) for choice in range(request.n)),
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        is_batch=request.is_batch,
+    )
+
+
+def _check_sampling(params: SamplingParams) -> None:
+    temperature, top_k, top_p, min_p, seed = params.temperature, params.top_k, params.top_p, params.min_p, params.seed
+    _require(temperature is None or 0 <= temperature <= 2, f"temperature must be from 0 to 2, not {temperature}")
+    _require(top_k is None or 0 <= top_k < 1 << 32, f"top_k must be 0 (all) or positive, not {top_k}")
+    _require(top_p is None or 0 < top_p <= 1, f"top_p must be above 0 and at most 1, not {top_p}")
+    _require(min_p is None or 0 <= min_p <= 1, f"min_p must be from 0 to 1, not {min_p}")
+    _require(seed is None or 0 <= seed < 1 << 64, f"seed must fit 64 bits without sign, not {seed}")
+
+
+def _check_stop(stop: StopConditions, model: ModelInfo) -> None:
+    _require(stop.max_tokens is None or stop.max_tokens >= 1, f"max_tokens must be at least 1, not {stop.max_tokens}")
+    _require(stop.min_tokens >= 0, f"min_tokens must not be negative, not {stop.min_tokens}")
+    _require(len(stop.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} stop strings, not {len(stop.stop)}")
+    _require(all(stop.stop), "a stop string must not be empty")
+    _require(
+        all(len(text) <= MAX_STOP_STRING_CHARACTERS for text in stop.stop),
+        f"a stop string must have at most {MAX_STOP_STRING_CHARACTERS} characters",
+    )
+    _require(
+        len(stop.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+        f"at most {MAX_STOP_TOKEN_IDS} stop token ids, not {len(stop.stop_token_ids)}",
+    )
+    if stop.stop and not model.has_tokenizer:
+        raise NoTokenizer(f"the model {model.name} has no tokenizer: it takes stop_token_ids, no stop strings")
+    check_token_ids(stop.stop_token_ids, model)
+
+
+def _check_resumption(request: GenerateRequest, choices: tuple[ResumedChoice, ...], model: ModelInfo) -> None:
+    """What the tokens say is judged where they are replayed (Choice.resume)."""
+    _require(bool(request.request_id), "resume_from goes on with a request: give its request_id")
+    _require(len(choices) == request.n, f"resume_from has {len(choices)} choices, the request {request.n}")
+    for choice in choices:
+        _require(
+            len(choice.token_ids) <= model.max_model_len,
+            f"a choice of resume_from has {len(choice.token_ids)} tokens, the context {model.max_model_len}",
+        )
+        check_token_ids(choice.token_ids, model)
+
+
+def _max_tokens(num_prompt_tokens: int, stop: StopConditions, model: ModelInfo) -> int:
+    room = model.max_model_len - num_prompt_tokens
+    if room < 1:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt_tokens} tokens; at most {model.max_model_len - 1} leave room for one more in a"
+            f" context of {model.max_model_len}"
+        )
+    wanted, most = stop.max_tokens, model.lengths.most_output(room)
+    refusal = model.lengths.refusal(num_prompt_tokens, wanted or 1)
+    if refusal is not None:
+        raise refusal
+    if wanted is None:
+        return min(most, stop.default_max_tokens or model.default_max_tokens or most)
+    if wanted > room:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {wanted}: together more than the context of"
+            f" {model.max_model_len}; ask for at most {room}"
+        )
+    return wanted
+
+
+def _sampling(params: SamplingParams, num_logprobs: int | None, defaults: Sampling) -> Sampling:
+    return Sampling(
+        temperature=defaults.temperature if params.temperature is None else params.temperature,
+        top_k=defaults.top_k if params.top_k is None else params.top_k,
+        top_p=defaults.top_p if params.top_p is None else params.top_p,
+        min_p=defaults.min_p if params.min_p is None else params.min_p,
+        num_logprobs=num_logprobs,
+    )
+
+
+def _choice_seed(seed: int, choice: int) -> int:
+    """Choices of one request must differ, and a client's neighbouring seeds must not share choices."""
+    digest = hashlib.blake2b(struct.pack("<QI", seed, choice), digest_size=8, person=b"tandem.seed").digest()
+    return int.from_bytes(digest, "little")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidRequest(message)

@@ -1,0 +1,164 @@
+"""The small files of a model that a router reads: found in a folder or fetched from the hub, and what they say.
+
+Never reads weights, and never needs the library that runs the model.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.errors import ConfigError
+from cluster.messages import Sampling
+from cluster.settings.lengths import NO_LIMITS, LengthLimits
+
+_HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+]
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
+_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
+# Fields of generation_config.json that Tandem does not have, with the value that changes nothing.
+_NEUTRAL: Mapping[str, object] = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1.0,
+    "num_beams": 1,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "bad_words_ids": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+}
+
+Json = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the router knows of the model it serves."""
+
+    model: str  # folder or hub name
+    name: str  # what clients call it
+    max_model_len: int  # most tokens of prompt and continuation
+    vocab_size: int
+    has_tokenizer: bool
+    has_chat_template: bool
+    bos_token_id: int | None
+    eos_token_ids: frozenset[int]  # of config.json and generation_config.json together
+    default_sampling: Sampling  # of generation_config.json, over temperature 1 and nothing cut off
+    default_max_tokens: int | None  # its max_new_tokens
+    lengths: LengthLimits = NO_LIMITS
+    tokenizer_digest: str = ""  # of tokenizer.json, and of the tokens that tokenizer_config.json adds
+    notes: tuple[str, ...] = ()  # what of the files is not followed; said once at start
+
+
+def locate(model: str) -> Path:
+    """The folder with the model's small files; a hub name's are fetched. Raises ConfigError."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ConfigError(f"--model {model}: there is no such folder")
+    from huggingface_hub import snapshot_download  # only here: a local folder needs no network code
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+    except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"--model {model}: no such folder here, and the hub gave none ({first_line})") from error
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """The object in a file; empty where there is no such file. Raises ConfigError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return content
+
+
+def model_info(
+    model: str, folder: Path, *, served_model_name: str, max_model_len: int, has_chat_template: bool
+) -> ModelInfo:
+    """Reads config.json and generation_config.json. `max_model_len` 0 is the model's own limit. Raises ConfigError."""
+    whole = read_json(folder / "config.json")
+    if not whole:
+        raise ConfigError(f"--model {model}: {folder} has no config.json")
+    inner = whole.get("text_config")
+    config = {**whole, **inner} if isinstance(inner, dict) else whole
+    generation = read_json(folder / "generation_config.json")
+    bos = config.get("bos_token_id")
+    has_tokenizer = (folder / "tokenizer.json").is_file()
+    return ModelInfo(
+        model=model,
+        name=served_model_name or Path(model.rstrip("/")).name,
+        max_model_len=max_model_len or _own_length(config, model),
+        vocab_size=_positive(config.get("vocab_size"), f"--model {model}: config.json has no vocab_size"),
+        has_tokenizer=has_tokenizer,
+        has_chat_template=has_chat_template,
+        bos_token_id=bos if isinstance(bos, int) else None,
+        eos_token_ids=_token_ids(config.get("eos_token_id")) | _token_ids(generation.get("eos_token_id")),
+        default_sampling=_default_sampling(generation),
+        default_max_tokens=_default_max_tokens(generation),
+        notes=(*_generation_notes(generation), *_tokenizer_notes(folder, has_tokenizer)),
+    )
+
+
+def _own_length(config: Json, model: str) -> int:
+    length = next((config[key] for key in _LENGTH_KEYS if config.get(key) is not None), None)
+    return _positive(length, f"--model {model}: config.json names no longest sequence; give --max-model-len")
+
+
+def _positive(value: object, message: str) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(message)
+    return value
+
+
+def _token_ids(value: object) -> frozenset[int]:
+    ids = value if isinstance(value, list) else [value]
+    return frozenset(i for i in ids if isinstance(i, int))
+
+
+def _default_sampling(generation: Json) -> Sampling:
+    """`do_sample` is not looked at, as vLLM does not: who wants greedy says temperature 0."""
+    values = {key: generation[key] for key in _SAMPLING_KEYS if generation.get(key) is not None}
+    for key, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise ConfigError(f"generation_config.json: {key} is {value!r}")
+    return Sampling(
+        temperature=float(values.get("temperature", 1.0)),  # type: ignore[arg-type]  # checked above
+        top_k=int(values.get("top_k", 0)),  # type: ignore[call-overload]
+        top_p=float(values.get("top_p", 1.0)),  # type: ignore[arg-type]
+        min_p=float(values.get("min_p", 0.0)),  # type: ignore[arg-type]
+    )
+
+
+def _default_max_tokens(generation: Json) -> int | None:
+    value = generation.get("max_new_tokens")
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _generation_notes(generation: Json) -> tuple[str, ...]:
+    return tuple(
+        f"generation_config.json: {key}={generation[key]} is not applied"
+        for key, neutral in _NEUTRAL.items()
+        if generation.get(key) not in (None, neutral)
+    )
+
+
+def _tokenizer_notes(folder: Path, has_tokenizer: bool) -> tuple[str, ...]:
+    others = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).exists()]
+    if has_tokenizer or not others:
+        return ()
+    return (f"{others[0]} is not read: token ids only, until a tokenizer.json stands beside it",)

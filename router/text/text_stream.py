@@ -1,0 +1,114 @@
+"""The text of one choice as it grows: detokenized, cut at the first stop string, never shown and then taken back.
+
+Owns what is held back, and why: what a later token could still change (the detokenizer's), and what may begin a stop
+string (the matcher's). Never looks at stop tokens; a worker does. The token that ended a sequence because it is EOS or
+a stop token has no text: it is not pushed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.text.detokenizer import Detokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What a push released. `stopped_by` is the stop string that ended it; tokens past `num_tokens_used` are void."""
+
+    text: str
+    stopped_by: str | None
+    num_tokens_used: int
+
+
+class TextStream:
+    """One choice's text. The same tokens give the same text in whatever portions they come, so a resumed request
+    replays its committed tokens and goes on from the characters that the client has."""
+
+    def __init__(self, detokenizer: Detokenizer | None, stop: Sequence[str], min_tokens: int) -> None:
+        """No detokenizer: the text stays empty. A stop string counts once `min_tokens` tokens are there."""
+        assert detokenizer is not None or not stop, "stop strings need a detokenizer"
+        self._detokenizer = detokenizer
+        self._matcher = _StopMatcher(stop) if stop else None
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._ended = False
+
+    def push(self, token_ids: Sequence[int]) -> TextDelta:
+        assert not self._ended, "the text has ended"
+        if self._detokenizer is None:
+            return TextDelta("", None, len(token_ids))
+        released: list[str] = []
+        for index, token_id in enumerate(token_ids):
+            self._num_tokens += 1
+            text = self._detokenizer.push(token_id)
+            if self._matcher is None:
+                released.append(text)
+                continue
+            text, stopped_by = self._matcher.push(text, armed=self._num_tokens >= self._min_tokens)
+            released.append(text)
+            if stopped_by is not None:
+                self._ended = True
+                return TextDelta("".join(released), stopped_by, index + 1)
+        return TextDelta("".join(released), None, len(token_ids))
+
+    def flush(self) -> str:
+        """The end by EOS, a stop token or length: what was held back, cut at a stop string if that completes one."""
+        if self._detokenizer is None or self._ended:
+            return ""
+        self._ended = True
+        text = self._detokenizer.end()
+        if self._matcher is None:
+            return text
+        text, stopped_by = self._matcher.push(text, armed=self._num_tokens >= self._min_tokens)
+        return text if stopped_by is not None else text + self._matcher.held
+
+
+class _StopMatcher:
+    """Finds the stop string that is complete first; of those complete at the same character, the longest.
+
+    One Knuth-Morris-Pratt automaton per stop string, so a character costs the same however much is held.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops), "an empty stop string"
+        self._stops = sorted(set(stops), key=len, reverse=True)
+        self._borders = [_borders(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)
+        self.held = ""  # the longest end of the text that begins some stop string
+
+    def push(self, text: str, *, armed: bool) -> tuple[str, str | None]:
+        """The text that no stop string can reach any more, and the stop string that is complete now.
+
+        One that is complete while not `armed` is ordinary text.
+        """
+        pending = self.held + text
+        for end, character in enumerate(text, start=len(self.held) + 1):
+            for i, stop in enumerate(self._stops):
+                self._matched[i] = self._step(i, character)
+                if self._matched[i] < len(stop):
+                    continue
+                if armed:
+                    return pending[: end - len(stop)], stop
+                self._matched[i] = self._borders[i][-1]
+        num_held = max(self._matched)
+        self.held = pending[len(pending) - num_held :]
+        return pending[: len(pending) - num_held], None
+
+    def _step(self, i: int, character: str) -> int:
+        stop, borders, matched = self._stops[i], self._borders[i], self._matched[i]
+        while matched and stop[matched] != character:
+            matched = borders[matched - 1]
+        return matched + 1 if stop[matched] == character else 0
+
+
+def _borders(pattern: str) -> list[int]:
+    """For each prefix, the length of its longest proper prefix that also ends it."""
+    borders = [0] * len(pattern)
+    length = 0
+    for i in range(1, len(pattern)):
+        while length and pattern[i] != pattern[length]:
+            length = borders[length - 1]
+        if pattern[i] == pattern[length]:
+            length += 1
+        borders[i] = length
+    return borders
