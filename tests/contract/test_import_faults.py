@@ -45,7 +45,7 @@ async def test_an_exception_at_any_await_of_an_import_gives_its_blocks_back(
     async with handoff_rig("loopback") as rig:
         num_points = at = 0
         while at <= num_points:
-            faults = AwaitFaults(f"kvtransfer/{coroutine}", at - 1, error, when)
+            faults = AwaitFaults(f"kvtransfer/importer/{coroutine}", at - 1, error, when)
             await _import_once(rig, at, faults)
             num_points = max(num_points, faults.num_awaits)
             at += 1
