@@ -11,6 +11,7 @@
     ├── DuplicateRequest          the id belongs to a live request
     ├── ResumeRefused             the request cannot be resumed here as it was accepted
     │   ├── AcceptanceMissing / AcceptanceInvalid / AcceptanceOfAnotherClient
+    │   ├── ResumeSuperseded      this router serves a newer stream of the request, which goes on
     │   └── PromptChanged / RequestChanged    this router makes another prompt or other parameters of it
     ├── NotFound                  no such member, or no such sequence there
     ├── Overloaded                try again later
@@ -113,6 +114,10 @@ class PromptChanged(ResumeRefused):
 
 class RequestChanged(ResumeRefused):
     reason = "request_changed"
+
+
+class ResumeSuperseded(ResumeRefused):
+    reason = "resume_superseded"
 
 
 class NotFound(TandemError):

@@ -81,6 +81,7 @@ class GenerateRequest:
     priority: int = 0  # less goes first, where the workers' policy asks for it
     is_batch: bool = False  # uses only what nothing else wants
     resume_from: tuple[ResumedChoice, ...] | None = None  # one per choice: resumes an accepted request
+    resume_number: int = 0  # with `resume_from`: from 1, higher in each later call of the client; 0: the first call
     acceptance: bytes = b""  # with `resume_from`: what the router gave that accepted the request
     sign_every_s: float | None = None  # after so long with nothing to say the client gets an output with nothing in it
 

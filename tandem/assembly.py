@@ -26,12 +26,14 @@ class Assembly:
         grown = [self._choices.setdefault(delta.choice, _Growth()).add(delta) for delta in deltas]
         return [delta for delta in grown if delta is not None]
 
-    def resume_from(self, num_choices: int) -> inference_pb2.ResumeFrom:
+    def resume_from(self, num_choices: int, resume_number: int) -> inference_pb2.ResumeFrom:
         """What another router must know of an accepted request. What is added from here on is its stream."""
         assert self.accepted is not None
         choices = [self._choices.setdefault(number, _Growth()) for number in range(num_choices)]
         return inference_pb2.ResumeFrom(
-            choices=[choice.resume() for choice in choices], acceptance=self.accepted.acceptance
+            choices=[choice.resume() for choice in choices],
+            acceptance=self.accepted.acceptance,
+            resume_number=resume_number,
         )
 
     def result(self) -> Result:

@@ -3,7 +3,8 @@
 Decides only: time is an argument. An accepted request is resumed: its acceptance goes with the tokens that came. A
 request that was lost before its acceptance came begins again, since nothing of it has come. The client asks again where
 the connection broke, the router is leaving or cannot reach its cluster, or the router that is to resume the request is
-full. It raises an error that says that the request is wrong.
+full. It raises an error that says that the request is wrong. Each resumption has a higher number than those before, so
+that a call that was given up and reaches a router late cannot end the stream of a newer one.
 """
 
 import random
@@ -20,6 +21,7 @@ _NOT_FOR_NOW = frozenset({"slow_client", "resource_exhausted"})
 # That router makes another prompt or other parameters of it than the one that accepted it; the next one may not.
 _NOT_AS_ACCEPTED = frozenset({"prompt_changed", "request_changed"})
 _DUPLICATE = "duplicate_request"
+_SUPERSEDED = "resume_superseded"  # something on the way repeated the call: its number is taken, the next one is not
 _MAX_IDS = 4
 _MAX_REQUEST_ID_CHARACTERS = 128
 # Every router reads the same registry, and the one that answered has waited for as long as there was any use.
@@ -49,6 +51,7 @@ class Progress:
         self._assembly = Assembly(request.request_id)
         self._has_begun = False  # a router has accepted it
         self._num_lost = 0  # in a row, without a token
+        self._num_resumes = 0
         self._num_ids = 1
 
     def take(self, response: inference_pb2.GenerateResponse) -> list[Delta]:
@@ -79,12 +82,12 @@ class Progress:
         if self._is_own_id(error):
             self._take_another_id()
             return 0.0
-        is_asked_again = isinstance(error, Unavailable) or error.reason in _NOT_AS_ACCEPTED
+        is_asked_again = isinstance(error, Unavailable) or error.reason in _NOT_AS_ACCEPTED | {_SUPERSEDED}
         if error.reason in _SAME_EVERYWHERE or not (is_asked_again or (is_refusal and self._has_begun)):
             raise error
         self._num_lost += 1
         known = self._known()
-        is_gone = error.is_lost or error.reason == _DRAINING or is_refusal
+        is_gone = error.is_lost or error.reason in (_DRAINING, _SUPERSEDED) or is_refusal
         if not (is_gone and self._has_begun) and self._num_lost >= len(known):
             raise error
         wait_s = self._draw() * min(_FIRST_WAIT_S * 2.0 ** min(self._num_lost - 1, _MAX_DOUBLINGS), _MAX_WAIT_S)
@@ -110,7 +113,8 @@ class Progress:
         assert accepted is not None
         request.sampling.CopyFrom(accepted.sampling)
         request.stop.max_tokens = accepted.max_tokens
-        request.resume_from.CopyFrom(self._assembly.resume_from(request.n or 1))
+        self._num_resumes += 1
+        request.resume_from.CopyFrom(self._assembly.resume_from(request.n or 1, self._num_resumes))
         return request
 
     def _take_another_id(self) -> None:

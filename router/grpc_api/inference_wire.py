@@ -47,6 +47,7 @@ def generate_request_from_wire(
         priority=message.priority,
         is_batch=message.is_batch,
         resume_from=_resume_from(message.resume_from) if message.HasField("resume_from") else None,
+        resume_number=message.resume_from.resume_number,
         acceptance=message.resume_from.acceptance,
         sign_every_s=sign_every_s,
     )

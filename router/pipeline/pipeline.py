@@ -47,7 +47,6 @@ from router.requests import (
     GenerateRequest,
     Output,
     Prompt,
-    ResumedChoice,
     Summary,
     TextPrompt,
     TokenPrompt,
@@ -166,7 +165,7 @@ class Pipeline:
             async with asyncio.timeout(timeout_s):
                 resolved, acceptance = await self._accept(arrival, timeout_s)
                 live = self._live_request(arrival, resolved, acceptance, deadline_s)
-                missed = await self._resume(live, arrival.request.resume_from, acceptance)
+                missed = await self._resume(live, arrival.request, acceptance)
                 if arrival.request.resume_from is None:
                     self._refuse_early(live)
                 with self._admitted(arrival, acceptance):
@@ -205,8 +204,10 @@ class Pipeline:
 
     def _takes_over(self, request: GenerateRequest) -> bool:
         """Whether it resumes a stream that is live here, and may."""
+        if request.resume_from is None:
+            return False
         try:
-            return request.resume_from is not None and self._signer.shown(request).stream_id in self._streams
+            return self._streams.may_be_taken_over(self._signer.shown(request).stream_id, request.resume_number)
         except ResumeRefused:
             return False
 
@@ -245,17 +246,17 @@ class Pipeline:
                 encode = partial(self._tokenization.encode_chat, rendered_at_us=rendered_at_us)
                 return await self._threads.run(encode, messages)
 
-    async def _resume(
-        self, live: LiveRequest, has: Sequence[ResumedChoice] | None, acceptance: Acceptance
-    ) -> list[ChoiceDelta]:
-        """What the client of a resumed request has missed. Its earlier stream on this router has ended then."""
-        if has is None:
+    async def _resume(self, live: LiveRequest, request: GenerateRequest, acceptance: Acceptance) -> list[ChoiceDelta]:
+        """What the client of a resumed request has missed. Its earlier stream on this router has ended then.
+
+        Raises InvalidRequest, ResumeSuperseded."""
+        if (has := request.resume_from) is None:
             return []
         if sum(len(choice.token_ids) for choice in has) <= _INLINE_TOKENS:
             missed = live.resume(has)
         else:
             missed = await self._threads.run(live.resume, has)
-        await self._streams.end(acceptance.stream_id)
+        await self._streams.take_over(acceptance.stream_id, request.resume_number)
         return missed
 
     async def _complete(self, hedges: Hedges, live: LiveRequest, choices: Sequence[Choice]) -> None:
@@ -338,7 +339,7 @@ class Pipeline:
     def _admitted(self, arrival: Arrival, acceptance: Acceptance) -> Iterator[None]:
         self._admission.admit(arrival.request_id, is_resumed=arrival.request.resume_from is not None)
         try:
-            with self._streams.listed(acceptance.stream_id, arrival.outbox):
+            with self._streams.listed(acceptance.stream_id, arrival.outbox, arrival.request.resume_number):
                 yield
         finally:
             self._admission.release(arrival.request_id)

@@ -11,7 +11,7 @@ from cluster.errors import RequestTooLarge
 
 _TOKEN_BYTES = 4
 _CHOICE_BYTES = 48  # of a choice without its tokens: tags and lengths, handle, seed, characters, reason of its end
-# What AcceptedRequest adds to a resumed message beside the tokens: sampling, max_tokens, the acceptance.
+# What a resumed message has more than the first, beside the tokens: sampling, max_tokens, acceptance, resume number.
 _ACCEPTED_BYTES = 288
 # What a message to a worker has beside tokens: ids, addresses, stop token ids, salt, ticket, holders of prefixes.
 _JOB_BYTES = 64 * 1024

@@ -157,6 +157,7 @@ def _check_stop(stop: StopConditions, model: ModelInfo) -> None:
 def _check_resumption(request: GenerateRequest, choices: tuple[ResumedChoice, ...], model: ModelInfo) -> None:
     """What the tokens say is judged where they are replayed (Choice.resume)."""
     _require(bool(request.request_id), "resume_from goes on with a request: give its request_id")
+    _require(request.resume_number >= 1, "resume_from.resume_number counts a request's resumptions from 1, not from 0")
     _require(len(choices) == request.n, f"resume_from has {len(choices)} choices, the request {request.n}")
     for choice in choices:
         _require(

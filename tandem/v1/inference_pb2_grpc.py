@@ -66,7 +66,7 @@ class InferenceServicer(object):
     def Generate(self, request, context):
         """Generates one or more continuations of a prompt and streams them as they are made.
         Errors: INVALID_ARGUMENT, NOT_FOUND (model), ALREADY_EXISTS (request id is live), FAILED_PRECONDITION (resume_from
-        does not match its acceptance), RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, UNAVAILABLE, UNAUTHENTICATED. The message says
+        does not match its acceptance, or is superseded by a newer one), RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, UNAVAILABLE, UNAUTHENTICATED. The message says
         what to change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -28,6 +28,7 @@ from tests.system.scripted_workers import ScriptedDecode, ScriptedPrefill, scrip
 
 MAX_TOKENS = 12
 HOUR_S = 3600.0
+LARGEST_NUMBER = (1 << 32) - 1
 Request: TypeAlias = inference_pb2.GenerateRequest
 Response: TypeAlias = inference_pb2.GenerateResponse
 
@@ -102,12 +103,13 @@ def question(**fields: Any) -> Request:
     return Request(**asked | fields)
 
 
-def resuming(request: Request, acceptance: bytes, *token_ids: list[int]) -> Request:
-    """As the client library resumes a request."""
+def resuming(request: Request, acceptance: bytes, *token_ids: list[int], number: int = 1) -> Request:
+    """As the client library resumes a request for the `number`th time."""
     resumed = Request()
     resumed.CopyFrom(request)
     choices = [inference_pb2.ResumedChoice(token_ids=wire.pack_ids(ids)) for ids in token_ids]
-    resumed.resume_from.CopyFrom(inference_pb2.ResumeFrom(choices=choices, acceptance=acceptance))
+    resume_from = inference_pb2.ResumeFrom(choices=choices, acceptance=acceptance, resume_number=number)
+    resumed.resume_from.CopyFrom(resume_from)
     return resumed
 
 
@@ -168,6 +170,68 @@ async def test_a_client_that_comes_back_to_its_router_takes_its_request_over() -
         assert responses[0].accepted.acceptance == live.acceptance, "it stays good for a second loss"
         await live.is_ended()
         assert router.decode.cancelled_handles, "its first sequence was told to stop"
+
+
+SUPERSEDED = (grpc.StatusCode.FAILED_PRECONDITION, "resume_superseded")
+
+
+async def test_a_delayed_call_does_not_end_the_stream_of_a_newer_one() -> None:
+    """The network held the client's second resumption back until its third one was live; a proxy repeats the third."""
+    async with served() as router:
+        expected = expected_tokens(router.router, ask(max_tokens=MAX_TOKENS))
+        first = await live_at(router)
+        newest = await live_at(router, resuming(question(), first.acceptance, expected[:2], number=3))
+        await first.is_ended()
+        for number in (1, 2, 3):
+            delayed = resuming(question(), first.acceptance, expected[:1], number=number)
+            assert await router.refusal(delayed) == SUPERSEDED
+        refused = router.router.telemetry.value("tandem_requests_refused_total", reason="resume_superseded")
+        assert refused == 3
+        assert await newest.goes_on() == expected[2:]
+
+
+async def test_of_calls_that_take_a_stream_over_together_the_newest_is_served_in_whatever_order_they_come() -> None:
+    numbers = [4, 1, LARGEST_NUMBER, 3, 2]
+    async with served() as router:
+        expected = expected_tokens(router.router, ask(max_tokens=MAX_TOKENS))
+        first = await live_at(router)
+        router.decode.pause_at = None
+        resumed = [resuming(question(), first.acceptance, expected[:2], number=number) for number in numbers]
+        router.prefill.before_first_tokens.close()
+        calls = [asyncio.create_task(router.answer(request)) for request in resumed]
+        newest = calls[numbers.index(LARGEST_NUMBER)]
+        older = [call for call in calls if call is not newest]
+        ended, _ = await asyncio.wait(older, timeout=10)
+        assert ended == set(older)
+        for call in older:
+            with pytest.raises(grpc.aio.AioRpcError, match=r"come back|newer"):
+                await call
+        router.prefill.before_first_tokens.open()
+        assert tokens(await newest) == expected[2:]
+        await first.is_ended()
+
+
+async def test_a_delayed_call_is_served_where_no_newer_stream_is_live() -> None:
+    """There is nothing to compare it with. Its client has given it up, so it ends with its connection."""
+    async with served() as first, served() as second:
+        expected = expected_tokens(first.router, ask(max_tokens=MAX_TOKENS))
+        live = await live_at(first)
+        first.decode.pause_at = None
+        newest = resuming(question(), live.acceptance, expected[:2], number=2)
+        delayed = resuming(question(), live.acceptance, expected[:1], number=1)
+        assert tokens(await first.answer(newest)) == expected[2:]
+        assert tokens(await first.answer(delayed)) == expected[1:], "the newer stream has ended"
+        assert tokens(await second.answer(delayed)) == expected[1:], "the newer stream was never here"
+        await live.is_ended()
+
+
+async def test_a_resumption_without_its_number_is_refused_and_ends_nothing() -> None:
+    async with served() as router:
+        expected = expected_tokens(router.router, ask(max_tokens=MAX_TOKENS))
+        live = await live_at(router)
+        wrong = resuming(question(), live.acceptance, expected[:2], number=0)
+        assert await router.refusal(wrong) == (grpc.StatusCode.INVALID_ARGUMENT, "invalid_request")
+        assert await live.goes_on() == expected
 
 
 async def test_a_request_that_lost_its_router_before_any_token_keeps_its_turn_elsewhere() -> None:

@@ -130,7 +130,11 @@ async def test_a_request_that_comes_from_another_router_waits_as_it_did_there() 
         await _die(router, large)
         has = tuple(first.token_ids[0][:3])
         resumed = replace(
-            request, resume_from=(ResumedChoice(has, num_characters=0),), acceptance=accepted.acceptance, timeout_s=20.0
+            request,
+            resume_from=(ResumedChoice(has, num_characters=0),),
+            resume_number=1,
+            acceptance=accepted.acceptance,
+            timeout_s=20.0,
         )
         going_on = asyncio.create_task(_tokens(router, resumed))
         await _waits(router)

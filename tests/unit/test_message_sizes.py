@@ -53,6 +53,7 @@ def with_all_its_tokens(request: inference_pb2.GenerateRequest, max_tokens: int)
     )
     resumed.stop.max_tokens = max_tokens
     resumed.resume_from.acceptance = bytes(ACCEPTANCE_BYTES)
+    resumed.resume_from.resume_number = LARGEST
     for _ in range(request.n or 1):
         resumed.resume_from.choices.add(
             token_ids=wire.pack_ids((LARGEST,) * max_tokens), num_characters=LARGEST, finish_reason="length"

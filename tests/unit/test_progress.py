@@ -3,6 +3,7 @@
 import pytest
 
 from tandem.errors import (
+    Cancelled,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -66,6 +67,37 @@ def test_an_accepted_request_is_resumed_before_its_first_token() -> None:
     asked = generation.request
     assert (asked.request_id, asked.resume_from.acceptance) == ("r", b"signed")
     assert [unpack_ids(choice.token_ids) for choice in asked.resume_from.choices] == [()]
+
+
+def test_every_resumption_has_a_higher_number_than_those_before() -> None:
+    """Also after progress: a delayed call may be older than the last token."""
+    generation, numbers = begun(), []
+    for index in range(2, 5):
+        for error in (LOST, Overloaded("full", reason="overloaded")):
+            generation.lost(error, 0.0)
+            numbers.append(generation.request.resume_from.resume_number)
+        generation.take(Response(request_id="r", accepted=ACCEPTED))
+        generation.take(delta(0, index, (7,)))
+    assert numbers == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("num_routers", [1, 2])
+def test_a_call_whose_number_is_taken_is_made_again_with_a_higher_one(num_routers: int) -> None:
+    """A proxy sent the call twice: the router serves its first copy, and the client reads the refusal of the second."""
+    generation = begun(num_routers)
+    generation.lost(LOST, 0.0)
+    for number in (2, 3, 4):
+        generation.lost(InvalidRequest("a newer stream is live", reason="resume_superseded"), 0.0)
+        assert generation.request.resume_from.resume_number == number
+
+
+def test_a_stream_that_another_call_took_over_is_lost_for_good() -> None:
+    """No call of this generation does that to its own newest one, so another client has its acceptance."""
+    generation = begun()
+    generation.lost(LOST, 0.0)
+    taken = Cancelled("the client has come back for this request on another stream", reason="cancelled")
+    with pytest.raises(Cancelled):
+        generation.lost(taken, 0.0)
 
 
 def test_an_acceptance_alone_does_not_shorten_the_waits() -> None:

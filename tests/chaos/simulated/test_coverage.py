@@ -91,6 +91,7 @@ REACHED_BY = {
     "prompt_too_long": "tests/unit/test_validation.py::test_a_prompt_too_long_is_told_both_numbers",
     "queue_full": "tests/system/test_failover.py::test_a_full_or_leaving_prefill_worker_is_passed_over",
     "replayed_ticket": "tests/unit/test_leases.py::test_attempt_attaches_once",
+    "resume_superseded": "tests/unit/test_live_streams.py::test_only_a_call_of_a_higher_number_takes_a_stream_over",
     "slow_client": "tests/unit/test_outbox.py::test_past_the_cap_the_slowest_client_is_given_up_and_only_that_one",
     "timeout": "tests/system/test_migration.py::test_a_target_that_does_not_begin_in_time_is_given_up_and_told",
     "unauthenticated": "tests/unit/test_serving.py::test_an_interceptor_may_refuse_like_a_service",
