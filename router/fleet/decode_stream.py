@@ -202,12 +202,15 @@ class DecodeStream:
             self.heard_s = asyncio.get_running_loop().time()
             silence.limit_s = self._patience.silence_s
             silence.begin(self.heard_s)
+            is_hello = message.WhichOneof("message") == "hello"
             try:
                 checked(message)
             except MalformedMessage as error:
                 self._on_malformed(message, error)
+                if is_hello:
+                    return error.message  # it says hello once: only a new connection brings another
                 continue
-            if message.WhichOneof("message") == "hello":
+            if is_hello:
                 if message.hello.worker != str(self._worker):
                     return _REPLACED
                 self._on_connected()
@@ -266,8 +269,8 @@ class DecodeStream:
                 self._on_leaving(message.leaving.grace_s)
 
     def _on_malformed(self, message: worker_pb2.WorkerMessage, error: MalformedMessage) -> None:
-        """Ends the attempts of the sequences that the message names; all of them if it names none that it should. What
-        it says beside sequences is ignored: figures and a drain come again."""
+        """Ends the attempts of the sequences that the message names; all of them if it names none that it should. Figures
+        and a drain are ignored: they come again."""
         kind = message.WhichOneof("message") or ""
         self._telemetry.count("tandem_malformed_messages_total", message=kind)
         _LOG.warning("malformed message", extra={"worker": str(self._worker), "problem": error.message})

@@ -28,7 +28,8 @@ DEADLINE_S = 20.0
 class _Worker(worker_pb2_grpc.DecodeWorkerServicer):
     """Says what it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, num_bad_hellos: int = 0) -> None:
+        self._num_bad_hellos = num_bad_hellos
         self.says: asyncio.Queue[worker_pb2.WorkerMessage] = asyncio.Queue()
         self.num_calls = 0
 
@@ -36,7 +37,8 @@ class _Worker(worker_pb2_grpc.DecodeWorkerServicer):
         self, request_iterator: AsyncIterator[worker_pb2.RouterMessage], context: object
     ) -> AsyncIterator[worker_pb2.WorkerMessage]:
         self.num_calls += 1
-        yield worker_pb2.WorkerMessage(hello=worker_pb2.WorkerHello(worker=str(WORKER)))
+        name = "" if self.num_calls <= self._num_bad_hellos else str(WORKER)
+        yield worker_pb2.WorkerMessage(hello=worker_pb2.WorkerHello(worker=name))
         while True:
             yield await self.says.get()
 
@@ -110,6 +112,17 @@ async def test_a_malformed_message_ends_the_attempts_that_it_names(kind: str) ->
             assert _heard(other) == [] and worker.num_calls == 1
             kind_counted = "step" if kind in ("short logprobs", "ragged tokens") else kind
             assert telemetry.value("tandem_malformed_messages_total", message=kind_counted) == 1
+
+
+async def test_a_malformed_hello_ends_the_connection_and_the_next_one_is_used() -> None:
+    """A worker says hello once per connection: the router would wait for it for as long as the worker is there."""
+    worker, telemetry = _Worker(num_bad_hellos=2), Telemetry()
+    async with _following(worker, telemetry) as stream:  # connected
+        assert worker.num_calls == 3
+        assert telemetry.value("tandem_malformed_messages_total", message="hello") == 2
+        with stream.open([Course(9)]) as sequences:
+            worker.says.put_nowait(_step([*sequences.handles]))
+            assert isinstance(await sequences.next(), Token)
 
 
 async def test_a_step_whose_handles_cannot_be_read_ends_every_attempt_and_not_the_stream() -> None:
