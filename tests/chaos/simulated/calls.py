@@ -23,7 +23,7 @@ _REFUSED = (grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses; la
 _LATE = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
 
 Status = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
-Watch = Callable[[str, Process, Process, Any], None]  # method, who says it, to whom, the message
+Watch = Callable[[str, Process, Process, Any], Any]  # method, who says it, to whom, the message: the one that is sent
 
 
 class Channel:
@@ -128,7 +128,7 @@ class Call:
 
     def _send(self, message: Any) -> None:
         assert self._served is not None and self._conversation is not None
-        self._watch(self._method, self._process, self._conversation.server, message)
+        message = self._watch(self._method, self._process, self._conversation.server, message)
         self._conversation.say(self._conversation.server, self._served.heard, self._serialize(message))
 
     def _half_close(self) -> None:
@@ -304,7 +304,7 @@ class Served:
 
     def _answer(self, handler: Any, response: Any) -> None:
         server, client = self._conversation.server, self._conversation.client
-        self._call._watch(self._call._method, server, client, response)
+        response = self._call._watch(self._call._method, server, client, response)
         self._conversation.say(client, self._call.heard, handler.response_serializer(response))
 
     def _finish(self, status: Status) -> None:

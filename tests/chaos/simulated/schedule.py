@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from random import Random
 
-DISTRIBUTION = 2
+from tests.chaos.simulated.mutations import MESSAGES
+
+DISTRIBUTION = 3
 MAX_MODEL_LEN = 96
 
 
@@ -121,7 +123,8 @@ class Schedule:
         """A worker that cannot read fails every hand-off to it, whatever `max_attempts` is, and leaves one attempt:
         one more fault may end a request."""
         cannot_read = any(mishap.kind is Kind.UNREADABLE for mishap in self.mishaps)
-        return cannot_read and (self.read_faults or sum(mishap.kind not in OPERATIONS for mishap in self.mishaps) > 1)
+        num_faults = sum(mishap.kind not in OPERATIONS for mishap in self.mishaps) + len(self.mutations)
+        return cannot_read and (self.read_faults or num_faults > 1)
 
 
 _DOWN_S = (0.2, 1.0, 2.5, 4.0, 8.0)
@@ -130,8 +133,7 @@ _JUMPS_S = (-86_400.0, -60.0, 5.0, 60.0, 3600.0, 31_536_000.0)
 _DEFAULT_ATTEMPTS = 3
 _WATERMARK_BLOCKS = 2  # at most, of the pools drawn here
 _SMALL_SHARE = 0.3  # of schedules in which some pools are too small for some requests
-# Members that receive a mutated message. Off: no message is mutated by `make_schedule`.
-DRAWS_MUTATIONS = False
+_MUTATED_SHARE = 0.2  # of schedules in which members send messages with a field out of its bounds
 
 
 def make_schedule(seed: int) -> Schedule:
@@ -147,6 +149,7 @@ def make_schedule(seed: int) -> Schedule:
     faults = tuple(_fault(dice, counts) for _ in range(dice.choice((0, 1, 1, 1, 2, 2, 3, 4))))
     operations = tuple(each for _ in range(dice.choice((0, 0, 1, 1, 2))) for each in _operation(dice, counts))
     read_faults = dice.random() < 0.2
+    mutations = _mutations(dice) if dice.random() < _MUTATED_SHARE else ()
     has_tiers = dice.random() < 0.5 or any(fault.kind is Kind.FULL for fault in faults)
     return Schedule(
         seed=seed,
@@ -170,9 +173,12 @@ def make_schedule(seed: int) -> Schedule:
         read_faults=read_faults,
         asks=asks,
         mishaps=(*faults, *operations),
-        mutations=_mutations(dice) if DRAWS_MUTATIONS else (),
+        mutations=mutations,
         drain_grace_s=dice.choice((0.02, 0.2, 0.2, 2.0, 30.0)),
-        max_attempts=max(_DEFAULT_ATTEMPTS, 1 + sum(map(num_failures, (*faults, *operations))) + 2 * read_faults),
+        max_attempts=max(
+            _DEFAULT_ATTEMPTS,
+            1 + sum(map(num_failures, (*faults, *operations))) + 2 * read_faults + len(mutations),
+        ),
     )
 
 
@@ -335,4 +341,7 @@ def _mishap(dice: Random, kind: Kind, role: str, counts: Sequence[int]) -> Misha
 
 
 def _mutations(dice: Random) -> tuple[Mutation, ...]:
-    return ()
+    return tuple(
+        Mutation(dice.choice(MESSAGES), occurrence=dice.choice((0, 0, 1, 2, 5)), draw=dice.getrandbits(32))
+        for _ in range(dice.choice((1, 1, 2, 3, 4)))
+    )

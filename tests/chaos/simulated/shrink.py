@@ -42,8 +42,8 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
     if len(asks) > 1:
         for place in range(len(asks)):
             yield replace(schedule, asks=asks[:place] + asks[place + 1 :])
-    if schedule.mutations:
-        yield replace(schedule, mutations=schedule.mutations[1:])
+    for place in range(len(schedule.mutations)):
+        yield replace(schedule, mutations=schedule.mutations[:place] + schedule.mutations[place + 1 :])
     for name in ("read_faults", "speculates", "launches", "disk_blocks", "host_blocks", "swap_blocks"):
         if getattr(schedule, name):
             without: Any = {name: type(getattr(schedule, name))()}

@@ -36,7 +36,9 @@ def describe(schedule: Schedule) -> str:
             cancels += f", loses its connection after {ask.reconnect_after}"
         prompt = f"{ask.num_tokens} tokens, {ask.max_tokens} more, n={ask.n}"
         lines.append(f"  request {number}: to router {ask.router} at {ask.at_s:.3f} s, {prompt}{cancels}")
-    return "\n".join([*lines, *map(_mishap, schedule.mishaps)])
+    lines += map(_mishap, schedule.mishaps)
+    lines += [f"  {each.message}, time {each.occurrence + 1}, is malformed" for each in schedule.mutations]
+    return "\n".join(lines)
 
 
 def tell(result: Result) -> str:

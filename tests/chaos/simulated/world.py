@@ -14,6 +14,7 @@ from tests.chaos.simulated.harm import LEAVE_S, Harm
 from tests.chaos.simulated.loop import Process, SimulatedLoop, Stuck
 from tests.chaos.simulated.machine import inside
 from tests.chaos.simulated.member import Member
+from tests.chaos.simulated.mutations import Mutations
 from tests.chaos.simulated.network import Network
 from tests.chaos.simulated.phases import BEGINS, ENDS_WITH, kind_of
 from tests.chaos.simulated.redis import PLACE, RedisServer
@@ -66,6 +67,7 @@ class World:
         self._waiting = [mishap for mishap in schedule.mishaps if mishap.phase is not None]
         self._recovering: list[asyncio.Task[None]] = []
         self._harms = Harm(self)
+        self._mutations = Mutations(schedule.mutations)
         self._is_over = False  # nothing goes wrong any more
 
     def say(self, who: object, what: str) -> None:
@@ -118,8 +120,20 @@ class World:
             if member.role == "decode" and not member.has_left
         )
 
-    def watch(self, method: str, sender: Process, receiver: Process, message: Any) -> None:
-        """Every message, as it is sent."""
+    def watch(self, method: str, sender: Process, receiver: Process, message: Any) -> Any:
+        """Every message, when it is sent; what is sent is the answer."""
+        self._note_phase(method, sender, receiver, message)
+        if self._is_over or not {sender.place, receiver.place} <= self.members.keys():
+            return message
+        mutation = self._mutations.of(message)
+        if mutation is None:
+            return message
+        name, what, mutated = mutation
+        self.reached[f"malformed: {name}"] += 1
+        self.say(sender, f"sends {receiver} a malformed {name}: {what}")
+        return mutated
+
+    def _note_phase(self, method: str, sender: Process, receiver: Process, message: Any) -> None:
         kind = kind_of(message)
         self.trace.append((self.loop.time(), method, sender.place, receiver.place, kind))
         phase = BEGINS.get((method, kind))

@@ -1,0 +1,65 @@
+"""Schedules in which members send messages with a field out of its bounds: each costs an attempt at most."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from cluster.errors import MalformedMessage
+from cluster.protocol.received import checked
+from tandem.v1 import worker_pb2
+from tests.chaos.simulated.machine import simulated_machine
+from tests.chaos.simulated.mutations import Mutations
+from tests.chaos.simulated.schedule import Ask, Mutation, Schedule, plain_schedule
+from tests.chaos.simulated.world import run_schedule
+from tests.unit.member_messages import examples
+
+_EVERY_RUN_SENDS = (
+    "PrefillRequest",
+    "PrefillEvent.accepted",
+    "PrefillEvent.first_tokens",
+    "Heartbeat",
+    "StartRequest",
+    "RouterMessage.hello",
+    "WorkerMessage.hello",
+    "WorkerMessage.step",
+    "WorkerMessage.started",
+    "FollowPrefixesRequest",
+    "ImporterMessage.attach",
+    "ImporterMessage.settle",
+    "ExporterMessage.accepted",
+    "ExporterMessage.settled",
+)
+
+
+def malformed(seed: int, message: str) -> Schedule:
+    """The first one of its kind, in a cluster with one member of each role: nobody else can stand in for it."""
+    asks = tuple(Ask(0.0, 0, 0, 0, num_tokens=30, max_tokens=6) for _ in range(2))
+    only = replace(plain_schedule(seed), num_routers=1, num_prefills=1, num_decodes=1, asks=asks)
+    return replace(only, mutations=(Mutation(message, occurrence=0, draw=seed),))
+
+
+def test_a_malformed_message_of_each_kind_fails_no_request() -> None:
+    reached, outcomes = Counter[str](), Counter[str]()
+    with simulated_machine():
+        for seed, message in enumerate(_EVERY_RUN_SENDS):
+            result = run_schedule(malformed(seed, message))
+            assert not result.violations, message
+            assert result.reached[f"malformed: {message}"] == 1, message
+            reached.update(result.reached)
+            outcomes.update(result.outcomes)
+    assert outcomes == {"ok": 2 * len(_EVERY_RUN_SENDS)}
+    assert reached["error: malformed_message"] > len(_EVERY_RUN_SENDS) / 2
+
+
+def test_only_the_message_that_is_due_becomes_malformed_and_its_receiver_refuses_it() -> None:
+    message = next(examples(worker_pb2.PrefillRequest))
+    for draw in range(20):
+        mutations = Mutations([Mutation("PrefillRequest", occurrence=1, draw=draw)])
+        assert mutations.of(message) is None
+        assert mutations.of(next(examples(worker_pb2.PrefillEvent))) is None
+        changed = mutations.of(message)
+        assert changed is not None
+        with pytest.raises(MalformedMessage):
+            checked(changed[2])
+        assert mutations.of(message) is None
