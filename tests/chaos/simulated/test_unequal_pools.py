@@ -9,6 +9,7 @@ from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, plain_sched
 from tests.chaos.simulated.world import Result, run_schedule
 
 _BACK_S, _NEVER_S = 8.0, 200.0  # the latter is longer than any request's time
+_AT_ONCE_S = 0.1
 
 
 def _run(phase: Phase, for_s: float) -> Result:
@@ -42,3 +43,14 @@ def test_without_a_large_worker_streams_end_by_that_name_at_their_deadline_and_n
     assert len(lost) == 2 and lost == list(result.violations), result.violations
     assert all("no_worker_large_enough" in violation for violation in lost), lost
     assert result.outcomes == {"ok": 1, "no_worker_large_enough": 2}
+
+
+def test_a_request_too_large_for_every_member_is_refused_before_any_worker_is_asked() -> None:
+    asks = (Ask(0.0, 0, 0, 0, num_tokens=20, max_tokens=28),)
+    with simulated_machine():
+        result = run_schedule(replace(plain_schedule(1), decode_blocks=(6,), asks=asks))
+    assert result.outcomes == {"no_worker_large_enough": 1} and not result.violations
+    asked_s, heard_s = (at_s for at_s, who, _ in result.happened if who == "client0")
+    assert heard_s - asked_s < _AT_ONCE_S
+    asked = {method for _, method, _, _, kind in result.trace if kind in ("PrefillRequest", "StartRequest")}
+    assert not asked, asked
