@@ -269,8 +269,8 @@ class DecodeStream:
                 self._on_leaving(message.leaving.grace_s)
 
     def _on_malformed(self, message: worker_pb2.WorkerMessage, error: MalformedMessage) -> None:
-        """Ends the attempts of the sequences that the message names; all of them if it names none that it should. Figures
-        and a drain are ignored: they come again."""
+        """Ends the attempts of the sequences that the message names; all of them if it names none that it should.
+        Figures and a drain are ignored: they come again."""
         kind = message.WhichOneof("message") or ""
         self._telemetry.count("tandem_malformed_messages_total", message=kind)
         _LOG.warning("malformed message", extra={"worker": str(self._worker), "problem": error.message})
