@@ -28,8 +28,8 @@ class PreemptionCost:
 
     def observe_compute(self, num_prompt_tokens: int, num_tokens: int, seconds: float) -> None:
         """Of one step without its copies. Steps that mostly decode say little about prompts: they read the weights for
-        few tokens."""
-        if seconds > 0 and 2 * num_prompt_tokens >= num_tokens:
+        few tokens; steps that only copy say nothing."""
+        if seconds > 0 and num_prompt_tokens and 2 * num_prompt_tokens >= num_tokens:
             self.compute_s_per_token = _averaged(self.compute_s_per_token, seconds / num_tokens)
 
 

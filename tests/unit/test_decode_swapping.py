@@ -178,3 +178,10 @@ def test_rates_follow_what_steps_took() -> None:
     for _ in range(40):
         cost.observe_copies(num_blocks=10, seconds=0.1)
     assert cost.is_swap_cheaper(num_blocks=1, num_tokens=3) and not cost.is_swap_cheaper(num_blocks=1, num_tokens=1)
+
+
+def test_a_step_that_only_copies_says_nothing_about_computing() -> None:
+    """It used to divide by its number of tokens, and the worker ended."""
+    cost = PreemptionCost()
+    cost.observe_compute(0, 0, 0.01)
+    assert cost.compute_s_per_token is None
