@@ -31,7 +31,7 @@ SCENARIOS = (
         faults=1,
     ),
     Scenario("renewals, room for one, one fault", prefill_pool=1, decode_pool=1, renewals=True, faults=1),
-    Scenario("second try by the same worker, two faults", blocks=(1,)),
+    Scenario("second try by the same worker, one fault", blocks=(1,), faults=1),
     Scenario("second importer, two faults", blocks=(1,), workers=(1, 2), prefill_pool=1, decode_pool=1),
     Scenario("corrupted reads and broken calls, two faults", kinds=frozenset({"corrupt", "break"})),
     Scenario(
@@ -52,6 +52,7 @@ SCENARIOS = (
     ),
 )
 LONG_SCENARIOS = (
+    Scenario("second try by the same worker, two faults", blocks=(1,)),
     Scenario("one block each, room for both, two faults"),
     Scenario("two blocks each, room for one, two faults", blocks=(2, 2)),
     Scenario("two blocks each, the first cached, two faults", blocks=(2, 2), decode_pool=1, cached=True),
