@@ -2,8 +2,8 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := tandem cluster engine kvtransfer prefill_worker decode_worker router cli deploy benchmarks tests
-PROTOS := $(wildcard proto/tandem/v1/*.proto)
+PACKAGES := tandem cluster engine kvtransfer prefill_worker decode_worker worker router cli deploy benchmarks tests
+PROTOS := $(wildcard proto/tandem/v1/*.proto proto/tandem/internal/v1/*.proto)
 
 # More for pip, such as an index of CPU-only torch wheels: make demo PIP_ARGS="--extra-index-url URL"
 PIP_ARGS ?=
@@ -19,9 +19,10 @@ $(PIP) $(1) >$(INSTALL_LOG) 2>&1 & pip=$$!; trap 'kill $$pip; wait $$pip; exit 1
 	wait $$pip || { tail -n 40 $(INSTALL_LOG) >&2; echo "==> pip failed; its whole output is in $(INSTALL_LOG)" >&2; exit 1; }
 endef
 PYTEST_ARGS ?=
-# Tests run in so many processes at once, a file in one of them. 0: in one, as `pytest` alone does.
+# The number of processes that run tests, each of them whole files in the order of tests/conftest.py: the longest first,
+# and not those with most tests, as pytest-xdist would by itself. 0: one process, as `pytest` alone.
 TEST_PROCESSES ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 REPEAT_ARGS ?=
 SOAK_ARGS ?=
 FAULT_ARGS ?=
@@ -48,7 +49,7 @@ help: ## this list
 demo: $(VENV)/.base ## one prompt through a router, a prefill and a decode worker on the demo model
 	@$(BIN)/tandem demo
 
-test: $(VENV)/.test ## the tests, in about ten minutes on two cores; PYTEST_ARGS="-k registry" for some of them
+test: $(VENV)/.test ## the tests, in about seven minutes on two cores; PYTEST_ARGS="-k registry" for some of them
 	@$(PYTEST) $(PYTEST_ARGS)
 
 test-repeat: $(VENV)/.test ## the tests again and again, quiet and loaded, into a log; REPEAT_ARGS="--only loaded-system --runs 3"
@@ -91,7 +92,7 @@ gpu-wheels: ## fetches into WHEELS what gpu-check needs beside torch, for Python
 		--python-version 3.12 --implementation cp $(WHEEL_PLATFORMS) -d $(WHEELS) $(WHEEL_NAMES)
 	@python3 -m benchmarks.gpu_check.slimmed $(WHEELS)
 
-proto: $(VENV)/.test ## the Python stubs in tandem/v1 anew from proto/
+proto: $(VENV)/.test ## regenerate the Python stubs in tandem/v1 and tandem/internal/v1 from proto/
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. --pyi_out=. $(PROTOS)
 
 clean: ## removes the environment and every cache

@@ -1,11 +1,10 @@
-"""How much of its time a device waits for the host between steps of decodes, with the next step planned while one runs
-and without.
+"""Measure how long a device waits for the host between decode steps, with and without steps planned ahead.
 
-The scheduler, the step loop and the packing of steps are the real ones, with their real costs on this machine. The
-device is simulated: a step takes it so many milliseconds from the moment at which it is launched and the one before it
-has ended. Time is what the step thread computes, and what it waits for the device, which is skipped: what else runs on
-this machine is not in it. Copies, launches and drawing on the device cost the host nothing here, and no other thread
-asks for the interpreter, so a real device waits longer in both ways.
+Scheduler, step loop and packing are the production code, with their real costs on this machine. The device is
+simulated: a step takes a fixed time from its launch, or from the end of the step before it. Measured time is the CPU
+time of the step thread plus its waits for the device, which are skipped, so other processes do not matter. Copies,
+launches and drawing cost the host nothing here, and no other thread needs the interpreter, so a real device waits
+longer in both modes.
 """
 
 import argparse
@@ -41,7 +40,8 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`step_s`: what a step of an 8B Llama's bytes takes at 4.2 TB/s. `mean_output`: None where nobody ends."""
+    """`step_s`: duration of a step of an 8B Llama at 4.2 TB/s. `mean_output`: mean length of an output; None for
+    endless outputs."""
 
     batch: int
     step_s: float
@@ -68,7 +68,7 @@ class Run:
 
 
 class _Clock:
-    """Of the step thread."""
+    """The step thread's clock: its CPU time plus the skipped waits."""
 
     def __init__(self) -> None:
         self._skipped_s = 0.0
@@ -81,7 +81,7 @@ class _Clock:
 
 
 class _Device:
-    """A Launcher."""
+    """A simulated device that implements Launcher."""
 
     def __init__(self, shape: Shape, *, can_feed: bool) -> None:
         self.can_feed = can_feed
@@ -124,7 +124,7 @@ class _Launched:
 
 
 class _Serving:
-    """So many sequences at any time: for each that ends another one is handed over."""
+    """Keeps a constant number of sequences: each one that ends is replaced by a new hand-off."""
 
     def __init__(self, shape: Shape, num_steps: int, *, is_ahead: bool) -> None:
         self._shape, self._num_steps = shape, num_steps
@@ -178,7 +178,7 @@ class _Serving:
         )
 
     def _named(self, job: DecodeJob) -> tuple[DecodeJob, tuple[bytes, ...]]:
-        """With the names of its prompt's blocks."""
+        """Return the job with the hashes of its prompt's blocks."""
         chain = self._new_chain("", NATIVE)
         chain.extend(job.prompt_token_ids)
         return job, tuple(chain.hashes)
@@ -217,14 +217,14 @@ class _Serving:
 
 
 def _job(number: int) -> DecodeJob:
-    """No two prompts begin alike."""
+    """Return a job whose prompt shares no prefix with another."""
     prompt = (number + 10, *range(10, 9 + _CONTEXT))
     stops = TokenStops(_MAX_TOKENS, 0, frozenset({_STOP.token_id}))
     return DecodeJob("r", 0, _ROUTER, prompt, Sampling(), stops, (SequenceStart(number, number),), None, 1e6)
 
 
 def measured(num_steps: int, num_rounds: int, shapes: tuple[Shape, ...] = SHAPES) -> list[Run]:
-    """With and without in turns."""
+    """Run each shape with and without steps planned ahead, in turns."""
     return [
         _Serving(shape, num_steps, is_ahead=is_ahead).run()
         for shape in shapes
@@ -257,7 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150, help="measured steps of a run")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each kind, in turns")
-    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
+    parser.add_argument("--write", action="store_true", help="store the result under benchmarks/results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with lasting():  # as in a worker, whose collector looks at none of what came with its imports

@@ -1,9 +1,9 @@
-"""What --deterministic on costs on one core, in the engine alone. Prints a table of docs/deterministic.md.
+"""Measure the time of a step with `--deterministic on`, on one core, in the engine alone.
 
     python -m benchmarks.deterministic MODEL_FOLDER [--dummy]
 
-Three ways in turns, the fastest of each counts: the plain forward, the same with fixed shapes, and the compiled
-kernels, which are deterministic as they are.
+Prints a table of benchmarks/results/deterministic.md. Three variants run in turns, and the fastest sample of each
+counts: the plain forward, the same with fixed shapes, and the compiled kernels, which are deterministic as they are.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""What drawing a row costs on one core: `python -m benchmarks.drawing` prints the table of docs/engine.md.
+"""Measure the time to draw one row of logits on one core, by torch and by the compiled library.
 
-By torch and by the compiled library, in turns; medians of the thread's own time. Rows are normal, with two hundred
-tokens above the rest.
+`python -m benchmarks.drawing` prints a table of benchmarks/results/cpu_engine.md. The two run in turns; figures are
+medians of the thread's CPU time. Rows are normally distributed, with two hundred tokens above the rest.
 """
 
 import statistics
@@ -46,7 +46,7 @@ def _logits(vocab_size: int) -> torch.Tensor:
 
 
 def _medians(logits: torch.Tensor, sampling: Sampling, compiled: RowDraw) -> str:
-    """By torch -> compiled."""
+    """Return the text "torch → compiled", in milliseconds."""
     turns = [
         (_ms_per_row(logits, sampling, None), _ms_per_row(logits, sampling, compiled)) for _ in range(_NUM_SAMPLES)
     ]

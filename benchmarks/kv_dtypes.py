@@ -1,7 +1,8 @@
-"""What KV of 8 bits costs a step on one core: `python -m benchmarks.kv_dtypes` prints the table of docs/engine.md.
+"""Measure the time of a step with KV of 8 bits, on one core.
 
-The same steps, in turns, by the compiled forward, which keeps KV in bfloat16 only, and by the plain one over each kind
-of pool. Times are those of the fastest of all samples; weights are random.
+`python -m benchmarks.kv_dtypes` prints a table of benchmarks/results/cpu_engine.md. The same steps run in turns by the
+compiled forward, which keeps KV in bfloat16 only, and by the plain one over each kind of pool. The fastest sample
+counts; weights are random.
 """
 
 import tempfile
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engine_shapes import MODELS
+from benchmarks.engine.shapes import MODELS
 from benchmarks.machine import about
 from cluster.messages import Sampling
 from cluster.settings.engine_settings import EngineSettings
@@ -68,7 +69,7 @@ def _engine(kv_cache_dtype: str, cpu_kernels: str) -> Engine:
 
 
 def _plan(num_sequences: int, length: int, num_tokens: int) -> StepPlan:
-    """Blocks in no order, as a pool that has served for a while gives them out."""
+    """Return a step whose blocks are in random order, as in a pool that has served for a while."""
     size = -(-length // _BLOCK_SIZE)
     blocks = torch.randperm(num_sequences * size, generator=torch.Generator().manual_seed(1)).tolist()
     sample = Sample(seed=0, position=length, sampling=Sampling())

@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""The machine, versions and commit of a measurement."""
 
 import datetime
 import importlib.metadata
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def about() -> dict[str, str]:
-    """Goes with every result that is kept."""
+    """Return the fields that every stored result has."""
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit(),
@@ -21,7 +21,7 @@ def about() -> dict[str, str]:
 
 
 def version(package: str) -> str:
-    """Empty: it is not here. Nothing is imported for it."""
+    """Return a package's version without importing it; empty if it is missing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -29,7 +29,7 @@ def version(package: str) -> str:
 
 
 def commit() -> str:
-    """Of the checkout, with a plus when it has changes. Of a copy without its history: what COMMIT says."""
+    """Return the checkout's commit, with a plus if it has changes. For a copy without history: the variable COMMIT."""
     describe = ("git", "describe", "--always", "--dirty=+", "--abbrev=10")
     try:
         described = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)

@@ -1,11 +1,11 @@
-"""What a prompt's first token costs when its beginning is computed, in the pool, in host memory, or on disk.
+"""Measure the time to the first token when a prompt's prefix is computed, in the pool, in host memory, or on disk.
 
     python -m benchmarks.prefix_tiers [--write] [--tokens 1024] [--disk FOLDER]
 
-One prefill worker, 135M shape, bfloat16, random weights, one thread. Its pool holds two prompts. Prompts are asked in
-turns, so that each has left the pool when it comes again, and once more at once, when it is there. For disk, host
-memory holds one prompt. Times are a client's, from the call to the first token; the page cache holds the files. With
---write every sample goes to benchmarks/results/prefix_tiers.json, the table beside it.
+One prefill worker with the 135M shape, bfloat16, random weights, one thread. Its pool holds two prompts. Prompts are
+sent in turns, so that each has left the pool when it comes again, and once more at once, while it is there. For the
+disk, host memory holds one prompt. Times are a client's, from the call to the first token; the page cache holds the
+files. With --write every sample goes to benchmarks/results/prefix_tiers.json and the table beside it.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from pathlib import Path
 
 import grpc
 
-from benchmarks.engine_shapes import MODELS
+from benchmarks.engine.shapes import MODELS
 from benchmarks.machine import about
 from cluster.messages import PrefillJob, Sampling, TokenStops
 from cluster.protocol import wire
 from cluster.registry.redis_server import RedisServer
-from tandem.v1 import worker_pb2_grpc
+from tandem.internal.v1 import worker_pb2_grpc
 
 _RESULTS = Path(__file__).parent / "results"
 _BLOCK_SIZE, _NUM_PROMPTS, _ROUNDS = 16, 6, 5

@@ -1,10 +1,10 @@
-"""What guessing brings and costs on one core, in the engine alone. Prints the tables of docs/speculation.md.
+"""Measure gain and cost of speculative decoding on one core, in the engine alone.
 
     python -m benchmarks.speculation [FOLDER_OF_A_LARGER_MODEL]
 
-First the demo model continues files of the standard library, with and without prompt look-up, in turns, of which the
-fastest counts. Then, for a
-larger model with random weights, what steps with guesses take: every guess costs its row, right or wrong.
+Prints the tables of benchmarks/results/speculation.md. First the demo model continues files of the standard library,
+with and without prompt look-up, in turns; the fastest sample counts. Then steps with draft tokens are timed for a
+larger model with random weights, where every draft token costs its row.
 """
 
 import json
@@ -22,8 +22,7 @@ from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.scheduling.schedule import blocks_for
 from engine.scheduling.step import Chunk, Sample, StepPlan
-from engine.speculation.drafter import Guesser
-from engine.speculation.guessers import new_guesser
+from engine.speculation.drafter import Drafter, drafter_factory
 from engine.speculation.step_cost import fixed_rows
 
 _DEMO = Path(__file__).parents[1] / "examples" / "demo_model"
@@ -38,47 +37,47 @@ _COST_CONTEXT, _COST_STEPS = 300, 9
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """As the decode worker keeps it."""
+    """A sequence as the decode worker keeps it."""
 
     number: int
     token_ids: list[int]
     block_ids: tuple[int, ...]
     sampling: Sampling
-    guesser: Guesser | None
+    drafter: Drafter | None
     num_computed: int = 0
-    num_guesses: int = 0
+    num_draft_tokens: int = 0
 
     def chunk(self, most_tokens: int, block_size: int, num_sequences: int) -> Chunk:
-        guesses: tuple[int, ...] = ()
-        if self.guesser is not None and self.num_computed:
+        draft_tokens: tuple[int, ...] = ()
+        if self.drafter is not None and self.num_computed:
             limit = most_tokens - len(self.token_ids) - 1
-            guesses = self.guesser.propose(self.token_ids, limit, num_sequences)
+            draft_tokens = self.drafter.propose(self.token_ids, limit, num_sequences)
         end = len(self.token_ids)
         return Chunk(
             self.number,
-            (*self.token_ids[self.num_computed :], *guesses),
+            (*self.token_ids[self.num_computed :], *draft_tokens),
             self.num_computed,
-            self.block_ids[: blocks_for(end + len(guesses), block_size)],
-            tuple(Sample(self.number, end + index, self.sampling) for index in range(len(guesses) + 1)),
-            num_guesses=len(guesses),
+            self.block_ids[: blocks_for(end + len(draft_tokens), block_size)],
+            tuple(Sample(self.number, end + index, self.sampling) for index in range(len(draft_tokens) + 1)),
+            num_draft_tokens=len(draft_tokens),
         )
 
     def grow(self, chunk: Chunk, drawn: Sequence[int]) -> None:
         self.num_computed = len(self.token_ids) + len(drawn) - 1
         self.token_ids += drawn
-        self.num_guesses += chunk.num_guesses
-        if self.guesser is not None and chunk.num_guesses:
-            self.guesser.judge(chunk.num_guesses, len(drawn) - 1)
+        self.num_draft_tokens += chunk.num_draft_tokens
+        if self.drafter is not None and chunk.num_draft_tokens:
+            self.drafter.judge(chunk.num_draft_tokens, len(drawn) - 1)
 
 
 @dataclass(slots=True)
 class _Run:
-    """Decode steps only: the prompts' step is not in it."""
+    """Decode steps only, without the step of the prompts."""
 
     seconds: float = 0.0
     tokens: int = 0
     sequence_steps: int = 0
-    guesses: int = 0
+    draft_tokens: int = 0
     text: list[list[int]] = field(default_factory=list)
 
 
@@ -88,7 +87,7 @@ def _prompts() -> list[list[int]]:
 
 
 def _continued(
-    engine: Engine, make: Callable[[], Guesser] | None, prompts: list[list[int]], temperature: float
+    engine: Engine, make: Callable[[], Drafter] | None, prompts: list[list[int]], temperature: float
 ) -> _Run:
     most, block_size = _PROMPT_TOKENS + _NEW_TOKENS, engine.pool.layout.block_size
     width = blocks_for(most, block_size)
@@ -110,7 +109,7 @@ def _continued(
         run.sequence_steps += len(going)
     run.seconds = time.perf_counter() - began_s
     run.tokens = len(prompts) * (_NEW_TOKENS - 1)
-    run.guesses = sum(sequence.num_guesses for sequence in sequences)
+    run.draft_tokens = sum(sequence.num_draft_tokens for sequence in sequences)
     run.text = [sequence.token_ids for sequence in sequences]
     return run
 
@@ -125,7 +124,7 @@ def _demo_rows() -> Iterator[str]:
     settings = EngineSettings(model=str(_DEMO), device="cpu", num_blocks=1024, num_threads=1)
     engine, prompts = build_engine(settings), _prompts()
     fixed = fixed_rows(engine)
-    ways = {"off": None, "prompt": new_guesser(replace(settings, speculation="prompt"), lambda: fixed)}
+    ways = {"off": None, "prompt": drafter_factory(replace(settings, speculation="prompt"), lambda: fixed)}
     yield f"| a step's fixed part: {fixed:.1f} rows |"
     for count in (1, 4, 16):
         for temperature in (0.0, 0.8):
@@ -135,13 +134,14 @@ def _demo_rows() -> Iterator[str]:
                 for name, way in ways.items():
                     runs[name].append(_sum([_continued(engine, way, group, temperature) for group in groups]))
             equal = sum(a == b for a, b in zip(runs["off"][0].text, runs["prompt"][0].text, strict=True))
-            guessing = runs["prompt"][0]
-            steps, right = guessing.sequence_steps, guessing.tokens - guessing.sequence_steps
+            speculating = runs["prompt"][0]
+            steps, right = speculating.sequence_steps, speculating.tokens - speculating.sequence_steps
             rates = {name: max(run.tokens / run.seconds for run in taken) for name, taken in runs.items()}
             yield (
-                f"| {count} | {temperature} | {right / max(1, guessing.guesses):.0%} | {guessing.tokens / steps:.2f} | "
+                f"| {count} | {temperature} | {right / max(1, speculating.draft_tokens):.0%} | "
+                f"{speculating.tokens / steps:.2f} | "
                 f"{rates['off']:,.0f} | {rates['prompt']:,.0f} | {rates['prompt'] / rates['off']:.2f} | "
-                f"{equal} of {len(guessing.text)} |"
+                f"{equal} of {len(speculating.text)} |"
             )
 
 
@@ -150,7 +150,7 @@ def _sum(runs: list[_Run]) -> _Run:
         sum(run.seconds for run in runs),
         sum(run.tokens for run in runs),
         sum(run.sequence_steps for run in runs),
-        sum(run.guesses for run in runs),
+        sum(run.draft_tokens for run in runs),
         [text for run in runs for text in run.text],
     )
 
@@ -163,23 +163,23 @@ def _cost_rows(folder: str) -> Iterator[str]:
     fixed = fixed_rows(engine)
     yield f"| a step's fixed part: {fixed:.1f} rows |"
     for count in (1, 4, 16, 64):
-        times = {num_guesses: _step_s(engine, count, num_guesses, settings.block_size) for num_guesses in (0, 1, 2, 4)}
+        times = {number: _step_s(engine, count, number, settings.block_size) for number in (0, 1, 2, 4)}
         cells = " | ".join(f"{1e3 * seconds:.1f} ms" for seconds in times.values())
         yield f"| {count} | {cells} | {(times[4] / times[0] - 1) / 4:.2f} | {count / (count + fixed):.2f} |"
 
 
-def _step_s(engine: Engine, count: int, num_guesses: int, block_size: int) -> float:
-    """Of sequences in the middle of their continuation, whose guesses are all wrong or right as it comes."""
-    width = blocks_for(_COST_CONTEXT + 1 + num_guesses, block_size)
+def _step_s(engine: Engine, count: int, num_draft_tokens: int, block_size: int) -> float:
+    """Return the seconds of a step of sequences in the middle of their output, with arbitrary draft tokens."""
+    width = blocks_for(_COST_CONTEXT + 1 + num_draft_tokens, block_size)
     end = _COST_CONTEXT + 1
     chunks = tuple(
         Chunk(
             number,
-            tuple(range(5, 6 + num_guesses)),
+            tuple(range(5, 6 + num_draft_tokens)),
             _COST_CONTEXT,
             tuple(range(number * width, (number + 1) * width)),
-            tuple(Sample(number, end + index, Sampling()) for index in range(num_guesses + 1)),
-            num_guesses=num_guesses,
+            tuple(Sample(number, end + index, Sampling()) for index in range(num_draft_tokens + 1)),
+            num_draft_tokens=num_draft_tokens,
         )
         for number in range(count)
     )
@@ -193,12 +193,12 @@ def _step_s(engine: Engine, count: int, num_guesses: int, block_size: int) -> fl
 
 def main(arguments: list[str]) -> None:
     print(about())
-    print("\n| sequences | temperature | guesses right | tokens per step | tok/s off | tok/s prompt | ratio | equal |")
+    print("\n| sequences | temperature | accepted | tokens per step | tok/s off | tok/s prompt | ratio | equal |")
     print("|---|---|---|---|---|---|---|---|")
     for row in _demo_rows():
         print(row, flush=True)
     if arguments:
-        print("\n| sequences | no guess | 1 guess | 2 | 4 | a guess costs, of a step | believed |")
+        print("\n| sequences | no draft token | 1 draft token | 2 | 4 | measured | estimated |")
         print("|---|---|---|---|---|---|---|")
         for row in _cost_rows(arguments[0]):
             print(row, flush=True)

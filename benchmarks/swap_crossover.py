@@ -1,10 +1,10 @@
-"""From how many tokens on it is cheaper to swap a preempted sequence's KV out and in than to compute it again.
+"""Find the length from which swapping a preempted sequence's KV out and in is cheaper than computing it again.
 
     python -m benchmarks.swap_crossover [--write]
 
-For the demo model and the 135M shape, on one core: both ways in turns, over sequences of growing length, by the parts
-that a decode worker uses. A swap is timed into slots whose pages were never touched, as the first preemptions find
-them, and into touched ones. With --write every sample goes to benchmarks/results/swap.json, the table beside it.
+For the demo model and the 135M shape, on one core, over sequences of growing length, with the parts of a decode worker,
+in turns. A swap is timed into slots whose pages were never touched, as the first preemptions find them, and into
+touched ones. With --write every sample goes to benchmarks/results/swap.json and the table beside it.
 """
 
 import argparse
@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.engine_shapes import MODELS
+from benchmarks.engine.shapes import MODELS
 from benchmarks.machine import about
 from cluster.settings.engine_settings import EngineSettings
-from decode_worker.scheduling.preemption_cost import PreemptionCost
+from decode_worker.scheduling.swapping import PreemptionCost
 from engine.build import Engine, build_engine
 from engine.kv.host_blocks import HostBlocks, SwappingRunner
 from engine.scheduling.schedule import blocks_for
@@ -55,7 +55,7 @@ class Measured:
 
     @property
     def crossover_tokens(self) -> int | None:
-        """The shortest from which on a swap, even a first one, is the cheaper way at every measured length."""
+        """Return the shortest length from which a swap, even a first one, is cheaper at every measured length."""
         cheaper = [point.is_swap_cheaper() for point in self.points]
         first = next((place for place in range(len(cheaper)) if all(cheaper[place:])), None)
         return None if first is None else self.points[first].num_tokens
@@ -114,7 +114,7 @@ def _recompute_s(engine: Engine, num_tokens: int) -> float:
 
 
 def _swap_s(engine: Engine, host_blocks: HostBlocks, num_blocks: int) -> float:
-    """Out of some blocks and into others, as two steps that do nothing else."""
+    """Time copying blocks out and into others, as two steps without other work."""
     runner = SwappingRunner(engine.runner, host_blocks)
     out = tuple(BlockSwap(i, i) for i in range(num_blocks))
     back = tuple(BlockSwap(num_blocks + i, i) for i in range(num_blocks))
@@ -144,7 +144,7 @@ def _table(results: Sequence[Measured], machine: dict[str, str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results/")
+    parser.add_argument("--write", action="store_true", help="store the result under benchmarks/results/")
     arguments = parser.parse_args()
     machine = about()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,8 @@
-"""What a wire dtype costs on one core, and up to which link it pays. `python -m benchmarks.wire_dtypes` prints the
-tables of docs/wire_dtypes.md.
+"""Time to encode and decode KV for each wire dtype on one core, and the link speed below which it pays.
 
-Rates count the pool's bytes, also where fewer travel, and are those of the fastest of forty samples, taken in turns.
-Blocks are taken in no order, as a pool that has served for a while gives them out.
+`python -m benchmarks.wire_dtypes` prints the tables of benchmarks/results/wire_dtypes.md. Rates count the pool's bytes,
+also where fewer travel, and are those of the fastest of forty samples, taken in turns. Blocks are read in random order,
+as in a pool that has served for a while.
 """
 
 import random
@@ -16,8 +16,8 @@ import torch
 from benchmarks.machine import about
 from engine.kv.layout import BlockLayout, LayerShape, lay_out
 from engine.kv.pool import KvPool
-from kvtransfer.digest.definitions import digest_blocks
-from kvtransfer.wire.wire_dtypes import WireDtype
+from kvtransfer.digests import digest_blocks
+from kvtransfer.wire.wire_format import WireDtype
 
 _LAYOUTS = {
     "SmolLM-135M": lay_out([LayerShape(3, 64, 64)] * 30, 16, "bfloat16"),
@@ -41,7 +41,7 @@ class Rates:
 
     @property
     def exporter(self) -> float:
-        """Encodes and digests, one after the other on one thread."""
+        """Return the rate of encoding and digesting, one after the other on one thread."""
         return 1 / (1 / self.encode + 1 / self.digest)
 
     @property
@@ -49,14 +49,14 @@ class Rates:
         return 1 / (1 / self.decode + 1 / self.digest)
 
     def pays_below(self, native: "Rates") -> tuple[float, float]:
-        """Gbit/s: the fastest link on which the last piece, whose way nothing overlaps, arrives sooner, and the one on
-        which a long hand-off does, whose link works while the exporter encodes what comes next."""
+        """Return two link speeds in Gbit/s below which the wire dtype is faster: for the last piece, which nothing
+        overlaps, and for a long hand-off, whose link works while the exporter encodes the next piece."""
         more_s = 1 / self.exporter + 1 / self.importer - 2 / native.digest
         return 8 * (1 - self.ratio) / more_s, 8 * min(self.exporter, self.importer)
 
 
 class Bench:
-    """One model's pool with every wire format over it, and the fastest time of each work so far."""
+    """One model's pool with every wire dtype, and the fastest time of each operation so far."""
 
     def __init__(self, model: str, layout: BlockLayout) -> None:
         self._model = model
@@ -74,7 +74,7 @@ class Bench:
         self._best_s = dict.fromkeys(self._works, float("inf"))
 
     def sample(self) -> None:
-        """Each work once."""
+        """Take one sample of each operation."""
         for key, work in self._works.items():
             start_s = time.perf_counter()
             work()

@@ -1,4 +1,4 @@
-"""The `tandem` command. Imports next to nothing: a Ctrl-C that meets the imports ends it as any other does."""
+"""The `tandem` command. Imports almost nothing, so that a Ctrl-C during the imports ends it like any other."""
 
 import os
 import sys
@@ -9,8 +9,8 @@ _INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    # Children are made by fork, so that they end with whoever made them. gRPC's own handlers of a fork, set up when it
-    # is imported, may abort the child before it has become its program. No child of ours speaks gRPC before that.
+    # Children are forked with a parent-death signal. gRPC's fork handlers, installed at its import, may abort a child
+    # before exec. No child uses gRPC before exec, so they are switched off.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     try:
         return int(import_module("cli.command").run(arguments))

@@ -1,4 +1,4 @@
-"""A `tandem` command's words to its verb, and its end to an exit status: one file per verb."""
+"""Dispatches a `tandem` command to its verb and turns its end into an exit status. One file per verb."""
 
 import argparse
 import os
@@ -29,10 +29,10 @@ _VERBS = (
 
 
 def run(arguments: Sequence[str] | None) -> int:
-    """The exit status. Errors that a person can answer are one line on stderr."""
+    """Run a command and return its exit status. An expected error is one line on stderr."""
     try:
         return _run(arguments)
-    except BrokenPipeError:  # whoever read us has had enough
+    except BrokenPipeError:  # the reader of our output closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitStatus.OK
     except ConfigError as error:

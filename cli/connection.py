@@ -1,4 +1,4 @@
-"""How a client command reaches its router."""
+"""The connection of a client command to a router."""
 
 import argparse
 import os
@@ -22,37 +22,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help="gRPC address of a router, or several with commas (default: TANDEM_ADDRESS, else the last cluster here)",
+        help="gRPC address of one or more routers, comma-separated (default: TANDEM_ADDRESS or the last local cluster)",
     )
-    parser.add_argument("--api-key", metavar="KEY", help="the router's key (default: TANDEM_API_KEY)")
+    parser.add_argument("--api-key", metavar="KEY", help="the router's API key (default: TANDEM_API_KEY)")
     parser.add_argument(
         "--tls-ca",
         metavar="FILE",
-        help="use TLS; PEM file with the authorities of the router's certificate (default: TANDEM_TLS_CA)",
+        help="use TLS; PEM file with the certificate authorities of the router (default: TANDEM_TLS_CA)",
     )
     parser.add_argument(
         "--no-discover",
         dest="discover",
         action="store_false",
-        help="ask no router but those of --address: for a load balancer, or routers that cannot be dialled from here",
+        help="use only the routers of --address: for a load balancer, or routers that are not reachable from here",
     )
 
 
 def open_client(arguments: argparse.Namespace) -> Client:
-    """Raises ConfigError when there is no address to be found, or no file of authorities."""
+    """Raises ConfigError without an address, or if the --tls-ca file is missing."""
     address = find_address(arguments.address)
     return Client(address, _api_key(arguments), tls_ca=tls_ca(arguments, address), discover=arguments.discover)
 
 
 def open_async_client(arguments: argparse.Namespace) -> AsyncClient:
-    """As open_client, on the running loop."""
+    """Do what `open_client` does, for a client on the running event loop."""
     address = find_address(arguments.address)
     return AsyncClient(address, _api_key(arguments), tls_ca=tls_ca(arguments, address), discover=arguments.discover)
 
 
 def ask(arguments: argparse.Namespace, call: Callable[[grpc.Channel, Metadata], Answer]) -> Answer:
-    """For calls that the client library does not have: of the first router that can be reached. Raises as open_client,
-    and the client library's errors."""
+    """Make a call that the client library lacks, at the first router that can be reached. Raises ConfigError as
+    `open_client`, and the client library's errors."""
     failure: TandemError | None = None
     for address in addresses(find_address(arguments.address)):
         try:
@@ -66,7 +66,7 @@ def ask(arguments: argparse.Namespace, call: Callable[[grpc.Channel, Metadata], 
 
 
 def ask_one(arguments: argparse.Namespace, address: str, call: Callable[[grpc.Channel, Metadata], Answer]) -> Answer:
-    """As ask, of the router at `address`."""
+    """Do what `ask` does, at the router at `address`."""
     authorities = tls_ca(arguments, find_address(arguments.address))
     with channel.open_channel(address, tls_ca=authorities) as opened:
         try:
@@ -76,13 +76,13 @@ def ask_one(arguments: argparse.Namespace, address: str, call: Callable[[grpc.Ch
 
 
 def metadata(arguments: argparse.Namespace) -> Metadata:
-    """For a call that the client library does not have."""
+    """The metadata of a call that the client library lacks."""
     key = _api_key(arguments)
     return [("authorization", f"Bearer {key}")] if key else []
 
 
 def tls_ca(arguments: argparse.Namespace, address: str) -> str | None:
-    """PEM file with the authorities to judge the router by; None: it is reached in plaintext. Raises ConfigError."""
+    """PEM file with the router's certificate authorities; None: no TLS. Raises ConfigError."""
     path = find_tls_ca(arguments.tls_ca, address)
     if path is not None and not os.access(path, os.R_OK):
         raise ConfigError(f"cannot read --tls-ca {path}")

@@ -1,7 +1,7 @@
-"""`python -m cli.health [HOST:PORT [SERVICE]]`: exit 0 when the member there is ready. What a container's health check
-runs. SERVICE `liveness`: exit 0 when it is alive. Without an address it asks the health port, where there is one.
+"""`python -m cli.health [HOST:PORT [SERVICE]]`: the health check of a container; exits with 0 if the member is ready.
 
-Imports gRPC and nothing of Tandem: it starts every few seconds beside the process it asks.
+With SERVICE `liveness` it exits with 0 if the member is alive. Without an address it checks the health port, if
+TANDEM_HEALTH_PORT is set. Imports gRPC and nothing of Tandem, because it starts every few seconds beside the member.
 """
 
 import os
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _channel(address: str) -> grpc.Channel:
-    """With the certificate that the member itself has, where its settings are in the environment."""
+    """Use the member's own certificate if the environment names it."""
     ca, key, cert = (os.environ.get(f"TANDEM_TLS_{name}") for name in ("CA", "KEY", "CERT"))
     if not (ca and key and cert):
         return _plain_channel(address)

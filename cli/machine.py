@@ -1,6 +1,6 @@
-"""What this machine has that Tandem may need: versions, devices, limits. Looks; changes nothing.
+"""Checks this machine for what Tandem needs: versions, devices and limits. Changes nothing.
 
-A finding is a problem only when something cannot work with it; what merely leaves a transport out is no problem.
+A finding is a problem only if Tandem cannot work with it. A transport that is not available is not a problem.
 """
 
 import os
@@ -21,7 +21,7 @@ from cluster.registry.redis_server import redis_program
 from cluster.settings.config import ClusterSettings
 from cluster.settings.transfer_settings import TRANSPORTS, TransferSettings
 
-# What runs Tandem, and what only some transports need.
+# Packages that Tandem requires, and packages that only some transports need.
 _NEEDED = ("torch", "transformers", "grpcio", "protobuf", "redis", "tokenizers", "fastapi", "uvicorn")
 _OPTIONAL = {
     "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
@@ -40,7 +40,7 @@ class Finding:
 
 
 def look() -> list[Finding]:
-    """Takes seconds: torch is loaded."""
+    """Return all findings. Takes seconds, because it loads torch."""
     return [_python(), *_packages(), *_devices(), *_limits(), _redis(), *_transports()]
 
 
@@ -75,15 +75,15 @@ def _devices() -> Iterator[Finding]:
 
 
 def _cuda() -> tuple[str, bool]:
-    """A GPU that torch does not see is a problem: workers would run on the CPU."""
+    """Return a text and whether it is a problem. A GPU that torch cannot use is one: workers would run on the CPU."""
     has_device = any(Path("/dev").glob("nvidia[0-9]*"))
     try:
         import torch
-    except Exception as error:  # noqa: BLE001 -- a broken installation fails in any way; it is told
-        return f"torch does not load: {error}", True
+    except Exception as error:  # noqa: BLE001 -- a broken installation raises anything; it is reported
+        return f"torch cannot be imported: {error}", True
     if not torch.cuda.is_available():
         built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-        there = ", and there is a GPU" if has_device else ""
+        there = ", and this machine has a GPU" if has_device else ""
         return f"not available; torch {torch.__version__} was built {built}{there}", has_device
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return f"{torch.version.cuda}: {', '.join(names)}", False
@@ -102,10 +102,14 @@ def _limits() -> Iterator[Finding]:
         few = "; little for nccl between processes of one host" if free < _LITTLE_SHM_BYTES else ""
         yield Finding("/dev/shm", f"{bytes_text(size)}, {bytes_text(free)} free{few}")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = f"; a busy router or worker needs more: ulimit -n {_FEW_FILES}" if 0 <= files < _FEW_FILES else ""
+    few = f"; a busy router or worker needs more: run `ulimit -n {_FEW_FILES}`" if 0 <= files < _FEW_FILES else ""
     yield Finding("open files", f"at most {files}{few}")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    most = "unlimited" if locked == resource.RLIM_INFINITY else f"at most {bytes_text(locked)}; RDMA needs a pool's"
+    most = (
+        "unlimited"
+        if locked == resource.RLIM_INFINITY
+        else f"at most {bytes_text(locked)}; RDMA needs the size of the block pool"
+    )
     yield Finding("locked memory", most)
     folder = Path(tempfile.gettempdir())
     writable = os.access(folder, os.W_OK | os.X_OK)
@@ -126,22 +130,24 @@ def _redis() -> Finding:
 
 
 def _transports() -> Iterator[Finding]:
-    """As a worker here would find them, on the device that it would choose."""
+    """Yield which transports a worker on this machine could use, on the device that it would choose."""
     try:
         import torch
 
         from engine.kv.layout import LayerShape, lay_out
         from engine.kv.pool import KvPool
         from kvtransfer.transports.available import available_transports
-        from kvtransfer.transports.base import TransportMeans
+        from kvtransfer.transports.base import TransportSetup
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         pool = KvPool(lay_out([LayerShape(1, 8, 8)], 1, "float32"), 1, device)
         host = ClusterSettings().host
-        means = TransportMeans(MemberId("doctor", "0"), pool, host, host, TransferSettings().read_timeout_s)
+        means = TransportSetup(MemberId("doctor", "0"), pool, host, host, TransferSettings().read_timeout_s)
         available = available_transports(TransferSettings(), means)
-    except Exception as error:  # noqa: BLE001 -- whatever is broken here, the rest is told too
-        yield Finding("transports", f"cannot be looked at: {error}", True)
+    except Exception as error:  # noqa: BLE001 -- the other findings are still reported
+        yield Finding("transports", f"cannot be checked: {error}", True)
         return
     for name in TRANSPORTS:
-        yield Finding(f"transport {name}", available.missing.get(name, f"works here, for a pool on {device}"))
+        yield Finding(
+            f"transport {name}", available.missing.get(name, f"works on this machine, for a pool on {device}")
+        )

@@ -1,11 +1,11 @@
-"""Time as an argument: what code that decides is given instead of reading the machine's clock."""
+"""Clocks that are passed as arguments, so that no deciding code reads the machine's clock."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Monotonic seconds; only differences mean anything."""
+    """Monotonic seconds with an arbitrary origin."""
 
     def now_s(self) -> float: ...
 
@@ -18,7 +18,7 @@ class MonotonicClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to; for tests and the simulator."""
+    """A clock that moves only by `advance`; for tests and the simulator."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self._now_s = now_s

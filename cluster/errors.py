@@ -11,31 +11,33 @@
     ├── DuplicateRequest          the id belongs to a live request
     ├── ResumeRefused             the request cannot be resumed here as it was accepted
     │   ├── AcceptanceMissing / AcceptanceInvalid / AcceptanceOfAnotherClient
-    │   ├── ResumeSuperseded      this router serves a newer stream of the request, which goes on
-    │   └── PromptChanged / RequestChanged    this router makes another prompt or other parameters of it
+    │   ├── ResumeSuperseded      this router serves a newer stream of the request, which continues
+    │   └── PromptChanged / RequestChanged    this router derives another prompt or other parameters
     ├── NotFound                  no such member, or no such sequence there
     ├── Overloaded                try again later
     │   ├── QueueFull
     │   ├── TooManyFrozen
     │   ├── SlowClient
-    │   └── BuffersFull           what is kept for clients would exceed the router's bound
+    │   └── BuffersFull           the tokens buffered for clients would exceed the router's limit
     ├── Unavailable               the cluster cannot do it now
     │   ├── NoWorkers
     │   ├── NoWorkerLargeEnough   no worker can hold the request's prompt and max_tokens
-    │   ├── WorkerTooSmall        the worker that was asked cannot; another one may. Never reaches a client
+    │   ├── WorkerTooSmall        this worker cannot hold the request, another may. Never reaches a client
     │   ├── Draining
-    │   ├── Unhealthy             its step thread, its answers or its event loop are not what they should be
-    │   └── WorkerLost
+    │   ├── Unhealthy             a worker's step thread or event loop is stuck, or its tokens are wrong
+    │   ├── WorkerLost
+    │   ├── StepFailed            a worker's step raised an exception: its device, memory or model failed
+    │   └── WrongTokens           a worker sent tokens that break the protocol
     ├── MalformedMessage          another member sent a message with a field out of its bounds
     ├── DeadlineExceeded
     ├── Cancelled
     ├── HandOffFailed             carries one of HandOffReason
     ├── RegistryUnavailable
     ├── Fenced                    a newer incarnation of this member exists
-    ├── DrainIncomplete           the grace of a drain passed, and work was left
+    ├── DrainIncomplete           the grace period of a drain ended with work left
     ├── ConfigError               wrong flag, environment variable or file; refused before anything starts
     │   └── ModelRefused          the model would be silently wrong, or cannot be loaded
-    └── InternalError             our own fault
+    └── InternalError             a bug in Tandem
 
 An error's `reason` is its stable name: it goes into counters, ledgers and wire messages. Its text says what happened,
 with the numbers, and what to change.
@@ -46,7 +48,7 @@ from http import HTTPStatus
 
 
 class TandemError(Exception):
-    """Base of all. `reason` is the stable name of the kind."""
+    """The base class of all errors. `reason` is the stable name of the kind."""
 
     reason = "internal"
 
@@ -133,7 +135,8 @@ class QueueFull(Overloaded):
 
 
 class TooManyFrozen(Overloaded):
-    """A decode worker freezes no further sequence before one of those that are frozen has left or goes on."""
+    """A decode worker has as many frozen sequences as it allows. It freezes another one only after one of them has
+    left or continues."""
 
     reason = "too_many_frozen"
 
@@ -174,8 +177,19 @@ class WorkerLost(Unavailable):
     reason = "worker_lost"
 
 
+class StepFailed(Unavailable):
+    reason = "step_failed"
+
+
+class WrongTokens(Unavailable):
+    """A worker sent too few or too many tokens, a different first token, or a token with a wrong index. Clients never
+    receive such tokens."""
+
+    reason = "wrong_tokens"
+
+
 class MalformedMessage(TandemError):
-    """The fault of the member that sent it, never the client's; another attempt may do better."""
+    """The sending member is at fault, never the client; another attempt may succeed."""
 
     reason = "malformed_message"
 
@@ -193,9 +207,9 @@ class HandOffReason(StrEnum):
 
     BAD_SIGNATURE = "bad_signature"
     TICKET_EXPIRED = "ticket_expired"
-    FOREIGN_TICKET = "foreign_ticket"  # another importer's
-    UNKNOWN_TICKET = "unknown_ticket"  # not, or no longer, held here
-    REPLAYED_TICKET = "replayed_ticket"  # this attempt has attached or settled before
+    FOREIGN_TICKET = "foreign_ticket"  # issued to another importer
+    UNKNOWN_TICKET = "unknown_ticket"  # this worker does not hold it, or no longer does
+    REPLAYED_TICKET = "replayed_ticket"  # this attempt has already attached or settled
     STALE_INCARNATION = "stale_incarnation"
     LAYOUT_MISMATCH = "layout_mismatch"
     NO_COMMON_PROTOCOL = "no_common_protocol"

@@ -1,20 +1,20 @@
-"""Names of everything that may hold blocks of a worker's pool. Pure.
+"""Names of all holders of blocks of a worker's pool: hand-offs, tickets, sequences. Pure.
 
-A scheduler reports by these names who holds blocks, and the event loop which of them are alive: a block that is held by
-a name that is not alive would never be released. No name is used for two holders in one process.
+A scheduler reports the names of all holders, and the event loop reports the names of those that are alive. A block
+whose holder is not alive has leaked. Each name is unique in its process.
 """
 
 from cluster.messages import MemberId
 
 
 def hand_off(handoff_id: int) -> str:
-    """It has reserved blocks, waits for them, or has left some in quarantine: an import, a pulled prefix, a fetch from
-    a tier, a probe."""
+    """The name of an import, a pull, a fetch from a tier or a link check. It has reserved blocks, waits for blocks, or
+    has blocks in quarantine."""
     return f"hand-off {handoff_id}"
 
 
 def ticket(ticket_id: bytes) -> str:
-    """It has leases, or its prompt is computed here."""
+    """The name of a ticket that has leases or whose prompt is being computed."""
     return f"ticket {ticket_id.hex()}"
 
 

@@ -1,7 +1,5 @@
-"""What the cluster knows about one running router or worker.
-
-Values only; cluster/registry/registry.py keeps them in Redis.
-"""
+"""One running router or worker, as it registers itself. Values only; cluster/registry/registry.py keeps them in
+Redis."""
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
@@ -21,26 +19,26 @@ class MemberState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
-    UNHEALTHY = "unhealthy"  # gets no new work, and its routers take elsewhere what it had
+    UNHEALTHY = "unhealthy"  # gets no new work, and routers move its work to other workers
 
 
 class DrainOutcome(StrEnum):
-    """What became of a member's work after it was asked to leave."""
+    """How a drain ended."""
 
-    DRAINED = "drained"  # nothing was left
-    INCOMPLETE = "incomplete"  # the grace ended before the work did
+    DRAINED = "drained"  # all work was finished or moved
+    INCOMPLETE = "incomplete"  # the grace period ended first
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a worker's pool and steps hold. `cluster/request_size.py` says which requests fit."""
+    """The size of a worker's pool and steps. `cluster/request_size.py` decides which requests fit."""
 
     num_blocks: int
     block_size: int
     max_num_seqs: int
-    max_model_len: int  # as given, or the model's own, cut to what the pool holds
-    block_bytes: int = 0  # 0: not known
-    num_watermark_blocks: int = 0  # of a decode worker: blocks that hand-offs never get
+    max_model_len: int  # as configured or the model's, limited to what the pool holds
+    block_bytes: int = 0  # 0: unknown
+    num_watermark_blocks: int = 0  # blocks of a decode worker that hand-offs may not use
     max_input_length: int = 0  # 0: no limit
     max_output_length: int = 0  # 0: no limit
 
@@ -69,16 +67,16 @@ class Member:
         return replace(self, state=state)
 
     def speaks_with(self, other: "Member") -> bool:
-        """There is a version of the protocol that both understand."""
+        """Return whether both support a common version of the protocol."""
         return self.protocol.common(other.protocol) is not None
 
     def may_exchange_kv(self, other: "Member") -> bool:
-        """Only members of equal fingerprints form a pair."""
+        """Return whether both have the same fingerprint. Only such members form a pair."""
         return self.fingerprint is not None and self.fingerprint == other.fingerprint and self.speaks_with(other)
 
 
 def fingerprint_difference(ours: LayoutFingerprint, theirs: LayoutFingerprint) -> str:
-    """Each field that differs with both values; empty when nothing does."""
+    """The fields that differ, with both values; empty if all are equal."""
     pairs = [(field.name, getattr(ours, field.name), getattr(theirs, field.name)) for field in fields(ours)]
     return "; ".join(f"{name}: {mine} here, {other} there" for name, mine, other in pairs if mine != other)
 
@@ -88,8 +86,8 @@ def to_json(member: Member) -> str:
 
 
 def from_json(text: str) -> Member:
-    """Inverse of to_json; what a newer version added is left out. Raises ValueError for anything else, a role that this
-    version does not know among it: nobody here could ask such a member for anything."""
+    """Inverse of to_json. Ignores fields that a newer version added. Raises ValueError for anything else, including an
+    unknown role, because this version cannot call such a member."""
     try:
         values = json.loads(text)
         fingerprint, capacity = values["fingerprint"], values["capacity"]
@@ -114,7 +112,7 @@ def from_json(text: str) -> Member:
 
 
 def _require_bounds(member: Member) -> None:
-    """What one member writes, all others compute with. Raises ValueError."""
+    """Check every value: all members compute with what one member registers. Raises ValueError."""
     texts = [member.id.id, member.id.incarnation, member.address, member.model, member.http_address]
     for value in (*texts, *member.transports, *_values_of(member.fingerprint, str)):
         _require(_TEXT, value)
@@ -122,12 +120,12 @@ def _require_bounds(member: Member) -> None:
         _require(_COUNT, count)
     if member.capacity is not None:
         for field in fields(Capacity):
-            may_be_zero = field.default == 0  # what is not known, and what has no limit
+            may_be_zero = field.default == 0  # unknown, or no limit
             _require(_COUNT if may_be_zero else _POSITIVE, getattr(member.capacity, field.name))
 
 
 def _values_of(fingerprint: LayoutFingerprint | None, kind: type[str] | type[int]) -> list[object]:
-    """Of the fields that should have this type."""
+    """The values of the fields of this type."""
     if fingerprint is None:
         return []
     return [getattr(fingerprint, field.name) for field in fields(fingerprint) if field.type is kind]
@@ -139,7 +137,7 @@ def _require(rule: Rule, value: object) -> None:
 
 
 def _state(name: str) -> MemberState:
-    """One that only newer versions know is less than ready: the member gets no new work, and keeps what it has."""
+    """A state of a newer version counts as draining: the member gets no new work and keeps its present work."""
     return MemberState(name) if name in MemberState.__members__.values() else MemberState.DRAINING
 
 

@@ -1,6 +1,7 @@
-"""What crosses a boundary inside Tandem: frozen values, standard library only.
+"""The values that Tandem's packages exchange: frozen dataclasses, standard library only.
 
-Wire messages (tandem/v1) become these at the edge, in cluster/protocol/wire.py and kv_wire.py, and nowhere deeper.
+Wire messages (tandem/internal/v1) are converted to these values in cluster/protocol/wire.py and kv_wire.py and nowhere
+else.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class MemberId:
-    """One start of one process. A restarted process never passes for its predecessor."""
+    """Identifies one start of one process. A restarted process has another incarnation than its predecessor."""
 
     id: str
     incarnation: str
@@ -39,7 +40,8 @@ class MemberId:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Fully resolved. `temperature` 0 is greedy. `num_logprobs` None: none wanted; k: the chosen one's and top k."""
+    """Fully resolved sampling parameters. `temperature` 0 is greedy. `num_logprobs`: None requests no
+    log-probabilities; k requests those of the chosen token and of the k most likely ones."""
 
     temperature: float = 0.0
     top_k: int = 0  # 0 keeps all
@@ -50,7 +52,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class TokenStops:
-    """What a worker looks at to end a sequence. Stop strings are the router's."""
+    """The conditions by which a worker ends a sequence. The router applies stop strings."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -59,7 +61,7 @@ class TokenStops:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """At one position: the chosen token's log-probability, and the most likely tokens with theirs, best first."""
+    """The log-probability of the chosen token at one position, and the most likely tokens with theirs, best first."""
 
     token_id: int
     logprob: float
@@ -77,7 +79,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """Names one attempt for ever: who holds the KV, under which ticket, for which attempt."""
+    """Identifies one attempt for ever: the member that holds the KV, the ticket and the attempt's number."""
 
     exporter: MemberId
     ticket_id: bytes
@@ -86,7 +88,7 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Who holds which KV, for whom, until when. See kv.proto for each field."""
+    """States which exporter holds which KV for which importer, and until when. kv.proto describes each field."""
 
     ticket_id: bytes
     exporter: MemberId
@@ -112,28 +114,27 @@ class LayoutFingerprint:
     model_config: str  # digest of the effective configuration
     dtype: str
     block_table: str  # digest of the block layout: offsets and shapes of every layer
-    tp_size: int = 1
-    tp_rank: int = 0
     wire_dtype: str = "native"
     kv_format: int = 2
 
 
 @dataclass(frozen=True, slots=True)
-class PairFigure:
-    """How fast one worker reads another's KV by one transport, as completed reads showed it."""
+class LinkSpeed:
+    """The bandwidth and latency at which one worker reads another's KV over one transport, measured on completed
+    reads."""
 
     exporter: MemberId
     transport: str
     bytes_per_s: float
-    latency_s: float  # of a read of nothing
+    latency_s: float  # of a read of zero bytes
 
     def transfer_s(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixHolder:
-    """A worker that is believed to hold the KV of the first `num_tokens` of a prompt."""
+class PrefixSource:
+    """A worker that is expected to hold the KV of the first `num_tokens` of a prompt, from which it may be pulled."""
 
     member: MemberId
     address: str  # of its gRPC server
@@ -141,20 +142,24 @@ class PrefixHolder:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixNews:
-    """What changed in one worker's prefix cache, from its event `first_number` to before `next_number`. A block that
-    came and went in between is not in it. A snapshot has in `added` all that is there, whatever was known before."""
+class CacheEvents:
+    """The changes of one worker's prefix cache from event `first_number` up to, but not including, `next_number`.
+
+    `stored` has the hashes of blocks that were added and are still cached, `removed` those of blocks that were cached
+    before and are no longer. A block that was added and removed within these events is in neither. With `cleared`, all
+    earlier events are void and `stored` is the whole content of the cache.
+    """
 
     first_number: int
     next_number: int
-    added: tuple[bytes, ...]
-    evicted: tuple[bytes, ...] = ()
-    is_snapshot: bool = False
+    stored: tuple[bytes, ...]
+    removed: tuple[bytes, ...] = ()
+    cleared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillJob:
-    """One attempt at one prefill, as a prefill worker is asked for it."""
+    """One attempt at one prefill, as the router requests it from a prefill worker."""
 
     request_id: str
     attempt: int
@@ -162,25 +167,25 @@ class PrefillJob:
     sampling: Sampling
     stops: TokenStops
     seeds: tuple[int, ...]  # one per choice
-    num_committed: int  # how many of token_ids the client has already as output
-    importer: MemberId | None  # None: nobody will come for the KV
+    num_committed: int  # how many of token_ids are output that the client already has
+    importer: MemberId | None  # None: no worker will import the KV
     timeout_s: float
     cache_salt: str = ""  # prefixes are shared among jobs of one salt only
-    prefix_holders: tuple[PrefixHolder, ...] = ()  # the longest first
-    priority: int = 0  # less goes first, where the worker's policy asks for it
-    is_batch: bool = False  # uses only what nothing else wants
-    age_s: float = 0.0  # since the request arrived at its router, whatever was tried meanwhile
-    is_unproven: bool = False  # its client claims what is committed, and has not shown that it got it here
+    prefix_sources: tuple[PrefixSource, ...] = ()  # the longest prefix first
+    priority: int = 0  # a lower value goes first, under --scheduling-policy priority
+    is_batch: bool = False  # uses only capacity that no other request needs
+    age_s: float = 0.0  # time since the request arrived at its router, earlier attempts included
+    is_unproven: bool = False  # the client states the committed tokens without proof that this cluster generated them
 
     @property
     def is_interrupted(self) -> bool:
-        """Its turn had come, at a worker that failed or that it left."""
+        """Whether the request was already running on a worker that failed or that it left."""
         return self.num_committed > 0 and not self.is_unproven
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
-    """One choice of a decode job. `handle` names (request, choice, attempt) on its router's stream for ever."""
+    """One choice of a decode job. `handle` identifies (request, choice, attempt) on its router's stream."""
 
     handle: int
     seed: int
@@ -198,9 +203,9 @@ class DecodeJob:
     sampling: Sampling
     stops: TokenStops
     sequences: tuple[SequenceStart, ...]
-    signed_ticket: bytes | None  # a serialized tandem.v1.SignedTicket
+    signed_ticket: bytes | None  # a serialized tandem.internal.v1.SignedTicket
     timeout_s: float
-    cache_salt: str = ""  # this and what follows: as of PrefillJob
+    cache_salt: str = ""  # this field and those below: as in PrefillJob
     priority: int = 0
     is_batch: bool = False
     age_s: float = 0.0
@@ -209,21 +214,3 @@ class DecodeJob:
     @property
     def is_interrupted(self) -> bool:
         return bool(self.sequences[0].committed_token_ids) and not self.is_unproven
-
-
-@dataclass(frozen=True, slots=True)
-class Inspect:
-    """Asks a worker's step thread to run check() and report. Answered by Inspected."""
-
-    inspection_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Inspected:
-    inspection_id: int
-    blocks: dict[str, int]  # by state; they sum to the pool
-    figures: dict[str, float]  # running, waiting, steps, ...
-    violation: str  # empty, or what check() found broken
-    holders: frozenset[str] = (
-        frozenset()
-    )  # everything that holds blocks or waits for them, as cluster/holders.py names it

@@ -1,4 +1,4 @@
-"""How a process of Tandem runs: until a signal asks it to stop, with an exit status that says why it ended.
+"""How a Tandem process runs: until a signal stops it, with an exit status that tells why it ended.
 
     async def main() -> None:
         config = parse_arguments(WorkerConfig, "prefill_worker", sys.argv[1:])
@@ -6,7 +6,7 @@
 
     leave(run_process("prefill_worker", main))
 
-Owns exit statuses and signals. Whoever started the process reads the status and the last line of stderr.
+Owns exit statuses and signals. The parent process reads the status and the last line of stderr.
 """
 
 import asyncio
@@ -29,17 +29,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ExitStatus(IntEnum):
-    OK = 0  # asked to leave, and nothing was left
+    OK = 0  # asked to stop, and all work was finished
     CRASHED = 1
-    CONFIG = 2  # a restart would not help: argparse uses it too
-    FENCED = 3  # a newer incarnation has this member's name
+    CONFIG = 2  # a restart does not help; argparse uses this status too
+    FENCED = 3  # a newer incarnation has registered under this member id
     REGISTRY = 4
-    DRAIN_INCOMPLETE = 5  # asked to leave, and its grace passed with work left, which goes on elsewhere
-    STUCK = 6  # its device, its step thread or its event loop stood still: a restart is what helps
+    DRAIN_INCOMPLETE = 5  # asked to stop, and the grace period ended with work left, which other workers resume
+    STUCK = 6  # its device, step thread or event loop was blocked: a restart helps
 
 
 def run_process(name: str, main: Callable[[], Coroutine[None, None, None]]) -> int:
-    """Runs `main` to its end; the status to exit with. A known error becomes one line on stderr, not a stack trace."""
+    """Run `main` to its end and return the exit status. A known error is one line on stderr, not a stack trace."""
     try:
         asyncio.run(main())
     except KeyboardInterrupt:
@@ -54,8 +54,8 @@ def run_process(name: str, main: Callable[[], Coroutine[None, None, None]]) -> i
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process now, with everything that was said written out. Whatever had to be released has been, by whoever
-    acquired it; the interpreter's own teardown would take seconds to free torch and gRPC piece by piece."""
+    """End the process now, after flushing logs and output. Skips the interpreter's teardown, which takes seconds to
+    free torch and gRPC; all resources that need a release have been released by their owners."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -64,9 +64,9 @@ def leave(status: int) -> NoReturn:
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Around what makes objects that stay to the process's end, such as torch, transformers and a model: a million of
-    them. The collector would go through all, again and again while they come (a third of a worker's start), and later
-    for 0.4 s in the middle of a step. They are set aside for good instead."""
+    """Create objects that live until the process ends, such as torch, transformers and a model, within this context.
+    The garbage collector is off meanwhile and ignores these million objects afterwards. Otherwise it would take a third
+    of a worker's start, and later 0.4 s in the middle of a step."""
     gc.disable()
     try:
         yield
@@ -76,8 +76,8 @@ def lasting() -> Iterator[None]:
 
 
 def stop_requested() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT from here on; a second one ends the process at once. Whoever else sets it, a
-    drain by an operator, counts as no signal. On the running loop."""
+    """Return an event that the first SIGTERM or SIGINT sets; a second signal ends the process at once. A drain by an
+    operator may set the event too and does not count as a signal. Call it on the running loop."""
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
     was_signalled = False
@@ -95,13 +95,13 @@ def stop_requested() -> asyncio.Event:
 
 
 def announce_ready(**fields: object) -> None:
-    """The one line on stdout that whoever started this process waits for: `ready name=value ...`."""
+    """Print the line `ready name=value ...` on stdout, for which the parent process waits."""
     sys.stdout.write(" ".join(["ready", *(f"{name}={value}" for name, value in fields.items())]) + "\n")
     sys.stdout.flush()
 
 
 def die_with_parent() -> None:
-    """Run in a child before it becomes its program: the kernel kills it when the thread that made it ends."""
+    """Run in a child process before exec: the kernel kills it when the thread that created it ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

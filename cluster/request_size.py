@@ -1,4 +1,6 @@
-"""Whether a worker can ever hold a request: the one rule by which workers refuse and routers choose workers. Pure.
+"""Whether a request is within the operator's limits, and whether a worker can ever hold it. Pure.
+
+Routers apply these rules at admission and placement, and workers apply them again.
 
 A worker can hold a request when it can run every choice to its end with nothing else on the worker. The choices of a
 request need not fit the pool all at once: a decode worker preempts some of them, and they take turns.
@@ -7,86 +9,116 @@ request need not fit the pool all at once: a decode worker preempts some of them
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cluster.errors import NoWorkerLargeEnough
+from cluster.errors import InvalidRequest, NoWorkerLargeEnough, PromptTooLong
 from cluster.member import Capacity
-from cluster.settings.lengths import LengthLimits
+
+
+@dataclass(frozen=True, slots=True)
+class LengthLimits:
+    """`--max-input-length` and `--max-output-length`; 0: only `--max-model-len` applies."""
+
+    max_input_length: int = 0
+    max_output_length: int = 0
+
+    def most_output(self, room: int) -> int:
+        """Return how many output tokens are allowed if the context has room for `room` tokens."""
+        return min(room, self.max_output_length or room)
+
+    def refusal(self, num_input: int, max_tokens: int) -> InvalidRequest | None:
+        """Return the error for a request that exceeds a limit, or None if it is within the limits."""
+        if 0 < self.max_input_length < num_input:
+            return PromptTooLong(
+                f"the prompt has {num_input} tokens; --max-input-length allows at most {self.max_input_length}"
+            )
+        if 0 < self.max_output_length < max_tokens:
+            return InvalidRequest(
+                f"max_tokens is {max_tokens}; --max-output-length allows at most {self.max_output_length}"
+            )
+        return None
+
+
+NO_LIMITS = LengthLimits()
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSize:
-    """In tokens. `max_tokens` counts all output tokens of one choice; the client has `num_committed` of them, and a new
-    attempt computes these together with the prompt."""
+    """The size of a request in tokens. `max_tokens` counts all output tokens of one choice. The client already has
+    `num_committed` of them; a new attempt computes their KV together with the prompt's."""
 
     num_prompt: int
     max_tokens: int
     num_committed: int = 0
-    num_choices: int = 1  # that share these tokens
+    num_choices: int = 1  # choices that share the prompt
 
     @property
     def num_known(self) -> int:
-        """Tokens that a prefill computes and a hand-off moves."""
+        """The number of tokens that a prefill computes and a hand-off moves."""
         return self.num_prompt + self.num_committed
 
     @property
     def needs_decode(self) -> bool:
-        """A prefill draws one token itself."""
+        """Return whether a decode leg is needed: prefill itself samples one token."""
         return self.max_tokens - self.num_committed > 1
 
 
 def prefill_shortage(capacity: Capacity, size: RequestSize) -> str:
-    """Why this prefill worker can never compute the tokens known so far; empty when it can."""
+    """Return why this prefill worker can never compute the tokens known so far, or an empty string if it can."""
     most = min(capacity.max_model_len, capacity.num_blocks * capacity.block_size)
     if size.num_known > most:
-        return f"the prompt has {size.num_known} tokens; this worker holds {most}"
+        return f"the prompt has {size.num_known} tokens; this worker holds at most {most}"
     return _length_shortage(capacity, size)
 
 
 def decode_shortage(capacity: Capacity, size: RequestSize) -> str:
-    """Why this decode worker can never run a choice to its end; empty when it can, from a prefill of its own."""
+    """Return why this decode worker can never run a choice to its end, or an empty string if it can. The worker may
+    prefill the prompt itself."""
     num_tokens, most = size.num_prompt + size.max_tokens, most_tokens(capacity)
     if num_tokens > most:
         return (
             f"prompt {size.num_prompt} + max_tokens {size.max_tokens} = {num_tokens} tokens;"
-            f" this worker takes at most {most}"
+            f" this worker holds at most {most}"
         )
     return _length_shortage(capacity, size)
 
 
 def handoff_shortage(capacity: Capacity, size: RequestSize) -> str:
-    """Why this decode worker can never import the known tokens of all choices at once; empty when it can."""
+    """Return why this decode worker can never import the known tokens of all choices at once, or an empty string if it
+    can."""
     return blocks_shortage(capacity, handoff_blocks(size.num_known, size.num_choices, capacity.block_size))
 
 
 def blocks_shortage(capacity: Capacity, num_blocks: int) -> str:
-    """As `handoff_shortage`, of a hand-off that reserves so many blocks."""
+    """Return what `handoff_shortage` returns, for a hand-off that reserves `num_blocks` blocks."""
     most = capacity.num_blocks - capacity.num_watermark_blocks
     if num_blocks <= most:
         return ""
     return (
-        f"the hand-off needs {num_blocks} blocks; this worker's pool has {capacity.num_blocks} and gives at most {most}"
-        " to hand-offs"
+        f"the hand-off needs {num_blocks} blocks; this worker's pool has {capacity.num_blocks} and allows at most"
+        f" {most} for hand-offs"
     )
 
 
 def handoff_blocks(num_tokens: int, num_choices: int, block_size: int) -> int:
-    """Blocks of tokens that choices share. Each further choice needs its own copy of a last block that is not full."""
+    """Return the number of blocks for tokens that choices share. If the last block is not full, each further choice
+    needs its own copy of it."""
     num_copies = num_choices - 1 if num_tokens % block_size else 0
     return -(-num_tokens // block_size) + num_copies
 
 
 def most_tokens(capacity: Capacity) -> int:
-    """The most tokens of prompt and output that a decode worker can hold: one more than its pool has places for, since
-    the KV of a sequence's last token is never computed."""
+    """Return the maximum number of tokens, prompt and output, that a decode worker can hold: one more than its pool has
+    slots for, because the KV of a sequence's last token is never computed."""
     return min(capacity.max_model_len, capacity.num_blocks * capacity.block_size + 1)
 
 
 def most_output(capacities: Iterable[Capacity], num_prompt: int) -> int:
-    """The most output tokens that one of these decode workers can add to such a prompt; 0 when none can add any."""
+    """Return the maximum number of output tokens that one of these decode workers can add to a prompt of `num_prompt`
+    tokens; 0 if none can add any."""
     return max((_most_output(capacity, num_prompt) for capacity in capacities), default=0)
 
 
 def too_large(size: RequestSize, decodes: Sequence[Capacity]) -> NoWorkerLargeEnough:
-    """None of these decode workers, the known ones, can hold the request."""
+    """Return the error for a request that none of these decode workers can hold."""
     largest = max(decodes, key=most_tokens, default=None)
     known = f"The largest of {len(decodes)} decode worker(s) holds {most_tokens(largest)}: " if largest else ""
     return NoWorkerLargeEnough(
@@ -112,7 +144,7 @@ def _lengths(capacity: Capacity) -> LengthLimits:
 
 
 def _other_flags(capacity: Capacity) -> str:
-    """Flags besides the pool's size that limit this worker."""
+    """Return the flags, besides those of the pool's size, that limit this worker."""
     limits = {
         "--max-model-len": capacity.max_model_len <= capacity.num_blocks * capacity.block_size,
         "--max-input-length": capacity.max_input_length > 0,

@@ -1,7 +1,12 @@
-"""Sequences on their way out of this worker: frozen here, their KV offered to another decode worker.
+"""Frozen sequences: their KV is offered to another decode worker by a ticket.
 
-Owns which sequence has which ticket, and the questions to the step thread about them. A ticket ends by itself, and then
-its sequence does not wait for the router's word for ever. Never touches a block.
+This module owns the tickets of frozen sequences and the pending Freeze and Thaw calls. A ticket ends when no lease of
+it is left. If the router neither thaws nor cancels the sequence within `grace_s` after that, the sequence is cancelled.
+
+Freeze and Thaw have tables of futures here and do not use `StepLoop.ask`, for two reasons. `ask` resumes its caller one
+turn of the event loop after the event; but a ticket must be issued, and an old handle forgotten, before the next event
+is applied, which may end the same sequence. And `ask` drops the answer of a caller that was cancelled; but a sequence
+that is frozen then still needs its ticket, which alone leads to the release of its blocks.
 """
 
 import asyncio
@@ -10,23 +15,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cluster import holders
-from cluster.errors import HandOffReason, NotFound, TandemError, TooManyFrozen
+from cluster.errors import DuplicateRequest, HandOffReason, NotFound, TandemError, TooManyFrozen
 from cluster.messages import MemberId
 from cluster.protocol import tickets
 from cluster.protocol.hashing import hash_prompt
 from decode_worker.scheduling import commands
+from engine.scheduling.commands import Release
 from kvtransfer.exporter.exporter import Exporter, FirstToken, TailBlock
 
-MAX_FROZEN = 4  # sequences, of all routers together: each of their clients waits
-_WORD_S = 60.0  # after a ticket's end, for its router to thaw or cancel the sequence
-_TURN_S = 0.05  # a move takes about this long
+MAX_FROZEN = 4  # sequences, for all routers together; the clients of all of them wait
+_TURN_S = 0.05  # the usual duration of a move
 
 Key = tuple[MemberId, int]  # a router and its handle
 
 
 @dataclass(frozen=True, slots=True)
 class FreezeOrder:
-    """What a router asks: which sequence, and for which attempt of its request at which worker."""
+    """A router's request to freeze a sequence so that `importer` can continue it as `attempt`."""
 
     router: MemberId
     handle: int
@@ -46,8 +51,14 @@ class _Freezing:
     answer: asyncio.Future[FrozenSequence]
 
 
+@dataclass(frozen=True, slots=True)
+class _Thawing:
+    handle: int  # of the frozen sequence
+    answer: asyncio.Future[None]
+
+
 class Exports:
-    """Runs on the worker's event loop. `post` reaches the step thread; `on_forgotten` the service."""
+    """Runs on the worker's event loop. `on_forgotten` is called for a sequence that its router left frozen."""
 
     def __init__(
         self,
@@ -56,29 +67,29 @@ class Exports:
         cluster_key: bytes,
         post: Callable[[commands.Command], None],
         on_forgotten: Callable[[MemberId, int], None],
-        word_s: float = _WORD_S,
+        grace_s: float,  # after a ticket's end, for its router to thaw or cancel the sequence
         max_frozen: int = MAX_FROZEN,
     ) -> None:
         self._exporter = exporter
         self._cluster_key = cluster_key
         self._post = post
         self._on_forgotten = on_forgotten
-        self._word_s = word_s
+        self._grace_s = grace_s
         self._max_frozen = max_frozen
-        self._tickets: dict[Key, bytes] = {}  # of the sequences that are frozen, or about to be
+        self._tickets: dict[Key, bytes] = {}  # of the sequences that are frozen or being frozen
         self._freezing: dict[bytes, _Freezing] = {}
-        self._thawing: dict[Key, asyncio.Future[None]] = {}  # by the new handle
+        self._thawing: dict[Key, _Thawing] = {}  # by the new handle
 
     def __len__(self) -> int:
         return len(self._tickets)
 
     def owners(self) -> Iterator[str]:
-        """Holders of blocks that live here."""
+        """Return the tickets that are being frozen, as holders of blocks."""
         return map(holders.ticket, self._freezing)
 
     async def freeze(self, order: FreezeOrder) -> FrozenSequence:
-        """Raises NotFound: it does not decode here, or it is frozen already; TooManyFrozen. Once asked for, it happens,
-        whether or not the caller still waits for the answer."""
+        """Freeze a sequence and issue its ticket, even if the caller is cancelled meanwhile. Raises NotFound if it does
+        not decode here or is frozen already, and TooManyFrozen."""
         key = (order.router, order.handle)
         if key in self._tickets:
             raise NotFound(f"sequence {order.handle} is frozen already")
@@ -92,17 +103,19 @@ class Exports:
         self._post(commands.Freeze(ticket_id, order.router, order.handle))
         return await answer
 
-    async def thaw(self, router: MemberId, handle: int, new_handle: int) -> None:
-        """Raises NotFound, DuplicateRequest."""
-        answer = self._thawing[router, new_handle] = asyncio.get_running_loop().create_future()
+    def thaw(self, router: MemberId, handle: int, new_handle: int) -> asyncio.Future[None]:
+        """Continue a frozen sequence, even if the caller does not await the result. Raises DuplicateRequest; the future
+        raises NotFound too."""
+        key = (router, new_handle)
+        if key in self._thawing:
+            raise DuplicateRequest(f"handle {new_handle} is in use")
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._thawing[key] = _Thawing(handle, answer)
         self._post(commands.Thaw(router, handle, new_handle))
-        try:
-            await answer
-        finally:
-            del self._thawing[router, new_handle]
+        return answer
 
     def forget(self, router: MemberId, handles: frozenset[int]) -> None:
-        """These ended, or go on: nobody may attach to their tickets any more. Who reads has its lease."""
+        """End the tickets of sequences that ended or decode again. An importer that has attached keeps its lease."""
         for handle in handles:
             ticket_id = self._tickets.pop((router, handle), None)
             if ticket_id is not None:
@@ -111,12 +124,12 @@ class Exports:
                 )
 
     def on_frozen(self, event: commands.Frozen) -> None:
-        """Everything is sealed, so the ticket is whole at once."""
+        """Issue the ticket. All its blocks are sealed, so it is finished at once."""
         freezing = self._freezing.pop(event.ticket_id)
         order = freezing.order
         if self._tickets.get((order.router, order.handle)) != event.ticket_id:
-            self._post(commands.Release(event.ticket_id))  # cancelled meanwhile
-            _answer(freezing.answer, NotFound(f"sequence {order.handle} was cancelled"))
+            self._post(Release(event.ticket_id))  # the sequence was cancelled meanwhile
+            _fail(freezing.answer, NotFound(f"sequence {order.handle} was cancelled"))
             return
         issued = self._exporter.issue(
             request_id=event.request_id,
@@ -146,30 +159,32 @@ class Exports:
         key = (freezing.order.router, freezing.order.handle)
         if self._tickets.get(key) == event.ticket_id:
             del self._tickets[key]
-        _answer(freezing.answer, event.error)
+        _fail(freezing.answer, event.error)
 
-    def on_thawed(self, event: commands.Thawed | commands.ThawRefused) -> None:
-        answer = self._thawing.get((event.router, event.handle))
-        if answer is None or answer.done():
-            return
+    def on_thawed(self, event: commands.Thawed | commands.ThawRefused) -> int:
+        """Complete a Thaw call. Return the handle that no sequence has any more: the old one, or the new one if the
+        thaw was refused."""
+        thawing = self._thawing.pop((event.router, event.handle))
         if isinstance(event, commands.ThawRefused):
-            answer.set_exception(event.error)
-        else:
-            answer.set_result(None)
+            _fail(thawing.answer, event.error)
+            return event.handle
+        if not thawing.answer.done():
+            thawing.answer.set_result(None)
+        return thawing.handle
 
     def release(self, ticket_id: bytes) -> None:
-        """The exporter's word that no lease of the ticket is left."""
-        self._post(commands.Release(ticket_id))
+        """Release a ticket. The exporter calls this when no lease of it is left."""
+        self._post(Release(ticket_id))
         key = next((key for key, known in self._tickets.items() if known == ticket_id), None)
         if key is not None:
-            asyncio.get_running_loop().call_later(self._word_s, self._look_after, key, ticket_id)
+            asyncio.get_running_loop().call_later(self._grace_s, self._end_forgotten, key, ticket_id)
 
-    def _look_after(self, key: Key, ticket_id: bytes) -> None:
-        """Nobody can import it any more, and its router, if it lives, has forgotten it."""
+    def _end_forgotten(self, key: Key, ticket_id: bytes) -> None:
+        """Report a sequence that no worker can import any more and that its router left frozen."""
         if self._tickets.get(key) == ticket_id:
             self._on_forgotten(*key)
 
 
-def _answer(waiting: asyncio.Future[FrozenSequence], error: TandemError) -> None:
+def _fail(waiting: asyncio.Future[FrozenSequence] | asyncio.Future[None], error: TandemError) -> None:
     if not waiting.done():
         waiting.set_exception(error)

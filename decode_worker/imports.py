@@ -1,21 +1,23 @@
-"""Hand-offs on their way into this worker: one task each, from ticket to AdmitImported.
+"""Imports of hand-offs into this worker: one task each, from ticket to AdmitImported.
 
-Owns the tasks and the reservations they wait for. It is the importer's view of the block pool (kvtransfer's
-BlockSource): every call becomes a command to the step thread, which owns the pool.
+This module owns the tasks. It implements kvtransfer's `BlockSource`: every call becomes a command to the step thread,
+which owns the block pool.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster import holders
 from cluster.errors import InternalError, TandemError
 from cluster.messages import DecodeJob, MemberId
 from cluster.protocol.hashing import NewChain, hash_prompt
 from decode_worker.scheduling import commands
-from kvtransfer.importer.block_source import Reservation
-from kvtransfer.importer.importer import Expected, Imported, Importer
+from engine.scheduling.commands import Quiet
+from engine.steps.questions import StepInbox
+from kvtransfer.importer.importer import ExpectedPrompt, ImportedBlocks, Importer
+from kvtransfer.memory import Reservation
 
 _LOG = logging.getLogger("tandem.decode.imports")
 
@@ -28,7 +30,8 @@ class _Import:
 
 
 class Imports:
-    """Runs on the worker's event loop. `post` reaches the step thread; `on_admitted` and `on_failed` the service."""
+    """Runs on the worker's event loop. Every import ends with a call of `on_admitted` or `on_failed`, or is
+    cancelled."""
 
     def __init__(
         self,
@@ -38,8 +41,8 @@ class Imports:
         new_chain: NewChain,
         wire_dtype: str,
         vocab_size: int,
-        post: Callable[[commands.Command], None],
-        on_admitted: Callable[[DecodeJob, Imported, frozenset[int]], None],
+        steps: StepInbox[commands.Command],
+        on_admitted: Callable[[DecodeJob, ImportedBlocks, frozenset[int]], None],
         on_failed: Callable[[DecodeJob, TandemError], None],
     ) -> None:
         self._importer = importer
@@ -47,34 +50,33 @@ class Imports:
         self._new_chain = new_chain
         self._wire_dtype = wire_dtype
         self._vocab_size = vocab_size
-        self._post = post
+        self._steps = steps
         self._on_admitted = on_admitted
         self._on_failed = on_failed
         self._imports: dict[int, _Import] = {}
-        self._reservations: dict[int, asyncio.Future[Reservation]] = {}
         self._next_id = 0
 
     def __len__(self) -> int:
         return len(self._imports)
 
     def owners(self) -> Iterator[str]:
-        """Holders of blocks that live here."""
+        """Return the imports in progress, as holders of blocks."""
         return map(holders.hand_off, self._imports)
 
     def start(self, job: DecodeJob) -> None:
-        """Pulls the job's KV and admits it."""
+        """Import the job's KV and admit its sequences."""
         handoff_id = self.new_id()
         entry = self._imports[handoff_id] = _Import(job)
         entry.task = asyncio.create_task(self._run(handoff_id, entry), name=f"import {job.request_id}")
         entry.task.add_done_callback(lambda _: self._imports.pop(handoff_id))
 
     def new_id(self) -> int:
-        """Of a hand-off, or of whatever else reserves blocks as one does."""
+        """Return a new hand-off id. A link check reserves blocks under such an id as well."""
         self._next_id += 1
         return self._next_id
 
     def cancel(self, router: MemberId, handles: frozenset[int]) -> None:
-        """An import of which nobody waits for any choice ends; one that goes on remembers the cancelled ones."""
+        """End imports whose every choice is cancelled; the other imports remember their cancelled choices."""
         for entry in tuple(self._imports.values()):
             if entry.job.router == router:
                 entry.cancelled_handles |= handles & {s.handle for s in entry.job.sequences}
@@ -82,41 +84,26 @@ class Imports:
                     entry.task.cancel()
 
     async def close(self) -> None:
-        """Ends every import and waits until its blocks are accounted for."""
+        """Cancel every import and wait until its blocks are released or admitted."""
         tasks = [entry.task for entry in self._imports.values() if entry.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def reserve(self, handoff_id: int, num_blocks: int) -> Reservation:
-        """Waits until the step thread has set all of them aside. Raises HandOffFailed if it never can."""
-        reservation: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
-        self._reservations[handoff_id] = reservation
-        entry = self._imports.get(handoff_id)
-        if entry is None:
-            self._post(commands.Reserve(handoff_id, num_blocks))
-        else:
-            self._post(commands.Reserve(handoff_id, num_blocks, self._block_hashes(entry.job), entry.job))
-        try:
-            return await reservation
-        finally:
-            del self._reservations[handoff_id]
+        """Return when the step thread has reserved all the blocks. `discard` must follow unless the hand-off is
+        admitted. Raises HandOffFailed if the pool can never hold so many."""
+        command = commands.Reserve(handoff_id, num_blocks)
+        if (entry := self._imports.get(handoff_id)) is not None:
+            command = replace(command, block_hashes=self._block_hashes(entry.job), job=entry.job)
+        reserved = await self._steps.ask(command)
+        return Reservation(reserved.block_ids, reserved.num_cached)
 
     def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
-        self._post(commands.Discard(handoff_id, quarantined))
+        self._steps.post(commands.Discard(handoff_id, quarantined))
 
-    def quiet(self, block_ids: frozenset[int]) -> None:
-        self._post(commands.Quiet(block_ids))
-
-    def on_reserved(self, event: commands.Reserved) -> None:
-        reservation = self._reservations.get(event.handoff_id)
-        if reservation is not None and not reservation.done():
-            reservation.set_result(Reservation(event.block_ids, event.num_cached))
-
-    def on_unreservable(self, event: commands.Unreservable) -> None:
-        reservation = self._reservations.get(event.handoff_id)
-        if reservation is not None and not reservation.done():
-            reservation.set_exception(event.error)
+    def release_quarantined(self, block_ids: frozenset[int]) -> None:
+        self._steps.post(Quiet(block_ids))
 
     async def _run(self, handoff_id: int, entry: _Import) -> None:
         try:
@@ -129,24 +116,24 @@ class Imports:
             )
         except TandemError as error:
             self._on_failed(entry.job, error)
-        except Exception as error:  # noqa: BLE001 - the importer has given the blocks back, and the router must be told
+        except Exception as error:  # noqa: BLE001 - the importer has released the blocks, and the router needs the error
             _LOG.exception("request %s: the import failed", entry.job.request_id)
             self._on_failed(entry.job, InternalError(f"the import failed: {type(error).__name__}: {error}"))
         else:
             self._admit(handoff_id, entry, imported)
 
-    def _expected(self, job: DecodeJob) -> Expected:
+    def _expected(self, job: DecodeJob) -> ExpectedPrompt:
         token_ids = _token_ids(job)
         prompt_hash = hash_prompt(self._cluster_key, token_ids)
-        return Expected(len(token_ids), prompt_hash, len(job.sequences), self._vocab_size)
+        return ExpectedPrompt(len(token_ids), prompt_hash, len(job.sequences), self._vocab_size)
 
     def _block_hashes(self, job: DecodeJob) -> tuple[bytes, ...]:
         chain = self._new_chain(job.cache_salt, self._wire_dtype)
         chain.extend(_token_ids(job))
         return tuple(chain.hashes)
 
-    def _admit(self, handoff_id: int, entry: _Import, imported: Imported) -> None:
-        self._post(
+    def _admit(self, handoff_id: int, entry: _Import, imported: ImportedBlocks) -> None:
+        self._steps.post(
             commands.AdmitImported(
                 handoff_id=handoff_id,
                 job=entry.job,
@@ -160,5 +147,5 @@ class Imports:
 
 
 def _token_ids(job: DecodeJob) -> tuple[int, ...]:
-    """What a ticket covers: the prompt and, for a resumed sequence, the tokens that its client has already."""
+    """Return the tokens that a ticket covers: the prompt and the committed tokens of a resumed sequence."""
     return job.prompt_token_ids + job.sequences[0].committed_token_ids

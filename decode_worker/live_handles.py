@@ -1,7 +1,7 @@
-"""Which sequences of which router are on this decode worker, from the call that brings one to its last word.
+"""The live sequences of each router, from Start until their last token or error.
 
-Owns what an import told about them until their start is reported, and when none is left. On the event loop; the time is
-an argument.
+This module also stores the result of an import until the start of its sequences is reported, and signals when no
+sequence is left. It runs on the event loop; the time is an argument.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from decode_worker.waiting_jobs import WaitingJobs
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """How a sequence's KV came here; reported once, with its start."""
+    """The result of the import of a sequence, reported once with its start."""
 
     first_token_id: int
     transfer_s: float
@@ -39,32 +39,32 @@ class LiveHandles:
         return len(self._waiting)
 
     def names(self) -> Iterator[tuple[MemberId, int]]:
-        """Routers and handles."""
+        """Return the router and the handle of every live sequence."""
         return ((router, handle) for router, handles in self._live.items() for handle in handles)
 
     def of(self, router: MemberId) -> frozenset[int]:
         return frozenset(self._live.get(router, ()))
 
     def refusal(self) -> QueueFull | None:
-        """Of one more job."""
+        """Return the error with which one more job is refused, or None."""
         return self._waiting.refusal()
 
     def add_job(self, router: MemberId, handles: Collection[int]) -> None:
-        """The sequences of one Start."""
+        """Add the sequences of one Start call."""
         self._live.setdefault(router, set()).update(handles)
         self._waiting.add(router, handles)
         self._idle.clear()
 
     def add_thawed(self, router: MemberId, handle: int) -> None:
-        """The new name of a sequence that is here."""
+        """Add the new handle of a thawed sequence."""
         self._live.setdefault(router, set()).add(handle)
 
     def arrive(self, router: MemberId, handle: int, arrival: Arrival) -> None:
         self._arrivals[router, handle] = arrival
 
     def begin(self, router: MemberId, handles: Collection[int], now_s: float) -> dict[int, Arrival | None]:
-        """They were in a step for the first time. How each of those that are still here came; None when its prompt was
-        prefilled here. Of one job either all came from another worker or none."""
+        """Record that these sequences were in a step for the first time. Return the import of each that is still live;
+        None if its prompt was prefilled here. Either all sequences of a job were imported or none."""
         self._waiting.remove(router, handles, now_s)
         here = self.of(router)
         begun = {handle: self._arrivals.pop((router, handle), None) for handle in handles if handle in here}
@@ -72,7 +72,7 @@ class LiveHandles:
         return begun
 
     def remove(self, router: MemberId, handles: frozenset[int], now_s: float) -> None:
-        """They ended, or go on elsewhere. Nothing for those that are not here."""
+        """Remove sequences that ended or moved to another worker. Ignores handles that are not live."""
         self._waiting.remove(router, handles, now_s)
         live = self._live.get(router)
         if live is None:

@@ -1,4 +1,4 @@
-"""What a decode worker says to a router on its stream, as wire messages. Decides nothing."""
+"""Conversion of events into the wire messages of a router's stream. Decides nothing."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,9 @@ from cluster.errors import HandOffFailed, TandemError
 from cluster.protocol import wire
 from decode_worker.live_handles import Arrival
 from decode_worker.scheduling.commands import SequenceToken, Started
-from tandem.v1 import inference_pb2, worker_pb2
+from tandem.enum_words import FINISH_REASONS
+from tandem.internal.v1 import worker_pb2
+from tandem.v1 import inference_pb2
 
 _LOCAL = "local"
 
@@ -16,7 +18,7 @@ def leaving(grace_s: float) -> worker_pb2.WorkerMessage:
 
 
 def started(event: Started, begun: Mapping[int, Arrival | None]) -> worker_pb2.WorkerMessage:
-    """`begun`: those of its sequences that are still here, with how each came; None when it was prefilled here."""
+    """`begun`: the import of each sequence that is still live; None if it was prefilled here."""
     message = worker_pb2.SequenceStarted(
         handles=begun, queue_s=event.queue_s, transport=_LOCAL, num_cached=event.num_cached
     )
@@ -42,7 +44,8 @@ def step_output(step: int, tokens: Sequence[SequenceToken]) -> worker_pb2.Worker
             output.logprobs.append(wire.logprobs_to_wire(logprobs) if logprobs else inference_pb2.PositionLogprobs())
     for t in tokens:
         if t.token.finish_reason is not None:
-            output.ends.append(worker_pb2.SequenceEnd(handle=t.handle, finish_reason=str(t.token.finish_reason)))
+            finish_reason = FINISH_REASONS.number(t.token.finish_reason)
+            output.ends.append(worker_pb2.SequenceEnd(handle=t.handle, finish_reason=finish_reason))
     return worker_pb2.WorkerMessage(step=output)
 
 

@@ -1,8 +1,7 @@
-"""The decode worker's face to routers: Start brings sequences in, Connect carries their tokens out; Freeze and Thaw
-are for those that go on elsewhere.
+"""The gRPC service of a decode worker. Start adds sequences, Connect streams their tokens, Freeze and Thaw move them.
 
-Events of the step thread arrive in `on_events`, on the event loop, and leave as messages of the routers' streams. Owns
-when this worker leaves. Never touches a block.
+`on_events` receives the events of the step thread on the event loop and turns them into messages of the routers'
+streams. This module also owns the drain of the worker. It never touches a block.
 """
 
 import asyncio
@@ -11,13 +10,21 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import grpc
 
 from cluster import holders
-from cluster.errors import DrainIncomplete, Draining, HandOffFailed, InvalidRequest, TandemError, Unavailable, Unhealthy
-from cluster.messages import DecodeJob, Inspected, MemberId
+from cluster.errors import (
+    DrainIncomplete,
+    Draining,
+    DuplicateRequest,
+    HandOffFailed,
+    InvalidRequest,
+    TandemError,
+    Unavailable,
+    Unhealthy,
+)
+from cluster.messages import DecodeJob, MemberId
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
 from cluster.protocol.hashing import NewChain
 from cluster.protocol.received import checked
-from cluster.worker_service import Inspections
 from decode_worker import router_messages
 from decode_worker.exports import Exports, FreezeOrder
 from decode_worker.imports import Imports
@@ -27,13 +34,12 @@ from decode_worker.scheduling.limits import DecodeLimits
 from decode_worker.streams import RouterStreams
 from engine.steps.step_loop import StepLoop
 from kvtransfer.exporter.exporter import Exporter
-from kvtransfer.exporter.prefix_offers import PrefixOffers
-from kvtransfer.importer.importer import Imported, Importer
-from tandem.v1 import worker_pb2, worker_pb2_grpc
+from kvtransfer.importer.importer import ImportedBlocks, Importer
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
 
 class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
-    """Runs on the worker's event loop; every method and callback there."""
+    """All methods and callbacks run on the worker's event loop."""
 
     def __init__(
         self,
@@ -42,14 +48,12 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         steps: StepLoop[commands.Command, commands.Event],
         importer: Importer,
         exporter: Exporter,
-        prefixes: PrefixOffers,
         vocab_size: int,
         limits: DecodeLimits,
         cluster_key: bytes,
         new_chain: NewChain,
         wire_dtype: str,
         stream_grace_s: float,
-        inspections: Inspections,
         refuse_if_unhealthy: Callable[[], None],
         telemetry: Telemetry,
     ) -> None:
@@ -58,8 +62,6 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._steps = steps
         self._vocab_size = vocab_size
         self._limits = limits
-        self._prefixes = prefixes
-        self._inspections = inspections
         self._telemetry = telemetry
         self._streams = RouterStreams(grace_s=stream_grace_s, on_gone=self._on_router_gone)
         self.imports = Imports(
@@ -68,15 +70,19 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             new_chain=new_chain,
             wire_dtype=wire_dtype,
             vocab_size=vocab_size,
-            post=steps.post,
+            steps=steps,
             on_admitted=self._on_imported,
             on_failed=self._on_import_failed,
         )
         self.exports = Exports(
-            exporter=exporter, cluster_key=cluster_key, post=steps.post, on_forgotten=self._on_forgotten
+            exporter=exporter,
+            cluster_key=cluster_key,
+            post=steps.post,
+            on_forgotten=self._on_forgotten,
+            grace_s=stream_grace_s,
         )
         self._handles = LiveHandles(max_waiting_jobs=limits.max_queue + limits.max_num_seqs)
-        self._leaves_at_s: float | None = None  # by the event loop's clock; None: it stays
+        self._leaves_at_s: float | None = None  # by the event loop's clock; None: this worker is not draining
         self.num_local_prefills = 0
 
     async def Start(
@@ -110,13 +116,11 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         checked(request)
         self._refuse_if_unhealthy()
         router = wire.member_from_wire(request.router)
+        if request.new_handle in self._handles.of(router):
+            raise DuplicateRequest(f"handle {request.new_handle} is in use")
+        thawing = self.exports.thaw(router, request.handle, request.new_handle)
         self._handles.add_thawed(router, request.new_handle)
-        try:
-            await self.exports.thaw(router, request.handle, request.new_handle)
-        except TandemError:
-            self._forget(router, frozenset({request.new_handle}))
-            raise
-        self._forget(router, frozenset({request.handle}))
+        await thawing
         return worker_pb2.ThawResponse()
 
     async def Connect(
@@ -133,8 +137,12 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         connection = object()
         stream = self._streams.connect(router, connection)
         reader = asyncio.create_task(self._read(router, request_iterator), name=f"read {router}")
-        # Nobody is spoken to who is not heard: its cancels would be lost.
+        # If the reader ends, the stream ends too: cancels of this router would otherwise be lost.
         reader.add_done_callback(lambda _: self._streams.disconnect(router, connection))
+        left = self._handles.of(router)
+        if first.hello.has_no_sequences and left:
+            self._telemetry.count("tandem_decode_router_gone_total", reason="began_again")
+            self._cancel(router, left)
         try:
             yield worker_pb2.WorkerMessage(hello=worker_pb2.WorkerHello(worker=str(self._member)))
             if self._leaves_at_s is not None:
@@ -143,19 +151,15 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                 yield message
             self._refuse_if_unhealthy()
             if reader.done():
-                reader.result()  # raises what made it end
+                reader.result()  # raises the error with which it ended
         finally:
             reader.cancel()
             self._streams.disconnect(router, connection)
 
     def on_events(self, events: tuple[commands.Event, ...]) -> None:
-        """What the step thread tells, in its order."""
+        """Apply the events of the step thread, in order. Answers to `StepLoop.ask` are not among them."""
         for event in events:
             match event:
-                case commands.Reserved():
-                    self.imports.on_reserved(event)
-                case commands.Unreservable():
-                    self.imports.on_unreservable(event)
                 case commands.Started():
                     self._on_started(event)
                 case commands.StepTokens():
@@ -167,19 +171,15 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                 case commands.FreezeRefused():
                     self.exports.on_freeze_refused(event)
                 case commands.Thawed() | commands.ThawRefused():
-                    self.exports.on_thawed(event)
-                case commands.PrefixOffered():
-                    self._prefixes.on_offered(event.ticket_id, event.block_ids, event.unverified)
-                case Inspected():
-                    self._inspections.on_inspected(event)
+                    self._forget(event.router, frozenset({self.exports.on_thawed(event)}))
 
     def beat(self, heartbeat: worker_pb2.Heartbeat) -> None:
-        """Tells every router that this worker lives."""
+        """Send a heartbeat to every connected router."""
         self._streams.beat(worker_pb2.WorkerMessage(heartbeat=heartbeat))
 
     async def drain(self, grace_s: float) -> None:
-        """Takes no new work and tells every router so, now or when it connects: it hands on what will not end in time.
-        Returns when no sequence is here any more and the last tokens are sent. Raises DrainIncomplete."""
+        """Refuse new jobs and notify every router, now or when it connects, so that it moves sequences that will not
+        end in time. Return when no sequence is left and the last tokens are sent. Raises DrainIncomplete."""
         self._leaves_at_s = _now_s() + grace_s
         self._streams.broadcast(router_messages.leaving(grace_s))
         try:
@@ -193,13 +193,13 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             ) from None
 
     def owners(self) -> Iterator[str]:
-        """Holders of blocks that live here."""
+        """Return the live sequences, imports and frozen sequences, as holders of blocks."""
         yield from (holders.sequence(router, handle) for router, handle in self._handles.names())
         yield from self.imports.owners()
         yield from self.exports.owners()
 
     def end_work(self, _: Unhealthy) -> None:
-        """Every stream ends, with what `refuse_if_unhealthy` raises; what ran for its router is cancelled."""
+        """End every stream with the error of `refuse_if_unhealthy`, and cancel the sequences of its router."""
         self._streams.close()
 
     def figures(self) -> dict[str, float]:
@@ -216,7 +216,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     def _checked(self, job: DecodeJob) -> DecodeJob:
         self._refuse_if_unhealthy()
         if self._leaves_at_s is not None:
-            raise Draining("this decode worker is leaving; try another")
+            raise Draining("this decode worker is draining; try another")
         if self._streams.get(job.router) is None:
             raise Unavailable(f"no stream from {job.router} here; call Connect first")
         highest = max(map(max, (job.prompt_token_ids, *(s.committed_token_ids or (0,) for s in job.sequences))))
@@ -226,7 +226,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             raise InvalidRequest("the sequences of one ticket must have the same committed tokens")
         refusal = self._limits.job_refusal(job) or self._handles.refusal()
         if refusal is not None:
-            raise refusal  # before a byte of KV moves for it
+            raise refusal  # before any KV is transferred
         return job
 
     async def _read(self, router: MemberId, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
@@ -241,16 +241,16 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
     def _on_forgotten(self, router: MemberId, handle: int) -> None:
         self._steps.post(commands.CancelSequences(router, frozenset({handle})))
-        self._fail(router, (handle,), Unavailable(f"sequence {handle} was frozen, and nobody has thawed it"))
+        self._fail(router, (handle,), Unavailable(f"sequence {handle} was frozen, and its router did not thaw it"))
 
     def _on_router_gone(self, router: MemberId) -> None:
         handles = self._handles.of(router)
-        self._telemetry.count("tandem_decode_router_gone_total")
+        self._telemetry.count("tandem_decode_router_gone_total", reason="stream_ended")
         if handles:
             self._cancel(router, handles)
 
-    def _on_imported(self, job: DecodeJob, imported: Imported, cancelled: frozenset[int]) -> None:
-        """The import's AdmitImported is on its way to the step thread; Started will follow."""
+    def _on_imported(self, job: DecodeJob, imported: ImportedBlocks, cancelled: frozenset[int]) -> None:
+        """Store the result of an import whose AdmitImported was just posted. Started will follow."""
         live = [
             (s.handle, first) for s, first in zip(job.sequences, imported.first_tokens, strict=True) if not first.ended
         ]
@@ -271,7 +271,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         begun = self._handles.begin(event.router, event.handles, _now_s())
         self._telemetry.observe("tandem_decode_queue_seconds", event.queue_s)
         self._telemetry.count("tandem_prefix_cached_tokens_total", event.num_cached)
-        if begun:  # else all of them were cancelled during their first step
+        if begun:  # else all were cancelled during their first step
             self._streams.send(event.router, router_messages.started(event, begun))
 
     def _on_step(self, event: commands.StepTokens) -> None:
@@ -293,5 +293,5 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
 
 def _now_s() -> float:
-    """By the event loop's clock."""
+    """Return the time of the event loop's clock."""
     return asyncio.get_running_loop().time()

@@ -1,8 +1,8 @@
-"""The worker's end of the one multiplexed stream per router.
+"""The worker's side of the one multiplexed stream per router.
 
-Owns what waits to be sent. A stream outlives a broken connection for the grace time, so that a router that comes back
-finds its sequences running; what was lost in flight it sees by the tokens' indices. Bounded: a router that does not
-read loses its stream, not this worker its memory.
+This module owns the messages that wait to be sent. A stream outlives a broken connection by the grace time, so that a
+router which reconnects finds its sequences running; it detects lost tokens by their indices. The messages of a stream
+are bounded: the stream of a router that does not read is dropped.
 """
 
 import asyncio
@@ -10,28 +10,28 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
 from cluster.messages import MemberId
-from tandem.v1 import worker_pb2
+from tandem.internal.v1 import worker_pb2
 
 _MAX_WAITING_BYTES = 32 << 20
-_MESSAGE_BYTES = 512  # what one takes beside its content
+_MESSAGE_BYTES = 512  # memory of one message besides its content
 
 
 class RouterStream:
-    """Messages for one incarnation of one router, in order. At most one connection drains it."""
+    """The messages for one incarnation of one router, in order. At most one connection drains them."""
 
     def __init__(self, router: MemberId) -> None:
         self.router = router
         self._waiting: deque[worker_pb2.WorkerMessage] = deque()
         self._waiting_bytes = 0
-        self._heartbeat: worker_pb2.WorkerMessage | None = None  # the latest, if it is not sent
+        self._heartbeat: worker_pb2.WorkerMessage | None = None  # the latest one, until it is sent
         self._changed = asyncio.Event()
-        self.has_said_all = asyncio.Event()  # nothing waits, and what was taken to be sent is sent
+        self.has_said_all = asyncio.Event()  # no message waits or is being sent
         self.has_said_all.set()
         self._connection: object | None = None
 
     @property
     def is_overfull(self) -> bool:
-        """The router has not read for so long that it counts as gone."""
+        """The waiting messages exceed 32 MiB, so the router counts as lost."""
         return self._waiting_bytes > _MAX_WAITING_BYTES
 
     @property
@@ -49,13 +49,13 @@ class RouterStream:
         self._changed.set()
 
     def beat(self, message: worker_pb2.WorkerMessage) -> None:
-        """In place of an earlier one that waits: only the latest says anything."""
+        """Send a heartbeat. It replaces an earlier one that still waits."""
         self._heartbeat = message
         self.has_said_all.clear()
         self._changed.set()
 
     def attach(self, connection: object | None) -> None:
-        """From now on only `connection` drains; the one before returns."""
+        """Let only `connection` drain from now on. The previous connection's `drain` returns."""
         self._connection = connection
         self._changed.set()
 
@@ -63,7 +63,7 @@ class RouterStream:
         return self._connection is connection
 
     async def drain(self, connection: object) -> AsyncGenerator[worker_pb2.WorkerMessage, None]:
-        """What `connection` has to send, until another one is attached."""
+        """Yield the messages that `connection` must send, until another connection is attached."""
         while self._connection is connection:
             if self._heartbeat is not None:
                 heartbeat, self._heartbeat = self._heartbeat, None
@@ -79,7 +79,7 @@ class RouterStream:
 
 
 class RouterStreams:
-    """All streams of this worker. `on_gone` hears of a router that did not come back in time, or does not read."""
+    """All streams of this worker. `on_gone` is called for a router that did not reconnect in time or does not read."""
 
     def __init__(self, *, grace_s: float, on_gone: Callable[[MemberId], None]) -> None:
         self._grace_s = grace_s
@@ -91,21 +91,22 @@ class RouterStreams:
         return self._streams.get(router)
 
     def connect(self, router: MemberId, connection: object) -> RouterStream:
-        """A router said hello; an older connection of the same incarnation ends."""
+        """Attach a new connection of a router. An older connection of the same incarnation ends."""
         self._end_grace(router)
         stream = self._streams.setdefault(router, RouterStream(router))
         stream.attach(connection)
         return stream
 
     def disconnect(self, router: MemberId, connection: object) -> None:
-        """The connection broke; its stream waits for the grace time, unless a newer connection took its place."""
+        """Detach a broken connection. Its stream is dropped after the grace time unless a newer connection is
+        attached."""
         stream = self._streams.get(router)
         if stream is not None and stream.is_drained_by(connection):
             stream.attach(None)
             self._graces[router] = asyncio.get_running_loop().call_later(self._grace_s, self._drop, router)
 
     def send(self, router: MemberId, message: worker_pb2.WorkerMessage) -> None:
-        """To nobody, if the router is gone: its sequences are being cancelled."""
+        """Send to the router; drop the message if it has gone, because its sequences are being cancelled."""
         stream = self._streams.get(router)
         if stream is None:
             return
@@ -114,24 +115,24 @@ class RouterStreams:
             self._drop(router)
 
     def beat(self, message: worker_pb2.WorkerMessage) -> None:
-        """A heartbeat, to every connected router."""
+        """Send a heartbeat to every connected router."""
         for stream in self._streams.values():
             if stream.is_connected:
                 stream.beat(message)
 
     @property
     def waiting_bytes(self) -> int:
-        """Of all routers, that are not sent yet."""
+        """The size of all messages that are not sent yet."""
         return sum(stream.waiting_bytes for stream in self._streams.values())
 
     def broadcast(self, message: worker_pb2.WorkerMessage) -> None:
-        """To every connected router."""
+        """Send a message to every connected router."""
         for stream in self._streams.values():
             if stream.is_connected:
                 stream.send(message)
 
     async def said(self) -> None:
-        """Waits until every router has been sent what there was to say, or is gone."""
+        """Wait until every message is sent or its router is lost."""
         for stream in tuple(self._streams.values()):
             await stream.has_said_all.wait()
 

@@ -1,7 +1,7 @@
-"""Jobs that a decode worker has taken and not begun: their KV is on its way, or they wait for a place. Pure.
+"""The jobs that a decode worker has accepted but not started: they wait for their KV or for a slot. Pure.
 
-Owns their number and its bound, from the call that brings one to its first step: what the step thread has not looked at
-yet counts too. The time is an argument.
+This module counts them, from Start until their first step, and bounds their number. Jobs that the step thread has not
+received yet count too. The time is an argument.
 """
 
 from collections.abc import Iterable
@@ -25,24 +25,24 @@ class WaitingJobs:
         return len(self._jobs)
 
     def refusal(self) -> QueueFull | None:
-        """Of one more."""
+        """Return the error with which one more job is refused, or None."""
         if len(self._jobs) < self._max_jobs:
             return None
         return QueueFull(
-            f"{len(self._jobs)} jobs wait here for their KV or a place, all that --max-queue and --max-num-seqs allow:"
+            f"{len(self._jobs)} jobs wait here for their KV or a place, the maximum for --max-queue and --max-num-seqs:"
             " try later",
             retry_after_s=self._rate.retry_after_s(),
         )
 
     def add(self, router: MemberId, handles: Iterable[int]) -> None:
-        """The sequences of one job."""
+        """Add the sequences of one job."""
         keys = {(router, handle) for handle in handles}
         self._jobs[self._next_number] = keys
         self._job_of.update(dict.fromkeys(keys, self._next_number))
         self._next_number += 1
 
     def remove(self, router: MemberId, handles: Iterable[int], now_s: float) -> None:
-        """These have begun, or ended without; nothing for those that were not waiting."""
+        """Remove sequences that started or ended. Ignores sequences that were not waiting."""
         for handle in handles:
             number = self._job_of.pop((router, handle), None)
             if number is None:

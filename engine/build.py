@@ -14,8 +14,7 @@ from engine.cuda.launching_runner import LaunchingRunner
 from engine.decoders.not_compiled import NotCompiled
 from engine.deterministic.build import make_deterministic
 from engine.kv import capacity
-from engine.kv.pool import KvPool
-from engine.kv.pool_memory import take_pool
+from engine.kv.pool import KvPool, allocate_pool
 from engine.model.fingerprint import fingerprint
 from engine.model.loaded import LoadedModel, ModelInfo
 from engine.model.loading import load
@@ -24,7 +23,7 @@ from engine.model.packed_weights import pack_weights
 from engine.scheduling.step import Chunk, StepPlan
 from engine.steps.runner import ModelRunner
 
-_ONE_TOKEN = StepPlan((Chunk(sequence_id=0, token_ids=(0,), start=0, block_ids=(0,)),))  # of a pool nobody uses yet
+_ONE_TOKEN = StepPlan((Chunk(sequence_id=0, token_ids=(0,), start=0, block_ids=(0,)),))  # of an unused pool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +36,7 @@ class Engine:
 
 
 def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.NATIVE) -> Engine:
-    """Loads, probes, and takes the pool's memory. Raises ConfigError and ModelRefused."""
+    """Load and check the model, and allocate the pool. Raises ConfigError and ModelRefused."""
     torch.set_num_threads(settings.num_threads or 1)  # workers share a host's cores: two threads that fight stall both
     loaded = load(settings, wire)
     settings = capacity.with_pool_memory(settings, loaded.device)
@@ -46,7 +45,9 @@ def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.N
     if capacity.is_measured(settings):
         settings, loaded = _measured(settings, loaded, wire)
     num_blocks = capacity.num_blocks(settings, loaded.layout, wire)
-    pool = take_pool(loaded.layout, num_blocks, loaded.device, num_spare=1 if on_gpu else 0)  # for graphs' idle rows
+    pool = allocate_pool(
+        loaded.layout, num_blocks, loaded.device, num_spare=1 if on_gpu else 0
+    )  # for graphs' idle rows
     layout_fingerprint = fingerprint(loaded, wire.name)  # reads the weights: before they are packed
     runner = (LaunchingRunner if on_gpu else ModelRunner)(loaded.forward(pool), pool)
     if on_device is not None:
@@ -69,7 +70,7 @@ def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.N
 def _measured(
     settings: EngineSettings, loaded: LoadedModel, wire: capacity.WireSpace
 ) -> tuple[EngineSettings, LoadedModel]:
-    """The pool's memory, and the longest sequence that fits it. Raises ConfigError."""
+    """Return the settings with the pool's memory and the longest sequence that fits it. Raises ConfigError."""
     settings = capacity.measured(settings, measure(loaded, settings), loaded.layout, wire)
     longest = capacity.max_model_len(settings, loaded.layout, loaded.info.max_model_len, wire)
     return settings, dataclasses.replace(loaded, info=dataclasses.replace(loaded.info, max_model_len=longest))
@@ -78,15 +79,15 @@ def _measured(
 def _speed_up_gpu(
     settings: EngineSettings, loaded: LoadedModel, runner: ModelRunner, pool: KvPool, on_device: Forwards
 ) -> tuple[str, ...]:
-    """The fused forward, graphs of decodes, and steps launched behind steps. Answers with lines for the report."""
+    """Set up the fused forward, CUDA graphs for decodes and asynchronous steps. Returns lines for the report."""
     runner.forward, lines = gpu_forward(settings, loaded, pool, on_device)
     runner.feeds, line = _async_scheduling(settings, loaded)
     return line, *lines
 
 
 def _speed_up(settings: EngineSettings, loaded: LoadedModel, runner: ModelRunner, pool: KvPool) -> tuple[str, ...]:
-    """The compiled forward where there is one for this model, else the plain one on packed weights. Answers with lines
-    for the report: which one, and why."""
+    """Use the compiled forward if this model has one, otherwise the plain forward on packed weights. Returns lines for
+    the report that say which, and why."""
     try:
         runner.forward = compiled_forward(settings, loaded, pool)
     except NotCompiled as why:
@@ -98,18 +99,18 @@ def _speed_up(settings: EngineSettings, loaded: LoadedModel, runner: ModelRunner
 
 
 def _async_scheduling(settings: EngineSettings, loaded: LoadedModel) -> tuple[bool, str]:
-    """Whether a step may be launched while one runs, and a line for the report."""
+    """Return whether a step may be launched while another one runs, and a line for the report."""
     if settings.async_scheduling == "off":
         return False, "async scheduling: off (--async-scheduling off)"
     if settings.speculation != "off":
-        return False, "async scheduling: off, as guesses follow tokens that are known (--speculation)"
+        return False, "async scheduling: off, as draft tokens need the drawn tokens of the step before (--speculation)"
     if loaded.attention.keeps_plans:
         return False, f"async scheduling: off, as {loaded.attention.name} plans one step at a time"
     return True, "async scheduling: on"
 
 
 def _speed_up_drawing(settings: EngineSettings, runner: ModelRunner) -> tuple[str, ...]:
-    """By the compiled library, which changes no token. Answers with lines for the report."""
+    """Draw tokens with the compiled library, which yields the same tokens. Returns lines for the report."""
     if settings.cpu_kernels == "off":
         return ("drawing: torch (--cpu-kernels off)",)
     try:

@@ -9,21 +9,22 @@ import torch
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device. On a GPU the host goes on before it is there."""
+    """Copy a host tensor to the device. On a GPU the call returns before the copy is done."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def together_to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Host tensors of one dtype, by one copy; what comes back shares its memory."""
+    """Copy host tensors of one dtype to the device in one copy; the results share its memory."""
     flat = to_device(torch.cat([tensor.reshape(-1) for tensor in tensors]), device)
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As they are on a CPU; from a GPU in pinned memory, filled when the stream has come so far."""
+    """Copy device tensors to the host: from a GPU into pinned memory, which is valid once the stream has reached this
+    point."""
     return [
         torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
         if tensor.device.type == "cuda"

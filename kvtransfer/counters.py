@@ -1,30 +1,90 @@
-"""What this package counts. Telemetry implements it; nothing here knows how figures leave the process."""
+"""Counters of hand-offs: the interface that exporters and importers use, and its implementation over Telemetry."""
 
+import logging
 from typing import Protocol
+
+from cluster.observe.telemetry import Telemetry
+from kvtransfer.digests import VerifyMode
+
+_LOG = logging.getLogger(__name__)
 
 
 class TransferCounters(Protocol):
     def handoff(self, *, side: str, transport: str, outcome: str, reason: str) -> None:
-        """A hand-off ended. `side`: exporter or importer; `transport` empty when none was agreed; `outcome`: ok,
-        unneeded, failed or refused; `reason`: empty, or a HandOffReason."""
+        """Count one hand-off that ended.
+
+        `side` is exporter or importer. `transport` is empty if none was agreed. `outcome` is ok, unneeded, failed or
+        refused. `reason` is empty or a HandOffReason."""
         ...
 
     def moved(self, *, transport: str, num_bytes: int) -> None:
-        """Bytes that an importer read for a hand-off that was settled as good."""
+        """Count the bytes that an importer read for a hand-off that was settled as valid."""
         ...
 
     def checked(self, *, num_verified: int, num_unverified: int) -> None:
-        """Blocks that were read: so many compared with their digests, so many taken as they came."""
+        """Count blocks that were read, by whether their digests were compared."""
         ...
 
     def digest_failure(self, *, transport: str) -> None: ...
 
     def fallback(self, *, broken: str, taken: str, reason: str) -> None:
-        """A hand-off left one transport for another. `reason`: a FallBackReason."""
+        """Count a hand-off that switched from one transport to another. `reason` is a FallBackReason."""
         ...
 
     def quarantined(self, change: int) -> None:
-        """More (or fewer) blocks are in quarantine than before."""
+        """Change the number of quarantined blocks by `change`, which may be negative."""
         ...
 
     def lease_lapse(self) -> None: ...
+
+
+class TelemetryCounters:
+    """Report counters to the process's Telemetry, and keep plain totals for Inspect."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._totals: dict[str, float] = {}
+
+    @property
+    def totals(self) -> dict[str, float]:
+        return dict(self._totals)
+
+    def verifies(self, mode: VerifyMode) -> None:
+        """Report the mode at start. A mode that leaves blocks unverified logs a warning."""
+        self._telemetry.gauge("tandem_kv_verify_mode", 1, mode=mode)
+        if mode.warning:
+            _LOG.warning(mode.warning)
+
+    def handoff(self, *, side: str, transport: str, outcome: str, reason: str) -> None:
+        self._telemetry.count("tandem_handoffs_total", side=side, transport=transport, outcome=outcome, reason=reason)
+        self._add(f"handoffs_{outcome}")
+        if transport:
+            self._add(f"handoffs_{outcome}_{transport}")
+
+    def moved(self, *, transport: str, num_bytes: int) -> None:
+        self._telemetry.count("tandem_kv_bytes_total", num_bytes, transport=transport)
+        self._add("kv_bytes", num_bytes)
+
+    def checked(self, *, num_verified: int, num_unverified: int) -> None:
+        self._telemetry.count("tandem_kv_blocks_verified_total", num_verified)
+        self._telemetry.count("tandem_kv_blocks_unverified_total", num_unverified)
+        self._add("blocks_verified", num_verified)
+        self._add("blocks_unverified", num_unverified)
+
+    def digest_failure(self, *, transport: str) -> None:
+        self._telemetry.count("tandem_digest_failures_total", transport=transport)
+        self._add("digest_failures")
+
+    def fallback(self, *, broken: str, taken: str, reason: str) -> None:
+        self._telemetry.count("tandem_transport_fallbacks_total", broken=broken, taken=taken, reason=reason)
+        self._add("transport_fallbacks")
+
+    def quarantined(self, change: int) -> None:
+        self._telemetry.shift("tandem_quarantined_blocks", change)
+
+    def lease_lapse(self) -> None:
+        self._telemetry.count("tandem_lease_lapses_total")
+        self._add("lease_lapses")
+
+    def _add(self, name: str, amount: float = 1) -> None:
+        self._totals[name] = self._totals.get(name, 0.0) + amount

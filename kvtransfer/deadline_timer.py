@@ -7,8 +7,10 @@ from cluster.clock import Clock
 
 
 class DeadlineTimer:
-    """Calls `on_due` on the event loop at the deadline, or before: a deadline that moved away is only seen then, and
-    the owner sets it anew. Renewals, which move deadlines often, cost nothing that way."""
+    """Calls `on_due` on the event loop at the deadline or earlier.
+
+    If the deadline moves to a later time, the timer still fires at the old one, and its owner sets it again. So
+    renewals, which move deadlines often, cost nothing."""
 
     def __init__(self, clock: Clock, on_due: Callable[[], None]) -> None:
         self._clock, self._on_due = clock, on_due

@@ -2,15 +2,16 @@
 
 import sys
 
+from cluster.messages import Role
 from cluster.process import announce_ready, leave, run_process, stop_requested
 from cluster.settings.config import WorkerConfig
 from cluster.settings.config_sources import parse_arguments
-from prefill_worker import start
+from worker import start
 
 
 async def _main() -> None:
     config = parse_arguments(WorkerConfig, "prefill_worker", sys.argv[1:])
-    await start.run(config, stop=stop_requested(), announce=announce_ready)
+    await start.run(config, Role.PREFILL, stop=stop_requested(), announce=announce_ready)
 
 
 if __name__ == "__main__":

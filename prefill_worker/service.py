@@ -1,7 +1,7 @@
-"""The prefill worker's face to routers: one Prefill call is one attempt.
+"""The gRPC service of a prefill worker: one Prefill call is one attempt.
 
-Owns the calls in progress. Events of the step thread arrive in `on_events`, on the event loop; from there sealed
-blocks go to the exporter and first tokens to the call that waits for them. Never touches a block.
+Owns the calls in progress. `on_events` receives the events of the step thread on the event loop; it passes sealed
+blocks to the exporter, and first tokens to the call that waits for them. Never touches a block.
 """
 
 import asyncio
@@ -14,23 +14,21 @@ import grpc
 
 from cluster import holders
 from cluster.errors import Draining, HandOffReason, InvalidRequest, QueueFull, Unhealthy
-from cluster.messages import Inspected, PrefillJob
-from cluster.observe.heartbeats import HeartbeatFeed
+from cluster.messages import PrefillJob
 from cluster.observe.service_rate import ServiceRate
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import tickets, wire
 from cluster.protocol.hashing import hash_prompt
 from cluster.protocol.received import checked
-from cluster.worker_service import Inspections
+from engine.scheduling.commands import Release
 from engine.steps.step_loop import StepLoop
 from kvtransfer.exporter.exporter import Exporter, FirstToken, TailBlock
-from kvtransfer.exporter.prefix_offers import PrefixOffers
-from prefill_worker.prefixes.prefix_feed import PrefixFeed
+from prefill_worker.prefixes.cache_event_publisher import CacheEventPublisher
 from prefill_worker.prefixes.prefix_pulls import PrefixPulls
-from prefill_worker.prefixes.prefix_tiers import PrefixTiers
+from prefill_worker.prefixes.tiers import PrefixTiers
 from prefill_worker.scheduling import commands
 from prefill_worker.scheduling.rates import RunningRate
-from tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
 _Outcome = commands.Finished | commands.Failed
 Result = TypeVar("Result")
@@ -38,7 +36,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class _Call:
-    """One attempt in progress; lives as long as its Prefill call."""
+    """One attempt in progress. It exists for the duration of its Prefill call."""
 
     job: PrefillJob
     accepted: asyncio.Future[bytes]  # the signed ticket; empty without an importer
@@ -46,40 +44,36 @@ class _Call:
 
 
 class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
-    """Runs on the worker's event loop; every method and callback there."""
+    """All methods and callbacks run on the worker's event loop."""
 
     def __init__(
         self,
         *,
         steps: StepLoop[commands.Command, commands.Event],
         exporter: Exporter,
-        prefixes: PrefixOffers,
-        pulls: PrefixPulls | None,  # None: every prompt is computed here
-        tiers: PrefixTiers | None,  # None: what the pool evicts is gone
+        pulls: PrefixPulls | None,  # None: this worker pulls no prefixes
+        tiers: PrefixTiers | None,  # None: evicted blocks are lost
         compute: RunningRate,  # tokens
-        feed: PrefixFeed,
-        heartbeats: HeartbeatFeed,
+        cache_events: CacheEventPublisher,
+        follow_heartbeats: Callable[[], AsyncIterator[worker_pb2.Heartbeat]],
         vocab_size: int,
-        max_calls: int,  # at once: before one waits for anything, a prefix of another worker included
+        max_calls: int,  # at once, including calls that wait for a pull or a fetch
         cluster_key: bytes,
-        inspections: Inspections,
         refuse_if_unhealthy: Callable[[], None],
         telemetry: Telemetry,
     ) -> None:
         self._refuse_if_unhealthy = refuse_if_unhealthy
         self._steps = steps
         self._exporter = exporter
-        self._prefixes = prefixes
         self._pulls = pulls
         self._tiers = tiers
         self._compute = compute
-        self._feed = feed
-        self._heartbeats = heartbeats
+        self._cache_events = cache_events
+        self._follow_heartbeats = follow_heartbeats
         self._vocab_size = vocab_size
         self._max_calls = max_calls
         self._rate = ServiceRate()
         self._cluster_key = cluster_key
-        self._inspections = inspections
         self._telemetry = telemetry
         self._calls: dict[bytes, _Call] = {}
         self._draining = False
@@ -96,9 +90,9 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             chain = self._tiers.chain(job) if self._tiers is not None else None
             if self._tiers is not None and chain is not None:
                 await _unless_ended(call, self._tiers.fetch(job, chain))
-            num_pulled = 0 if self._pulls is None else await _unless_ended(call, self._pulls.fetch(job))
+            num_pulled = 0 if self._pulls is None else await _unless_ended(call, self._pulls.pull(job))
             self._steps.post(commands.Submit(ticket_id, job))
-            # Shielded: a wait that is cancelled would cancel what it waits for, as if the attempt had ended.
+            # Shielded: cancelling this wait must not cancel the future, which would look like the attempt's end.
             ticket = await asyncio.shield(call.accepted)
             yield worker_pb2.PrefillEvent(accepted=worker_pb2.PrefillAccepted(ticket=ticket))
             outcome = await asyncio.shield(call.outcome)
@@ -106,7 +100,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 raise outcome.error
             if self._tiers is not None and chain is not None:
                 self._tiers.store(chain)
-            num_pulled = min(num_pulled, outcome.num_cached)  # what came may have been evicted again
+            num_pulled = min(num_pulled, outcome.num_cached)  # pulled blocks may have been evicted since
             first_tokens = wire.first_tokens_to_wire(
                 outcome.tokens,
                 queue_s=outcome.queue_s,
@@ -122,17 +116,17 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self, request: worker_pb2.AbandonRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_pb2.AbandonResponse:
         ticket = tickets.read(checked(request).ticket, self._cluster_key)
-        self._exporter.fail(ticket.ticket_id, reason=HandOffReason.CANCELLED, detail="the router gave the ticket up")
+        self._exporter.fail(ticket.ticket_id, reason=HandOffReason.CANCELLED, detail="the router abandoned the ticket")
         return worker_pb2.AbandonResponse()
 
     async def Heartbeats(
         self, request: worker_pb2.HeartbeatsRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[worker_pb2.Heartbeat]:
-        async for heartbeat in self._heartbeats.follow():
+        async for heartbeat in self._follow_heartbeats():
             yield heartbeat
 
     def on_events(self, events: tuple[commands.Event, ...]) -> None:
-        """What the step thread tells, in its order."""
+        """Apply the events of the step thread, in order. Answers to `StepLoop.ask` are not among them."""
         for event in events:
             match event:
                 case commands.Accepted():
@@ -150,46 +144,28 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                     self._on_finished(event)
                 case commands.Failed():
                     self._on_failed(event)
-                case commands.PrefixFound() | commands.PullReserved():
-                    if self._pulls is not None:
-                        self._pulls.on_event(event)
-                    if self._tiers is not None:
-                        self._tiers.on_event(event)
-                case commands.PrefixLent():
-                    assert self._tiers is not None, "nobody asked for it"
-                    self._tiers.on_event(event)
-                case commands.PrefixOffered():
-                    self._prefixes.on_offered(event.ticket_id, event.block_ids, event.unverified)
-                case commands.PrefixesTold():
-                    self._feed.on_told(event)
-                case Inspected():
-                    self._inspections.on_inspected(event)
-
-    def on_released(self, ticket_id: bytes) -> None:
-        """The exporter: nobody holds, or will hold, a lease on this ticket."""
-        self._steps.post(commands.Release(ticket_id))
 
     @property
     def num_calls(self) -> int:
         return len(self._calls)
 
     def owners(self) -> Iterator[str]:
-        """Holders of blocks that live here."""
+        """The names of the calls in progress, as holders of blocks."""
         return map(holders.ticket, self._calls)
 
     def end_work(self, error: Unhealthy) -> None:
-        """Every call ends with this; the step thread forgets their jobs as soon as it can."""
+        """End every call with this error, and cancel its job on the step thread."""
         for ticket_id, call in self._calls.items():
             self._steps.post(commands.Cancel(ticket_id))
             self._exporter.fail(ticket_id, reason=HandOffReason.PREFILL_FAILED, detail=error.message)
             if not call.accepted.done():
                 call.accepted.set_exception(error)
-                call.accepted.exception()  # read: a call that waits for a prefix hears of it by its outcome
+                call.accepted.exception()  # retrieved: the outcome carries the error
             if not call.outcome.done():
                 call.outcome.set_result(commands.Failed(ticket_id, error))
 
     async def drain(self) -> None:
-        """Takes no new work and gives back what has not begun; returns when the present calls have ended."""
+        """Refuse new calls, refuse jobs that have not started, and wait until the present calls have ended."""
         self._draining = True
         self._steps.post(commands.Leave())
         await self._idle.wait()
@@ -197,11 +173,11 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     def _checked(self, job: PrefillJob) -> PrefillJob:
         self._refuse_if_unhealthy()
         if self._draining:
-            raise Draining("this prefill worker is leaving; try another")
+            raise Draining("this prefill worker is draining; try another")
         if len(self._calls) >= self._max_calls:
             self._telemetry.count("tandem_prefill_refused_total", reason=QueueFull.reason)
             raise QueueFull(
-                f"{len(self._calls)} prefills wait or run here, the most that --max-queue and --max-num-seqs allow: try"
+                f"{len(self._calls)} prefills wait or run here, the maximum for --max-queue and --max-num-seqs: try"
                 " later",
                 retry_after_s=self._rate.retry_after_s(),
             )
@@ -216,12 +192,12 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         return call
 
     def _waiting(self, ticket_id: bytes) -> _Call | None:
-        """None: it has its outcome, or has gone."""
+        """Return the call, or None if it has its outcome or has ended."""
         call = self._calls.get(ticket_id)
         return None if call is None or call.outcome.done() else call
 
     def _close(self, ticket_id: bytes, call: _Call) -> None:
-        """However the call ends: nothing of an unfinished attempt goes on."""
+        """Remove a call that has ended. If its attempt is unfinished, cancel the job and fail its ticket."""
         del self._calls[ticket_id]
         if not self._calls:
             self._idle.set()
@@ -233,8 +209,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
 
     def _on_accepted(self, event: commands.Accepted) -> None:
         call = self._waiting(event.ticket_id)
-        if call is None:  # cancelled meanwhile: no ticket was given out, so nobody else will release its blocks
-            self._steps.post(commands.Release(event.ticket_id))
+        if call is None:  # cancelled meanwhile: no ticket was issued, so its blocks are released here
+            self._steps.post(Release(event.ticket_id))
             return
         job = call.job
         signed = b""
@@ -266,7 +242,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         call = self._waiting(event.ticket_id)
         if call is not None:
             self._compute.note(len(call.job.token_ids) - event.num_cached, event.prefill_s)
-            call.outcome.set_result(event)  # the client's first token before anything that may take time
+            call.outcome.set_result(event)  # first of all, so that the client's first token does not wait
         self._exporter.finish(
             event.ticket_id,
             first_tokens=[FirstToken(token.token_id, token.finish_reason is not None) for token in event.tokens],
@@ -283,7 +259,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
 
 
 async def _unless_ended(call: _Call, work: Coroutine[Any, Any, Result]) -> Result:
-    """What `work` gives. Raises what the call has ended with before."""
+    """Return the result of `work`, or raise the call's error if the call ends first."""
     working = asyncio.ensure_future(work)
     try:
         await asyncio.wait((working, call.outcome), return_when=asyncio.FIRST_COMPLETED)

@@ -1,67 +1,78 @@
-"""Where the router's objects meet: registry, tokenization, fleet, pipeline, and the two servers. What they then do:
-router/life.py."""
+"""Builds the objects of a router and runs it as a member of the cluster: serve, register, become ready, drain, leave.
+
+Owns the order of these steps and the tasks that run beside the requests. The pipeline owns the requests.
+"""
 
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from fastapi import FastAPI
 
 from cluster.clock import MonotonicClock
+from cluster.errors import DrainIncomplete
 from cluster.identity import advertised_host, cluster_key, new_member_id
-from cluster.member import Member
+from cluster.member import DrainOutcome, Member, MemberState
 from cluster.messages import Role
 from cluster.observe.health import HealthPort
 from cluster.observe.logs import configure_logs
+from cluster.observe.stand_still import StuckLimits
 from cluster.observe.telemetry import Telemetry
-from cluster.observe.watchdog import StuckLimits
+from cluster.registry.registration import Registration
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
+from cluster.request_size import LengthLimits
 from cluster.serving.serving import MAX_MESSAGE_BYTES, GrpcServer, join_address, open_channel
 from cluster.serving.tls import ClusterTls, load_tls
 from cluster.settings.config import RouterConfig, echo
-from cluster.settings.lengths import LengthLimits
-from router.drain.drains import Drains
 from router.drain.evacuation import Evacuation
-from router.drain.scaling import Scaling
+from router.drain.operator_commands import DrainCommands, ScaleTargetView
 from router.fleet.fleet import Fleet
-from router.fleet.patience import Patience
-from router.fleet.prefix_beliefs import PrefixBeliefs
-from router.fleet.prefix_following import PrefixFollowing
-from router.fleet.told_routers import told_routers
-from router.grpc_api.client_stalls import ClientStalls
-from router.grpc_api.service import AdminService, ApiKeyInterceptor, InferenceService
+from router.fleet.membership import advertised_routers
+from router.fleet.prefix_locator import CacheEventFollower, PrefixLocator
+from router.fleet.supervision import WorkerTimeouts
+from router.grpc_api.service import AdminService, ApiKeyInterceptor, InferenceService, WriteTimeout
 from router.http.openai_api import build_app
 from router.http.server import HttpServer
-from router.life import Ports, RouterLife, RouterParts, max_calls
 from router.pipeline.migration import Migrations
 from router.pipeline.pipeline import Pipeline, PipelineSettings
-from router.policies.admission import Admission
 from router.policies.breakers import BreakerPolicy
 from router.policies.placement import policy
 from router.policies.prefix_index import PrefixIndex
-from router.policies.prefix_memory import PrefixMemory
-from router.request.message_sizes import MessageLimits
-from router.request.outbox import Outboxes
+from router.request.live_requests import LiveRequests
+from router.request.validation import MessageLimits
+from router.running import running
 from router.text.tokenization import Tokenization
 from tandem.v1 import admin_pb2_grpc, inference_pb2_grpc
 
 _LOG = logging.getLogger("tandem.router")
+_STOP_GRACE_S = 1.0
+_SETTLE_S = 3.0
+_PUBLISH_PERIOD_S = 1.0
+_SPARE_CALLS = 4096  # for health checks, operators, idle connections and refusals in progress
 _SERVICES = ("tandem.v1.Inference", "tandem.v1.Admin")
 
 
 async def run(config: RouterConfig, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:
-    """Serves until `stop` is set, then drains. Raises ConfigError, RegistryUnavailable, Fenced, DrainIncomplete."""
+    """Serve until `stop` is set, then drain. Raises ConfigError, RegistryUnavailable, Fenced, DrainIncomplete."""
     configure_logs(config.log_level, config.log_format)
-    parts = _Router(config, stop).parts()
-    _LOG.info("starting", extra={"member": str(parts.member.id), "settings": echo(config)})
-    await parts.registry.ping()
-    await RouterLife(parts).serve(announce)
+    await Router(config, stop).serve(announce)
 
 
-class _Router:
-    """The parts that know each other; built whole, before anything starts."""
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """The servers of a router; their ports are bound before anything is served."""
+
+    http: HttpServer
+    grpc: GrpcServer
+    health: HealthPort
+    host: str  # the name under which others reach them
+
+
+class Router:
+    """All objects of a router. They are built before anything starts."""
 
     def __init__(self, config: RouterConfig, stop: asyncio.Event) -> None:
         self._config = config
@@ -71,12 +82,17 @@ class _Router:
         tls = load_tls(config, host)
         self._connect = partial(open_channel, tls=tls)  # to other members, by address
         self._telemetry = Telemetry()
-        self._outboxes = Outboxes(max_tokens=config.max_buffered_tokens, clock=MonotonicClock())
-        self._registry = Registry(url=config.redis, cluster_name=config.cluster_name, lease_s=config.member_lease_s)
+        self._live_requests = LiveRequests(
+            max_live_requests=config.max_live_requests,
+            max_buffered_tokens=config.max_buffered_tokens,
+            clock=MonotonicClock(),
+            telemetry=self._telemetry,
+        )
+        self._registry = Registry(url=config.redis, cluster_name=config.cluster_name, ttl_s=config.registration_ttl_s)
         self._tokenization = _tokenization(config)
         self._ports = _ports(config, host, self._telemetry, tls)
         self._member = self._as_member()
-        self._prefix_memory, self._prefix_index = PrefixMemory(), PrefixIndex()
+        self._prefix_index = PrefixIndex()
         self._fleet = self._make_fleet()
         self._policy = policy(config.placement)
         self._migrations = Migrations(
@@ -85,30 +101,116 @@ class _Router:
         self._evacuation = Evacuation(fleet=self._fleet, migrations=self._migrations)
         self._pipeline = self._make_pipeline()
         self._app = self._http_app()
-        self._scaling = Scaling(ScaleTargets(self._registry))
+        self._scaling = ScaleTargetView(ScaleTargets(self._registry), self._fleet.set_scale_target)
         inference_pb2_grpc.add_InferenceServicer_to_server(self._inference_service(), self._ports.grpc.grpc)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin_service(), self._ports.grpc.grpc)
 
-    def parts(self) -> RouterParts:
-        return RouterParts(
-            config=self._config,
-            stop=self._stop,
-            drained=self._drained,
-            member=self._member,
-            registry=self._registry,
+    async def serve(self, announce: Callable[..., None]) -> None:
+        """Serve until the router was asked to stop and has drained.
+
+        Raises RegistryUnavailable, Fenced when a newer process has the same name, and DrainIncomplete when requests
+        were left at the end of the drain.
+        """
+        _LOG.info("starting", extra={"member": str(self._member.id), "settings": echo(self._config)})
+        await self._registry.ping()
+        registration = Registration(self._registry, self._member)
+        try:
+            await self._ports.grpc.start()
+            self._ports.health.start()
+            await registration.join_unless(self._stop)
+            num_left = await self._live(registration, announce)
+            if num_left:
+                raise DrainIncomplete(
+                    f"{num_left} request(s) were left after {self._config.drain_grace_s:g} s; clients that know another"
+                    " router resume them there; give it more --drain-grace-s"
+                )
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        finally:
+            self._ports.health.stop()
+            await self._ports.grpc.stop(_STOP_GRACE_S)
+            await registration.leave()
+            await self._registry.close()
+
+    async def _live(self, registration: Registration, announce: Callable[..., None]) -> int:
+        """Serve requests until the drain has ended, and return how many requests were left."""
+        http_stop = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            background = [
+                tasks.create_task(self._fleet.run(), name="fleet"),
+                tasks.create_task(self._evacuation.run(), name="evacuation"),
+                tasks.create_task(self._scaling.run(), name="scale target"),
+                tasks.create_task(registration.keep(), name="keep registration"),
+                tasks.create_task(self._follow_readiness(), name="readiness"),
+                tasks.create_task(self._publish_figures(), name="figures"),
+            ]
+            tasks.create_task(self._serve_http(http_stop), name="HTTP")
+            await self._until_stopped(registration, announce)
+            announcing = registration.set_state(MemberState.DRAINING)  # the registry may not answer
+            background.append(tasks.create_task(announcing, name="announce the drain"))
+            num_left = await self._drain()
+            http_stop.set()
+            for task in background:
+                task.cancel()
+        return num_left
+
+    async def _serve_http(self, stop: asyncio.Event) -> None:
+        await self._ports.http.serve(
+            self._app,
+            max_connections=_max_calls(self._config),
             telemetry=self._telemetry,
-            ports=self._ports,
-            app=self._app,
-            pipeline=self._pipeline,
-            fleet=self._fleet,
-            evacuation=self._evacuation,
-            scaling=self._scaling,
-            outboxes=self._outboxes,
-            prefix_index=self._prefix_index,
+            stop=stop,
+            grace_s=_STOP_GRACE_S,
         )
 
+    async def _until_stopped(self, registration: Registration, announce: Callable[..., None]) -> None:
+        """Become ready once the fleet has settled, and wait for the stop event."""
+        async with running(self._stop.wait()) as stopped:
+            async with running(self._fleet.settle(_SETTLE_S)) as settled:
+                await asyncio.wait((stopped, settled), return_when=asyncio.FIRST_COMPLETED)
+            if not self._stop.is_set():
+                await registration.set_state(MemberState.READY)
+                announce(
+                    http=self._member.http_address,
+                    grpc=self._member.address,
+                    health=join_address(self._ports.host, self._ports.health.port),
+                    member=self._member.id,
+                )
+            await stopped
+
+    async def _drain(self) -> int:
+        """Refuse new requests and wait for the live ones. Returns how many were left; their streams were ended."""
+        self._pipeline.refuse_new()
+        await self._ports.grpc.set_ready(False)
+        _LOG.info("draining", extra={"live_requests": len(self._live_requests)})
+        try:
+            async with asyncio.timeout(self._config.drain_grace_s):
+                await self._pipeline.drain()
+        except TimeoutError:
+            num_left = len(self._live_requests)
+            _LOG.warning("drain ended with requests left", extra={"live_requests": num_left})
+            self._drained.set_result(DrainOutcome.INCOMPLETE)
+            self._pipeline.end_all()
+            return num_left
+        self._drained.set_result(DrainOutcome.DRAINED)
+        return 0
+
+    async def _follow_readiness(self) -> None:
+        """Keep the gRPC health service equal to /ready."""
+        while True:
+            await self._ports.grpc.set_ready(self._pipeline.is_ready)
+            await self._fleet.changed()
+
+    async def _publish_figures(self) -> None:
+        """Publish the gauges that change too often, or by themselves, to be set at every change."""
+        while True:
+            self._telemetry.gauge("tandem_buffered_tokens", self._live_requests.num_buffered_tokens)
+            self._telemetry.gauge("tandem_prefix_index_blocks", len(self._prefix_index))
+            self._telemetry.gauge("tandem_registry_age_seconds", self._registry.age_s)
+            await asyncio.sleep(_PUBLISH_PERIOD_S)
+
     def _as_member(self) -> Member:
-        """Binds the port of gRPC."""
+        """Bind the gRPC port and describe this router as a member."""
         config = self._config
         return Member(
             id=new_member_id(config, Role.ROUTER),
@@ -124,9 +226,11 @@ class _Router:
             router=self._member,
             membership=self._registry,
             connect=self._connect,
-            patience=Patience(silence_s=config.member_lease_s, grace_s=config.stream_grace_s),
+            timeouts=WorkerTimeouts(
+                heartbeat_timeout_s=config.registration_ttl_s, recovery_timeout_s=config.stream_grace_s
+            ),
             telemetry=self._telemetry,
-            follow_prefixes=PrefixFollowing(self._prefix_index, self._prefix_memory).follow,
+            follow_cache_events=CacheEventFollower(self._prefix_index).follow,
         )
 
     def _make_pipeline(self) -> Pipeline:
@@ -134,12 +238,11 @@ class _Router:
         return Pipeline(
             router=self._member.id,
             tokenization=self._tokenization,
-            admission=Admission(config.max_live_requests),
+            live_requests=self._live_requests,
             policy=self._policy,
             fleet=self._fleet,
             migrations=self._migrations,
-            prefixes=PrefixBeliefs(self._fleet, self._prefix_memory, self._prefix_index, key),
-            outboxes=self._outboxes,
+            prefixes=PrefixLocator(self._fleet, self._prefix_index, key),
             key=key,
             settings=PipelineSettings(
                 request_timeout_s=config.request_timeout_s,
@@ -154,7 +257,7 @@ class _Router:
     def _http_app(self) -> FastAPI:
         return build_app(
             pipeline=self._pipeline,
-            outboxes=self._outboxes,
+            live_requests=self._live_requests,
             tokenization=self._tokenization,
             telemetry=self._telemetry,
             ready=lambda: self._pipeline.is_ready,
@@ -167,13 +270,13 @@ class _Router:
         return InferenceService(
             pipeline=self._pipeline,
             tokenization=self._tokenization,
-            stalls=ClientStalls(self._config.client_stall_s, self._telemetry),
-            told_routers=lambda: told_routers(self._member, self._fleet.members()),
+            stalls=WriteTimeout(self._config.client_stall_s, self._telemetry),
+            advertised_routers=lambda: advertised_routers(self._member, self._fleet.members()),
             asks_for_keys=bool(self._config.api_key),
         )
 
     def _admin_service(self) -> AdminService:
-        drains = Drains(
+        drains = DrainCommands(
             router=self._member.id, fleet=self._fleet, connect=self._connect, stop=self._stop, drained=self._drained
         )
         return AdminService(
@@ -205,8 +308,14 @@ def _ports(config: RouterConfig, host: str, telemetry: Telemetry, tls: ClusterTl
         max_message_bytes=config.max_message_bytes,
         interceptors=[ApiKeyInterceptor(config.api_key)] if config.api_key else [],
         credentials=tls.public_credentials() if tls is not None else None,
-        max_calls=max_calls(config),  # far more than are live: each is told why
+        max_calls=_max_calls(config),
     )
     limits = StuckLimits(config.loop_timeout_s, config.stuck_exit_s)  # of the event loop
     health = HealthPort(grpc.status, host=config.host, port=config.health_port, limits=limits)
     return Ports(http, grpc, health, host)
+
+
+def _max_calls(config: RouterConfig) -> int:
+    """The bound on concurrent gRPC calls and on HTTP connections. It is far above the bound on live requests, because
+    the router answers every request that it refuses with the reason."""
+    return 2 * config.max_live_requests + _SPARE_CALLS

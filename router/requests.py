@@ -1,6 +1,7 @@
-"""What a client asks and what it gets, as values: the same for gRPC and HTTP. Mirrors tandem/v1/inference.proto.
+"""The values that clients send and receive, the same for gRPC and HTTP. They mirror tandem/v1/inference.proto.
 
-`None` in SamplingParams and StopConditions means "not said": the model's generation defaults decide, in validation.py.
+`None` in SamplingParams and StopConditions means that the client did not set the field: the model's generation defaults
+apply, in router/request/validation.py.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """Taken as it is: no special token is added."""
+    """A prompt in token ids, used without any added special token."""
 
     token_ids: tuple[int, ...]
 
@@ -55,7 +56,7 @@ class StopConditions:
 
 @dataclass(frozen=True, slots=True)
 class ResumedChoice:
-    """What a client has of one continuation."""
+    """What a client has received of one choice."""
 
     token_ids: tuple[int, ...] = ()
     num_characters: int = 0  # of the text that came with them
@@ -64,11 +65,12 @@ class ResumedChoice:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """`request_id` empty: the pipeline makes one. `model` empty: the one served. `timeout_s` None: the router's own."""
+    """One request. Without `request_id` the router makes one; without `model` the served one is used; without
+    `timeout_s` the router's default applies."""
 
     prompt: Prompt
     request_id: str = ""
-    label: str = ""  # the client's own name for it in logs and listings; need not be unique
+    label: str = ""  # the client's name for it in logs and listings; need not be unique
     client: bytes = b""  # identifies the API key that it came with; empty: this router asks for none
     num_bytes: int = 0  # of its message from the client, without `resume_from`; 0: it cannot be resumed
     model: str = ""
@@ -78,17 +80,17 @@ class GenerateRequest:
     logprobs: int | None = None  # None: none; k: the chosen token's and those of the k most likely
     timeout_s: float | None = None
     cache_salt: str = ""  # KV of equal beginnings is shared among requests of one salt only
-    priority: int = 0  # less goes first, where the workers' policy asks for it
-    is_batch: bool = False  # uses only what nothing else wants
+    priority: int = 0  # lower goes first, if the workers' scheduling policy uses priorities
+    is_batch: bool = False  # uses only capacity that no other request needs
     resume_from: tuple[ResumedChoice, ...] | None = None  # one per choice: resumes an accepted request
     resume_number: int = 0  # with `resume_from`: from 1, higher in each later call of the client; 0: the first call
     acceptance: bytes = b""  # with `resume_from`: what the router gave that accepted the request
-    sign_every_s: float | None = None  # after so long with nothing to say the client gets an output with nothing in it
+    keepalive_interval_s: float | None = None  # after this long without an output, an empty one is sent
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What one choice grew by. `token_ids` may be empty when only held-back text is released."""
+    """What one choice has grown by. `token_ids` may be empty when only text that was held back is released."""
 
     choice: int
     first_index: int  # how many tokens of this choice came before
@@ -114,7 +116,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTime:
-    """What one worker spent on one attempt before its next token, by the worker's own clock."""
+    """The time that one worker needed for the next token of one attempt, by the worker's own clock."""
 
     member: str
     ended_s: float  # after the request's arrival
@@ -124,7 +126,7 @@ class WorkerTime:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """A request's account of its time: the phases are disjoint and sum to `wall_s`."""
+    """The account of a request's time: the phases are disjoint and sum to `wall_s`."""
 
     phases: tuple[Phase, ...]
     wall_s: float  # from arrival to the last token
@@ -145,7 +147,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What the request's open fields were taken as; no field of `sampling` is None."""
+    """The values to which the request's open fields were resolved. No field of `sampling` is None."""
 
     sampling: SamplingParams
     max_tokens: int
@@ -154,8 +156,8 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One message of a request's stream. The last has the summary; every one carries the id. `accepted` comes alone and
-    before the first deltas. A message with nothing but the id is a sign of life."""
+    """One message of a request's stream. Every message has the id, and the last one the summary. `accepted` comes
+    alone, before the first deltas. A message with only the id is a sign of life."""
 
     request_id: str
     deltas: tuple[ChoiceDelta, ...] = ()

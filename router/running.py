@@ -11,7 +11,7 @@ Answer = TypeVar("Answer")
 
 @asynccontextmanager
 async def running(work: Coroutine[None, None, Answer]) -> AsyncIterator[asyncio.Task[Answer]]:
-    """`work` runs beside the block, and no longer."""
+    """Run `work` as a task that is cancelled when the block is left."""
     task = asyncio.create_task(work)
     try:
         yield task
@@ -22,8 +22,8 @@ async def running(work: Coroutine[None, None, Answer]) -> AsyncIterator[asyncio.
 
 @asynccontextmanager
 async def branches() -> AsyncIterator[asyncio.TaskGroup]:
-    """Tasks that are started one by one. The block ends when all have; the first error, of a task or of the block,
-    ends the others and is the one raised."""
+    """Run tasks that are started one by one. The block ends when all have ended. The first error, of a task or of the
+    block, cancels the others and is raised."""
     task = asyncio.current_task()
     assert task is not None
     num_cancels = task.cancelling()
@@ -39,9 +39,11 @@ async def branches() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 class _Branches(asyncio.TaskGroup):
-    """A group whose tasks end before its block does. `TaskGroup.__aexit__` of Python 3.11 and 3.12 leaves the task that
-    waits there marked as cancelled when one of its tasks fails, and every `asyncio.timeout` around it then raises
-    CancelledError instead of TimeoutError."""
+    """A task group whose tasks end before its block does.
+
+    `TaskGroup.__aexit__` of Python 3.11 and 3.12 leaves the task that waits there marked as cancelled when one of its
+    tasks fails, and every `asyncio.timeout` around it then raises CancelledError instead of TimeoutError.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class _Branches(asyncio.TaskGroup):
 
 
 async def all_of(works: Iterable[Coroutine[None, None, None]]) -> None:
-    """All at once; the first error ends the others and is the one raised."""
+    """Run all at once. The first error cancels the others and is raised."""
     async with branches() as group:
         for work in works:
             group.create_task(work)

@@ -1,7 +1,7 @@
-"""A client's channel to a router: plaintext, or TLS that the client asks for. Says in words what TLS did not like.
+"""A client's channel to a router, plaintext or TLS, and explanations of TLS failures.
 
-A router's certificate must be of an authority in `tls_ca`, or of one that is publicly trusted with `secure` alone, and
-must name the host that is dialled.
+An authority in `tls_ca` (or a publicly trusted one, with `secure` alone) must have signed the router's certificate, and
+the certificate must name the host that is dialled.
 """
 
 from pathlib import Path
@@ -10,16 +10,16 @@ import grpc
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", 16 * 1024 * 1024),
-    ("grpc.keepalive_time_ms", 10_000),  # a router that is frozen or cut off is given up after both
+    ("grpc.keepalive_time_ms", 10_000),  # a router that is frozen or cut off is lost after both times
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # where this is left at its minute, that has no effect
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # the longest that connecting may take
+    ("grpc.http2.ping_timeout_ms", 5_000),  # its default of one minute would override keepalive_timeout
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # also the timeout of connecting
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.enable_http_proxy", 0),  # the address is dialled as it is given, whatever the environment says
+    ("grpc.enable_http_proxy", 0),  # the environment's proxy settings are ignored
 )
 
-# What gRPC says, and what it means.
+# Parts of gRPC's messages, and explanations.
 _MEANINGS = (
     ("CERTIFICATE_VERIFY_FAILED: certificate has expired", "its certificate has expired"),
     ("CERTIFICATE_VERIFY_FAILED: certificate is not yet valid", "its certificate is not valid yet; compare the clocks"),
@@ -41,7 +41,7 @@ def open_channel(address: str, *, tls_ca: str | None = None, secure: bool = Fals
 
 
 def open_async_channel(address: str, *, tls_ca: str | None = None, secure: bool = False) -> grpc.aio.Channel:
-    """As open_channel, on the running loop."""
+    """Open a channel as `open_channel` does, on the running event loop."""
     credentials = _credentials(tls_ca, secure)
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=_OPTIONS)
@@ -49,7 +49,7 @@ def open_async_channel(address: str, *, tls_ca: str | None = None, secure: bool 
 
 
 def explained(details: str) -> str:
-    """A failed call's details; where it failed at TLS, what that means before them."""
+    """Return the details of a failed call, with an explanation in front if TLS or the connection failed."""
     if "failed to connect" not in details and "Handshake" not in details:
         return details
     meaning = next((meaning for word, meaning in _MEANINGS if word in details), None)

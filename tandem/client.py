@@ -1,4 +1,4 @@
-"""The client library: ask a router over gRPC, read tokens as they come.
+"""The client library: call a router over gRPC and read tokens while they are generated.
 
     with Client("127.0.0.1:50051") as client:
         for delta in client.generate("def fibonacci(n):", max_tokens=64):
@@ -7,13 +7,14 @@
         print(result.text, result.ledger.ttft_s)
 
 `AsyncClient` is the same with `async with`, `async for` and `await`. Calls raise the errors of tandem/errors.py, and
-ValueError or TypeError for what cannot be sent. Leaving a generation early (`close`, its `with`, dropping it) cancels
-it on every worker. A generation survives its router where the cluster has another one (tandem/progress.py): routers
-name the others in their answers, and the addresses of several may be given.
+ValueError or TypeError for parameters that cannot be sent. `close`, leaving the `with` block of a generation, or
+dropping it cancels it on every worker. If a router is lost, its generations continue at another router of the cluster
+(tandem/progress.py): routers name the others in their responses, and a client may be given several addresses.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, Unpack
@@ -21,36 +22,39 @@ from typing import Any, Generic, Self, Unpack
 import grpc
 
 from tandem.channel import open_async_channel, open_channel
-from tandem.generation import Asking, AsyncGeneration, Generation, Metadata
-from tandem.options import GenerateOptions, Message, generate_request, tokenize_request
-from tandem.results import Model, model_from_wire, pack_ids, unpack_ids
+from tandem.errors import DeadlineExceeded, TandemError, Unavailable
+from tandem.generation import AsyncGeneration, CallParameters, Generation, Metadata, translated_errors
+from tandem.keepalive import KEEPALIVE_TIMEOUT_S
+from tandem.keepalive_watch import KeepAliveWatch
+from tandem.options import GenerateOptions, Message, generate_request, token_ids_message, tokenize_request
+from tandem.results import Model, model_from_wire
 from tandem.routers import Channel, Routers, addresses
-from tandem.silence import SILENCE_S
-from tandem.turn import Turn
-from tandem.v1 import inference_pb2
-from tandem.watch import Watch
+from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 __all__ = ["AsyncClient", "AsyncGeneration", "Client", "Generation"]
 
 _GENERATION_TIMEOUT_S = 600.0
+_CALL_TIMEOUT_S = 30.0  # of a call that is no generation
 
 
-class _Asker(Generic[Channel]):
-    """What both clients know: their routers, and what goes with every call."""
+class _BaseClient(Generic[Channel]):
+    """The parts of both clients: the routers, and the metadata and timeouts of every call."""
 
-    def __init__(self, routers: Routers[Channel], api_key: str | None, timeout_s: float, silence_s: float) -> None:
+    def __init__(
+        self, routers: Routers[Channel], api_key: str | None, timeout_s: float, keepalive_timeout_s: float
+    ) -> None:
         self._routers: Routers[Channel] = routers
         self._metadata: Metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._timeout_s = timeout_s
-        self._silence_s = silence_s
+        self._keepalive_timeout_s = keepalive_timeout_s
 
-    def _asking(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> Asking:
+    def _parameters(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> CallParameters:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return Asking(request, self._routers, self._metadata, timeout_s, self._silence_s)
+        return CallParameters(request, self._routers, self._metadata, timeout_s, self._keepalive_timeout_s)
 
 
-class Client(_Asker[grpc.Channel]):
-    """Of one router, or of several of one cluster. Safe to use from several threads; each generation has one reader."""
+class Client(_BaseClient[grpc.Channel]):
+    """A blocking client of one cluster. Several threads may use it; each generation has one reader."""
 
     def __init__(
         self,
@@ -61,19 +65,23 @@ class Client(_Asker[grpc.Channel]):
         tls_ca: str | None = None,
         secure: bool = False,
         discover: bool = True,
-        silence_s: float = SILENCE_S,
+        keepalive_timeout_s: float = KEEPALIVE_TIMEOUT_S,
     ) -> None:
-        """`address` is the router's host:port for gRPC, or several, in a list or with commas between them: the first
-        that answers serves, and another one goes on with what it leaves unfinished. `timeout_s` is the deadline of a
-        generation that names none. With `tls_ca`, a PEM file, a router must have a certificate of one of its
-        authorities; with `secure` alone, a publicly trusted one; else the connection is plaintext. `discover`: routers
-        that the given ones name are asked too when one is lost; for addresses behind a load balancer or NAT, whose
-        routers cannot be dialled from here, say False. `silence_s`: a router from which not even a sign of life has
-        come for so long, while one waits, is left for another. Raises OSError when the file cannot be read, ValueError
-        when there is no address."""
+        """Parameters:
+
+        - `address`: host:port of a router's gRPC port, or several in a list or separated by commas. The first one that
+          responds serves; if it is lost, another one continues its generations.
+        - `timeout_s`: the deadline of a generation that has no `timeout_s` of its own.
+        - `tls_ca`: a PEM file with the authorities that may sign a router's certificate. `secure` without it: TLS with
+          the publicly trusted authorities. Neither: plaintext.
+        - `discover`: also use the routers that the given ones name. Set it to False if these addresses cannot be
+          dialled from here, for example behind a load balancer or NAT.
+        - `keepalive_timeout_s`: a router that sends no message for this long while a reader waits counts as lost.
+
+        Raises OSError if the file cannot be read, and ValueError without an address."""
         dial = partial(open_channel, tls_ca=tls_ca, secure=secure)
-        super().__init__(Routers(addresses(address), dial, discover=discover), api_key, timeout_s, silence_s)
-        self._watch = Watch()
+        super().__init__(Routers(addresses(address), dial, discover=discover), api_key, timeout_s, keepalive_timeout_s)
+        self._watch = KeepAliveWatch()
 
     def generate(
         self,
@@ -84,17 +92,21 @@ class Client(_Asker[grpc.Channel]):
         timeout_s: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Generation:
-        """Continues a text, token ids as they are, or a conversation: exactly one of them."""
+        """Start a generation from exactly one of a text (`prompt`), token ids, which are used unchanged, and a
+        conversation (`messages`). `timeout_s` is its deadline in seconds.
+
+        Raises ValueError or TypeError for parameters that cannot be sent. Errors of the cluster are raised while the
+        generation is read."""
         request = generate_request(prompt, token_ids, messages, options)
-        return Generation(self._asking(request, timeout_s), self._watch)
+        return Generation(self._parameters(request, timeout_s), self._watch)
 
     def tokenize(self, text: str | None = None, *, messages: Iterable[Message] | None = None) -> tuple[int, ...]:
         request = tokenize_request(text, messages)
         answer = self._ask("Tokenize", request)
-        return unpack_ids(answer.token_ids)
+        return tuple(answer.token_ids)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
-        request = inference_pb2.DetokenizeRequest(token_ids=pack_ids(token_ids))
+        request = inference_pb2.DetokenizeRequest(token_ids=token_ids_message(token_ids).ids)
         answer = self._ask("Detokenize", request)
         return str(answer.text)
 
@@ -104,14 +116,14 @@ class Client(_Asker[grpc.Channel]):
         return tuple(model_from_wire(model) for model in answer.models)
 
     def close(self) -> None:
-        """Cancels what still runs."""
+        """Cancel the generations that still run, and close all connections."""
         for channel in self._routers.close():
             channel.close()
 
     def _ask(self, method: str, request: object) -> Any:
-        turn = Turn(self._routers, self._silence_s)
+        turn = _Turn(self._routers, self._keepalive_timeout_s)
         for stub, timeout_s in turn:
-            with turn.passing_over():
+            with turn.next_on_failure():
                 return getattr(stub, method)(request, timeout=timeout_s, metadata=self._metadata)
         raise turn.failure
 
@@ -122,8 +134,8 @@ class Client(_Asker[grpc.Channel]):
         self.close()
 
 
-class AsyncClient(_Asker[grpc.aio.Channel]):
-    """As Client, on one event loop: made and used there."""
+class AsyncClient(_BaseClient[grpc.aio.Channel]):
+    """A client like Client for asyncio. It must be created and used on one event loop."""
 
     def __init__(
         self,
@@ -134,10 +146,10 @@ class AsyncClient(_Asker[grpc.aio.Channel]):
         tls_ca: str | None = None,
         secure: bool = False,
         discover: bool = True,
-        silence_s: float = SILENCE_S,
+        keepalive_timeout_s: float = KEEPALIVE_TIMEOUT_S,
     ) -> None:
         dial = partial(open_async_channel, tls_ca=tls_ca, secure=secure)
-        super().__init__(Routers(addresses(address), dial, discover=discover), api_key, timeout_s, silence_s)
+        super().__init__(Routers(addresses(address), dial, discover=discover), api_key, timeout_s, keepalive_timeout_s)
 
     def generate(
         self,
@@ -148,17 +160,17 @@ class AsyncClient(_Asker[grpc.aio.Channel]):
         timeout_s: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGeneration:
-        """As Client.generate. The call starts here, before anything is awaited."""
+        """Start a generation as Client.generate does. The call starts at once, before the generation is awaited."""
         request = generate_request(prompt, token_ids, messages, options)
-        return AsyncGeneration(self._asking(request, timeout_s))
+        return AsyncGeneration(self._parameters(request, timeout_s))
 
     async def tokenize(self, text: str | None = None, *, messages: Iterable[Message] | None = None) -> tuple[int, ...]:
         request = tokenize_request(text, messages)
         answer = await self._ask("Tokenize", request)
-        return unpack_ids(answer.token_ids)
+        return tuple(answer.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        request = inference_pb2.DetokenizeRequest(token_ids=pack_ids(token_ids))
+        request = inference_pb2.DetokenizeRequest(token_ids=token_ids_message(token_ids).ids)
         answer = await self._ask("Detokenize", request)
         return str(answer.text)
 
@@ -168,13 +180,13 @@ class AsyncClient(_Asker[grpc.aio.Channel]):
         return tuple(model_from_wire(model) for model in answer.models)
 
     async def close(self) -> None:
-        """Cancels what still runs."""
+        """Cancel the generations that still run, and close all connections."""
         await asyncio.gather(*(channel.close() for channel in self._routers.close()))
 
     async def _ask(self, method: str, request: object) -> Any:
-        turn = Turn(self._routers, self._silence_s)
+        turn = _Turn(self._routers, self._keepalive_timeout_s)
         for stub, timeout_s in turn:
-            with turn.passing_over():
+            with turn.next_on_failure():
                 return await getattr(stub, method)(request, timeout=timeout_s, metadata=self._metadata)
         raise turn.failure
 
@@ -185,3 +197,41 @@ class AsyncClient(_Asker[grpc.aio.Channel]):
         self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
     ) -> None:
         await self.close()
+
+
+class _Turn:
+    """One call without side effects, tried at each router in turn.
+
+    Such a call has no keep-alive messages, so a frozen router cannot be told from a slow one: the next router is called
+    after `keepalive_timeout_s`, and the last one has the remaining time. Iterate over (stub, timeout in seconds) and
+    call within `next_on_failure`; `failure` is the error to raise when no router is left."""
+
+    def __init__(self, routers: Routers[Any], keepalive_timeout_s: float) -> None:
+        self._routers = routers
+        self._keepalive_timeout_s = keepalive_timeout_s
+        self._router = routers.first
+        self._is_last = False
+        self.failure: TandemError = Unavailable("no router is known", is_lost=True)
+
+    def __iter__(self) -> Iterator[tuple[inference_pb2_grpc.InferenceStub, float]]:
+        routers = list(self._routers.in_turn())
+        rest_s = max(self._keepalive_timeout_s, _CALL_TIMEOUT_S - self._keepalive_timeout_s * (len(routers) - 1))
+        for router in routers:
+            self._router = router
+            self._is_last = router == routers[-1]
+            yield self._routers.stub(router), rest_s if self._is_last else self._keepalive_timeout_s
+
+    @contextmanager
+    def next_on_failure(self) -> Iterator[None]:
+        """Suppress a failure to reach this router, and its timeout if another router is left. Raises TandemError."""
+        try:
+            with translated_errors():
+                yield
+        except Unavailable as error:
+            self.failure = error
+        except DeadlineExceeded as error:
+            if self._is_last:
+                raise
+            self.failure = error
+        else:
+            self._routers.first = self._router

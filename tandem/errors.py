@@ -1,15 +1,15 @@
-"""What a client of Tandem can meet.
+"""The errors of the client library.
 
-TandemError              `reason` is the stable name that the server gives, `retry_after_s` when to come back;
-│                        `is_lost`: no router said it, the connection broke or could not be made
-├── InvalidRequest       change something; the message says what
-│   └── UnknownModel
-├── Unauthenticated      the router wants its API key, or another one
-├── Overloaded           nothing was done; try again after `retry_after_s`
-├── Unavailable          no router answers there, or its cluster cannot serve now
-├── DeadlineExceeded
-├── Cancelled
-└── InternalError        the server's own fault; its log has more under the request id
+TandemError              `reason`: the error's stable name; `retry_after_s`: when to try again, in seconds;
+│                        `is_lost`: the error is not a router's: the connection broke or could not be made
+├── InvalidRequest       the request must change; the message says how
+│   └── UnknownModel     the cluster does not serve this model
+├── Unauthenticated      the API key is missing or wrong
+├── Overloaded           the request was not started; try again after `retry_after_s`
+├── Unavailable          no router responds, or its cluster cannot serve now
+├── DeadlineExceeded     `timeout_s` has passed
+├── Cancelled            the generation was closed
+└── InternalError        a fault of the server; its log has the details under the request id
 """
 
 import grpc
@@ -78,13 +78,16 @@ _KINDS: dict[grpc.StatusCode, type[TandemError]] = {
 
 
 def error_from_rpc(error: grpc.RpcError) -> TandemError:
-    """The call's status as one of this module's errors. Where the server gave no reason it is the status's name."""
+    """Convert the status of a call to an error of this module. Without a reason from the server, `reason` is the name
+    of the status."""
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
     trailing = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
     retry_after = trailing.get(_RETRY_AFTER_S)
     details = explained(error.details() or error.code().name)
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and _REASON not in trailing:  # by gRPC's own clock, here
-        details = "no answer came within the time that it was given: timeout_s"
+    if (
+        error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and _REASON not in trailing
+    ):  # the deadline passed in this process
+        details = "no response came within timeout_s"
     return _KINDS.get(error.code(), InternalError)(
         details,
         reason=trailing.get(_REASON) or error.code().name.lower(),

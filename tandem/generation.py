@@ -1,4 +1,7 @@
-"""One running generation, read by blocking or on an event loop. Goes on at another router when its own is lost."""
+"""A running generation, for blocking readers and for readers on an event loop.
+
+It continues at another router when its own is lost.
+"""
 
 import asyncio
 import threading
@@ -13,21 +16,21 @@ from typing import Any, Protocol, Self, TypeAlias
 import grpc
 
 from tandem.errors import Cancelled, TandemError, Unavailable, error_from_rpc
+from tandem.keepalive import KEEPALIVE_KEY, KeepAliveTimer, keepalive_interval_s
+from tandem.keepalive_watch import KeepAliveWatch, waiting
 from tandem.progress import Progress
 from tandem.results import Delta, Result
 from tandem.routers import Routers
-from tandem.silence import ALIVE_KEY, Silence, sign_every_s
 from tandem.v1 import inference_pb2
-from tandem.watch import Watch, waiting
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
-# Any other status is the word of a router that is there.
+# Any other status comes from a router that responds.
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _AsyncCall: TypeAlias = "grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]"
 
 
 class _Call(Protocol):
-    """What grpc's blocking client returns for a stream of responses."""
+    """The stream of responses of gRPC's blocking client."""
 
     def __next__(self) -> inference_pb2.GenerateResponse: ...
 
@@ -37,17 +40,17 @@ class _Call(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
-    """What is asked, of whom, for how long."""
+class CallParameters:
+    """The request, the routers to send it to, and the timeouts."""
 
     request: inference_pb2.GenerateRequest
     routers: Routers[Any]  # of blocking channels, or of asyncio's
     metadata: Metadata
     timeout_s: float
-    silence_s: float  # so long a router that promised signs of life may give none
+    keepalive_timeout_s: float  # for routers that send keep-alive messages
 
-    def metadata_for_signs(self) -> Metadata:
-        return (*self.metadata, (ALIVE_KEY, f"{sign_every_s(self.silence_s):g}"))
+    def metadata_with_keepalive(self) -> Metadata:
+        return (*self.metadata, (KEEPALIVE_KEY, f"{keepalive_interval_s(self.keepalive_timeout_s):g}"))
 
     def progress(self) -> Progress:
         return Progress(
@@ -59,20 +62,20 @@ class Asking:
 
 
 class Generation:
-    """Iterate over its deltas, or take its `result`. One reader, once."""
+    """Iterate over its deltas, or call `result`. It has one reader and can be read once."""
 
-    def __init__(self, asking: Asking, watch: Watch) -> None:
-        self._asking = asking
+    def __init__(self, parameters: CallParameters, watch: KeepAliveWatch) -> None:
+        self._parameters = parameters
         self._watch = watch
-        self._progress = asking.progress()
+        self._progress = parameters.progress()
         self._closed = threading.Event()
         self._pending: deque[Delta] = deque()
-        self._has_learnt = False
-        self._call, self._silence = self._ask()
+        self._has_metadata = False
+        self._call, self._keepalive = self._start_call()
 
     @property
     def request_id(self) -> str:
-        """Changes only where the id was still live after a router was lost."""
+        """The request's id. It changes only if the id was still live at a router after the first router was lost."""
         return self._progress.request.request_id
 
     def __iter__(self) -> Iterator[Delta]:
@@ -81,64 +84,64 @@ class Generation:
     def __next__(self) -> Delta:
         while not self._pending:
             try:
-                with told(), self._watch.waiting(self._silence, self._call.cancel, self._ask_whether_there):
+                with translated_errors(), self._watch.waiting(self._keepalive, self._call.cancel, self._ping):
                     response = next(self._call)
             except TandemError as error:
                 if self._closed.is_set():
                     raise
-                lost = _silent(self._progress.router, self._silence) if self._silence.is_over else error
-                self._learn()
-                self._go_on(lost)
+                lost = _keepalive_lost(self._progress.router, self._keepalive) if self._keepalive.is_over else error
+                self._read_metadata()
+                self._continue(lost)
                 continue
-            self._learn()
-            self._asking.routers.first = self._progress.router
-            self._pending.extend(self._progress.take(response))
+            self._read_metadata()
+            self._parameters.routers.first = self._progress.router
+            self._pending.extend(self._progress.add(response))
         return self._pending.popleft()
 
     def result(self) -> Result:
-        """Reads to the end. Deltas that were read before count too."""
+        """Read to the end and return the whole result, with the deltas that were read before. Raises TandemError."""
         for _ in self:
             pass
         return self._progress.result()
 
     def close(self) -> None:
-        """Cancels it if it still runs."""
+        """Cancel the generation on all workers if it still runs."""
         self._closed.set()
         self._call.cancel()
 
-    def _learn(self) -> None:
-        """Once per call: its answer has begun, or it has ended."""
-        if not self._has_learnt:
-            self._has_learnt = True
-            router, routers, metadata = self._progress.router, self._asking.routers, self._call.initial_metadata()
-            routers.promised(router, metadata, self._asking.silence_s)
-            self._silence.limit_s = routers.borne_s(router)
+    def _read_metadata(self) -> None:
+        """Read the initial metadata, once per call: the response has begun, or the call has ended."""
+        if not self._has_metadata:
+            self._has_metadata = True
+            router, routers, metadata = self._progress.router, self._parameters.routers, self._call.initial_metadata()
+            routers.on_metadata(router, metadata, self._parameters.keepalive_timeout_s)
+            self._keepalive.timeout_s = routers.keepalive_timeout_s(router)
             for channel in routers.learn(router, metadata):
                 channel.close()
 
-    def _go_on(self, error: TandemError) -> None:
+    def _continue(self, error: TandemError) -> None:
         """Raises TandemError."""
-        if self._closed.wait(self._progress.lost(error, time.monotonic())) or self._asking.routers.is_closed:
+        if self._closed.wait(self._progress.on_lost(error, time.monotonic())) or self._parameters.routers.is_closed:
             raise _closed() from error
-        self._call, self._silence = self._ask()
-        if self._closed.is_set():  # since we looked
+        self._call, self._keepalive = self._start_call()
+        if self._closed.is_set():  # while the call was started
             self._call.cancel()
 
-    def _ask(self) -> tuple[_Call, Silence]:
-        progress, asking = self._progress, self._asking
-        stub = asking.routers.stub(progress.router)
-        self._has_learnt = False
+    def _start_call(self) -> tuple[_Call, KeepAliveTimer]:
+        progress, parameters = self._progress, self._parameters
+        stub = parameters.routers.stub(progress.router)
+        self._has_metadata = False
         left_s = progress.time_left_s(time.monotonic())
-        call: _Call = stub.Generate(progress.request, timeout=left_s, metadata=asking.metadata_for_signs())
-        return call, Silence(asking.routers.borne_s(progress.router), asks=True)
+        call: _Call = stub.Generate(progress.request, timeout=left_s, metadata=parameters.metadata_with_keepalive())
+        return call, KeepAliveTimer(parameters.routers.keepalive_timeout_s(progress.router), can_ping=True)
 
-    def _ask_whether_there(self) -> None:
-        """On the connection of the call; on the thread that watches."""
-        silence, stub = self._silence, self._asking.routers.stub(self._progress.router)
+    def _ping(self) -> None:
+        """Call the router on the connection of the generation. Runs on the thread of the watch."""
+        timer, stub = self._keepalive, self._parameters.routers.stub(self._progress.router)
         request = inference_pb2.ListModelsRequest()
-        with suppress(ValueError):  # its client has closed the channel meanwhile
-            answer = stub.ListModels.future(request, timeout=silence.answer_s, metadata=self._asking.metadata)
-            answer.add_done_callback(lambda done: silence.answered() if done.code() not in _NO_ANSWER else None)
+        with suppress(ValueError):  # the client has closed the channel
+            answer = stub.ListModels.future(request, timeout=timer.response_s, metadata=self._parameters.metadata)
+            answer.add_done_callback(lambda done: timer.on_ping_response() if done.code() not in _NO_ANSWER else None)
 
     def __enter__(self) -> Self:
         return self
@@ -148,20 +151,20 @@ class Generation:
 
 
 class AsyncGeneration:
-    """As Generation, read with `async for` or `await generation.result()`."""
+    """A Generation that is read with `async for` or `await generation.result()`."""
 
-    def __init__(self, asking: Asking) -> None:
-        self._asking = asking
-        self._progress = asking.progress()
+    def __init__(self, parameters: CallParameters) -> None:
+        self._parameters = parameters
+        self._progress = parameters.progress()
         self._closed = asyncio.Event()
         self._pending: deque[Delta] = deque()
-        self._has_learnt = False
-        self._question: asyncio.Task[None] | None = None  # whether the router is there, asked last
-        self._call, self._responses, self._silence = self._ask()
+        self._has_metadata = False
+        self._ping_task: asyncio.Task[None] | None = None  # the last ping
+        self._call, self._responses, self._keepalive = self._start_call()
 
     @property
     def request_id(self) -> str:
-        """Changes only where the id was still live after a router was lost."""
+        """The request's id. It changes only if the id was still live at a router after the first router was lost."""
         return self._progress.request.request_id
 
     def __aiter__(self) -> AsyncIterator[Delta]:
@@ -172,85 +175,91 @@ class AsyncGeneration:
             raise _closed()
         while not self._pending:
             try:
-                with told(), waiting(self._silence, self._call.cancel, self._ask_whether_there):
+                with translated_errors(), waiting(self._keepalive, self._call.cancel, self._ping):
                     response = await anext(self._responses)
             except TandemError as error:
-                await self._learn()
-                await self._go_on(error)
+                await self._read_metadata()
+                await self._continue(error)
                 continue
-            except asyncio.CancelledError:  # grpc's word for a closed call too, as if the reader's task were cancelled
+            except asyncio.CancelledError:  # gRPC raises it for a closed call too
                 task = asyncio.current_task()
-                if task is None or task.cancelling() or not (self._is_over or self._silence.is_over):
+                if task is None or task.cancelling() or not (self._is_over or self._keepalive.is_over):
                     raise
                 if self._is_over:
                     raise _closed() from None
-                lost = _silent(self._progress.router, self._silence)
-                await self._learn()
-                await self._go_on(lost)
+                lost = _keepalive_lost(self._progress.router, self._keepalive)
+                await self._read_metadata()
+                await self._continue(lost)
                 continue
-            await self._learn()
-            self._asking.routers.first = self._progress.router
-            self._pending.extend(self._progress.take(response))
+            await self._read_metadata()
+            self._parameters.routers.first = self._progress.router
+            self._pending.extend(self._progress.add(response))
         return self._pending.popleft()
 
     async def result(self) -> Result:
-        """Reads to the end. Deltas that were read before count too."""
+        """Read to the end and return the whole result, with the deltas that were read before. Raises TandemError."""
         async for _ in self:
             pass
         return self._progress.result()
 
     def close(self) -> None:
-        """Cancels it if it still runs."""
+        """Cancel the generation on all workers if it still runs."""
         self._closed.set()
         self._call.cancel()
-        if self._question is not None:
-            self._question.cancel()
+        if self._ping_task is not None:
+            self._ping_task.cancel()
 
     @property
     def _is_over(self) -> bool:
-        return self._closed.is_set() or self._asking.routers.is_closed
+        return self._closed.is_set() or self._parameters.routers.is_closed
 
-    async def _learn(self) -> None:
-        """As Generation._learn."""
-        if not self._has_learnt:
-            self._has_learnt = True
-            router, routers, metadata = self._progress.router, self._asking.routers, await self._call.initial_metadata()
-            routers.promised(router, metadata, self._asking.silence_s)
-            self._silence.limit_s = routers.borne_s(router)
+    async def _read_metadata(self) -> None:
+        """Read the metadata as `Generation._read_metadata` does."""
+        if not self._has_metadata:
+            self._has_metadata = True
+            router, routers, metadata = (
+                self._progress.router,
+                self._parameters.routers,
+                await self._call.initial_metadata(),
+            )
+            routers.on_metadata(router, metadata, self._parameters.keepalive_timeout_s)
+            self._keepalive.timeout_s = routers.keepalive_timeout_s(router)
             for channel in routers.learn(router, metadata):
                 await channel.close()
 
-    async def _go_on(self, error: TandemError) -> None:
+    async def _continue(self, error: TandemError) -> None:
         """Raises TandemError."""
-        wait_s = self._progress.lost(error, time.monotonic())
+        wait_s = self._progress.on_lost(error, time.monotonic())
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._closed.wait()
         if self._is_over:
             raise _closed() from error
-        self._call, self._responses, self._silence = self._ask()
+        self._call, self._responses, self._keepalive = self._start_call()
 
-    def _ask(self) -> tuple[_AsyncCall, AsyncIterator[inference_pb2.GenerateResponse], Silence]:
-        progress, asking = self._progress, self._asking
-        stub = asking.routers.stub(progress.router)
-        self._has_learnt = False
+    def _start_call(self) -> tuple[_AsyncCall, AsyncIterator[inference_pb2.GenerateResponse], KeepAliveTimer]:
+        progress, parameters = self._progress, self._parameters
+        stub = parameters.routers.stub(progress.router)
+        self._has_metadata = False
         left_s = progress.time_left_s(time.monotonic())
-        call: _AsyncCall = stub.Generate(progress.request, timeout=left_s, metadata=asking.metadata_for_signs())
-        return call, aiter(call), Silence(asking.routers.borne_s(progress.router), asks=True)
+        call: _AsyncCall = stub.Generate(
+            progress.request, timeout=left_s, metadata=parameters.metadata_with_keepalive()
+        )
+        return call, aiter(call), KeepAliveTimer(parameters.routers.keepalive_timeout_s(progress.router), can_ping=True)
 
-    def _ask_whether_there(self) -> None:
-        self._question = asyncio.create_task(self._question_answered(self._silence))
+    def _ping(self) -> None:
+        self._ping_task = asyncio.create_task(self._ping_router(self._keepalive))
 
-    async def _question_answered(self, silence: Silence) -> None:
-        """On the connection of the call."""
+    async def _ping_router(self, timer: KeepAliveTimer) -> None:
+        """Call the router on the connection of the generation."""
         if self._is_over:
             return
-        stub = self._asking.routers.stub(self._progress.router)
+        stub = self._parameters.routers.stub(self._progress.router)
         call = stub.ListModels(
-            inference_pb2.ListModelsRequest(), timeout=silence.answer_s, metadata=self._asking.metadata
+            inference_pb2.ListModelsRequest(), timeout=timer.response_s, metadata=self._parameters.metadata
         )
         if await call.code() not in _NO_ANSWER:
-            silence.answered()
+            timer.on_ping_response()
 
     async def __aenter__(self) -> Self:
         return self
@@ -262,17 +271,17 @@ class AsyncGeneration:
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """gRPC's errors as Tandem's."""
+def translated_errors() -> Iterator[None]:
+    """Raise the errors of gRPC within as those of tandem/errors.py."""
     try:
         yield
     except grpc.RpcError as error:
         raise error_from_rpc(error) from error
 
 
-def _silent(router: str, silence: Silence) -> Unavailable:
-    message = f"the router at {router} said nothing for {silence.lasted_s:.1f} s"
-    return Unavailable(message, reason="silent", is_lost=True)
+def _keepalive_lost(router: str, timer: KeepAliveTimer) -> Unavailable:
+    message = f"the router at {router} sent no message for {timer.waited_s:.1f} s"
+    return Unavailable(message, reason="keepalive_timeout", is_lost=True)
 
 
 def _closed() -> Cancelled:

@@ -1,16 +1,23 @@
-"""What may be asked of a generation, and its wire message."""
+"""The options of a generation, and its request message."""
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import TypedDict
 
-from tandem.results import pack_ids
+from tandem.enum_words import CHAT_ROLES
 from tandem.v1 import inference_pb2
 
 Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}
 
-
-# What the message can hold; what makes sense is the router's to say.
+# The types and ranges that the message can hold. The router checks which values make sense.
+_KINDS: Mapping[str, type] = {
+    **dict.fromkeys(("model", "request_id", "label", "cache_salt"), str),
+    **dict.fromkeys(("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "priority"), Integral),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), Real),
+    **dict.fromkeys(("ignore_eos", "is_batch"), bool),
+}
+_KIND_NAMES = {str: "a str", Integral: "an integer", Real: "a number", bool: "True or False"}
 _RANGES = {
     "n": (1, 2**32 - 1),
     "max_tokens": (0, 2**32 - 1),
@@ -23,11 +30,11 @@ _RANGES = {
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What `generate` takes besides the prompt. What is left out is the model's own default."""
+    """The options of `generate` besides the prompt. An option that is left out takes the model's default."""
 
     model: str
-    request_id: str  # names it in logs and ledger, and must not be live; left out: a random one
-    label: str  # a further name for logs, the ledger and listings that need not be unique
+    request_id: str  # its name in logs and the ledger; no live request may have it; default: random
+    label: str  # a name for logs, the ledger and listings that need not be unique
     n: int
     max_tokens: int
     min_tokens: int
@@ -39,10 +46,10 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
-    logprobs: int  # the chosen token's log-probability and those of this many most likely ones
-    cache_salt: str  # KV of equal beginnings is shared among requests of one salt only
-    priority: int  # less goes first, where the workers' scheduling policy asks for it
-    is_batch: bool  # the batch class: uses only what no other request wants
+    logprobs: int  # log-probabilities of the chosen token and of this many most likely tokens
+    cache_salt: str  # only requests of one salt share KV of equal beginnings
+    priority: int  # lower values first, if the workers' scheduling policy uses priorities
+    is_batch: bool  # the batch class: only uses capacity that no other request needs
 
 
 def generate_request(
@@ -51,23 +58,17 @@ def generate_request(
     messages: Iterable[Message] | None,
     options: GenerateOptions,
 ) -> inference_pb2.GenerateRequest:
-    """Raises ValueError for what the message cannot hold, TypeError for an option that does not exist."""
-    unknown = sorted(set(options) - set(GenerateOptions.__annotations__))
-    if unknown:
-        raise TypeError(f"unknown options: {', '.join(unknown)}")
-    if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
-        raise ValueError("give exactly one of prompt, token_ids and messages")
-    for name, (least, most) in _RANGES.items():
-        value = options.get(name)
-        if isinstance(value, int) and not least <= value <= most:
-            raise ValueError(f"{name} must be from {least} to {most}, not {value}")
+    """Raises ValueError for a value that the message cannot hold, and TypeError for a value of the wrong type or an
+    unknown option."""
+    _check_prompt(prompt, token_ids, messages)
+    _check_options(options)
     stop = options.get("stop", ())
     return inference_pb2.GenerateRequest(
         request_id=options.get("request_id") or secrets.token_hex(12),
         label=options.get("label", ""),
         model=options.get("model", ""),
         text=prompt,
-        token_ids=pack_ids(token_ids) if token_ids is not None else None,
+        token_ids=token_ids_message(token_ids) if token_ids is not None else None,
         chat=_chat(messages) if messages is not None else None,
         sampling=inference_pb2.SamplingParams(
             temperature=options.get("temperature"),
@@ -81,7 +82,7 @@ def generate_request(
             min_tokens=options.get("min_tokens", 0),
             ignore_eos=options.get("ignore_eos", False),
             stop=[stop] if isinstance(stop, str) else stop,
-            stop_token_ids=pack_ids(options.get("stop_token_ids", ())),
+            stop_token_ids=token_ids_message(options.get("stop_token_ids", ()), "stop_token_ids").ids,
         ),
         n=options.get("n", 1),
         logprobs=options.get("logprobs"),
@@ -92,17 +93,55 @@ def generate_request(
 
 
 def tokenize_request(text: str | None, messages: Iterable[Message] | None) -> inference_pb2.TokenizeRequest:
-    """Raises ValueError."""
+    """Raises ValueError and TypeError."""
     if (text is None) == (messages is None):
         raise ValueError("give exactly one of text and messages")
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"text must be a str, not {type(text).__name__}: pass a conversation as messages=[...]")
     return inference_pb2.TokenizeRequest(text=text, chat=_chat(messages) if messages is not None else None)
+
+
+def token_ids_message(token_ids: Sequence[int], name: str = "token_ids") -> inference_pb2.TokenIds:
+    """Raises TypeError for a value that is no sequence of integers, ValueError for an integer that is no token id."""
+    try:
+        return inference_pb2.TokenIds(ids=token_ids)
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence of integers, such as [1, 2, 3]") from None
+    except ValueError:
+        raise ValueError(f"{name} must be integers from 0 to 2**32 - 1") from None
+
+
+def _check_prompt(prompt: object, token_ids: object, messages: object) -> None:
+    if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
+        raise ValueError("give exactly one of prompt, token_ids and messages")
+    if prompt is not None and not isinstance(prompt, str):
+        raise TypeError(
+            f"prompt must be a str, not {type(prompt).__name__}: pass token ids as token_ids=[...] and a conversation"
+            " as messages=[...]"
+        )
+
+
+def _check_options(options: GenerateOptions) -> None:
+    unknown = sorted(set(options) - set(GenerateOptions.__annotations__))
+    if unknown:
+        raise TypeError(f"unknown options: {', '.join(unknown)}")
+    for name, kind in _KINDS.items():
+        value = options.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name} must be {_KIND_NAMES[kind]}, not {type(value).__name__}")
+    stop = options.get("stop", ())
+    if not isinstance(stop, Sequence) or not all(isinstance(text, str) for text in stop):
+        raise TypeError("stop must be a str or a sequence of str")
+    for name, (least, most) in _RANGES.items():
+        value = options.get(name)
+        if isinstance(value, int) and not least <= value <= most:
+            raise ValueError(f"{name} must be from {least} to {most}, not {value}")
 
 
 def _chat(messages: Iterable[Message]) -> inference_pb2.ChatPrompt:
     prompt = inference_pb2.ChatPrompt()
     for message in messages:
-        unknown = sorted(set(message) - {"role", "content"})
-        if unknown:
-            raise ValueError(f"a message has role and content, not {', '.join(unknown)}")
-        prompt.messages.add(role=message["role"], content=message["content"])
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            raise ValueError(f'a message must be {{"role": ..., "content": ...}}, not {message!r:.80}')
+        prompt.messages.add(role=CHAT_ROLES.number(message["role"]), content=message["content"])
     return prompt

@@ -1,37 +1,42 @@
-"""How far a generation has come, and how it goes on at another router when its own is lost.
+"""The progress of a generation, and how it continues at another router after its own is lost.
 
-Decides only: time is an argument. An accepted request is resumed: its acceptance goes with the tokens that came. A
-request that was lost before its acceptance came begins again, since nothing of it has come. The client asks again where
-the connection broke, the router is leaving or cannot reach its cluster, or the router that is to resume the request is
-full. It raises an error that says that the request is wrong. Each resumption has a higher number than those before, so
-that a call that was given up and reaches a router late cannot end the stream of a newer one.
+This module decides and makes no call: time is an argument. An accepted request is resumed: the client sends its
+acceptance and the tokens that it received. A request that was lost before its acceptance begins again, because the
+client received nothing of it. The client tries another router if the connection broke, if the router is draining or
+cannot reach its cluster, or if the router that shall resume the request is full. Errors about the request itself are
+raised. Each resumption has a higher number than those before, so that a delayed call cannot end the stream of a newer
+one.
 """
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
-from tandem.assembly import Assembly
-from tandem.errors import DeadlineExceeded, Overloaded, TandemError, Unavailable
-from tandem.results import Delta, Result
+from tandem.enum_words import FINISH_REASONS
+from tandem.errors import DeadlineExceeded, InternalError, Overloaded, TandemError, Unavailable
+from tandem.results import Choice, Delta, Result, Usage, delta_from_wire, ledger_from_wire
 from tandem.v1 import inference_pb2
 
 _DRAINING = "draining"
-# Too much, but not for now: the reader is too slow, or gRPC itself finds a message too large.
+# Overload that waiting does not end: the reader is too slow, or a message is too large for gRPC.
 _NOT_FOR_NOW = frozenset({"slow_client", "resource_exhausted"})
-# That router makes another prompt or other parameters of it than the one that accepted it; the next one may not.
+# This router derives another prompt or other parameters from the request than the one that accepted it.
 _NOT_AS_ACCEPTED = frozenset({"prompt_changed", "request_changed"})
 _DUPLICATE = "duplicate_request"
-_SUPERSEDED = "resume_superseded"  # something on the way repeated the call: its number is taken, the next one is not
+_SUPERSEDED = "resume_superseded"  # the network repeated the call: its number is in use, the next one is free
 _MAX_IDS = 4
 _MAX_REQUEST_ID_CHARACTERS = 128
-# Every router reads the same registry, and the one that answered has waited for as long as there was any use.
+# Reasons that every router would give: all read the same registry.
 _SAME_EVERYWHERE = frozenset({"no_worker_large_enough"})
-_FIRST_WAIT_S, _MAX_WAIT_S = 0.1, 2.0  # at most; the clients of a lost router do not all come at once
+_FIRST_WAIT_S, _MAX_WAIT_S = (
+    0.1,
+    2.0,
+)  # a random share of it, so that the clients of a lost router do not all call at once
 _MAX_DOUBLINGS = 10
 
 
 class Progress:
-    """`request` is what is to be asked of the router at `router` now."""
+    """The progress of one generation. `request` is the request to send now, and `router` the address to send it to."""
 
     def __init__(
         self,
@@ -50,13 +55,14 @@ class Progress:
         self._draw = draw
         self._assembly = Assembly(request.request_id)
         self._has_begun = False  # a router has accepted it
-        self._num_lost = 0  # in a row, without a token
+        self._num_lost = 0  # consecutive lost calls without a token
         self._num_resumes = 0
         self._num_ids = 1
 
-    def take(self, response: inference_pb2.GenerateResponse) -> list[Delta]:
-        """Raises InternalError when the stream is not what was promised. Neither a sign of life nor an acceptance shows
-        that the router can serve the request."""
+    def add(self, response: inference_pb2.GenerateResponse) -> list[Delta]:
+        """Add a response and return its new deltas. Raises InternalError if a token is missing or differs.
+
+        Only tokens or a summary show that the router can serve the request; a keep-alive or an acceptance does not."""
         is_answer = bool(response.deltas) or response.HasField("summary")
         if is_answer:
             self._num_lost = 0
@@ -69,18 +75,18 @@ class Progress:
     def time_left_s(self, now_s: float) -> float:
         return self._deadline_s - now_s
 
-    def lost(self, error: TandemError, now_s: float) -> float:
-        """The stream ended with `error`. Returns after how many seconds to send `request` to `router`, both new.
+    def on_lost(self, error: TandemError, now_s: float) -> float:
+        """The stream ended with `error`. Update `request` and `router`, and return the seconds to wait before the call.
 
-        Raises `error` where asking again is no use, DeadlineExceeded where no time is left for it. An accepted
-        generation ends only at its deadline, unless the routers say that it cannot be served; before its acceptance
-        each router is asked once.
+        Raises `error` if another call is of no use, and DeadlineExceeded if the deadline would pass first. An accepted
+        generation is tried until its deadline, unless routers answer that it cannot be served; before its acceptance
+        each router is called once.
         """
         is_refusal = self._num_lost > 0 and isinstance(error, Overloaded) and error.reason not in _NOT_FOR_NOW
         if self._has_begun and self._assembly.accepted is None:
-            raise error  # a router that sends tokens without an acceptance promises nothing
+            raise error  # without an acceptance it cannot be resumed
         if self._is_own_id(error):
-            self._take_another_id()
+            self._begin_with_new_id()
             return 0.0
         is_asked_again = isinstance(error, Unavailable) or error.reason in _NOT_AS_ACCEPTED | {_SUPERSEDED}
         if error.reason in _SAME_EVERYWHERE or not (is_asked_again or (is_refusal and self._has_begun)):
@@ -94,7 +100,8 @@ class Progress:
         wait_s += error.retry_after_s or 0.0
         if wait_s >= self.time_left_s(now_s):
             raise DeadlineExceeded(
-                f"no router went on with it in time; the last one: {error.message}", reason="deadline_exceeded"
+                f"no router continued the request before its deadline; the last error: {error.message}",
+                reason="deadline_exceeded",
             ) from error
         self.router = _after(self.router, known)
         if self._has_begun:
@@ -102,7 +109,7 @@ class Progress:
         return wait_s
 
     def _is_own_id(self, error: TandemError) -> bool:
-        """The id is live because a router has not seen yet that this client's stream broke before its acceptance."""
+        """Whether the id is live only because a router has not yet noticed that this client's stream broke."""
         is_lost_unaccepted = self._num_lost > 0 and not self._has_begun
         return is_lost_unaccepted and error.reason == _DUPLICATE and self._num_ids < _MAX_IDS
 
@@ -117,8 +124,8 @@ class Progress:
         request.resume_from.CopyFrom(self._assembly.resume_from(request.n or 1, self._num_resumes))
         return request
 
-    def _take_another_id(self) -> None:
-        """The request begins again as a new one: nothing of it has come."""
+    def _begin_with_new_id(self) -> None:
+        """Begin the request again with a new id: the client received nothing of it."""
         self._num_ids += 1
         number = f".{self._num_ids}"
         request = inference_pb2.GenerateRequest()
@@ -130,3 +137,114 @@ class Progress:
 
 def _after(router: str, known: Sequence[str]) -> str:
     return known[(known.index(router) + 1) % len(known)] if router in known else known[0]
+
+
+class Assembly:
+    """The partial result of a generation, from the streams of its routers. It accepts every token once, in order."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.accepted: inference_pb2.AcceptedRequest | None = None  # the values of the request's unset fields
+        self._choices: dict[int, _Growth] = {}
+        self._summary: inference_pb2.Summary | None = None
+
+    def add(self, response: inference_pb2.GenerateResponse) -> list[Delta]:
+        """Return the new deltas of a response. Raises InternalError if a token is missing or differs from before."""
+        if response.HasField("accepted"):
+            self.accepted = response.accepted
+        if response.HasField("summary"):
+            self._summary = response.summary
+        deltas = [delta_from_wire(message) for message in response.deltas]
+        grown = [self._choices.setdefault(delta.choice, _Growth()).add(delta) for delta in deltas]
+        return [delta for delta in grown if delta is not None]
+
+    def resume_from(self, num_choices: int, resume_number: int) -> inference_pb2.ResumeFrom:
+        """Return what another router needs to resume the accepted request. Later responses are those of its stream."""
+        assert self.accepted is not None
+        choices = [self._choices.setdefault(number, _Growth()) for number in range(num_choices)]
+        return inference_pb2.ResumeFrom(
+            choices=[choice.resume() for choice in choices],
+            acceptance=self.accepted.acceptance,
+            resume_number=resume_number,
+        )
+
+    def result(self) -> Result:
+        """Return the result after the last response. Raises InternalError if the stream ended early."""
+        if self._summary is None:
+            raise InternalError("the stream ended without its summary", reason="no_summary")
+        usage = self._summary.usage
+        return Result(
+            request_id=self.request_id,
+            choices=tuple(_choice(self._choices[n].deltas) for n in sorted(self._choices) if self._choices[n].deltas),
+            usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+            ledger=ledger_from_wire(self._summary.ledger),
+        )
+
+
+@dataclass(slots=True)
+class _Growth:
+    """One choice: the tokens received, and the position of the present stream, which may be behind them."""
+
+    deltas: list[Delta] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    num_characters: int = 0
+    finish_reason: str = ""
+    num_read: int = 0
+    num_characters_read: int = 0
+    is_new_stream: bool = True
+
+    def add(self, delta: Delta) -> Delta | None:
+        if delta.first_index == 0 and self.is_new_stream:  # the stream begins from the first token again
+            self.num_read = self.num_characters_read = 0
+        self.is_new_stream = False
+        if delta.first_index != self.num_read:
+            raise _out_of_order(
+                delta, f"continues at token {delta.first_index}, but {self.num_read} tokens were received"
+            )
+        num_known = len(self.token_ids) - self.num_read
+        num_characters_known = self.num_characters - self.num_characters_read
+        if delta.token_ids[:num_known] != tuple(self.token_ids[self.num_read : self.num_read + len(delta.token_ids)]):
+            raise _out_of_order(delta, f"has other tokens from index {delta.first_index} on than were received before")
+        self.num_read += len(delta.token_ids)
+        self.num_characters_read += len(delta.text)
+        if num_known or num_characters_known:
+            delta = replace(
+                delta,
+                first_index=delta.first_index + min(num_known, len(delta.token_ids)),
+                token_ids=delta.token_ids[num_known:],
+                text=delta.text[num_characters_known:],
+                logprobs=delta.logprobs[num_known:],
+            )
+            if not (delta.token_ids or delta.text or delta.finish_reason):
+                return None
+        if self.finish_reason:
+            if delta.token_ids or delta.text:
+                raise _out_of_order(delta, f"continues after its end at token {len(self.token_ids)}")
+            return None
+        self.token_ids.extend(delta.token_ids)
+        self.num_characters += len(delta.text)
+        self.finish_reason = delta.finish_reason
+        self.deltas.append(delta)
+        return delta
+
+    def resume(self) -> inference_pb2.ResumedChoice:
+        self.num_read, self.num_characters_read, self.is_new_stream = len(self.token_ids), self.num_characters, True
+        return inference_pb2.ResumedChoice(
+            token_ids=self.token_ids,
+            num_characters=self.num_characters,
+            finish_reason=FINISH_REASONS.number(self.finish_reason),
+        )
+
+
+def _out_of_order(delta: Delta, what: str) -> InternalError:
+    return InternalError(f"choice {delta.choice} {what}", reason="out_of_order")
+
+
+def _choice(deltas: Sequence[Delta]) -> Choice:
+    return Choice(
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        text="".join(delta.text for delta in deltas),
+        logprobs=tuple(position for delta in deltas for position in delta.logprobs),
+        finish_reason=deltas[-1].finish_reason,
+        stop_cause=deltas[-1].stop_cause,
+    )

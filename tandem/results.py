@@ -1,9 +1,9 @@
-"""What a generation gives: deltas while it runs, a result at its end. Frozen values, made here from wire messages."""
+"""The results of a generation: deltas while it runs, a result at its end. Frozen values, made here from messages."""
 
-import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tandem.enum_words import FINISH_REASONS, REQUEST_PHASES
+from tandem.errors import InternalError
 from tandem.v1 import inference_pb2
 
 
@@ -21,13 +21,13 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one choice grew by. `token_ids` may be empty when only text that was held back comes."""
+    """What was appended to one choice. `token_ids` is empty if the delta only releases text that was held back."""
 
     choice: int
-    first_index: int  # how many tokens of this choice came before
+    first_index: int  # number of this choice's tokens before these
     token_ids: tuple[int, ...]
     text: str
-    logprobs: tuple[PositionLogprobs, ...]  # one per token when asked for
+    logprobs: tuple[PositionLogprobs, ...]  # one per token if the request asked for them
     finish_reason: str  # "stop" or "length" on the choice's last delta, else empty
     stop_cause: str  # the stop string or stop token of the request that ended it, else empty
 
@@ -56,25 +56,25 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTime:
-    """What one worker spent on one attempt before its next token, by the worker's own clock."""
+    """Time that one worker spent on one attempt before its next token, by the worker's clock."""
 
     member: str
-    ended_s: float  # after the request's arrival at the router
+    ended_s: float  # seconds after the request's arrival at the router
     queue_s: float
     compute_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where the request's time went: disjoint phases that sum to `wall_s`."""
+    """Where the request's time went, in seconds: disjoint phases that sum to `wall_s`."""
 
     phases: tuple[Phase, ...]
     wall_s: float
     ttft_s: float
-    members: tuple[str, ...]  # "id@incarnation" of those that served it, in the order they joined
-    transport: str  # how the KV travelled; "local" when prefill ran on the decode worker
+    members: tuple[str, ...]  # "id@incarnation" of the members that served it, in the order in which they joined
+    transport: str  # that moved the KV; "local" if the decode worker computed the prompt
     kv_bytes: int
-    reasons: tuple[str, ...]  # every retry, fallback and refusal that it met
+    reasons: tuple[str, ...]  # the reason names of its retries, fallbacks and refusals
     worker_times: tuple[WorkerTime, ...] = ()  # queues and computing before each attempt's next token
     label: str = ""  # the request's own
 
@@ -88,12 +88,12 @@ class Result:
 
     @property
     def text(self) -> str:
-        """Of the first choice."""
+        """The text of the first choice."""
         return self.choices[0].text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Of the first choice."""
+        """The token ids of the first choice."""
         return self.choices[0].token_ids
 
 
@@ -106,18 +106,6 @@ class Model:
     has_chat_template: bool
 
 
-def pack_ids(token_ids: Sequence[int]) -> bytes:
-    """Little-endian uint32. Raises ValueError for an id that does not fit."""
-    try:
-        return struct.pack(f"<{len(token_ids)}I", *token_ids)
-    except struct.error as error:
-        raise ValueError("token ids must be whole numbers from 0 to 2**32 - 1") from error
-
-
-def unpack_ids(packed: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(packed) // 4}I", packed)
-
-
 def model_from_wire(message: inference_pb2.Model) -> Model:
     return Model(
         message.id, message.max_model_len, message.vocab_size, message.has_tokenizer, message.has_chat_template
@@ -125,13 +113,19 @@ def model_from_wire(message: inference_pb2.Model) -> Model:
 
 
 def delta_from_wire(message: inference_pb2.ChoiceDelta) -> Delta:
+    """Raises InternalError for a finish reason that this version of the library does not know."""
+    try:
+        finish_reason = FINISH_REASONS.word(message.finish_reason)
+    except ValueError as error:
+        reason = "unknown_finish_reason"
+        raise InternalError(f"{error}; the router is newer than this client library", reason=reason) from None
     return Delta(
         choice=message.choice,
         first_index=message.first_index,
-        token_ids=unpack_ids(message.token_ids),
+        token_ids=tuple(message.token_ids),
         text=message.text,
         logprobs=tuple(_position(position) for position in message.logprobs),
-        finish_reason=message.finish_reason,
+        finish_reason=finish_reason,
         stop_cause=message.stop_cause,
     )
 
@@ -143,7 +137,7 @@ def _position(message: inference_pb2.PositionLogprobs) -> PositionLogprobs:
 
 def ledger_from_wire(message: inference_pb2.Ledger) -> Ledger:
     return Ledger(
-        phases=tuple(Phase(phase.name, phase.duration_s) for phase in message.phases),
+        phases=tuple(Phase(REQUEST_PHASES.label(phase.phase), phase.duration_s) for phase in message.phases),
         wall_s=message.wall_s,
         ttft_s=message.ttft_s,
         members=tuple(message.members),

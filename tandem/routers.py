@@ -1,7 +1,7 @@
-"""The routers that a client knows: those it was given, and those that they name in their answers.
+"""The routers that a client knows: the given addresses, and the addresses that routers name in their responses.
 
-Owns the channels, each opened when it is first used. Where a router stands behind another address than its own (a load
-balancer, a tunnel) its own is not dialled, once an answer has shown that both are the same.
+This module owns the channels and opens each at its first use. If a router is reached at another address than its own (a
+load balancer, a tunnel), its own address is not dialled after a response has shown that both are the same router.
 """
 
 import random
@@ -11,27 +11,29 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from tandem.silence import ALIVE_KEY, borne_s
+from tandem.keepalive import KEEPALIVE_KEY, keepalive_timeout_s
 from tandem.v1 import inference_pb2_grpc
 
-ROUTERS_KEY = "tandem-routers"  # initial metadata: the router that answers, then the others, with commas
-_MAX_CHANNELS = 64  # beyond it those of routers that are long gone are closed
+ROUTERS_KEY = "tandem-routers"  # initial metadata: addresses separated by commas; the first is the router that responds
+_MAX_CHANNELS = 64  # above it, channels to routers that no response names are closed
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
 
 Channel = TypeVar("Channel", grpc.Channel, grpc.aio.Channel)
 
 
 def addresses(given: str | Sequence[str]) -> tuple[str, ...]:
-    """One, several with commas between them, or a list. Raises ValueError where there is none."""
+    """Return the addresses of a text, separated by commas, or of a list. Raises ValueError if there is none."""
     listed = given.split(",") if isinstance(given, str) else given
     found = tuple(address.strip() for address in listed if address.strip())
     if not found:
-        raise ValueError("give a router's address, host:port, or several")
+        raise ValueError("give the address of at least one router: host:port")
     return found
 
 
 class Routers(Generic[Channel]):
-    """`first` is the address that answered last: the next call starts there. Safe to use from several threads."""
+    """The routers of one client. `first` is the address that responded last, where the next call starts.
+
+    Several threads may use it."""
 
     def __init__(
         self,
@@ -41,26 +43,26 @@ class Routers(Generic[Channel]):
         discover: bool,
         shuffle: Callable[[MutableSequence[Any]], None] = random.shuffle,
     ) -> None:
-        """`discover`: those that the given ones name are known too."""
+        """`discover`: use the routers that the given ones name too."""
         self.first = given[0]
-        self.is_closed = False  # by their client
+        self.is_closed = False  # the client was closed
         self._given = tuple(dict.fromkeys(given))
         self._found: tuple[str, ...] = ()
         self._discover = discover
         self._dial: Callable[[str], Channel] = dial
         self._shuffle = shuffle
-        self._borne_s: dict[str, float] = {}  # of those that promised signs of life: how long they may say nothing
-        self._reached_as: dict[str, str] = {}  # a router's own address -> the one under which it answered
+        self._keepalive_timeouts_s: dict[str, float] = {}  # of the routers that send keep-alive messages
+        self._reached_as: dict[str, str] = {}  # a router's own address -> the address at which it responded
         self._channels: dict[str, Channel] = {address: dial(address) for address in self._given}
         self._lock = threading.Lock()
 
     def known(self) -> tuple[str, ...]:
-        """The given ones in their order, then the found ones in an order of this client's own: the clients of a dead
-        router do not all go to the same one."""
+        """Return the given routers in their order, then the found ones in a random order, so that the clients of a lost
+        router do not all connect to the same one."""
         return (*self._given, *self._found)
 
     def in_turn(self) -> Iterator[str]:
-        """Each once, from the first."""
+        """Return each known address once, starting with `first`."""
         known = self.known()
         start = known.index(self.first) if self.first in known else 0
         yield from known[start:] + known[:start]
@@ -72,22 +74,23 @@ class Routers(Generic[Channel]):
                 channel = self._channels[address] = self._dial(address)
         return inference_pb2_grpc.InferenceStub(channel)
 
-    def borne_s(self, address: str) -> float | None:
-        """How long it may say nothing to one who waits; None: as long as it is connected."""
-        return self._borne_s.get(address)
+    def keepalive_timeout_s(self, address: str) -> float | None:
+        """Return the keep-alive timeout of a router, None if it sends no keep-alive messages."""
+        return self._keepalive_timeouts_s.get(address)
 
-    def promised(self, asked: str, metadata: Iterable[tuple[str, Any]] | None, silence_s: float) -> None:
-        """From the initial metadata of an answer of `asked`, which is borne for `silence_s` at least. One that says
-        nothing of it may be of a version that gives no signs."""
-        told = next((str(value) for key, value in metadata or () if key == ALIVE_KEY), None)
+    def on_metadata(self, address: str, metadata: Iterable[tuple[str, Any]] | None, timeout_s: float) -> None:
+        """Store whether the router at `address` sends keep-alive messages, from the initial metadata of its response.
+        `timeout_s` is the least keep-alive timeout."""
+        interval = next((str(value) for key, value in metadata or () if key == KEEPALIVE_KEY), None)
         with self._lock:
-            if told is None:
-                self._borne_s.pop(asked, None)
+            if interval is None:
+                self._keepalive_timeouts_s.pop(address, None)
             else:
-                self._borne_s[asked] = borne_s(silence_s, told)
+                self._keepalive_timeouts_s[address] = keepalive_timeout_s(timeout_s, interval)
 
     def learn(self, asked: str, metadata: Iterable[tuple[str, Any]] | None) -> list[Channel]:
-        """From the initial metadata of an answer of `asked`. What it answers is to be closed."""
+        """Store the routers that the initial metadata of a response from the router at `asked` names. Returns channels
+        that the caller must close."""
         told = next((str(value) for key, value in metadata or () if key == ROUTERS_KEY), "")
         if not told or not self._discover:
             return []
@@ -100,23 +103,23 @@ class Routers(Generic[Channel]):
             if set(found) != set(self._found):
                 self._shuffle(found)
                 self._found = tuple(found)
-            return self._long_gone()
+            return self._pop_unnamed()
 
     def close(self) -> list[Channel]:
-        """What it answers is to be closed."""
+        """Returns the channels, which the caller must close."""
         with self._lock:
             self.is_closed = True
             return list(self._channels.values())
 
-    def _long_gone(self) -> list[Channel]:
-        """The oldest channels to what nobody names any more; a stream may still be on a younger one."""
+    def _pop_unnamed(self) -> list[Channel]:
+        """Remove and return the oldest channels to routers that no response names. A newer one may have a stream."""
         unknown = [address for address in self._channels if address not in self.known()]
         excess = max(0, len(self._channels) - _MAX_CHANNELS)
         for address in unknown[:excess]:
-            self._borne_s.pop(address, None)
+            self._keepalive_timeouts_s.pop(address, None)
         return [self._channels.pop(address) for address in unknown[:excess]]
 
 
 def _is_reachable(found: str, asked: str) -> bool:
-    """Another machine's loopback is not ours."""
+    """A loopback address that another machine names is not reachable from here."""
     return asked.startswith(_LOOPBACK) or not found.startswith(_LOOPBACK)

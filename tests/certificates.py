@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from cli.certificates import Pair, make_authority, make_certificate
+from cli.verbs.certs import Pair, make_authority, make_certificate
 from cluster.serving.tls import ClusterTls, load_tls
 from cluster.settings.config import RouterConfig
 
@@ -57,7 +57,7 @@ def tls_flags(member: Pair, authority: Pair) -> tuple[str, ...]:
 
 
 def load(member: Pair, authority: Pair, host: str = "127.0.0.1") -> ClusterTls:
-    """As a member does at its start."""
+    """Load the certificates as a member does at its start."""
     settings = RouterConfig(model="-", tls_cert=str(member.cert), tls_key=str(member.key), tls_ca=str(authority.cert))
     tls = load_tls(settings, host)
     assert tls is not None

@@ -1,8 +1,10 @@
 """What every test runs under: one thread per process for arithmetic, and no setting from the caller's environment."""
 
+import gc
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.reaper import start_reaper
 from tests.skip_summary import skip_lines
@@ -18,10 +20,22 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # goes wrong reaches the caller as an error, and Tandem's log is not gRPC's.
 os.environ["GRPC_VERBOSITY"] = "ERROR"
 
+# Hypothesis would fail an example that takes longer than 200 ms, or whose data come slowly; a busy machine does both.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
 
 def pytest_configure() -> None:
     """In the process that was started, and in each one that pytest-xdist starts."""
     start_reaper(os.environ)
+    gc.disable()  # until all tests are collected
+
+
+def pytest_collection_finish() -> None:
+    """The modules of the tests, torch and transformers are a million objects that stay to the end. The garbage
+    collector would traverse them in each full collection, which costs a second."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -32,7 +46,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TANDEM_* of whoever runs the tests would change every process under test."""
+    """Remove TANDEM_* from the environment, because they would change every process under test."""
     for name in [name for name in os.environ if name.startswith("TANDEM_")]:
         monkeypatch.delenv(name)
 

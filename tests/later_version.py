@@ -1,9 +1,16 @@
-"""Messages as a version of the far future would send them: with fields, at every level, that nobody here knows."""
+"""Messages as a later version would send them: with unknown fields at every level.
+
+The tests that use them are suspended until the first release: before it, no two versions meet.
+"""
 
 from typing import TypeVar
 
+import pytest
 from google.protobuf.message import Message
 
+suspended = pytest.mark.skip(
+    reason="tests of mixed versions start again when the first release is cut: CONTRIBUTING.md"
+)
 MessageT = TypeVar("MessageT", bound=Message)
 
 # One field of each wire type: varint, 64 bits, bytes, 32 bits. No message of ours counts so far.
@@ -15,7 +22,7 @@ UNKNOWN = b"".join(
 
 
 def with_unknown_fields(message: MessageT) -> MessageT:
-    """A copy of it that says more than its type knows, in itself and in every message inside it."""
+    """Return a copy of the message with unknown fields, in itself and in every message inside it."""
     copy = type(message)()
     copy.CopyFrom(message)
     _add(copy)

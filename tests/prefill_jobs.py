@@ -8,7 +8,7 @@ from cluster.messages import PrefillJob, Sampling, TokenStops
 
 
 def prefill_job(token_ids: Sequence[int], *, max_tokens: int = 1, **fields: Any) -> PrefillJob:
-    """`fields` of PrefillJob in place of the usual ones."""
+    """Return a PrefillJob. `fields` replace the usual values."""
     job = PrefillJob(
         request_id="request",
         attempt=0,

@@ -20,7 +20,8 @@ VARIABLE = "TEST_RUN_TOKENS"
 
 
 def start_reaper(environment: MutableMapping[str, str]) -> None:
-    """Mark the children of the present process, and watch over it. Call it once, before any of them is started."""
+    """Mark the children of this process, and start a process that ends them when this one ends. Call it once, before
+    any child is started."""
     token = secrets.token_hex(8)
     environment[VARIABLE] = ",".join(filter(None, (environment.get(VARIABLE, ""), token)))
     pidfd = os.pidfd_open(os.getpid())
@@ -46,7 +47,7 @@ def is_readable(descriptor: int, timeout_s: float | None = None) -> bool:
 
 
 def marked(token: str) -> list[int]:
-    """Processes that have inherited it."""
+    """Return the processes that have inherited the mark."""
     return [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if token.encode() in _environment(folder)]
 
 

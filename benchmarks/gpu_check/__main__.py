@@ -1,9 +1,9 @@
-"""make gpu-check: what Tandem does on a machine with one NVIDIA GPU, in eight minutes.
+"""`make gpu-check`: verify and measure Tandem on a machine with one NVIDIA GPU, in eight minutes.
 
     PYTHONPATH=. python3 -m benchmarks.gpu_check [--minutes 8] [--only golden,llama] [--tiny] [--output FOLDER]
 
-Prints each section as it ends and leaves gpu_check.json and gpu_check.md in the folder. Status 1: something failed, was
-cut off, or a test was skipped that nothing excuses. A goal that was missed is told, and is no failure.
+Prints each section as it ends and writes gpu_check.json and gpu_check.md into the folder. Exit status 1: a section
+failed or was cut off, or a test was skipped without a valid reason. A missed goal is reported and is no failure.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from benchmarks.gpu_check.inventory import gpu_state, take_inventory
 from benchmarks.gpu_check.last_words import ask_for_stacks, descendants, send
 from benchmarks.gpu_check.report import Outcome, Report, Verdict
 from benchmarks.gpu_check.said import condensed
-from benchmarks.gpu_check.sections import SECONDS_LEFT, Means, Section, sections
+from benchmarks.gpu_check.sections import SECONDS_LEFT, CheckSetup, Section, sections
 from benchmarks.machine import about
 
 _ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def main() -> int:
         return 1
     with tempfile.TemporaryDirectory() as folder:
         words = arguments.only.lower().split(",")
-        whole = sections(Means(sys.executable, Path(folder), arguments.tiny))
+        whole = sections(CheckSetup(sys.executable, Path(folder), arguments.tiny))
         chosen = [section for section in whole if any(word in section.name.lower() for word in words)]
         for place, section in enumerate(chosen, 1):
             kept_s = sum(later.least_s for later in chosen[place:])
@@ -57,7 +57,8 @@ def main() -> int:
 
 
 def _run(section: Section, folder: Path, ends_at_s: float) -> Outcome:
-    """Its own program, its own time; ended whole where that is up, and asked before where it stands."""
+    """Run a section as a program of its own, with its own time limit. At the limit it prints its stacks and is ended
+    with all its processes."""
     if section.absent:
         return Outcome(section.name, Verdict.ABSENT, (section.absent,))
     began_s = time.monotonic()
@@ -88,7 +89,7 @@ def _started(section: Section, left_s: float) -> subprocess.Popen[str]:
 
 
 def _ended(process: subprocess.Popen[str]) -> str:
-    """What it said, at last the stack of every thread of it and of those that it started."""
+    """Return the section's output, at last with the stacks of its threads and of its child processes."""
     started = descendants(process.pid)
     ask_for_stacks(process.pid)
     with suppress(ProcessLookupError):
@@ -105,7 +106,7 @@ def _ended(process: subprocess.Popen[str]) -> str:
 
 
 def _cut(section: Section, folder: Path, said: str, after_s: float) -> Outcome:
-    """With what it had found by then."""
+    """Return the outcome of a section that was cut off, with its results so far."""
     why = f"It did not end within {after_s:.0f} s."
     try:
         found = section.read(folder, said)
@@ -117,7 +118,7 @@ def _cut(section: Section, folder: Path, said: str, after_s: float) -> Outcome:
 def _read(section: Section, folder: Path, said: str, status: int) -> Outcome:
     try:
         outcome = section.read(folder, said)
-    except Exception as error:  # noqa: BLE001 -- it ended before it wrote what it found, or wrote what nobody expects
+    except Exception as error:  # noqa: BLE001 -- its result is missing or not what is expected
         lines = (f"It ended with status {status}, and left nothing to read ({type(error).__name__}: {error}).",)
         return _with_last_words(Outcome(section.name, Verdict.FAILED, lines), folder, said)
     if status not in section.statuses:
@@ -127,7 +128,7 @@ def _read(section: Section, folder: Path, said: str, status: int) -> Outcome:
 
 
 def _with_last_words(outcome: Outcome, folder: Path, said: str) -> Outcome:
-    """Enough to mend it by: the end of what it and its processes said; more of it in the JSON than in the Markdown."""
+    """Add the end of the output of the section and its processes; the JSON gets more of it than the Markdown."""
     logs = {"output": said} | {log.name: log.read_text(errors="replace") for log in sorted(folder.glob("*.log"))}
     logs["nvidia-smi"] = gpu_state()
     tails = {name: _last_lines(text, _KEPT_LINES) for name, text in logs.items() if text.strip()}
@@ -145,9 +146,13 @@ def _last_lines(text: str, most: int) -> list[str]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make gpu-check")
-    parser.add_argument("--minutes", type=float, default=8.0, help="what has not begun by then is not begun")
-    parser.add_argument("--only", default="", help="sections whose name holds one of these words, comma-separated")
-    parser.add_argument("--tiny", action="store_true", help="in small, on a CPU: to see that the check itself works")
+    parser.add_argument("--minutes", type=float, default=8.0, help="no section starts after this time (default: 8)")
+    parser.add_argument(
+        "--only", default="", help="only sections whose name contains one of these words, comma-separated"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="run everything in small on a CPU, to test the check itself"
+    )
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder for gpu_check.json and gpu_check.md")
     return parser.parse_args()
 

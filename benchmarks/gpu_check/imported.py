@@ -1,6 +1,7 @@
-"""python -m benchmarks.gpu_check.imported MODULE...: which of them cannot be imported, and what torch says of its GPU.
+"""`python -m benchmarks.gpu_check.imported MODULE...`: report which modules cannot be imported, and which GPU torch
+sees.
 
-Prints one line of JSON, last.
+Prints one line of JSON at the end.
 """
 
 import importlib
@@ -15,7 +16,7 @@ def main() -> None:
 
 
 def broken(modules: Sequence[str]) -> list[str]:
-    """Each with its error and where that came from."""
+    """Return the modules that cannot be imported, each with its error and traceback."""
     problems = []
     for name in modules:
         try:

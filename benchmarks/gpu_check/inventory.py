@@ -1,4 +1,4 @@
-"""What a machine has of what the check needs: packages with their versions, the device, the contract's stubs."""
+"""Report what a machine has: packages with versions, the device, and whether the generated stubs load."""
 
 import importlib
 import json
@@ -41,12 +41,12 @@ _INSTEAD = {
 _ROOT = Path(__file__).parents[2]
 # Whoever can import these has what every process of a cluster and its client import.
 _OURS = (
-    "prefill_worker.app",
-    "decode_worker.app",
+    "worker.prefill_app",
+    "worker.decode_app",
     "router.app",
     "cli.verbs.up",
     "tandem.client",
-    "benchmarks.gpu_engine",
+    "benchmarks.gpu.engine",
 )
 
 
@@ -67,7 +67,7 @@ class Inventory:
         return tuple(name for name in OPTIONAL if not self.versions[name])
 
     def can_begin(self, *, needs_gpu: bool) -> bool:
-        """Else no section could tell anything; what lacks less is told by the sections that lack it."""
+        """Whether any section can run. Sections report what they alone lack."""
         return not (needs_gpu and not self.device) and not {"torch", "transformers", "pytest"} & set(self.missing)
 
     def outcome(self, *, needs_gpu: bool) -> Outcome:
@@ -98,20 +98,20 @@ def take_inventory() -> Inventory:
 
 
 def found_version(package: str) -> str:
-    """Also where it is there for another CUDA; empty: it is not here."""
+    """Return the version of a package, also one built for another CUDA; empty if it is missing."""
     instead = _INSTEAD.get(package, "")
     other = version(instead) if instead else ""
     return version(package) or (f"{other} ({instead})" if other else "")
 
 
 def gpu_state() -> str:
-    """What the driver's own tool says: who has how much of the memory. Empty: nothing answers."""
+    """Return the driver tool's report of memory per process; empty if the tool does not answer."""
     return _nvidia_smi()
 
 
 def device(torch_says: str) -> str:
-    """Name, memory and driver of each; torch takes the first that it sees. Where the driver's tool is not here, what
-    torch says; empty: there is none."""
+    """Return name, memory and driver of each GPU, from the driver's tool or else from torch; empty without a GPU. Torch
+    uses the first visible one."""
     query = ("--query-gpu=name,memory.total,driver_version,compute_mode,mig.mode.current", "--format=csv,noheader")
     return "; ".join(_nvidia_smi(*query).splitlines()) or (torch_says if ", capability " in torch_says else "")
 
@@ -125,19 +125,20 @@ def _nvidia_smi(*flags: str) -> str:
 
 
 def broken_stubs() -> list[str]:
-    """Protobuf refuses stubs that are newer than itself."""
+    """Return the stubs that do not load: protobuf refuses stubs that are newer than itself."""
     problems = []
-    for module in pkgutil.iter_modules([str(_ROOT / "tandem" / "v1")]):
-        try:
-            importlib.import_module(f"tandem.v1.{module.name}")
-        except Exception as error:  # noqa: BLE001 -- whatever it is, it is what this asks for
-            problems.append(f"{module.name}: {error}")
+    for package in ("tandem.v1", "tandem.internal.v1"):
+        for module in pkgutil.iter_modules([str(_ROOT.joinpath(*package.split(".")))]):
+            try:
+                importlib.import_module(f"{package}.{module.name}")
+            except Exception as error:  # noqa: BLE001 -- every kind of error makes a stub unusable
+                problems.append(f"{package}.{module.name}: {error}")
     return problems
 
 
 def _broken_imports() -> tuple[list[str], str]:
-    """-> also what torch says of its device. In a process of its own: this one stays small, and the files are then in
-    the page cache for all others."""
+    """Return import errors, and what torch reports of its device. Runs in another process, so that this one stays
+    small."""
     command = (sys.executable, "-m", "benchmarks.gpu_check.imported", *_OURS)
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=_ROOT)
@@ -150,7 +151,7 @@ def _broken_imports() -> tuple[list[str], str]:
 
 
 def _surroundings() -> dict[str, str]:
-    """What decides whether kernels compile and processes share memory."""
+    """Return what decides whether kernels compile and processes share memory."""
     tools = {name: shutil.which(name) or "not on the PATH" for name in ("gcc", "nvcc", "ptxas")}
     shared = f"{shutil.disk_usage('/dev/shm').free >> 20} MiB free" if Path("/dev/shm").exists() else "none"
     has_ipv6 = Path("/proc/sys/net/ipv6").exists()

@@ -1,9 +1,9 @@
-"""A plugin of pytest that keeps what became of each test as it ends, so that a run that is cut still tells.
+"""A pytest plugin that stores the result of each test as it ends, so that a run that is cut off leaves its results.
 
-`--keep-reports FILE`: one JSON object per line (`Kept`). With pytest-xdist the file is written by the process that
-gives out the tests; one that computes them ends itself once its GPU is lost, for every later test of it would fail of
-that, and another one takes its place. Tests marked `whole_gpu` wait for each other, whichever process computes them:
-pytest-xdist's own groups end in a hang where a process is lost.
+`--keep-reports FILE`: one JSON object per line (`Kept`). With pytest-xdist the controlling process writes the file. A
+worker process whose GPU context is lost ends itself, because every later test in it would fail, and another one
+replaces it. Tests marked `whole_gpu` run one at a time across processes; pytest-xdist's own groups hang when a process
+is lost.
 """
 
 import fcntl
@@ -22,7 +22,8 @@ _LONGEST = 12_000  # characters of one failure
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """`outcome`: passed, failed or skipped. `text`: a skip's reason, or a failure with what was printed."""
+    """One test. `outcome`: passed, failed or skipped. `text`: the reason of a skip, or a failure with the test's
+    output."""
 
     name: str
     outcome: str
@@ -31,7 +32,7 @@ class Kept:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--keep-reports", default="", help="a line of JSON for each test, into this file")
+    parser.addoption("--keep-reports", default="", help="write a line of JSON for each test into this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,7 +45,7 @@ class _Keeper:
         self._path = path
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test's account is its call's, or that of the first other part that did not pass."""
+        """Store the test's call, or the first other phase that did not pass."""
         if report.when == "call" or not report.passed:
             self._keep(Kept(report.nodeid, report.outcome, report.duration, _text(report)))
 
@@ -59,7 +60,7 @@ class _Keeper:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Its reports are with the other process by the time it returns. The wait for the GPU is not the test's time."""
+    """End the process after a test that lost the GPU's context. Waiting for the GPU is not the test's time."""
     with _alone() if item.get_closest_marker("whole_gpu") else nullcontext():
         result = yield
     if _computes_for_another(item.config):
@@ -71,7 +72,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """The lock goes with the process that has it."""
+    """Hold a file lock, which the system releases when the process ends."""
     with (Path(tempfile.gettempdir()) / f"tandem-whole-gpu-{os.getuid()}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -82,7 +83,7 @@ def _computes_for_another(config: pytest.Config) -> bool:
 
 
 def _gpu_is_lost() -> bool:
-    """An illegal access or a failed assertion of a kernel leaves the process no context."""
+    """Whether an illegal access or a failed assertion of a kernel has destroyed the process's context."""
     import torch
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -95,7 +96,7 @@ def _gpu_is_lost() -> bool:
 
 
 def _give_back() -> None:
-    """What torch keeps of a test's memory: processes share the device."""
+    """Release the memory that torch caches, because processes share the device."""
     import torch
 
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -112,7 +113,7 @@ def _text(report: pytest.TestReport) -> str:
 
 
 def _within(text: str) -> str:
-    """Beginning and end: where it was, and what it came to."""
+    """Return the beginning and the end of a long text."""
     half = _LONGEST // 2
     return (
         text if len(text) <= _LONGEST else f"{text[:half]}\n... {len(text) - _LONGEST} characters ...\n{text[-half:]}"

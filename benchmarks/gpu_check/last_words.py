@@ -1,6 +1,6 @@
-"""Where the processes stand that a section started: asked before they are ended, for a hang leaves no error.
+"""Make a section's processes print their stacks before they are ended, because a hang leaves no error.
 
-Python's own handler prints the stack of every thread at SIGABRT, where PYTHONFAULTHANDLER is set; the process ends.
+Python's fault handler prints the stacks of all threads at SIGABRT if PYTHONFAULTHANDLER is set; then the process ends.
 """
 
 import os
@@ -13,7 +13,7 @@ _WRITING_S = 1.5
 
 
 def ask_for_stacks(parent: int) -> None:
-    """Of all Python processes below it. Returns when whoever reads their output had time to."""
+    """Send SIGABRT to all Python processes below this one. Returns when their output has had time to arrive."""
     asked = [pid for pid in descendants(parent) if _is_python(pid)]
     for pid in asked:
         send(pid, signal.SIGABRT)
@@ -22,7 +22,7 @@ def ask_for_stacks(parent: int) -> None:
 
 
 def descendants(parent: int) -> list[int]:
-    """Children before their own children."""
+    """Return all descendants of a process, children before their own children."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

@@ -1,4 +1,4 @@
-"""What a section left in its folder, as an outcome: whether the goal is met, and what is told. Half a result, too."""
+"""Turn the files of a section into an outcome: whether the goal is met, and the report. Accepts incomplete results."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def read_handoff(title: str, folder: Path, said: str, is_tiny: bool) -> Outcome:
         min((cell["figures"][figure] for cell in large), default=0.0)
         for figure in ("hand_off_ratio", "data_path_ratio")
     )
-    # The goal is that of memory on the device; what stages through the host is told, and judged by nobody.
+    # The goal is that of device memory. Transports that stage through the host are reported without a goal.
     is_judged = "cuda_ipc" in title and not is_tiny
     verdict = Verdict.MISSED if is_judged and worst < HANDOFF_GOAL else Verdict.PASSED
     lines = (

@@ -1,4 +1,4 @@
-"""What a check of a GPU found, section by section: printed and kept as each one ends, so that a cut run still tells."""
+"""The results of a GPU check, section by section. Each section is printed and stored as it ends."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One section. `lines`: Markdown for people; `figures`: the same and more, for machines."""
+    """One section. `lines`: Markdown for people. `figures`: the same and more, for programs."""
 
     name: str
     verdict: Verdict
@@ -28,7 +28,7 @@ class Outcome:
 
 
 class Report:
-    """Owns the two files. Each `add` writes them anew, whole."""
+    """Owns the two files. Each `add` rewrites them as a whole."""
 
     def __init__(self, folder: Path, about: Mapping[str, str]) -> None:
         self._folder = folder

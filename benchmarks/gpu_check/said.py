@@ -1,4 +1,4 @@
-"""What a process said, cut to what somebody reads who wants to know what went wrong. Pure."""
+"""Shorten a process's output to what explains a failure. Pure."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ _MOST_FRAMES = 8  # of one thread, the innermost
 
 
 def condensed(lines: Iterable[str], ours: str) -> list[str]:
-    """Without the threads that are in no code of `ours` (a folder), and without the outer frames of the others."""
+    """Remove threads that run no code of `ours` (a folder), and the outer frames of the others."""
     kept: list[str] = []
     thread: list[str] | None = None  # of the stacks that are being read
     for line in lines:

@@ -1,4 +1,4 @@
-"""What is checked, in order: each section is a program of its own, so that a crash of one leaves the others."""
+"""The sections of the check, in order. Each is a separate program, so a crash of one does not affect the others."""
 
 import os
 import re
@@ -12,15 +12,15 @@ from benchmarks.gpu_check.readings import read_engine, read_handoff, read_servin
 from benchmarks.gpu_check.report import Outcome
 
 SECONDS_LEFT = "SECONDS_LEFT"
-_TINY_PATIENCE = 4.0  # times the budget: a small check runs on any processor, beside whatever else that does
+_TINY_TIME_FACTOR = 4.0  # times the budget: a small check runs on any processor, beside whatever else that does
 _MOST_PROCESSES = 8  # of tests, each with its own half gigabyte of the GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """`read` makes the outcome from the folder that `command` wrote into, and from what it printed: also of one that
-    was cut at `budget_s`. Another status than these is a failure whatever it wrote. Those before it leave it `least_s`.
-    SECONDS_LEFT in the command becomes what it has. `absent`: why it is not begun at all, or nothing."""
+    """`read` makes the outcome from the folder that `command` wrote and from its output, also after a cut at
+    `budget_s`. An exit status outside `statuses` is a failure. The sections before it leave it at least `least_s`.
+    SECONDS_LEFT in the command becomes the remaining time. `absent`: the reason why it cannot run, or empty."""
 
     name: str
     command: tuple[str, ...]
@@ -34,8 +34,8 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """`is_tiny`: everything in small on a CPU, to see that the check itself works."""
+class CheckSetup:
+    """`is_tiny`: run a small version of every section on a CPU, to test the check itself."""
 
     python: str
     folder: Path
@@ -46,37 +46,37 @@ class Means:
         return "cpu" if self.is_tiny else "cuda"
 
 
-def sections(means: Means) -> list[Section]:
-    factor = _TINY_PATIENCE if means.is_tiny else 1.0
-    return [replace(section, budget_s=factor * section.budget_s) for section in _sections(means)]
+def sections(setup: CheckSetup) -> list[Section]:
+    factor = _TINY_TIME_FACTOR if setup.is_tiny else 1.0
+    return [replace(section, budget_s=factor * section.budget_s) for section in _sections(setup)]
 
 
-def _sections(means: Means) -> list[Section]:
-    tiny = ("--tiny",) if means.is_tiny else ()
-    bench = (means.python, "-m")
+def _sections(setup: CheckSetup) -> list[Section]:
+    tiny = ("--tiny",) if setup.is_tiny else ()
+    bench = (setup.python, "-m")
     handoffs = [
-        _handoff(means, transport) for transport in (("shm",) if means.is_tiny else ("cuda_ipc", "nccl", "nixl"))
+        _handoff(setup, transport) for transport in (("shm",) if setup.is_tiny else ("cuda_ipc", "nccl", "nixl"))
     ]
     return [
-        _tests(means, "Golden tokens, every attention back end", "golden", 80.0),
-        _tests(means, "CUDA graphs and steady steps", "steady", 45.0),
-        _tests(means, "Kernels, digests, NCCL, cuda_ipc", "kernels", 70.0),
+        _tests(setup, "Golden tokens, every attention back end", "golden", 80.0),
+        _tests(setup, "CUDA graphs and steady steps", "steady", 45.0),
+        _tests(setup, "Kernels, digests, NCCL, cuda_ipc", "kernels", 70.0),
         *handoffs,
         Section(
             "A Llama's shape",
-            (*bench, "benchmarks.gpu_engine", *_folder(means), *tiny),
+            (*bench, "benchmarks.gpu.engine", *_folder(setup), *tiny),
             100.0,
             read_engine,
             least_s=60.0,
         ),
         Section(
             "A whole cluster, and kill -9",
-            (*bench, "benchmarks.gpu_serving", "--seconds", SECONDS_LEFT, *_folder(means), *tiny),
+            (*bench, "benchmarks.gpu.serving", "--seconds", SECONDS_LEFT, *_folder(setup), *tiny),
             440.0,  # whatever is left
             read_serving,
             least_s=180.0,
         ),
-        replace(_handoff(means, "tcp"), is_extra=True),
+        replace(_handoff(setup, "tcp"), is_extra=True),
     ]
 
 
@@ -85,8 +85,8 @@ _TESTS = {
     "steady": ("tests/cuda/test_steady_steps.py", "tests/unit/test_fused_forward.py", "tests/unit/test_sampler.py"),
     "kernels": (
         "tests/unit/test_triton_paged.py",
-        "tests/unit/test_digest_triton.py",
-        "tests/unit/test_digest.py",
+        "tests/unit/test_digest_kernel.py",
+        "tests/unit/test_digests.py",
         "tests/unit/test_cuda_copy.py",
         "tests/unit/test_cuda_memory.py",
         "tests/unit/test_capacity.py",
@@ -98,16 +98,16 @@ _TESTS = {
 }
 
 
-def _tests(means: Means, title: str, group: str, budget_s: float) -> Section:
-    """In small: what of the same files needs no GPU."""
+def _tests(setup: CheckSetup, title: str, group: str, budget_s: float) -> Section:
+    """Return the section of a group of tests; in small, the tests of the same files that need no GPU."""
     kept = f"{group}.jsonl"
-    files = ("tests/unit/test_digest.py",) if means.is_tiny else _TESTS[group]
+    files = ("tests/unit/test_digests.py",) if setup.is_tiny else _TESTS[group]
     command = tests_run.command(
-        means.python,
+        setup.python,
         files,
-        means.folder / kept,
-        marker="not cuda and not slow" if means.is_tiny else "cuda and not slow",
-        num_processes=1 if means.is_tiny else min(_MOST_PROCESSES, max(2, (os.cpu_count() or 2) // 2)),
+        setup.folder / kept,
+        marker="not cuda and not slow" if setup.is_tiny else "cuda and not slow",
+        num_processes=1 if setup.is_tiny else min(_MOST_PROCESSES, max(2, (os.cpu_count() or 2) // 2)),
     )
     return Section(
         title,
@@ -120,26 +120,26 @@ def _tests(means: Means, title: str, group: str, budget_s: float) -> Section:
     )
 
 
-def _handoff(means: Means, transport: str) -> Section:
+def _handoff(setup: CheckSetup, transport: str) -> Section:
     title = f"Hand-off between two processes by {transport}"
-    kept = means.folder / transport
-    small = ("--quick",) if means.is_tiny else ()
+    kept = setup.folder / transport
+    small = ("--quick",) if setup.is_tiny else ()
     digests = ("--digests",) if transport in ("cuda_ipc", "shm") else ()
     command = (
-        *(means.python, "-m", "benchmarks.kv", "--device", means.device, "--transports", transport),
+        *(setup.python, "-m", "benchmarks.kv", "--device", setup.device, "--transports", transport),
         *("--output", str(kept), "--keep", *small, *digests),
     )
     return Section(
         title,
         command,
         40.0,
-        lambda folder, said: read_handoff(title, folder / transport, said, means.is_tiny),
+        lambda folder, said: read_handoff(title, folder / transport, said, setup.is_tiny),
         absent=_why_absent(transport),
     )
 
 
 def _why_absent(transport: str) -> str:
-    """What spares a process that could only say the same."""
+    """Return why a transport cannot run here, which saves starting a process that could only report the same."""
     if transport == "nixl" and not found_version("nixl-cu13"):
         return "The wheel of NIXL is not here."
     if transport == "nccl":
@@ -155,5 +155,5 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
-def _folder(means: Means) -> tuple[str, ...]:
-    return ("--output", str(means.folder))
+def _folder(setup: CheckSetup) -> tuple[str, ...]:
+    return ("--output", str(setup.folder))

@@ -1,6 +1,6 @@
-"""python3 -m benchmarks.gpu_check.slimmed FOLDER: takes out of the wheels in there what no check of ours uses.
+"""`python3 -m benchmarks.gpu_check.slimmed FOLDER`: remove from the wheels in a folder what no check uses.
 
-What may travel to a machine without a network is often bounded. Standard library only.
+The size of what may be transferred to a machine without a network is often limited. Standard library only.
 """
 
 import sys
@@ -19,7 +19,8 @@ def main() -> None:
 
 
 def slim(wheel: Path, unused: tuple[str, ...]) -> bool:
-    """Whether anything was taken out. Its record no longer names it either: pip installs what both name."""
+    """Remove unused files from a wheel and from its record, because pip installs only what both name. Return whether
+    any was removed."""
     slimmer = wheel.with_suffix(".slim")
     with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(slimmer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as kept:
         names = [name for name in whole.namelist() if not name.startswith(unused)]

@@ -1,6 +1,6 @@
-"""The tests marked `cuda`, run by pytest in a process of their own, and what their reports say.
+"""Run the tests marked `cuda` by pytest in another process, and read their reports.
 
-On a machine with a GPU a test that skips has not been run: that is a failure, unless what it lacks is a wheel.
+On a machine with a GPU a skipped test is a failure, unless it lacks a wheel.
 """
 
 import json
@@ -27,7 +27,7 @@ _ERROR_LINE = re.compile(r"^E\s+(.*\S)", re.M)
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Of one run of pytest."""
+    """The results of one run of pytest."""
 
     passed: tuple[Kept, ...]
     failed: tuple[Kept, ...]
@@ -54,7 +54,7 @@ class Account:
 
 
 def read_account(kept_reports: Path) -> Account:
-    """Raises FileNotFoundError where pytest did not get as far as its first test."""
+    """Read the reports. Raises FileNotFoundError if pytest did not reach its first test."""
     kinds: dict[str, list[Kept]] = {"passed": [], "failed": [], "skipped": [], "wanting": []}
     for line in kept_reports.read_text().splitlines():
         kept = Kept(**json.loads(line))
@@ -70,7 +70,7 @@ def command(python: str, tests: Sequence[str], kept: Path, *, marker: str, num_p
 
 
 def _told(kept: Kept) -> str:
-    """In a line: the reason, or the error's last own words."""
+    """Return one line: the reason of a skip, or the error's last line of its own."""
     errors = _ERROR_LINE.findall(kept.text)
     lines = [errors[0]] if errors else [line.strip() for line in kept.text.splitlines() if line.strip()]
     return f"{kept.name.removeprefix('tests/')}: {lines[-1] if lines else 'no reason given'}"[:300]

@@ -1,4 +1,4 @@
-"""What a benchmark sends and when: arrivals and lengths, drawn or read from a trace. Pure; randomness is an argument.
+"""The requests of a benchmark: arrival times and lengths, drawn or read from a trace. Randomness is an argument.
 
 Traces: Azure LLM inference (CSV: TIMESTAMP, ContextTokens, GeneratedTokens) and Mooncake (JSONL: timestamp in ms,
 input_length, output_length, hash_ids, one per 512-token block that covers its block and all before it).
@@ -21,7 +21,8 @@ _AZURE_COLUMNS = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request to come. Requests whose `prefix_ids` begin alike begin with the same tokens, `prefix_block` each."""
+    """One planned request. Requests share a prefix of `prefix_block` tokens per leading prefix id that they have in
+    common."""
 
     at_s: float  # from the start of the run
     prompt_tokens: int
@@ -33,7 +34,7 @@ class Arrival:
 def poisson(
     rate_rps: float, num_requests: int, prompt_tokens: int, output_tokens: int, random: Random
 ) -> list[Arrival]:
-    """Independent arrivals at a mean rate; the first one after its own gap."""
+    """Draw independent arrivals at a mean rate; the first one comes after a drawn gap."""
     at_s, arrivals = 0.0, []
     for _ in range(num_requests):
         at_s += random.expovariate(rate_rps)
@@ -42,7 +43,7 @@ def poisson(
 
 
 def read_trace(path: Path, limit: int | None, random: Random) -> list[Arrival]:
-    """By what the file holds, not by its name. From time 0. Raises ConfigError."""
+    """Read a trace; its content decides the format. The first arrival is at time 0. Raises ConfigError."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             first = file.readline()
@@ -53,7 +54,7 @@ def read_trace(path: Path, limit: int | None, random: Random) -> list[Arrival]:
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--trace {path} is neither an Azure CSV nor a Mooncake JSONL: {error}") from error
     if not arrivals:
-        raise ConfigError(f"--trace {path} holds no request")
+        raise ConfigError(f"--trace {path} contains no request")
     if first.startswith("{"):
         arrivals = _spread(arrivals, random)
     begin_s = arrivals[0].at_s
@@ -61,7 +62,7 @@ def read_trace(path: Path, limit: int | None, random: Random) -> list[Arrival]:
 
 
 def scaled(arrivals: Sequence[Arrival], *, time_scale: float, length_scale: float) -> list[Arrival]:
-    """Times and lengths multiplied; a block of shared prefix with them. Nothing gets shorter than one token."""
+    """Multiply times and lengths, the blocks of shared prefixes included. The minimum length is one token."""
     return [
         Arrival(
             at_s=arrival.at_s * time_scale,
@@ -75,7 +76,7 @@ def scaled(arrivals: Sequence[Arrival], *, time_scale: float, length_scale: floa
 
 
 def clipped(arrivals: Sequence[Arrival], max_model_len: int) -> tuple[list[Arrival], int]:
-    """Prompts and outputs cut to what the model holds, and how many were."""
+    """Cut prompts and outputs to the model's maximum length. Return the arrivals and the number of changed ones."""
     fitting = []
     for arrival in arrivals:
         prompt_tokens = min(arrival.prompt_tokens, max_model_len - 1)
@@ -85,7 +86,7 @@ def clipped(arrivals: Sequence[Arrival], max_model_len: int) -> tuple[list[Arriv
 
 
 def prompt_ids(arrival: Arrival, number: int, vocab_size: int, seed: int) -> list[int]:
-    """Random tokens; equal prefixes for equal prefix ids, never equal for others. `number` tells requests apart."""
+    """Return random tokens. Equal prefix ids give equal prefixes. `number` makes the rest of each request unique."""
     ids: list[int] = []
     for prefix_id in arrival.prefix_ids:
         if len(ids) >= arrival.prompt_tokens:
@@ -126,7 +127,8 @@ def _mooncake(lines: Iterable[str]) -> Iterator[Arrival]:
 
 
 def _spread(arrivals: Sequence[Arrival], random: Random) -> list[Arrival]:
-    """Each somewhere in its cell of the grid: a burst every three seconds is an artefact of the rounding."""
+    """Move each arrival to a random time within its cell of the grid: a burst every three seconds would be an artefact
+    of the rounding."""
     moved = [_moved(arrival, arrival.at_s + random.uniform(0, _MOONCAKE_GRID_S)) for arrival in arrivals]
     return sorted(moved, key=lambda arrival: arrival.at_s)
 

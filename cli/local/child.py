@@ -1,7 +1,8 @@
-"""One child process: started, heard, ended.
+"""One child process: its start, its output and its end.
 
-Owns the process and the tasks that read its output. The child says `ready name=value ...` on stdout when it is; every
-other line is log. It cannot outlive us, and a Ctrl-C in the terminal does not reach it: we end it, in order.
+Owns the process and the tasks that read its output. The child prints `ready name=value ...` on stdout when it is ready;
+every other line is log. It cannot outlive its parent, and a Ctrl-C in the terminal does not reach it: the parent ends
+its children in order.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ _MAX_LINE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run. `environment` is added to our own."""
+    """The command of a child. `environment` is added to the parent's."""
 
     name: str
     arguments: tuple[str, ...]
@@ -40,7 +41,7 @@ class ChildEnd:
 
 
 class Child:
-    """Made by `start`. `echo` gets each line of its log as it comes."""
+    """Created by `start`. `echo` receives each line of its log."""
 
     def __init__(self, process: Process, echo: Callable[[str], None]) -> None:
         self._process = process
@@ -72,7 +73,7 @@ class Child:
         return self._process.pid
 
     async def ready(self) -> dict[str, str] | None:
-        """The fields of its ready line; None when it ended without one."""
+        """Wait for the ready line and return its fields; None if the child ended without one."""
         ended = asyncio.ensure_future(self.wait())
         events: list[asyncio.Future[Any]] = [self._ready, ended]
         await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
@@ -80,20 +81,20 @@ class Child:
         return self._ready.result() if self._ready.done() else None
 
     async def wait(self) -> ChildEnd:
-        """Until it has ended and its last line is read."""
+        """Wait until it has ended and its output is read."""
         status = await self._process.wait()
         await asyncio.wait(self._readers, timeout=1.0)  # a grandchild may hold the pipe open
         return ChildEnd(status, tuple(self._lines))
 
     def terminate(self) -> None:
-        """Asks it to finish its work and leave."""
+        """Ask it to finish its work and exit."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
 
     async def close(self) -> None:
-        """After its end: whoever still holds its output is no longer heard."""
+        """Stop reading its output, after its end: a grandchild may still hold the pipe."""
         for reader in self._readers:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
@@ -106,7 +107,7 @@ class Child:
         while True:
             try:
                 line = await stream.readline()
-            except ValueError:  # a line beyond all measure; the stream goes on behind it
+            except ValueError:  # a line longer than the limit; the stream continues after it
                 continue
             if not line:
                 return

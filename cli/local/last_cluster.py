@@ -1,4 +1,4 @@
-"""Where a client command finds the cluster: told, from TANDEM_ADDRESS, or the one last started here."""
+"""How a client command finds the cluster: by --address, TANDEM_ADDRESS, or the cluster last started on this machine."""
 
 import json
 import os
@@ -12,7 +12,8 @@ from cluster.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LastCluster:
-    """What `tandem up` leaves for other commands while it runs. `grpc` and `http` are its first router's addresses."""
+    """The file that `tandem up` keeps for other commands while it runs. `grpc` and `http` are its first router's
+    addresses."""
 
     grpc: str
     http: str
@@ -22,12 +23,13 @@ class LastCluster:
 
     @property
     def address(self) -> str:
-        """Of all its routers, with commas."""
+        """The gRPC addresses of all its routers, comma-separated."""
         return ",".join((self.grpc, *self.more_grpc))
 
 
 def remember(cluster: LastCluster, environment: Mapping[str, str] | None = None) -> str:
-    """Until it is forgotten, or its process is gone. Answers why that cannot be, such as a full disk; empty: it is."""
+    """Write the file; it is valid until `forget` or the end of the process. Return why it cannot be written, or an
+    empty string."""
     folder = _folder(os.environ if environment is None else environment)
     draft = folder / f"draft-{cluster.pid}"
     try:
@@ -45,20 +47,20 @@ def remember(cluster: LastCluster, environment: Mapping[str, str] | None = None)
 
 
 def forget(pid: int, environment: Mapping[str, str] | None = None) -> None:
-    """Others that run here stay."""
+    """Delete the file of this process, and no other."""
     with suppress(OSError):  # a folder that cannot be written
         (_folder(os.environ if environment is None else environment) / f"cluster-{pid}.json").unlink(missing_ok=True)
 
 
 def running(environment: Mapping[str, str]) -> list[LastCluster]:
-    """Those that run here, the one that was started last first."""
+    """Return the clusters that run on this machine, the newest first."""
     found = [path for path in _folder(environment).glob("cluster-*.json") if _lives(path)]
     read = [(started_ns, cluster) for path in found if (cluster := _read(path)) and (started_ns := _written_ns(path))]
     return [cluster for _, cluster in sorted(read, key=lambda each: each[0], reverse=True)]
 
 
 def find_tls_ca(told: str | None, address: str, environment: Mapping[str, str] | None = None) -> str | None:
-    """PEM file to judge the router at `address` by; None: it is reached in plaintext."""
+    """Return the PEM file that verifies the router at `address`; None means plaintext."""
     environment = os.environ if environment is None else environment
     if told or environment.get("TANDEM_TLS_CA"):
         return told or environment["TANDEM_TLS_CA"]
@@ -66,23 +68,23 @@ def find_tls_ca(told: str | None, address: str, environment: Mapping[str, str] |
 
 
 def find_address(told: str | None, environment: Mapping[str, str] | None = None) -> str:
-    """gRPC host:port of a router, or of several with commas. Raises ConfigError."""
+    """Return the gRPC host:port of a router, or of several, comma-separated. Raises ConfigError."""
     environment = os.environ if environment is None else environment
     address = told or environment.get("TANDEM_ADDRESS")
     if address:
         for one in address.split(","):
             host, separator, port = one.strip().rpartition(":")
             if not (host and separator and port.isdigit()):
-                raise ConfigError(f"an address is host:port, not {one!r}")
+                raise ConfigError(f"an address must be host:port, not {one!r}")
         return address
     found = running(environment)
     if not found:
-        raise ConfigError("no cluster runs here; start one with `tandem up`, or give --address host:port")
+        raise ConfigError("no cluster runs on this machine; start one with `tandem up`, or give --address host:port")
     return found[0].address
 
 
 def _folder(environment: Mapping[str, str]) -> Path:
-    """In the user's run-time folder, which ends with the session; else in the cache."""
+    """Return a folder in XDG_RUNTIME_DIR, which is deleted with the session, else in the user's cache."""
     runtime = environment.get("XDG_RUNTIME_DIR")
     return Path(runtime or environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
 
@@ -92,7 +94,7 @@ def _lives(path: Path) -> bool:
 
 
 def _read(path: Path) -> LastCluster | None:
-    """None: it has just been forgotten, or another version wrote it."""
+    """Return None if the file has just been deleted or another version wrote it."""
     try:
         values = json.loads(path.read_text())
         more_grpc = tuple(values.get("more_grpc", ()))

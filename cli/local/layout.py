@@ -1,4 +1,4 @@
-"""Which processes a cluster on one machine is made of, and with which arguments. Decides; starts nothing."""
+"""The processes of a cluster on one machine and their arguments. This module starts no process."""
 
 import dataclasses
 import secrets
@@ -12,14 +12,14 @@ from cluster.errors import ConfigError
 from cluster.messages import Role
 from cluster.settings.config import RouterConfig, WorkerConfig
 
-# A secret goes where `ps` does not show it.
+# Secrets are passed in the environment, because `ps` shows arguments.
 _BY_ENVIRONMENT = frozenset({"api_key", "redis"})
 _LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """How many workers. Without a prefill pool the decode workers prefill too: the colocated baseline."""
+    """The number of workers of each role. Without prefill workers the decode workers prefill too (colocated)."""
 
     num_prefill: int
     num_decode: int
@@ -33,7 +33,7 @@ class Pools:
         return prefill + [Slot(Role.DECODE, number) for number in range(self.num_decode)]
 
     def rank(self, slot: Slot) -> int:
-        """Its own among all workers of the machine; those of the beginning come first."""
+        """Return the rank of this slot among all workers of the machine. The workers of the first start come first."""
         first = self.slots()
         if slot in first:
             return first.index(slot)
@@ -47,18 +47,18 @@ class Pools:
 
 
 def threads_per_worker(num_cores: int, num_workers: int) -> int:
-    """Workers that share a core stall at each other's barriers: each gets its own."""
+    """Divide the cores: workers that share a core would wait for each other at every barrier."""
     return max(1, num_cores // num_workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """`flags` by field name, as given to `tandem up`; each process takes those it knows. `suffix`: of members' ids,
-    where others register in the same Redis and plain ones could be taken."""
+    """`flags` by field name, as given to `tandem up`; each process gets those that it supports. `suffix` is added to
+    member ids when the Redis is shared, because plain ids could belong to another cluster."""
 
     flags: Mapping[str, object]
     num_threads: int  # of a worker
-    first: Pools  # the cluster begins with
+    first: Pools  # at the first start
     suffix: str = ""
 
     def router(self, number: int, ports: "Ports") -> ChildSpec:
@@ -69,7 +69,7 @@ class Layout:
     def worker(self, slot: Slot) -> ChildSpec:
         mine = self._known(WorkerConfig)
         mine.setdefault("num_threads", self.num_threads)
-        mine["port"] = mine["health_port"] = 0  # those of `tandem up` are the router's
+        mine["port"] = mine["health_port"] = 0  # the ports given to `tandem up` are the router's
         mine["local_rank"], mine["local_world_size"] = self.first.rank(slot), self.first.num_workers
         threads = {"OMP_NUM_THREADS": str(mine["num_threads"]), "TOKENIZERS_PARALLELISM": "false"}
         return _spec(str(slot), f"{slot.role}_worker", {**mine, "member_id": self.member_id(str(slot))}, threads)
@@ -84,14 +84,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Of one router. 0: a free one."""
+    """The ports of one router. 0: a free port."""
 
     http: int
     grpc: int
 
 
 def router_ports(first: Ports, count: int) -> list[Ports]:
-    """The first router's as told, the others' the numbers after them. Raises ConfigError."""
+    """Return the given ports for the first router and the following numbers for the others. Raises ConfigError."""
     ports = [Ports(*(port + i if port else 0 for port in (first.http, first.grpc))) for i in range(count)]
     told = [port for each in ports for port in (each.http, each.grpc) if port]
     if len(set(told)) < len(told) or max(told, default=0) > _LAST_PORT:

@@ -1,6 +1,6 @@
-"""A cluster on this machine: Redis, its routers and workers, from nothing to the first answer and back.
+"""A cluster on this machine: starts and stops Redis, the workers and the routers.
 
-Owns their order: Redis first and last, routers after their workers at the start and before them at the end.
+Owns the order: Redis starts first and stops last; routers start after the workers and stop before them.
 """
 
 import asyncio
@@ -19,33 +19,33 @@ from cluster.registry.redis_server import RedisServer
 from cluster.registry.registry import Registry
 from cluster.serving.serving import open_channel
 from cluster.serving.tls import ClusterTls
-from cluster.worker_loads import WorkerLoads
+from worker.loads import WorkerLoads
 
-_LEAVE_S = 5.0  # beside the grace of a drain
+_LEAVE_S = 5.0  # in addition to the grace period of a drain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`flags` by field name; `redis` empty: one of our own."""
+    """`flags` by field name. `redis`: its URL; empty: the cluster starts its own."""
 
     pools: Pools
     routers: Sequence[Ports]
     flags: Mapping[str, object]
     redis: str
     cluster_name: str
-    member_lease_s: float
+    registration_ttl_s: float
     api_key: str
     num_threads: int
     start_timeout_s: float
     drain_grace_s: float
-    tls: ClusterTls | None = None  # as the processes have it by their flags
+    tls: ClusterTls | None = None  # the files that the processes get by their flags
 
 
 class LocalCluster:
-    """`start`, then `drain` to let it finish what it has in hand, then always `close`.
+    """Call `start`, then `drain` to let running requests finish, and always `close` at the end.
 
-    `grpc` and `http` are the first router's addresses (host:port), once started, `more_grpc` the others'. `say` gets
-    what a person should know, `echo(name, line)` the processes' logs.
+    After `start`, `grpc` and `http` are the first router's addresses (host:port) and `more_grpc` the gRPC addresses of
+    the others. `say` receives messages for the user, `echo(name, line)` the log lines of the processes.
     """
 
     def __init__(self, plan: Plan, *, say: Callable[[str], None], echo: Callable[[str, str], None]) -> None:
@@ -61,10 +61,10 @@ class LocalCluster:
         self.more_grpc: tuple[str, ...] = ()
 
     async def start(self) -> None:
-        """Returns when the first request would succeed.
+        """Return when the cluster can serve a request.
 
-        Raises ConfigError when a setting is refused, RegistryUnavailable when the Redis that was named does not answer,
-        Unavailable when a process does not come up.
+        Raises ConfigError when a setting is refused, RegistryUnavailable when the Redis of --redis does not answer, and
+        Unavailable when a process does not become ready.
         """
         self._redis_url = await self._find_redis()
         self._layout = Layout(
@@ -79,17 +79,18 @@ class LocalCluster:
                 await self._start_routers()
         except TimeoutError:
             raise Unavailable(
-                f"not ready after {self._plan.start_timeout_s:g} s; a large model may need more --start-timeout-s"
+                f"the cluster is not ready after {self._plan.start_timeout_s:g} s; a large model may need a longer "
+                "--start-timeout-s"
             ) from None
 
     async def failed(self) -> None:
-        """Waits for, and raises, what ends the whole."""
+        """Wait for the error that ends the cluster, and raise it."""
         await self._supervisor.failed()
 
     async def follow_target(self) -> None:
-        """Keeps the pools as large as `tandem scale` says, until cancelled."""
+        """Keep the pools at the sizes that `tandem scale` sets, until cancelled."""
         plan = self._plan
-        registry = Registry(url=self._redis_url, cluster_name=plan.cluster_name, lease_s=plan.member_lease_s)
+        registry = Registry(url=self._redis_url, cluster_name=plan.cluster_name, ttl_s=plan.registration_ttl_s)
         follower = PoolFollower(
             supervisor=self._supervisor,
             registry=registry,
@@ -105,20 +106,21 @@ class LocalCluster:
             await registry.close()
 
     async def drain(self) -> None:
-        """The routers first: their workers are still there to finish what they have in hand."""
+        """Let the running requests finish. Routers stop first, because their workers must still serve those
+        requests."""
         names = list(self._supervisor.pids())
         routers = [name for name in names if name.startswith(Role.ROUTER)]
         await self._supervisor.stop(routers, self._grace_s)
         await self._supervisor.stop([name for name in names if name not in routers], self._grace_s)
 
     async def close(self) -> None:
-        """Nothing is left when this returns."""
+        """Stop everything. No process is left when this returns."""
         await self._supervisor.close()
         if self._redis is not None:
             await self._redis.stop()
 
     def pids(self) -> dict[str, int]:
-        """Of routers and workers that run now."""
+        """Return the process ids of the routers and workers that run now."""
         return self._supervisor.pids()
 
     @property
@@ -126,12 +128,13 @@ class LocalCluster:
         return self._plan.drain_grace_s + _LEAVE_S
 
     async def _find_redis(self) -> str:
-        """One of our own, or the one that was named; asked now, not by each worker after it has loaded torch."""
+        """Start a private Redis, or check the one of --redis now, before each worker has spent seconds to load
+        torch."""
         if not self._plan.redis:
             self._redis = await RedisServer.start()
             self._say(f"redis-server at 127.0.0.1:{self._redis.port}")
             return self._redis.url
-        registry = Registry(url=self._plan.redis, cluster_name="ping", lease_s=1.0)
+        registry = Registry(url=self._plan.redis, cluster_name="ping", ttl_s=1.0)
         try:
             await registry.ping()
         except RegistryUnavailable as error:
@@ -150,8 +153,8 @@ class LocalCluster:
         await asyncio.gather(*(self._until_ready(spec.name) for spec in workers))
 
     async def _start_routers(self) -> None:
-        """After the workers: a router connects to those that it finds before it says that it is ready, so its first
-        request already goes the whole way."""
+        """Start the routers after the workers: a router connects to all registered workers before it is ready, so that
+        its first request succeeds."""
         routers = [self._layout.router(number, ports) for number, ports in enumerate(self._plan.routers)]
         self._supervisor.start(routers)
         fields = await asyncio.gather(*(self._until_ready(spec.name) for spec in routers))
@@ -168,7 +171,7 @@ class LocalCluster:
 
 
 async def first_of(*awaited: Coroutine[object, object, object]) -> None:
-    """Runs them together until one has ended; the others are cancelled. Raises what that one raised."""
+    """Run these together until one has ended, then cancel the others. Raises the exception of the first one."""
     tasks = [asyncio.ensure_future(each) for each in awaited]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -181,7 +184,7 @@ async def first_of(*awaited: Coroutine[object, object, object]) -> None:
 
 
 async def _until_serving(address: str, tls: ClusterTls | None) -> None:
-    """Until the router's health service says that it can serve a request."""
+    """Wait until the router's health service reports that it can serve a request."""
     async with open_channel(address, tls) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
         try:
@@ -189,12 +192,12 @@ async def _until_serving(address: str, tls: ClusterTls | None) -> None:
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return
         except grpc.aio.AioRpcError as error:
-            raise Unavailable(f"the router at {address} went away: {error.details()}") from error
+            raise Unavailable(f"the router at {address} ended the health check: {error.details()}") from error
         finally:
             watch.cancel()
-    raise Unavailable(f"the router at {address} never said that it serves")
+    raise Unavailable(f"the router at {address} ended the health check before it was ready")
 
 
 def _same_ports(fields: Mapping[str, str]) -> list[str]:
-    """A router that starts again listens where its clients know it."""
+    """Return flags with the router's present ports, so that it keeps them after a restart."""
     return [f"--port={fields['http'].rpartition(':')[2]}", f"--grpc-port={fields['grpc'].rpartition(':')[2]}"]

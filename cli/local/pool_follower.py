@@ -1,7 +1,7 @@
-"""Keeps the supervised pools as large as the scale target says: starts workers, drains the least busy ones.
+"""Keeps the supervised pools at the sizes of the scale target: starts workers and drains the least busy ones.
 
-Owns the follower's place in the registry. A worker that dies, or is drained by somebody else, is the supervisor's
-business: it is replaced, as the target still counts it.
+Owns the follower's registration. The supervisor replaces a worker that dies or that an operator drains, because the
+target still includes it.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ class PoolFollower:
         grace_s: float,
         say: Callable[[str], None],
     ) -> None:
-        """`first`: the pools as they are now. `loads`: how much each worker has to do, by member id. `grace_s`: for one
-        that is drained."""
+        """`first`: the present pools. `loads` returns the load of each worker by member id. `grace_s`: the time that a
+        drained worker has to leave."""
         name = f"tandem up on {socket.gethostname()}, process {os.getpid()}"
         self._following = Following(registry, name, ScaleTarget(first.num_prefill, first.num_decode))
         self._supervisor = supervisor
@@ -42,10 +42,10 @@ class PoolFollower:
         self._grace_s = grace_s
         self._say = say
         self._reached = 0
-        self._other = ""  # who follows instead
+        self._other = ""  # name of another process that follows the target
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follow the target until cancelled."""
         try:
             async with _waking(self._following.news(), self._supervisor.changed) as wake:
                 while True:
@@ -97,7 +97,7 @@ class PoolFollower:
         return not leaving and not pool_plan(staying, leaving, target, {}) and all(is_up[str(slot)] for slot in staying)
 
     def _slots(self) -> tuple[list[Slot], list[Slot]]:
-        """Of workers that stay and that leave."""
+        """Return the slots of workers that stay and of workers that are leaving."""
         return _workers(self._supervisor.staying()), _workers(self._supervisor.leaving())
 
     def _problem(self) -> str:
@@ -112,12 +112,12 @@ def _workers(names: Mapping[str, bool] | list[str]) -> list[Slot]:
 async def _waking(
     news: AsyncGenerator[None, None], changed: Callable[[], Awaitable[None]]
 ) -> AsyncGenerator[asyncio.Event, None]:
-    """Set by news from the registry, and by a change here."""
+    """Yield an event that is set by a change in the registry or in the supervised workers."""
     wake = asyncio.Event()
 
     async def by_news() -> None:
-        async with aclosing(news) as heard:
-            async for _ in heard:
+        async with aclosing(news) as received:
+            async for _ in received:
                 wake.set()
 
     async def by_changes() -> None:

@@ -1,4 +1,4 @@
-"""What a pool's supervisor starts and retires to reach a target. Pure."""
+"""Which workers to start and which to retire so that the pools reach a target. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cluster.messages import Role
 from cluster.registry.scale_target import ScaleTarget
 
-_POOLS = (Role.DECODE, Role.PREFILL)  # who ends requests comes first
+_POOLS = (Role.DECODE, Role.PREFILL)  # decode workers first: every request ends on one
 
 
 @dataclass(frozen=True, slots=True, order=True)

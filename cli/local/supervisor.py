@@ -1,9 +1,9 @@
-"""Keeps a set of child processes alive, from their first start to the end of all.
+"""Keeps a set of child processes running, from their first start until all are stopped.
 
-A child that dies is started again, later each time, and reported with its last lines. One that somebody else asked to
-leave is replaced at once; one that is retired is not. Of those that the whole began with, one whose settings are
-wrong, or that never comes up, ends the whole; those that were added later are tried again and again. Owns the children;
-knows nothing of what they do.
+The supervisor restarts a child that dies, after a growing backoff, and reports its last log lines. It replaces a
+drained child at once and does not replace a retired one. A child of the first start that has wrong settings or never
+becomes ready ends all; a child that was added later is retried without limit. Owns the children and does not depend on
+what they do.
 """
 
 import asyncio
@@ -18,20 +18,22 @@ from cluster.process import ExitStatus
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RestartLimits:
+    """The backoff between two starts of a child, and the number of failed first starts."""
+
     first_backoff_s: float = 0.5
     max_backoff_s: float = 15.0
-    healthy_s: float = 30.0  # one that lived so long starts again without delay
-    first_starts: int = 3  # so often may a child fail before it has ever been ready
+    healthy_s: float = 30.0  # a child that ran for this time restarts after the first backoff
+    first_starts: int = 3  # failed starts before the first ready line that end all
 
 
 @dataclass(slots=True)
 class _Kept:
-    """One child through all its lives."""
+    """One child through all its restarts."""
 
     spec: ChildSpec
     ready: asyncio.Future[dict[str, str]]
-    is_vital: bool  # the whole ends if it never comes up
+    is_vital: bool  # all is ended if it never becomes ready
     child: Child | None = None
     task: asyncio.Task[None] | None = None
     num_failures: int = 0
@@ -43,58 +45,58 @@ class _Kept:
 
 _LEFT = {
     ExitStatus.OK: "was drained",
-    ExitStatus.DRAIN_INCOMPLETE: "was drained, and had work left that goes on elsewhere",
+    ExitStatus.DRAIN_INCOMPLETE: "was drained with work left, which continues elsewhere",
 }
 
 
 class Supervisor:
-    """`say` gets what a person should know, `echo(name, line)` the children's logs."""
+    """`say` receives messages for the user, `echo(name, line)` the log lines of the children."""
 
     def __init__(
-        self, *, say: Callable[[str], None], echo: Callable[[str, str], None], patience: Patience | None = None
+        self, *, say: Callable[[str], None], echo: Callable[[str, str], None], limits: RestartLimits | None = None
     ) -> None:
         self._say = say
         self._echo = echo
-        self._patience = patience or Patience()
+        self._limits = limits or RestartLimits()
         self._kept: dict[str, _Kept] = {}
         self._stopping = False
         self._changed = asyncio.Event()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, specs: Sequence[ChildSpec]) -> None:
-        """Begins to keep these children alive; returns at once."""
+        """Start these children and keep them running. Returns at once."""
         for spec in specs:
             self._begin(spec, is_vital=True)
 
     def add(self, spec: ChildSpec) -> None:
-        """As `start`, for one that the whole can do without."""
+        """Start a child as `start` does, but keep the others running if its start fails."""
         self._begin(spec, is_vital=False)
 
     def retire(self, name: str, grace_s: float) -> None:
-        """Begins to let it go: asks it to leave, kills it if it has not within the grace, says what became of it, and
-        forgets it. Its name is free when it is no longer among those that leave."""
+        """Terminate this child, kill it after `grace_s`, report how it ended and do not restart it. Returns at once.
+        The name can be used again when `leaving` no longer contains it."""
         kept = self._kept[name]
         kept.is_leaving = True
         kept.retiring = asyncio.create_task(self._retire(kept, grace_s), name=f"retire {name}")
         kept.retiring.add_done_callback(self._on_end)
 
     def staying(self) -> dict[str, bool]:
-        """Whether each child that is kept is up now."""
+        """Return for each child that is not retiring whether it is ready now."""
         return {name: kept.is_up for name, kept in self._kept.items() if not kept.is_leaving}
 
     def leaving(self) -> list[str]:
         return [name for name, kept in self._kept.items() if kept.is_leaving]
 
     def problems(self) -> list[str]:
-        """Why those that are not up are not, where that is known."""
+        """Return why children are not ready, where that is known."""
         return [kept.problem for kept in self._kept.values() if kept.problem and not kept.is_leaving]
 
     async def changed(self) -> None:
-        """Waits until a child is up, or is up no more, or has left."""
+        """Wait until a child becomes ready, stops being ready or has left."""
         await self._changed.wait()
 
     async def ready(self, name: str) -> dict[str, str]:
-        """The fields of the child's first ready line. Raises what ended the whole."""
+        """Return the fields of the child's first ready line. Raises the error that ended all."""
         ready = self._kept[name].ready
         events: list[asyncio.Future[Any]] = [ready, self._failed]
         await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
@@ -103,23 +105,23 @@ class Supervisor:
         return ready.result()
 
     async def failed(self) -> None:
-        """Waits for, and raises, what ends the whole."""
+        """Wait for the error that ends all, and raise it."""
         await asyncio.shield(self._failed)
 
     def pids(self) -> dict[str, int]:
-        """Of the children that run now."""
+        """Return the process ids of the children that run now."""
         return {name: kept.child.pid for name, kept in self._kept.items() if kept.child is not None}
 
     def restart_with(self, name: str, arguments: Sequence[str]) -> None:
-        """Adds arguments from its next start on, such as the ports that it was given at its first."""
+        """Add arguments from the child's next start on, such as the ports that it chose at its first start."""
         self._kept[name].spec = self._kept[name].spec.with_arguments(arguments)
 
     async def stop(self, names: Sequence[str], grace_s: float) -> None:
-        """Asks these to leave, kills those that have not within the grace, and keeps none of them alive any more."""
+        """Terminate these children, kill those that still run after `grace_s`, and restart none."""
         self._stopping = True
         leaving = [self._kept[name] for name in names if name in self._kept]
         for kept in leaving:
-            if kept.child is not None and not kept.is_leaving:  # who was asked before would take it for a second signal
+            if kept.child is not None and not kept.is_leaving:  # a second signal would end it at once
                 kept.child.terminate()
         ends = [asyncio.ensure_future(kept.child.wait()) for kept in leaving if kept.child is not None]
         if ends:
@@ -128,28 +130,28 @@ class Supervisor:
                 end.cancel()
         for kept in leaving:
             if kept.child is not None:
-                kept.child.kill()  # nothing, if it left
+                kept.child.kill()  # has no effect if it has ended
 
     def kill(self) -> None:
-        """All of them, now."""
+        """Kill all children now."""
         self._stopping = True
         for kept in self._kept.values():
             if kept.child is not None:
                 kept.child.kill()
 
     async def close(self) -> None:
-        """Nothing is left when this returns."""
+        """Kill all children. No process is left when this returns."""
         self.kill()
         tasks = [task for kept in self._kept.values() for task in (kept.task, kept.retiring) if task is not None]
         for kept in self._kept.values():
             if kept.retiring is not None:
                 kept.retiring.cancel()
-            if kept.task is not None and kept.child is None:  # between two lives; the others end with their child
+            if kept.task is not None and kept.child is None:  # between two starts; the other tasks end with their child
                 kept.task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._failed.cancel()
         if not self._failed.cancelled():
-            self._failed.exception()  # seen: whoever waited has it
+            self._failed.exception()  # marks the exception as retrieved; `failed` raised it to its callers
 
     def _begin(self, spec: ChildSpec, *, is_vital: bool) -> None:
         kept = self._kept[spec.name] = _Kept(spec, asyncio.get_running_loop().create_future(), is_vital)
@@ -157,7 +159,7 @@ class Supervisor:
         kept.task.add_done_callback(self._on_end)
 
     async def _keep(self, kept: _Kept) -> None:
-        backoff_s = self._patience.first_backoff_s
+        backoff_s = self._limits.first_backoff_s
         while not self._stopping:
             began_s = time.monotonic()
             was_up, end = await self._live(kept)
@@ -166,20 +168,20 @@ class Supervisor:
             if was_up and end.status in _LEFT:
                 self._say(f"{kept.spec.name} {_LEFT[ExitStatus(end.status)]}; starting it again")
                 continue
-            if time.monotonic() - began_s >= self._patience.healthy_s:
-                backoff_s = self._patience.first_backoff_s
+            if time.monotonic() - began_s >= self._limits.healthy_s:
+                backoff_s = self._limits.first_backoff_s
             error = self._fatal(kept, end)
             if error is not None:
                 self._fail(error)
                 return
-            self._say(_obituary(kept.spec.name, end, f"starting it again in {backoff_s:g} s"))
+            self._say(_end_report(kept.spec.name, end, f"starting it again in {backoff_s:g} s"))
             kept.problem = f"{kept.spec.name} {_how(end)}"
             self._notify()
             await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, self._patience.max_backoff_s)
+            backoff_s = min(2 * backoff_s, self._limits.max_backoff_s)
 
     async def _live(self, kept: _Kept) -> tuple[bool, ChildEnd]:
-        """One life of a child: whether it was ever up, and its end."""
+        """Run the child once. Return whether it became ready, and how it ended."""
         child = await Child.start(kept.spec, lambda line: self._echo(kept.spec.name, line))
         kept.child = child
         try:
@@ -204,11 +206,11 @@ class Supervisor:
             kept.child.terminate()
             try:
                 async with asyncio.timeout(grace_s):
-                    became = _departure(await kept.child.wait())
+                    became = _retirement(await kept.child.wait())
             except TimeoutError:
                 became = "did not leave in time and was killed"
                 kept.child.kill()
-        elif kept.task is not None:  # between two lives
+        elif kept.task is not None:  # between two starts
             kept.task.cancel()
         if kept.task is not None:
             await asyncio.wait([kept.task])
@@ -217,18 +219,20 @@ class Supervisor:
         self._notify()
 
     def _fatal(self, kept: _Kept, end: ChildEnd) -> TandemError | None:
-        """Why the whole cannot go on, if this end says so."""
+        """Return the error that ends all, if this end of a child is fatal."""
         if kept.ready.done() or not kept.is_vital:
             return None
         kept.num_failures += 1
         if end.status == ExitStatus.CONFIG:
-            return ConfigError(_obituary(kept.spec.name, end, "its settings are refused"))
-        if kept.num_failures >= self._patience.first_starts:
-            return Unavailable(_obituary(kept.spec.name, end, f"it did not start in {kept.num_failures} tries"))
+            return ConfigError(_end_report(kept.spec.name, end, "its settings were refused"))
+        if kept.num_failures >= self._limits.first_starts:
+            return Unavailable(
+                _end_report(kept.spec.name, end, f"it did not become ready in {kept.num_failures} starts")
+            )
         return None
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        """Nobody awaits these tasks while the whole runs: what breaks one must not pass in silence."""
+        """Report an exception of a task. No caller awaits these tasks while the cluster runs."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
@@ -241,7 +245,7 @@ class Supervisor:
             self._failed.set_exception(error)
 
 
-def _obituary(name: str, end: ChildEnd, then: str) -> str:
+def _end_report(name: str, end: ChildEnd, then: str) -> str:
     lines = "".join(f"\n    {name} | {line}" for line in end.last_lines)
     return f"{name} {_how(end)}; {then}{'; its last lines:' if lines else ''}{lines}"
 
@@ -250,8 +254,8 @@ def _how(end: ChildEnd) -> str:
     return f"was killed by signal {-end.status}" if end.status < 0 else f"ended with status {end.status}"
 
 
-def _departure(end: ChildEnd) -> str:
-    """Of one that was retired."""
+def _retirement(end: ChildEnd) -> str:
+    """Say how a retired child ended."""
     if end.status in _LEFT:
         return _LEFT[ExitStatus(end.status)]
     return f"{_how(end)} instead of leaving in order"

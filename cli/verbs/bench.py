@@ -1,4 +1,4 @@
-"""`tandem bench`: an open loop against a running cluster, and its latencies from the scheduled arrivals."""
+"""`tandem bench`: load a running cluster in an open loop; latencies count from the scheduled arrivals."""
 
 import argparse
 import asyncio
@@ -11,8 +11,7 @@ from random import Random
 from typing import Any
 
 from cli import connection
-from cli.load.latency import Objective, report
-from cli.load.open_loop import RequestFailed, open_loop
+from cli.load.open_loop import Objective, RequestFailed, open_loop, report
 from cli.load.workload import Arrival, clipped, poisson, prompt_ids, read_trace, scaled
 from cli.table import table
 from cluster.errors import ConfigError
@@ -26,18 +25,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     connection.add_arguments(parser)
     load = parser.add_argument_group("load: Poisson arrivals of one length, or a trace's arrivals and lengths")
     load.add_argument("--rate", type=float, metavar="RPS", help="mean arrivals per second (default: 2)")
-    load.add_argument("--num-requests", type=int, metavar="N", help="how many; of a trace: at most (default: 100, all)")
-    load.add_argument("--prompt-tokens", type=int, metavar="N", help="of each request (default: 128)")
-    load.add_argument("--output-tokens", type=int, metavar="N", help="of each request (default: 32)")
+    load.add_argument(
+        "--num-requests", type=int, metavar="N", help="number of requests (default: 100, or all of a trace)"
+    )
+    load.add_argument("--prompt-tokens", type=int, metavar="N", help="prompt tokens of each request (default: 128)")
+    load.add_argument("--output-tokens", type=int, metavar="N", help="output tokens of each request (default: 32)")
     load.add_argument("--trace", type=Path, metavar="FILE", help="Azure LLM inference CSV or Mooncake JSONL")
-    load.add_argument("--time-scale", type=float, metavar="X", default=1.0, help="stretch a trace's time (default: 1)")
-    load.add_argument("--length-scale", type=float, metavar="X", default=1.0, help="scale its lengths (default: 1)")
-    load.add_argument("--seed", type=int, metavar="N", default=0, help="of arrivals and prompts (default: 0)")
-    goals = parser.add_argument_group("goodput: requests that keep to these")
-    goals.add_argument("--slo-ttft-s", type=float, metavar="X", help="first token within")
-    goals.add_argument("--slo-itl-s", type=float, metavar="X", help="mean gap between tokens of a request at most")
+    load.add_argument(
+        "--time-scale", type=float, metavar="X", default=1.0, help="factor for a trace's arrival times (default: 1)"
+    )
+    load.add_argument(
+        "--length-scale", type=float, metavar="X", default=1.0, help="factor for a trace's lengths (default: 1)"
+    )
+    load.add_argument("--seed", type=int, metavar="N", default=0, help="seed of arrivals and prompts (default: 0)")
+    goals = parser.add_argument_group("goodput: the rate of requests within these limits")
+    goals.add_argument("--slo-ttft-s", type=float, metavar="X", help="maximum seconds to the first token")
+    goals.add_argument(
+        "--slo-itl-s", type=float, metavar="X", help="maximum mean seconds between two tokens of a request"
+    )
     parser.add_argument(
-        "--timeout-s", type=float, metavar="X", default=600.0, help="deadline of one request (default: 600)"
+        "--timeout-s", type=float, metavar="X", default=600.0, help="timeout of one request in seconds (default: 600)"
     )
     parser.add_argument("--json", action="store_true", help="print one object")
 
@@ -76,7 +83,7 @@ def arrivals_from(arguments: argparse.Namespace) -> list[Arrival]:
         )
     unfit = [flag for flag, value in drawn.items() if value is not None]
     if unfit:
-        raise ConfigError(f"a trace brings its own arrivals and lengths: leave out {', '.join(unfit)}")
+        raise ConfigError(f"a trace has its own arrivals and lengths: leave out {', '.join(unfit)}")
     trace = read_trace(arguments.trace, arguments.num_requests, random)
     return scaled(trace, time_scale=arguments.time_scale, length_scale=arguments.length_scale)
 
@@ -104,7 +111,7 @@ def report_text(figures: Mapping[str, Any]) -> str:
 def _goals(goodput: Mapping[str, Any]) -> str:
     named = {"TTFT": goodput["slo_ttft_s"], "mean ITL": goodput["slo_itl_s"]}
     goals = ", ".join(f"{name} {limit_s:g} s" for name, limit_s in named.items() if limit_s)
-    return f"within {goals}" if goals else "of all that were answered: give goals by --slo-ttft-s and --slo-itl-s"
+    return f"within {goals}" if goals else "of all answered requests: set limits by --slo-ttft-s and --slo-itl-s"
 
 
 async def _bench(arguments: argparse.Namespace, arrivals: list[Arrival]) -> dict[str, object]:
@@ -127,7 +134,7 @@ class _Sender:
     timeout_s: float
 
     async def send(self, number: int, arrival: Arrival) -> AsyncGenerator[int, None]:
-        """Exactly as many tokens as planned: greedy, past every end of sequence."""
+        """Generate exactly the planned number of tokens: greedy, ignoring the end of sequence."""
         generation = self.client.generate(
             token_ids=self.prompts[number],
             model=self.model,

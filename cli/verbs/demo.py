@@ -1,7 +1,7 @@
-"""`tandem demo`, as `make demo` runs it: the whole path once, on this machine, with the demo model.
+"""`tandem demo`, which `make demo` runs: one prompt through a whole cluster on this machine, with the demo model.
 
-Redis, a router, one prefill and one decode worker; one prompt over gRPC, its tokens as they come, and where its time
-went. Everything is gone again at the end. Exits 0 only when all of that happened.
+It starts Redis, a router, a prefill worker and a decode worker, sends one prompt over gRPC, prints its tokens as they
+arrive and the phases of the request, and stops everything. It exits with 0 only if all of that succeeded.
 """
 
 import argparse
@@ -9,8 +9,8 @@ import asyncio
 import sys
 from collections import deque
 
-from cli.ledger import ledger_text
 from cli.local.local_cluster import LocalCluster
+from cli.table import ledger_text
 from cli.verbs import up
 from cli.verbs.up import plan_from, run_until_stopped, tell
 from cluster.errors import TandemError
@@ -19,11 +19,11 @@ from tandem.client import AsyncClient
 from tandem.errors import TandemError as ClientError
 from tandem.results import Result
 
-PROMPT = "def read_file(path):\n    "  # the demo model knows the look of Python and nothing else
+PROMPT = "def read_file(path):\n    "  # the demo model was trained on Python source only
 MAX_TOKENS = 52
 _KEPT_LINES = 40
 
-HELP = "the whole path once: a cluster of the demo model, one prompt, and where its time went"
+HELP = "start a cluster of the demo model, send one prompt, show where its time went, and stop"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,26 +12,78 @@ import grpc
 from cli import connection
 from cli.local.last_cluster import find_address
 from cli.machine import Finding, look
-from cli.pair_report import PairReport, report, unmeasured
-from cli.table import table
+from cli.table import bytes_text, table
 from cli.verbs.status import ask
 from cluster.errors import ConfigError, MalformedMessage
 from cluster.protocol.received import checked
+from kvtransfer.importer.links import DOES_NOT_REACH
 from tandem.errors import TandemError, error_from_rpc
-from tandem.v1 import admin_pb2, worker_pb2, worker_pb2_grpc
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
+from tandem.v1 import admin_pb2
 
-HELP = "look at this machine, and measure every pair of workers of a running cluster"
+HELP = "check this machine, and measure KV transfer between all workers of a running cluster"
 _MEASURE_S = 60.0
+_MUCH_FASTER = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class PathReport:
+    transport: str
+    bytes_per_s: float
+    latency_s: float
+    reason: str  # empty, or why it cannot be used
+
+    @property
+    def works(self) -> bool:
+        return self.bytes_per_s > 0
+
+
+@dataclass(frozen=True, slots=True)
+class PairReport:
+    """`paths`: best first. Hand-offs use the first one that works."""
+
+    importer: str
+    exporter: str
+    num_bytes: int
+    paths: tuple[PathReport, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def chosen(self) -> str:
+        return next((path.transport for path in self.paths if path.works), "")
+
+    @property
+    def advice(self) -> str:
+        """A better setting, or empty."""
+        first = next((path for path in self.paths if path.works), None)
+        fastest = max((path for path in self.paths if path.works), key=lambda path: path.bytes_per_s, default=None)
+        if first is None or fastest is None or fastest.bytes_per_s < _MUCH_FASTER * first.bytes_per_s:
+            return ""
+        others = [path.transport for path in self.paths if path.works and path is not fastest]
+        return f"{fastest.transport} was faster here: --kv-transports {','.join([fastest.transport, *others])}"
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self) | {"chosen": self.chosen, "advice": self.advice}
+
+    def as_text(self) -> str:
+        rows = [_row(path, path.transport == self.chosen) for path in self.paths]
+        heading = f"{self.importer} reads {self.exporter}"
+        lines = [heading + (f", at most {bytes_text(self.num_bytes)} at once" if rows else "")]
+        if rows:
+            grid = table(("transport", "chosen", "GB/s", "latency", "reason"), rows)
+            lines += ["  " + line for line in grid.splitlines()]
+        lines += [f"  problem: {problem}" for problem in self.problems]
+        return "\n".join([*lines, *([f"  {self.advice}"] if self.advice else [])])
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterReport:
-    """`problems` are those of members; each pair has its own."""
+    """`problems` concern members; each pair has a list of its own."""
 
     router: str
     pairs: tuple[PairReport, ...]
     problems: tuple[str, ...]
-    note: str = ""  # when there is nothing to look at
+    note: str = ""  # why no pair was measured
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,13 +95,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="these two members only (default: every decode worker with every prefill worker)",
     )
     parser.add_argument(
-        "--blocks", type=int, default=0, metavar="N", help="read at most so many at once (default: 64 MB of them)"
+        "--blocks", type=int, default=0, metavar="N", help="maximum blocks per read (default: 64 MB of blocks)"
     )
     for name in ("cert", "key"):
         parser.add_argument(
             f"--tls-{name}",
             metavar="FILE",
-            help=f"with --tls-ca: a member's, for workers ask for it (default: TANDEM_TLS_{name.upper()})",
+            help=f"with --tls-ca: {name} file of a member, for the workers (default: TANDEM_TLS_{name.upper()})",
         )
     parser.add_argument("--json", action="store_true", help="print one object")
 
@@ -81,7 +133,7 @@ def _cluster_report(arguments: argparse.Namespace) -> ClusterReport:
     problems += [
         f"{member.member_id} is registered, and the router does not reach it at {member.address}; its log says why"
         for member in members
-        if member.role != "router" and not member.figures and not member.last_seen_s
+        if member.role != admin_pb2.MEMBER_ROLE_ROUTER and not member.figures and not member.last_seen_s
     ]
     wanted = list(_wanted(members, arguments.pair))
     pairs = [_measured(importer, exporter, arguments) for importer, exporter in wanted]
@@ -95,11 +147,10 @@ def _wanted(
     """Pairs of importer and exporter. Raises ConfigError for a name that no worker has."""
     if pair is None:
         for importer in members:
-            yield from (
-                (importer, exporter) for exporter in members if (importer.role, exporter.role) == ("decode", "prefill")
-            )
+            if importer.role == admin_pb2.MEMBER_ROLE_DECODE:
+                yield from ((importer, member) for member in members if member.role == admin_pb2.MEMBER_ROLE_PREFILL)
         return
-    workers = {member.member_id: member for member in members if member.role != "router"}
+    workers = {member.member_id: member for member in members if member.role != admin_pb2.MEMBER_ROLE_ROUTER}
     for name in pair:
         if name not in workers:
             raise ConfigError(f"--pair: no worker {name}; there are {', '.join(sorted(workers)) or 'none'}")
@@ -109,13 +160,13 @@ def _wanted(
 def _measured(
     importer: admin_pb2.MemberStatus, exporter: admin_pb2.MemberStatus, arguments: argparse.Namespace
 ) -> PairReport:
-    request = worker_pb2.MeasurePairRequest(
+    request = worker_pb2.CheckLinkRequest(
         exporter=f"{exporter.member_id}@{exporter.incarnation}", address=exporter.address, max_blocks=arguments.blocks
     )
     names = importer.member_id, exporter.member_id
     with _worker_channel(importer.address, arguments) as channel:
         try:
-            answer: worker_pb2.MeasurePairResponse = worker_pb2_grpc.WorkerStub(channel).MeasurePair(
+            answer: worker_pb2.CheckLinkResponse = worker_pb2_grpc.WorkerStub(channel).CheckLink(
                 request, timeout=_MEASURE_S
             )
             checked(answer)
@@ -127,7 +178,7 @@ def _measured(
 
 
 def _worker_channel(address: str, arguments: argparse.Namespace) -> grpc.Channel:
-    """Raises ConfigError when the router is reached by TLS, and there is nothing to show to a worker."""
+    """Raises ConfigError if the cluster uses TLS and no certificate for the workers is given."""
     tls_ca = connection.tls_ca(arguments, find_address(arguments.address))
     options = [("grpc.enable_http_proxy", 0)]
     if tls_ca is None:
@@ -135,7 +186,9 @@ def _worker_channel(address: str, arguments: argparse.Namespace) -> grpc.Channel
     cert = arguments.tls_cert or os.environ.get("TANDEM_TLS_CERT")
     key = arguments.tls_key or os.environ.get("TANDEM_TLS_KEY")
     if not (cert and key):
-        raise ConfigError("workers of this cluster ask for a certificate: give --tls-cert and --tls-key of a member")
+        raise ConfigError(
+            "the workers of this cluster require a certificate: give --tls-cert and --tls-key of a member"
+        )
     try:
         credentials = grpc.ssl_channel_credentials(*(Path(path).read_bytes() for path in (tls_ca, key, cert)))
     except OSError as error:
@@ -164,3 +217,30 @@ def _as_text(machine: list[Finding], cluster: ClusterReport) -> str:
     parts += [f"problem: {problem}" for problem in cluster.problems]
     parts += [pair.as_text() for pair in cluster.pairs]
     return "\n\n".join([*parts, *([cluster.note] if cluster.note else [])])
+
+
+def unmeasured(importer: str, exporter: str, problem: str) -> PairReport:
+    return PairReport(importer, exporter, 0, (), (problem,))
+
+
+def report(
+    importer: str, exporter: str, answer: worker_pb2.CheckLinkResponse, *, shared: Collection[str]
+) -> PairReport:
+    """`shared`: transports that both members announce. One that reaches the other member and fails is a problem."""
+    paths = tuple(PathReport(path.transport, path.bytes_per_s, path.latency_s, path.reason) for path in answer.paths)
+    return PairReport(importer, exporter, answer.num_bytes, paths, tuple(_problems(paths, shared)))
+
+
+def _problems(paths: Sequence[PathReport], shared: Collection[str]) -> list[str]:
+    broken = [path for path in paths if path.transport in shared and not path.works]
+    problems = [f"{path.transport}: {path.reason}" for path in broken if DOES_NOT_REACH not in path.reason]
+    if not any(path.works for path in paths):
+        problems.append("no transport works between them: prompts are prefilled on the decode worker")
+    return problems
+
+
+def _row(path: PathReport, is_chosen: bool) -> tuple[str, ...]:
+    if not path.works:
+        return path.transport, "-", "-", "-", path.reason
+    rate, latency = f"{path.bytes_per_s / 1e9:.2f}", f"{path.latency_s * 1e6:.0f} us"
+    return path.transport, "yes" if is_chosen else "-", rate, latency, "" if is_chosen else "comes after"

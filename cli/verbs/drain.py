@@ -1,4 +1,4 @@
-"""`tandem drain`: one member finishes its work and leaves."""
+"""`tandem drain`: let one member finish its work and leave."""
 
 import argparse
 import json
@@ -10,36 +10,38 @@ import grpc
 from cli import connection
 from cluster.errors import ConfigError
 from cluster.process import ExitStatus
+from tandem.enum_words import DRAIN_OUTCOMES
 from tandem.errors import DeadlineExceeded
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
-HELP = "ask a worker or router to take no more, finish or hand on its work, and leave"
+HELP = "let a worker or router finish or move its work, without accepting more, and then leave"
 _ASK_TIMEOUT_S = 30.0
 _TIMEOUT_S = 600.0
 _BECAME = {
-    "drained": "has left; nothing was left undone",
-    "incomplete": "has left; its grace ended before its work, which goes on elsewhere",
-    "left": "has left",
-    "lost": "is gone without a word: it was killed, or broke; its work goes on elsewhere",
+    "drained": "has left; all its work was finished or moved",
+    "incomplete": "has left before all its work was finished; other workers resume the rest",
+    "lost": "was lost: it was killed or crashed; other workers resume its work",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     connection.add_arguments(parser)
-    parser.add_argument("member", metavar="MEMBER", help="its name, as `tandem status` lists it, or NAME@INCARNATION")
-    parser.add_argument("--wait", action="store_true", help="return when it has left, and say what became of its work")
+    parser.add_argument(
+        "member", metavar="MEMBER", help="name of the member as in `tandem status`, or NAME@INCARNATION"
+    )
+    parser.add_argument("--wait", action="store_true", help="wait until it has left, and report how the drain ended")
     parser.add_argument(
         "--timeout-s",
         type=float,
         metavar="X",
         default=_TIMEOUT_S,
-        help=f"wait no longer than this (default: {_TIMEOUT_S:g})",
+        help=f"timeout of --wait in seconds (default: {_TIMEOUT_S:g})",
     )
     parser.add_argument("--json", action="store_true", help="print one object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """DRAIN_INCOMPLETE, after a wait, when work was left; CRASHED when the member ended without a word."""
+    """Return DRAIN_INCOMPLETE if work was left after --wait, and CRASHED if the member was lost."""
     if arguments.timeout_s <= 0:
         raise ConfigError(f"--timeout-s must be positive, not {arguments.timeout_s:g}")
     began_s = time.monotonic()
@@ -49,15 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
         waited = f"after {arguments.timeout_s:g} s {arguments.member} is still draining"
         raise DeadlineExceeded(waited, reason=error.reason) from error
     except KeyboardInterrupt:
-        sys.stderr.write(f"tandem: no longer waiting; {arguments.member} goes on draining\n")
+        sys.stderr.write(f"tandem: no longer waiting; {arguments.member} continues to drain\n")
         raise
-    fallback = "left" if arguments.wait else "draining"  # of a worker that is older than the question
+    outcome = DRAIN_OUTCOMES.label(answer.outcome) or "draining"
     if arguments.json:
-        print(json.dumps({"member": answer.member, "outcome": answer.outcome or fallback}))
+        print(json.dumps({"member": answer.member, "outcome": outcome}))
     else:
         took = f" ({time.monotonic() - began_s:.1f} s)" if arguments.wait else ""
-        print(f"{answer.member} {_BECAME.get(answer.outcome or fallback, 'is draining')}{took}")
-    match answer.outcome:
+        print(f"{answer.member} {_BECAME.get(outcome, f'is {outcome}')}{took}")
+    match outcome:
         case "incomplete":
             return ExitStatus.DRAIN_INCOMPLETE
         case "lost":

@@ -1,4 +1,4 @@
-"""`tandem estimate`: what a model's KV takes, from its configuration alone."""
+"""`tandem estimate`: the memory that a model's KV needs, from its configuration alone."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dtype",
         default="auto",
         choices=KV_CACHE_DTYPES,
-        help="of the KV in the pool (default: auto, which is --dtype)",
+        help="dtype of the KV in the pool (default: auto, which is --dtype)",
     )
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per block (default: 16)")
     parser.add_argument(
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.block_size < 1 or min(lengths) < 1:
         raise ConfigError("--block-size and --tokens must be at least 1")
     found = estimate(read_config(arguments.model), arguments.dtype, arguments.kv_cache_dtype)
-    memory_bytes = parse_bytes(arguments.kv_cache_memory)
+    memory_bytes = parse_bytes(arguments.kv_cache_memory, "--kv-cache-memory")
     sequences = [
         {
             "tokens": length,

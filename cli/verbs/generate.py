@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 
 from cli import connection
-from cli.ledger import ledger_text
+from cli.table import ledger_text
 from cluster.errors import ConfigError
 from tandem.client import Generation
 from tandem.options import GenerateOptions
@@ -16,34 +16,50 @@ HELP = "continue a prompt and stream the text"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", help="the text; - reads it from stdin")
-    parser.add_argument("--prompt-token-ids", metavar="IDS", type=_ids, help="instead of text: 1,2,3")
-    parser.add_argument("--chat", action="store_true", help="take the text as a user's message in a conversation")
-    parser.add_argument("--json", action="store_true", help="print one object at the end instead of text as it comes")
+    parser.add_argument("prompt", nargs="?", help="the prompt's text; - reads it from stdin")
+    parser.add_argument("--prompt-token-ids", metavar="IDS", type=_ids, help="token ids instead of text, such as 1,2,3")
+    parser.add_argument("--chat", action="store_true", help="send the text as a user's chat message")
+    parser.add_argument("--json", action="store_true", help="print one object at the end instead of streaming text")
     parser.add_argument("--ledger", action="store_true", help="show where the request's time went")
     connection.add_arguments(parser)
-    sampling = parser.add_argument_group("generation", "What is left out is the model's own default.")
+    sampling = parser.add_argument_group("generation", "Options that are not given have the model's defaults.")
     sampling.add_argument("--model", help="name of a served model; default: the only one")
-    sampling.add_argument("--request-id", metavar="ID", help="names it in logs; default: a random one")
-    sampling.add_argument("--label", metavar="NAME", help="a further name in logs, which need not be unique")
-    sampling.add_argument("--n", type=int, metavar="N", help="continuations of the prompt")
-    sampling.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to generate")
-    sampling.add_argument("--min-tokens", type=int, metavar="N", help="no end before so many")
-    sampling.add_argument("--temperature", type=float, metavar="X", help="0 takes the likeliest token each time")
-    sampling.add_argument("--top-p", type=float, metavar="X", help="keep the likeliest tokens up to this probability")
-    sampling.add_argument("--top-k", type=int, metavar="N", help="keep the N likeliest tokens; 0 keeps all")
-    sampling.add_argument("--min-p", type=float, metavar="X", help="drop tokens below this share of the likeliest one")
-    sampling.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens")
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    sampling.add_argument("--stop-token-ids", metavar="IDS", type=_ids, help="end with one of these: 1,2,3")
-    sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of sequence")
-    sampling.add_argument("--logprobs", type=int, metavar="K", help="with --json: and those of the K likeliest tokens")
-    sampling.add_argument("--cache-salt", metavar="TEXT", help="share KV with requests of the same salt only")
-    sampling.add_argument("--priority", type=int, metavar="N", help="less goes first, where workers go by priority")
     sampling.add_argument(
-        "--is-batch", action="store_true", default=None, help="use only what no other request wants just now"
+        "--request-id", metavar="ID", help="id of the request, which logs show; default: a random one"
     )
-    sampling.add_argument("--timeout-s", type=float, metavar="X", default=600.0, help="deadline (default: 600)")
+    sampling.add_argument("--label", metavar="NAME", help="another name for logs, which need not be unique")
+    sampling.add_argument("--n", type=int, metavar="N", help="number of continuations of the prompt")
+    sampling.add_argument("--max-tokens", type=int, metavar="N", help="maximum tokens to generate")
+    sampling.add_argument("--min-tokens", type=int, metavar="N", help="minimum tokens to generate")
+    sampling.add_argument("--temperature", type=float, metavar="X", help="0 always chooses the most likely token")
+    sampling.add_argument(
+        "--top-p", type=float, metavar="X", help="keep the most likely tokens up to this total probability"
+    )
+    sampling.add_argument("--top-k", type=int, metavar="N", help="keep the N most likely tokens; 0 keeps all")
+    sampling.add_argument(
+        "--min-p", type=float, metavar="X", help="drop tokens below this share of the most likely token's probability"
+    )
+    sampling.add_argument("--seed", type=int, metavar="N", help="seed of sampling; the same seed gives the same tokens")
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; may be repeated")
+    sampling.add_argument(
+        "--stop-token-ids", metavar="IDS", type=_ids, help="stop at one of these tokens, such as 1,2,3"
+    )
+    sampling.add_argument(
+        "--ignore-eos", action="store_true", default=None, help="continue after the end-of-sequence token"
+    )
+    sampling.add_argument(
+        "--logprobs", type=int, metavar="K", help="with --json: log-probabilities of each token and the K most likely"
+    )
+    sampling.add_argument("--cache-salt", metavar="TEXT", help="share KV with requests of the same salt only")
+    sampling.add_argument(
+        "--priority", type=int, metavar="N", help="a lower value goes first, under --scheduling-policy priority"
+    )
+    sampling.add_argument(
+        "--is-batch", action="store_true", default=None, help="use only capacity that no other request needs"
+    )
+    sampling.add_argument(
+        "--timeout-s", type=float, metavar="X", default=600.0, help="timeout in seconds (default: 600)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
             generation = client.generate(
                 text, token_ids=token_ids, messages=messages, timeout_s=arguments.timeout_s, **_options(arguments)
             )
-        except ValueError as error:  # what no message can hold, such as a negative token id
+        except ValueError as error:  # a value that no message can carry, such as a negative token id
             raise ConfigError(str(error)) from error
         with generation:
             result = generation.result() if arguments.json else _stream(generation)
@@ -66,8 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def result_object(result: Result) -> dict[str, object]:
-    """The first choice at the top, as scripts with one choice want it; all of them under `choices` where there are
-    more."""
+    """Return the object for --json. The first choice is at the top level; with several choices, `choices` has all."""
     choices = [
         {
             "token_ids": list(choice.token_ids),
@@ -91,10 +106,10 @@ def result_object(result: Result) -> dict[str, object]:
 
 
 def _stream(generation: Generation) -> Result:
-    """One choice as it comes; several one after the other, because their texts would run into each other."""
+    """Stream the first choice, then print the others one after the other, so that their texts are not mixed."""
     for delta in generation:
         if delta.choice == 0:
-            # a model without a tokenizer has no text: its tokens are what there is to show
+            # without a tokenizer there is no text: show the token ids
             sys.stdout.write(delta.text or "".join(f"{token_id} " for token_id in delta.token_ids if not delta.text))
             sys.stdout.flush()
     sys.stdout.write("\n")
@@ -107,7 +122,7 @@ def _stream(generation: Generation) -> Result:
 def _prompt(
     arguments: argparse.Namespace,
 ) -> tuple[str | None, list[int] | None, list[dict[str, str]] | None]:
-    """Text, token ids or messages: one of them. Raises ConfigError."""
+    """Return text, token ids or messages; exactly one is not None. Raises ConfigError."""
     if (arguments.prompt is None) == (arguments.prompt_token_ids is None):
         raise ConfigError("give either a prompt or --prompt-token-ids")
     if arguments.prompt_token_ids is not None:

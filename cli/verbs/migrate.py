@@ -1,4 +1,4 @@
-"""`tandem migrate`: running sequences go on at another decode worker."""
+"""`tandem migrate`: move running sequences to another decode worker."""
 
 import argparse
 import json
@@ -8,20 +8,25 @@ import grpc
 from cli import connection
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
-HELP = "move a decode worker's running sequences to another one, KV and all; their streams go on"
+HELP = "move a decode worker's running sequences, with their KV, to another one; their streams continue"
 _TIMEOUT_S = 600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     connection.add_arguments(parser)
     parser.add_argument("source", metavar="SOURCE", help="the decode worker's name, as `tandem status` lists it")
-    parser.add_argument("--to", metavar="TARGET", default="", help="another one (default: placement chooses for each)")
-    parser.add_argument("--max", metavar="N", type=_positive, default=0, help="at most so many (default: all)")
+    parser.add_argument(
+        "--to",
+        metavar="TARGET",
+        default="",
+        help="the target decode worker (default: placement chooses one for each sequence)",
+    )
+    parser.add_argument("--max", metavar="N", type=_positive, default=0, help="move at most N sequences (default: all)")
     parser.add_argument("--json", action="store_true", help="print one object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """This router's sequences only. What cannot move goes on where it is, so that is no failure of the command."""
+    """Move this router's sequences only. A sequence that cannot move continues where it is, which is not an error."""
     answer = _ask(arguments)
     if arguments.json:
         print(json.dumps({"moved": answer.num_moved, "kept": answer.num_kept}))
@@ -45,5 +50,5 @@ def _ask(arguments: argparse.Namespace) -> admin_pb2.MigrateResponse:
 def _positive(text: str) -> int:
     number = int(text) if text.isdigit() else 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a number from 1 on, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a positive integer, not {text!r}")
     return number

@@ -10,13 +10,14 @@ import grpc
 from cli import connection
 from cli.local.last_cluster import find_address
 from cli.table import table
+from tandem.enum_words import REQUEST_PHASES
 from tandem.errors import TandemError
 from tandem.routers import addresses
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
 HELP = "live requests: their phase, age, workers and tokens"
 _TIMEOUT_S = 10.0
-_HEADING = ("request", "phase", "age s", "tokens", "prefill", "decode", "met")
+_HEADING = ("request", "phase", "age s", "tokens", "prefill", "decode", "events")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Each router knows its own: all that are known here are asked, and one that cannot be reached is said. Raises
-    ConfigError, and the last router's error where none answered."""
+    """Ask all known routers, because each lists its own requests. A router that cannot be reached is reported on
+    stderr.
+    Raises ConfigError, and the last router's error if none answered."""
     requests: list[admin_pb2.LiveRequest] = []
     failures: list[TandemError] = []
     known = addresses(find_address(arguments.address))
@@ -52,7 +54,7 @@ def requests_object(requests: Sequence[admin_pb2.LiveRequest]) -> dict[str, obje
             {
                 "request_id": request.request_id,
                 "label": request.label,
-                "phase": request.phase,
+                "phase": REQUEST_PHASES.label(request.phase),
                 "age_s": request.age_s,
                 "num_tokens": request.num_tokens,
                 "prefill": request.prefill_member,
@@ -70,7 +72,7 @@ def requests_text(requests: Sequence[admin_pb2.LiveRequest]) -> str:
     rows = [
         (
             request.label or request.request_id,
-            request.phase,
+            REQUEST_PHASES.label(request.phase),
             f"{request.age_s:.1f}",
             str(request.num_tokens),
             _name(request.prefill_member),
@@ -83,7 +85,7 @@ def requests_text(requests: Sequence[admin_pb2.LiveRequest]) -> str:
 
 
 def _name(member: str) -> str:
-    """Without its incarnation, which --json has."""
+    """Return the member's id without its incarnation, which --json includes."""
     return member.partition("@")[0] or "-"
 
 

@@ -1,4 +1,4 @@
-"""`tandem scale`: how many workers each pool is to have; whoever runs the workers starts and drains them."""
+"""`tandem scale`: set the number of workers of each pool. The process that runs the workers starts and drains them."""
 
 import argparse
 import json
@@ -12,10 +12,11 @@ from cli import connection
 from cli.verbs.status import target_object
 from cluster.errors import ConfigError
 from cluster.process import ExitStatus
+from tandem.enum_words import MEMBER_ROLES, MEMBER_STATES
 from tandem.errors import DeadlineExceeded, Unavailable
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
-HELP = "set how many workers the pools have, and wait until they do: prefill=2 decode=3"
+HELP = "set the number of workers of each pool and wait until it is reached: prefill=2 decode=3"
 _ASK_TIMEOUT_S = 30.0
 _TIMEOUT_S = 600.0
 _POOLS = ("prefill", "decode")
@@ -23,7 +24,7 @@ _POOLS = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """None: as it is."""
+    """The wanted sizes. None: unchanged."""
 
     prefill: int | None = None
     decode: int | None = None
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="X",
         default=_TIMEOUT_S,
-        help=f"wait no longer than this (default: {_TIMEOUT_S:g})",
+        help=f"maximum seconds to wait (default: {_TIMEOUT_S:g})",
     )
     parser.add_argument("--json", action="store_true", help="print one object at the end instead of lines as they come")
 
@@ -52,13 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
         target = connection.ask(arguments, scaling.run)
     except KeyboardInterrupt:
         if scaling.is_set:
-            sys.stderr.write("tandem: no longer waiting; the target stands\n")
+            sys.stderr.write("tandem: no longer waiting; the target stays set\n")
         raise
     is_superseded = target.version > scaling.version
     if arguments.json:
         print(json.dumps(target_object(target) | {"changes": scaling.changes}))
     elif is_superseded:
-        print(f"somebody else has set another target since: {_sizes_text(target)}")
+        print(f"another operator has set a new target since: {_sizes_text(target)}")
     else:
         print(f"target {'reached' if arguments.wait else 'set'}: {_sizes_text(target)}")
     return ExitStatus.CRASHED if is_superseded else ExitStatus.OK
@@ -70,14 +71,14 @@ def sizes_from(words: list[str]) -> Sizes:
     for word in words:
         pool, _, number = word.partition("=")
         if pool not in _POOLS or not number.isascii() or not number.isdigit():
-            raise ConfigError(f"write prefill=N or decode=N, N a whole number, not {word!r}")
+            raise ConfigError(f"write prefill=N or decode=N with a whole number N, not {word!r}")
         if pool in found:
             raise ConfigError(f"{pool} is given twice")
         found[pool] = int(number)
     if found.get("decode") == 0:
-        raise ConfigError("decode cannot be 0: every request ends on a decode worker; the least is 1")
+        raise ConfigError("decode must be at least 1, not 0: every request needs a decode worker")
     if max(found.values()) >= 1 << 16:
-        raise ConfigError(f"no pool has {max(found.values())} workers")
+        raise ConfigError(f"a pool cannot have {max(found.values())} workers")
     return Sizes(**found)
 
 
@@ -92,7 +93,7 @@ def changes_between(before: admin_pb2.StatusResponse, after: admin_pb2.StatusRes
 
 
 class _Scaling:
-    """One `tandem scale`, at whichever router answers."""
+    """One `tandem scale`, at the first router that answers."""
 
     def __init__(self, sizes: Sizes, arguments: argparse.Namespace) -> None:
         self._sizes = sizes
@@ -112,7 +113,7 @@ class _Scaling:
         try:
             status = next(news)
             target = status.target
-            if not self.is_set:  # by the router that was lost since
+            if not self.is_set:  # otherwise a router that was lost since has set it
                 request = admin_pb2.ScaleRequest(prefill=self._sizes.prefill, decode=self._sizes.decode)
                 target = stub.Scale(request, timeout=_ASK_TIMEOUT_S, metadata=metadata).target
                 self.version, self._follower, self.is_set = target.version, target.follower, True
@@ -130,9 +131,11 @@ class _Scaling:
         return result
 
     def _is_over(self, target: admin_pb2.ScaleTarget) -> bool:
-        """Raises Unavailable when its follower is gone."""
+        """Return whether waiting is over. Raises Unavailable when the target's follower is gone."""
         if target.follower != self._follower:
-            raise Unavailable("whoever ran the workers is gone; nobody follows the target now", reason="unavailable")
+            raise Unavailable(
+                "the process that ran the workers is gone, so no process follows the target", reason="unavailable"
+            )
         return target.reached >= self.version or target.version > self.version
 
     def _tell(self, before: admin_pb2.StatusResponse, after: admin_pb2.StatusResponse) -> None:
@@ -143,17 +146,19 @@ class _Scaling:
         if after.target.problem != self._problem:
             self._problem = after.target.problem
             if self._problem:
-                sys.stderr.write(f"tandem: {self._problem}; it is tried again\n")
+                sys.stderr.write(f"tandem: {self._problem}; retrying\n")
 
     def _too_late(self) -> DeadlineExceeded:
         why = f": {self._problem}" if self._problem else ""
-        stands = "the target stands, and is not reached" if self.is_set else "the target is not set"
+        stands = "the target is set but not reached" if self.is_set else "the target is not set"
         return DeadlineExceeded(f"after {self._timeout_s:g} s {stands}{why}", reason="deadline_exceeded")
 
 
 def _states(status: admin_pb2.StatusResponse) -> dict[str, str]:
     return {
-        f"{member.member_id}@{member.incarnation}": member.state for member in status.members if member.role in _POOLS
+        f"{member.member_id}@{member.incarnation}": MEMBER_STATES.label(member.state)
+        for member in status.members
+        if MEMBER_ROLES.label(member.role) in _POOLS
     }
 
 

@@ -9,6 +9,7 @@ import grpc
 from cli import connection
 from cli.local.last_cluster import find_address
 from cli.table import table
+from tandem.enum_words import MEMBER_ROLES, MEMBER_STATES
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
 HELP = "members of the cluster, their blocks and queues"
@@ -37,21 +38,21 @@ def status_object(address: str, status: admin_pb2.StatusResponse) -> dict[str, o
         {
             "member": member.member_id,
             "incarnation": member.incarnation,
-            "role": member.role,
-            "state": member.state,
+            "role": MEMBER_ROLES.label(member.role),
+            "state": MEMBER_STATES.label(member.state),
             "address": member.address,
             "model": member.model,
             "kv_transports": list(member.kv_transports),
             "last_seen_s": member.last_seen_s,
             "figures": dict(sorted(member.figures.items())),
-            "pairs": [
+            "links": [
                 {
-                    "exporter": pair.exporter,
-                    "transport": pair.transport,
-                    "bytes_per_s": pair.bytes_per_s,
-                    "latency_s": pair.latency_s,
+                    "exporter": link.exporter,
+                    "transport": link.transport,
+                    "bytes_per_s": link.bytes_per_s,
+                    "latency_s": link.latency_s,
                 }
-                for pair in member.pairs
+                for link in member.links
             ],
         }
         for member in _sorted(status)
@@ -78,9 +79,9 @@ def target_object(target: admin_pb2.ScaleTarget) -> dict[str, object]:
 def status_text(address: str, status: admin_pb2.StatusResponse) -> str:
     rows = [
         (
-            member.role,
+            MEMBER_ROLES.label(member.role),
             member.member_id,
-            member.state,
+            MEMBER_STATES.label(member.state),
             member.address,
             f"{member.last_seen_s:.1f}" if member.last_seen_s else "-",
             _blocks(member),
@@ -101,17 +102,17 @@ def status_text(address: str, status: admin_pb2.StatusResponse) -> str:
 
 def target_text(target: admin_pb2.ScaleTarget) -> str:
     if not target.follower:
-        how = "nobody follows it now"
+        how = "no process follows it"
     elif target.reached >= target.version:
         how = f"reached; followed by {target.follower}"
     else:
-        how = f"on its way; followed by {target.follower}"
+        how = f"in progress; followed by {target.follower}"
     problem = f" ({target.problem})" if target.problem else ""
     return f"target: {target.prefill} prefill, {target.decode} decode: {how}{problem}"
 
 
 def _blocks(member: admin_pb2.MemberStatus) -> str:
-    """In use of all, by state: `17/1024 (leased 12, held 5)`."""
+    """Return used and total blocks and the used ones by state: `17/1024 (leased 12, held 5)`."""
     blocks = {name.removeprefix(_BLOCKS): int(value) for name, value in member.figures.items() if name[:7] == _BLOCKS}
     if not blocks:
         return "-"
@@ -121,12 +122,12 @@ def _blocks(member: admin_pb2.MemberStatus) -> str:
 
 
 def _sorted(status: admin_pb2.StatusResponse) -> list[admin_pb2.MemberStatus]:
-    order = {"router": 0, "prefill": 1, "decode": 2}
-    return sorted(status.members, key=lambda member: (order.get(member.role, 9), member.member_id))
+    """Sort members in the order of the enum: routers, prefill workers, decode workers."""
+    return sorted(status.members, key=lambda member: (member.role, member.member_id))
 
 
 def ask(arguments: argparse.Namespace) -> admin_pb2.StatusResponse:
-    """The router's account of its cluster. Raises ConfigError, and the client library's errors."""
+    """Request the router's status of the cluster. Raises ConfigError, and the client library's errors."""
 
     def call(channel: grpc.Channel, metadata: connection.Metadata) -> admin_pb2.StatusResponse:
         status: admin_pb2.StatusResponse = admin_pb2_grpc.AdminStub(channel).Status(

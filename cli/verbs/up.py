@@ -45,20 +45,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pools = parser.add_argument_group("pools")
     pools.add_argument("--prefill", type=int, metavar="N", help="prefill workers (default: 1)")
     pools.add_argument("--decode", type=int, metavar="N", help="decode workers (default: 1)")
-    pools.add_argument("--colocated", type=int, metavar="N", help="instead: N workers that prefill and decode")
+    pools.add_argument(
+        "--colocated", type=int, metavar="N", help="N workers that prefill and decode, instead of separate pools"
+    )
     pools.add_argument(
         "--routers",
         type=int,
         metavar="N",
         default=1,
-        help="routers; each takes the ports after those of the one before (default: 1)",
+        help="routers; each uses the ports after those of the previous one (default: 1)",
     )
     pools.add_argument(
         "--start-timeout-s",
         type=float,
         metavar="X",
         default=_START_TIMEOUT_S,
-        help=f"give up when not ready after so long (default: {_START_TIMEOUT_S:g})",
+        help=f"seconds within which the cluster must be ready (default: {_START_TIMEOUT_S:g})",
     )
     add_flags(parser, UpConfig, without=frozenset({"member_id", "local_rank", "local_world_size"}))
 
@@ -83,7 +85,7 @@ def plan_from(arguments: argparse.Namespace) -> tuple[Plan, UpConfig]:
         flags={**given, "model": config.model},
         redis=config.redis,
         cluster_name=config.cluster_name,
-        member_lease_s=config.member_lease_s,
+        registration_ttl_s=config.registration_ttl_s,
         api_key=config.api_key,
         num_threads=config.num_threads or threads_per_worker(num_cores, pools.num_workers),
         start_timeout_s=arguments.start_timeout_s,
@@ -97,12 +99,15 @@ def pools_from(prefill: int | None, decode: int | None, colocated: int | None) -
     """Raises ConfigError."""
     if colocated is not None:
         if prefill is not None or decode is not None:
-            raise ConfigError("--colocated stands instead of --prefill and --decode")
+            raise ConfigError("--colocated replaces --prefill and --decode: give it alone or leave it out")
         pools = Pools(num_prefill=0, num_decode=colocated)
     else:
         pools = Pools(num_prefill=1 if prefill is None else prefill, num_decode=1 if decode is None else decode)
-    if pools.num_decode < 1 or pools.num_prefill < 0:
-        raise ConfigError(f"a cluster needs at least one decode worker, not {pools}")
+    if pools.num_prefill < 0:
+        raise ConfigError(f"--prefill must not be negative, not {pools.num_prefill}")
+    if pools.num_decode < 1:
+        flag = "--decode" if colocated is None else "--colocated"
+        raise ConfigError(f"{flag} must be at least 1, not {pools.num_decode}: every request needs a decode worker")
     return pools
 
 
@@ -114,7 +119,7 @@ def routers_from(count: int, config: RouterConfig) -> list[Ports]:
 
 
 def tell(text: str) -> None:
-    """What a person watches; stdout is for the ready line."""
+    """Write a message for the user to stderr; stdout is for the ready line."""
     sys.stderr.write(f"tandem: {text}\n")
     sys.stderr.flush()
 
@@ -131,22 +136,22 @@ async def run_until_stopped(
     say: Callable[[str], None] = tell,
     echo: Callable[[str, str], None] = tell_log,
 ) -> None:
-    """Starts a cluster, awaits `act`, stops it. The first Ctrl-C or SIGTERM ends `act`, the second the wait for work in
-    hand. Raises what `act` raised, or what made the cluster fail."""
+    """Start a cluster, await `act`, then stop the cluster. The first Ctrl-C or SIGTERM ends `act`, the second one ends
+    the wait for running requests. Raises the exception of `act`, or the error that ended the cluster."""
     stop, hurry = _signals()
     cluster = LocalCluster(plan, say=say, echo=echo)
     try:
         await first_of(cluster.start(), stop.wait())
         if not stop.is_set():
             await first_of(act(cluster), cluster.failed(), stop.wait())
-            say("stopping: finishing what is in hand" + (" (Ctrl-C again to stop at once)" if stop.is_set() else ""))
+            say("stopping: waiting for running requests" + (" (Ctrl-C again to stop at once)" if stop.is_set() else ""))
             await first_of(cluster.drain(), hurry.wait())
     finally:
         await cluster.close()
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Set by the first and by the second SIGINT or SIGTERM from here on."""
+    """Return two events, set by the first and by the second SIGINT or SIGTERM."""
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -183,14 +188,15 @@ def _names() -> frozenset[str]:
 
 
 def _check_model(model: str) -> None:
-    """A folder that is not there is told now, not after the workers have loaded torch."""
+    """Refuse a missing folder now, not after the workers have loaded torch. Raises ConfigError."""
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
     if looks_local and not Path(model).expanduser().is_dir():
         raise ConfigError(f"--model {model}: there is no such folder")
 
 
 def _check_ports_are_free(host: str, routers: Sequence[Ports]) -> None:
-    """A port in use is told now, not after the workers have loaded the model; all of them at once."""
+    """Refuse ports that cannot be bound now, not after the workers have loaded the model. Raises ConfigError with all
+    of them."""
     asked = [(flag, port) for ports in routers for flag, port in (("--port", ports.http), ("--grpc-port", ports.grpc))]
     refused = {(flag, port): why for flag, port in asked if port and (why := _refusal(host, port))}
     if not refused:
@@ -200,12 +206,12 @@ def _check_ports_are_free(host: str, routers: Sequence[Ports]) -> None:
     ours = next(
         (one for one in running(os.environ) if one.http.endswith(tuple(f":{port}" for _, port in refused))), None
     )
-    hint = f"; a cluster of yours runs there (process {ours.pid})" if ours is not None else ""
-    raise ConfigError(f"cannot listen on {taken}{hint}; give another {flags}, or 0 for a free one")
+    hint = f"; your cluster of process {ours.pid} uses them" if ours is not None else ""
+    raise ConfigError(f"cannot listen on {taken}{hint}; choose another {flags}, or 0 for a free port")
 
 
 def _refusal(host: str, port: int) -> str:
-    """Why the port cannot be had; empty when it can."""
+    """Return why the port cannot be bound, or an empty string if it can."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

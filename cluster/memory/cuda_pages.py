@@ -1,27 +1,28 @@
-"""Pages of CUDA's virtual memory management in this process's addresses: mapped whole, or not at all.
+"""Map pages of CUDA's virtual memory management into this process's address space: all of them or none.
 
-Whoever owns a pool and whoever reads one of another process both map such pages. The driver comes from cuda-bindings
-and is an argument, for only a process that uses a GPU imports it.
+The module is in `cluster/` because two packages that may not import each other use it: `engine` maps the pages of its
+own pool, and `kvtransfer` those of another process's pool. It imports no CUDA: the driver of cuda-bindings is an
+argument, because only a process that uses a GPU imports it.
 """
 
 from typing import Any
 
 
 class DriverRefused(Exception):
-    """What the driver answers instead of success."""
+    """The CUDA driver returned an error status."""
 
 
 def checked(answer: tuple[Any, ...]) -> Any:
-    """The result of a call of cuda-bindings' driver. Raises DriverRefused."""
+    """Return the result of a call to the driver of cuda-bindings. Raises DriverRefused."""
     status, *results = answer
     if int(status) != 0:
-        raise DriverRefused(f"the driver answers {status.name}")
+        raise DriverRefused(f"the CUDA driver returned {status.name}")
     return results[0] if results else None
 
 
 def map_pages(driver: Any, handle: Any, num_bytes: int, index: int, access_flags: Any) -> int:
-    """The address at which the GPU of this index sees them. `access_flags`: a `CUmemAccess_flags`. Raises
-    DriverRefused, and then nothing is mapped."""
+    """Map the pages and return the address at which the GPU with this index accesses them. `access_flags`: a
+    `CUmemAccess_flags`. Raises DriverRefused; then nothing is mapped."""
     address = checked(driver.cuMemAddressReserve(num_bytes, 0, 0, 0))
     try:
         checked(driver.cuMemMap(address, num_bytes, 0, handle, 0))
@@ -38,7 +39,7 @@ def map_pages(driver: Any, handle: Any, num_bytes: int, index: int, access_flags
 
 
 def unmap(address: int, num_bytes: int) -> None:
-    """As a finalizer calls it: what the driver says to it helps nobody any more."""
+    """Unmap the pages. Finalizers call it, so the driver's status is ignored: no caller could act on it."""
     from cuda.bindings import driver
 
     driver.cuMemUnmap(address, num_bytes)

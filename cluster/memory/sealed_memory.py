@@ -1,8 +1,8 @@
-"""Memory that other processes of the host may read in place: a memfd of fixed size that only its owner writes.
+"""Memory that other processes on the host may read in place: a memfd of fixed size that only its owner writes.
 
-A descriptor opened for reading does not keep a process from opening the same file again for writing, through
-/proc/self/fd. What keeps it from writing, and from cutting the file so that its owner dies of SIGBUS, are the file's
-seals (fcntl(2), memfd_create(2)); nobody can take them off again.
+A process that receives a read-only descriptor could open the same file for writing through /proc/self/fd. The file's
+seals (fcntl(2), memfd_create(2)) prevent it from writing, and from truncating the file, which would end the owner with
+SIGBUS. Seals cannot be removed.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ _SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE of linux/fcntl.h, since Linux 5
 def allocate_sealed(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
     """Return (descriptor, mapping) of `num_bytes` zero bytes, both owned by the caller.
 
-    The mapping stays writable. Nobody, this process included, can change the file's size, nor map or write it by
-    another way; on kernels before Linux 5.1 a process that has the descriptor can still write. Raises OSError.
+    The mapping stays writable. No process, this one included, can change the file's size, or map or write the file in
+    another way; before Linux 5.1 a process that has the descriptor can still write. Raises OSError.
     """
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -34,7 +34,7 @@ def allocate_sealed(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
 
 
 def has_fixed_size(descriptor: int) -> bool:
-    """Whether a mapping of this file can be read without SIGBUS, whatever the file's owner does."""
+    """Return whether the file's size is sealed, so that reading a mapping of it never raises SIGBUS."""
     try:
         return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SIZE_SEALS == _SIZE_SEALS
     except OSError:  # a file that cannot be sealed

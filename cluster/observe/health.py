@@ -1,11 +1,12 @@
-"""What a process says of its own health, and a port where that is answered without its event loop.
+"""The health of a process, and a port that reports it without the event loop.
 
-Two questions. Readiness: may it get new work? Liveness: would a restart help? A worker that drains is alive and not
-ready; one that is stuck is neither. The answers on the gRPC port come from the event loop, and say nothing while it is
-busy; those on the health port come from a thread that looks at the loop's own beat, so that a busy loop is told from a
-dead one. Its answers need no TLS: they hold nothing, and no orchestrator's probe has a certificate.
+Readiness: may the process get new work? Liveness: would a restart not help? A draining worker is alive and not ready; a
+stuck worker is neither. Health checks on the gRPC port are answered by the event loop, so they time out while it is
+blocked. Checks on the health port are answered by a thread that watches the event loop, so a busy loop and a blocked
+one are told apart. The health port needs no TLS: its responses contain no data, and orchestrators' checks have no
+certificate.
 
-Owns the state of health, the port, and the end of a process whose loop stands still. Never decides about work.
+Owns the health status, the port, and the exit of a process whose event loop is blocked. Never decides about work.
 """
 
 import asyncio
@@ -20,22 +21,22 @@ import grpc
 from grpc_health.v1 import health, health_pb2
 
 from cluster.errors import ConfigError
-from cluster.observe.stacks import stack_of
-from cluster.observe.watchdog import StandStill, StuckLimits, Verdict
+from cluster.observe.logs import stack_of
+from cluster.observe.stand_still import StandStill, StuckLimits, Verdict
 from cluster.process import ExitStatus
 
 LIVENESS = "liveness"
 READINESS = "readiness"
 
 _LOG = logging.getLogger("tandem.health")
-_SAY_S = 1.0
+_LOG_TIMEOUT_S = 1.0
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 4096))
 
 
 class HealthStatus:
-    """Set on the event loop; any thread may ask. `problem` is why the process is not alive; empty: it is."""
+    """Written by the event loop, read by any thread. `problem` says why the process is not alive; empty if it is."""
 
     def __init__(self, service_names: Sequence[str]) -> None:
         self.names = ("", READINESS, LIVENESS, *service_names)
@@ -43,18 +44,17 @@ class HealthStatus:
         self.problem = ""
 
     def status(self, name: str) -> health_pb2.HealthCheckResponse.ServingStatus | None:
-        """None: there is no such service here."""
+        """Return the status of a service; None if it is unknown."""
         if name not in self.names:
             return None
         return _SERVING if not self.problem and (self.is_ready or name == LIVENESS) else _NOT_SERVING
 
 
 class LoopWatch:
-    """Whether the event loop still turns. A thread looks; a loop that stands still for longer than it may ends the
-    process, with a word on where it stands."""
+    """A thread that detects a blocked event loop, logs the loop's stack, and ends the process if it stays blocked."""
 
     def __init__(self, limits: StuckLimits, *, end: Callable[[], None] | None = None) -> None:
-        """`end`: what ends the process; None: leaving it at once."""
+        """`end` ends the process; default: exit at once."""
         self._limits = limits
         self._end = end or _end
         self._still = StandStill(limits.look_s)
@@ -66,20 +66,20 @@ class LoopWatch:
         self.is_stuck = False
 
     def start(self) -> None:
-        """On the loop."""
+        """Call it on the event loop."""
         self._loop_thread = threading.get_ident()
-        self._take_beat()
+        self._beat_again()
         self._thread.start()
 
     def stop(self) -> None:
-        """On the loop."""
+        """Call it on the event loop."""
         self._stopped.set()
         if self._beat is not None:
             self._beat.cancel()
 
-    def _take_beat(self) -> None:
+    def _beat_again(self) -> None:
         self._beats += 1
-        self._beat = asyncio.get_running_loop().call_later(self._limits.look_s / 2, self._take_beat)
+        self._beat = asyncio.get_running_loop().call_later(self._limits.look_s / 2, self._beat_again)
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._limits.look_s):
@@ -87,20 +87,20 @@ class LoopWatch:
             verdict = self._limits.judge(stood_s)
             was_stuck, self.is_stuck = self.is_stuck, verdict is not Verdict.WELL
             if self.is_stuck and not was_stuck:
-                _say(f"the event loop has stood still for {stood_s:.1f} s at\n{stack_of(self._loop_thread)}")
+                _log(f"the event loop has been blocked for {stood_s:.1f} s at\n{stack_of(self._loop_thread)}")
             elif was_stuck and not self.is_stuck:
-                _say("the event loop turns again")
+                _log("the event loop runs again")
             if verdict is Verdict.HOPELESS:
-                _say(f"the event loop has stood still for {stood_s:.1f} s: the process ends")
+                _log(f"the event loop has been blocked for {stood_s:.1f} s: the process exits")
                 self._end()
                 return
 
 
 class HealthPort:
-    """Bound when made, answers from `start` to `stop`."""
+    """Bound when created; answers from `start` to `stop`."""
 
     def __init__(self, status: HealthStatus, *, host: str, port: int, limits: StuckLimits) -> None:
-        """Raises ConfigError when the port cannot be had. `port` 0: a free one. `limits`: of the event loop."""
+        """`port` 0: a free port. `limits`: of the event loop. Raises ConfigError if the port cannot be bound."""
         self._status = status
         self._watch = LoopWatch(limits)
         self._server = grpc.server(ThreadPoolExecutor(1, "health"), options=_OPTIONS)
@@ -118,16 +118,16 @@ class HealthPort:
             raise ConfigError(f"cannot listen on {address}: choose another --health-port") from error
 
     def start(self) -> None:
-        """On the loop."""
+        """Call it on the event loop."""
         self._watch.start()
         self._server.start()
 
     def end_within(self, timeout_s: float) -> None:
-        """The process leaves by itself within this, or is ended."""
+        """End the process by force if it has not exited within `timeout_s`."""
         threading.Thread(target=_end_after, args=(timeout_s,), name="end by force", daemon=True).start()
 
     def stop(self) -> None:
-        """On the loop. Nobody answers any more; does not wait."""
+        """Stop answering; does not wait. Call it on the event loop."""
         self._watch.stop()
         self._server.stop(grace=None)
 
@@ -140,11 +140,11 @@ class HealthPort:
         return health_pb2.HealthCheckResponse(status=_NOT_SERVING if self._watch.is_stuck else status)
 
 
-def _say(text: str) -> None:
-    """Whoever holds the log's lock, or does not read what is written, may be what the loop waits for."""
-    saying = threading.Thread(target=_LOG.error, args=(text,), daemon=True)
-    saying.start()
-    saying.join(_SAY_S)
+def _log(text: str) -> None:
+    """Log on a separate thread, with a timeout: the loop may be blocked by the log's lock or by an unread pipe."""
+    logging_thread = threading.Thread(target=_LOG.error, args=(text,), daemon=True)
+    logging_thread.start()
+    logging_thread.join(_LOG_TIMEOUT_S)
 
 
 def _end_after(timeout_s: float) -> None:

@@ -3,21 +3,22 @@
     logging.getLogger("tandem.router").info("admitted", extra={"request_id": "r1", "prompt_tokens": 12})
     2026-11-21T09:14:02.113Z INFO tandem.router request_id=r1 admitted prompt_tokens=12
 
-Owns the form only. stdout is left to what a process says to whoever started it (its `ready` line).
+Owns the format only. stdout is reserved for the `ready` line, which the parent process reads.
 """
 
 import json
 import logging
 import sys
 import time
+import traceback
 from typing import TextIO
 
-# What every record has by itself; all else in it came through `extra`.
+# Attributes of every record; all others came through `extra`.
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
 def configure_logs(level: str, log_format: str, stream: TextIO = sys.stderr) -> None:
-    """Every logger of this process, from here on. `level` and `log_format` as in ClusterSettings."""
+    """Configure all loggers of this process. `level` and `log_format` as in ClusterSettings."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     root = logging.getLogger()
@@ -25,6 +26,12 @@ def configure_logs(level: str, log_format: str, stream: TextIO = sys.stderr) -> 
     root.setLevel(level.upper())
     for chatty in ("httpx", "httpcore", "asyncio", "filelock", "urllib3", "uvicorn.access", "uvicorn.error"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
+
+
+def stack_of(thread_id: int | None) -> str:
+    """The Python stack of a thread, innermost frame last. Empty for a thread that has ended or never started."""
+    frame = sys._current_frames().get(thread_id) if thread_id is not None else None
+    return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
 class TextFormatter(logging.Formatter):
@@ -55,7 +62,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
-    """A name that begins with an underscore is a library's own mark on every record, as Ray makes them."""
+    """Return the extra fields of a record, except names that begin with an underscore: libraries such as Ray
+    add them to every record."""
     return {name: value for name, value in vars(record).items() if name not in _OWN and not name.startswith("_")}
 
 
@@ -64,6 +72,6 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _quoted(value: object) -> str:
-    """A client chooses its request id: it must not be able to write a line of its own."""
+    """Quote what could break the line: a client chooses its request id and must not be able to forge a line."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text if text and text.isprintable() and not set(text) & set(' "=') else json.dumps(text)

@@ -1,12 +1,12 @@
-"""How often a place becomes free, and from that when to try again. Pure: the time is an argument."""
+"""Estimates how often a queue's place becomes free, and from that when a refused client should retry. Pure."""
 
 _SMOOTHING = 0.2
-_FIRST_RETRY_S = 1.0  # before anything has ended
+_FIRST_RETRY_S = 1.0  # before the first end
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
 
 
 class ServiceRate:
-    """A running mean of the gaps between the ends of what is served."""
+    """A running mean of the time between the ends of two requests."""
 
     def __init__(self) -> None:
         self._last_end_s: float | None = None
@@ -20,10 +20,10 @@ class ServiceRate:
         self._last_end_s = now_s
 
     def retry_after_s(self) -> float:
-        """A place becomes free about once per mean gap."""
+        """The expected time until the next place becomes free."""
         return bounded_retry_s(_FIRST_RETRY_S if self._mean_gap_s is None else self._mean_gap_s)
 
 
 def bounded_retry_s(expected_s: float) -> float:
-    """Neither at once nor so late that a client gives up what would be served."""
+    """Limit a retry delay to 0.1 to 30 s."""
     return min(max(expected_s, _MIN_RETRY_S), _MAX_RETRY_S)

@@ -1,8 +1,8 @@
-"""Figures of one process: counted here, rendered for Prometheus.
+"""The metrics of one process, rendered for Prometheus. Safe to call from any thread.
 
-Owns one registry per Telemetry object, never the library's global one, so that two workers in one process do not mix.
-Every figure stands in cluster/observe/metrics.py; a name or label that does not is our own mistake and raises. Engine
-and kvtransfer see this through small Protocols of their own. Safe to call from any thread.
+Each Telemetry object owns a registry and never uses the library's global one, so two workers in one process stay apart.
+All metrics are declared in cluster/observe/metrics.py; an undeclared name or label raises. Engine and kvtransfer use
+this class through small Protocols of their own.
 """
 
 from threading import Lock
@@ -29,41 +29,41 @@ class Telemetry:
         self._histograms: dict[str, Histogram] = {}
 
     def count(self, name: str, value: float = 1, **labels: str) -> None:
-        """Adds to a counter."""
+        """Add to a counter."""
         counter = self._counters.get(name) or self._make(name, Kind.COUNTER, self._counters, Counter)
         values = self._label_values(name, labels)
         (counter.labels(*values) if values else counter).inc(value)
 
     def gauge(self, name: str, value: float, **labels: str) -> None:
-        """Sets a gauge."""
+        """Set a gauge."""
         gauge = self._gauges.get(name) or self._make(name, Kind.GAUGE, self._gauges, Gauge)
         values = self._label_values(name, labels)
         (gauge.labels(*values) if values else gauge).set(value)
 
     def shift(self, name: str, change: float, **labels: str) -> None:
-        """Moves a gauge up or down."""
+        """Change a gauge by `change`."""
         gauge = self._gauges.get(name) or self._make(name, Kind.GAUGE, self._gauges, Gauge)
         values = self._label_values(name, labels)
         (gauge.labels(*values) if values else gauge).inc(change)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        """Adds one observation to a histogram."""
+        """Add one observation to a histogram."""
         histogram = self._histograms.get(name) or self._make(name, Kind.HISTOGRAM, self._histograms, Histogram)
         values = self._label_values(name, labels)
         (histogram.labels(*values) if values else histogram).observe(value)
 
     def value(self, name: str, **labels: str) -> float:
-        """What a counter or gauge stands at; 0 where nothing was counted. For a histogram: how many observations."""
+        """The value of a counter or gauge; the number of observations of a histogram. 0 before the first use."""
         suffix = "_count" if METRICS[name].kind is Kind.HISTOGRAM else ""
         self._check_labels(name, labels)
         return self._registry.get_sample_value(name + suffix, labels) or 0.0
 
     def render(self) -> bytes:
-        """The text that Prometheus reads; its type is CONTENT_TYPE."""
+        """The metrics in Prometheus' text format, of type CONTENT_TYPE."""
         return generate_latest(self._registry)
 
     def _make(self, name: str, kind: Kind, made: dict[str, Figure], figure: type[Figure]) -> Figure:
-        """At its first use: a process does not publish zeros of what others count."""
+        """Create a metric at its first use, so that a process does not publish zeros for other roles' metrics."""
         metric = METRICS[name]
         if metric.kind is not kind:
             raise KeyError(f"{name} is a {metric.kind.value}, not a {kind.value}")
@@ -78,7 +78,8 @@ class Telemetry:
             raise ValueError(f"{name} has the labels {METRICS[name].labels}, not {tuple(labels)}")
 
     def _label_values(self, name: str, labels: dict[str, str]) -> tuple[str, ...]:
-        """Past the bound everything new is counted as "other": a bug must not fill the memory of who reads it."""
+        """Beyond 200 label sets, new ones count as "other", so that a bug cannot exhaust the memory of the
+        monitoring."""
         self._check_labels(name, labels)
         values = tuple(labels[label] for label in METRICS[name].labels)
         known = self._label_sets[name]

@@ -1,17 +1,17 @@
-"""What one field of a message may be: the kinds of bounds that cluster/protocol/message_rules.py gives to each field.
+"""The kinds of bounds that cluster/protocol/message_rules.py gives to each field of a message.
 
 A rule says whether a value is within its bounds, and its text says which bounds those are. Standard library only, pure.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.messages import MemberId
 
 NAME_CHARACTERS = 256  # of an id, a reason, a transport, a hash in text
-TEXT_CHARACTERS = 65_536  # of what people read: details, both values of a comparison
+TEXT_CHARACTERS = 65_536  # of a text for people: an error's detail, both values of a comparison
 LARGEST_INT = (1 << 63) - 1
 LONGEST_S = 1e9  # thirty years: every duration is added to a clock without losing it
 
@@ -66,16 +66,30 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
-    """One of a few texts or numbers."""
+class EnumValue:
+    """A value of an enum: one of the numbers of `names`. A number that this version does not know is refused."""
 
-    known: frozenset[str | int]
+    names: Mapping[int, str]
+
+    def without(self, number: int) -> "EnumValue":
+        return EnumValue({known: name for known, name in self.names.items() if known != number})
 
     def admits(self, value: object) -> bool:
-        return value in self.known
+        return value in self.names
 
     def __str__(self) -> str:
-        return f"one of {sorted(map(str, self.known))}"
+        return f"one of {', '.join(self.names.values())}"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """True or false."""
+
+    def admits(self, value: object) -> bool:
+        return isinstance(value, bool)
+
+    def __str__(self) -> str:
+        return "true or false"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +151,7 @@ class Many:
     is_distinct: bool = False
 
     def admits(self, value: object) -> bool:
-        """Whether the number of items is right, and scalars are."""
+        """Return whether the number of items is within its bounds and each scalar follows the rule of the items."""
         if not isinstance(value, Sequence) or not self.least <= len(value) <= self.most:
             return False
         if isinstance(self.item, Part):

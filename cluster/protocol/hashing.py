@@ -1,9 +1,8 @@
-"""Names for runs of tokens: the hash of a prompt, and the chain of its blocks' hashes.
+"""Block hashes: the hash of a prompt, and the chain of hashes of its blocks. Standard library only, pure.
 
-Keyed (BLAKE2b, RFC 7693), so that nobody without the cluster's key can aim at a collision. A chain begins at a root
-that covers the tenant's salt, the adapter, and what the KV travelled as: two tenants never share a block, and KV that
-was quantised on its way is never taken for what was computed. 16 bytes each. Router and workers must agree, so it is
-here once. Standard library only, pure.
+Hashes are keyed BLAKE2b (RFC 7693) of 16 bytes, so a collision cannot be constructed without the cluster's key. A chain
+begins at a root that covers the tenant's salt, the adapter and the wire dtype of the KV: tenants never share a block,
+and KV that was quantised on the wire never counts as computed KV. Routers and workers must compute equal hashes.
 """
 
 import hashlib
@@ -11,19 +10,21 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 
 HASH_BYTES = 16
-NATIVE = "native"  # computed where it is, or moved as it was computed
-_PROMPT = b"tandem.prompt"  # BLAKE2b's personalization (at most 16 bytes): no prompt's hash is ever a block's
+MAX_PREFIX_BLOCKS = 65_536  # whose hashes one message may name: 1 MiB
+NATIVE = "native"  # computed on this worker, or moved without quantisation
+_PROMPT = b"tandem.prompt"  # BLAKE2b's personalization (at most 16 bytes): a prompt's hash never equals a block's
 _BLOCK = b"tandem.block"
 _ROOT = b"tandem.root"
 
 
 def hash_prompt(key: bytes, token_ids: Sequence[int]) -> bytes:
-    """Of a whole prompt. `key`: the cluster's, at most 64 bytes. Raises ValueError for an id that is no uint32."""
+    """The hash of a whole prompt. `key`: the cluster's key, at most 64 bytes. Raises ValueError for an id that is no
+    uint32."""
     return _digest(key, _PROMPT, b"", token_ids)
 
 
 def hash_root(key: bytes, *, salt: str = "", adapter: str = "", content: str = NATIVE) -> bytes:
-    """The parent of a prompt's first block. `content`: the wire dtype that its KV travelled as."""
+    """The parent hash of a prompt's first block. `content`: the wire dtype of its KV."""
     state = hashlib.blake2b(digest_size=HASH_BYTES, key=key, person=_ROOT)
     for field in (salt, adapter, content):
         encoded = field.encode("utf-8", "surrogatepass")
@@ -32,7 +33,7 @@ def hash_root(key: bytes, *, salt: str = "", adapter: str = "", content: str = N
 
 
 def hash_blocks(key: bytes, token_ids: Sequence[int], block_size: int, parent: bytes = b"") -> Iterator[bytes]:
-    """Of each full block after `parent`, in order; each covers all before it. A partial last block has none."""
+    """Yield the hash of each full block after `parent`, in order. A partly filled last block has none."""
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, not {block_size}")
     for start in range(0, len(token_ids) - block_size + 1, block_size):
@@ -41,12 +42,12 @@ def hash_blocks(key: bytes, token_ids: Sequence[int], block_size: int, parent: b
 
 
 def hash_block(key: bytes, parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Of one block after the block, or root, whose hash is `parent`."""
+    """The hash of one block that follows `parent`, the hash of a block or a root."""
     return _digest(key, _BLOCK, parent, token_ids)
 
 
 class BlockChain:
-    """The hashes of one sequence's full blocks. Grows with its tokens; owned by whoever owns the sequence."""
+    """The hashes of one sequence's full blocks, growing with its tokens. Owned by the owner of the sequence."""
 
     def __init__(self, key: bytes, block_size: int, root: bytes) -> None:
         self.hashes: list[bytes] = []
@@ -55,24 +56,24 @@ class BlockChain:
         self._root = root
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Hashes the full blocks of these tokens, of which the hashed ones are the beginning."""
+        """Hash the full blocks that are not hashed yet. `token_ids`: all tokens of the sequence so far."""
         first_new = len(self.hashes) * self._block_size
         parent = self.parent_of(len(self.hashes))
         self.hashes += hash_blocks(self._key, token_ids[first_new:], self._block_size, parent)
 
     def parent_of(self, index: int) -> bytes:
-        """What the block of this index continues."""
+        """The parent hash of the block with this index."""
         return self.hashes[index - 1] if index else self._root
 
     def copy(self) -> "BlockChain":
-        """For a sequence that goes on apart from here."""
+        """A copy for a sequence that continues separately from here on."""
         copied = BlockChain(self._key, self._block_size, self._root)
         copied.hashes = list(self.hashes)
         return copied
 
 
 class NamelessChain(BlockChain):
-    """Of a worker that shares no prefixes: no block has a hash, so none is ever found or kept."""
+    """The chain of a worker without prefix caching: no block has a hash, so no block is found or cached."""
 
     def __init__(self) -> None:
         super().__init__(b"", 1, b"")
@@ -87,7 +88,12 @@ class NamelessChain(BlockChain):
         return NamelessChain()
 
 
-NewChain = Callable[[str, str], BlockChain]  # (salt, what the KV travelled as) -> the chain of a sequence's beginning
+def split_hashes(packed: bytes) -> tuple[bytes, ...]:
+    """Hashes that were packed into one field of a message. Its length is a multiple of 16."""
+    return tuple(packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES))
+
+
+NewChain = Callable[[str, str], BlockChain]  # (salt, wire dtype of the KV) -> the empty chain of a new sequence
 
 
 def keyed_chains(key: bytes, block_size: int) -> NewChain:
@@ -99,7 +105,7 @@ def nameless_chains() -> NewChain:
 
 
 def _digest(key: bytes, person: bytes, parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The parent's length goes in first: no parent and ids can be read as another parent and other ids."""
+    """The parent's length comes first, so that no two pairs of parent and ids are hashed as the same bytes."""
     state = hashlib.blake2b(bytes([len(parent)]) + parent, digest_size=HASH_BYTES, key=key, person=person)
     try:
         state.update(struct.pack(f"<{len(token_ids)}I", *token_ids))

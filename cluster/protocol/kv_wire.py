@@ -1,11 +1,14 @@
-"""Tickets, epochs and fingerprints: wire messages (tandem/v1/kv.proto) to the values of cluster/messages.py and back.
+"""Convert tickets, epochs and fingerprints between tandem/internal/v1/kv.proto and the values of cluster/messages.py.
 
 Messages were checked before (cluster/protocol/received.py). Signatures are checked by cluster/protocol/tickets.py.
 """
 
 from cluster.messages import Epoch, LayoutFingerprint, MemberId, Ticket
 from cluster.protocol.wire import member_from_wire
-from tandem.v1 import kv_pb2
+from tandem.enum_words import EnumWords
+from tandem.internal.v1 import kv_pb2
+
+WIRE_DTYPES = EnumWords(kv_pb2.WireDtype)  # their words are the values of --kv-wire-dtype
 
 
 def epoch_to_wire(epoch: Epoch) -> kv_pb2.Epoch:
@@ -38,7 +41,7 @@ def ticket_to_wire(ticket: Ticket) -> kv_pb2.Ticket:
 
 
 def ticket_from_wire(message: kv_pb2.Ticket) -> Ticket:
-    """Of a checked message. Says nothing about the signature: that is the signer's."""
+    """Convert a checked message. The signature is not verified here; the exporter does that."""
     return Ticket(
         ticket_id=message.ticket_id,
         exporter=MemberId(message.exporter_id, message.exporter_incarnation),
@@ -59,9 +62,7 @@ def fingerprint_to_wire(fingerprint: LayoutFingerprint) -> kv_pb2.LayoutFingerpr
         model_config=fingerprint.model_config,
         dtype=fingerprint.dtype,
         block_table=fingerprint.block_table,
-        tp_size=fingerprint.tp_size,
-        tp_rank=fingerprint.tp_rank,
-        wire_dtype=fingerprint.wire_dtype,
+        wire_dtype=WIRE_DTYPES.number(fingerprint.wire_dtype),
         kv_format=fingerprint.kv_format,
     )
 
@@ -72,8 +73,6 @@ def fingerprint_from_wire(message: kv_pb2.LayoutFingerprint) -> LayoutFingerprin
         model_config=message.model_config,
         dtype=message.dtype,
         block_table=message.block_table,
-        tp_size=message.tp_size,
-        tp_rank=message.tp_rank,
-        wire_dtype=message.wire_dtype,
+        wire_dtype=WIRE_DTYPES.word(message.wire_dtype),
         kv_format=message.kv_format,
     )

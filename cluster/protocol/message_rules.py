@@ -1,18 +1,18 @@
 """The bounds of every field of every message that members of a cluster send to each other.
 
-One table: a message of worker.proto or kv.proto that lacks here, or one of its fields, fails a test. What the receiver
-alone knows (its vocabulary, the size of a pool, what it asked for) is compared by the receiver, after these.
+A test fails if a message of worker.proto or kv.proto, or one of its fields, is missing in this table. The receiver
+afterwards compares values with what only it knows: its vocabulary, the size of its pool, its request.
 """
 
 from collections.abc import Callable, Mapping
 
 from google.protobuf.message import Message
 
-from cluster.member import DrainOutcome
-from cluster.messages import FinishReason
 from cluster.protocol.field_rules import (
     LARGEST_INT,
     TEXT_CHARACTERS,
+    EnumValue,
+    Flag,
     Many,
     MemberName,
     Octets,
@@ -22,10 +22,11 @@ from cluster.protocol.field_rules import (
     Table,
     Text,
     Whole,
-    Word,
 )
+from cluster.protocol.hashing import MAX_PREFIX_BLOCKS
 from cluster.settings.transfer_settings import MIN_LEASE_S
-from tandem.v1 import inference_pb2, kv_pb2, worker_pb2
+from tandem.internal.v1 import kv_pb2, worker_pb2
+from tandem.v1 import admin_pb2, inference_pb2
 
 _ID_BYTES, _HASH_BYTES, _DIGEST_BYTES, _TICKET_ID_BYTES = 4, 16, 16, 16
 _MOST_CHOICES = 1_024
@@ -57,11 +58,20 @@ _SIGNATURE = Octets(64)  # a wrong one has a name of its own
 _SIGNED = Octets(1 << 16, least=1)
 _SIGNED_OR_NONE = Octets(1 << 16)
 _ENDPOINT = Octets(1 << 20)
-_FLAG = Word(frozenset({False, True}))
+_FLAG = Flag()
 _REQUIRED, _OPTIONAL = Part(is_required=True), Part()
 _HANDLES = Many(_UINT32, _MOST_ITEMS, least=1)
 _TRANSPORTS = Many(_NAME, 32, is_distinct=True)
-_FINISH = Word(frozenset(map(str, FinishReason)))
+
+
+def _enum(enum: type[int], *, may_be_unset: bool = False) -> EnumValue:
+    """A value of an enum of the protocol. The value 0, "not set", is admitted only with `may_be_unset`."""
+    values = enum.DESCRIPTOR.values  # type: ignore[attr-defined]
+    return EnumValue({value.number: value.name for value in values if value.number or may_be_unset})
+
+
+# A worker that still runs cannot report that it was lost.
+_DRAINED = _enum(admin_pb2.DrainOutcome, may_be_unset=True).without(admin_pb2.DRAIN_OUTCOME_LOST)
 
 RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     inference_pb2.TokenLogprob: {"token_id": _COUNT, "logprob": Real(least=-3.5e38, most=1.0)},
@@ -85,13 +95,13 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "importer": _MEMBER_OR_NONE,
         "timeout_s": _DEADLINE,
         "cache_salt": Text(most=1_024),
-        "prefix_holders": Many(_REQUIRED, 1_024),
+        "prefix_sources": Many(_REQUIRED, 1_024),
         "priority": Whole(least=-(1 << 31)),
         "is_batch": _FLAG,
         "age_s": _SIGNED_SECONDS,
         "is_unproven": _FLAG,
     },
-    worker_pb2.PrefixHolder: {"member": _MEMBER, "address": _ADDRESS, "num_tokens": _COUNT},
+    worker_pb2.PrefixSource: {"member": _MEMBER, "address": _ADDRESS, "num_tokens": _COUNT},
     worker_pb2.PrefillEvent: {"accepted": _OPTIONAL, "first_tokens": _OPTIONAL},
     worker_pb2.PrefillAccepted: {"ticket": _SIGNED_OR_NONE},
     worker_pb2.AbandonRequest: {"ticket": _SIGNED},
@@ -99,7 +109,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     worker_pb2.SampledToken: {
         "token_id": _COUNT,
         "logprobs": _OPTIONAL,
-        "finish_reason": Word(_FINISH.known | {""}),
+        "finish_reason": _enum(inference_pb2.FinishReason, may_be_unset=True),
     },
     worker_pb2.FirstTokens: {
         "tokens": Many(_REQUIRED, _MOST_CHOICES, least=1),
@@ -131,7 +141,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     worker_pb2.ThawRequest: {"router": _MEMBER, "handle": _UINT32, "new_handle": _UINT32},
     worker_pb2.ThawResponse: {},
     worker_pb2.RouterMessage: {"hello": _OPTIONAL, "cancel": _OPTIONAL},
-    worker_pb2.RouterHello: {"router": _MEMBER},
+    worker_pb2.RouterHello: {"router": _MEMBER, "has_no_sequences": _FLAG},
     worker_pb2.CancelSequences: {"handles": _IDS},
     worker_pb2.WorkerMessage: {
         "hello": _OPTIONAL,
@@ -151,7 +161,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "logprobs": Many(_OPTIONAL, _MOST_ITEMS),
         "ends": Many(_REQUIRED, _MOST_ITEMS),
     },
-    worker_pb2.SequenceEnd: {"handle": _UINT32, "finish_reason": _FINISH},
+    worker_pb2.SequenceEnd: {"handle": _UINT32, "finish_reason": _enum(inference_pb2.FinishReason)},
     worker_pb2.SequenceStarted: {
         "handles": _HANDLES,
         "first_token_ids": _IDS,
@@ -168,25 +178,25 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "running": _COUNT,
         "waiting": _COUNT,
         "free_blocks": _COUNT,
-        "pairs": Many(_REQUIRED, 65_536),
+        "links": Many(_REQUIRED, 65_536),
         "step_s": _SECONDS,
     },
-    worker_pb2.PairFigures: {
+    admin_pb2.LinkSpeed: {
         "exporter": _MEMBER,
         "transport": _NAME,
         "bytes_per_s": Real(most=1e18, excludes_least=True),
         "latency_s": _SECONDS,
     },
-    worker_pb2.MeasurePairRequest: {"exporter": _MEMBER, "address": _ADDRESS, "max_blocks": _COUNT},
-    worker_pb2.MeasurePairResponse: {"paths": Many(_REQUIRED, 64), "num_bytes": _BIG},
+    worker_pb2.CheckLinkRequest: {"exporter": _MEMBER, "address": _ADDRESS, "max_blocks": _COUNT},
+    worker_pb2.CheckLinkResponse: {"paths": Many(_REQUIRED, 64), "num_bytes": _BIG},
     worker_pb2.MeasuredPath: {"transport": _NAME, "bytes_per_s": _SPEED, "latency_s": _SECONDS, "reason": _WORDS},
-    worker_pb2.FollowPrefixesRequest: {"member": _MEMBER_OR_NONE, "since": _BIG},
-    worker_pb2.PrefixNews: {
-        "is_snapshot": _FLAG,
+    worker_pb2.SubscribeCacheEventsRequest: {"member": _MEMBER_OR_NONE, "since": _BIG},
+    worker_pb2.CacheEvents: {
+        "cleared": _FLAG,
         "first_number": _BIG,
         "next_number": _BIG,
-        "added": _HASHES,
-        "evicted": _HASHES,
+        "stored": _HASHES,
+        "removed": _HASHES,
         "member": _MEMBER_OR_NONE,
     },
     worker_pb2.InspectRequest: {},
@@ -197,24 +207,24 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "violation": _WORDS,
     },
     worker_pb2.DrainWorkerRequest: {"wait": _FLAG},
-    worker_pb2.DrainWorkerResponse: {"outcome": Word(frozenset({"", *map(str, DrainOutcome)}))},
-    kv_pb2.OfferPrefixRequest: {
+    worker_pb2.DrainWorkerResponse: {"outcome": _DRAINED},
+    kv_pb2.LeasePrefixRequest: {
         "request_id": _NAME,
         "attempt": _COUNT,
         "importer": _MEMBER,
-        "block_hashes": Octets(_MOST_BYTES, least=_HASH_BYTES, unit=_HASH_BYTES),
+        "block_hashes": Octets(MAX_PREFIX_BLOCKS * _HASH_BYTES, least=_HASH_BYTES, unit=_HASH_BYTES),
         "min_blocks": _COUNT,
     },
-    kv_pb2.OfferPrefixResponse: {"ticket": _SIGNED_OR_NONE, "num_blocks": _COUNT},
-    kv_pb2.OpenProbeRequest: {
+    kv_pb2.LeasePrefixResponse: {"ticket": _SIGNED_OR_NONE, "num_blocks": _COUNT},
+    kv_pb2.OpenLinkCheckRequest: {
         "importer": _MEMBER,
         "signature": _SIGNATURE,
         "layout": _REQUIRED,
         "transports": _TRANSPORTS,
         "endpoints": Table(_ENDPOINT, 32),
     },
-    kv_pb2.ProbePath: {"transport": _NAME, "endpoint": _ENDPOINT, "reason": _WORDS},
-    kv_pb2.OpenProbeResponse: {
+    kv_pb2.LinkCheckPath: {"transport": _NAME, "endpoint": _ENDPOINT, "reason": _WORDS},
+    kv_pb2.OpenLinkCheckResponse: {
         "epoch": _OPTIONAL,  # the answer that ends a probe has none
         "paths": Many(_REQUIRED, 64),
         "block_ids": _IDS,
@@ -246,7 +256,6 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "transports": _TRANSPORTS,
         "layout": _REQUIRED,
         "endpoints": Table(_ENDPOINT, 32),
-        "cached_blocks": _COUNT,
         "protocol_oldest": _COUNT,
         "protocol_newest": _COUNT,
         "digests": Many(_NAME, 32),
@@ -257,15 +266,13 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "model_config": Text(),
         "dtype": Text(),
         "block_table": Text(),
-        "tp_size": _COUNT,
-        "tp_rank": _COUNT,
-        "wire_dtype": Text(),
+        "wire_dtype": _enum(kv_pb2.WireDtype),
         "kv_format": _COUNT,
     },
     kv_pb2.Renew: {},
     kv_pb2.Settle: {
         "epoch": _REQUIRED,
-        "outcome": Word(frozenset({1, 2, 3})),
+        "outcome": _enum(kv_pb2.Settle.Outcome),
         "reason": Text(),
     },
     kv_pb2.ExporterMessage: {
@@ -337,11 +344,11 @@ def _started(message: worker_pb2.SequenceStarted) -> str:
     return ""
 
 
-def _news(message: worker_pb2.PrefixNews) -> str:
+def _cache_events(message: worker_pb2.CacheEvents) -> str:
     return "" if message.first_number <= message.next_number else "next_number must not be less than first_number"
 
 
-def _offer(message: kv_pb2.OfferPrefixResponse) -> str:
+def _offer(message: kv_pb2.LeasePrefixResponse) -> str:
     return "" if bool(message.ticket) == bool(message.num_blocks) else "num_blocks must be 0 exactly without a ticket"
 
 
@@ -375,8 +382,8 @@ ACROSS_FIELDS: Mapping[type[Message], Callable[..., str]] = {
     worker_pb2.StartRequest: _start,
     worker_pb2.StepOutput: _step,
     worker_pb2.SequenceStarted: _started,
-    worker_pb2.PrefixNews: _news,
-    kv_pb2.OfferPrefixResponse: _offer,
+    worker_pb2.CacheEvents: _cache_events,
+    kv_pb2.LeasePrefixResponse: _offer,
     kv_pb2.Attach: _attach,
     kv_pb2.ExporterMessage: _exporter_message,
     kv_pb2.Accepted: _accepted,

@@ -1,7 +1,7 @@
-"""Messages of other members as they are received: every field within its bounds, or one error that names the field.
+"""Validates messages from other members: every field is within its bounds, or one error names the field.
 
-Called where a wire message becomes a value, once per message, before anything is done with it. A member that is broken
-can end the call or the attempt that its message belongs to, and nothing else.
+Receivers call `checked` once per message, before they convert it to a value. A faulty member can therefore end the call
+or the attempt that its message belongs to, and nothing else.
 """
 
 from typing import TypeVar
@@ -20,7 +20,7 @@ _PLANS: dict[type[Message], tuple[tuple[str, Rule, bool], ...]] = {
 
 
 def checked(message: Received) -> Received:
-    """The message itself, with all messages in it within their bounds. Raises MalformedMessage."""
+    """Return the message itself if it and all messages in it are within their bounds. Raises MalformedMessage."""
     for field, rule, is_part in _PLANS[type(message)]:
         if is_part:
             _check_part(message, field, rule)
@@ -39,7 +39,7 @@ def checked(message: Received) -> Received:
 
 
 def malformed(message: Message, problem: str) -> MalformedMessage:
-    """The error about a message, in one form wherever it is found."""
+    """Return the error about a message, in the one form that all receivers use."""
     return MalformedMessage(f"{message.DESCRIPTOR.name}: {problem}")
 
 

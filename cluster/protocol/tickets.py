@@ -1,6 +1,7 @@
-"""Signing, checking and reissuing tickets. Knows the cluster's key as an argument; keeps neither keys nor tickets.
+"""Signs, verifies and reissues tickets. The cluster's key is an argument; this module keeps neither keys nor tickets.
 
-A ticket travels as a serialized tandem.v1.SignedTicket: the ticket's bytes exactly as signed, and their HMAC-SHA256.
+A ticket travels as a serialized tandem.internal.v1.SignedTicket: the ticket's bytes exactly as signed, and their
+HMAC-SHA256.
 """
 
 import dataclasses
@@ -13,20 +14,20 @@ from cluster.errors import HandOffFailed, HandOffReason, MalformedMessage
 from cluster.messages import MemberId, Ticket
 from cluster.protocol.kv_wire import ticket_from_wire, ticket_to_wire
 from cluster.protocol.received import checked
-from tandem.v1 import kv_pb2
+from tandem.internal.v1 import kv_pb2
 
 TICKET_ID_BYTES = 16
 CLOCK_LEEWAY_S = 60.0
 
 
 def sign(ticket: Ticket, key: bytes) -> bytes:
-    """A serialized SignedTicket."""
+    """Return a serialized SignedTicket."""
     serialized = ticket_to_wire(ticket).SerializeToString(deterministic=True)
     return kv_pb2.SignedTicket(ticket=serialized, signature=_signature(serialized, key)).SerializeToString()
 
 
 def verify(signed: bytes, key: bytes, *, importer: str) -> Ticket:
-    """The ticket, if the cluster signed it, for this importer ("id@incarnation").
+    """Return the ticket if the cluster signed it and it is for this importer ("id@incarnation").
 
     Raises HandOffFailed: BAD_SIGNATURE, FOREIGN_TICKET.
     """
@@ -37,15 +38,15 @@ def verify(signed: bytes, key: bytes, *, importer: str) -> Ticket:
 
 
 def refuse_expired(ticket: Ticket, wall_s: float) -> None:
-    """By the clock of the exporter that issued it: no other one has to be right. Raises HandOffFailed:
-    TICKET_EXPIRED."""
+    """Compare with the wall clock of the exporter that issued the ticket, so that no other clock has to be correct.
+    Raises HandOffFailed: TICKET_EXPIRED."""
     late_s = wall_s - ticket.expires_at_s
     if late_s > CLOCK_LEEWAY_S:
         raise HandOffFailed(HandOffReason.TICKET_EXPIRED, f"the ticket expired {late_s:.0f} s ago")
 
 
 def read(signed: bytes, key: bytes) -> Ticket:
-    """The ticket, if the cluster signed it, whoever it is for. Raises HandOffFailed: BAD_SIGNATURE,
+    """Return the ticket if the cluster signed it, for any importer. Raises HandOffFailed: BAD_SIGNATURE,
     MALFORMED_MESSAGE."""
     try:
         envelope = kv_pb2.SignedTicket.FromString(signed)
@@ -59,7 +60,7 @@ def read(signed: bytes, key: bytes) -> Ticket:
 
 
 def reissue(signed: bytes, key: bytes, *, attempt: int, importer: MemberId) -> bytes:
-    """The same ticket for another try or another importer. Raises HandOffFailed: BAD_SIGNATURE."""
+    """Return the same ticket for another attempt or another importer. Raises HandOffFailed: BAD_SIGNATURE."""
     return sign(dataclasses.replace(read(signed, key), attempt=attempt, importer=importer), key)
 
 

@@ -1,7 +1,7 @@
-"""Which versions of the protocol between members one of them understands, and which one two of them speak. Pure.
+"""The versions of the protocol between members that a member supports, and the version that two members use. Pure.
 
-One number counts for all that members say to each other: the messages of proto/tandem/v1 and what they mean, tickets,
-keyed hashes, digests, and what lies in Redis. What changes it, and how a version is retired: docs/upgrade.md.
+One number covers everything that members exchange: the messages of proto/tandem/internal/v1 and their meaning, tickets,
+keyed hashes, digests, and the records in Redis. CONTRIBUTING.md says when it changes and how a version is retired.
 """
 
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ProtocolRange:
-    """The oldest and the newest version that somebody understands. Raises ValueError where that is no range."""
+    """The oldest and the newest version that a member supports. Raises ValueError unless 1 <= oldest <= newest."""
 
     oldest: int
     newest: int
 
     def __post_init__(self) -> None:
         if not 1 <= self.oldest <= self.newest:
-            raise ValueError(f"{self} is no range of protocol versions")
+            raise ValueError(f"{self} is not a range of protocol versions")
 
     def __contains__(self, version: int) -> bool:
         return self.oldest <= version <= self.newest
@@ -25,7 +25,7 @@ class ProtocolRange:
         return f"{self.oldest} to {self.newest}"
 
     def common(self, other: "ProtocolRange") -> int | None:
-        """What the two speak: the newest version that both understand. None: there is none."""
+        """Return the newest version that both support, which they use with each other; None if there is none."""
         version = min(self.newest, other.newest)
         return version if version in self and version in other else None
 

@@ -1,5 +1,5 @@
-"""Wire messages (tandem/v1) to the values of cluster/messages.py and back. The only place where both are known; what
-belongs to KV alone (tickets, epochs, fingerprints) is in cluster/protocol/kv_wire.py.
+"""Convert between the messages of tandem/internal/v1 and the values of cluster/messages.py. Messages about KV alone
+(tickets, epochs, fingerprints) are converted in cluster/protocol/kv_wire.py.
 
 What comes in is checked first (cluster/protocol/received.py): each field within its bounds, or MalformedMessage. What a
 value may be for a given model is checked by the worker, which knows the model. Never talks to anybody.
@@ -14,9 +14,10 @@ from cluster.errors import InvalidRequest
 from cluster.messages import (
     DecodeJob,
     FinishReason,
+    LinkSpeed,
     MemberId,
     PrefillJob,
-    PrefixHolder,
+    PrefixSource,
     SampledToken,
     Sampling,
     SequenceStart,
@@ -24,22 +25,24 @@ from cluster.messages import (
     TokenStops,
 )
 from cluster.protocol.received import checked
-from tandem.v1 import inference_pb2, worker_pb2
+from tandem.enum_words import FINISH_REASONS
+from tandem.internal.v1 import worker_pb2
+from tandem.v1 import admin_pb2, inference_pb2
 
 ID_BYTES = 4
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Token, block or sequence ids -> little-endian uint32. Raises ValueError for one that does not fit."""
+    """Pack token, block or sequence ids as little-endian uint32. Raises ValueError for an id that does not fit."""
     try:
         return struct.pack(f"<{len(ids)}I", *ids)
     except struct.error:
         unfit = next(value for value in ids if not 0 <= value < 1 << 32)
-        raise ValueError(f"id {unfit} does not fit 32 bits without sign") from None
+        raise ValueError(f"id {unfit} does not fit 32 unsigned bits") from None
 
 
 def unpack_ids(packed: bytes) -> tuple[int, ...]:
-    """Inverse of pack_ids. Raises InvalidRequest for bytes that are no whole number of ids."""
+    """Inverse of pack_ids. Raises InvalidRequest unless the bytes are a whole number of ids."""
     if len(packed) % ID_BYTES:
         raise InvalidRequest(f"packed ids must be a multiple of {ID_BYTES} bytes, not {len(packed)}")
     return struct.unpack(f"<{len(packed) // ID_BYTES}I", packed)
@@ -97,9 +100,9 @@ def prefill_job_to_wire(job: PrefillJob) -> worker_pb2.PrefillRequest:
         importer=str(job.importer) if job.importer is not None else "",
         timeout_s=job.timeout_s,
         cache_salt=job.cache_salt,
-        prefix_holders=[
-            worker_pb2.PrefixHolder(member=str(holder.member), address=holder.address, num_tokens=holder.num_tokens)
-            for holder in job.prefix_holders
+        prefix_sources=[
+            worker_pb2.PrefixSource(member=str(source.member), address=source.address, num_tokens=source.num_tokens)
+            for source in job.prefix_sources
         ],
         priority=job.priority,
         is_batch=job.is_batch,
@@ -122,9 +125,9 @@ def prefill_job_from_wire(message: worker_pb2.PrefillRequest) -> PrefillJob:
         importer=member_from_wire(message.importer) if message.importer else None,
         timeout_s=message.timeout_s,
         cache_salt=message.cache_salt,
-        prefix_holders=tuple(
-            PrefixHolder(member_from_wire(holder.member), holder.address, holder.num_tokens)
-            for holder in message.prefix_holders
+        prefix_sources=tuple(
+            PrefixSource(member_from_wire(source.member), source.address, source.num_tokens)
+            for source in message.prefix_sources
         ),
         priority=message.priority,
         is_batch=message.is_batch,
@@ -192,7 +195,7 @@ def sampled_token_to_wire(token: SampledToken) -> worker_pb2.SampledToken:
     return worker_pb2.SampledToken(
         token_id=token.token_id,
         logprobs=logprobs_to_wire(token.logprobs) if token.logprobs is not None else None,
-        finish_reason=token.finish_reason or "",
+        finish_reason=FINISH_REASONS.number(token.finish_reason or ""),
     )
 
 
@@ -204,12 +207,13 @@ def sampled_token_from_wire(message: worker_pb2.SampledToken) -> SampledToken:
     )
 
 
-def finish_reason_from_wire(text: str) -> FinishReason | None:
-    """Empty is None. Raises InvalidRequest for a word that no reason has."""
+def finish_reason_from_wire(number: int) -> FinishReason | None:
+    """Return None for a sequence that has not ended. Raises InvalidRequest for an unknown number."""
     try:
-        return FinishReason(text) if text else None
-    except ValueError:
-        raise InvalidRequest(f"unknown finish_reason {text!r}") from None
+        word = FINISH_REASONS.word(number)
+    except ValueError as error:
+        raise InvalidRequest(f"finish_reason: {error}") from None
+    return FinishReason(word) if word else None
 
 
 def first_tokens_to_wire(
@@ -224,6 +228,23 @@ def first_tokens_to_wire(
     )
 
 
+def link_speeds_to_wire(speeds: Iterable[LinkSpeed]) -> list[admin_pb2.LinkSpeed]:
+    return [
+        admin_pb2.LinkSpeed(
+            exporter=str(speed.exporter),
+            transport=speed.transport,
+            bytes_per_s=speed.bytes_per_s,
+            latency_s=speed.latency_s,
+        )
+        for speed in speeds
+    ]
+
+
+def link_speeds_from_wire(messages: Iterable[admin_pb2.LinkSpeed]) -> tuple[LinkSpeed, ...]:
+    """Convert part of a checked message; the order is kept."""
+    return tuple(map(_link_speed_from_wire, messages))
+
+
 def _sequence_to_wire(sequence: SequenceStart) -> worker_pb2.SequenceStart:
     return worker_pb2.SequenceStart(
         handle=sequence.handle,
@@ -234,3 +255,12 @@ def _sequence_to_wire(sequence: SequenceStart) -> worker_pb2.SequenceStart:
 
 def _sequence_from_wire(message: worker_pb2.SequenceStart) -> SequenceStart:
     return SequenceStart(message.handle, message.seed, unpack_ids(message.committed_token_ids))
+
+
+def _link_speed_from_wire(message: admin_pb2.LinkSpeed) -> LinkSpeed:
+    return LinkSpeed(
+        exporter=member_from_wire(message.exporter),
+        transport=message.transport,
+        bytes_per_s=message.bytes_per_s,
+        latency_s=message.latency_s,
+    )

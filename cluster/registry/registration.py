@@ -1,7 +1,7 @@
-"""One process's own place in the registry, from its start to its end.
+"""One process's own registration, from its start to its end.
 
-Owns the member's present state and the loop that renews its lease. The process that runs it must end when Fenced comes
-out of `keep`: somebody newer has its name.
+Owns the member's state and the loop that renews the registration. The process must end when `keep` raises Fenced: a
+newer incarnation has registered under its id.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ class Registration:
         self.member = member
 
     async def join(self) -> None:
-        """Registers, then compares fingerprints with the workers that are there.
+        """Register, then compare fingerprints with the registered workers.
 
-        Raises ConfigError when one of them has another model, layout or fine-tune, and leaves again;
-        RegistryUnavailable.
+        Raises RegistryUnavailable, and ConfigError (after leaving again) when a worker has another model, layout or
+        fine-tune.
         """
         await self._registry.register(self.member)
         others = await self._registry.members()
@@ -37,70 +37,71 @@ class Registration:
             raise
 
     async def join_unless(self, stop: asyncio.Event) -> None:
-        """Joins when the registry answers, be it gone for ever so long: what this process has loaded is not thrown away
-        for it. Once `stop` is set it waits no more. Raises ConfigError as `join` does."""
+        """Join as soon as the registry answers, without a timeout: a loaded model is not discarded because Redis is
+        down. Returns when `stop` is set. Raises ConfigError as `join` does."""
         is_waiting = False
         while not stop.is_set():
             try:
                 await self.join()
             except RegistryUnavailable as error:
                 if not is_waiting:
-                    _LOG.warning("registry is gone; joining when it is back", extra={"error": str(error)})
+                    _LOG.warning("the registry is unreachable; joining when it is back", extra={"error": str(error)})
                 is_waiting = True
             else:
                 if is_waiting:
-                    _LOG.info("registry is back; joined")
+                    _LOG.info("the registry is reachable again; joined")
                 return
             with suppress(TimeoutError):
-                async with asyncio.timeout(jittered(self._registry.lease_s / 3)):
+                async with asyncio.timeout(jittered(self._registry.ttl_s / 3)):
                     await stop.wait()
 
     async def set_state(self, state: MemberState) -> None:
-        """Tells the registry now, or, while it is gone, with the next renewal that reaches it. Raises Fenced."""
+        """Register the state now or, while the registry is unreachable, with the next renewal. Raises Fenced."""
         self._state = state
-        await self._tell_state()
+        await self._register_state()
 
     async def set_unhealthy(self, is_unhealthy: bool) -> None:
-        """Likewise. While it is unhealthy no other state is told. Raises Fenced."""
+        """Register the unhealthy state as `set_state` does. While the member is unhealthy, no other state is
+        registered. Raises Fenced."""
         self._is_unhealthy = is_unhealthy
-        await self._tell_state()
+        await self._register_state()
 
     async def keep(self) -> None:
-        """Renews until cancelled, three times within a lease. While the registry is gone it goes on trying: the member
-        works on. Raises Fenced."""
+        """Renew three times per TTL until cancelled. While the registry is unreachable, keep trying; the member keeps
+        working. Raises Fenced."""
         reachable = True
         while True:
-            await asyncio.sleep(jittered(self._registry.lease_s / 3))
+            await asyncio.sleep(jittered(self._registry.ttl_s / 3))
             try:
                 await self._registry.renew(self.member)
             except RegistryUnavailable as error:
                 if reachable:
-                    _LOG.warning("registry is gone; going on without", extra={"error": str(error)})
+                    _LOG.warning("the registry is unreachable; continuing without it", extra={"error": str(error)})
                 reachable = False
             else:
                 if not reachable:
-                    _LOG.info("registry is back; registered again")
+                    _LOG.info("the registry is reachable again; registered")
                 reachable = True
 
     async def leave(self) -> None:
-        """Best effort: the lease would lapse by itself."""
+        """Delete the registration, best-effort: it would expire by itself."""
         try:
             await self._registry.leave(self.member)
         except (RegistryUnavailable, Fenced) as error:
-            _LOG.info("left without telling the registry", extra={"error": str(error)})
+            _LOG.info("left without deleting the registration", extra={"error": str(error)})
 
-    async def _tell_state(self) -> None:
+    async def _register_state(self) -> None:
         state = MemberState.UNHEALTHY if self._is_unhealthy else self._state
         self.member = self.member.with_state(state)
         try:
             await self._registry.renew(self.member)
         except RegistryUnavailable as error:
-            _LOG.warning("registry does not know the new state yet", extra={"state": state, "error": str(error)})
+            _LOG.warning("the new state is not registered yet", extra={"state": state, "error": str(error)})
 
 
 def refuse_unequal(member: Member, others: tuple[Member, ...]) -> None:
-    """A worker of another model, layout or fine-tune has no business here: raises ConfigError with both values. Those
-    that are starting too are asked only where nobody has been accepted yet: they may be the ones that do not belong."""
+    """Raises ConfigError, with both values, if a registered worker has another model, layout or fine-tune. Workers that
+    are still starting count only where no worker is ready: they may be the misfits."""
     accepted = [other for other in others if other.state is not MemberState.STARTING and other.fingerprint is not None]
     for other in accepted or others:
         if other.id.id == member.id.id or member.fingerprint is None or other.fingerprint is None:

@@ -1,8 +1,9 @@
-"""The scale target as the registry keeps it, and who follows it.
+"""The scale target in the registry, and its follower.
 
-One target per cluster, written by a script and numbered: of two operators each is obeyed or superseded, never mixed.
-One follower at a time, whoever runs the workers: it holds a lease, and says in it how far it has come. Where the
-registry lost everything the follower writes down again what it was told last. Starts and ends no worker.
+Each cluster has one target with a version number, written by a script, so two concurrent changes are never mixed. The
+follower is the process that runs the workers; there is one at a time. It has a registration with a TTL, which also says
+how far it has come. Without a follower a change of the target is refused. If the registry
+loses its data, the follower writes back the target that it read last. Starts and ends no worker.
 """
 
 import secrets
@@ -17,14 +18,15 @@ from cluster.registry.scale_target import ScaleTarget, check_sizes
 _NAMES = ("scale:target", "scale:follower", "scale")  # two hashes, one channel
 _CHANNEL = _NAMES[2]
 
-# All answer the target's prefill, decode and version, the follower's name, reached and problem; empty: no target.
+# All scripts return the target's prefill, decode and version, and the follower's name, reached and problem; empty
+# without a target.
 _ANSWER = """
 local target = redis.call('HMGET', KEYS[1], 'prefill', 'decode', 'version')
 if not target[1] then return {} end
 local follower = redis.call('HMGET', KEYS[2], 'name', 'reached', 'problem')
 return {target[1], target[2], target[3], follower[1] or '', follower[2] or '0', follower[3] or ''}
 """
-# ARGV: prefill, decode; empty: as it is. Without a follower nothing is written.
+# ARGV: prefill, decode; empty: unchanged. Without a follower nothing is written.
 _SET = (
     """
 local changed = false
@@ -44,7 +46,7 @@ end
 """
     + _ANSWER
 )
-# ARGV: id, name, reached, problem, lease in ms, prefill, decode, version. Writes nothing where another one follows. The
+# ARGV: id, name, reached, problem, TTL in ms, prefill, decode, version. Writes nothing where another one follows. The
 # target stands afterwards: its own where there was none, or where it did not follow before (reached is 0).
 _FOLLOW = (
     """
@@ -64,7 +66,7 @@ end
 """
     + _ANSWER
 )
-# ARGV: id. The target goes with its follower: the next one begins with its own.
+# ARGV: id. The target is deleted with its follower; the next follower starts with its own.
 _LEAVE = """
 if redis.call('HGET', KEYS[2], 'id') == ARGV[1] then
     redis.call('DEL', KEYS[1], KEYS[2])
@@ -75,7 +77,7 @@ return {}
 
 
 class ScaleTargets:
-    """What everybody may read, and an operator write. Raises RegistryUnavailable in each call."""
+    """Read and set the scale target. Every method raises RegistryUnavailable."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -84,20 +86,21 @@ class ScaleTargets:
         return _target(await self._registry.evaluate(_ANSWER, _NAMES, []))
 
     async def set(self, prefill: int | None, decode: int | None) -> ScaleTarget:
-        """None: as it is. Answers the target as it stands now. Raises InvalidRequest; Unavailable: nobody follows."""
+        """Set the target; None: unchanged. Return the new target. Raises InvalidRequest, and Unavailable without a
+        follower."""
         check_sizes(prefill, decode)
         wanted = ["" if size is None else str(size) for size in (prefill, decode)]
         target = _target(await self._registry.evaluate(_SET, _NAMES, wanted))
         if target is None or not target.follower:
             raise Unavailable(
-                "nobody here follows a scale target: `tandem up` does, and `python -m deploy.ray follow`. Where "
-                "Kubernetes or compose runs the workers, scale there, as by `kubectl scale deployment tandem-decode`"
+                "no process follows the scale target: `tandem up` and `python -m deploy.ray follow` do. If Kubernetes "
+                "or compose runs the workers, scale there, for example by `kubectl scale deployment tandem-decode`"
             )
         return target
 
     async def watch(self) -> AsyncGenerator[ScaleTarget | None, None]:
-        """The target at once, and whenever it, or how far its follower is, may have changed. While the registry is gone
-        nothing comes."""
+        """Yield the target at once, and whenever it or the follower's progress may have changed. Yields nothing while
+        the registry is unreachable."""
         async with aclosing(self._registry.news(_CHANNEL)) as news:
             async for _ in news:
                 try:
@@ -108,21 +111,21 @@ class ScaleTargets:
 
 
 class Following:
-    """The follower's side: one per process that runs workers."""
+    """The follower's side: one per process that runs the workers."""
 
     def __init__(self, registry: Registry, name: str, first: ScaleTarget) -> None:
-        """`name`: for people. `first`: what its pools have when it begins."""
+        """`name`: for messages. `first`: the present sizes of its pools."""
         self._registry = registry
         self._id = secrets.token_hex(8)
         self._name = name
-        self.target = first  # as it was told last
+        self.target = first  # as it was read last
 
     async def report(self, reached: int, problem: str = "") -> str:
-        """Renews its lease, says how far it has come, and reads the target. Answers the name of another one that
-        follows here; empty: it is this one. Raises RegistryUnavailable."""
-        lease_ms = round(3000 * self._registry.lease_s)
+        """Renew the registration, report the progress, and read the target. Return the name of the follower if it is
+        another process, else an empty string. Raises RegistryUnavailable."""
+        ttl_ms = round(3000 * self._registry.ttl_s)
         sizes = [self.target.prefill, self.target.decode, self.target.version]
-        arguments: list[str | int] = [self._id, self._name, reached, problem, lease_ms, *sizes]
+        arguments: list[str | int] = [self._id, self._name, reached, problem, ttl_ms, *sizes]
         found = _target(await self._registry.evaluate(_FOLLOW, _NAMES, arguments))
         if found is None or found.follower != self._name:
             return found.follower if found is not None else "another one"
@@ -130,7 +133,7 @@ class Following:
         return ""
 
     def news(self) -> AsyncGenerator[None, None]:
-        """When to look again."""
+        """Yield whenever the target should be read again."""
         return self._registry.news(_CHANNEL)
 
     async def leave(self) -> None:

@@ -1,16 +1,16 @@
-"""How many workers each pool is to have. Pure; cluster/registry/scale_registry.py keeps it in the registry."""
+"""The desired number of workers of each pool. Pure; cluster/registry/scale_registry.py keeps it in the registry."""
 
 from dataclasses import dataclass
 
 from cluster.errors import InvalidRequest
 from cluster.messages import Role
 
-_MOST = 256  # of one pool: what is beyond is a slip of the pen
+_MOST = 256  # workers of one pool; a larger number is taken for a typing error
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleTarget:
-    """`reached`: the newest version at which the follower's pools stood; `problem`: why they stand at no newer one."""
+    """`reached`: the newest version that the follower has put into effect; `problem`: why it could not go further."""
 
     prefill: int
     decode: int
@@ -26,9 +26,9 @@ class ScaleTarget:
 def check_sizes(prefill: int | None, decode: int | None) -> None:
     """Raises InvalidRequest."""
     if prefill is None and decode is None:
-        raise InvalidRequest("say which pool is to have how many workers: prefill, decode or both")
+        raise InvalidRequest("give the number of workers of a pool: prefill, decode or both")
     if decode == 0:
-        raise InvalidRequest("decode cannot be 0: every request ends on a decode worker; the least is 1")
+        raise InvalidRequest("decode must be at least 1: every request ends on a decode worker")
     for name, size in (("prefill", prefill), ("decode", decode)):
         if size is not None and not 0 <= size <= _MOST:
             raise InvalidRequest(f"{name} must be from {int(name == 'decode')} to {_MOST}, not {size}")

@@ -1,7 +1,8 @@
-"""A TandemError as a gRPC status and back. The one place where exceptions leave a server.
+"""Convert a TandemError to a gRPC status and back. Every exception that leaves a server passes through this module.
 
-The status says the kind, its details the message; trailing metadata carries the exact reason and when to come back. An
-exception of any other kind is our own fault: it is logged here, once, with its stack, and leaves as INTERNAL without.
+The status code gives the kind and the details give the message; trailing metadata carries the exact reason and the
+retry delay. Any other exception is a bug in Tandem: it is logged here once, with its stack trace, and the caller gets
+INTERNAL without the stack trace.
 """
 
 import inspect
@@ -43,7 +44,7 @@ _LOG = logging.getLogger("tandem.rpc")
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in its stubs only
 
-# Where no reason came along: the call never reached a process of Tandem, or was ended by gRPC itself.
+# For a status without a reason: the call never reached a Tandem process, or gRPC itself ended it.
 _BY_STATUS: dict[grpc.StatusCode, type[TandemError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: UnknownModel,
@@ -60,32 +61,33 @@ _BY_STATUS: dict[grpc.StatusCode, type[TandemError]] = {
 async def abort(context: _Context, error: TandemError, method: str) -> None:
     """End the call with the error's status. Never returns: gRPC raises AbortError from here.
 
-    Between members the caller has sent the malformed message. A client has not: the message came from a worker."""
+    A malformed message is the caller's fault between members (INVALID_ARGUMENT). In a client's call it came from a
+    worker (INTERNAL)."""
     is_callers_fault = isinstance(error, MalformedMessage) and not method.startswith(_CLIENT_SERVICES)
     status = grpc.StatusCode.INVALID_ARGUMENT if is_callers_fault else grpc.StatusCode[grpc_status(error)]
     await context.abort(status, error.message, _trailing(error))
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> TandemError:
-    """What the other side raised, as it raised it; where it said no reason, the nearest kind."""
+    """Return the error that the server raised. A status without a reason gives the nearest kind."""
     trailing = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
     message = explained(error.details() or error.code().name)
     reason = trailing.get(REASON)
     if reason == HandOffFailed.reason:
         named = trailing.get(HANDOFF_REASON, "")
-        known = named in HandOffReason.__members__.values()  # else of a version that knows more
+        known = named in HandOffReason.__members__.values()  # otherwise the server is a newer version
         return HandOffFailed(
             HandOffReason(named) if known else HandOffReason.PROTOCOL, message.removeprefix(f"{named}: ")
         )
     kind = _BY_REASON.get(reason) if reason is not None else None
     if kind is None and "larger than max" in message:
-        kind = InvalidRequest  # gRPC's own status for it, RESOURCE_EXHAUSTED, would tell a client to try again
+        kind = InvalidRequest  # gRPC's own status, RESOURCE_EXHAUSTED, would make a client retry
     retry_after_s = _retry_after_s(trailing.get(RETRY_AFTER_S, ""))
     return (kind or _BY_STATUS.get(error.code(), InternalError))(message, retry_after_s=retry_after_s)
 
 
 def _retry_after_s(text: str) -> float | None:
-    """None for what is no duration that a client could wait."""
+    """Return None unless the text is a duration from 0 s to one day."""
     try:
         seconds = float(text)
     except ValueError:
@@ -94,7 +96,7 @@ def _retry_after_s(text: str) -> float | None:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Stands before every method of a server."""
+    """Wraps every method of a server and ends failed calls with the status of their error."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
@@ -107,7 +109,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         try:
             handler = await continuation(handler_call_details)
-        except TandemError as error:  # an interceptor inside of this one refused
+        except TandemError as error:  # an inner interceptor refused the call
             return self._refusal(error, method)
         return self._wrapped(handler, method) if handler is not None else None
 
@@ -126,18 +128,18 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         async def answer(request: Any, context: _Context) -> Any:
             try:
                 return await behaviour(_checked(request), context)
-            except Exception as error:  # noqa: BLE001 -- the edge of the process; _end logs what is unknown
+            except Exception as error:  # noqa: BLE001 -- the edge of the process; _end logs unknown ones
                 await self._end(context, error, method, request)
 
         return answer
 
     def _streaming(self, behaviour: Callable[..., Any], method: str) -> Callable[..., Any]:
-        if not inspect.isasyncgenfunction(behaviour):  # it writes to the context itself
+        if not inspect.isasyncgenfunction(behaviour):  # it writes its responses to the context
             return self._single(behaviour, method)
 
         async def answers(request: Any, context: _Context) -> AsyncIterator[Any]:
             try:
-                # closed here: a cancelled call releases what its generator holds now, not at some collection
+                # Closed here, so that a cancelled call releases its resources now, not at a later garbage collection.
                 async with aclosing(behaviour(_checked(request), context)) as answering:
                     async for answer in answering:
                         yield answer
@@ -150,7 +152,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         async def refuse(_request: Any, context: _Context) -> None:
             await self._end(context, error, method, None)
 
-        return grpc.stream_stream_rpc_method_handler(refuse)  # fits any call: it reads and answers nothing
+        return grpc.stream_stream_rpc_method_handler(refuse)  # fits every kind of call: it reads no request
 
     async def _end(self, context: _Context, error: Exception, method: str, request: Any) -> None:
         if isinstance(error, grpc.aio.AbortError):
@@ -168,11 +170,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _Malformed:
-    """Stands for a message that is none."""
+    """Marks a message that cannot be parsed."""
 
 
 def _tolerant(read: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """gRPC answers a message that it cannot parse with INTERNAL and a stack trace in the log; here it is refused."""
+    """Wrap a deserializer, so that a message that cannot be parsed is refused as an InvalidRequest. gRPC itself would
+    end the call with INTERNAL and log a stack trace."""
     if read is None:
         return None
 
@@ -186,9 +189,9 @@ def _tolerant(read: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | N
 
 
 def _checked(request: Any) -> Any:
-    """The request, or each message of a stream as it comes."""
+    """Return the request, or the stream of requests with each message checked as it arrives. Raises InvalidRequest."""
     if isinstance(request, _Malformed):
-        raise InvalidRequest("malformed message: it does not parse as this method's request")
+        raise InvalidRequest("malformed message: it cannot be parsed as this method's request")
     return _checked_each(request) if hasattr(request, "__aiter__") else request
 
 
@@ -207,7 +210,8 @@ def _trailing(error: TandemError) -> tuple[tuple[str, str], ...]:
 
 
 def _by_reason(base: type[TandemError]) -> dict[str, type[TandemError]]:
-    """Of cluster/errors.py only: a kind that a package derives for itself travels as the one it derives from."""
+    """Map reasons to the classes of cluster/errors.py. A class that another package derives is sent as its base
+    class."""
     kinds = {base.reason: base}
     for kind in base.__subclasses__():
         if kind.__module__ == TandemError.__module__:

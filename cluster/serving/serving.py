@@ -1,7 +1,7 @@
-"""A gRPC server as every process of Tandem runs it, and the channel that reaches one.
+"""The gRPC server that every Tandem process runs, and the channel to such a server.
 
-Health and reflection services stand in each server; every error leaves through cluster/serving/rpc_errors.py. Owns the
-port and the health status, never what is served.
+Each server includes the health and reflection services; cluster/serving/rpc_errors.py converts every error. Owns the
+port and the health status, never the services themselves.
 """
 
 import socket
@@ -17,18 +17,19 @@ from cluster.observe.telemetry import Telemetry
 from cluster.serving.rpc_errors import ErrorInterceptor
 from cluster.serving.tls import ClusterTls
 
-# Packed prompts of a million tokens and 64 steps of log-probabilities fit; nothing that is meant for Tandem is larger.
+# Enough for a packed prompt of a million tokens or for 64 steps of log-probabilities; no valid message is larger.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
-# From the connection to the end of its TLS handshake and its HTTP/2 settings: a silent client is disconnected then.
+# Time for the TLS handshake and the HTTP/2 settings; a client that has not completed them by then is disconnected.
 _HANDSHAKE_MS = 10_000
 _KEEPALIVE_MS = 10_000
 _KEEPALIVE_TIMEOUT_MS = 5_000
-# Both ends ask: who is frozen or cut off answers no ping, and what it asked for would run to its end for nobody.
+# Both ends send pings. A peer that is stopped or cut off does not answer, so its calls are cancelled instead of running
+# to their end without a reader.
 _KEEPALIVE_OPTIONS = (
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
-    ("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS),  # where this is left at its minute, that has no effect
+    ("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS),  # its default of one minute would override the line above
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
@@ -48,10 +49,10 @@ _CHANNEL_OPTIONS = (
 
 
 class GrpcServer:
-    """Made, given its services (`add_..._to_server(servicer, server.grpc)`), bound, started, stopped; in that order.
+    """Use it in this order: construct, add services (`add_..._to_server(servicer, server.grpc)`), bind, start, stop.
 
-    Not ready until told: health says NOT_SERVING from the start and again from `set_ready(False)`. Alive from the
-    start, but for the time of a problem. `status` says the same to other threads.
+    The health service reports NOT_SERVING until `set_ready(True)` and again after `set_ready(False)`. Liveness is
+    SERVING from the start, except while a problem is set. `status` gives the same answers to other threads.
     """
 
     def __init__(
@@ -64,10 +65,11 @@ class GrpcServer:
         credentials: grpc.ServerCredentials | None = None,
         max_calls: int | None = None,
     ) -> None:
-        """`service_names`: full names, as in `tandem.v1.Inference`. `interceptors` stand inside of the one that turns
-        errors into statuses, so they may raise a TandemError too. `credentials`: TLS with these; else plaintext.
-        `max_calls`: at once; one more is RESOURCE_EXHAUSTED before it is read. As many connections, counted before any
-        handshake; one more is closed. None: its callers are members."""
+        """`service_names`: full names such as `tandem.v1.Inference`. `interceptors` run inside the one that converts
+        errors, so they may raise a TandemError too. `credentials`: for TLS; None means plaintext. `max_calls`: the
+        maximum number of calls at once; a further call ends with RESOURCE_EXHAUSTED before it is read. It also limits
+        the connections, counted before any handshake; a further connection is closed. None: no limit, for a server
+        whose callers are members."""
         self.grpc = grpc.aio.server(
             interceptors=[ErrorInterceptor(telemetry), *interceptors],
             options=[*_SERVER_OPTIONS, *_message_options(max_message_bytes), *_connection_options(max_calls)],
@@ -80,7 +82,8 @@ class GrpcServer:
         reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.grpc)
 
     def bind(self, host: str, port: int) -> int:
-        """The port it listens on: `port`, or a free one for 0. Raises ConfigError when it cannot be had."""
+        """Listen on `port`, or on a free port for 0, and return its number. Raises ConfigError if that is
+        impossible."""
         address = join_address(host, port)
         _refuse_taken(host, port)
         try:
@@ -99,17 +102,18 @@ class GrpcServer:
         await self.grpc.start()
 
     async def set_ready(self, ready: bool) -> None:
-        """What the health service says, for the server and each of its services."""
+        """Set what the health service reports for the server and each of its services."""
         self.status.is_ready = ready
         await self._publish()
 
     async def set_problem(self, problem: str) -> None:
-        """Why a restart of the process would help: then it is neither alive nor ready. Empty: it would not."""
+        """Set the problem that a restart of the process would solve; the server is then neither alive nor ready. An
+        empty string means that there is none."""
         self.status.problem = problem
         await self._publish()
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new call; those in progress may go on for so long, then they are cancelled."""
+        """Refuse new calls, and cancel those that are still in progress after `grace_s`."""
         await self.set_ready(False)
         await self.grpc.stop(grace_s)
 
@@ -121,8 +125,8 @@ class GrpcServer:
 def open_channel(
     address: str, tls: ClusterTls | None = None, *, max_message_bytes: int = MAX_MESSAGE_BYTES
 ) -> grpc.aio.Channel:
-    """To host:port, over TLS where the cluster uses it. Connects by itself, and again after a loss, within two seconds
-    of the other side's return."""
+    """Return a channel to host:port, over TLS if the cluster uses it. It connects at the first call and reconnects
+    within two seconds after the server has come back."""
     options = [*_CHANNEL_OPTIONS, *_message_options(max_message_bytes)]
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
@@ -130,7 +134,7 @@ def open_channel(
 
 
 async def is_serving(channel: grpc.aio.Channel, *, timeout_s: float, service: str = "") -> bool:
-    """Asks the health service. Raises grpc.aio.AioRpcError when nobody answers."""
+    """Ask the health service. Raises grpc.aio.AioRpcError if there is no answer."""
     stub = health_pb2_grpc.HealthStub(channel)
     answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
@@ -142,7 +146,8 @@ def join_address(host: str, port: int) -> str:
 
 
 def _refuse_taken(host: str, port: int) -> None:
-    """gRPC would find out too, and write a line of its own to stderr that says it in the words of its source."""
+    """Raise ConfigError if the port cannot be bound. gRPC would detect this too, but would also log an internal
+    error."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

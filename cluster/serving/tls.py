@@ -1,7 +1,7 @@
-"""Mutual TLS between members: a certificate and key of each process, and the authorities that all of them trust.
+"""Mutual TLS between members: each process has a certificate and a key, and all trust the same authorities.
 
-Owns how three PEM files become what gRPC and sockets want, and what is said when they do not fit. They are read once,
-at start. Without them everything between members is plaintext.
+Owns the conversion of three PEM files to the credentials of gRPC and of sockets, and the error messages for files that
+do not work. The files are read once, at start. Without them all traffic between members is plaintext.
 """
 
 import ssl
@@ -18,7 +18,7 @@ _MAX_HANDSHAKE_TURNS = 16
 
 @dataclass(frozen=True, slots=True)
 class ClusterTls:
-    """One process's. Made by `load_tls`, which has tried that it works."""
+    """The TLS files of one process. `load_tls` creates it after a successful handshake with them."""
 
     cert_file: str
     key_file: str
@@ -28,25 +28,26 @@ class ClusterTls:
     ca: bytes = field(repr=False)
 
     def member_credentials(self) -> grpc.ServerCredentials:
-        """For a port that members reach: a caller needs a certificate of our authorities."""
+        """Return credentials for a port for members: a caller needs a certificate of the cluster's authorities."""
         return grpc.ssl_server_credentials([(self.key, self.cert)], self.ca, require_client_auth=True)
 
     def public_credentials(self) -> grpc.ServerCredentials:
-        """For a port that clients reach, who prove themselves otherwise."""
+        """Return credentials for a port for clients, which authenticate with an API key instead of a certificate."""
         return grpc.ssl_server_credentials([(self.key, self.cert)])
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """To a member: its certificate must be of our authorities and name the host that was dialled."""
+        """Return credentials for a channel to a member, whose certificate must be signed by the cluster's authorities
+        and name the host that was dialled."""
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
 
     def server_context(self) -> ssl.SSLContext:
-        """As `member_credentials`, for a socket."""
+        """Return the credentials of `member_credentials` as a context for server sockets."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """As `channel_credentials`, for a socket; give `server_hostname`."""
+        """Return the credentials of `channel_credentials` as a context for sockets that pass `server_hostname`."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, protocol: int) -> ssl.SSLContext:
@@ -59,10 +60,11 @@ class ClusterTls:
 
 
 def load_tls(settings: ClusterSettings, host: str) -> ClusterTls | None:
-    """None: the settings name no files. `host`: under which others reach this process.
+    """Read the TLS files; return None if the settings name none. `host`: the address at which members reach this
+    process.
 
-    Raises ConfigError, now and in words, for what would fail at every peer: files that are none, a key that does not
-    fit, a certificate that is expired, of another authority, or names another host.
+    Raises ConfigError at start for everything that would later fail at each peer: files that are not PEM, a key that
+    does not match, a certificate that has expired, is signed by another authority or names another host.
     """
     if not settings.tls_cert:
         return None
@@ -96,7 +98,7 @@ def _read(flag: str, path: str) -> bytes:
 
 
 def _no_password() -> str:
-    """A key that is encrypted would otherwise be asked for on the terminal."""
+    """Refuse an encrypted key; without this, OpenSSL would ask for the password on the terminal."""
     raise ValueError("the key is encrypted; give it without a password")
 
 
@@ -120,8 +122,8 @@ def _not_accepted(tls: ClusterTls, host: str, error: ssl.SSLCertVerificationErro
     lower = said.lower()
     if "mismatch" in lower:
         return (
-            f"--tls-cert {tls.cert_file} does not name {host}, under which others reach this process: "
-            f"it needs a subjectAltName with that host or IP address, or give --advertise-host ({said})"
+            f"--tls-cert {tls.cert_file} does not name {host}, the address at which members reach this process: use a "
+            f"certificate with that host or IP address as subjectAltName, or set --advertise-host ({said})"
         )
     if "issuer" in lower or "self-signed" in lower or "self signed" in lower:
         return f"--tls-cert {tls.cert_file} is not signed by an authority of --tls-ca {tls.ca_file} ({said})"
@@ -129,7 +131,8 @@ def _not_accepted(tls: ClusterTls, host: str, error: ssl.SSLCertVerificationErro
 
 
 def _shake_hands(server_context: ssl.SSLContext, client_context: ssl.SSLContext, host: str) -> None:
-    """One handshake with ourselves, in memory: what each of our peers will check. Raises ssl.SSLError."""
+    """Make one handshake in memory with this process's own files, with the checks that each peer makes. Raises
+    ssl.SSLError."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = client_context.wrap_bio(to_client, to_server, server_hostname=host)
     server = server_context.wrap_bio(to_server, to_client, server_side=True)

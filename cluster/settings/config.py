@@ -1,6 +1,6 @@
 """Every setting of every process: frozen and validated once.
 
-Where they come from: cluster/settings/config_sources.py. Pure.
+cluster/settings/config_sources.py reads them from flags, environment and file. Pure.
 """
 
 import dataclasses
@@ -21,26 +21,30 @@ class ClusterSettings:
     redis: str = setting(
         "",
         "URL of the Redis that holds the registry: redis://host:port/db, or redis+sentinel://, redis+cluster://, unix://;"
-        " `tandem up` starts one of its own without it",
+        " without it, `tandem up` starts its own",
     )
-    cluster_name: str = setting("tandem", "prefix of every key in Redis; members of one name form one cluster")
-    cluster_key_file: str = setting("", "file with the key that signs tickets; made at first start where missing")
+    cluster_name: str = setting("tandem", "prefix of every key in Redis; members with the same name form one cluster")
+    cluster_key_file: str = setting(
+        "", "file with the key that signs tickets; created at the first start if it is missing"
+    )
     host: str = setting("127.0.0.1", "address to bind to")
-    advertise_host: str = setting("", "address under which others reach this process; default: --host")
+    advertise_host: str = setting("", "address at which other members reach this process; default: --host")
     member_id: str = setting("", "name of this member; default: role and a random suffix")
-    member_lease_s: float = setting(5.0, "a member that does not renew for so long gets no new work")
-    drain_grace_s: float = setting(30.0, "how long a drained process may take to finish its work")
-    health_port: int = setting(0, "port of health answers that need no event loop and no TLS; 0: a free one")
-    loop_timeout_s: float = setting(30.0, "a process whose event loop stands still for so long is not alive")
-    stuck_exit_s: float = setting(60.0, "a process that is stuck for so long after that ends, with status 6")
-    tls_cert: str = setting("", "PEM file with this process's certificate chain; with --tls-key and --tls-ca: mTLS")
-    tls_key: str = setting("", "PEM file with the key of --tls-cert")
-    tls_ca: str = setting("", "PEM file with the authorities whose certificates members must have")
-    log_level: str = setting("info", "least severe that is logged", choices=("debug", "info", "warning", "error"))
-    log_format: str = setting("text", "form of a line of the log", choices=("text", "json"))
+    registration_ttl_s: float = setting(5.0, "seconds without a renewal after which a member gets no new work")
+    drain_grace_s: float = setting(30.0, "seconds in which a draining process may finish its work")
+    health_port: int = setting(0, "port of the health check that needs no event loop and no TLS; 0: a free port")
+    loop_timeout_s: float = setting(30.0, "seconds until a process with a blocked event loop fails its health check")
+    stuck_exit_s: float = setting(60.0, "seconds after that until a stuck process exits with status 6")
+    tls_cert: str = setting(
+        "", "PEM file with this process's certificate chain; with --tls-key and --tls-ca it turns on mTLS"
+    )
+    tls_key: str = setting("", "PEM file with the private key of --tls-cert")
+    tls_ca: str = setting("", "PEM file with the certificate authorities that sign members' certificates")
+    log_level: str = setting("info", "least severe level that is logged", choices=("debug", "info", "warning", "error"))
+    log_format: str = setting("text", "format of log lines", choices=("text", "json"))
 
     def __post_init__(self) -> None:
-        require(self.member_lease_s > 0, f"--member-lease-s must be positive, not {self.member_lease_s}")
+        require(self.registration_ttl_s > 0, f"--registration-ttl-s must be positive, not {self.registration_ttl_s}")
         require(self.drain_grace_s >= 0, f"--drain-grace-s must not be negative, not {self.drain_grace_s}")
         require(0 <= self.health_port < 1 << 16, f"--health-port must be from 0 to 65535, not {self.health_port}")
         for name in ("loop_timeout_s", "stuck_exit_s"):
@@ -57,10 +61,10 @@ class ClusterSettings:
 class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
     """A prefill or decode worker."""
 
-    port: int = setting(0, "gRPC port; 0: a free one")
-    heartbeat_s: float = setting(1.0, "time between two heartbeats to each router")
-    canary_interval_s: float = setting(0.0, "an idle worker tries a few tokens of its own after so long; 0: never")
-    stream_grace_s: float = setting(2.0, "a router whose stream broke may come back for so long")
+    port: int = setting(0, "gRPC port; 0: a free port")
+    heartbeat_s: float = setting(1.0, "seconds between two heartbeats to each router")
+    canary_interval_s: float = setting(0.0, "seconds until an idle worker runs a test generation; 0: never")
+    stream_grace_s: float = setting(2.0, "seconds in which a router whose stream broke may reconnect")
 
     def __post_init__(self) -> None:
         ClusterSettings.__post_init__(self)
@@ -72,9 +76,9 @@ class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
         _require_port("port", self.port)
         require(self.canary_interval_s >= 0, f"--canary-interval-s must not be negative, not {self.canary_interval_s}")
         require(
-            0 < self.heartbeat_s <= self.member_lease_s / 2,
-            f"--heartbeat-s must be positive and at most half of --member-lease-s, {self.member_lease_s:g} s, not"
-            f" {self.heartbeat_s:g}: a router that hears nothing for a lease gives a worker up",
+            0 < self.heartbeat_s <= self.registration_ttl_s / 2,
+            f"--heartbeat-s must be positive and at most half of --registration-ttl-s ({self.registration_ttl_s:g} s),"
+            f" not {self.heartbeat_s:g}: a router treats a worker without a heartbeat for one TTL as lost",
         )
 
 
@@ -84,28 +88,28 @@ class RouterConfig(ClusterSettings):
 
     model: str = setting("", "local folder or hub name of the model; only its tokenizer and configuration are read")
     served_model_name: str = setting("", "name that clients use; default: last part of --model")
-    port: int = setting(8000, "HTTP port; 0: a free one")
-    grpc_port: int = setting(50051, "gRPC port; 0: a free one")
-    api_key: str = setting("", "clients must send it as a bearer token; empty: none is asked for")
+    port: int = setting(8000, "HTTP port; 0: a free port")
+    grpc_port: int = setting(50051, "gRPC port; 0: a free port")
+    api_key: str = setting("", "bearer token that clients must send; empty: no authentication")
     placement: str = setting(
-        "prefix-aware", "how workers are chosen", choices=("prefix-aware", "least-loaded", "round-robin")
+        "prefix-aware", "policy that chooses workers", choices=("prefix-aware", "least-loaded", "round-robin")
     )
-    max_model_len: int = setting(0, "most tokens of prompt and continuation; 0: the model's own limit")
-    max_input_length: int = setting(0, "most tokens of a prompt; 0: what --max-model-len leaves")
-    max_output_length: int = setting(0, "most tokens of a continuation; 0: what --max-model-len leaves")
-    max_live_requests: int = setting(1024, "requests served at once; one more is refused")
+    max_model_len: int = setting(0, "maximum tokens of prompt plus output; 0: the model's limit")
+    max_input_length: int = setting(0, "maximum tokens of a prompt; 0: only --max-model-len applies")
+    max_output_length: int = setting(0, "maximum output tokens; 0: only --max-model-len applies")
+    max_live_requests: int = setting(1024, "maximum requests at once; further ones are refused")
     max_buffered_tokens: int = setting(
-        1_000_000, "tokens kept for clients; past it those that stopped reading are ended"
+        1_000_000, "maximum tokens buffered for clients; beyond it the slowest readers are ended"
     )
-    client_stall_s: float = setting(CLIENT_STALL_S, "a client that takes nothing of its answer for so long is given up")
-    max_message_bytes: int = setting(4 * 1024 * 1024, "largest request taken")
-    request_timeout_s: float = setting(600.0, "deadline of a request that brings none")
-    max_attempts: int = setting(3, "tries at each leg of a request")
-    stream_grace_s: float = setting(2.0, "a worker whose stream broke may come back for so long")
-    breaker_failures: int = setting(
-        3, "hand-offs in a row that fail until two workers are not paired; 0: always paired"
+    client_stall_s: float = setting(
+        CLIENT_STALL_S, "seconds until a client that reads nothing of its response is disconnected"
     )
-    breaker_max_pause_s: float = setting(30.0, "longest time until two workers that were not paired are tried again")
+    max_message_bytes: int = setting(4 * 1024 * 1024, "maximum size of a request in bytes")
+    request_timeout_s: float = setting(600.0, "timeout in seconds of a request that sets none")
+    max_attempts: int = setting(3, "maximum attempts at each leg of a request")
+    stream_grace_s: float = setting(2.0, "seconds in which a worker whose stream broke may reconnect")
+    breaker_failures: int = setting(3, "consecutive failed hand-offs that open a pair's circuit breaker; 0: no breaker")
+    breaker_max_pause_s: float = setting(30.0, "maximum seconds until an open breaker lets a trial hand-off through")
 
     def __post_init__(self) -> None:
         ClusterSettings.__post_init__(self)
@@ -137,7 +141,7 @@ def echo(config: WorkerConfig | RouterConfig) -> str:
 
 
 def _shown(name: str, value: object) -> object:
-    if name == "redis":  # user and password before the host, and what may stand behind a question mark
+    if name == "redis":  # hide the user and password before the host, and the options after a question mark
         return re.sub(r"\?.*", "?***", re.sub(r"//.*@", "//***@", str(value)))
     return "***" if name == "api_key" else value
 

@@ -20,7 +20,7 @@ from cluster.settings.engine_settings import EngineSettings, flag_of
 from cluster.settings.transfer_settings import TransferSettings
 
 _ENVIRONMENT_PREFIX = "TANDEM_"
-# Variables that are no setting of a process: `config` names the file, `address` is the clients'.
+# Variables that are not settings of a process: `config` names the file, and clients use `address`.
 _OTHER_VARIABLES = frozenset({"config", "address"})
 _GROUPS: dict[type, str] = {
     ClusterSettings: "cluster",
@@ -35,7 +35,7 @@ Config = TypeVar("Config", bound=WorkerConfig | RouterConfig)
 def add_flags(
     parser: argparse.ArgumentParser, config_type: type[Config], *, without: frozenset[str] = frozenset()
 ) -> None:
-    """Adds `--config` and one flag per field; a flag that was not given leaves no attribute."""
+    """Add `--config` and one flag per field. A flag that is not given sets no attribute."""
     parser.add_argument("--config", metavar="FILE", help="YAML file with the same keys", default=argparse.SUPPRESS)
     for owner, items in _fields_by_owner(config_type).items():
         group = parser.add_argument_group(_GROUPS.get(owner, owner.__name__.removesuffix("Config").lower()))
@@ -57,10 +57,10 @@ def add_flags(
 def load_config(
     config_type: type[Config], flags: Mapping[str, object], environment: Mapping[str, str] | None = None
 ) -> Config:
-    """Merges file, environment (the process's own where None) and flags, each over the one before. Raises ConfigError.
+    """Merge file, environment (default: os.environ) and flags; later sources win. Raises ConfigError.
 
-    File and environment may be shared by all processes of a cluster: a key that another kind of process knows is left
-    to it; one that nobody knows is an error.
+    All processes of a cluster may share the file and the environment: a key that only another kind of process supports
+    is ignored, and a key that no process supports is an error.
     """
     environment = os.environ if environment is None else environment
     values: dict[str, object] = {}
@@ -79,14 +79,14 @@ def load_config(
 
 
 def parse_arguments(config_type: type[Config], prog: str, arguments: Sequence[str]) -> Config:
-    """The configuration of a process started as `python -m prog ...`."""
+    """Parse the arguments of a process started as `python -m prog ...`. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=config_type.__doc__, allow_abbrev=False)
     add_flags(parser, config_type)
     return load_config(config_type, vars(parser.parse_args(arguments)))
 
 
 def _fields_by_owner(config_type: type[Config]) -> dict[type, list[dataclasses.Field[object]]]:
-    """Each field under the class that declares it; the configuration's own first."""
+    """Group the fields by the class that declares them, with the class of the configuration itself first."""
     owners: dict[type, list[dataclasses.Field[object]]] = {config_type: []}
     for item in dataclasses.fields(config_type):
         owner = next(
@@ -113,7 +113,7 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, object]:
 
 
 def _read_file(path: Path) -> dict[str, object]:
-    import yaml  # only here: everything else of this module is standard library
+    import yaml  # imported here because all other imports are standard library
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -122,7 +122,7 @@ def _read_file(path: Path) -> dict[str, object]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} is not YAML: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {path} must hold keys and values")
+        raise ConfigError(f"--config {path} must hold keys and values, such as `block_size: 16`")
     known = _names(WorkerConfig) | _names(RouterConfig)
     for name in content:
         if name not in known:
@@ -142,7 +142,7 @@ def _field_type(config_type: type[Config], name: str) -> type[int] | type[float]
 
 
 def _converted(config_type: type[Config], name: str, value: object) -> object:
-    """A variable's text, or whatever YAML made of a key's value, as the field's type."""
+    """Convert a variable's text or a YAML value to the field's type. Raises ConfigError."""
     kind = _field_type(config_type, name)
     fits = isinstance(value, str | int | float) and not isinstance(value, bool)
     if fits and kind is int and isinstance(value, float):

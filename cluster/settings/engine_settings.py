@@ -1,4 +1,4 @@
-"""The settings of the model, its memory and its steps, and what every other group of settings is made with. Pure."""
+"""The settings of the model, its memory and its steps, and the functions that all groups of settings use. Pure."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +10,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 GPU_MEMORY_UTILIZATION = 0.9
 # Of engine/scheduling/policies.py.
-SCHEDULING_POLICIES = ("fcfs", "shortest", "mlfq", "deadline", "priority", "static", "static-sorted")
+SCHEDULING_POLICIES = ("fcfs", "shortest", "mlfq", "deadline", "priority")
 
 
 def setting(default: Any, text: str, *, choices: tuple[str, ...] = ()) -> Any:
@@ -23,18 +23,18 @@ def flag_of(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """The model, and the memory and the steps it runs in."""
+    """The model, its memory and its steps."""
 
     model: str = setting("", "local folder or hub name of the model")
     served_model_name: str = setting("", "name that clients use; default: last part of --model")
     load_format: str = setting(
-        "auto", "auto reads the weights; dummy makes random ones from the config alone", choices=("auto", "dummy")
+        "auto", "auto: read the weights; dummy: random weights, from the configuration alone", choices=("auto", "dummy")
     )
-    dtype: str = setting("auto", "computation dtype; auto: the checkpoint's", choices=DTYPES)
+    dtype: str = setting("auto", "dtype of the computation; auto: the checkpoint's", choices=DTYPES)
     kv_cache_dtype: str = setting(
         "auto", "dtype of the KV in the pool; auto: --dtype; fp8: e4m3", choices=KV_CACHE_DTYPES
     )
-    device: str = setting("auto", "cpu, cuda, cuda:N; auto: cuda where there is one")
+    device: str = setting("auto", "cpu, cuda, cuda:N; auto: cuda if there is a GPU")
     block_size: int = setting(16, "tokens per KV block")
     num_blocks: int = setting(0, "blocks in the pool; 0: from --kv-cache-memory")
     kv_cache_memory: str = setting(
@@ -43,48 +43,52 @@ class EngineSettings:
     )
     gpu_memory_utilization: float = setting(
         GPU_MEMORY_UTILIZATION,
-        "share of the GPU's memory in use once the pool is there, in equal parts for the workers of this host that are "
-        "on it; the pool gets what is left",
+        "share of the GPU's memory that its workers may use together, in equal parts; the pool gets what the model "
+        "leaves",
     )
     local_rank: int = setting(
         0,
-        "with --device auto or cuda: number among the workers of this host, which go round its GPUs; tandem up sets it",
+        "with --device auto or cuda: index among this host's workers, which share its GPUs; set by tandem up",
     )
-    local_world_size: int = setting(1, "how many workers of this host go round its GPUs; tandem up sets it")
-    max_model_len: int = setting(0, "most tokens of prompt and continuation; 0: the model's own limit")
-    max_input_length: int = setting(0, "most tokens of a prompt; 0: what --max-model-len leaves")
-    max_output_length: int = setting(0, "most tokens of a continuation; 0: what --max-model-len leaves")
+    local_world_size: int = setting(1, "number of this host's workers, which share its GPUs; set by tandem up")
+    max_model_len: int = setting(0, "maximum tokens of prompt plus output; 0: the model's limit")
+    max_input_length: int = setting(0, "maximum tokens of a prompt; 0: only --max-model-len applies")
+    max_output_length: int = setting(0, "maximum output tokens; 0: only --max-model-len applies")
     swap_space: str = setting("1GiB", "host memory for KV of preempted sequences: bytes, or KiB, MiB, GiB; 0: none")
-    max_num_seqs: int = setting(64, "most sequences in one step")
-    max_prefill_tokens: int = setting(512, "most prompt tokens in one step: the size of a chunk")
-    max_queue: int = setting(256, "most requests waiting in a worker; one more is refused")
-    scheduling_policy: str = setting("fcfs", "who goes first in a worker", choices=SCHEDULING_POLICIES)
+    max_num_seqs: int = setting(64, "maximum sequences in one step")
+    max_prefill_tokens: int = setting(512, "maximum prompt tokens in one step: the size of a chunk")
+    max_queue: int = setting(256, "maximum requests waiting in a worker; further ones are refused")
+    scheduling_policy: str = setting(
+        "fcfs", "order in which a worker serves waiting requests", choices=SCHEDULING_POLICIES
+    )
     attention_backend: str = setting(
         "auto",
-        "auto, or the name of one back end",
+        "attention back end",
         choices=("auto", "sdpa", "triton", "flashinfer", "varlen", "gather"),
     )
     pack_weights: str = setting(
-        "auto", "lay bfloat16 weights out for this CPU's matrix units, once at load", choices=("auto", "off")
+        "auto", "rearrange bfloat16 weights for this CPU's matrix units at load", choices=("auto", "off")
     )
     cpu_kernels: str = setting(
-        "auto", "compiled kernels for bfloat16 on CPUs; on: also where auto does without", choices=("auto", "on", "off")
+        "auto", "compiled kernels for bfloat16 on CPUs; on: also where auto would not", choices=("auto", "on", "off")
     )
     cuda_graphs: str = setting(
-        "auto", "replay decode steps from CUDA graphs, where the model can be captured", choices=("auto", "off")
+        "auto", "replay decode steps from CUDA graphs if the model can be captured", choices=("auto", "off")
     )
     async_scheduling: str = setting(
         "on", "on a GPU, plan and launch the next step while one runs", choices=("on", "off")
     )
     num_threads: int = setting(0, "threads of the model's computation; 0: one on CPU")
     speculation: str = setting(
-        "off", "guess tokens ahead: from the sequence itself, or by a draft model", choices=("off", "prompt", "draft")
+        "off", "draft tokens: from the sequence itself, or from a draft model", choices=("off", "prompt", "draft")
     )
     draft_model: str = setting("", "local folder or hub name of the draft model, with --speculation draft")
-    num_guesses: int = setting(4, "most tokens guessed ahead in a step; fewer where few come true")
-    step_timeout_s: float = setting(60.0, "a step that takes longer makes its worker unhealthy; the first, five times")
+    num_draft_tokens: int = setting(4, "most draft tokens per sequence and step; fewer if few are accepted")
+    step_timeout_s: float = setting(
+        60.0, "seconds after which a step makes its worker unhealthy; five times for the first"
+    )
     deterministic: str = setting(
-        "off", "tokens do not depend on batch, chunking or worker; costs speed", choices=("off", "on")
+        "off", "tokens do not depend on batch, chunking or worker; slower", choices=("off", "on")
     )
 
     def __post_init__(self) -> None:
@@ -101,39 +105,44 @@ class EngineSettings:
         )
         require(
             self.local_rank >= 0 and self.local_world_size >= 1,
-            f"--local-rank is at least 0, --local-world-size 1, not {self.local_rank} and {self.local_world_size}",
+            f"--local-rank must be at least 0 and --local-world-size at least 1, not {self.local_rank} and"
+            f" {self.local_world_size}",
         )
         if self.kv_cache_memory != "auto":
-            parse_bytes(self.kv_cache_memory)
-        require(self.swap_bytes >= 0, "--swap-space is a size, or 0")
+            parse_bytes(self.kv_cache_memory, "--kv-cache-memory")
+        _ = self.swap_bytes  # raises ConfigError
         require(self.step_timeout_s > 0, f"--step-timeout-s must be positive, not {self.step_timeout_s}")
-        require(self.num_guesses >= 1, f"--num-guesses must be at least 1, not {self.num_guesses}")
+        require(self.num_draft_tokens >= 1, f"--num-draft-tokens must be at least 1, not {self.num_draft_tokens}")
         drafts = self.speculation == "draft"
-        require(bool(self.draft_model) == drafts, "--speculation draft and --draft-model go together")
+        require(
+            bool(self.draft_model) == drafts,
+            "--speculation draft needs --draft-model, and --draft-model needs --speculation draft",
+        )
 
     @property
     def swap_bytes(self) -> int:
-        return 0 if self.swap_space.strip() == "0" else parse_bytes(self.swap_space)
+        return 0 if self.swap_space.strip() == "0" else parse_bytes(self.swap_space, "--swap-space")
 
     @property
     def model_name(self) -> str:
         return self.served_model_name or Path(self.model.rstrip("/")).name
 
 
-def parse_bytes(text: str) -> int:
-    """'1048576', '512KiB', '256MiB', '2GiB' -> bytes. Raises ConfigError."""
+def parse_bytes(text: str, flag: str = "a size") -> int:
+    """Convert '1048576', '512KiB', '256MiB' or '2GiB' to bytes. `flag` begins the message of an error. Raises
+    ConfigError."""
     units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1}
     unit = next((unit for unit in units if text.endswith(unit)), "")
     try:
         num_bytes = int(float(text.removesuffix(unit)) * units.get(unit, 1))
     except (ValueError, OverflowError):
-        raise ConfigError(f"not a size: {text!r}; write bytes, or a number with KiB, MiB or GiB") from None
-    require(num_bytes > 0, f"a size must be positive, not {text!r}")
+        raise ConfigError(f"{flag} must be bytes or a number with KiB, MiB or GiB, not {text!r}") from None
+    require(num_bytes > 0, f"{flag} must be positive, not {text!r}")
     return num_bytes
 
 
 def require_lengths(max_model_len: int, max_input_length: int, max_output_length: int) -> None:
-    """0 is no limit of its own. Raises ConfigError."""
+    """Check the length limits; 0 means no limit. Raises ConfigError."""
     lengths = {
         "--max-model-len": max_model_len,
         "--max-input-length": max_input_length,

@@ -1,45 +1,55 @@
-"""Who runs, who waits, and who gives way to whom. Pure. Owned by the decode scheduler.
+"""The rules by which sequences get slots and blocks, and by which they are preempted. Pure. Owned by the decode
+scheduler.
 
-Owns the block pool, the reservations of hand-offs and the order among sequences; knows nothing of commands or events.
-One order settles every contest for slots and blocks: the policy's (by default the older arrival goes first), with the
-batch class behind everything else. What a running sequence needs comes before anything that is not running.
+The batch owns the block pool, the reservations of hand-offs and the queues of sequences. It never sees a command or an
+event. A *slot* is one of the `max_num_seqs` places in a step; a sequence uses one per choice.
 
-* A hand-off reserves all its blocks at once, above a watermark of blocks that running and preempted sequences may take;
-  what is known of its prompt is shared, and only the rest counts.
-* A waiting sequence reserves its known tokens' blocks at once, if the rest holds what those that have blocks are
-  predicted to grow by. Choices of one prompt share blocks, and part at its end.
-* A decoding sequence grows by one block when it crosses a boundary. When none is free the last in the order of those
-  that hold blocks is preempted: its blocks are freed, and it waits to be brought back from the swap space or computed
-  again from its known tokens. If the last is the one that wants to grow, it skips steps, keeping what it has, until
-  another one ends or takes it.
-* Where the policy lets a waiting sequence displace a running one, the last running one gives up its slot, and where
-  memory is short its blocks, before the step is planned. Anything displaces the batch class.
-* A frozen sequence keeps its blocks and gives up its slot; thawed, it is one that has blocks and waits for a slot.
+A sequence is in exactly one state:
 
-Nothing waits in a circle: in every plan the first in the order gets every block except those of hand-offs under way, in
-or out, and of quarantine, which end by themselves and wait for nothing here; what cannot fit into the whole pool was
-refused at admission.
+* *running*: it has blocks and slots;
+* *ready*: it has blocks and waits for slots (a finished import, a thawed sequence, or one that lost its slots);
+* *waiting*: it has no blocks. It is new, or it was preempted; then its KV is in the swap space or is recomputed;
+* *frozen*: it has blocks, uses no slot, and may continue on another worker.
+
+Sequences and hand-offs are ordered by rank: the batch class ranks after everything else, then the policy decides (by
+default the earlier arrival ranks first). Whoever ranks first is served first.
+
+1. **Hand-offs.** A hand-off reserves all its blocks at once or waits. Cached blocks of its prompt are shared and not
+   counted. The watermark must remain available for sequences that grow.
+2. **Start.** A waiting sequence gets the blocks of all its known tokens at once or waits. The predicted growth of the
+   sequences that have blocks must remain available. The choices of one prompt share its blocks until its last chunk.
+3. **Growth.** A decoding sequence gets one more block when it crosses a block boundary. If none is available, the last
+   in rank of the running and ready sequences is preempted, again and again until there is a block. If the sequence
+   that wants to grow is itself the last, it skips steps and keeps its blocks until others free some or preempt it.
+4. **Preemption for waiting work.** If the policy is preemptive, or the last sequence is of the batch class, waiting
+   work that ranks before running sequences takes their slots and, if memory is short, their blocks. This happens before
+   the step is planned.
+5. **Freezing.** A frozen sequence keeps its blocks and gives up its slots. When it is thawed, it is ready.
+
+There is no deadlock. In every plan the first in rank can get every block except those of frozen sequences, of hand-offs
+in progress in either direction and of quarantine; these are freed without waiting for anything here. A job that does
+not fit into the whole pool is refused at admission.
 """
 
+from collections import deque
 from collections.abc import Iterator
 
 from cluster.protocol.hashing import NewChain
 from decode_worker.scheduling.block_tables import BlockTables
-from decode_worker.scheduling.displacement import Displacement
-from decode_worker.scheduling.headroom import Headroom
 from decode_worker.scheduling.limits import DecodeLimits
-from decode_worker.scheduling.places import Places
-from decode_worker.scheduling.preemption_cost import PreemptionCost
-from decode_worker.scheduling.ranking import Ranking
-from decode_worker.scheduling.reservations import Grant, Reservations
+from decode_worker.scheduling.preemption import Preemption
+from decode_worker.scheduling.reservations import BlockGrant, Reservations
+from decode_worker.scheduling.sequence_queues import Ranking, SequenceQueues
 from decode_worker.scheduling.sequences import Sequence
-from decode_worker.scheduling.swapping import SwapSpace
+from decode_worker.scheduling.swapping import PreemptionCost, SwapSpace
+from decode_worker.scheduling.watermark import Watermark
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.policies import Policy
+from engine.scheduling.schedule import ChunkBudget
 
 
 class Batch:
-    """Made of the pool and who has which of its blocks, the places of the sequences, and the rules between them."""
+    """The block pool, the block tables, the queues of sequences, and the rules above."""
 
     def __init__(self, limits: DecodeLimits, new_chain: NewChain, cost: PreemptionCost, policy: Policy) -> None:
         self._limits = limits
@@ -47,203 +57,201 @@ class Batch:
         self.swaps = SwapSpace(limits.num_swap_slots, cost)
         self.tables = BlockTables(limits, new_chain, self.pool, self.swaps)
         self.reservations = Reservations(self.pool)
-        self.ranking = Ranking(policy)
-        self._places = Places(self.ranking, limits.max_num_seqs)
-        self._headroom = Headroom(limits, self._places, self.tables)
-        self._displacement = Displacement(
-            self.ranking, self._places, self.tables, self.pool, self.reservations, self._headroom
+        self._ranking = Ranking(policy)
+        self._queues = SequenceQueues(self._ranking, limits.max_num_seqs)
+        self._watermark = Watermark(limits, self._queues, self.tables)
+        self._preemption = Preemption(
+            self._ranking, self._queues, self.tables, self.pool, self.reservations, self._watermark
         )
-        self._leaving: set[Sequence] = set()  # ended, while a step under way writes to their blocks
+        self._ended_in_flight: set[Sequence] = set()  # ended, but a step in flight writes to their blocks
 
     @property
     def num_waiting(self) -> int:
-        return self._places.waiting.num_choices + self._places.ready.num_choices
+        return self._queues.waiting.num_choices + self._queues.ready.num_choices
 
     @property
     def num_spare_blocks(self) -> int:
-        """That nobody waits for, above the watermark."""
-        if len(self._places.waiting) or self.reservations.num_waiting:
+        """Available blocks above the watermark; 0 if a sequence or a hand-off waits for blocks."""
+        if len(self._queues.waiting) or self.reservations.num_waiting:
             return 0
         return max(0, self.pool.num_available - self._limits.num_watermark_blocks)
 
     @property
     def figures(self) -> dict[str, int]:
         return {
-            "running": self._places.running.num_choices,
+            "running": self._queues.running.num_choices,
             "waiting": self.num_waiting,
-            "frozen": len(self._places.frozen),
+            "frozen": len(self._queues.frozen),
             "handoffs_waiting": self.reservations.num_waiting,
-            "preemptions": self._displacement.preemptions,
-            "displaced": self._displacement.displaced,
+            "preemptions": self._preemption.preemptions,
+            "displaced": self._preemption.displaced,
             "tokens_cached": self.tables.tokens_cached,
             "blocks_evicted": self.pool.num_evicted,
             **self.swaps.figures,
         }
 
-    def add_ready(self, sequence: Sequence) -> None:
-        """It holds a reference to each of its blocks."""
-        self._places.wait_ready(sequence, sequence.group.admitted_s)
+    def add_ready(self, sequence: Sequence, now_s: float) -> None:
+        """Add a sequence that holds a reference to each of its blocks."""
+        self._queues.add_ready(sequence, now_s)
 
-    def add_waiting(self, sequence: Sequence) -> None:
-        self._places.wait_empty(sequence, sequence.group.admitted_s)
+    def add_waiting(self, sequence: Sequence, now_s: float) -> None:
+        self._queues.add_waiting(sequence, now_s, now_s)
 
-    def grant_reservations(self) -> list[Grant]:
-        """Of those whose turn it is. Never while a step is planned: what it swaps out is not copied yet."""
+    def grant_reservations(self, now_s: float) -> list[BlockGrant]:
+        """Give hand-offs their blocks, in rank order, while the pool has enough. Must not be called while a step is
+        being planned: the blocks that the step swaps out are not copied yet."""
         if not self.reservations.num_waiting:
             return []
-        self.reservations.sort(self.ranking.claim_rank)
-        granted = self.reservations.grant(self._headroom.beside_grant)
+        self.reservations.sort(self._ranking.request_rank, now_s)
+        granted = self.reservations.grant(self._watermark.for_handoff)
         self.tables.tokens_cached += sum(grant.num_cached for grant in granted) * self._limits.block_size
         return granted
 
-    def begin_step(self) -> None:
-        """Orders everything by this moment's ranks and gives slots to those whose turn it is."""
-        self._places.is_open = not (self.ranking.policy.is_static and len(self._places.running))
-        self._places.sort()
-        self.reservations.sort(self.ranking.claim_rank)
-        num_promised = self._displacement.make_way()
-        if len(self._places.ready):
-            self._join_ready(num_promised)
+    def begin_step(self, now_s: float) -> None:
+        """Sort the queues by the ranks at `now_s`, preempt for waiting work, and give slots to ready sequences."""
+        self._queues.sort(now_s)
+        self.reservations.sort(self._ranking.request_rank, now_s)
+        num_promised = self._preemption.preempt_for_waiting(now_s)
+        if len(self._queues.ready):
+            self._join_ready(num_promised, now_s)
 
-    def decoding(self) -> list[Sequence]:
-        """The running sequences with one token to compute, each with the block that its KV goes to."""
-        # In order: a preempted one always ranks behind all that were looked at before.
-        running = (s for s in tuple(self._places.running) if s.num_left == 1 and s.block_ids)
-        return [s for s in running if self._displacement.grow(s)]
+    def decoding(self, now_s: float) -> list[Sequence]:
+        """Return the running sequences with one token to compute. Each has the block for that token's KV."""
+        # In rank order, so that a preempted sequence always ranks after all that were examined before.
+        running = (s for s in tuple(self._queues.running) if s.num_left == 1 and s.block_ids)
+        return [s for s in running if self._preemption.grow(s, now_s)]
 
-    def resume_swapped(self) -> Iterator[Sequence]:
-        """Waiting sequences whose turn it is and that decode again at once: they need nothing of a prompt's budget."""
-        while (sequence := self._places.waiting.first) is not None:
-            if sequence.swapped is None or sequence.num_left > 1 or self.start_waiting() is not sequence:
-                return
-            yield sequence
+    def resume_swapped(self, now_s: float) -> list[Sequence]:
+        """Start the first waiting sequences as long as each was swapped out while it decoded. They decode in this step
+        and use nothing of the prompts' budget."""
+        resumed = []
+        while (sequence := self._queues.waiting.first) is not None:
+            if sequence.swapped is None or sequence.num_left > 1 or self._start_waiting(now_s) is not sequence:
+                break
+            resumed.append(sequence)
+        return resumed
 
-    def prompts(self) -> Iterator[Sequence]:
-        """Sequences with more than one token to compute, or that start, in order. Those that wait are started when it
-        is their turn; those of a static batch together."""
-        formed = set(self._form()) if self.ranking.policy.is_static else set()
-        for sequence in tuple(s for s in self._places.running if s.num_left > 1 or s in formed):
-            while (head := self._places.waiting.first) is not None and head.rank < sequence.rank:
-                if self.start_waiting() is None:
-                    break
-                yield head
-            yield sequence
-        while (started := self.start_waiting()) is not None:
-            yield started
+    def prompt_parts(self, budget: ChunkBudget, now_s: float) -> list[tuple[Sequence, int]]:
+        """Divide the step's remaining budget among sequences with more than one token to compute, running or waiting,
+        in rank order. Return each with its number of tokens. Waiting sequences that get tokens start to run."""
+        running = deque(sequence for sequence in self._queues.running if sequence.num_left > 1)
+        parts = []
+        while budget.left and (sequence := self._next_prompt(running, now_s)) is not None:
+            parts.append((sequence, budget.take(sequence.num_left)))
+        return parts
 
-    def start_waiting(self) -> Sequence | None:
-        """The first waiting sequence, running now, with its blocks, of which those that were found or swapped out are
-        computed; None while it has to wait."""
-        sequence = self._places.waiting.first
-        if (
-            sequence is None
-            or len(sequence.choices) > self._places.num_free_slots
-            or not self._places.may_run(sequence)
-        ):
-            return None
-        if not self._may_take_blocks(sequence) or not self.tables.may_fill(sequence):
-            return None
-        self.tables.fill(sequence)
-        self._places.run(sequence)
-        return sequence
-
-    def part(self, sequence: Sequence, numbers: Iterator[int]) -> list[Sequence]:
-        """One running sequence per choice, on the same blocks. Each but the first has a spare for its own tail."""
-        others = self.tables.part(sequence, numbers)
+    def split_choices(self, sequence: Sequence, numbers: Iterator[int], now_s: float) -> list[Sequence]:
+        """Split a sequence into one running sequence per choice, all on the same blocks. Each but the first has a spare
+        block for a copy of the tail. Return all of them."""
+        others = self.tables.split_choices(sequence, numbers)
         for other in others:
-            self._places.run_apart(other)
+            self._queues.add_running(other, now_s)
         return [sequence, *others]
 
-    def decodes(self, sequence: Sequence) -> bool:
-        """Its start was told, its last token is one of its own, and nobody else writes to its blocks: it can be
-        frozen."""
+    def can_freeze(self, sequence: Sequence) -> bool:
+        """Return whether the sequence can be frozen: it decodes, no step in flight contains it, and it shares its tail
+        block with no other choice."""
         is_between_tokens = sequence.num_left == 1 and sequence.num_output > 0
-        is_settled = not sequence.spare_ids and not sequence.num_flights
-        return sequence in self._places.running and sequence.has_run and is_between_tokens and is_settled
+        is_settled = not sequence.spare_ids and not sequence.num_steps_in_flight
+        return sequence in self._queues.running and sequence.has_run and is_between_tokens and is_settled
 
-    def freeze(self, sequence: Sequence) -> None:
-        """Between two steps: it is in none until `thaw`."""
-        assert self.decodes(sequence)
-        self._places.freeze(sequence)
+    def freeze(self, sequence: Sequence, now_s: float) -> None:
+        """Exclude the sequence from steps until `thaw`. It must satisfy `can_freeze`."""
+        assert self.can_freeze(sequence)
+        self._queues.freeze(sequence, now_s)
 
     def is_frozen(self, sequence: Sequence) -> bool:
-        return sequence in self._places.frozen
+        return sequence in self._queues.frozen
 
-    def thaw(self, sequence: Sequence) -> None:
-        self._places.thaw(sequence)
+    def thaw(self, sequence: Sequence, now_s: float) -> None:
+        self._queues.thaw(sequence, now_s)
 
-    def has_room_to_go_on(self) -> bool:
-        """Whether a plan can be made that takes nobody's block or slot, and copies and swaps nothing."""
+    def can_plan_ahead(self) -> bool:
+        """Return whether the next step can be planned without preempting, copying or swapping."""
         if not self.swaps.is_idle:
             return False
         num_lacking = 0
-        for sequence in self._places.holders:
+        for sequence in self._queues.holders:
             if (sequence.spare_ids and len(sequence.choices) == 1) or self.tables.is_tail_leased(sequence):
                 return False
             num_lacking += self.tables.num_lacking(sequence)
-        return num_lacking <= self.pool.num_available and not self._displacement.may_displace()
+        return num_lacking <= self.pool.num_available and not self._preemption.may_preempt()
 
-    def drop(self, sequence: Sequence) -> None:
-        """Takes it out, and its references with it: at once, or by `let_go` when no step writes to its blocks."""
-        self._places.take_out(sequence)
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence that ended. Its blocks are freed now, or by `free_ended` if a step in flight contains
+        it."""
+        self._queues.remove(sequence)
         sequence.is_over = True
-        if sequence.num_flights:
-            self._leaving.add(sequence)
+        if sequence.num_steps_in_flight:
+            self._ended_in_flight.add(sequence)
         else:
-            self.tables.release(sequence)
+            self.tables.free(sequence)
 
-    def let_go(self, sequence: Sequence) -> None:
-        """Of one that is over, once no step under way has it."""
-        if not sequence.num_flights:
-            self._leaving.remove(sequence)
-            self.tables.release(sequence)
+    def free_ended(self, sequence: Sequence) -> None:
+        """Free the blocks of a removed sequence unless another step in flight contains it."""
+        if not sequence.num_steps_in_flight:
+            self._ended_in_flight.remove(sequence)
+            self.tables.free(sequence)
 
-    def drop_choice(self, sequence: Sequence, handle: int) -> None:
-        """Of several; the others go on."""
+    def remove_choice(self, sequence: Sequence, handle: int, now_s: float) -> None:
+        """Remove one of several choices. The other choices continue."""
         assert len(sequence.choices) > 1
-        self._places.drop_choice(sequence, handle)
-        self.tables.release_spare(sequence)
+        self._queues.remove_choice(sequence, handle, now_s)
+        self.tables.free_spare(sequence)
 
     def check(self, live: set[int]) -> None:
-        """Raises AssertionError when pool and users disagree. `live`: numbers of the sequences that must be here."""
+        """Raise AssertionError if the pool's reference counts differ from the blocks that sequences and hand-offs hold.
+        `live`: the numbers of the sequences that must be in the queues."""
         self.pool.check()
         references = [0] * self.pool.num_blocks
-        for sequence in (*self._places.holders, *self._places.frozen, *self._leaving):
+        for sequence in (*self._queues.holders, *self._queues.frozen, *self._ended_in_flight):
             for block_id in sequence.block_ids + sequence.spare_ids:
                 references[block_id] += 1
         for block_id in self.reservations.granted_block_ids:
             references[block_id] += 1
         self.pool.check_references(references)
-        self.swaps.check(list(self._places.waiting))
-        self._places.check(live)
+        self.swaps.check(list(self._queues.waiting))
+        self._queues.check(live)
 
-    def _join_ready(self, num_promised: int) -> None:
-        """What holds blocks takes the free slots, except those that waiting sequences before it can use now."""
-        self._displacement.leave_slot_that_is_no_use()
-        head = self._places.waiting.first
-        if head is not None and not (self._places.may_run(head) and self._may_take_blocks(head)):
+    def _join_ready(self, num_promised: int, now_s: float) -> None:
+        """Give free slots to ready sequences, except slots that a waiting sequence which ranks before them can use
+        now."""
+        self._preemption.free_stalled_slot(now_s)
+        head = self._queues.waiting.first
+        if head is not None and not self._can_start(head):
             head = None
-        for sequence in tuple(self._places.ready):
-            num_slots = self._places.num_free_slots
+        for sequence in tuple(self._queues.ready):
+            num_slots = self._queues.num_free_slots
             if head is not None and head.rank < sequence.rank:
                 num_slots -= max(len(head.choices), num_promised)
             if num_slots < len(sequence.choices):
                 break
-            if self._places.may_run(sequence):
-                self._places.run(sequence)
+            self._queues.start_running(sequence, now_s)
 
-    def _form(self) -> Iterator[Sequence]:
-        """A static batch, of whatever may start now."""
-        while (head := self._places.waiting.first) is not None and head.swapped is None:
-            if self.start_waiting() is not head:
-                return
-            yield head
+    def _next_prompt(self, running: deque[Sequence], now_s: float) -> Sequence | None:
+        """Return the sequence that ranks next: the first waiting one, which starts if it can, or else the first of
+        `running`, which is removed from there."""
+        head = self._queues.waiting.first
+        if head is not None and (not running or head.rank < running[0].rank) and self._start_waiting(now_s) is head:
+            return head
+        return running.popleft() if running else None
 
-    def _may_take_blocks(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence could have its blocks now: there are enough, and no hand-off before it wants
-        them."""
-        claim = self.reservations.first
-        if claim is not None and claim.rank < sequence.rank:
+    def _start_waiting(self, now_s: float) -> Sequence | None:
+        """Start the first waiting sequence and return it, or return None if it has to wait. It gets the blocks of all
+        its known tokens; the KV of cached and swapped blocks counts as computed."""
+        sequence = self._queues.waiting.first
+        if sequence is None or len(sequence.choices) > self._queues.num_free_slots:
+            return None
+        if not self._can_start(sequence) or not self.tables.can_allocate(sequence):
+            return None
+        self.tables.allocate(sequence)
+        self._queues.start_running(sequence, now_s)
+        return sequence
+
+    def _can_start(self, sequence: Sequence) -> bool:
+        """Return whether the pool has enough blocks for a waiting sequence and no hand-off ranks before it."""
+        request = self.reservations.first
+        if request is not None and request.rank < sequence.rank:
             return False
-        num_left = self.pool.num_available - self.tables.num_taken(sequence)
-        return num_left >= self._headroom.beside_start(sequence)
+        num_left = self.pool.num_available - self.tables.num_newly_used(sequence)
+        return num_left >= self._watermark.for_sequence(sequence)

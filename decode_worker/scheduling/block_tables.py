@@ -1,6 +1,6 @@
-"""Which blocks a sequence has: how it gets them, grows, shares and loses them. Pure. Owned by the batch.
+"""The block tables of sequences: allocation, growth, sharing, copy on write and eviction. Pure. Owned by the batch.
 
-Every sequence's references to the pool are taken and given back here. Who may have blocks is the batch's business.
+Only this module adds and removes sequences' references to blocks. The batch decides which sequence may have blocks.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from engine.scheduling.step import BlockCopy
 
 
 class BlockTables:
-    """`tokens_cached`: those whose KV was here before the sequence that uses it."""
+    """`tokens_cached` counts tokens whose KV was found in the prefix cache."""
 
     def __init__(self, limits: DecodeLimits, new_chain: NewChain, pool: BlockPool, swaps: SwapSpace) -> None:
         self._limits = limits
@@ -26,31 +26,32 @@ class BlockTables:
         self.tokens_cached = 0
 
     def num_needed(self, sequence: Sequence) -> int:
-        """For its known tokens."""
+        """Return the number of blocks for all known tokens of a sequence, with a tail per choice."""
         return self._limits.num_needed(len(sequence.token_ids), len(sequence.choices))
 
-    def num_taken(self, sequence: Sequence) -> int:
-        """Of the available blocks, by a waiting sequence that comes back or starts now."""
+    def num_newly_used(self, sequence: Sequence) -> int:
+        """Return by how much `num_available` falls if this waiting sequence starts now."""
         found = self._find(sequence)
         num_idle = self._pool.num_available - self._pool.num_available_beside(found)
         return self.num_needed(sequence) - len(found) + num_idle
 
-    def may_fill(self, sequence: Sequence) -> bool:
-        """What was swapped out may be brought back: its copy is there, and so is what it shares with others. If that
-        will not come, it is computed again."""
+    def can_allocate(self, sequence: Sequence) -> bool:
+        """Return whether a waiting sequence can start: it was not swapped out, or its copy is complete and its shared
+        leading blocks are still cached. If they are not and cannot be restored by a swap-in of this plan, the copy is
+        dropped and the sequence will be recomputed."""
         if sequence.swapped is None:
             return True
-        if self._swaps.is_leaving(sequence):
+        if self._swaps.is_copying_out(sequence):
             return False
         if len(self._find(sequence)) >= sequence.swapped.first:
             return True
-        if not self._swaps.inward:  # else it may be what an older one is bringing back
-            self._swaps.lose(sequence)
-            self._forget(sequence)
+        if not self._swaps.swaps_in:  # else a sequence that starts in the same plan may restore them
+            self._swaps.abandon(sequence)
+            self._reset_computed(sequence)
         return False
 
-    def fill(self, sequence: Sequence) -> None:
-        """Blocks for the known tokens of a waiting sequence; what was found or swapped out is computed."""
+    def allocate(self, sequence: Sequence) -> None:
+        """Allocate blocks for the known tokens of a waiting sequence. Cached and swapped KV counts as computed."""
         cached = self._find(sequence)
         block_ids = self._pool.reserve_beside(cached, self.num_needed(sequence) - len(cached))
         assert block_ids is not None
@@ -59,49 +60,49 @@ class BlockTables:
         num_found = len(cached) * self._block_size
         if sequence.swapped is not None:
             self._pool.mark_unverified(self._brought_back_unverified(sequence, len(cached)))
-            self._swaps.bring_in(sequence, len(cached))
+            self._swaps.swap_in(sequence, len(cached))
             sequence.num_computed, sequence.num_kept = max(sequence.num_computed, num_found), len(cached)
         else:
             sequence.num_computed = sequence.num_cached = num_found
             self.tokens_cached += num_found
 
-    def empty(self, sequence: Sequence) -> None:
-        """Of a sequence that is preempted: its KV goes to the swap space, where that is the cheaper way, or is lost."""
-        num_staying = self._num_staying(sequence)
-        block_ids = sequence.block_ids[num_staying : blocks_for(sequence.num_computed, self._block_size)]
+    def evict(self, sequence: Sequence) -> None:
+        """Free the blocks of a preempted sequence. Its KV is swapped out if that is cheaper than computing it again."""
+        num_shared = self._num_shared(sequence)
+        block_ids = sequence.block_ids[num_shared : blocks_for(sequence.num_computed, self._block_size)]
         unverified = self._pool.unverified_among(block_ids)
-        self.release(sequence)
-        num_tokens = sequence.num_computed - num_staying * self._block_size
-        self._swaps.take_out(sequence, num_staying, block_ids, num_tokens)
+        self.free(sequence)
+        num_tokens = sequence.num_computed - num_shared * self._block_size
+        self._swaps.swap_out(sequence, num_shared, block_ids, num_tokens)
         if sequence.swapped is not None:
-            places = (num_staying + n for n, block_id in enumerate(block_ids) if block_id in unverified)
+            places = (num_shared + n for n, block_id in enumerate(block_ids) if block_id in unverified)
             sequence.swapped.unverified.update(places)
         if sequence.swapped is None:
-            self._forget(sequence)
+            self._reset_computed(sequence)
 
-    def release(self, sequence: Sequence) -> None:
-        """All its references, and its slots in the swap space."""
-        assert not sequence.num_flights, f"sequence {sequence.number} loses its blocks in mid-step"
+    def free(self, sequence: Sequence) -> None:
+        """Free all blocks of a sequence and its slots in the swap space."""
+        assert not sequence.num_steps_in_flight, f"sequence {sequence.number} is freed while a step in flight uses it"
         self._swaps.discard(sequence)
         self._pool.release(sequence.block_ids + sequence.spare_ids)
         sequence.block_ids = sequence.spare_ids = ()
 
-    def release_spare(self, sequence: Sequence) -> None:
-        """Of a choice that ended before the choices parted."""
+    def free_spare(self, sequence: Sequence) -> None:
+        """Free the spare block of a choice that ended before the choices were split."""
         self._pool.release(sequence.spare_ids[:1])
         sequence.spare_ids = sequence.spare_ids[1:]
 
     def num_lacking(self, sequence: Sequence) -> int:
-        """Blocks that a decoding sequence has to get before it computes its newest token."""
+        """Return how many blocks a decoding sequence needs before it can compute its newest token."""
         num_missing = blocks_for(len(sequence.token_ids), self._block_size) - len(sequence.block_ids)
         return num_missing if num_missing > 0 else int(self.is_tail_leased(sequence))
 
     def is_tail_leased(self, sequence: Sequence) -> bool:
-        """It was frozen, and is still read elsewhere: what is written next goes to a copy."""
+        """Return whether an exporter still reads the last block, so that the next token must be written to a copy."""
         return not sequence.spare_ids and self._pool.state(sequence.block_ids[-1]) is BlockState.LEASED
 
     def grow(self, sequence: Sequence, num_blocks: int) -> bool:
-        """Gives it what it lacks. False: the pool has not so many."""
+        """Give a decoding sequence `num_blocks` more blocks. Returns False if the pool has fewer."""
         block_ids = self._pool.reserve(num_blocks)
         if block_ids is None:
             return False
@@ -112,28 +113,28 @@ class BlockTables:
         return True
 
     def num_free_places(self, sequence: Sequence, num_spare_blocks: int) -> int:
-        """For tokens behind its known ones, in its last block and so many more."""
+        """Return how many tokens fit after the known ones, in the last block and `num_spare_blocks` more."""
         return (len(sequence.block_ids) + num_spare_blocks) * self._block_size - len(sequence.token_ids)
 
-    def grow_for_guesses(self, sequence: Sequence, num_guesses: int) -> int:
-        """Places behind its known tokens. Answers how many blocks that took."""
-        num_missing = blocks_for(len(sequence.token_ids) + num_guesses, self._block_size) - len(sequence.block_ids)
+    def grow_for_draft_tokens(self, sequence: Sequence, num_draft_tokens: int) -> int:
+        """Reserve blocks for draft tokens after the known tokens. Return how many."""
+        num_missing = blocks_for(len(sequence.token_ids) + num_draft_tokens, self._block_size) - len(sequence.block_ids)
         if num_missing > 0:
             block_ids = self._pool.reserve(num_missing)
-            assert block_ids is not None, f"{num_missing} blocks for guesses were not spare"
+            assert block_ids is not None, f"{num_missing} blocks for draft tokens were not spare"
             sequence.block_ids += block_ids
         return max(0, num_missing)
 
     def trim(self, sequence: Sequence) -> None:
-        """Gives back what wrong guesses took."""
+        """Return the blocks that only rejected draft tokens used."""
         num_used = blocks_for(sequence.num_computed, self._block_size)
         self._pool.release(sequence.block_ids[num_used:])
         sequence.block_ids = sequence.block_ids[:num_used]
 
-    def own_tail(self, sequence: Sequence) -> tuple[BlockCopy, ...]:
-        """Before a sequence writes to a tail that other choices share or other workers read, it gets its own copy.
+    def copy_shared_tail(self, sequence: Sequence) -> tuple[BlockCopy, ...]:
+        """Give a sequence its own copy of a last block that other choices share or an exporter reads (copy on write).
 
-        The old one may be reused at once: a step copies before it computes anything."""
+        The old block may be reused at once, because a step copies before it computes anything."""
         if len(sequence.choices) > 1 or not sequence.spare_ids:
             return ()
         source, (target,) = sequence.block_ids[-1], sequence.spare_ids
@@ -143,18 +144,19 @@ class BlockTables:
         self._pool.release((source,))
         return (BlockCopy(source, target),)
 
-    def part(self, sequence: Sequence, numbers: Iterator[int]) -> list[Sequence]:
-        """New sequences for all choices but the first, on the same blocks, each with a spare for its own tail."""
+    def split_choices(self, sequence: Sequence, numbers: Iterator[int]) -> list[Sequence]:
+        """Split off a new sequence for each choice but the first, on the same blocks, with a spare block for its
+        tail."""
         choices, spare_ids = sequence.choices, sequence.spare_ids
         sequence.choices, sequence.spare_ids = choices[:1], ()
         others = []
         for place, choice in enumerate(choices[1:]):
             self._pool.share(sequence.block_ids)
-            others.append(sequence.parted(next(numbers), choice, spare_ids[place : place + 1]))
+            others.append(sequence.split_off(next(numbers), choice, spare_ids[place : place + 1]))
         return others
 
-    def keep_sealed(self, sequence: Sequence) -> None:
-        """What it has filled since the last time can be found by others with the same beginning."""
+    def cache_sealed(self, sequence: Sequence) -> None:
+        """Add the blocks that were sealed since the last call to the prefix cache."""
         num_sealed = sealed_blocks(sequence.num_computed, self._block_size)
         if num_sealed == sequence.num_kept:
             return
@@ -163,31 +165,34 @@ class BlockTables:
         self._pool.keep(sequence.block_ids[first:num_sealed], chain.hashes[first:num_sealed], chain.parent_of(first))
 
     def end_step(self, *, has_failed: bool) -> None:
-        """Before anything else is done with the outcome of a plan."""
+        """End the swaps of a step. Must be called before its outcome is applied."""
         for sequence in self._swaps.end_step():
-            if has_failed:  # nobody knows whether it was copied
-                self._swaps.lose(sequence)
-                self._forget(sequence)
+            if has_failed:  # the copy may be incomplete
+                self._swaps.abandon(sequence)
+                self._reset_computed(sequence)
 
     def _find(self, sequence: Sequence) -> tuple[int, ...]:
-        """Blocks that hold the beginning of a waiting one's tokens. At least the last token is computed, in a block of
-        its own: its logits are wanted."""
+        """Return the cached blocks of the longest known prefix of a waiting sequence. The last token is always
+        computed, in a block that is not shared, because its logits are needed."""
         sequence.chain.extend(sequence.token_ids)
         num_wanted = sealed_blocks(len(sequence.token_ids) - 1, self._block_size)
         return self._pool.find(sequence.chain.hashes[:num_wanted])
 
-    def _forget(self, sequence: Sequence) -> None:
-        """Nothing of a waiting sequence is computed any more."""
+    def _reset_computed(self, sequence: Sequence) -> None:
+        """Mark that no KV of a waiting sequence exists any more."""
         sequence.num_computed = sequence.num_kept = 0
-        sequence.chain = self._new_chain(sequence.group.job.cache_salt, NATIVE)  # whatever it was imported as
+        sequence.chain = self._new_chain(
+            sequence.group.job.cache_salt, NATIVE
+        )  # KV recomputed here is exact, whatever the wire format of the import
 
     def _brought_back_unverified(self, sequence: Sequence, num_found: int) -> list[int]:
-        """Of its new blocks, those that get content which was not verified before it was swapped out."""
+        """Return those of the new blocks whose swapped content was never verified."""
         assert sequence.swapped is not None
         return [sequence.block_ids[place] for place in sequence.swapped.unverified if place >= num_found]
 
-    def _num_staying(self, sequence: Sequence) -> int:
-        """Its leading blocks that others use too, and that it will find again if it comes back before those end."""
+    def _num_shared(self, sequence: Sequence) -> int:
+        """Return how many leading blocks other sequences use as well. They need no swap: the prefix cache will find
+        them while one of those sequences lives."""
         found = self._pool.find(sequence.chain.hashes[: sequence.num_kept])
         pairs = zip(found, sequence.block_ids, strict=False)
         stays = (self._pool.num_users(other) > (other == own) for other, own in pairs)

@@ -1,4 +1,4 @@
-"""What the decode worker's event loop asks of its step thread, and what the step thread tells back. Pure values.
+"""The commands of the decode worker's event loop to its step thread, and the events that come back. Pure values.
 
 These two directions are the only meeting place of asyncio and the thread that owns the device and the block pool.
 """
@@ -6,62 +6,72 @@ These two directions are the only meeting place of asyncio and the thread that o
 from dataclasses import dataclass
 
 from cluster.errors import TandemError
-from cluster.messages import DecodeJob, Inspect, Inspected, MemberId, SampledToken
+from cluster.messages import DecodeJob, MemberId, SampledToken
+from engine.scheduling.commands import (
+    Answer,
+    Inspect,
+    Inspected,
+    Key,
+    LeasePrefix,
+    PrefixLeased,
+    Question,
+    Quiet,
+    Refusal,
+    Release,
+    Tail,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Reserve:
-    """Set blocks aside for one hand-off: all at once, in the policy's order, above the watermark. Answered by Reserved
-    when they are there, or by Unreservable when they can never be. `block_hashes`: of the full blocks that come first;
-    what is known by them is not moved. `job`: whose sequences will join, if any will."""
+class Reserve(Question["Reserved"]):
+    """Reserve blocks for one hand-off, all at once, in the order of the policy and above the watermark. Answered by
+    Reserved, or by Unreservable if the pool can never hold so many. `block_hashes`: of the leading full blocks; those
+    found in the prefix cache are not transferred. `job`: the job whose sequences will join; None if none will."""
 
     handoff_id: int
     num_blocks: int
     block_hashes: tuple[bytes, ...] = ()
     job: DecodeJob | None = None
 
+    @property
+    def key(self) -> Key:
+        return Reserve, self.handoff_id
+
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """The hand-off is over and its sequences will not join: forget the reservation. Blocks that a reader may still
-    write to go to quarantine instead of to the free ones."""
+    """End a hand-off whose sequences will not join, and free its blocks. Blocks that a read may still write to go to
+    quarantine instead."""
 
     handoff_id: int
     quarantined_block_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class Quiet:
-    """Nobody can write to these quarantined blocks any more: free them."""
-
-    block_ids: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
 class AdmitImported:
-    """The hand-off's blocks are verified and settled: its sequences join at the next step. The reservation becomes
-    theirs: `sealed_block_ids` shared by all choices, then one tail block per choice (empty when the prompt ends on a
-    block boundary). `first_tokens[i]` is what choice i goes on from; None where the choice ended with it."""
+    """Admit the sequences of a settled hand-off, with its reserved blocks: `sealed_block_ids` are shared by all
+    choices, `tail_block_ids` are one per choice (none if the prompt ends on a block boundary). `first_tokens[i]` is the
+    first token of choice i, or None if the choice ended with it."""
 
     handoff_id: int
     job: DecodeJob
     sealed_block_ids: tuple[int, ...]
     tail_block_ids: tuple[int, ...]
     first_tokens: tuple[int | None, ...]
-    unverified: frozenset[int] = frozenset()  # of its blocks, those that were not verified
+    unverified: frozenset[int] = frozenset()  # those of its blocks that were not verified
 
 
 @dataclass(frozen=True, slots=True)
 class AdmitLocal:
-    """Prefill the job here. Its choices share the prompt's blocks. A sequence that has committed tokens goes on after
-    them. Refused by Failed when the queue is full or it can never fit."""
+    """Prefill the job on this worker. Its choices share the prompt's blocks. A sequence with committed tokens continues
+    after them. Answered by Failed if the queue is full or the job can never fit."""
 
     job: DecodeJob
 
 
 @dataclass(frozen=True, slots=True)
 class CancelSequences:
-    """Free these within the step that is running. Unknown handles are ignored: they ended already."""
+    """End these sequences at the latest when the running step ends. Unknown handles are ignored: they ended already."""
 
     router: MemberId
     handles: frozenset[int]
@@ -69,9 +79,9 @@ class CancelSequences:
 
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """Take a decoding sequence out of the batch and lease its blocks to this ticket, until Release. It keeps its place
-    in every other way: it is live until it is cancelled, thawed, or past its deadline. Answered by Frozen, or by
-    FreezeRefused when it does not decode here."""
+    """Exclude a decoding sequence from steps and lease its blocks to this ticket until Release. It remains live until
+    it is cancelled, is thawed, or exceeds its deadline. Answered by Frozen, or by FreezeRefused if it does not
+    decode."""
 
     ticket_id: bytes
     router: MemberId
@@ -80,28 +90,12 @@ class Freeze:
 
 @dataclass(frozen=True, slots=True)
 class Thaw:
-    """Go on with a frozen sequence here, as `new_handle`. Answered by Thawed, or by ThawRefused when it is not frozen
-    here."""
+    """Continue a frozen sequence on this worker, as `new_handle`. Answered by Thawed, or by ThawRefused if it is not
+    frozen."""
 
     router: MemberId
     handle: int
     new_handle: int
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """No lease on the ticket's blocks is left, and none will come."""
-
-    ticket_id: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class OfferPrefix:
-    """Lease the leading blocks of this chain that are here to a ticket, until Release. Answered by PrefixOffered."""
-
-    ticket_id: bytes
-    block_hashes: tuple[bytes, ...]
-    min_blocks: int
 
 
 Command = (
@@ -113,33 +107,41 @@ Command = (
     | CancelSequences
     | Freeze
     | Thaw
-    | OfferPrefix
+    | LeasePrefix
     | Release
     | Inspect
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Reserved:
-    """The first `num_cached` hold their content already."""
+class Reserved(Answer):
+    """The blocks of a hand-off. The first `num_cached` hold their content already."""
 
     handoff_id: int
     block_ids: tuple[int, ...]
     num_cached: int
 
+    @property
+    def key(self) -> Key:
+        return Reserve, self.handoff_id
+
 
 @dataclass(frozen=True, slots=True)
-class Unreservable:
-    """More blocks than the pool could ever set aside."""
+class Unreservable(Refusal):
+    """The hand-off needs more blocks than the pool can ever reserve."""
 
     handoff_id: int
     error: TandemError
 
+    @property
+    def key(self) -> Key:
+        return Reserve, self.handoff_id
+
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """These joined the batch. `queue_s`: from AdmitImported or AdmitLocal to the first step that holds them.
-    `num_cached`: tokens whose KV was here before them."""
+    """These sequences are in a step for the first time. `queue_s`: seconds from AdmitImported or AdmitLocal to that
+    step. `num_cached`: prompt tokens whose KV was found in the prefix cache."""
 
     router: MemberId
     handles: tuple[int, ...]
@@ -149,7 +151,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class SequenceToken:
-    """`index` counts the tokens of this choice's output from 0, committed ones and the imported first one included."""
+    """One token of one choice. `index` counts its output tokens from 0, including committed and imported ones."""
 
     router: MemberId
     handle: int
@@ -159,7 +161,7 @@ class SequenceToken:
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """Every token of one engine step, over all routers."""
+    """All tokens of one engine step, for all routers."""
 
     step: int
     tokens: tuple[SequenceToken, ...]
@@ -173,17 +175,9 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
-    """The last, partly filled block: unused positions zeroed, unchanged while it is leased."""
-
-    block_id: int
-    num_valid: int
-
-
-@dataclass(frozen=True, slots=True)
 class Frozen:
-    """Comes after the last token of the sequence. `token_ids`: those whose KV the blocks hold, which are all that it
-    has but `last_token_id`, drawn last."""
+    """The sequence is frozen; no token of it follows. `token_ids`: the tokens whose KV the blocks hold, which are all
+    but `last_token_id`, the one drawn last."""
 
     ticket_id: bytes
     request_id: str
@@ -192,7 +186,7 @@ class Frozen:
     num_output: int
     sealed_block_ids: tuple[int, ...]
     tail: Tail | None
-    unverified: frozenset[int] = frozenset()  # of all these, those that came from elsewhere and were not verified
+    unverified: frozenset[int] = frozenset()  # those of its blocks that came from another worker and were not verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,15 +208,6 @@ class ThawRefused:
     error: TandemError
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixOffered:
-    """Nothing is leased when fewer blocks than wanted are here."""
-
-    ticket_id: bytes
-    block_ids: tuple[int, ...]
-    unverified: frozenset[int] = frozenset()
-
-
 Event = (
     Reserved
     | Unreservable
@@ -233,6 +218,6 @@ Event = (
     | FreezeRefused
     | Thawed
     | ThawRefused
-    | PrefixOffered
+    | PrefixLeased
     | Inspected
 )

@@ -1,6 +1,6 @@
-"""What the decode worker can take, and how it says no. Pure values.
+"""The limits of a decode worker, and the errors with which it refuses jobs beyond them. Pure values.
 
-What can never be served is refused here, before it costs anything: so nothing that was admitted waits for ever.
+A job that can never be served is refused before it gets any resource, so no admitted job waits for ever.
 """
 
 from collections.abc import Sequence
@@ -9,15 +9,22 @@ from dataclasses import dataclass
 from cluster.errors import InternalError, InvalidRequest, TandemError, WorkerTooSmall
 from cluster.member import Capacity
 from cluster.messages import DecodeJob
-from cluster.request_size import RequestSize, blocks_shortage, decode_shortage, handoff_blocks, handoff_shortage
-from cluster.settings.lengths import NO_LIMITS, LengthLimits
+from cluster.request_size import (
+    NO_LIMITS,
+    LengthLimits,
+    RequestSize,
+    blocks_shortage,
+    decode_shortage,
+    handoff_blocks,
+    handoff_shortage,
+)
 from decode_worker.scheduling.commands import AdmitImported
 from engine.scheduling.schedule import sealed_blocks, tail_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLimits:
-    """Sizes of pool, step and queue. `watermark` is a share of the pool."""
+    """Sizes of pool, step and queue. `watermark` is a fraction of the pool."""
 
     num_blocks: int
     block_size: int
@@ -36,7 +43,7 @@ class DecodeLimits:
 
     @property
     def capacity(self) -> Capacity:
-        """What routers are told, from which they conclude what is refused here."""
+        """What the worker registers, so that routers know which requests it would refuse."""
         return Capacity(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -48,11 +55,12 @@ class DecodeLimits:
         )
 
     def num_needed(self, num_tokens: int, num_choices: int) -> int:
-        """Blocks of tokens that choices share, and a tail more for each further choice when the last is not full."""
+        """Return the number of blocks for tokens that choices share. Each further choice needs one more if the last
+        block is not full."""
         return handoff_blocks(num_tokens, num_choices, self.block_size)
 
     def fit_together(self, num_tokens: int, num_choices: int) -> bool:
-        """Whether choices can ever share one prefill here."""
+        """Return whether the pool and the slots suffice for these choices to share one prefill."""
         return num_choices <= self.max_num_seqs and self.num_needed(num_tokens, num_choices) <= self.num_blocks
 
     def job_refusal(self, job: DecodeJob) -> TandemError | None:
@@ -74,7 +82,8 @@ class DecodeLimits:
         return WorkerTooSmall(shortage) if shortage else None
 
     def import_refusal(self, command: AdmitImported, reserved_ids: Sequence[int]) -> TandemError | None:
-        """Whether what the importer brings is what the job needs. A mistake here would be wrong tokens."""
+        """Return an error if the imported blocks are not exactly those that the job needs. A mistake would cause wrong
+        tokens."""
         starts, sealed_ids, tail_ids = command.job.sequences, command.sealed_block_ids, command.tail_block_ids
         if len({start.committed_token_ids for start in starts}) != 1 or len(command.first_tokens) != len(starts):
             return InternalError("the choices of a hand-off go on from the same tokens, each with its first token")

@@ -1,95 +1,105 @@
-"""Blocks that hand-offs wait for or have been given. Pure. Owned by the decode scheduler.
+"""Hand-offs that wait for blocks, and the blocks granted to hand-offs. Pure. Owned by the decode scheduler.
 
-A hand-off is given all its blocks at once or none, in the policy's order; nobody holds half and waits for more.
+A hand-off gets all its blocks at once or none, in the policy's order, so there is no hold-and-wait.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from decode_worker.scheduling.commands import Reserve
 from engine.kv.block_pool import BlockPool
+from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.policies import Rank, Work
+from engine.scheduling.schedule import blocks_for
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    number: int  # arrival, comparable with `Group.number`
+class BlockRequest:
+    number: int  # order of arrival, comparable with `Group.number`
     handoff_id: int
     num_blocks: int
-    block_hashes: tuple[bytes, ...]  # of the first of them, by which they may be found
+    block_hashes: tuple[bytes, ...]  # of the leading blocks, which may be in the prefix cache
     work: Work
     since_s: float
-    num_to_grow: int  # blocks that its sequences are predicted to need beyond these
-    rank: Rank = ()  # as it stands among the others; less goes first
+    num_to_grow: int  # further blocks that its sequences are predicted to need
+    rank: Rank = ()  # at the last sort; lower ranks go first
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
-    claim: Claim
+class BlockGrant:
+    request: BlockRequest
     block_ids: tuple[int, ...]
-    num_cached: int  # of the first of them, which were found
+    num_cached: int  # leading blocks that were found in the prefix cache
 
 
 class Reservations:
-    """Claims wait in the order of their ranks; grants are held until their hand-off is admitted or discarded."""
+    """Requests wait in the order of their ranks; grants are held until their hand-off is admitted or discarded."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._claims: dict[int, Claim] = {}  # by hand-off, in the order of their ranks
-        self._grants: dict[int, Grant] = {}
+        self._requests: dict[int, BlockRequest] = {}  # by hand-off, in the order of their ranks
+        self._grants: dict[int, BlockGrant] = {}
 
     @property
     def num_waiting(self) -> int:
-        return len(self._claims)
+        return len(self._requests)
 
     @property
     def handoff_ids(self) -> Iterator[int]:
-        """Of those that wait, and of those that hold blocks."""
-        return chain(self._claims, self._grants)
+        """The hand-offs that wait for blocks or hold blocks."""
+        return chain(self._requests, self._grants)
 
     @property
     def granted_block_ids(self) -> list[int]:
         return [block_id for grant in self._grants.values() for block_id in grant.block_ids]
 
     @property
-    def first(self) -> Claim | None:
-        return next(iter(self._claims.values()), None)
+    def first(self) -> BlockRequest | None:
+        return next(iter(self._requests.values()), None)
 
-    def claim(self, claim: Claim) -> None:
-        assert claim.handoff_id not in self._claims and claim.handoff_id not in self._grants, f"{claim} reserves twice"
-        self._claims[claim.handoff_id] = claim
+    def add(self, request: BlockRequest) -> None:
+        assert request.handoff_id not in self._requests and request.handoff_id not in self._grants, (
+            f"{request} reserves twice"
+        )
+        self._requests[request.handoff_id] = request
 
-    def sort(self, rank: Callable[[Claim], Rank]) -> None:
-        ranked = sorted((replace(claim, rank=rank(claim)) for claim in self._claims.values()), key=lambda c: c.rank)
-        self._claims = {claim.handoff_id: claim for claim in ranked}
+    def sort(self, rank: Callable[[BlockRequest, float], Rank], now_s: float) -> None:
+        ranked = sorted(
+            (replace(request, rank=rank(request, now_s)) for request in self._requests.values()), key=lambda c: c.rank
+        )
+        self._requests = {request.handoff_id: request for request in ranked}
 
-    def num_taken(self, claim: Claim) -> int:
-        """Of the available blocks, by this claim."""
-        found = self._pool.find(claim.block_hashes)
+    def num_newly_used(self, request: BlockRequest) -> int:
+        """Return by how much `num_available` falls if this request is granted now."""
+        found = self._pool.find(request.block_hashes)
         num_idle = self._pool.num_available - self._pool.num_available_beside(found)
-        return claim.num_blocks - len(found) + num_idle
+        return request.num_blocks - len(found) + num_idle
 
-    def grant(self, blocks_to_leave: Callable[[Claim], int]) -> list[Grant]:
-        """Gives the first claims their blocks while enough others stay available."""
+    def grant(self, blocks_to_leave: Callable[[BlockRequest], int]) -> list[BlockGrant]:
+        """Grant requests in rank order as long as `blocks_to_leave(request)` blocks remain available."""
         granted = []
-        while (claim := self.first) is not None:
-            if self._pool.num_available - self.num_taken(claim) < blocks_to_leave(claim):
+        while (request := self.first) is not None:
+            if self._pool.num_available - self.num_newly_used(request) < blocks_to_leave(request):
                 break
-            cached = self._pool.find(claim.block_hashes)
-            block_ids = self._pool.reserve_beside(cached, claim.num_blocks - len(cached))
+            cached = self._pool.find(request.block_hashes)
+            block_ids = self._pool.reserve_beside(cached, request.num_blocks - len(cached))
             assert block_ids is not None
-            del self._claims[claim.handoff_id]
-            grant = self._grants[claim.handoff_id] = Grant(claim, block_ids, len(cached))
+            del self._requests[request.handoff_id]
+            grant = self._grants[request.handoff_id] = BlockGrant(request, block_ids, len(cached))
             granted.append(grant)
         return granted
 
-    def take(self, handoff_id: int) -> Grant | None:
-        """Hands the blocks, and the references to them, over to the caller. None: nothing was granted."""
+    def pop_grant(self, handoff_id: int) -> BlockGrant | None:
+        """Remove a grant and return it. The caller owns the references to its blocks. Returns None if nothing was
+        granted."""
         return self._grants.pop(handoff_id, None)
 
     def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
-        """Frees or quarantines what was granted, forgets what was not. Unknown: it was admitted or discarded before."""
-        self._claims.pop(handoff_id, None)
+        """Drop a request, or free the blocks of a grant except `quarantined` ones, which go to quarantine. Does nothing
+        if the hand-off was admitted or discarded before."""
+        self._requests.pop(handoff_id, None)
         grant = self._grants.pop(handoff_id, None)
         if grant is None:
             return
@@ -97,3 +107,29 @@ class Reservations:
         assert not foreign, f"hand-off {handoff_id} quarantines {sorted(foreign)}, which it does not hold"
         self._pool.quarantine(sorted(quarantined), handoff_id)
         self._pool.release([block_id for block_id in grant.block_ids if block_id not in quarantined])
+
+
+def block_request_of(
+    command: Reserve, number: int, now_s: float, block_size: int, lengths: LengthPredictor | None
+) -> BlockRequest:
+    """`number`: the order of arrival. The prompt itself is computed on another worker."""
+    work, num_to_grow = Work(arrival=number, arrived_s=now_s, deadline_s=math.inf, num_prompt=0), 0
+    if (job := command.job) is not None:
+        num_prompt, num_output = len(job.prompt_token_ids), len(job.sequences[0].committed_token_ids)
+        predicted = 0
+        if lengths is not None:
+            predicted = lengths.predict(job.cache_salt, num_prompt, num_output, job.stops.max_tokens)
+        work = Work(
+            arrival=number,
+            arrived_s=now_s - job.age_s,
+            deadline_s=now_s + job.timeout_s,
+            num_prompt=num_prompt,
+            num_done=num_prompt + num_output,
+            predicted_tokens=predicted,
+            priority=job.priority,
+            is_batch=job.is_batch,
+            is_resumed=job.is_interrupted,
+        )
+        known, most = num_prompt + num_output, num_prompt + max(num_output, predicted - 1)
+        num_to_grow = len(job.sequences) * (blocks_for(most, block_size) - blocks_for(known, block_size))
+    return BlockRequest(number, command.handoff_id, command.num_blocks, command.block_hashes, work, now_s, num_to_grow)

@@ -1,18 +1,16 @@
-"""What the decode worker computes next, and what it tells of it. Pure: no clock, no model, no waiting.
+"""The decode worker's scheduler: commands in, step plans and events out. Pure: no clock, no model, no waiting.
 
-Turns commands into sequences of a `Batch`, the batch into steps, and their outcome into events. Which sequence gets a
-slot or a block is the batch's rule. Decodes come first in every step; what they leave of the budget goes to prompts.
+It admits jobs as sequences of a `Batch`, plans steps, and turns their outcomes into events. The batch decides which
+sequence gets slots and blocks. Every running decode gets one token of a step; prompts share the rest of the budget.
 """
 
 from dataclasses import replace
 
 from cluster import holders
-from cluster.errors import DeadlineExceeded, InternalError, TandemError
-from cluster.messages import FinishReason, Inspect, Inspected, MemberId, SampledToken
+from cluster.errors import DeadlineExceeded, StepFailed, TandemError
+from cluster.messages import FinishReason, MemberId, SampledToken
 from cluster.protocol.hashing import NATIVE, NewChain
-from decode_worker.scheduling.admission import Admission
 from decode_worker.scheduling.batch import Batch
-from decode_worker.scheduling.chunks import chunk_of, ends_known, reason_of, up_to_the_end
 from decode_worker.scheduling.commands import (
     AdmitImported,
     AdmitLocal,
@@ -22,23 +20,27 @@ from decode_worker.scheduling.commands import (
     Event,
     Failed,
     Freeze,
-    OfferPrefix,
-    PrefixOffered,
-    Quiet,
-    Release,
     Reserve,
     SequenceToken,
     StepTokens,
     Thaw,
 )
-from decode_worker.scheduling.departures import Departures
-from decode_worker.scheduling.flights import Flight, Flights, first_runs
 from decode_worker.scheduling.limits import DecodeLimits
-from decode_worker.scheduling.live import LiveSequences
-from decode_worker.scheduling.offers import Offers
-from decode_worker.scheduling.preemption_cost import PreemptionCost
-from decode_worker.scheduling.sequences import Group, Sequence
-from decode_worker.scheduling.speculation import NewGuesser, Speculation
+from decode_worker.scheduling.sequence_admission import SequenceAdmission
+from decode_worker.scheduling.sequences import (
+    Group,
+    LiveSequences,
+    Sequence,
+    chunk_of,
+    finish_reason_of,
+    reaches_last_known,
+    until_finished,
+)
+from decode_worker.scheduling.speculation import NewDrafter, Speculation
+from decode_worker.scheduling.steps_in_flight import PlannedStep, StepsInFlight, started_events
+from decode_worker.scheduling.swapping import PreemptionCost
+from decode_worker.scheduling.tickets import SequenceFreezer, TicketLeases
+from engine.scheduling.commands import Inspect, Inspected, LeasePrefix, PrefixLeased, Quiet, Release
 from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.policies import FirstCome, Policy
 from engine.scheduling.schedule import ChunkBudget
@@ -57,21 +59,20 @@ class DecodeScheduler:
         cost: PreemptionCost | None = None,
         policy: Policy | None = None,
         lengths: LengthPredictor | None = None,
-        new_guesser: NewGuesser | None = None,
+        new_drafter: NewDrafter | None = None,
     ) -> None:
-        """`lengths`: what outputs are expected to be like; without it nothing is left for those that will grow but the
-        watermark."""
+        """`lengths`: predicts output lengths; without it only the watermark is kept available for growth."""
         self._limits = limits
         self._cost = cost or PreemptionCost()
         self._batch = Batch(limits, new_chain, self._cost, policy or FirstCome())
-        self._speculation = Speculation(new_guesser, self._batch.tables)
-        self._offers = Offers(self._batch.pool, limits.block_size)
+        self._speculation = Speculation(new_drafter, self._batch.tables)
+        self._leases = TicketLeases(self._batch.pool, limits.block_size)
         self._live = LiveSequences(lengths)
-        self._admission = Admission(
+        self._admission = SequenceAdmission(
             limits, self._batch, self._live, new_chain=new_chain, wire_dtype=wire_dtype, lengths=lengths
         )
-        self._departures = Departures(self._batch, self._live, self._offers)
-        self._flights = Flights()
+        self._freezer = SequenceFreezer(self._batch, self._live, self._leases)
+        self._in_flight = StepsInFlight()
         self._ended_s = 0.0  # the last step
         self._steps = 0
         self._tokens_drawn = 0
@@ -80,7 +81,6 @@ class DecodeScheduler:
 
     def apply(self, command: Command, now_s: float) -> tuple[Event, ...]:
         events: tuple[Event, ...] = ()
-        self._batch.ranking.now_s = now_s
         match command:
             case Reserve():
                 events = self._admission.reserve(command, now_s)
@@ -89,94 +89,94 @@ class DecodeScheduler:
             case Quiet(block_ids):
                 self._batch.pool.end_quarantine(sorted(block_ids))
             case AdmitImported():
-                events = self._admission.imported(command, now_s)
+                events = self._admission.admit_imported(command, now_s)
             case AdmitLocal(job):
-                events = self._admission.local(job, now_s)
+                events = self._admission.admit_local(job, now_s)
             case CancelSequences(router, handles):
                 for handle in sorted(handles):
-                    self._end_choice(router, handle)
+                    self._end_choice(router, handle, None, now_s)
             case Freeze():
-                events = (self._departures.freeze(command),)
+                events = (self._freezer.freeze(command, now_s),)
             case Thaw():
-                events = (self._departures.thaw(command),)
-            case OfferPrefix(ticket_id, block_hashes, min_blocks):
-                leased = self._offers.lease_prefix(ticket_id, block_hashes, min_blocks)
-                events = (PrefixOffered(ticket_id, leased, self._offers.unverified(ticket_id)),)
+                events = (self._freezer.thaw(command, now_s),)
+            case LeasePrefix(ticket_id, block_hashes, min_blocks):
+                leased = self._leases.lease_prefix(ticket_id, block_hashes, min_blocks)
+                events = (PrefixLeased(ticket_id, leased, self._leases.unverified(ticket_id)),)
             case Release(ticket_id):
-                self._offers.release(ticket_id)
+                self._leases.release(ticket_id)
             case Inspect(inspection_id):
                 events = (self._inspect(inspection_id),)
-        return events + self._admission.grant()
+        return events + self._admission.grant_blocks(now_s)
 
     def reap(self, now_s: float) -> tuple[tuple[Event, ...], float | None]:
-        self._batch.ranking.now_s = now_s
-        expired = tuple(map(self._expire, self._live.due(now_s)))
-        return expired + (self._admission.grant() if expired else ()), self._live.next_deadline_s
+        expired = tuple(self._expire(group, now_s) for group in self._live.due(now_s))
+        return expired + (self._admission.grant_blocks(now_s) if expired else ()), self._live.next_deadline_s
 
     def plan(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
-        assert not self._flights, "a step is under way"
+        assert not self._in_flight, "a step is in flight"
         return self._plan(now_s)
 
     @property
     def may_plan_ahead(self) -> bool:
-        only = self._flights.only
-        return only is not None and only.is_open
+        only = self._in_flight.only
+        return only is not None and only.may_plan_ahead
 
     def may_apply(self, command: Command) -> bool:
-        # A frozen sequence's last token must be known, and nothing may be written behind it.
+        # Freezing needs the last token, and no step in flight may write to the sequence's blocks.
         return self.may_plan_ahead and not isinstance(command, Freeze)
 
     def plan_ahead(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
         if not self.may_plan_ahead or not self._speculation.is_off:
             return (), None
-        self._flights.presume()
-        return self._plan(now_s) if self._batch.has_room_to_go_on() else ((), None)
+        self._in_flight.assume_completed()
+        return self._plan(now_s) if self._batch.can_plan_ahead() else ((), None)
 
     def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:
-        flight = self._end_flight(plan, now_s, has_failed=False)
-        self._measure(flight, result, now_s)
+        step = self._end_step(plan, has_failed=False)
+        self._measure(step, result, now_s)
         if result.redrawn:
-            self._flights.close()
-        started = first_runs(flight)
+            self._in_flight.block_planning_ahead()
+        started = started_events(step)
         tokens: list[SequenceToken] = []
-        for sequence, chunk, drawn in zip(flight.sequences, plan.chunks, result.tokens, strict=True):
+        for sequence, chunk, drawn in zip(step.sequences, plan.chunks, result.tokens, strict=True):
             self._tokens_computed += len(chunk.token_ids)
             if sequence.is_over:
-                self._batch.let_go(sequence)
+                self._batch.free_ended(sequence)
             else:
-                tokens += self._take_in(sequence, chunk, drawn, 0 if flight.is_presumed else len(chunk.token_ids))
-        for sequence, chunk, drafted in zip(flight.sequences, plan.chunks, result.guesses, strict=False):
+                num_advanced = 0 if step.is_assumed else len(chunk.token_ids)
+                tokens += self._apply_outcome(sequence, chunk, drawn, num_advanced, now_s)
+        for sequence, chunk, drafted in zip(step.sequences, plan.chunks, result.draft_tokens, strict=False):
             if chunk.draft is not None:
-                self._speculation.take(sequence, drafted)
+                self._speculation.store(sequence, drafted)
         self._tokens_drawn += len(tokens)
         told = (StepTokens(self._steps, tuple(tokens)),) if tokens else ()
-        return started + told + self._admission.grant()
+        return started + told + self._admission.grant_blocks(now_s)
 
     def fail(self, plan: StepPlan, error: Exception, now_s: float) -> tuple[Event, ...]:
-        flight = self._end_flight(plan, now_s, has_failed=True)
-        started = first_runs(flight)
-        reason = InternalError(f"the step of these sequences failed: {type(error).__name__}: {error}")
+        step = self._end_step(plan, has_failed=True)
+        started = started_events(step)
+        reason = StepFailed(f"the step of these sequences failed: {type(error).__name__}: {error}")
         handles: dict[Group, list[int]] = {}
-        for sequence in flight.sequences:
+        for sequence in step.sequences:
             if sequence.is_over:
-                self._batch.let_go(sequence)
+                self._batch.free_ended(sequence)
             else:
                 handles.setdefault(sequence.group, []).extend(start.handle for _, start in sequence.choices)
-        failed = tuple(self._fail(group, tuple(ended), reason) for group, ended in handles.items())
-        return started + failed + self._admission.grant()
+        failed = tuple(self._fail(group, tuple(ended), reason, now_s) for group, ended in handles.items())
+        return started + failed + self._admission.grant_blocks(now_s)
 
     def check(self) -> None:
-        """Raises AssertionError when the pool and its users disagree."""
+        """Raise AssertionError if the pool, the sequences, the hand-offs and the leases disagree."""
         self._batch.check(self._live.check())
-        self._batch.pool.check_leases(self._offers.leases)
+        self._batch.pool.check_leases(self._leases.leases)
 
     def holders(self) -> frozenset[str]:
-        """Everything that holds blocks, or waits for them."""
+        """Return the names of everything that holds blocks or waits for them."""
         handoff_ids = (*self._batch.reservations.handoff_ids, *self._batch.pool.quarantined_for)
         return frozenset(
             (
                 *map(holders.hand_off, handoff_ids),
-                *map(holders.ticket, self._offers.ticket_ids),
+                *map(holders.ticket, self._leases.ticket_ids),
                 *(holders.sequence(router, handle) for router, handle in self._live.names()),
             )
         )
@@ -184,115 +184,120 @@ class DecodeScheduler:
     # Steps
 
     def _plan(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
-        self._batch.ranking.now_s = now_s
-        self._batch.begin_step()
-        decoding = [*self._batch.decoding(), *self._batch.resume_swapped()]
+        self._batch.begin_step(now_s)
+        decoding = [*self._batch.decoding(now_s), *self._batch.resume_swapped(now_s)]
         budget = ChunkBudget(self._limits.max_prefill_tokens, len(decoding))
         parts = [(sequence, 1) for sequence in decoding]
-        prompts = self._batch.prompts()
-        while budget.left and (sequence := next(prompts, None)) is not None:
-            parts.append((sequence, budget.take(sequence.num_left)))
-        swaps_out, swaps_in = self._batch.swaps.outward, self._batch.swaps.inward
+        parts += self._batch.prompt_parts(budget, now_s)
+        swaps_out, swaps_in = self._batch.swaps.swaps_out, self._batch.swaps.swaps_in
         if not parts and not swaps_out:
-            return self._admission.grant(), None  # what waits may wait for a hand-off that by now goes first
-        copies = tuple(copy for sequence in decoding for copy in self._batch.tables.own_tail(sequence))
-        guesses = self._speculation.propose(decoding, budget, self._batch.num_spare_blocks)
-        feeds = self._flights.feeds()
-        chunks = tuple(self._chunk(*part, guesses.get(part[0].number, ()), feeds) for part in parts)
+            # A waiting sequence may have to wait for a hand-off that ranks before it by now.
+            return self._admission.grant_blocks(now_s), None
+        copies = tuple(copy for sequence in decoding for copy in self._batch.tables.copy_shared_tail(sequence))
+        draft_tokens = self._speculation.propose(decoding, budget, self._batch.num_spare_blocks)
+        feeds = self._in_flight.feeds()
+        chunks = tuple(self._chunk(*part, draft_tokens.get(part[0].number, ()), feeds) for part in parts)
         plan = StepPlan(chunks, copies, swaps_out, swaps_in)
-        self._flights.begin(plan, tuple(sequence for sequence, _ in parts), now_s)
+        self._in_flight.begin(plan, tuple(sequence for sequence, _ in parts), now_s)
         return (), plan
 
-    def _end_flight(self, plan: StepPlan, now_s: float, *, has_failed: bool) -> Flight:
+    def _end_step(self, plan: StepPlan, *, has_failed: bool) -> PlannedStep:
         self._steps += 1
-        self._batch.ranking.now_s = now_s
         self._batch.tables.end_step(has_failed=has_failed)
-        return self._flights.end(plan)
+        return self._in_flight.end(plan)
 
-    def _chunk(self, sequence: Sequence, num_tokens: int, guesses: tuple[int, ...], feeds: dict[int, int]) -> Chunk:
-        """`feeds`: which sample of the step under way draws the tokens that are not known."""
-        draft = self._speculation.request(sequence) if ends_known(sequence, num_tokens) else None
-        chunk = chunk_of(sequence, num_tokens, self._limits.block_size, guesses, draft)
+    def _chunk(
+        self, sequence: Sequence, num_tokens: int, draft_tokens: tuple[int, ...], feeds: dict[int, int]
+    ) -> Chunk:
+        """Return the chunk of a sequence. `feeds`: by sequence, the sample of the step in flight that draws its unknown
+        token."""
+        draft = self._speculation.request(sequence) if reaches_last_known(sequence, num_tokens) else None
+        chunk = chunk_of(sequence, num_tokens, self._limits.block_size, draft_tokens, draft)
         is_fed = chunk.token_ids[-1] == UNKNOWN_TOKEN
         return replace(chunk, fed_by=feeds[sequence.number]) if is_fed else chunk
 
-    def _take_in(
-        self, sequence: Sequence, chunk: Chunk, drawn: tuple[DrawnToken, ...], num_advanced: int
+    def _apply_outcome(
+        self, sequence: Sequence, chunk: Chunk, drawn: tuple[DrawnToken, ...], num_advanced: int, now_s: float
     ) -> list[SequenceToken]:
-        """The outcome of its part of a step. `num_advanced`: of its tokens, those that do not count as computed yet."""
-        if chunk.num_guesses:
-            return self._take_run(sequence, chunk, drawn)
-        if chunk.samples and not drawn:  # of a token that was drawn again: it is computed anew
+        """Apply the outcome of a chunk. `num_advanced`: how many of its tokens do not count as computed yet."""
+        if chunk.num_draft_tokens:
+            return self._apply_draft_outcome(sequence, chunk, drawn, now_s)
+        if chunk.samples and not drawn:  # its input token was drawn again, so the chunk is computed again
             return []
         sequence.advance(num_advanced)
-        self._batch.tables.keep_sealed(sequence)
+        self._batch.tables.cache_sealed(sequence)
         if not drawn:
             return []
-        # From here on each choice is a sequence of its own.
-        parted = self._batch.part(sequence, self._live.numbers)
-        for other in parted[1:]:
-            self._live.part(other)
-        return [self._append(choice, token) for choice, token in zip(parted, drawn, strict=True)]
+        # From now on each choice is a sequence of its own.
+        split = self._batch.split_choices(sequence, self._live.numbers, now_s)
+        for other in split[1:]:
+            self._live.add_split(other)
+        return [self._append(choice, token, now_s) for choice, token in zip(split, drawn, strict=True)]
 
-    def _take_run(self, sequence: Sequence, chunk: Chunk, drawn: tuple[DrawnToken, ...]) -> list[SequenceToken]:
-        """Guesses that were drawn are computed, as if they had been known; the last token is not."""
+    def _apply_draft_outcome(
+        self, sequence: Sequence, chunk: Chunk, drawn: tuple[DrawnToken, ...], now_s: float
+    ) -> list[SequenceToken]:
+        """Accepted draft tokens have KV, like known tokens; the last drawn token has none yet."""
         self._speculation.judge(sequence, chunk, drawn)
-        *right, last = up_to_the_end(sequence.group.job.stops, drawn, sequence.num_output)
+        *right, last = until_finished(sequence.group.job.stops, drawn, sequence.num_output)
         router, handle, first = sequence.group.job.router, sequence.choices[0][1].handle, sequence.num_output
         sequence.token_ids += [token.token_id for token in right]
-        sequence.advance(len(chunk.token_ids) - chunk.num_guesses + len(right))
-        self._batch.tables.keep_sealed(sequence)
+        sequence.advance(len(chunk.token_ids) - chunk.num_draft_tokens + len(right))
+        self._batch.tables.cache_sealed(sequence)
         self._batch.tables.trim(sequence)
         told = [SampledToken(token.token_id, token.logprobs, None) for token in right]
         return [
             *(SequenceToken(router, handle, index, token) for index, token in enumerate(told, start=first)),
-            self._append(sequence, last),
+            self._append(sequence, last, now_s),
         ]
 
-    def _append(self, sequence: Sequence, token: DrawnToken) -> SequenceToken:
-        """To a sequence of one choice."""
+    def _append(self, sequence: Sequence, token: DrawnToken, now_s: float) -> SequenceToken:
+        """Append a drawn token to a sequence with one choice, and end the sequence if it is finished."""
         router, handle, index = sequence.group.job.router, sequence.choices[0][1].handle, sequence.num_output
         sequence.token_ids.append(token.token_id)
-        reason = reason_of(sequence)
+        reason = finish_reason_of(sequence)
         if reason is None:
             self._live.predict(sequence)
         else:
             self._sequences_done += 1
-            self._end_choice(router, handle, reason)
+            self._end_choice(router, handle, reason, now_s)
         return SequenceToken(router, handle, index, SampledToken(token.token_id, token.logprobs, reason))
 
-    def _measure(self, flight: Flight, result: StepResult, now_s: float) -> None:
-        plan, began_s, self._ended_s = flight.plan, max(flight.planned_s, self._ended_s), now_s
+    def _measure(self, step: PlannedStep, result: StepResult, now_s: float) -> None:
+        plan, began_s, self._ended_s = step.plan, max(step.planned_s, self._ended_s), now_s
         self._cost.observe_copies(len(plan.swaps_out) + len(plan.swaps_in), result.swap_s)
         lengths = [len(chunk.token_ids) for chunk in plan.chunks]
-        num_prompt = sum(len(chunk.token_ids) for chunk in plan.chunks if len(chunk.token_ids) > 1 + chunk.num_guesses)
+        num_prompt = sum(
+            len(chunk.token_ids) for chunk in plan.chunks if len(chunk.token_ids) > 1 + chunk.num_draft_tokens
+        )
         self._cost.observe_compute(num_prompt, sum(lengths), now_s - began_s - result.swap_s)
 
     # Ends
 
-    def _expire(self, group: Group) -> Event:
+    def _expire(self, group: Group, now_s: float) -> Event:
         stops = group.job.stops
         live = self._live.of_group(group)
         handles, sequences = tuple(live), live.values()
         phase = "decode" if any(sequence.has_run for sequence in sequences) else "the decode queue"
         progress = f"{max(sequence.num_output for sequence in sequences)} of {stops.max_tokens} tokens"
         error = DeadlineExceeded(f"{group.job.timeout_s:.3g} s passed in {phase}, with {progress}")
-        return self._fail(group, handles, error)
+        return self._fail(group, handles, error, now_s)
 
-    def _fail(self, group: Group, handles: tuple[int, ...], error: TandemError) -> Event:
+    def _fail(self, group: Group, handles: tuple[int, ...], error: TandemError, now_s: float) -> Event:
         for handle in handles:
-            self._end_choice(group.job.router, handle)
+            self._end_choice(group.job.router, handle, None, now_s)
         return Failed(group.job.router, handles, error)
 
-    def _end_choice(self, router: MemberId, handle: int, reason: FinishReason | None = None) -> None:
-        """It ends, for whatever reason, by its own tokens or not; its blocks are free. Nothing when it had ended."""
+    def _end_choice(self, router: MemberId, handle: int, reason: FinishReason | None, now_s: float) -> None:
+        """End a choice and free its blocks. `reason`: why it finished; None if it was cancelled or failed. Does nothing
+        if it had ended before."""
         sequence = self._live.end(router, handle, reason)
         if sequence is None:
             return
         if len(sequence.choices) > 1:
-            self._batch.drop_choice(sequence, handle)
+            self._batch.remove_choice(sequence, handle, now_s)
         else:
-            self._batch.drop(sequence)
+            self._batch.remove(sequence)
 
     def _inspect(self, inspection_id: int) -> Event:
         violation = ""
@@ -301,7 +306,7 @@ class DecodeScheduler:
         except AssertionError as error:
             violation = str(error)
         figures = {
-            "leased_tickets": len(self._offers),
+            "leased_tickets": len(self._leases),
             "steps": self._steps,
             "tokens_drawn": self._tokens_drawn,
             "tokens_computed": self._tokens_computed,

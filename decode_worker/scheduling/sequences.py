@@ -1,22 +1,28 @@
-"""What the decode scheduler knows about its sequences. Pure. Owned by the scheduler alone.
+"""The decode scheduler's sequences: their state, the table of live ones, and their chunks of a step. Pure. Owned by the
+scheduler alone.
 
-A sequence carries several choices only while the prompt that they share is being prefilled here: with the prompt's last
+A sequence has several choices only while their shared prompt is being prefilled on this worker. With the prompt's last
 chunk every choice draws its own token and becomes a sequence of its own.
 """
 
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from itertools import count
 
-from cluster.messages import DecodeJob, SequenceStart
+from cluster.messages import DecodeJob, FinishReason, MemberId, SequenceStart, TokenStops
 from cluster.protocol.hashing import BlockChain
+from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.policies import Rank
-from engine.speculation.drafter import Guesser
+from engine.scheduling.schedule import Deadlines, banned_token_ids, blocks_for, finish_reason
+from engine.scheduling.step import Chunk, DraftRequest, DrawnToken, Sample
+from engine.speculation.drafter import Drafter
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """One job. `number` counts arrivals: a hand-off arrives with its Reserve."""
+    """The sequences of one job. `number` is the order of arrival; a hand-off arrives with its Reserve."""
 
     number: int
     job: DecodeJob
@@ -26,46 +32,47 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """Where the KV of a preempted sequence is: its first blocks are shared and will be found again, the others lie in
-    slots of host memory."""
+    """Where the KV of a preempted sequence is: its `first` leading blocks are shared and stay in the prefix cache, the
+    others are in slots of host memory."""
 
     first: int
     slots: tuple[int, ...]
-    unverified: set[int] = field(default_factory=set)  # places among its blocks whose KV was not verified
+    unverified: set[int] = field(default_factory=set)  # indices of its blocks whose KV was not verified
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`token_ids`: prompt, committed and drawn tokens; while a step is planned ahead also one that is not known. KV of
-    the first `num_computed` of them is in `block_ids`, or swapped out."""
+    """One choice as it is computed here, or several choices while their prompt is prefilled. `token_ids`: prompt,
+    committed and drawn tokens, and a placeholder while a step is planned ahead. The KV of the first `num_computed`
+    tokens is in `block_ids`, or swapped out."""
 
-    number: int  # the runner's name for it
+    number: int  # identifies it in plans
     group: Group
     choices: tuple[tuple[int, SequenceStart], ...]  # (index in the job, start)
     token_ids: list[int]
-    chain: BlockChain  # names of its full blocks
+    chain: BlockChain  # hashes of its full blocks
     num_computed: int = 0
     num_kept: int = 0  # leading blocks that are sealed and in the prefix cache
-    num_cached: int = 0  # leading tokens whose KV was here before it
+    num_cached: int = 0  # leading tokens whose KV was found in the prefix cache
     block_ids: tuple[int, ...] = ()
-    # Set aside for private copies of a shared tail: one per further choice before they part, then at most the own.
+    # Reserved for private copies of a shared tail: one per further choice before the split, then at most one.
     spare_ids: tuple[int, ...] = ()
     swapped: Swapped | None = None  # only while it waits
-    has_run: bool = False  # has been in a step; if it waits, its place was taken
-    num_flights: int = 0  # steps under way that it is in
-    is_over: bool = False  # ended; what a step under way brings of it is dropped
-    rank: Rank = ()  # as it stands in its place; less goes first
-    predicted_tokens: int = 0  # of output, all that it will have; 0: unknown
-    guesser: Guesser | None = None  # once it has guessed
-    # What policies ask for (engine.scheduling.policies.Work).
-    num_done: int = 0  # most tokens that were ever computed of it
-    num_done_waiting: int = 0  # of them, those computed before its last wait ended
+    has_run: bool = False  # has been in a step; if it waits, it was preempted
+    num_steps_in_flight: int = 0  # steps in flight that contain it
+    is_over: bool = False  # ended; the outcome of a step in flight is dropped
+    rank: Rank = ()  # at the last sort of its queue; lower ranks go first
+    predicted_tokens: int = 0  # total length of the output; 0: unknown
+    drafter: Drafter | None = None  # None until its first speculative step
+    # Input to policies (engine.scheduling.policies.Work).
+    num_done: int = 0  # the highest num_computed so far
+    num_done_waiting: int = 0  # num_done when its last wait ended
     waits_since_s: float | None = None  # None while it runs
-    waited_s: float = 0.0  # the wait before it ran
+    waited_s: float = 0.0  # duration of its last wait
 
     @property
     def num_left(self) -> int:
-        """Known tokens that are not computed: 1 while it decodes."""
+        """The number of known tokens without KV: 1 while it decodes."""
         return len(self.token_ids) - self.num_computed
 
     @property
@@ -77,7 +84,7 @@ class Sequence:
         return self.group.job.stops.max_tokens - self.num_output
 
     def advance(self, num_tokens: int) -> None:
-        """So many more are computed."""
+        """Count `num_tokens` more tokens as computed."""
         self.num_computed += num_tokens
         self.num_done = max(self.num_done, self.num_computed)
 
@@ -85,13 +92,13 @@ class Sequence:
         self.waits_since_s = now_s
 
     def run(self, now_s: float) -> None:
-        """Its wait is over."""
+        """End its wait."""
         assert self.waits_since_s is not None
         self.waited_s, self.waits_since_s, self.num_done_waiting = now_s - self.waits_since_s, None, self.num_done
 
-    def parted(self, number: int, choice: tuple[int, SequenceStart], spare_ids: tuple[int, ...]) -> "Sequence":
-        """One that goes on apart with this choice of it, on the same blocks."""
-        assert not self.num_flights
+    def split_off(self, number: int, choice: tuple[int, SequenceStart], spare_ids: tuple[int, ...]) -> "Sequence":
+        """Return a new sequence for one of the choices, on the same blocks."""
+        assert not self.num_steps_in_flight
         return replace(
             self,
             number=number,
@@ -100,7 +107,7 @@ class Sequence:
             chain=self.chain.copy(),
             num_cached=0,
             spare_ids=spare_ids,
-            guesser=None,
+            drafter=None,
         )
 
 
@@ -109,8 +116,8 @@ def _rank(sequence: Sequence) -> Rank:
 
 
 @dataclass(slots=True, eq=False)
-class ByRank:
-    """Sequences, the one that goes first first."""
+class RankedSequences:
+    """A list of sequences in rank order, lowest rank first."""
 
     _sequences: list[Sequence] = field(default_factory=list)
 
@@ -139,7 +146,155 @@ class ByRank:
         self._sequences.remove(sequence)
 
     def sort(self, rank: Callable[[Sequence], Rank]) -> None:
-        """Anew, by the ranks of this moment."""
+        """Compute all ranks again and sort by them."""
         for sequence in self._sequences:
             sequence.rank = rank(sequence)
         self._sequences.sort(key=_rank)
+
+
+Choices = tuple[tuple[int, SequenceStart], ...]
+
+
+class LiveSequences:
+    """The table of live sequences by router and handle, with their deadlines. `lengths` records the output length of
+    each choice that ends and predicts that of new ones."""
+
+    def __init__(self, lengths: LengthPredictor | None) -> None:
+        self._lengths = lengths
+        self._sequences: dict[
+            tuple[MemberId, int], Sequence
+        ] = {}  # a sequence with several choices has one entry per handle
+        self._groups: dict[int, Group] = {}
+        self._deadlines: Deadlines[int] = Deadlines()  # by group number
+        self.numbers = count()
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        return self._deadlines.next_s()
+
+    def __contains__(self, key: tuple[MemberId, int]) -> bool:
+        return key in self._sequences
+
+    def names(self) -> Iterable[tuple[MemberId, int]]:
+        """Return the router and the handle of every live choice."""
+        return self._sequences.keys()
+
+    def get(self, router: MemberId, handle: int) -> Sequence | None:
+        return self._sequences.get((router, handle))
+
+    def due(self, now_s: float) -> Iterator[Group]:
+        """Yield the groups whose deadline has passed."""
+        for number in self._deadlines.due(now_s):
+            yield self._groups[number]
+
+    def of_group(self, group: Group) -> dict[int, Sequence]:
+        """Return the live sequences of a group by handle."""
+        return {handle: sequence for (_, handle), sequence in self._sequences.items() if sequence.group is group}
+
+    def new_group(self, number: int, job: DecodeJob, now_s: float) -> Group:
+        group = self._groups[number] = Group(number, job, now_s, num_live=0)
+        self._deadlines.add(number, now_s + job.timeout_s)
+        return group
+
+    def new_sequence(self, group: Group, choices: Choices, chain: BlockChain) -> Sequence:
+        """Create a sequence for choices that continue from the same tokens, and list its choices as live."""
+        token_ids = list(group.job.prompt_token_ids + choices[0][1].committed_token_ids)
+        sequence = Sequence(next(self.numbers), group, choices, token_ids, chain)
+        self.predict(sequence)
+        group.num_live += len(choices)
+        for _, start in choices:
+            self._sequences[group.job.router, start.handle] = sequence
+        return sequence
+
+    def add_split(self, sequence: Sequence) -> None:
+        """List a sequence that was split off under the handle of its only choice."""
+        self._sequences[sequence.group.job.router, sequence.choices[0][1].handle] = sequence
+
+    def rename(self, sequence: Sequence, new_handle: int) -> None:
+        """Change the handle of a sequence with one choice."""
+        router, ((index, start),) = sequence.group.job.router, sequence.choices
+        sequence.choices = ((index, replace(start, handle=new_handle)),)
+        del self._sequences[router, start.handle]
+        self._sequences[router, new_handle] = sequence
+
+    def predict(self, sequence: Sequence) -> None:
+        """Predict its output length, if it has no prediction or has exceeded it."""
+        if self._lengths is not None and sequence.num_output >= sequence.predicted_tokens:
+            job = sequence.group.job
+            known = len(job.prompt_token_ids), sequence.num_output
+            sequence.predicted_tokens = self._lengths.predict(job.cache_salt, *known, job.stops.max_tokens)
+
+    def end(self, router: MemberId, handle: int, reason: FinishReason | None) -> Sequence | None:
+        """Remove a choice. `reason`: why it finished; None if it was cancelled or failed. Return the sequence that it
+        was a choice of, or None if it had ended before."""
+        sequence = self._sequences.pop((router, handle), None)
+        if sequence is None:
+            return None
+        group, job = sequence.group, sequence.group.job
+        if self._lengths is not None:
+            was_cut = reason is not FinishReason.STOP
+            self._lengths.observe(job.cache_salt, len(job.prompt_token_ids), sequence.num_output, was_cut=was_cut)
+        group.num_live -= 1
+        if group.num_live == 0:
+            del self._groups[group.number]
+            self._deadlines.discard(group.number)
+        return sequence
+
+    def check(self) -> set[int]:
+        """Raise AssertionError if groups and sequences disagree. Return the numbers of all sequences."""
+        num_live = sum(group.num_live for group in self._groups.values())
+        assert num_live == len(self._sequences), f"groups count {num_live} live choices of {len(self._sequences)}"
+        return {sequence.number for sequence in self._sequences.values()}
+
+
+def reaches_last_known(sequence: Sequence, num_tokens: int) -> bool:
+    """Return whether a chunk of `num_tokens` reaches the last known token, so that the next token is drawn."""
+    return sequence.num_computed + num_tokens == len(sequence.token_ids)
+
+
+def chunk_of(
+    sequence: Sequence,
+    num_tokens: int,
+    block_size: int,
+    draft_tokens: tuple[int, ...] = (),
+    draft: DraftRequest | None = None,
+) -> Chunk:
+    """Return a chunk of the next `num_tokens` known tokens and the draft tokens that may follow them."""
+    start = sequence.num_computed
+    end = start + num_tokens + len(draft_tokens)
+    return Chunk(
+        sequence_id=sequence.number,
+        token_ids=(*sequence.token_ids[start : start + num_tokens], *draft_tokens),
+        start=start,
+        block_ids=sequence.block_ids[: blocks_for(end, block_size)],
+        samples=_samples(sequence, len(draft_tokens)) if reaches_last_known(sequence, num_tokens) else (),
+        num_draft_tokens=len(draft_tokens),
+        draft=draft,
+    )
+
+
+def until_finished(stops: TokenStops, drawn: SequenceOf[DrawnToken], num_output: int) -> SequenceOf[DrawnToken]:
+    """Return the drawn tokens up to and including the one that ends the sequence. `num_output`: output tokens
+    before."""
+    for place, token in enumerate(drawn, start=1):
+        if finish_reason(stops, token.token_id, num_output + place) is not None:
+            return drawn[:place]
+    return drawn
+
+
+def finish_reason_of(sequence: Sequence) -> FinishReason | None:
+    """Return why the sequence ends with its last token, or None if it continues."""
+    return finish_reason(sequence.group.job.stops, sequence.token_ids[-1], sequence.num_output)
+
+
+def _samples(sequence: Sequence, num_draft_tokens: int) -> tuple[Sample, ...]:
+    """Return one sample per choice; with draft tokens, one per draft token and one for the token after them."""
+    job, known, num_output = sequence.group.job, len(sequence.token_ids), sequence.num_output
+    if not num_draft_tokens:
+        banned = banned_token_ids(job.stops, num_output)
+        return tuple(Sample(choice.seed, known, job.sampling, banned) for _, choice in sequence.choices)
+    ((_, choice),) = sequence.choices
+    return tuple(
+        Sample(choice.seed, known + place, job.sampling, banned_token_ids(job.stops, num_output + place))
+        for place in range(num_draft_tokens + 1)
+    )

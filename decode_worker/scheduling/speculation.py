@@ -1,8 +1,8 @@
-"""Guesses in the chunks of decoding sequences: how many there is room for, and what became of them. Pure. Owned by the
-decode scheduler.
+"""Adds draft tokens to the chunks of decoding sequences and counts how many were accepted. Pure. Owned by the decode
+scheduler.
 
-A guess preempts nobody: it takes what a step and the pool have to spare, and is never past what a sequence may put out.
-What a wrong one took is given back with the step's outcome.
+Draft tokens use only the step tokens and pool blocks that are left over: they preempt no sequence and never exceed a
+sequence's maximum output. The blocks of rejected draft tokens are returned when the step has ended.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,38 +12,39 @@ from decode_worker.scheduling.block_tables import BlockTables
 from decode_worker.scheduling.sequences import Sequence
 from engine.scheduling.schedule import ChunkBudget
 from engine.scheduling.step import Chunk, DraftRequest, DrawnToken
-from engine.speculation.drafter import Guesser
+from engine.speculation.drafter import Drafter
 
-NewGuesser = Callable[[], Guesser]
+NewDrafter = Callable[[], Drafter]
 
 
 class Speculation:
-    """`new_guesser`: None where nothing is guessed."""
+    """Draft tokens of all sequences of a decode worker. Without `new_drafter`, speculation is off."""
 
-    def __init__(self, new_guesser: NewGuesser | None, tables: BlockTables) -> None:
-        self._new_guesser = new_guesser
+    def __init__(self, new_drafter: NewDrafter | None, tables: BlockTables) -> None:
+        self._new_drafter = new_drafter
         self._tables = tables
         self._num_decoding = 0  # in the step that is planned
-        self._num_guesses = 0
+        self._num_draft_tokens = 0
         self._num_accepted = 0
 
     @property
     def is_off(self) -> bool:
-        return self._new_guesser is None
+        return self._new_drafter is None
 
     @property
     def figures(self) -> dict[str, int]:
-        return {"guesses": self._num_guesses, "guesses_accepted": self._num_accepted}
+        return {"draft_tokens": self._num_draft_tokens, "draft_tokens_accepted": self._num_accepted}
 
     def propose(
         self, sequences: Iterable[Sequence], budget: ChunkBudget, num_spare_blocks: int
     ) -> dict[int, tuple[int, ...]]:
-        """By sequence number, for decoding ones whose tails are their own. They have the blocks for them."""
-        guesses: dict[int, tuple[int, ...]] = {}
+        """Return draft tokens by sequence number, with blocks already reserved. Sequences that still share their last
+        block with other choices get none."""
+        draft_tokens: dict[int, tuple[int, ...]] = {}
         sequences = tuple(sequences)
         self._num_decoding = len(sequences)
-        if self._new_guesser is None:
-            return guesses
+        if self._new_drafter is None:
+            return draft_tokens
         for sequence in sequences:
             if len(sequence.choices) > 1 or not budget.left:
                 continue
@@ -51,32 +52,32 @@ class Speculation:
             limit = min(room, budget.left, sequence.num_output_left - 1)
             if limit < 1:
                 continue
-            proposed = self._guesser(sequence).propose(sequence.token_ids, limit, len(sequences))
+            proposed = self._drafter(sequence).propose(sequence.token_ids, limit, len(sequences))
             if proposed:
-                num_spare_blocks -= self._tables.grow_for_guesses(sequence, len(proposed))
+                num_spare_blocks -= self._tables.grow_for_draft_tokens(sequence, len(proposed))
                 budget.take(len(proposed))
-                guesses[sequence.number] = proposed
-        return guesses
+                draft_tokens[sequence.number] = proposed
+        return draft_tokens
 
     def request(self, sequence: Sequence) -> DraftRequest | None:
-        """Of a sequence whose next token is drawn in this step."""
-        if self._new_guesser is None or len(sequence.choices) > 1:
+        """Return the request to the draft model of a sequence whose next token is drawn in this step."""
+        if self._new_drafter is None or len(sequence.choices) > 1:
             return None
-        return self._guesser(sequence).request(sequence.token_ids, max(1, self._num_decoding))
+        return self._drafter(sequence).request(sequence.token_ids, max(1, self._num_decoding))
 
     def judge(self, sequence: Sequence, chunk: Chunk, drawn: SequenceOf[DrawnToken]) -> None:
-        """What a chunk with guesses came to."""
+        """Record how many draft tokens of a chunk were accepted: all of `drawn` but the last."""
         num_right = len(drawn) - 1
-        self._num_guesses += chunk.num_guesses
+        self._num_draft_tokens += chunk.num_draft_tokens
         self._num_accepted += num_right
-        self._guesser(sequence).judge(chunk.num_guesses, num_right)
+        self._drafter(sequence).judge(chunk.num_draft_tokens, num_right)
 
-    def take(self, sequence: Sequence, guesses: tuple[int, ...]) -> None:
-        """What the runner drafted behind the tokens that the sequence has now."""
-        self._guesser(sequence).take(len(sequence.token_ids), guesses)
+    def store(self, sequence: Sequence, draft_tokens: tuple[int, ...]) -> None:
+        """Keep the draft tokens that follow the sequence's current tokens, for its next step."""
+        self._drafter(sequence).store(len(sequence.token_ids), draft_tokens)
 
-    def _guesser(self, sequence: Sequence) -> Guesser:
-        if sequence.guesser is None:
-            assert self._new_guesser is not None
-            sequence.guesser = self._new_guesser()
-        return sequence.guesser
+    def _drafter(self, sequence: Sequence) -> Drafter:
+        if sequence.drafter is None:
+            assert self._new_drafter is not None
+            sequence.drafter = self._new_drafter()
+        return sequence.drafter

@@ -1,98 +1,136 @@
-"""KV of preempted sequences in host memory. Pure. Owned by the batch.
+"""The KV of preempted sequences in host memory, and the choice between swapping and recomputing. Pure. Owned by the
+batch.
 
-Owns the slots, and the moves of the step that is being planned; blocks stay the pool's. Slots that a step reads are
-given back with its outcome: a step swaps out before it swaps in. A block that is swapped out may be reserved anew in
-the same plan, as the step copies it before it writes anything, and no plan tells the outside of a block.
+The swap space owns the slots of host memory and the list of copies in the step that is being planned; blocks belong to
+the pool. Slots that a step reads become free when the step ends, because a step copies out before it copies in. A block
+that is copied out may be reserved again in the same plan, because the step copies it before it writes anything.
+
+Both rates are measured: the copy rate at start and in every step that copies, the compute rate in every step that
+computes prompts. They are moving averages.
 """
 
 from collections.abc import Sequence as SequenceOf
 
-from decode_worker.scheduling.preemption_cost import PreemptionCost
 from decode_worker.scheduling.sequences import Sequence, Swapped
 from engine.scheduling.step import BlockSwap
+
+_NEWEST_SHARE = 0.2  # of the newest measurement in a rate
+
+
+class PreemptionCost:
+    """The measured cost of swapping and of recomputing. Rates are None until they are measured."""
+
+    def __init__(self, copy_s_per_block: float | None = None) -> None:
+        self.copy_s_per_block = copy_s_per_block  # one way
+        self.compute_s_per_token: float | None = None
+
+    def is_swap_cheaper(self, num_blocks: int, num_tokens: int) -> bool:
+        """Return whether copying `num_blocks` out and in is faster than computing `num_tokens`. Returns True while a
+        rate is unknown, because the time of a copy is bounded by the size of memory."""
+        if self.copy_s_per_block is None or self.compute_s_per_token is None:
+            return True
+        return 2 * num_blocks * self.copy_s_per_block < num_tokens * self.compute_s_per_token
+
+    def observe_copies(self, num_blocks: int, seconds: float) -> None:
+        """Record the copies of one step, in both directions together."""
+        if num_blocks and seconds > 0:
+            self.copy_s_per_block = _averaged(self.copy_s_per_block, seconds / num_blocks)
+
+    def observe_compute(self, num_prompt_tokens: int, num_tokens: int, seconds: float) -> None:
+        """Record the duration of one step without its copies. Steps that mostly decode are ignored: they read the
+        weights for few tokens, so their time per token is not that of a prompt."""
+        if seconds > 0 and num_prompt_tokens and 2 * num_prompt_tokens >= num_tokens:
+            self.compute_s_per_token = _averaged(self.compute_s_per_token, seconds / num_tokens)
+
+
+def _averaged(before: float | None, newest: float) -> float:
+    return newest if before is None else before + _NEWEST_SHARE * (newest - before)
+
 
 _COUNTED = ("swapped_out", "swapped_in", "recomputed", "recompute_cheaper", "swap_full", "swap_lost")
 
 
 class SwapSpace:
-    """A slot holds one block."""
+    """Slots of host memory, one block each."""
 
     def __init__(self, num_slots: int, cost: PreemptionCost) -> None:
         self.num_slots = num_slots
         self.cost = cost
         self._free = list(range(num_slots - 1, -1, -1))  # a stack: pages that were touched are used again
-        self._leaving: list[Sequence] = []  # swapped out by the plan that is being made or computed
-        self._outward: list[BlockSwap] = []
-        self._inward: list[BlockSwap] = []
-        self._read_slots: list[int] = []  # by the plan's swaps inwards, and of what became of no use with them
+        self._copying_out: list[Sequence] = []  # swapped out by the plan that is being made or computed
+        self._swaps_out: list[BlockSwap] = []
+        self._swaps_in: list[BlockSwap] = []
+        self._read_slots: list[int] = []  # by the plan's swaps in, and unneeded slots of the same sequences
         self._num = dict.fromkeys(_COUNTED, 0)
 
     @property
     def figures(self) -> dict[str, int]:
-        """Preempted sequences: swapped or recomputed, and the reasons for the latter where there is swap space."""
+        """Counts of preempted sequences that were swapped or recomputed, with the reasons for recomputing."""
         return {**self._num, "swap_slots_used": self.num_slots - len(self._free)}
 
     @property
-    def outward(self) -> tuple[BlockSwap, ...]:
-        return tuple(self._outward)
+    def swaps_out(self) -> tuple[BlockSwap, ...]:
+        return tuple(self._swaps_out)
 
     @property
-    def inward(self) -> tuple[BlockSwap, ...]:
-        return tuple(self._inward)
+    def swaps_in(self) -> tuple[BlockSwap, ...]:
+        return tuple(self._swaps_in)
 
     @property
     def is_idle(self) -> bool:
-        """It holds nothing, and the plan moves nothing."""
-        return len(self._free) == self.num_slots and not self._leaving
+        """No slot is in use, and the plan swaps nothing out."""
+        return len(self._free) == self.num_slots and not self._copying_out
 
-    def is_leaving(self, sequence: Sequence) -> bool:
-        """Its copy is not there before the step that is being planned."""
-        return sequence in self._leaving
+    def is_copying_out(self, sequence: Sequence) -> bool:
+        """Return whether the copy of this sequence is complete only after the step that is being planned."""
+        return sequence in self._copying_out
 
-    def take_out(self, sequence: Sequence, first: int, block_ids: tuple[int, ...], num_tokens: int) -> None:
-        """Of a sequence that is being preempted, these blocks, its own from `first` on, which hold `num_tokens`, go to
-        slots; or they do not, and what they hold will be computed again."""
+    def swap_out(self, sequence: Sequence, first: int, block_ids: tuple[int, ...], num_tokens: int) -> None:
+        """Swap out these blocks of a sequence that is being preempted, or leave `swapped` None if recomputing is
+        cheaper. `block_ids`: its blocks from index `first` on, which hold the KV of `num_tokens` tokens."""
         if not self.num_slots or not self._is_worth(len(block_ids), num_tokens):
             self._num["recomputed"] += 1
             return
         slots = tuple(self._free.pop() for _ in block_ids)
         sequence.swapped = Swapped(first, slots)
-        self._leaving.append(sequence)
-        self._outward += map(BlockSwap, block_ids, slots)
+        self._copying_out.append(sequence)
+        self._swaps_out += map(BlockSwap, block_ids, slots)
         self._num["swapped_out"] += 1
 
-    def bring_in(self, sequence: Sequence, num_found: int) -> None:
-        """Into its new blocks, of which the first `num_found` have their content already."""
+    def swap_in(self, sequence: Sequence, num_found: int) -> None:
+        """Swap a sequence into its new blocks, except the first `num_found`, which have their content already."""
         assert sequence.swapped is not None and num_found >= sequence.swapped.first
         first, slots = sequence.swapped.first, sequence.swapped.slots
         moves = zip(sequence.block_ids[first:], slots, strict=False)
-        self._inward += [BlockSwap(*move) for move in list(moves)[num_found - first :]]
+        self._swaps_in += [BlockSwap(*move) for move in list(moves)[num_found - first :]]
         self._read_slots += slots
         sequence.swapped = None
         self._num["swapped_in"] += 1
 
-    def lose(self, sequence: Sequence) -> None:
-        """What stood before its slots is gone."""
+    def abandon(self, sequence: Sequence) -> None:
+        """Drop the copy of a sequence, which must be recomputed: its shared leading blocks are gone, or its step
+        failed."""
         self._num["swap_lost"] += 1
         self._num["recomputed"] += 1
         self.discard(sequence)
 
     def discard(self, sequence: Sequence) -> None:
-        """Between steps, or of one that is not leaving."""
+        """Free the slots of a sequence, which must not be in the copies of the plan."""
         if sequence.swapped is not None:
             self._free += sequence.swapped.slots
             sequence.swapped = None
 
     def end_step(self) -> list[Sequence]:
-        """The plan has been computed, or has failed: then what it should have swapped out, which is returned, may not
-        be in its slots."""
-        leaving = self._leaving
+        """Free the slots that the step read. Return the sequences that it swapped out: if the step failed, their copies
+        may be incomplete."""
+        copying_out = self._copying_out
         self._free += self._read_slots
-        self._leaving, self._outward, self._inward, self._read_slots = [], [], [], []
-        return leaving
+        self._copying_out, self._swaps_out, self._swaps_in, self._read_slots = [], [], [], []
+        return copying_out
 
     def check(self, waiting: SequenceOf[Sequence]) -> None:
-        """Raises AssertionError unless each slot is free, or used once, by one that waits or by the plan."""
+        """Raise AssertionError unless each slot is free or is used exactly once, by a waiting sequence or by the
+        plan."""
         used = [slot for sequence in waiting if sequence.swapped is not None for slot in sequence.swapped.slots]
         slots = sorted([*self._free, *self._read_slots, *used])
         assert slots == list(range(self.num_slots)), f"of {self.num_slots} slots {slots} are accounted for"

@@ -1,4 +1,4 @@
-"""Prints what pyproject.toml depends on, with the extras named as arguments, one per line: a layer of its own."""
+"""Print the dependencies of pyproject.toml and of the extras given as arguments, one per line, for a Docker layer."""
 
 import sys
 import tomllib

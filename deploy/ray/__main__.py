@@ -19,9 +19,9 @@ from cluster.registry.registry import Registry
 from cluster.serving.tls import load_tls
 from cluster.settings.config import RouterConfig
 from cluster.settings.config_sources import load_config
-from cluster.worker_loads import WorkerLoads
 from deploy.ray.follower import RayFollower
 from deploy.ray.pools import RayPools, Resources
+from worker.loads import WorkerLoads
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -60,9 +60,9 @@ def _perform(pools: RayPools, options: argparse.Namespace) -> None:
 
 
 async def _follow(pools: RayPools, settings: Mapping[str, str]) -> None:
-    """Until it is stopped. Raises ConfigError."""
+    """Follow the scale target until the process is stopped. Raises ConfigError."""
     config = load_config(RouterConfig, {}, {f"TANDEM_{name.upper()}": value for name, value in settings.items()})
-    registry = Registry(url=config.redis, cluster_name=config.cluster_name, lease_s=config.member_lease_s)
+    registry = Registry(url=config.redis, cluster_name=config.cluster_name, ttl_s=config.registration_ttl_s)
     tls = load_tls(config, advertised_host(config))
 
     async def loads() -> Mapping[str, float]:
@@ -83,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deploy.ray", description=__doc__.splitlines()[0])
     parser.add_argument("verb", choices=("up", "scale", "follow", "status", "down"))
     parser.add_argument("pool", nargs="*", help="scale: prefill=N decode=M")
-    parser.add_argument("--address", default="auto", help="of the Ray cluster; 'local' starts one here")
+    parser.add_argument(
+        "--address", default="auto", help="address of the Ray cluster; 'local' starts one on this machine"
+    )
     parser.add_argument("--namespace", default="tandem", help="Ray namespace of the members")
     parser.add_argument("--redis", default="", help="URL of the registry, reachable from every node")
     parser.add_argument("--prefill", type=int, default=1)

@@ -1,7 +1,7 @@
-"""One Ray actor per member: the same application as `python -m prefill_worker`, inside a process that Ray owns.
+"""One Ray actor per member: the application of `python -m prefill_worker` in a process that Ray manages.
 
-Ray places it, restarts it when it dies, and ends it; everything else (registry, hand-offs, streams) is Tandem's own and
-does not know of Ray. A restarted actor is a new incarnation.
+Ray places, restarts and ends the process. Registry, hand-offs and streams do not depend on Ray. A restarted actor is a
+new incarnation.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _LOG = logging.getLogger("tandem.ray")
 
 
 class MemberProcess:
-    """Runs one member on a thread of its own, because an actor's own loop belongs to Ray's calls."""
+    """Runs one member on a separate thread, because Ray uses the actor's own event loop for calls."""
 
     def __init__(self, role: str, settings: Mapping[str, object]) -> None:
         self._ready = threading.Event()
@@ -36,7 +36,7 @@ class MemberProcess:
         self._thread.start()
 
     def ready(self, timeout_s: float) -> str:
-        """The member's ready line. Raises TimeoutError, and ConfigError when it can never be ready as it is."""
+        """Wait for the member's ready line. Raises TimeoutError, and ConfigError for wrong settings."""
         if not self._ready.wait(timeout_s):
             raise TimeoutError(f"not ready after {timeout_s} s")
         if self._refusal is not None:
@@ -47,7 +47,7 @@ class MemberProcess:
         return os.getpid()
 
     def drain(self, timeout_s: float) -> bool:
-        """Finishes the present work and ends the member; the actor stays until it is killed. False: too slow."""
+        """Let the member finish its work and end; the actor itself stays. Return False on a timeout."""
         self._draining = True
         if self._loop is not None and self._stop is not None:
             self._loop.call_soon_threadsafe(self._stop.set)
@@ -57,15 +57,15 @@ class MemberProcess:
     def _run(self, role: Role, values: Mapping[str, object]) -> None:
         try:
             asyncio.run(self._serve(role, values))
-        except ConfigError as error:  # the next start would end the same way: whoever asks for readiness hears it
+        except ConfigError as error:  # a restart would fail again: `ready` raises it
             self._refusal = error
             self._ready.set()
             return
-        except Exception:  # noqa: BLE001 -- the thread's edge: logged here, answered by the next start
+        except Exception:  # noqa: BLE001 -- the end of the thread: logged, then Ray restarts the process
             _LOG.exception("%s ended", role)
         if not self._draining:
             logging.shutdown()
-            os._exit(1)  # a member that ended by itself: Ray starts the next one
+            os._exit(1)  # the member ended by itself: Ray restarts it
 
     async def _serve(self, role: Role, values: Mapping[str, object]) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
@@ -74,18 +74,11 @@ class MemberProcess:
 
             config = load_config(RouterConfig, {}, _as_environment(values))
             await router_app.run(config, stop=self._stop, announce=self._announce)
-        elif role is Role.PREFILL:
-            from prefill_worker import start as prefill_start
-
-            await prefill_start.run(
-                load_config(WorkerConfig, {}, _as_environment(values)), stop=self._stop, announce=self._announce
-            )
         else:
-            from decode_worker import start as decode_start
+            from worker import start as worker_start
 
-            await decode_start.run(
-                load_config(WorkerConfig, {}, _as_environment(values)), stop=self._stop, announce=self._announce
-            )
+            worker_config = load_config(WorkerConfig, {}, _as_environment(values))
+            await worker_start.run(worker_config, role, stop=self._stop, announce=self._announce)
 
     def _announce(self, **fields: object) -> None:
         self._ready_line = " ".join(["ready", *(f"{name}={value}" for name, value in fields.items())])
@@ -93,5 +86,5 @@ class MemberProcess:
 
 
 def _as_environment(values: Mapping[str, object]) -> dict[str, str]:
-    """Settings that came as text become what they are, as variables do."""
+    """Settings as environment variables, so that text is parsed into their types."""
     return {f"TANDEM_{name.upper()}": str(value) for name, value in values.items()}

@@ -1,7 +1,7 @@
-"""Keeps the pools on Ray as large as the scale target says.
+"""Scales the pools on Ray to the scale target.
 
-Owns the follower's place in the registry. Ray restarts what dies; what the pools should be is the target's. Asks Ray
-through pools.py alone, on a thread: its calls block.
+Owns the follower's registration. Ray restarts members that die; the target decides the sizes of the pools. All calls to
+Ray go through pools.py, on a thread, because they block.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class RayFollower:
         loads: Callable[[], Awaitable[Mapping[str, float]]],
         say: Callable[[str], None],
     ) -> None:
-        """`loads`: how much each worker has to do, by member id."""
+        """`loads`: the load of each worker, by member id."""
         self._pools = pools
         self._loads = loads
         self._say = say
@@ -40,13 +40,13 @@ class RayFollower:
         self._problem = ""
 
     async def run(self) -> None:
-        """Until cancelled. A change of the pools that is under way is seen to its end by Ray."""
+        """Follow the target until cancelled. Ray completes a change that is in progress."""
         change: asyncio.Task[int] | None = None
         try:
             async with aclosing(self._following.news()) as news:
                 async for _ in news:
                     if change is not None and change.done():
-                        self._take(change)
+                        self._note_result(change)
                         change = None
                     if await self._is_followed_here() and change is None:
                         change = self._begin(self._following.target)
@@ -55,7 +55,7 @@ class RayFollower:
                 await self._following.leave()
 
     async def _is_followed_here(self) -> bool:
-        """Renews the lease, also while the pools change."""
+        """Return whether this process is the follower. Renews its registration, also while the pools change."""
         try:
             return not await self._following.report(self._reached, self._problem)
         except RegistryUnavailable:
@@ -67,7 +67,7 @@ class RayFollower:
         return asyncio.create_task(self._approach(target), name="scale the pools")
 
     async def _approach(self, target: ScaleTarget) -> int:
-        """Answers the version that the pools have reached."""
+        """Scale the pools and return the version that they have reached."""
         busy = await self._loads()
         for role in _POOLS:
             size = target.size(role)
@@ -77,10 +77,10 @@ class RayFollower:
             await asyncio.to_thread(self._pools.wait_ready, role)
         return target.version
 
-    def _take(self, change: "asyncio.Task[int]") -> None:
+    def _note_result(self, change: "asyncio.Task[int]") -> None:
         error = change.exception()
         if error is None:
             self._reached, self._problem = change.result(), ""
         elif str(error) != self._problem:
             self._problem = str(error) or type(error).__name__
-            self._say(f"the pools are not as they should be: {self._problem}")
+            self._say(f"the pools do not have the target's sizes: {self._problem}")

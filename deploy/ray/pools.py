@@ -1,7 +1,7 @@
-"""Tandem's pools as sets of named, detached Ray actors, each in a placement group of its own.
+"""Tandem's pools as sets of named, detached Ray actors, each in its own placement group.
 
-Owns nothing in this process: what runs is read from Ray's own table of names, so any driver may scale what another
-started. Ray calls stand in this file and in actors.py only.
+Keeps no state in this process: the members are read from Ray's table of named actors, so one driver can scale what
+another one started. Only this file and actors.py call Ray.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _DRAIN_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one member of a pool takes on its node."""
+    """The resources of one member on its node."""
 
     num_cpus: float = 1.0
     num_gpus: float = 0.0
@@ -37,7 +37,7 @@ class Resources:
 
 
 class RayPools:
-    """`settings` are those of cluster/settings/config.py and go to every member; a pool's own go over them."""
+    """`settings`: of cluster/settings/config.py, for every member; a pool's own settings override them."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RayPools:
         self._start_timeout_s = start_timeout_s
 
     def members(self, role: Role) -> list[str]:
-        """Names of the pool's actors, by number."""
+        """The names of the pool's actors, sorted by number."""
         prefix = f"{role}-"
         names = [
             item["name"]
@@ -70,8 +70,8 @@ class RayPools:
         *,
         busy: Mapping[str, float] | None = None,
     ) -> list[str]:
-        """Starts members, or drains the least busy ones, the newest among equals, until the pool has `size`. `busy`:
-        how much each has to do, by member id. Answers the ready lines of new ones."""
+        """Start members, or drain the least busy ones (the newest among equals), until the pool has `size`. `busy`: the
+        load of each, by member id. Return the ready lines of new members."""
         if size < 0:
             raise ConfigError(f"a pool cannot have {size} members")
         present = self.members(role)
@@ -83,14 +83,14 @@ class RayPools:
         return ray.get([actor.ready.remote(self._start_timeout_s) for actor in actors])
 
     def wait_ready(self, role: Role) -> None:
-        """Raises TimeoutError, and what keeps a member from being ready."""
+        """Wait until all members are ready. Raises TimeoutError, and the error of a member that cannot start."""
         ray.get([self.actor(name).ready.remote(self._start_timeout_s) for name in self.members(role)])
 
     def actor(self, name: str) -> "ActorHandle[MemberProcess]":
         return ray.get_actor(name, namespace=self._namespace)
 
     def stop(self) -> None:
-        """Ends every member: routers first, so that no request meets a closing pool."""
+        """End every member, routers first, so that no request reaches a closing pool."""
         for role in (Role.ROUTER, Role.PREFILL, Role.DECODE):
             for name in self.members(role):
                 self._end(name)
@@ -100,7 +100,7 @@ class RayPools:
         return sorted(present, key=lambda name: (loads[name], -_number(name)))
 
     def _member_id(self, name: str) -> str:
-        """Empty: it is not ready, and has nothing to do."""
+        """The member id of an actor; empty if it is not ready."""
         try:
             line = str(ray.get(self.actor(name).ready.remote(0.0)))
         except (TimeoutError, ConfigError, ray.exceptions.RayError):
@@ -115,14 +115,14 @@ class RayPools:
             "name": name,
             "namespace": self._namespace,
             "lifetime": "detached",
-            "max_restarts": -1,  # Ray brings it back as often as it dies
-            "max_concurrency": 4,  # drain must be heard while ready waits
+            "max_restarts": -1,  # Ray always restarts it
+            "max_concurrency": 4,  # `drain` must run while `ready` waits
             "num_cpus": resources.num_cpus,
             "num_gpus": resources.num_gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group),
         }
-        # No member id: a restarted actor must not fight with the lease of the one before it.
-        # Ray's stubs say that `remote` of a class with options may answer with the class itself; it never does.
+        # No member id: a restarted actor must not compete with its predecessor's registration.
+        # By Ray's stubs `remote` of a class with options may return the class itself; it never does.
         actor = ray.remote(MemberProcess).options(**options).remote(str(role), dict(settings))
         assert isinstance(actor, ActorHandle)
         return actor

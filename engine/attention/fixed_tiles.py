@@ -33,8 +33,8 @@ class _Unit:
 
 
 class FixedTilesBackend:
-    """`wide`: chunks are computed `_CHUNK_QUERIES` at a time, else one query at a time as decodes are. Holds the units
-    of the newest step."""
+    """Attention whose result for a token does not depend on the batch. With `wide`, `_CHUNK_QUERIES` queries of a chunk
+    are computed together, otherwise one at a time as in decode. Keeps the units of the newest step."""
 
     def __init__(self, wide: bool) -> None:
         self._num_queries = _CHUNK_QUERIES if wide else 1
@@ -56,13 +56,13 @@ class FixedTilesBackend:
 
 
 def tile_size(block_size: int) -> int:
-    """Whole blocks, and a multiple of the least number of rows."""
+    """Return the tile size: whole blocks, and a multiple of the least number of rows."""
     step = math.lcm(block_size, _REMAINDER_FREE // _LEAST_ROWS)
     return -(-_LEAST_TILE // step) * step
 
 
 def _units(batch: PackedBatch, num_queries: int, block_size: int, window: int | None) -> list[_Unit]:
-    """Chunks in pieces, then the queries that are alone."""
+    """Return the units of a step: pieces of chunks first, then the single queries."""
     tables = batch.block_tables.cpu()
     pieces: list[tuple[int, int, int]] = []  # (sequence, first of its queries, how many)
     for sequence, length in enumerate(batch.query_lens):
@@ -103,7 +103,7 @@ def _unit(
 
 
 def _attend(query: torch.Tensor, kv: LayerKv, unit: _Unit, options: AttentionOptions) -> torch.Tensor:
-    """query `[sequences, queries, heads, dim]` -> `[sequences, queries, heads, value_dim]`."""
+    """Attend `[sequences, queries, heads, dim]` -> `[sequences, queries, heads, value_dim]`."""
     num_sequences, num_queries, num_heads, dim = query.shape
     num_kv_heads = kv.keys.shape[2]
     group = num_heads // num_kv_heads
@@ -121,7 +121,8 @@ def _attend(query: torch.Tensor, kv: LayerKv, unit: _Unit, options: AttentionOpt
 def _attend_rows(
     rows: torch.Tensor, positions: torch.Tensor, kv: LayerKv, unit: _Unit, options: AttentionOptions
 ) -> torch.Tensor:
-    """rows `[sequences, kv_heads, rows, dim]`, of a group's heads query by query; positions `[sequences, rows]`."""
+    """Attend with rows `[sequences, kv_heads, rows, dim]`, which hold a group's heads query by query; positions are
+    `[sequences, rows]`."""
     tile = tile_size(kv.keys.shape[1])
     keys = _tiles(kv.keys, kv.key_scales, unit, tile, rows.dtype)
     values = _tiles(kv.values, kv.value_scales, unit, tile, rows.dtype)
@@ -157,7 +158,7 @@ def _scores(
 
 
 def _per_row(sinks: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """`[heads]` -> `[kv_heads, rows]`."""
+    """Expand one value per head to one per row: `[heads]` -> `[kv_heads, rows]`."""
     by_head = sinks.float().view(rows.shape[1], -1)
     times = -(-rows.shape[2] // by_head.shape[1])
     return by_head.repeat(1, times)[:, : rows.shape[2]]
@@ -166,7 +167,7 @@ def _per_row(sinks: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def _tiles(
     view: torch.Tensor, scales: torch.Tensor | None, unit: _Unit, tile: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Each `[sequences * kv_heads, tile, dim]`, in memory in this order."""
+    """Return tiles of K and V, each contiguous `[sequences * kv_heads, tile, dim]`."""
     tokens = take_elements(view, scales, unit.block_ids.flatten(), dtype)
     tiles = tokens.view(len(unit.block_ids), -1, tile, *view.shape[2:]).permute(1, 0, 3, 2, 4)
     return [part.contiguous().flatten(0, 1) for part in tiles]

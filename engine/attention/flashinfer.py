@@ -21,7 +21,7 @@ _TENSOR_CORE_GROUP = 4  # heads per KV head from which matrix units are ahead of
 
 @dataclass(frozen=True, slots=True)
 class _LayerKind:
-    """What a plan is made for."""
+    """The kind of layer that one FlashInfer plan serves."""
 
     num_heads: int
     num_kv_heads: int
@@ -45,7 +45,8 @@ class _LayerKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pages:
-    """A step as FlashInfer takes it. What is planned with lies on the host, what kernels read on the device."""
+    """The page tables of a step in FlashInfer's format: the planning inputs on the host, the kernel inputs on the
+    device."""
 
     query_starts: torch.Tensor  # int32 [sequences + 1], host
     page_starts: torch.Tensor  # int32 [sequences + 1], host
@@ -55,10 +56,11 @@ class _Pages:
 
 
 class FlashInferBackend:
-    """Holds the plans of the newest step; with `graph_pages`, those of one batch size in memory that stays in place."""
+    """Attention by FlashInfer. Keeps the plans of the newest step; with `graph_pages`, the plans of one batch size at
+    fixed addresses for CUDA graphs."""
 
     def __init__(self, graph_pages: int | None = None, workspace: torch.Tensor | None = None) -> None:
-        """`graph_pages`: the most pages of all sequences together that a captured decode will ever read."""
+        """`graph_pages` is the most pages that all sequences of a captured decode step will ever read together."""
         self._graph_pages = graph_pages
         self._workspace = workspace
         self._batch: PackedBatch | None = None
@@ -67,12 +69,13 @@ class FlashInferBackend:
         self._planned: set[tuple[_LayerKind, bool]] = set()
 
     def for_graph(self, batch: PackedBatch) -> "FlashInferBackend":
-        """One for a graph over this batch's tensors. Steps follow each other, so all graphs share one workspace."""
+        """Return a back end for a graph over this batch's tensors. All graphs share one workspace, since steps run one
+        after another."""
         num_pages = batch.block_tables.numel()
         return FlashInferBackend(num_pages, self._shared_workspace(batch.block_tables.device))
 
     def prepare(self, batch: PackedBatch) -> None:
-        """Plans anew for every kind of layer that was met: what a graph then replays reads these plans."""
+        """Plan again for every kind of layer seen so far; a replayed graph reads these plans."""
         self._batch, self._pages = batch, None
         self._planned.clear()
         if self._graph_pages is not None:
@@ -141,7 +144,8 @@ class FlashInferBackend:
 
 
 def _pages(batch: PackedBatch, block_size: int) -> _Pages:
-    """Lengths are known on the host; the ids of the pages are taken from the tables on the device, without waiting."""
+    """Return the step's page tables. Lengths come from the host; page ids are gathered from the block tables on the
+    device, without a wait."""
     context_lens = [start + length for start, length in zip(batch.starts, batch.query_lens, strict=True)]
     counts = [-(-length // block_size) for length in context_lens]
     page_starts = list(itertools.accumulate(counts, initial=0))

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.attention.dense import attend_dense, visibility
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.batch import PackedBatch
 from engine.kv.quantised_kv import restore
@@ -13,7 +12,7 @@ _SCORES_AT_ONCE = 1 << 25  # 128 MiB in float32, and as much again for their sof
 
 
 class GatherBackend:
-    """One sequence at a time; holds nothing between calls."""
+    """Attends to one sequence at a time and keeps no state between calls."""
 
     def attend(self, query: torch.Tensor, kv: LayerKv, batch: PackedBatch, options: AttentionOptions) -> torch.Tensor:
         output = query.new_empty(*query.shape[:2], kv.values.shape[-1])
@@ -24,7 +23,8 @@ class GatherBackend:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Context:
-    """What the queries of one chunk may see: K and V in order, from position `first` up to the chunk's last token."""
+    """The KV that the queries of one chunk may see: K and V in order, from position `first` up to the chunk's last
+    token."""
 
     first: int
     start: int  # position of the first query
@@ -33,7 +33,7 @@ class Context:
 
 
 def gather_context(kv: LayerKv, batch: PackedBatch, sequence: int, options: AttentionOptions) -> Context:
-    """Copies a sequence's blocks out of the pool, without those that its window has left behind."""
+    """Copy a sequence's blocks out of the pool, except those that its sliding window has passed."""
     block_size = kv.keys.shape[1]
     start = batch.starts[sequence]
     end = start + batch.query_lens[sequence]
@@ -50,22 +50,25 @@ def gather_context(kv: LayerKv, batch: PackedBatch, sequence: int, options: Atte
 def take_elements(
     view: torch.Tensor, scales: torch.Tensor | None, block_ids: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """As `take_blocks`, with codes restored to `dtype`."""
+    """Gather like `take_blocks`, with quantised codes restored to `dtype`."""
     taken = take_blocks(view, block_ids)
     return taken if scales is None else restore(taken, take_blocks(scales, block_ids), dtype)
 
 
 def take_blocks(view: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-    """The tokens of these blocks, in order: `[num_blocks, block_size, kv_heads, dim]` -> `[tokens, kv_heads, dim]`.
-    A block is copied as one run of bytes, five times as fast on CPU as by indexing with several axes; float8 as int8,
-    as not every device selects float8."""
+    """Return the tokens of these blocks in order: `[num_blocks, block_size, kv_heads, dim]` -> `[tokens, kv_heads,
+    dim]`.
+
+    Each block is copied as one run of bytes, which is five times as fast on a CPU as indexing several axes; float8 is
+    copied as int8 because some devices cannot index float8.
+    """
     codes = view.view(torch.int8) if view.dtype == torch.float8_e4m3fn else view
     return codes.flatten(1).index_select(0, block_ids).view(view.dtype).view(-1, *view.shape[2:])
 
 
 def attend_sequence(query: torch.Tensor, context: Context, options: AttentionOptions) -> torch.Tensor:
-    """The queries `[queries, heads, dim]` of one sequence over its context, -> `[queries, heads, value_dim]`. So many
-    queries at a time that their scores stay small, however long the context is."""
+    """Attend with the queries `[queries, heads, dim]` of one sequence to its context, -> `[queries, heads, value_dim]`.
+    Queries are computed in groups so that the scores stay small for any context length."""
     size = max(1, _SCORES_AT_ONCE // (query.shape[1] * len(context.keys)))
     parts = [
         _attend_queries(part, replace(context, start=context.start + number * size), options)
@@ -88,3 +91,36 @@ def _attend_queries(query: torch.Tensor, context: Context, options: AttentionOpt
         options,
     )
     return output.permute(2, 0, 1, 3).reshape(num_queries, num_heads, -1)
+
+
+def attend_dense(
+    query: torch.Tensor,  # [..., kv_heads, queries, dim]; the heads of one group and its tokens may share `queries`
+    keys: torch.Tensor,  # [..., kv_heads, context, dim]
+    values: torch.Tensor,  # [..., kv_heads, context, value_dim]
+    visible: torch.Tensor,  # bool, broadcasts to [..., kv_heads, queries, context]
+    sinks: torch.Tensor | None,  # broadcasts to [..., kv_heads, queries, 1]
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """Return `[..., kv_heads, queries, value_dim]`. The softmax is taken in float32, as in the models' own eager
+    attention."""
+    scores = torch.matmul(query * options.scaling, keys.transpose(-1, -2)).float()
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is None:
+        weights = torch.softmax(scores, dim=-1)
+    else:
+        column = sinks.float().expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
+    return torch.matmul(weights.to(values.dtype), values)
+
+
+def visibility(start: int, num_queries: int, first: int, num_keys: int, window: int | None) -> torch.Tensor:
+    """Return which of the keys at positions first, first + 1, ... the queries at start, start + 1, ... see: bool
+    `[queries, keys]`."""
+    positions = torch.arange(start, start + num_queries)[:, None]
+    key_positions = torch.arange(first, first + num_keys)[None, :]
+    visible = key_positions <= positions
+    if window is not None:
+        visible &= key_positions > positions - window
+    return visible

@@ -22,7 +22,7 @@ _HARMLESS = frozenset({"position_ids", "cache_position", "layer_idx", "use_cache
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What one layer asks for. `sliding_window`: a token sees so many tokens, itself included."""
+    """The attention options of one layer. With `sliding_window`, a token sees that many tokens, itself included."""
 
     scaling: float
     sliding_window: int | None = None
@@ -32,8 +32,8 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKv:
-    """The KV of one layer in one step: what the step's own tokens bring, and the layer's strided view of the pool,
-    which has theirs already."""
+    """The KV of one layer in one step: K and V of the step's own tokens, and the layer's strided view of the pool,
+    where they have already been written."""
 
     new_keys: torch.Tensor  # [tokens, kv_heads, dim]
     new_values: torch.Tensor
@@ -50,12 +50,14 @@ class KvAccess(Protocol):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        """query `[tokens, heads, dim]`, key and value `[tokens, kv_heads, dim]` -> `[tokens, heads, value_dim]`."""
+        """Attend: query `[tokens, heads, dim]`, key and value `[tokens, kv_heads, dim]` -> `[tokens, heads,
+        value_dim]`."""
         ...
 
 
 def register() -> None:
-    """Makes `attn_implementation=ATTENTION_NAME` known. No mask function goes with it, so models build no mask."""
+    """Register Tandem's attention with transformers as ATTENTION_NAME. It has no mask function, so models build no
+    mask."""
     AttentionInterface.register(ATTENTION_NAME, attend)
 
 
@@ -75,7 +77,8 @@ def attend(
     tandem_kv: KvAccess | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """Raises ModelRefused when the layer asks for what Tandem's attention does not do."""
+    """Compute one layer's attention as transformers calls it. Raises ModelRefused if the layer needs an option that
+    Tandem does not support."""
     name = type(module).__name__
     if tandem_kv is None:
         raise ModelRefused(f"{name} does not hand {KV_KEYWORD} on to its attention")

@@ -25,13 +25,13 @@ class AttentionBackend(Protocol):
     """Computes attention of one layer over the pool."""
 
     def attend(self, query: torch.Tensor, kv: LayerKv, batch: PackedBatch, options: AttentionOptions) -> torch.Tensor:
-        """query `[tokens, heads, dim]` -> `[tokens, heads, value_dim]`."""
+        """Attend: query `[tokens, heads, dim]` -> `[tokens, heads, value_dim]`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What one model, on one device, asks of a back end."""
+    """The attention features that one model on one device needs."""
 
     device: str  # cpu, cuda
     dtype: str
@@ -45,7 +45,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """What a back end can do; `build` is called only when it is chosen."""
+    """What one back end supports; `build` is called only if it is chosen."""
 
     name: str
     build: Callable[[], AttentionBackend]
@@ -63,7 +63,7 @@ class Capability:
     keeps_plans: bool = False  # of a step, in host memory that the next one's overwrites: not before it was copied
 
     def lacks(self, needs: Needs) -> list[str]:
-        """What stands against it, in words; empty when it can."""
+        """Return the unmet needs as text, or an empty list."""
         reasons = []
         if needs.device not in self.devices:
             reasons.append(f"runs on {'/'.join(sorted(self.devices))}, not {needs.device}")
@@ -104,7 +104,8 @@ def _varlen() -> AttentionBackend:
 
 
 def _no_triton() -> str:
-    """Each process builds small libraries around its kernels, by a C compiler, when it first launches them."""
+    """Return why Triton is not usable, or an empty string. Each process compiles small libraries with a C compiler at
+    its first launch."""
     if not importlib.util.find_spec("triton"):
         return "needs the package triton, which is not installed"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
@@ -117,7 +118,7 @@ def _no_flashinfer() -> str:
 
 
 def _no_paged_varlen() -> str:
-    """Tables of blocks came to `varlen_attn` after torch 2.11."""
+    """Return why `varlen_attn` is not usable, or an empty string. In torch 2.11 it takes no block tables."""
     from torch.nn.attention.varlen import varlen_attn
 
     if "block_table" in inspect.signature(varlen_attn).parameters:
@@ -166,7 +167,8 @@ CAPABILITIES = (
 
 
 def choose(wanted: str, needs: Needs, table: Sequence[Capability] = CAPABILITIES) -> Capability:
-    """The best back end that can, or the one `wanted` by name. Raises ConfigError with what stands against it."""
+    """Return the best back end that meets the needs, or the one named `wanted`. Raises ConfigError with the unmet
+    needs."""
     refusals = []
     for capability in table:
         if wanted in ("auto", capability.name):

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from engine.attention.dense import attend_dense, visibility
-from engine.attention.gather import Context, attend_sequence, gather_context, take_blocks
+from engine.attention.gather import Context, attend_dense, attend_sequence, gather_context, take_blocks, visibility
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.batch import PackedBatch
 from engine.kv.quantised_kv import restore
@@ -16,8 +15,8 @@ _FEW_TOKENS = 1 << 16  # of one layer: padding up to so many is cheaper than mor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Decodes:
-    """One-token chunks of a step that are computed together: which rows they are, and what each of them reads under one
-    window."""
+    """Decoding sequences of a step that are computed together: their rows, and which blocks and positions each reads
+    under one window."""
 
     rows: torch.Tensor  # [decodes]
     block_ids: torch.Tensor  # [decodes, blocks], padded with the sequence's own
@@ -26,7 +25,8 @@ class _Decodes:
 
 
 class SdpaBackend:
-    """Works out indices and masks once per step and window, not once per layer: holds those of the newest step."""
+    """Attention by `scaled_dot_product_attention`. Computes indices and masks once per step and window rather than per
+    layer, and keeps those of the newest step."""
 
     def __init__(self) -> None:
         self._batch: PackedBatch | None = None
@@ -67,7 +67,7 @@ class SdpaBackend:
         return output[0].transpose(0, 1)
 
     def _mask(self, sequence: int, num_queries: int, context: Context, window: int | None) -> torch.Tensor | None:
-        """None where the plain causal square says it all."""
+        """Return the mask, or None if the plain causal mask is right."""
         place = (sequence, window)
         if place not in self._masks:
             plain = context.start == 0 and (window is None or window >= num_queries)
@@ -78,8 +78,8 @@ class SdpaBackend:
 
 
 def _context(kv: LayerKv, batch: PackedBatch, sequence: int, options: AttentionOptions) -> Context:
-    """A sequence's first chunk sees itself alone, and that need not be fetched from the pool. Where the pool keeps
-    fewer bits it is fetched: how a prompt was cut must not decide which of its tokens are seen rounded."""
+    """Return the KV that a chunk sees. A sequence's first chunk uses its own K and V without reading the pool. A
+    quantised pool is always read, so that the result does not depend on how a prompt was cut into chunks."""
     if batch.starts[sequence] or kv.key_scales is not None:
         return gather_context(kv, batch, sequence, options)
     rows = batch.rows[sequence]
@@ -98,8 +98,8 @@ def _decodes(batch: PackedBatch, window: int | None, block_size: int) -> tuple[_
 
 
 def alike(widths: list[int], few: int) -> list[list[int]]:
-    """Places of those that are padded to one width: all, if that is little or at most doubles what there is, or else
-    those between two powers of two. One long sequence among many short ones would make all of them long."""
+    """Return groups of decodes to pad to one width: all together if the padding is small or at most doubles the work,
+    otherwise by powers of two, so that one long sequence does not widen many short ones."""
     if len(widths) * max(widths) <= max(few, 2 * sum(widths)):
         return [list(range(len(widths)))]
     places: dict[int, list[int]] = {}
@@ -146,7 +146,8 @@ def _elements(view: torch.Tensor, scales: torch.Tensor | None, decodes: _Decodes
 
 
 def _contexts(view: torch.Tensor, decodes: _Decodes) -> torch.Tensor:
-    """-> `[decodes, kv_heads, context, dim]`, in memory in this order: the products would copy any other."""
+    """Return the gathered KV as contiguous `[decodes, kv_heads, context, dim]`; the matrix products would copy any
+    other order."""
     num_blocks, block_size, num_kv_heads, dim = view.shape
     per_block, rest = divmod(view.stride(0), dim)
     if rest:  # layers of other sizes between them: the vectors of a head lie on no common grid
@@ -160,7 +161,8 @@ def _contexts(view: torch.Tensor, decodes: _Decodes) -> torch.Tensor:
 
 
 def _vectors(block_ids: torch.Tensor, per_block: int, block_size: int, num_kv_heads: int) -> torch.Tensor:
-    """Where each head's vectors lie, counted in vectors from the layer's first: sequence by sequence, head by head."""
+    """Return the index of each head's vectors, counted from the layer's first vector: sequence by sequence, head by
+    head."""
     heads = torch.arange(num_kv_heads)[:, None, None]
     places = torch.arange(block_size) * num_kv_heads
     return (block_ids[:, None, :, None] * per_block + heads + places).flatten()

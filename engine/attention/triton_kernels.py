@@ -17,7 +17,7 @@ import triton.language as tl
 
 MOST_PARTS = tl.constexpr(32)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# A kernel is compiled anew, for seconds, whenever a pointer is aligned otherwise or a number becomes 1 or a multiple of
+# A kernel is compiled again (seconds) whenever a pointer is aligned otherwise or a number becomes 1 or a multiple of
 # 16. The tables of a step lie one behind the other and are as wide as its longest context: both change from step to
 # step, and nothing is gained by knowing them.
 _ANY_ALIGNMENT = ("block_tables", "query_starts", "context_lens", "tile_sequences", "tile_offsets")
@@ -210,7 +210,7 @@ def merge_parts(  # type: ignore[no-untyped-def]
     LEAST_PART: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """One head of one decode: its parts one after the other, so that the sum's order is theirs and no tree's."""
+    """Merge the parts of one head of one decode, one after another, so that the order of the sum is fixed."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
     sequence = tl.load(tile_sequences + tile)
@@ -240,7 +240,7 @@ def merge_parts(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _first_column(position, window, COLUMNS: tl.constexpr, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the tiles of columns begin for a tile whose first query stands at `position`."""
+    """Return the first column to read for a tile whose first query is at `position`."""
     if HAS_WINDOW:
         return tl.maximum(position - window + 1, 0) // COLUMNS * COLUMNS
     return position * 0
@@ -248,5 +248,5 @@ def _first_column(position, window, COLUMNS: tl.constexpr, HAS_WINDOW: tl.conste
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _part_tokens(span, COLUMNS: tl.constexpr, LEAST_PART: tl.constexpr):  # type: ignore[no-untyped-def]
-    """At most MOST_PARTS parts, each of whole tiles of columns."""
+    """Return the tokens per part: at most MOST_PARTS parts, each of whole tiles of columns."""
     return tl.maximum(tl.cdiv(tl.cdiv(span, MOST_PARTS), COLUMNS) * COLUMNS, LEAST_PART)

@@ -25,7 +25,7 @@ _LEAST_PART = 256  # tokens of a decode's context that one program reads at the 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tiles:
-    """What each program of one launch computes: queries of which sequence, from which one on."""
+    """What each program of one launch computes: from which query on, and of which sequence."""
 
     rows: int
     are_decodes: bool
@@ -35,7 +35,7 @@ class _Tiles:
 
 @dataclass(frozen=True, slots=True)
 class _Geometry:
-    """What the kernels are compiled for."""
+    """The constants that the kernels are compiled with."""
 
     key_pad: int
     value_pad: int
@@ -59,7 +59,7 @@ class TritonBackend:
         return TritonBackend(self._least_part)
 
     def prepare(self, batch: PackedBatch) -> None:
-        """Nothing: a decode's launches depend on how many there are and on the table's width."""
+        """Do nothing: a decode's launches depend only on the number of decodes and the width of the block table."""
 
     def attend(self, query: torch.Tensor, kv: LayerKv, batch: PackedBatch, options: AttentionOptions) -> torch.Tensor:
         group = query.shape[1] // kv.keys.shape[2]
@@ -84,7 +84,8 @@ class _Call:
 
 
 def _launches(batch: PackedBatch, group: int, chunk_rows: int, device: torch.device) -> tuple[_Tiles, ...]:
-    """Decodes and chunks apart: a decode has one query, and would leave most of a chunk's rows empty."""
+    """Split a step into a launch for decodes and one for chunks: a decode has one query and would leave most rows of a
+    chunk's tile empty."""
     least = max(_MIN_ROWS, triton.next_power_of_2(group))
     decodes = [(sequence, 0) for sequence, length in enumerate(batch.query_lens) if length == 1]
     chunk_rows = max(least, chunk_rows)
@@ -102,13 +103,14 @@ def _launches(batch: PackedBatch, group: int, chunk_rows: int, device: torch.dev
 
 
 def _placed(places: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
-    """-> int32 `[2, tiles]` on the device, without waiting for it."""
+    """Return int32 `[2, tiles]` on the device, copied without waiting."""
     host = torch.tensor(places, dtype=torch.int32).T.contiguous()
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def _programs_per_context(num_contexts: int, parts: int, device: torch.device) -> int:
-    """Enough to keep the device busy: a program computes several parts of a context where there are many contexts."""
+    """Return the number of programs per context that keeps the device busy; with many contexts one program computes
+    several parts."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return max(1, min(parts, -(-_PROGRAMS_PER_PROCESSOR * processors // num_contexts)))
 
@@ -168,7 +170,7 @@ def _launch(tiles: _Tiles, geometry: _Geometry, query: torch.Tensor, output: tor
 
 
 def _constants(tiles: _Tiles, geometry: _Geometry, query: torch.Tensor, call: _Call) -> dict[str, int]:
-    """What the tile's kernel is compiled for, beside what it shares with the merge."""
+    """Return the constants of the tile kernel that the merge kernel does not share."""
     kv, options = call.kv, call.options
     _, block_size, num_kv_heads, key_dim = kv.keys.shape
     return {
@@ -185,8 +187,9 @@ def _constants(tiles: _Tiles, geometry: _Geometry, query: torch.Tensor, call: _C
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
-    """Where the parts of cut contexts go, and what both kernels are compiled for. One part: straight to the output;
-    else there is room for the most, as kernels for each number would be compiled while contexts grow."""
+    """Where the parts of split contexts are written, and the constants of both kernels. A single part is written to the
+    output. Otherwise there is room for the largest number of parts, since a kernel per number would be compiled as
+    contexts grow."""
 
     count: int  # of the longest context that fits the table
     values: torch.Tensor

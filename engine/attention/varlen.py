@@ -12,7 +12,7 @@ from engine.batch import PackedBatch
 
 
 class VarlenBackend:
-    """Holds the newest step's tables in the 32 bits that the kernels read."""
+    """Attention by torch's `varlen_attn`. Keeps the newest step's tables as the int32 that the kernels read."""
 
     def __init__(self) -> None:
         self._batch: PackedBatch | None = None
@@ -22,7 +22,7 @@ class VarlenBackend:
         return VarlenBackend()
 
     def prepare(self, batch: PackedBatch) -> None:
-        """Nothing is read on the host: the conversions are part of what is captured."""
+        """Do nothing on the host: the conversions are part of the captured graph."""
         self._batch = None
 
     def attend(self, query: torch.Tensor, kv: LayerKv, batch: PackedBatch, options: AttentionOptions) -> torch.Tensor:
@@ -48,7 +48,7 @@ class VarlenBackend:
 
 
 def _in_32_bits(batch: PackedBatch) -> tuple[torch.Tensor, ...]:
-    """(query starts, context starts, context lengths, block tables)"""
+    """Return int32 (query starts, context starts, context lengths, block tables)."""
     context_lens = batch.context_lens.to(torch.int32)
     context_starts = F.pad(batch.context_lens.cumsum(0), (1, 0)).to(torch.int32)
     return batch.query_starts.to(torch.int32), context_starts, context_lens, batch.block_tables.to(torch.int32)

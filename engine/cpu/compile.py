@@ -20,8 +20,8 @@ _SHARE_OF_AVAILABLE_MEMORY = 0.8
 
 
 def compiled_forward(settings: EngineSettings, loaded: LoadedModel, pool: KvPool) -> CompiledForward:
-    """Says what the plain forward says on the probe's sequences, and has taken the weights over: the model itself can
-    be called no more. Raises NotCompiled, and then the model is as it was."""
+    """Return a compiled forward, checked against the plain one. It takes over the weights, so the model itself cannot
+    be called any more. Raises NotCompiled and then leaves the model unchanged."""
     _require_asked_for(settings, loaded, pool)
     kernels = load_kernels()
     decoder = recognise(loaded.model)
@@ -57,7 +57,8 @@ def _require_asked_for(settings: EngineSettings, loaded: LoadedModel, pool: KvPo
 
 
 def _require_memory(decoder: Decoder) -> None:
-    """For the packed weights beside the plain ones, while they are compared."""
+    """Require memory for the packed weights beside the plain ones, since both exist while they are compared. Raises
+    NotCompiled."""
     needed = sum(linear.weight.nbytes for linear in decoder.linears())
     available = _available_bytes()
     if needed > _SHARE_OF_AVAILABLE_MEMORY * available:
@@ -65,13 +66,14 @@ def _require_memory(decoder: Decoder) -> None:
 
 
 def _available_bytes() -> int:
-    """With what the page cache would give up: after a checkpoint was read, little of the memory is free."""
+    """Return the available memory, reclaimable page cache included: after a checkpoint was read, little memory is
+    free."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return int(lines["MemAvailable"].removesuffix("kB")) << 10
 
 
 def _release_weights(decoder: Decoder) -> None:
-    """All but the embedding's, which may be the head's as well."""
+    """Free all weights except the embedding's, which may also be the output head's."""
     embedded = next(decoder.embedding.parameters())
     for linear in decoder.linears():
         if linear.weight is not embedded:

@@ -42,22 +42,22 @@ class _Draws(ctypes.Structure):
 
 
 def compiled_draw() -> "CompiledDraw":
-    """Raises NotCompiled."""
+    """Return the compiled RowDraw. Raises NotCompiled."""
     return CompiledDraw(load_library())
 
 
 class CompiledDraw:
-    """A RowDraw for logits on the CPU; called by one thread at a time. It leaves the interpreter's lock meanwhile."""
+    """A RowDraw for logits on the CPU, called by one thread at a time. It releases the GIL during the call."""
 
     def __init__(self, library: ctypes.CDLL, widest: int = 512) -> None:
-        """`widest`: bits of the widest registers that it may use, where the processor has them."""
+        """`widest` is the width in bits of the widest registers to use, if the processor has them."""
         self._draw, self._scratch_bytes = library.td_draw, library.td_draw_scratch_bytes
         self._widest = widest
         self._vocab_size = 0
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def __call__(self, logits: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor | None:
-        """Token ids, `[rows]`. None where it cannot say: logits of float64, not a number, or with no finite best."""
+        """Return token ids `[rows]`, or None for logits that are float64, contain NaN or have no finite maximum."""
         if logits.device.type != "cpu" or logits.dtype == torch.float64:
             return None
         if logits.dtype not in (torch.float32, torch.bfloat16):

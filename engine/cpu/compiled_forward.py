@@ -13,9 +13,9 @@ _ALIGNMENT = 64
 
 
 class CompiledForward:
-    """A Forward over one pool in bfloat16 on the CPU. The call leaves the interpreter's lock for its whole length.
+    """A Forward over one pool in bfloat16 on the CPU. Each call releases the GIL for its whole length.
 
-    Its logits are float32 and lie in its own memory until the next call.
+    The returned float32 logits are overwritten by the next call.
     """
 
     def __init__(self, kernels: ctypes.CDLL, packed: PackedDecoder, pool: KvPool, max_model_len: int) -> None:

@@ -42,7 +42,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 def load_kernels() -> ctypes.CDLL:
-    """For all that it can do. Raises NotCompiled."""
+    """Load the library for all its kernels. Raises NotCompiled."""
     library = load_library()
     if not library.td_supported():
         raise NotCompiled("this processor has no AVX-512 BF16")
@@ -50,8 +50,8 @@ def load_kernels() -> ctypes.CDLL:
 
 
 def load_library() -> ctypes.CDLL:
-    """The one beside the sources if there is one, else the cached one, else built now. Of its functions any processor
-    runs those that draw. Raises NotCompiled."""
+    """Load the library beside the sources, else the cached one, else build it. Its drawing functions run on any
+    processor. Raises NotCompiled."""
     sources = _sources()
     beside = _SOURCES / _name(sources)
     if beside.is_file():
@@ -66,7 +66,8 @@ def load_library() -> ctypes.CDLL:
 
 
 def build(compiler: str, sources: list[Path], target: Path) -> None:
-    """Atomically: workers that start at once each build their own, and the last one stands. Raises NotCompiled."""
+    """Build the library and put it in place atomically: of workers that build at the same time, the last one's file
+    stays. Raises NotCompiled."""
     descriptor, unfinished = tempfile.mkstemp(dir=target.parent, suffix=".so")
     os.close(descriptor)
     try:
@@ -115,8 +116,8 @@ def _version_of(compiler: str) -> str:
 
 
 def _cache_folder() -> Path:
-    """Where what was built is kept. Whoever can write there can run code as this user, so it must be this user alone.
-    Raises NotCompiled."""
+    """Return the folder of built libraries. A user who can write there can run code as this user, so it must be
+    writable for this user alone. Raises NotCompiled."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         base.mkdir(parents=True, exist_ok=True)
@@ -157,7 +158,7 @@ def _first_error(output: str) -> str:
 
 
 def main(folder: str) -> int:
-    """Builds for whatever processor will run it. Answers with the exit status."""
+    """Build a library that detects the processor when it runs. Returns the exit status."""
     try:
         sources = _sources()
         build(_compiler(), sources, Path(folder) / _name(sources))

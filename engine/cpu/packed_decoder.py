@@ -19,7 +19,8 @@ _ITEM_BYTES = 2
 
 
 class PackedDecoder:
-    """Everything of a decoder but its embedding, laid out anew. The decoder itself stays as it was."""
+    """All weights of a decoder except its embedding, copied into the kernels' layout. The decoder itself is not
+    changed."""
 
     def __init__(self, kernels: ctypes.CDLL, decoder: Decoder) -> None:
         self.decoder = decoder
@@ -32,7 +33,7 @@ class PackedDecoder:
         self._final_norm = self._norm(decoder.final_norm)
 
     def model(self, pool: KvPool) -> Model:
-        """Over the blocks of this pool. The structs point into this object and the pool."""
+        """Return the C structs of the model over this pool. They point into this object and the pool."""
         decoder = self.decoder
         for layer, (keys, values) in zip(self._layers, pool.layers, strict=True):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
@@ -75,7 +76,7 @@ class PackedDecoder:
         )
 
     def _product(self, linears: tuple[nn.Linear, ...]) -> Product:
-        """Of one weight, or of several over the same input, their outputs one after the other."""
+        """Pack one weight, or several with the same input whose outputs follow one another, and return its C struct."""
         weight = torch.cat([linear.weight for linear in linears]) if len(linears) > 1 else linears[0].weight
         out_features, in_features = weight.shape
         panels = self._next_panels()
@@ -109,14 +110,14 @@ class PackedDecoder:
         return self._panels.data_ptr() + next(self._places) * _ITEM_BYTES
 
     def _num_elems(self, widths: tuple[int, int]) -> int:
-        """That a packed weight takes, with what aligns the next one."""
+        """Return the elements of a packed weight, padding up to the next one's alignment included."""
         in_features, out_features = widths
         step = _ALIGNMENT // _ITEM_BYTES
         return -(-int(self._kernels.td_packed_elems(out_features, in_features)) // step) * step
 
 
 def _widths(decoder: Decoder) -> list[tuple[int, int]]:
-    """In the order in which they are packed."""
+    """Return the widths in packing order."""
     head = (decoder.head.in_features, decoder.head.out_features)
     return [*(widths for layer in decoder.layers for widths in layer.parts.widths), head]
 

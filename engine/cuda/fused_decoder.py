@@ -30,11 +30,12 @@ class FusedLayer:
 
 
 class FusedDecoder:
-    """Built once; the model can still be called, as its weights are parts of the merged ones."""
+    """A decoder in the fused kernels' terms. The model can still be called: its weights are views of the merged
+    ones."""
 
     @torch.no_grad()
     def __init__(self, decoder: Decoder, longest: int) -> None:
-        """`longest`: no position reaches it. Raises NotCompiled."""
+        """`longest` is larger than any position. Raises NotCompiled."""
         if decoder.layers[0].parts.norms_whole_rows:
             raise NotCompiled("its norms of queries and keys are over all heads")
         self.decoder = decoder
@@ -60,7 +61,7 @@ class FusedDecoder:
 
 
 def _merged(linears: Sequence[nn.Linear]) -> Product:
-    """The linears' weights become parts of one, so that nothing is kept twice."""
+    """Merge the linears' weights into one tensor of which they become views, so that no weight is stored twice."""
     if len(linears) == 1:
         return Product(linears[0].weight, linears[0].bias)
     weight = torch.cat([linear.weight.data for linear in linears])
@@ -71,5 +72,5 @@ def _merged(linears: Sequence[nn.Linear]) -> Product:
     for linear, part in zip(linears, torch.split(weight, sizes), strict=True):
         linear.weight.data = part
     if weight.is_cuda:
-        torch.cuda.empty_cache()  # pieces of this size serve nobody else, and another process may share the GPU
+        torch.cuda.empty_cache()  # no other allocation uses pieces of this size, and another process may share the GPU
     return Product(weight, torch.cat(biases) if biases else None)

@@ -80,8 +80,8 @@ def _product(rows: torch.Tensor, product: Product) -> torch.Tensor:
 
 
 def fused_decoder(loaded: LoadedModel, chunk_tokens: int) -> tuple[FusedDecoder, Ops]:
-    """Says what the model says on the probe's sequences. Raises NotCompiled; the model is as it was, or its weights lie
-    elsewhere."""
+    """Return the fused decoder, checked against the model on the load check's sequences. Raises NotCompiled; the model
+    still works then, though its weights may have moved."""
     if loaded.info.dtype != "bfloat16":
         raise NotCompiled(f"the model computes in {loaded.info.dtype}")
     if loaded.layout.dtype != "bfloat16":

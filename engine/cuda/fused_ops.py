@@ -14,7 +14,7 @@ from engine.decoders.layer_parts import SILU, RmsNorm
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
-    """Of a step's tokens, for the layers that share it."""
+    """The rotation of a step's tokens, shared by the layers with the same rotary embedding."""
 
     cos: torch.Tensor  # float32 [tokens, rotary_dim]
     sin: torch.Tensor
@@ -22,7 +22,8 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Heads:
-    """One layer's queries, keys and values as its product gives them, and where keys and values go."""
+    """One layer's queries, keys and values as the matrix product returns them, and where keys and values are
+    written."""
 
     query: torch.Tensor  # [tokens, heads, dim], as all three a part of one tensor
     key: torch.Tensor  # [tokens, kv_heads, dim]
@@ -39,15 +40,16 @@ class Ops(Protocol):
     def norm(
         self, hidden: torch.Tensor, addend: torch.Tensor | None, addend_norm: RmsNorm | None, norm: RmsNorm | None
     ) -> torch.Tensor:
-        """Adds to `hidden`, float32 `[tokens, features]`, in place; -> what the next product takes, in bfloat16."""
+        """Add to `hidden`, float32 `[tokens, features]`, in place, and return the normed input of the next product in
+        bfloat16."""
         ...
 
     def rotate(self, heads: Heads, rotation: Rotation) -> None:
-        """Norms and rotates queries and keys in place, and writes keys and values into the pool."""
+        """Norm and rotate queries and keys in place, and write keys and values into the pool."""
         ...
 
     def gate(self, gate_up: torch.Tensor, activation: int) -> torch.Tensor:
-        """`[tokens, 2 * features]`, gates first -> `[tokens, features]`."""
+        """Apply the gated activation: `[tokens, 2 * features]`, gates first -> `[tokens, features]`."""
         ...
 
 

@@ -10,11 +10,9 @@ import torch
 from cluster.settings.engine_settings import EngineSettings
 from engine.attention.registry import AttentionBackend
 from engine.batch import PackedBatch
-from engine.cuda.cuda_capture import CudaCapture
 from engine.cuda.decode_buckets import bucket_sizes
 from engine.cuda.fused_forward import FusedForward, fused_decoder
-from engine.cuda.graph_forward import CapturableBackend, Capture, GraphForward, GraphStep
-from engine.cuda.static_decodes import StaticDecodes
+from engine.cuda.graph_forward import CapturableBackend, Capture, GraphForward, GraphStep, StaticDecodes
 from engine.decoders.not_compiled import NotCompiled
 from engine.kv.pool import KvPool
 from engine.model.loaded import LoadedModel
@@ -25,15 +23,15 @@ NewForward = Callable[[AttentionBackend], Forward]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forwards:
-    """One model's, over any pool and with any back end."""
+    """Makes forwards of one model over any pool and with any back end."""
 
     over: Callable[[KvPool, AttentionBackend], Forward]
     report: str
 
 
 def forwards(settings: EngineSettings, loaded: LoadedModel) -> Forwards:
-    """Fused where that can be. Weights are moved and the model's own forward is asked once more, which takes memory for
-    a while: called before the pool takes what there is."""
+    """Return the model's forwards, fused if the kernels support the model. This moves weights and runs the model's own
+    forward once more, which needs memory, so it is called before the pool is allocated."""
     try:
         if settings.deterministic == "on":
             raise NotCompiled("--deterministic computes in shapes of its own")
@@ -48,7 +46,7 @@ def forwards(settings: EngineSettings, loaded: LoadedModel) -> Forwards:
 def gpu_forward(
     settings: EngineSettings, loaded: LoadedModel, pool: KvPool, made: Forwards
 ) -> tuple[Forward, tuple[str, ...]]:
-    """The forward to serve with, and lines for the report. The pool needs one spare block."""
+    """Return the forward to serve with, and lines for the report. The pool needs one spare block."""
     new_forward, line = partial(made.over, pool), made.report
     plain = new_forward(loaded.attention.build())
     if settings.cuda_graphs == "off":
@@ -72,7 +70,7 @@ def gpu_forward(
 def captured(
     max_num_seqs: int, loaded: LoadedModel, pool: KvPool, new_forward: NewForward, capture: Capture
 ) -> tuple[GraphForward, str]:
-    """With as many sizes as could be captured, and why it stopped before the last, or nothing."""
+    """Capture graphs for as many sizes as possible. Also returns why it stopped before the last size, if it did."""
     width = loaded.layout.num_blocks_for(loaded.info.max_model_len)
     decodes = StaticDecodes(max_num_seqs, width, pool.spare_block, pool.device)
     graphs = GraphForward(new_forward(loaded.attention.build()), decodes)
@@ -87,3 +85,39 @@ def captured(
     except Exception as error:  # noqa: BLE001 - whatever a kernel or a library raises: steps are computed without
         return graphs, str(error).strip().partition("\n")[0] or type(error).__name__
     return graphs, ""
+
+
+class CudaCapture:
+    """A Capture on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], object], prepare: Callable[[], None]) -> Callable[[], None]:
+        """Capture `compute` as a graph. Raises RuntimeError if `compute` waits for the device; this is detected before
+        recording, since torch's allocator does not recover from a failed capture."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for mode in ("default", "error"):  # first kernels are compiled and libraries choose theirs
+                prepare()
+                _run(compute, mode)
+            prepare()
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            compute()
+        current.wait_stream(self._stream)
+        return graph.replay
+
+
+def _run(compute: Callable[[], object], sync_debug_mode: str) -> None:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(sync_debug_mode)
+    try:
+        compute()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

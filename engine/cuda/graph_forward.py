@@ -1,9 +1,11 @@
 """Steps of decodes from CUDA graphs: the launches of a whole forward, recorded once per size and replayed by one call.
 
-Everything that changes from step to step lies in tensors that stay in place. A step with longer chunks, with guesses,
-or with more decodes than any graph has is computed as it was before. What cannot be captured never is, visibly.
+Everything that changes from step to step lies in tensors at fixed addresses. A step with longer chunks, with draft
+tokens, or with more decodes than the largest graph runs without a graph. A model that cannot be captured runs without
+graphs, and the engine's report says so.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,26 +15,92 @@ import torch
 from engine.attention.registry import AttentionBackend
 from engine.batch import PackedBatch
 from engine.cuda.decode_buckets import bucket_for
-from engine.cuda.static_decodes import StaticDecodes
 from engine.steps.forward import Forward
+
+
+class StaticDecodes:
+    """The input tensors of all graphs, at fixed addresses: `batch(size)` is the batch that a graph of `size` rows
+    captures, and `take` copies a step into it."""
+
+    def __init__(self, max_size: int, table_width: int, spare_block: int, device: torch.device) -> None:
+        self._spare_block = spare_block
+        self._num_live = 0  # rows from here on are idle
+
+        def filled(*shape: int, value: int) -> torch.Tensor:
+            return torch.full(shape, value, dtype=torch.int64, device=device)
+
+        self._input_ids = filled(1, max_size, value=0)
+        self._position_ids = filled(1, max_size, value=0)
+        self._slot_blocks = filled(max_size, value=spare_block)
+        self._slot_offsets = filled(max_size, value=0)
+        self._block_tables = filled(max_size, table_width, value=spare_block)
+        self._context_lens = filled(max_size, value=1)
+        self._starts = torch.arange(max_size + 1, device=device)  # of queries, which have one row each
+
+    @property
+    def table_width(self) -> int:
+        return self._block_tables.shape[1]
+
+    def batch(self, size: int) -> PackedBatch:
+        """Return the first `size` rows as a batch, with the host's values for idle rows."""
+        return PackedBatch(
+            input_ids=self._input_ids[:, :size],
+            position_ids=self._position_ids[:, :size],
+            slot_blocks=self._slot_blocks[:size],
+            slot_offsets=self._slot_offsets[:size],
+            block_tables=self._block_tables[:size],
+            query_starts=self._starts[: size + 1],
+            context_lens=self._context_lens[:size],
+            logit_rows=self._starts[:size],
+            fresh_blocks=None,
+            fed=None,
+            rows=tuple(slice(row, row + 1) for row in range(size)),
+            query_lens=(1,) * size,
+            starts=(0,) * size,
+        )
+
+    def take(self, step: PackedBatch, batch: PackedBatch) -> PackedBatch:
+        """Copy a step into the front rows of `batch`, the rest idle. Returns `batch` with the host's values of both."""
+        count = len(step.query_lens)
+        assert set(step.query_lens) == {1} and count <= len(batch.query_lens), step.query_lens
+        self._input_ids[:, :count] = step.input_ids
+        self._position_ids[:, :count] = step.position_ids
+        self._slot_blocks[:count] = step.slot_blocks
+        self._slot_offsets[:count] = step.slot_offsets
+        self._block_tables[:count, : step.block_tables.shape[1]] = step.block_tables
+        self._context_lens[:count] = step.context_lens
+        if count < self._num_live:
+            self._idle(slice(count, self._num_live))
+        self._num_live = count
+        return dataclasses.replace(batch, starts=step.starts + (0,) * (len(batch.query_lens) - count))
+
+    def _idle(self, rows: slice) -> None:
+        self._input_ids[:, rows] = 0
+        self._position_ids[:, rows] = 0
+        self._slot_blocks[rows] = self._spare_block
+        self._slot_offsets[rows] = 0
+        self._block_tables[rows] = self._spare_block
+        self._context_lens[rows] = 1
 
 
 class CapturableBackend(AttentionBackend, Protocol):
     """An attention back end whose launches depend on nothing but a batch's shapes and tensors, once it is prepared."""
 
     def for_graph(self, batch: PackedBatch) -> "CapturableBackend":
-        """One that serves a graph over this batch's tensors, and nothing else."""
+        """Return a back end for a graph over this batch's tensors."""
         ...
 
     def prepare(self, batch: PackedBatch) -> None:
-        """What the host does for a step, given its lengths, before its launches are made or replayed."""
+        """Do the host's work for a step, given its lengths, before its launches are made or replayed."""
         ...
 
 
 class Capture(Protocol):
-    """Records what `compute` launches, after it has run at least once. -> what launches all of it again.
+    """Records the launches of `compute`, after running it at least once, and returns a function that launches all of
+    them again.
 
-    Raises RuntimeError where the device cannot."""
+    Raises RuntimeError if the device cannot record them.
+    """
 
     def __call__(self, compute: Callable[[], object], prepare: Callable[[], None]) -> Callable[[], None]: ...
 
@@ -53,7 +121,7 @@ class _Graph:
 
 
 class GraphForward:
-    """A Forward. `logits` it answers with are overwritten by its next step."""
+    """A Forward that replays CUDA graphs for decode steps. The next step overwrites the logits it returned."""
 
     def __init__(self, plain: Forward, decodes: StaticDecodes) -> None:
         self._plain = plain
@@ -64,13 +132,13 @@ class GraphForward:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Captured so far, ascending."""
+        """The captured batch sizes, ascending."""
         return self._sizes
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], step_for: Callable[[PackedBatch], GraphStep], capture: Capture) -> None:
-        """From the largest down, so that the memory of one serves the next. Raises RuntimeError at the first that
-        cannot be captured; those before it stay. The pool's spare block is written to, and no other."""
+        """Capture the sizes from the largest down, so that smaller graphs reuse its memory. Raises RuntimeError at the
+        first size that cannot be captured and keeps those before it. Writes only to the pool's spare block."""
         for size in sorted(sizes, reverse=True):
             self._graphs[size] = self._captured(self._decodes.batch(size), step_for, capture)
             self._sizes = tuple(sorted(self._graphs))

@@ -9,16 +9,18 @@ from engine.steps.runner import ModelRunner, StartedStep
 
 
 class LaunchingRunner(ModelRunner):
-    """A Launcher: what it launched is waited for in `result`, in the order of the launches.
+    """A Launcher: `result` waits for a launched step, in the order of the launches.
 
-    Kernels of our own go to the calling thread's device, which is the first one until somebody says otherwise."""
+    Tandem's own kernels run on the calling thread's current device, which is the first GPU unless it was set.
+    """
 
     def __init__(self, forward: Forward, pool: KvPool) -> None:
         super().__init__(forward, pool)
         self._device = pool.device
 
     def launch(self, plan: StepPlan) -> StartedStep:
-        """Where it raises, what was enqueued is done: its blocks are freed, and given to writers of other streams."""
+        """Launch a step. If launching raises, wait until all enqueued work is done: the step's blocks are then freed
+        and may be written by other streams."""
         try:
             return self.start(plan)
         except Exception:

@@ -136,7 +136,7 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
     PAD: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ):
-    """One head of one token: a query's, or a key's together with its value."""
+    """Rotate one head of one token: a query's, or a key's together with its value."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     places = tl.arange(0, PAD)

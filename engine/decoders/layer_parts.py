@@ -16,7 +16,7 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RmsNorm:
-    """`weight`: float32, with whatever the model adds to it."""
+    """A root-mean-square norm; `weight` is float32 and includes the constant that some models add to it."""
 
     weight: torch.Tensor
     eps: float
@@ -24,7 +24,7 @@ class RmsNorm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerParts:
-    """`qkv` are three products or one of merged weights, `gate_up` two or one."""
+    """The parts of one layer: `qkv` are three products or one of merged weights, `gate_up` two or one."""
 
     attention: nn.Module
     activation: nn.Module
@@ -47,12 +47,12 @@ class LayerParts:
 
     @property
     def norms_whole_rows(self) -> bool:
-        """Is the query's norm over all heads as one row?"""
+        """Whether the query's norm covers all heads as one row."""
         return self.query_norm is not None and len(self.query_norm.weight) == self.out.in_features
 
     @property
     def widths(self) -> tuple[tuple[int, int], ...]:
-        """(in, out) features of the four products."""
+        """The (in, out) features of the four products."""
         products: tuple[Sequence[nn.Linear], ...] = (self.qkv, (self.out,), self.gate_up, (self.down,))
         return tuple((one[0].in_features, sum(linear.out_features for linear in one)) for one in products)
 
@@ -103,7 +103,7 @@ def linear(module: object, name: str) -> nn.Linear:
 
 @torch.inference_mode()
 def rms_norm(module: nn.Module) -> RmsNorm:
-    """By what it does to rows of ordinary and of tiny numbers, the second of which shows its epsilon."""
+    """Recognise an RMS norm by its effect on rows of ordinary and of tiny numbers; the latter reveal its epsilon."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     parameters = [*module.parameters(), *module.buffers()]
     weight = getattr(module, "weight", None)
@@ -122,7 +122,7 @@ def rms_norm(module: nn.Module) -> RmsNorm:
 
 @torch.inference_mode()
 def activation_of(module: nn.Module) -> int:
-    """By what it does to numbers of both signs."""
+    """Recognise an activation by its effect on positive and negative numbers."""
     numbers = torch.linspace(-4, 4, 65)
     known: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
         SILU: functional.silu,
@@ -143,7 +143,7 @@ class _Norms:
 
 
 def _norms(layer: nn.Module, attention: Call, ffn: Call, traced: TracedCalls) -> _Norms:
-    """Which norm stands where: by what each was given, and by the two sums that make the layer's answer."""
+    """Determine the role of each norm from its traced input and from the two residual sums of the layer."""
     whole = traced.only(layer)
     left = [child for child in layer.children() if child not in (attention.module, ffn.module)]
     norms = [traced.only(child) for child in left if not isinstance(child, nn.Dropout)]
@@ -180,7 +180,8 @@ def _child_with(layer: nn.Module, name: str) -> nn.Module:
 
 
 def _children(module: nn.Module, may: tuple[str, ...], *must: tuple[str, ...]) -> dict[str, nn.Module]:
-    """By name: exactly one of the sets in `must`, and what it `may` have besides."""
+    """Return the children by name: all of exactly one set in `must`, and those of `may` that exist. Raises
+    NotCompiled."""
     _require_no_parameters_of_its_own(module)
     children = dict(module.named_children())
     required = set(children) - set(may)

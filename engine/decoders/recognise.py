@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from engine.attention.interface import AttentionOptions
 from engine.decoders.layer_parts import LayerParts, RmsNorm, activation_of, layer_parts, linear, rms_norm
 from engine.decoders.not_compiled import NotCompiled
-from engine.decoders.rotary import Rotary
-from engine.decoders.rotation import require_rotation
+from engine.decoders.rotation import Rotary, require_rotation
 from engine.decoders.traced_calls import AttentionCall, TracedCalls, trace_calls
 
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 16  # of kernels.h
@@ -112,7 +111,7 @@ class _Rotaries:
 
 
 def _rotaries(parts: tuple[LayerParts, ...], traced: TracedCalls) -> _Rotaries:
-    """By which call of which module each layer got its rotation."""
+    """Return, for each layer, the rotary call whose cosines and sines it used."""
     found: list[object] = []
     rotaries: list[Rotary] = []
     of_layer = []
@@ -140,7 +139,7 @@ def _logit_softcap(model: PreTrainedModel, plain: torch.Tensor, logits: torch.Te
 
 
 def _check_chain(modules: list[nn.Module], head: nn.Linear, traced: TracedCalls) -> None:
-    """Each takes what the one before it gave, and nothing happens between them."""
+    """Check that each layer's input is the output of the layer before it, unchanged. Raises NotCompiled."""
     calls = [traced.only(module) for module in (*modules, head)]
     for before, after in itertools.pairwise(calls):
         if not torch.equal(before.result, after.input):

@@ -7,13 +7,47 @@ import torch
 
 from engine.decoders.layer_parts import LayerParts
 from engine.decoders.not_compiled import NotCompiled
-from engine.decoders.traced_calls import TracedCalls
+from engine.decoders.traced_calls import Call, TracedCalls
 
+_FIRST_LENGTH = 1024
 _TOLERANCE = 0.03  # of the vectors' size; each of a few roundings in 16 bits is a tenth of it
 
 
+class Rotary:
+    """The cosines and sines of one kind of layer, computed by the model's own rotary module. `call` is one traced call
+    of it."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.dim = call.result.shape[-1]
+        self._cos = self._sin = torch.empty(0, self.dim)
+
+    def rows(self, positions: torch.Tensor, end: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines, float32 `[tokens, dim]` each, of `positions`, which are all below `end`. No
+        position reaches `longest`."""
+        if end > len(self._cos):
+            self._cos, self._sin = self._table(min(max(2 * len(self._cos), end, _FIRST_LENGTH), longest))
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def _table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the table. The module is called with a float32 state because it returns the state's dtype."""
+        device = self._call.result.device
+        positions = torch.arange(length, device=device)[None]
+        state = torch.empty(1, 1, dtype=torch.float32, device=device)
+
+        def replaced(value: object) -> object:
+            if not isinstance(value, torch.Tensor):
+                return value
+            return state if value.is_floating_point() else positions
+
+        keywords = {name: replaced(value) for name, value in self._call.keywords.items()}
+        cos, sin = self._call.module(*map(replaced, self._call.positional), **keywords)
+        return cos[0].float().contiguous(), sin[0].float().contiguous()
+
+
 def require_rotation(layer: int, parts: LayerParts, traced: TracedCalls) -> None:
-    """Raises NotCompiled."""
+    """Check that attention received the projections' outputs, normed if the layer has norms, and rotated in halves.
+    Raises NotCompiled."""
     cos, sin = (part[0].float() for part in traced.rotation_of(parts.attention))
     for place, reached in enumerate(traced.states[layer]):
         given = _given(place, parts, traced, reached.shape)
@@ -22,8 +56,8 @@ def require_rotation(layer: int, parts: LayerParts, traced: TracedCalls) -> None
 
 
 def _given(place: int, parts: LayerParts, traced: TracedCalls, shape: torch.Size) -> Iterator[torch.Tensor]:
-    """Of queries (place 0) or keys (1), as `[tokens, heads, dim]`; of a norm that may have seen heads before tokens,
-    both readings."""
+    """Yield candidates for the unrotated queries (place 0) or keys (1), `[tokens, heads, dim]`: a norm may have seen
+    heads before tokens, so both readings are yielded."""
     norm = getattr(parts.attention, ("q_norm", "k_norm")[place], None)
     if norm is not None:
         states = traced.only(norm).result
@@ -38,7 +72,7 @@ def _given(place: int, parts: LayerParts, traced: TracedCalls, shape: torch.Size
 
 
 def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`[tokens, heads, dim]` by `[tokens, rotated]`."""
+    """Rotate `[tokens, heads, dim]` by cosines and sines `[tokens, rotated]`."""
     width = cos.shape[-1]
     turned, kept = states[..., :width], states[..., width:]
     first, second = turned.chunk(2, dim=-1)

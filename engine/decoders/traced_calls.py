@@ -16,7 +16,7 @@ _TOKEN_IDS = (1, 2, 3)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One call of one module. `arguments` are those with and without a name."""
+    """One call of one module with its positional and keyword arguments."""
 
     module: nn.Module
     positional: tuple[object, ...]
@@ -69,7 +69,7 @@ class TracedCalls:
         return found[0]
 
     def rotation_of(self, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        """The very cosines and sines that it was given, `[1, tokens, dim]` each."""
+        """Return the cosines and sines that this attention received, `[1, tokens, dim]` each."""
         given = self.only(attention).keywords.get("position_embeddings")
         if not isinstance(given, tuple) or len(given) != 2:
             raise NotCompiled(f"{type(attention).__name__} takes no rotation from a module of its own")
@@ -78,7 +78,8 @@ class TracedCalls:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        """KvAccess: answers each token with its own value, so that what attention adds is not nothing."""
+        """Return each token's own value as its attention output, so that the output is not zero. Implements
+        KvAccess."""
         self.states[layer] = query, key
         self.attention[layer] = AttentionCall(query.shape[1], key.shape[1], key.shape[2], value.shape[2], options)
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)

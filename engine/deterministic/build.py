@@ -16,21 +16,22 @@ from engine.steps.runner import ModelRunner
 
 @dataclass(frozen=True, slots=True)
 class Determinism:
-    """How it was done, and the digest of what was computed to try it."""
+    """How determinism was reached, and the digest of the check's results."""
 
     path: str
     digest: str
     report: str
 
     def marked(self, fingerprint: LayoutFingerprint) -> LayoutFingerprint:
-        """Only workers that compute the same bits exchange KV."""
+        """Return the fingerprint extended by the digest, so that only workers that compute the same bits exchange
+        KV."""
         mark = f"{fingerprint.dtype}, deterministic by {self.path} ({self.digest})"
         return replace(fingerprint, dtype=mark)
 
 
 def make_deterministic(loaded: LoadedModel, runner: ModelRunner, pool: KvPool) -> Determinism:
-    """The compiled kernels stay, any other forward makes room for the plain one with fixed shapes. Raises ModelRefused
-    where bits differ all the same."""
+    """Make the engine deterministic: keep the compiled kernels, or replace any other forward by the plain one with
+    fixed shapes. Raises ModelRefused if results still depend on the batch."""
     if isinstance(runner.forward, CompiledForward):
         digest = check(runner, pool, loaded.info.vocab_size, loaded.info.max_model_len)
         return Determinism("compiled kernels", digest, f"deterministic: the compiled kernels, tried ({digest})")
@@ -42,7 +43,7 @@ def make_deterministic(loaded: LoadedModel, runner: ModelRunner, pool: KvPool) -
 
 
 def _fixed(loaded: LoadedModel, runner: ModelRunner, pool: KvPool) -> tuple[str, str]:
-    """Chunks many queries at once, where that gives the bits of one query at a time."""
+    """Compute many queries of a chunk at once if that yields the same bits as one query at a time."""
     try:
         runner.forward = FixedForward(loaded.model, pool, wide=True)
         return check(runner, pool, loaded.info.vocab_size, loaded.info.max_model_len), "many queries"

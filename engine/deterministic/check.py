@@ -33,8 +33,8 @@ class _Outcome:
 
 
 def check(runner: ModelRunner, pool: KvPool, vocab_size: int, longest: int) -> str:
-    """A digest of what was computed: two machines that answer alike compute alike. The pool is zero before and after.
-    Raises ModelRefused with what depends on what."""
+    """Check that results do not depend on the batch, and return a digest of them: machines with equal digests compute
+    equal bits. The pool is zero before and after. Raises ModelRefused with the dependence found."""
     num_free = pool.num_blocks - max(sum(_blocks(pool, way)) for _, way in _WAYS)
     length = min(_LENGTH, longest, num_free * pool.layout.block_size)
     if length < 2:
@@ -70,7 +70,7 @@ def _computed(
     rows, done = [], 0
     for asked in itertools.cycle(lengths):
         tokens = tuple(token_ids[done : min(done + asked, length)])
-        chunk = Chunk(0, tokens, done, own, (_SAMPLE,) * len(tokens), num_guesses=len(tokens) - 1)
+        chunk = Chunk(0, tokens, done, own, (_SAMPLE,) * len(tokens), num_draft_tokens=len(tokens) - 1)
         before = others[: len(others) // 2]
         logits = runner.logits(StepPlan((*before, chunk, *others[len(before) :])))
         rows.append(logits[len(before) :][: len(tokens)].clone())
@@ -81,7 +81,7 @@ def _computed(
 
 
 def _company(pool: KvPool, token_ids: list[int], company: Sequence[Sequence[int]]) -> tuple[Chunk, ...]:
-    """Short sequences, computed anew in every step."""
+    """Return chunks of short sequences that share every step of the check."""
     chunks, first = [], 0
     for number, length in enumerate(itertools.chain.from_iterable(company), start=1):
         blocks = tuple(range(first, first + blocks_for(length, pool.layout.block_size)))

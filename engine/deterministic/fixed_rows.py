@@ -23,7 +23,8 @@ KINDS = (nn.Linear, PackedLinear, Conv1D)
 
 
 class FixedRows:
-    """Takes the place of a module's `forward`; `counts` ascend, and the least is ROW_COUNTS[0]."""
+    """Replaces a module's `forward` with one that computes fixed numbers of rows; `counts` ascend from
+    ROW_COUNTS[0]."""
 
     def __init__(self, product: Product, counts: Sequence[int]) -> None:
         self._product = product
@@ -48,7 +49,7 @@ class FixedRows:
 
 
 def cut(num_rows: int, counts: Sequence[int]) -> list[tuple[int, int]]:
-    """(begin, count) of pieces that cover so many rows, the largest first; only the last may reach beyond them."""
+    """Return (begin, count) of the pieces that cover `num_rows` rows, largest first; only the last may exceed them."""
     pieces, begin = [], 0
     for count in reversed(counts):
         while num_rows - begin >= count:
@@ -60,9 +61,9 @@ def cut(num_rows: int, counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def fix_rows(model: nn.Module) -> tuple[int, ...]:
-    """Puts FixedRows into every product of the model, in place. Answers with the numbers of rows that all can use.
+    """Replace every product of the model by FixedRows, in place. Returns the row counts that all of them can use.
 
-    Raises ModelRefused where the rows of a product depend on their place or their neighbours whatever is done.
+    Raises ModelRefused if the rows of a product depend on their position or neighbours at any count.
     """
     products = [(name, module) for name, module in model.named_modules() if isinstance(module, KINDS)]
     tried: dict[tuple[object, ...], tuple[int, ...]] = {}
@@ -76,7 +77,7 @@ def fix_rows(model: nn.Module) -> tuple[int, ...]:
 
 
 def _shape_of(module: nn.Module) -> tuple[tuple[object, ...], torch.Tensor]:
-    """What decides on a product's kernel, and random rows for it."""
+    """Return the properties that select a product's kernel, and random rows for it."""
     assert isinstance(module, KINDS)
     weight: torch.Tensor = module._packed if isinstance(module, PackedLinear) else module.weight
     if isinstance(module, Conv1D):
@@ -88,15 +89,15 @@ def _shape_of(module: nn.Module) -> tuple[tuple[object, ...], torch.Tensor]:
 
 
 def random_rows(width: int, like: torch.Tensor) -> torch.Tensor:
-    """As many as the largest of ROW_COUNTS."""
+    """Return random rows, as many as the largest of ROW_COUNTS."""
     rows = torch.randn(ROW_COUNTS[-1], width, generator=torch.Generator().manual_seed(_SEED)).to(like.device)
     return rows.to(like.dtype if like.dtype.is_floating_point else torch.bfloat16)
 
 
 @torch.inference_mode()
 def agreeing_counts(product: Product, rows: torch.Tensor, name: str) -> tuple[int, ...]:
-    """Those of ROW_COUNTS at which `rows`, as many as the largest, have equal bits at every place. Raises ModelRefused
-    where not even the least agrees with itself."""
+    """Return those of ROW_COUNTS at which `rows` have equal bits at every position. Raises ModelRefused if not even the
+    least does."""
     least = ROW_COUNTS[0]
     base = _in_pieces(product, rows, least)
     for shift in range(1, least):  # every row at every place of the least piece, with other rows, and with none

@@ -23,8 +23,8 @@ class FixedForward:
 
 
 def padded(batch: PackedBatch) -> PackedBatch:
-    """The last token and the last logit row again and again, up to a multiple of the least number of rows. What is
-    computed of the token has the same bits each time, and is written to the same place."""
+    """Repeat the last token and the last logit row up to a multiple of the least number of rows. The repeated token
+    gets the same bits each time and is written to the same position."""
     num_tokens, num_rows = batch.input_ids.shape[1], len(batch.logit_rows)
     more_tokens, more_rows = (-num % ROW_COUNTS[0] for num in (num_tokens, num_rows))
     if not more_tokens and not more_rows:

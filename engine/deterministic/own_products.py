@@ -20,7 +20,7 @@ _SHAPED_BY_ROWS = frozenset(
 
 
 def fix_own_products(model: nn.Module) -> None:
-    """In place. Experts are computed one after the other, each on the rows that were sent to it."""
+    """Fix the products of mixtures, in place: experts are computed one after another, each on the rows routed to it."""
     owners = [module for module in model.modules() if _has_weights_of_its_own(module)]
     if owners and isinstance(model, PreTrainedModel):
         model.set_experts_implementation("eager")
@@ -34,7 +34,7 @@ def _has_weights_of_its_own(module: nn.Module) -> bool:
 
 
 class _Fixed:
-    """Takes the place of a module's `forward`."""
+    """Replaces a module's `forward`."""
 
     def __init__(self, forward: Callable[..., object], products: "_FixedProducts") -> None:
         self._forward = forward

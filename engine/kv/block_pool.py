@@ -2,22 +2,22 @@
 
 A block is counted in exactly one state, the first that applies:
 
-    quarantined   a dead read may still write into it; nobody may use it
+    quarantined   an abandoned read may still write into it; it may not be used
     leased        pinned for readers of other workers; its content does not change
     held          sequences or reservations refer to it
-    cached        kept for its content alone; used again by whoever finds it, or reserved anew when nothing is free
+    cached        kept for its content alone; used again when its hash is found, or reserved when nothing is free
     free          may be reserved
 
 References are apart from that: a leased block may also be referred to by the sequence that computed it, and becomes
 free, or cached, only when both have gone. Blocks are freed between steps only, so no step that was launched before can
-still be writing to a block that is reserved anew.
+still be writing to a block that is reserved again.
 """
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 
-from cluster.messages import PrefixNews
+from cluster.messages import CacheEvents
 from engine.kv.eviction import eviction_of
 from engine.kv.prefix_cache import PrefixCache
 
@@ -33,10 +33,11 @@ class BlockState(StrEnum):
 
 
 class BlockPool:
-    """Every operation costs O(1) per block. An illegal one raises AssertionError with the block's recent story."""
+    """The accounting of all blocks. Every operation costs O(1) per block. An illegal one raises AssertionError with the
+    block's recent history."""
 
     def __init__(self, num_blocks: int, eviction: str = "value") -> None:
-        """`eviction` names the order in which cached blocks go: value, lru."""
+        """`eviction` names the order in which cached blocks are evicted: value, lru."""
         assert num_blocks >= 1, f"a pool needs blocks, not {num_blocks}"
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
@@ -54,30 +55,30 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that could be reserved."""
+        """The number of blocks that could be reserved."""
         return len(self._free) + self._cache.num_idle
 
     def num_available_beside(self, block_ids: Iterable[int]) -> int:
-        """Blocks that could be reserved if these were shared first."""
+        """The number of blocks that could be reserved if these were shared first."""
         return self.num_available - sum(map(self._cache.is_idle, block_ids))
 
     @property
     def num_evicted(self) -> int:
-        """Cached blocks that were given to somebody else, since the start."""
+        """The number of cached blocks that were evicted since the start."""
         return self._cache.num_evicted
 
     @property
-    def next_prefix_event(self) -> int:
+    def next_cache_event(self) -> int:
         """The number of the next event of the prefix cache."""
         return self._cache.next_number
 
-    def prefix_news(self, since: int | None) -> PrefixNews:
-        """What came to the prefix cache and went from it since this event; None: all that is there."""
-        return self._cache.news_since(since)
+    def cache_events(self, since: int | None) -> CacheEvents:
+        """The changes of the prefix cache since this event. None: its whole content."""
+        return self._cache.changes_since(since)
 
     def reserve(self, num_blocks: int) -> tuple[int, ...] | None:
-        """Takes so many blocks, each with one reference: free ones, then those that the cache gives up. None, and
-        nothing taken, when there are fewer."""
+        """Reserve `num_blocks` blocks, each with one reference: free ones first, then evicted ones. Returns None, and
+        reserves none, if there are fewer."""
         assert num_blocks >= 0, f"cannot reserve {num_blocks} blocks"
         if num_blocks > self.num_available:
             return None
@@ -90,15 +91,16 @@ class BlockPool:
         return block_ids
 
     def num_users(self, block_id: int) -> int:
-        """References and leases."""
+        """The number of references and leases of a block."""
         return self._references[block_id] + self._leases.get(block_id, 0)
 
     def find(self, block_hashes: Sequence[bytes]) -> tuple[int, ...]:
-        """The blocks of the longest beginning of this chain that are here, to be shared before anything else."""
+        """Return the cached blocks of the longest prefix of this chain; share or lease them before any other call."""
         return self._cache.match(block_hashes)
 
     def reserve_beside(self, found: Sequence[int], num_blocks: int) -> tuple[int, ...] | None:
-        """Shares what was found and reserves so many more behind it; None, and neither, when there are fewer."""
+        """Share the found blocks and reserve `num_blocks` more after them; return None, and do neither, if there are
+        fewer."""
         if num_blocks > self.num_available_beside(found):
             return None
         self.share(found)
@@ -107,16 +109,17 @@ class BlockPool:
         return (*found, *fresh)
 
     def keep(self, block_ids: Sequence[int], block_hashes: Sequence[bytes], parent: bytes) -> None:
-        """Consecutive sealed blocks of somebody who refers to them, the first of which continues `parent`: those that
-        have a hash can be found from now on, and stay when nobody uses them, as long as there is room. The first of
-        equal ones is kept."""
+        """Cache consecutive sealed blocks in use, the first of which continues `parent`. Blocks with a hash can be
+        found from now on and stay while unused, until they are evicted. Of blocks with equal content the first stays
+        cached."""
         for block_id, block_hash in zip(block_ids, block_hashes, strict=False):
             self._require(self._references[block_id] > 0, "keep", block_id)
             self._cache.add(block_id, block_hash, parent)
             parent = block_hash
 
     def mark_unverified(self, block_ids: Iterable[int]) -> None:
-        """They have content of another worker that was not verified: whoever finds, copies or offers them knows it."""
+        """Mark blocks whose content came from another worker without verification; the mark follows every use and
+        copy."""
         for block_id in block_ids:
             self._require(self._references[block_id] > 0, "mark_unverified", block_id)
             self._unverified.add(block_id)
@@ -125,7 +128,7 @@ class BlockPool:
         return frozenset(self._unverified.intersection(block_ids))
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """One more reference to each; they must be in use, or cached."""
+        """Add a reference to each block, all of which must be in use or cached."""
         for block_id in block_ids:
             is_idle = self._cache.is_idle(block_id)
             self._require(self._references[block_id] > 0 or block_id in self._leases or is_idle, "share", block_id)
@@ -137,7 +140,8 @@ class BlockPool:
         self._story.append(("share", tuple(block_ids)))
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """One reference to each less. The last one frees the block, unless it is leased. In a sequence's order."""
+        """Drop one reference of each block, given in the sequence's order. The last reference frees a block unless it
+        is leased."""
         for block_id in reversed(block_ids):
             self._require(self._references[block_id] > 0, "release", block_id)
             self._references[block_id] -= 1
@@ -147,7 +151,7 @@ class BlockPool:
         self._story.append(("release", tuple(block_ids)))
 
     def lease(self, block_ids: Sequence[int]) -> None:
-        """Pins blocks that somebody refers to, once more. The references stay; when they go, the blocks stay leased."""
+        """Lease blocks in use. They stay leased after their references are dropped."""
         for block_id in block_ids:
             self._require(self._references[block_id] > 0, "lease", block_id)
             if block_id not in self._leases:
@@ -156,13 +160,13 @@ class BlockPool:
         self._story.append(("lease", tuple(block_ids)))
 
     def lease_found(self, block_ids: Sequence[int]) -> None:
-        """Pins what was found, whether or not somebody refers to it."""
+        """Lease blocks that `find` returned, whether or not they are referred to."""
         self.share(block_ids)
         self.lease(block_ids)
         self.release(block_ids)
 
     def lease_copied(self, block_ids: Sequence[int]) -> None:
-        """Pins what was found while it is copied, which is no use of it: eviction must not think so."""
+        """Lease found blocks while they are copied, without counting a use for eviction."""
         for block_id in block_ids:
             is_idle = self._cache.is_idle(block_id)
             self._require(self._references[block_id] > 0 or block_id in self._leases or is_idle, "copy", block_id)
@@ -174,7 +178,8 @@ class BlockPool:
         self._story.append(("copy", tuple(block_ids)))
 
     def end_lease(self, block_ids: Sequence[int]) -> None:
-        """One lease less on each. Without one, what nobody refers to becomes free. In a sequence's order."""
+        """End one lease of each block, given in the sequence's order. A block without leases and references becomes
+        free."""
         for block_id in reversed(block_ids):
             self._require(block_id in self._leases, "end_lease", block_id)
             self._leases[block_id] -= 1
@@ -188,11 +193,11 @@ class BlockPool:
 
     @property
     def quarantined_for(self) -> frozenset[int]:
-        """Hand-offs that may still write to quarantined blocks."""
+        """The hand-offs that may still write to quarantined blocks."""
         return frozenset(self._quarantined.values())
 
     def quarantine(self, block_ids: Iterable[int], handoff_id: int) -> None:
-        """Turns the only reference to each into quarantine, until this hand-off cannot write to them."""
+        """Turn the only reference of each block into quarantine, until this hand-off cannot write to it any more."""
         block_ids = tuple(block_ids)
         for block_id in block_ids:
             is_alone = self._references[block_id] == 1 and block_id not in self._leases
@@ -203,7 +208,7 @@ class BlockPool:
         self._story.append(("quarantine", block_ids))
 
     def end_quarantine(self, block_ids: Iterable[int]) -> None:
-        """Nobody can write to them any more: they become free."""
+        """Free these blocks, to which no transport can write any more."""
         block_ids = tuple(block_ids)
         for block_id in block_ids:
             self._require(block_id in self._quarantined, "end_quarantine", block_id)

@@ -10,12 +10,14 @@ from engine.kv.layout import BlockLayout
 
 _CPU_POOL = "256MiB"
 MARGIN_BYTES = 1 << 30  # of a GPU: for CUDA graphs and kernels' workspaces, which the profiling run does not see
-CONTEXT_BYTES = 1 << 30  # of a GPU: a process's CUDA context and the kernels of its libraries, which nobody can ask for
+CONTEXT_BYTES = (
+    1 << 30
+)  # of a GPU: a process's CUDA context and the kernels of its libraries, which no interface reports
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """What the profiling run found, in bytes. The pool gets what all this leaves of the allowed share."""
+    """The memory that the profiling run measured, in bytes. The pool gets the rest of the allowed share."""
 
     total: int
     weights: int
@@ -25,13 +27,14 @@ class GpuMemory:
 
 
 class WireSpace(Protocol):
-    """What KV travels as, and what that takes of --kv-cache-memory beside each block of the pool."""
+    """The wire format of KV, and its share of --kv-cache-memory in addition to each block of the pool."""
 
     @property
     def name(self) -> str: ...
 
     def copy_bytes(self, layout: BlockLayout) -> int:
-        """Raises ConfigError for blocks that cannot travel so."""
+        """Return the bytes of one block's copy in the wire format. Raises ConfigError for blocks that cannot be sent
+        so."""
         ...
 
 
@@ -48,22 +51,23 @@ NATIVE = NativeSpace()
 
 
 def with_pool_memory(settings: EngineSettings, device: str) -> EngineSettings:
-    """`--kv-cache-memory auto` as what it means on a CPU; on a GPU it stays auto, until a profiling run says."""
+    """Return the settings with `--kv-cache-memory auto` resolved on a CPU; on a GPU it stays auto until the profiling
+    run."""
     if settings.kv_cache_memory == "auto" and device == "cpu":
         return dataclasses.replace(settings, kv_cache_memory=_CPU_POOL)
     return settings
 
 
 def is_measured(settings: EngineSettings) -> bool:
-    """Whether the pool's size is to be found by a profiling run."""
+    """Whether a profiling run must determine the pool's size."""
     return not settings.num_blocks and settings.kv_cache_memory == "auto"
 
 
 def measured(
     settings: EngineSettings, memory: GpuMemory, layout: BlockLayout, wire: WireSpace = NATIVE
 ) -> EngineSettings:
-    """The settings with the pool's memory in them. Raises ConfigError with the numbers when it cannot hold one sequence
-    of `--max-model-len`, or one block where that is not given."""
+    """Return the settings with the pool's memory. Raises ConfigError with the numbers if it cannot hold one sequence of
+    `--max-model-len`, or one block if that is not set."""
     share = settings.gpu_memory_utilization
     running = memory.largest_step + MARGIN_BYTES
     allowed = int(share * memory.total) // memory.num_sharing - memory.weights - CONTEXT_BYTES - running
@@ -83,7 +87,7 @@ def measured(
 
 
 def num_blocks(settings: EngineSettings, layout: BlockLayout, wire: WireSpace = NATIVE) -> int:
-    """As given, or as many as the memory holds. Raises ConfigError when that is none."""
+    """Return `--num-blocks`, or the number that the memory holds. Raises ConfigError if that is zero."""
     if settings.num_blocks:
         return settings.num_blocks
     block_bytes = _block_bytes(layout, wire)
@@ -97,7 +101,8 @@ def num_blocks(settings: EngineSettings, layout: BlockLayout, wire: WireSpace = 
 
 
 def check_length(wanted: int, limit: int | None) -> None:
-    """What can be said before anything is loaded. `limit`: the model's own, if it names one. Raises ConfigError."""
+    """Check the lengths before anything is loaded. `limit` is the model's own maximum, if it has one. Raises
+    ConfigError."""
     if wanted < 0:
         raise ConfigError(f"--max-model-len must not be negative, not {wanted}")
     if limit is not None and wanted > limit:
@@ -107,8 +112,8 @@ def check_length(wanted: int, limit: int | None) -> None:
 
 
 def max_model_len(settings: EngineSettings, layout: BlockLayout, limit: int | None, wire: WireSpace = NATIVE) -> int:
-    """A given length must fit the pool (ConfigError with both numbers); the model's own is cut to it. Before the pool
-    is measured, it is what the pool may be asked for."""
+    """Return the longest sequence: a configured length must fit the pool (ConfigError with both numbers); the model's
+    own is cut to it. Before the pool is measured, return the length that it should hold."""
     check_length(settings.max_model_len, limit)
     longest = settings.max_model_len
     if is_measured(settings):

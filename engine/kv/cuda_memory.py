@@ -17,12 +17,12 @@ from cluster.memory.cuda_pages import DriverRefused, checked, map_pages, unmap
 
 
 class NotExportable(Exception):
-    """This device, driver or installation has no such memory."""
+    """This device, driver or installation cannot export memory."""
 
 
 class CudaMemory:
-    """One allocation, zeroed. Whoever made it closes `file`, which names its pages; `tensor` stays mapped as long as
-    anything refers to it."""
+    """One zeroed allocation. Its creator closes `file`, which names its pages; `tensor` stays mapped while any
+    reference to it exists."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         """Raises NotExportable."""
@@ -51,7 +51,7 @@ def _tensor_over(region: "_Region", device: torch.device) -> torch.Tensor:
 
 
 class _Region:
-    """A mapped address range; the tensor over it holds this, and with this it is unmapped."""
+    """A mapped address range. The tensor over it refers to it, and it is unmapped when that reference ends."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.address = address
@@ -65,7 +65,7 @@ class _Region:
 
 
 def _allocate(num_bytes: int, index: int) -> tuple[int, int, int]:
-    """(file, bytes, address). Raises NotExportable."""
+    """Allocate and map memory; return (file, bytes, address). Raises NotExportable."""
     try:
         from cuda.bindings import driver
 
@@ -79,7 +79,7 @@ def _allocate(num_bytes: int, index: int) -> tuple[int, int, int]:
 
 
 def _exported(driver: Any, num_bytes: int, index: int) -> tuple[int, int, int]:
-    """As _allocate. Raises DriverRefused too."""
+    """Allocate like `_allocate`. Raises DriverRefused too."""
     properties = _properties(driver, index)
     granularity = checked(
         driver.cuMemGetAllocationGranularity(

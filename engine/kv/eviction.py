@@ -1,9 +1,9 @@
-"""In which order cached blocks that nobody uses give up their places. Pure. Owned by the prefix cache.
+"""The order in which idle cached blocks are evicted. Pure. Owned by the prefix cache.
 
-`LeastRecentlyUsed` needs no word. `LeastValuable` learns from this worker's own requests how often, and after how long,
-blocks are used again, and gives up the block whose place brings least: the next turn of a conversation comes after its
-reader has read, so what was used just now may be worth less than what was used a while ago, and what was used twice
-more than what was used once. Before it has learnt anything, the least recently used goes first.
+`LeastRecentlyUsed` evicts the least recently used block. `LeastValuable` estimates from this worker's requests how
+often, and after how long, blocks are used again, and evicts the block with the lowest expected use. In conversations
+the next turn comes after the reader has read, so a block used a while ago may be worth more than one used just now, and
+a block used twice more than one used once. Without any data it evicts the least recently used block.
 """
 
 from collections import OrderedDict
@@ -21,40 +21,40 @@ _KEPT_PER_GENERATION = 1 - 1 / 256  # of what was learnt: half is forgotten whil
 
 
 class Eviction(Protocol):
-    """Which idle block goes first. Every call costs O(1) per block, on average."""
+    """An order of eviction. Every call costs O(1) per block, on average."""
 
     def park(self, block_id: int, block_hash: bytes) -> None:
-        """Nobody uses it any more."""
+        """Record that the last user released this block."""
         ...
 
     def unpark(self, block_id: int) -> None:
-        """It may not be evicted for now."""
+        """Exclude this block from eviction."""
         ...
 
     def used(self, block_id: int) -> None:
-        """After `unpark`: that was because somebody uses it again."""
+        """Record, after `unpark`, that the block has a user again."""
         ...
 
     def bar(self, block_id: int) -> None:
-        """Cached blocks continue an idle one: it may wait until they have gone."""
+        """An idle block has cached children: it need not be a candidate until they are evicted."""
         ...
 
     def unbar(self, block_id: int) -> None:
-        """They have gone."""
+        """Record that the cached children of this block were evicted: it is a candidate again."""
         ...
 
     def candidates(self) -> Iterator[int]:
-        """Idle blocks, the first to go first, at least those that are not barred. Not to be used any more after any
-        other call."""
+        """Idle blocks in order of eviction, at least those that are not barred. The iterator is invalid after any other
+        call."""
         ...
 
     def forget(self, block_id: int) -> None:
-        """An idle block was evicted."""
+        """Record that this idle block was evicted."""
         ...
 
 
 def eviction_of(name: str, num_blocks: int) -> Eviction:
-    """What `--prefix-eviction` names, for a pool of this size."""
+    """The order that `--prefix-eviction` names, for a pool of this size."""
     if name == "lru":
         return LeastRecentlyUsed()
     assert name == "value", f"no eviction is called {name}"
@@ -89,7 +89,7 @@ class LeastRecentlyUsed:
 
 @dataclass(slots=True)
 class _Use:
-    """Of one block, the last."""
+    """The last use of one block."""
 
     block_hash: bytes
     num_uses: int  # 1 to _MOST_USES
@@ -147,7 +147,7 @@ class LeastValuable:
             use.is_listed = False
 
     def unbar(self, block_id: int) -> None:
-        """Next of its generation: what is left of a chain is of little use."""
+        """Make the block the next of its generation to be evicted: the rest of a broken chain is of little use."""
         use = self._last_use[block_id]
         self._list(block_id, use).move_to_end(block_id, last=False)
 
@@ -174,7 +174,7 @@ class LeastValuable:
         return self._classes[use.num_uses - 1]
 
     def _first_use(self, block_hash: bytes) -> _Use:
-        """Since it came; it may have been here before."""
+        """Record the first use since the block came; an earlier copy may have been evicted."""
         ghost = self._ghosts.pop(block_hash, None)
         if ghost is None:
             return _Use(block_hash, 1, self._generation)
@@ -195,13 +195,13 @@ class LeastValuable:
         return min(self._generations(), key=lambda item: item[:2], default=(0.0, 0, OrderedDict[int, None]()))[2]
 
     def _generations(self) -> Iterator[tuple[float, int, OrderedDict[int, None]]]:
-        """(value, number, blocks): of equal value, the oldest first."""
+        """Yield (value, number, blocks) per generation; of equal values, the oldest first."""
         for each in self._classes:
             yield from each.generations(self._generation)
 
 
 class _Class:
-    """Blocks that were used equally often, by generation, and what became of those before them."""
+    """Blocks that were used equally often, by generation, and statistics of the generations before."""
 
     def __init__(self) -> None:
         # That may go, by generation; _ANCIENT: all that are too old to tell apart.
@@ -215,7 +215,7 @@ class _Class:
         self._num_parked[generation] = self._num_parked.get(generation, 0) + 1
 
     def list(self, block_id: int, generation: int, now: int) -> OrderedDict[int, None]:
-        """Those of its generation."""
+        """Add the block to its generation and return that generation's blocks."""
         generation = generation if now - generation < _NUM_AGES else _ANCIENT
         blocks = self._listed.setdefault(generation, OrderedDict())
         blocks[block_id] = None
@@ -238,7 +238,7 @@ class _Class:
             yield self._values[min(now - generation, _NUM_AGES)], generation, blocks
 
     def learn(self, now: int) -> None:
-        """A generation has ended: every one before it has become older by one."""
+        """Record that a generation has ended: all earlier ones are one generation older."""
         for age in range(_NUM_AGES):
             self._num_reached[age] *= _KEPT_PER_GENERATION
             self._num_reused[age] *= _KEPT_PER_GENERATION
@@ -254,8 +254,8 @@ class _Class:
 
 
 def values(chances: list[float]) -> list[float]:
-    """`chances`: of a block, as it becomes idle, to be used again at each age. Of every age: the most uses per age that
-    keeping a block of that age promises, over any number of ages; and 0, of what is older than all."""
+    """Return, for every age, the most uses per age that keeping a block of that age promises over any number of ages,
+    and 0 for blocks older than all. `chances` are the chances of a newly idle block to be used again at each age."""
     uses, ages = [0.0], [0.0]  # of one block, up to each age: those that were used again are not kept any longer
     for chance in chances:
         ages.append(ages[-1] + max(1 - uses[-1] - chance / 2, 0.01))

@@ -18,7 +18,7 @@ _NUM_PROBED = 16  # slots that are touched at the start
 
 
 class HostBlocks:
-    """`[num_slots, block_bytes]`. Called by the step thread alone."""
+    """The swap space: pinned host memory `[num_slots, block_bytes]`. Called by the step thread alone."""
 
     def __init__(self, pool: KvPool, num_slots: int) -> None:
         """Raises RuntimeError when the host gives no such memory."""
@@ -37,12 +37,12 @@ class HostBlocks:
             self._pool.raw[swap.block_id].copy_(self._memory[swap.slot], non_blocking=True)
 
     def wait(self) -> None:
-        """Until what was asked for is done."""
+        """Wait until all requested copies are done."""
         if self._pool.device.type == "cuda":
             torch.cuda.current_stream(self._pool.device).synchronize()
 
     def copy_s_per_block(self, now_s: Callable[[], float] = time.perf_counter) -> float:
-        """One way, measured with a pool that nobody uses yet and slots that were touched before."""
+        """Measure the seconds to copy one block one way, with an unused pool and slots that were touched before."""
         swaps = [BlockSwap(i, i) for i in range(min(_NUM_PROBED, self.num_slots, self._pool.num_blocks))]
         self.swap_out(swaps)
         self.wait()
@@ -66,7 +66,7 @@ class SwappingRunner:
         return replace(self._runner.run(plan), swap_s=swap_s)
 
     def _swap(self, plan: StepPlan) -> float:
-        """How long it took."""
+        """Perform the plan's swaps and return the seconds they took."""
         if not plan.swaps_out and not plan.swaps_in:
             return 0.0
         started_s = self._now_s()
@@ -99,7 +99,7 @@ class _LaunchedSwaps:
 
 
 def with_swaps(runner: Runner, host_blocks: HostBlocks) -> Runner:
-    """Of the runner's kind."""
+    """Return the runner extended by swaps, as a SwappingLauncher if it is a Launcher."""
     if isinstance(runner, Launcher):
         return SwappingLauncher(runner, host_blocks)
     return SwappingRunner(runner, host_blocks)

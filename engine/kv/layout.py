@@ -39,7 +39,8 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where a layer's K and V begin inside a block, in elements, and their scales, in scales from the block's start."""
+    """Where a layer's K and V begin inside a block, in elements, and where their scales begin, in scales from the
+    block's start."""
 
     shape: LayerShape
     key_offset: int
@@ -50,7 +51,7 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The table of one model at one block size and dtype of its KV."""
+    """The layout of a block for one model, block size and KV dtype."""
 
     block_size: int  # tokens
     dtype: str
@@ -78,7 +79,7 @@ class BlockLayout:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Rounded up: the end of a quantised block may be padding."""
+        """The KV bytes per token, rounded up: a quantised block may end in padding."""
         return -(-self.block_bytes // self.block_size)
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -96,7 +97,7 @@ class BlockLayout:
 
 
 def lay_out(shapes: Sequence[LayerShape], block_size: int, dtype: str) -> BlockLayout:
-    """The table for these layers. The one place that decides what lies where."""
+    """Return the layout for these layers. No other place decides the order of a block's contents."""
     places = []
     offset = 0
     scale_offset = _aligned(block_size * sum(shape.elems_per_token for shape in shapes)) // SCALE_BYTES

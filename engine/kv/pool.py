@@ -8,9 +8,11 @@ where the driver can, and it is an ordinary tensor elsewhere.
 import os
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
+from cluster.errors import ConfigError
 from cluster.memory.sealed_memory import allocate_sealed
 from engine.kv.cuda_memory import CudaMemory, NotExportable
 from engine.kv.layout import BlockLayout, LayerPlace
@@ -20,6 +22,7 @@ from engine.staging import to_device
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _QUANTISED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _SCALE_DTYPE = torch.bfloat16
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class KvPool:
@@ -27,7 +30,7 @@ class KvPool:
     a pool of 8 bits `tensor` is those bytes as well. Zero at the start. Not thread-safe: written by the step thread
     and, into blocks set aside for it, by an importer.
 
-    `num_spare` blocks more stand behind the last one, for steps to write what nobody reads: `layers` and `scales` reach
+    `num_spare` blocks more stand behind the last one, for steps to write unread data: `layers` and `scales` reach
     them, and nothing else does."""
 
     def __init__(
@@ -67,19 +70,18 @@ class KvPool:
         return self.num_blocks
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Every source is read before any target is written."""
+        """Copy blocks. Every source is read before any target is written."""
         sources, targets = to_device(torch.tensor([(copy.source, copy.target) for copy in copies]).T, self.device)
         self.tensor[targets] = self.tensor[sources]
 
     def zero_positions(self, block_ids: torch.Tensor, offsets: torch.Tensor) -> None:
-        """Of all layers: as if nothing had been written there. Both `[positions]`."""
+        """Zero these positions in all layers; both arguments are `[positions]`."""
         for view in (view for layer in (*self.layers, *self.scales) for view in layer):
             # The zero is made where it is written: a number from the host would be waited for, once per view.
             view.index_put_((block_ids, offsets), view.new_zeros(()))
 
     def close(self) -> None:
-        """Ends this process's use of the memory. It is returned when the last tensor on it, here or elsewhere, is
-        gone."""
+        """End this process's use of the memory. It is freed when the last tensor on it, in any process, is gone."""
         self.layers = self.scales = ()
         self.tensor = self.raw = torch.empty(0, 0, dtype=torch.uint8)
         for close in self._closers:
@@ -97,7 +99,7 @@ class KvPool:
         return memory.tensor
 
     def _views(self, place: LayerPlace) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer over all blocks: strided `[num_blocks, block_size, num_kv_heads, head_dim]`."""
+        """Return K and V of one layer over all blocks: strided `[num_blocks, block_size, num_kv_heads, head_dim]`."""
         dtype = _QUANTISED_DTYPES.get(self.layout.dtype, self.tensor.dtype)
         heads, shape = place.shape.num_kv_heads, place.shape
         keys = self._strided(dtype, place.key_offset, heads, shape.key_dim)
@@ -115,3 +117,33 @@ class KvPool:
             (whole.stride(0), heads * dim, dim, 1),
             offset,
         )
+
+
+def allocate_pool(layout: BlockLayout, num_blocks: int, device: str, *, num_spare: int = 0) -> KvPool:
+    """Allocate the pool. Raises ConfigError with the needed and the available bytes."""
+    num_bytes = (num_blocks + num_spare) * layout.block_bytes
+    if device == "cpu" and num_bytes > (most := host_bytes()):
+        # Its pages are taken as they are written: the system would end the process in the middle of its work.
+        raise _too_large(num_blocks, num_bytes, f"this host has {most / (1 << 30):.2f} GiB")
+    try:
+        return KvPool(layout, num_blocks, device, num_spare=num_spare)
+    except torch.OutOfMemoryError as error:
+        free, _ = torch.cuda.mem_get_info(device)
+        raise _too_large(num_blocks, num_bytes, f"the GPU has {free / (1 << 30):.2f} GiB free") from error
+
+
+def host_bytes() -> int:
+    """Return the memory of the machine, or the limit of this process's control group if that is less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = _CGROUP_LIMIT.read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _too_large(num_blocks: int, num_bytes: int, there_is: str) -> ConfigError:
+    return ConfigError(
+        f"a KV pool of {num_blocks} blocks takes {num_bytes / (1 << 30):.2f} GiB, and {there_is}: give less by "
+        "--kv-cache-memory or --num-blocks, or --kv-cache-dtype int8"
+    )

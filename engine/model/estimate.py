@@ -33,11 +33,11 @@ class KvEstimate:
         return lay_out([self.layer] * self.num_layers, block_size, self.dtype).block_bytes
 
     def request_bytes(self, num_tokens: int, block_size: int = 1) -> int:
-        """Of a sequence of `num_tokens`, in whole blocks."""
+        """Return the KV bytes of a sequence of `num_tokens`, in whole blocks."""
         return -(-num_tokens // block_size) * self.block_bytes(block_size)
 
     def num_sequences(self, memory_bytes: int, num_tokens: int, block_size: int = 1) -> int:
-        """How many sequences of `num_tokens` fit at once."""
+        """Return how many sequences of `num_tokens` fit at once."""
         return memory_bytes // self.block_bytes(block_size) // -(-num_tokens // block_size)
 
 
@@ -56,11 +56,13 @@ def estimate(config: Mapping[str, object], dtype: str = "auto", kv_cache_dtype: 
 
 
 def read_config(model: str) -> dict[str, object]:
-    """config.json of a local folder or hub name. Raises ConfigError."""
+    """Return the config.json of a local folder or hub name. Raises ConfigError."""
     path = Path(model) / "config.json"
     if not path.is_file():
-        if Path(model).exists() or model.startswith((".", "/", "~")):
+        if Path(model).exists():
             raise ConfigError(f"--model {model}: there is no config.json in it")
+        if model.startswith((".", "/", "~")):
+            raise ConfigError(f"--model {model}: there is no such folder")
         path = _from_hub(model)
     content = json.loads(path.read_text())
     if not isinstance(content, dict):

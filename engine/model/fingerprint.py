@@ -27,13 +27,13 @@ def fingerprint(loaded: LoadedModel, wire_dtype: str = "native") -> LayoutFinger
 
 
 def _dtype(loaded: LoadedModel) -> str:
-    """What is computed in and what KV is kept in: workers that refuse each other say both."""
+    """Return the compute dtype and the KV dtype as text, for the message with which workers refuse each other."""
     computed, kept = loaded.info.dtype, loaded.layout.dtype
     return computed if computed == kept else f"{computed} with {kept} KV"
 
 
 def weights_digest(model: PreTrainedModel) -> str:
-    """Over every byte of every tensor, by name: another fine-tune of the same shape has another digest."""
+    """Return a digest of every byte of every tensor, by name, so that another fine-tune of the same shape differs."""
     tensors = [(name, part) for name, tensor in sorted(model.state_dict().items()) for part in _plain(tensor)]
     seen: set[tuple[int, int]] = set()
     distinct = []
@@ -50,7 +50,7 @@ def weights_digest(model: PreTrainedModel) -> str:
 
 
 def config_digest(config: PreTrainedConfig) -> str:
-    """Over the effective configuration, defaults included."""
+    """Return a digest of the effective configuration, defaults included."""
     text = json.dumps(_effective(config.to_dict()), sort_keys=True, default=str, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -65,7 +65,7 @@ def _tensor_digest(named: tuple[str, torch.Tensor]) -> bytes:
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Quantised tensors are made of plain ones."""
+    """Yield the plain tensors that a quantised tensor consists of."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for name in names:

@@ -6,13 +6,14 @@ that was named with its index is every such worker's.
 
 
 def device_for(wanted: str, local_rank: int, local_world_size: int, num_gpus: int) -> str:
-    """`wanted`: `cuda` or `cuda:N`. A worker alone takes torch's own choice."""
+    """Return the device of this worker. `wanted` is `cuda` or `cuda:N`; a worker alone uses torch's default device."""
     if ":" in wanted or local_world_size == 1:
         return wanted
     return f"cuda:{local_rank % num_gpus}"
 
 
 def num_sharing(wanted: str, local_rank: int, local_world_size: int, num_gpus: int) -> int:
-    """Workers on this one's GPU, itself included. A rank beyond the world's size joined it later."""
+    """Return the number of workers on this worker's GPU, itself included. Ranks beyond the world's size joined
+    later."""
     world_size = max(local_world_size, local_rank + 1)
     return world_size if ":" in wanted else len(range(local_rank % num_gpus, world_size, num_gpus))

@@ -11,7 +11,7 @@ import inspect
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,6 @@ from engine.attention.interface import ATTENTION_NAME
 from engine.kv.layout import lay_out
 from engine.kv.pool import TORCH_DTYPES, KvPool
 from engine.model.loaded import LoadedModel
-from engine.model.thresholds import length_dependent_rotary, thresholds
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from engine.steps.forward import Forward
 from engine.steps.runner import ModelRunner
@@ -36,6 +35,11 @@ _SEED = 7
 _EAGER_BYTES = (
     4 << 30
 )  # what the reference's scores may take; past it the model's own sdpa, which keeps none, stands in
+# Keys whose whole numbers are lengths in tokens: attention windows, attention chunks, position-dependent query scales.
+_LENGTH_WORDS = ("window", "chunk", "floor_scale")
+# Rotary frequencies of these kinds depend on nothing but the position itself.
+_STATIC_ROTARY = frozenset({"default", "linear", "yarn", "llama3", "proportional", "mrope"})
+_ROTARY_LENGTHS = ("original_max_position_embeddings", "max_position_embeddings")
 
 
 def check_equal(loaded: LoadedModel, chunk_tokens: int) -> None:
@@ -55,11 +59,11 @@ def check_equal(loaded: LoadedModel, chunk_tokens: int) -> None:
 
 
 def difference(loaded: LoadedModel, chunk_tokens: int, other: Callable[[KvPool], Forward]) -> str | None:
-    """How another Forward of this model differs from the model's own on the probe's sequences, or None.
+    """Return how another Forward of this model differs from the model's own on the check's sequences, or None.
 
-    Both are off by their own rounding, so more is allowed than above. Over eight families in bfloat16, four draws of
-    weights each, half of a sequence's rows used at most 75 % of it, and the worst row of all 59 %. Every row counts:
-    these are no mixtures.
+    Both have rounding errors, so more is allowed than in `check_equal`. Over eight families in bfloat16 with four draws
+    of weights each, half of a sequence's rows used at most 75 % of the limit and the worst row 59 %. Every row counts,
+    since these models are not mixtures.
     """
     sequences = _sequences(loaded, chunk_tokens)
     ours = _packed_logits(loaded, *sequences, other)
@@ -76,7 +80,7 @@ def difference(loaded: LoadedModel, chunk_tokens: int, other: Callable[[KvPool],
 
 
 def _check(loaded: LoadedModel, chunk_tokens: int) -> str | None:
-    """What is wrong, or None."""
+    """Return the difference found, or None."""
     short, long = _sequences(loaded, chunk_tokens)
     ours = _packed_logits(loaded, short, long, loaded.forward)
     for sequence, rows in zip((short, long), ours, strict=True):
@@ -110,7 +114,7 @@ def _difference(
 
 
 def _errors(ours: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Of each row, relative to how far its logits spread."""
+    """Return each row's error relative to the spread of its logits."""
     centred = reference - reference.mean(dim=-1, keepdim=True)
     errors: torch.Tensor = (ours - reference).norm(dim=-1) / centred.norm(dim=-1).clamp(min=1e-20)
     return errors
@@ -151,14 +155,14 @@ def _can_widen(loaded: LoadedModel) -> bool:
 
 
 def _narrow(loaded: LoadedModel) -> list[torch.Tensor]:
-    """What is in 16 bits. Rotary frequencies, for one, are buffers in float32 whatever the dtype."""
+    """Return the 16-bit parameters and buffers. Rotary frequencies, for example, are float32 in any dtype."""
     tensors = (*loaded.model.parameters(), *loaded.model.buffers())
     return [tensor for tensor in tensors if tensor.dtype in (torch.bfloat16, torch.float16)]
 
 
 @contextlib.contextmanager
 def _in_float32(loaded: LoadedModel) -> Iterator[LoadedModel]:
-    """The same weights, widened, and afterwards put back bit for bit."""
+    """Run with the same weights widened to float32, and restore them bit for bit afterwards."""
     narrow = _narrow(loaded)
     kept = [tensor.data for tensor in narrow]
     try:
@@ -190,7 +194,7 @@ class _Sequence:
         return torch.tensor([*self.cuts[1:], len(self.token_ids)]) - 1
 
     def parts(self) -> tuple[slice, slice]:
-        """Of its sampled rows: the long sequence is past every threshold in the second part."""
+        """Split the sampled rows: in the second part the long sequence is past every threshold."""
         late = max(0, len(self.cuts) - _NUM_DECODES - 1)
         return slice(late), slice(late, None)
 
@@ -217,7 +221,7 @@ def _cuts(num_tokens: int, chunk_tokens: int) -> tuple[int, ...]:
 
 
 def _token_ids(loaded: LoadedModel, num_tokens: int) -> tuple[int, ...]:
-    """Seeded, and none that the configuration names: those may stand for an image, or for padding."""
+    """Return seeded token ids without those the configuration names, which may stand for an image or padding."""
     config = loaded.model.config
     keys = config.get_text_config().to_dict() | config.to_dict()
     named = {value for key, value in keys.items() if "token" in key and isinstance(value, int)}
@@ -229,8 +233,8 @@ def _token_ids(loaded: LoadedModel, num_tokens: int) -> tuple[int, ...]:
 def _packed_logits(
     loaded: LoadedModel, short: _Sequence, long: _Sequence, forward: Callable[[KvPool], Forward]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each sequence's chunks, in order. The two end together, so the short one shares its steps with the long one's
-    last, longest chunks, and stands before it in the row."""
+    """Return the logits of each sequence's chunks, in order. Both sequences end together, so the short one shares its
+    steps with the long one's last, longest chunks and precedes it in the row."""
     pool = KvPool(loaded.layout, len(short.block_ids) + len(long.block_ids), loaded.device)
     pool.tensor.fill_(_STALE)
     runner = ModelRunner(forward(pool), pool)
@@ -252,7 +256,7 @@ def _packed_logits(
 
 @torch.inference_mode()
 def _reference_logits(loaded: LoadedModel, sequence: _Sequence) -> torch.Tensor:
-    """What the model says by itself: its own attention, one sequence, no cache. At the sampled positions."""
+    """Return the model's own logits at the sampled positions: its own attention, one sequence, no cache."""
     model, num_tokens = loaded.model, len(sequence.token_ids)
     positions = sequence.sampled_positions().to(model.device)
     heads = model.config.get_text_config().num_attention_heads
@@ -273,3 +277,34 @@ def _set_own_attention(loaded: LoadedModel, fits: bool) -> None:
             loaded.model.set_attn_implementation("sdpa")
             return
     loaded.model.set_attn_implementation("eager")
+
+
+def thresholds(config: Mapping[str, object], max_model_len: int) -> tuple[int, ...]:
+    """Return the lengths, ascending, that a sequence of at most `max_model_len` tokens can pass and at which the model
+    may begin to behave differently."""
+    lengths = {value for key, value in _numbers(config) if any(word in key for word in _LENGTH_WORDS)}
+    if length_dependent_rotary(config):
+        lengths |= {value for key, value in _numbers(config) if key in _ROTARY_LENGTHS}
+    return tuple(sorted(length for length in lengths if 0 < length < max_model_len))
+
+
+def length_dependent_rotary(config: Mapping[str, object]) -> str | None:
+    """Return the kind of rotary scaling that depends on the input's length, or None."""
+    for key, value in _leaves(config):
+        if key in ("rope_type", "type") and isinstance(value, str) and value not in _STATIC_ROTARY:
+            return value
+    return None
+
+
+def _numbers(config: Mapping[str, object]) -> Iterator[tuple[str, int]]:
+    for key, value in _leaves(config):
+        if isinstance(value, int) and not isinstance(value, bool):
+            yield key, value
+
+
+def _leaves(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value)
+        else:
+            yield str(key), value

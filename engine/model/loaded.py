@@ -13,7 +13,7 @@ from engine.steps.forward import PlainForward
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What workers and routers ask about a model. `default_sampling`: what its generation_config.json proposes."""
+    """What workers and routers need to know of a model. `default_sampling` comes from its generation_config.json."""
 
     name: str
     architecture: str
@@ -26,7 +26,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """`model` has Tandem's attention set; it is called by nobody but the runner."""
+    """A model that may be served. `model` uses Tandem's attention; only the runner calls it."""
 
     model: PreTrainedModel
     info: ModelInfo
@@ -35,5 +35,5 @@ class LoadedModel:
     device: str
 
     def forward(self, pool: KvPool) -> PlainForward:
-        """Its own modules over this pool, with a back end of their own."""
+        """Return a forward by the model's own modules over this pool, with a new back end."""
         return PlainForward(self.model, pool, self.attention.build())

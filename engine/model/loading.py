@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from cluster.errors import ConfigError, ModelRefused
 from cluster.messages import Sampling
@@ -19,15 +20,18 @@ from engine.attention.interface import ATTENTION_NAME, register
 from engine.kv import capacity
 from engine.kv.layout import lay_out
 from engine.kv.pool import TORCH_DTYPES
-from engine.model.dummy import dummy_model
 from engine.model.gpu_placement import device_for
 from engine.model.load_check import check_equal
 from engine.model.loaded import LoadedModel, ModelInfo
 from engine.model.trace import trace
 
+# A prime, so that the rows of no matrix repeat with the tile.
+_TILE_ELEMS = 1_000_003
+_SEED = 20_240_611
+
 
 def load(settings: EngineSettings, wire: capacity.WireSpace = capacity.NATIVE) -> LoadedModel:
-    """The model of the settings, probed. Raises ConfigError, or ModelRefused when the model cannot be served."""
+    """Load the configured model and check it. Raises ConfigError, or ModelRefused if the model cannot be served."""
     register()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a worker's log is no terminal
     device = _device(settings)
@@ -86,7 +90,8 @@ def _device(settings: EngineSettings) -> str:
 
 
 def _read_config(model: str) -> PreTrainedConfig:
-    """Raises ConfigError when there is no such folder, ModelRefused when there is no model in it."""
+    """Return the model's configuration. Raises ConfigError if the folder does not exist, ModelRefused if it has no
+    model."""
     folder = Path(model)
     beside_others = "/" in model and folder.parent.is_dir()  # else one slash may as well be a hub name's
     names_a_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.exists() or beside_others
@@ -144,7 +149,7 @@ def _eos_token_ids(generation: GenerationConfig, config: PreTrainedConfig) -> fr
 
 
 def _default_sampling(generation: GenerationConfig) -> Sampling:
-    """What generation_config.json proposes; greedy where it does not ask for sampling, as `generate` does."""
+    """Return the sampling of generation_config.json; greedy unless it enables sampling, as in `generate`."""
     if not generation.do_sample:
         return Sampling()
     return Sampling(
@@ -162,3 +167,39 @@ def _or(value: float | None, default: float) -> float:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def dummy_model(
+    config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str, device: torch.device
+) -> PreTrainedModel:
+    """Return a model with random weights, made on its device. Two calls give equal weights, so that dummy workers may
+    exchange KV.
+
+    Matrices are cut from one tile of normal numbers: a tensor of billions of elements costs one copy, not billions of
+    draws. Vectors are initialised by the model itself, which draws some of them (gpt-oss: sinks and the router's bias)
+    from torch's global generator; it is seeded here and restored afterwards.
+    """
+    with no_init_weights(), device:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation=attn_implementation
+        )
+    std = getattr(config.get_text_config(), "initializer_range", 0.02)
+    tile = (torch.randn(_TILE_ELEMS, generator=torch.Generator().manual_seed(_SEED)) * std).to(device, dtype)
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            if parameter.dim() >= 2:
+                _fill(parameter, tile, begin=index * 7919 % _TILE_ELEMS)
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # the model's own pass skips it
+    with torch.random.fork_rng():
+        torch.manual_seed(_SEED)
+        model.init_weights()  # type: ignore[no-untyped-call]
+    return model
+
+
+def _fill(parameter: torch.Tensor, tile: torch.Tensor, begin: int) -> None:
+    flat = parameter.view(-1)
+    done = 0
+    while done < len(flat):
+        part = tile[begin : begin + len(flat) - done]
+        flat[done : done + len(part)] = part
+        done, begin = done + len(part), 0

@@ -41,8 +41,8 @@ def measure(loaded: LoadedModel, settings: EngineSettings) -> GpuMemory:
 
 
 def largest_step(settings: EngineSettings, layout: BlockLayout, longest: int) -> StepPlan:
-    """Prompts' chunks up to the step's budget, and decodes up to its sequences: all end at the longest length and
-    draw a token. Each takes one block of the pool, which its table names again and again."""
+    """Return the largest step: prompt chunks up to the step's budget and as many decodes as it allows, all ending at
+    the maximum length and drawing a token. Each uses one block of the pool, repeated in its table."""
     lengths = [min(longest, settings.max_prefill_tokens)]
     while len(lengths) < settings.max_num_seqs:
         left = settings.max_prefill_tokens - sum(lengths)

@@ -18,7 +18,7 @@ _TOLERANCE = 4 * torch.finfo(torch.bfloat16).eps
 
 
 class PackedLinear(nn.Module):
-    """Stands where an nn.Linear stood; keeps its bias and, in place of its weight, the packed one."""
+    """Replaces an nn.Linear; keeps its bias and, instead of its weight, the packed one."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class PackedLinear(nn.Module):
 
 
 class _Watched(nn.Linear):
-    """An nn.Linear for the time of one call of its model: it notices when its weight is read by others than itself."""
+    """An nn.Linear that records, during one call of its model, whether other modules read its weight."""
 
     @property
     def weight(self) -> nn.Parameter:  # type: ignore[override]
@@ -52,8 +52,8 @@ class _Watched(nn.Linear):
 
 
 def pack_weights(model: nn.Module, run: Callable[[], object]) -> str:
-    """Packs what can be, in place; the model may only be called afterwards, its weights not read. `run` calls it once,
-    so that layers whose weights the model itself reads stay. Answers with a line for the worker's report."""
+    """Pack the weights that can be packed, in place; afterwards the model may only be called. `run` calls it once, to
+    find layers whose weights the model itself reads; those stay. Returns a line for the worker's report."""
     if next(model.parameters()).device.type != "cpu" or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "weights: as they are"
     linears = [

@@ -12,7 +12,7 @@ from engine.kv.layout import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class LayerTrace:
-    """What one layer handed to attention."""
+    """The arguments that one layer passed to attention."""
 
     shape: LayerShape
     dtype: str
@@ -22,7 +22,8 @@ class LayerTrace:
 
 
 def trace(model: PreTrainedModel) -> tuple[LayerTrace, ...]:
-    """One LayerTrace per layer, in order. Raises ModelRefused unless every layer calls our function exactly once."""
+    """Return one LayerTrace per layer, in order. Raises ModelRefused unless every layer calls Tandem's attention
+    exactly once."""
     name = type(model).__name__
     recorder = _Recorder()
     positions = torch.arange(2, device=model.device)[None]
@@ -45,7 +46,7 @@ def trace(model: PreTrainedModel) -> tuple[LayerTrace, ...]:
 
 
 class _Recorder:
-    """KvAccess that notes what each layer brings and answers zeros."""
+    """A KvAccess that records each layer's arguments and returns zeros."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, LayerTrace]] = []

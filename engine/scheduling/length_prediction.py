@@ -19,7 +19,8 @@ _KEEP = 0.998  # of a count's weight with each sequence that ends: the last five
 
 
 class LengthPredictor:
-    """`quantile`: the share of sequences that are meant to end within their prediction."""
+    """Predicts output lengths from finished sequences; `quantile` is the share that should end within their
+    prediction."""
 
     def __init__(self, quantile: float = 0.5) -> None:
         assert 0 < quantile < 1
@@ -32,8 +33,8 @@ class LengthPredictor:
         return len(self._tenants)
 
     def predict(self, tenant: str, num_prompt: int, num_output: int, max_tokens: int) -> int:
-        """Tokens of output, those that are there included: more than `num_output` (which is less than `max_tokens`), at
-        most `max_tokens`. 0: nothing is known yet."""
+        """Return the predicted output tokens, existing ones included: more than `num_output` (which is below
+        `max_tokens`) and at most `max_tokens`; 0 without any observation."""
         kinds = self._tenants.get(tenant, {})
         for lifetimes in (
             kinds.get(_prompt_bucket(num_prompt)),
@@ -46,7 +47,7 @@ class LengthPredictor:
         return 0
 
     def observe(self, tenant: str, num_prompt: int, num_output: int, *, was_cut: bool) -> None:
-        """A sequence is over. `was_cut`: not by its own end; it would have gone on."""
+        """Record a finished sequence. With `was_cut` it did not end by itself and would have continued."""
         if num_output < 1:
             return
         kinds = self._tenants.setdefault(tenant, {})
@@ -62,12 +63,12 @@ _ANY = -1  # prompts of any length
 
 
 def _prompt_bucket(num_prompt: int) -> int:
-    """Prompts of 2^(b-1) to 2^b - 1 tokens are alike."""
+    """Return the bucket b of prompts of 2^(b-1) to 2^b - 1 tokens, which share a prediction."""
     return num_prompt.bit_length()
 
 
 class _Lifetimes:
-    """By bin: how many sequences came into it, and how many of those ended in it by themselves."""
+    """Counts by bin of output length: the sequences that reached it, and those that ended in it by themselves."""
 
     def __init__(self) -> None:
         self._reached = array("d", bytes(8 * _NUM_BINS))
@@ -92,7 +93,7 @@ class _Lifetimes:
         """The length within which this share of those that have more than `num_tokens` end."""
         surviving = 1.0
         for place in range(_bin(num_tokens + 1), _NUM_BINS):
-            if not self._reached[place]:  # nobody is known to have come so far: as long again, and past those known
+            if not self._reached[place]:  # no output is known to be so long: predict as much again
                 return max(_upper_edge(place), 2 * (num_tokens + 1))
             surviving *= 1.0 - self._ended[place] / self._reached[place]
             if surviving <= 1.0 - share:
@@ -101,7 +102,7 @@ class _Lifetimes:
 
 
 def _bin(num_tokens: int) -> int:
-    """Bin 0 holds 1 token, bin b those up to 2^(b / _BINS_PER_DOUBLING)."""
+    """Return the bin of a length: bin 0 holds 1 token, bin b those up to 2^(b / _BINS_PER_DOUBLING)."""
     return min(ceil(log2(num_tokens) * _BINS_PER_DOUBLING), _NUM_BINS - 1)
 
 

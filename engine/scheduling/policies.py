@@ -46,16 +46,11 @@ class Policy(Protocol):
 
     @property
     def is_preemptive(self) -> bool:
-        """Who waits and ranks first takes the place of who runs and ranks last."""
-        ...
-
-    @property
-    def is_static(self) -> bool:
-        """A batch is formed when the one before it has ended whole."""
+        """Whether waiting work that ranks first replaces running work that ranks last."""
         ...
 
     def rank(self, work: Work, now_s: float) -> Rank:
-        """Less goes first; equal ranks go by arrival."""
+        """Return the rank: the lowest is served first, equal ranks in order of arrival."""
         ...
 
 
@@ -65,22 +60,20 @@ def full_rank(policy: Policy, work: Work, now_s: float) -> Rank:
 
 
 def displaces(policy: Policy, waiting: Work, running: Work, now_s: float) -> bool:
-    """Whether one that waits may take the place of one that runs. Anything may of the batch class."""
+    """Return whether `waiting` may replace `running`. Any other work may replace work of the batch class."""
     if waiting.is_batch != running.is_batch:
         return running.is_batch
     return policy.is_preemptive and policy.rank(waiting, now_s) < policy.rank(running, now_s)
 
 
 def make_policy(name: str) -> Policy:
-    """Of one of `SCHEDULING_POLICIES`."""
+    """Return the policy of this name, one of `SCHEDULING_POLICIES`."""
     policies: tuple[Policy, ...] = (
         FirstCome(),
         ShortestFirst(),
         SkipJoinMlfq(),
         EarliestDeadline(),
         Priorities(),
-        StaticBatching(),
-        StaticBatching("static-sorted", window=64),
     )
     by_name = {policy.name: policy for policy in policies}
     assert tuple(by_name) == SCHEDULING_POLICIES
@@ -94,34 +87,19 @@ PROMPT_TOKENS_PER_OUTPUT = 8
 
 @dataclass(frozen=True, slots=True)
 class FirstCome:
-    """In order of arrival. Who comes again, as a worker failed it, goes before all that came since it came first; and
-    whoever had its turn, before those that had none."""
+    """Order of arrival at the cluster. A request that is retried keeps its place, and a request whose client already
+    has tokens goes before those without."""
 
     name: str = "fcfs"
     is_preemptive: bool = False
-    is_static: bool = False
 
     def rank(self, work: Work, now_s: float) -> Rank:
         return (not work.is_resumed, work.arrived_s)
 
 
 @dataclass(frozen=True, slots=True)
-class StaticBatching:
-    """In order of arrival, in batches that nobody joins or leaves: the baseline. Each `window` of arrivals is sorted by
-    prompt length, so that a batch's lengths are alike; 1 leaves them as they came."""
-
-    name: str = "static"
-    window: int = 1
-    is_preemptive: bool = False
-    is_static: bool = True
-
-    def rank(self, work: Work, now_s: float) -> Rank:
-        return (work.arrival // self.window, work.num_prompt)
-
-
-@dataclass(frozen=True, slots=True)
 class ShortestFirst:
-    """Least predicted remaining work first, whoever runs. A second since arrival counts as `ageing` tokens less: only
+    """Least predicted remaining work first, running or not. A second since arrival counts as `ageing` tokens less: only
     those that arrive within (its remaining work / ageing) seconds can overtake anything. Who runs gets ahead of those
     that wait with every token, so no two take turns."""
 
@@ -129,7 +107,6 @@ class ShortestFirst:
     unknown_tokens: int = 256  # what an output without a prediction is taken for
     name: str = "shortest"
     is_preemptive: bool = True
-    is_static: bool = False
 
     def rank(self, work: Work, now_s: float) -> Rank:
         # One that outlives its prediction has at least a token to go.
@@ -142,7 +119,7 @@ class ShortestFirst:
 class SkipJoinMlfq:
     """Multi-level feedback with preemption (FastServe, Wu et al. 2023). Level i's quantum is `quantum` doubled i times.
     Work joins at the level whose quantum holds its prompt, since that much is computed before it can be looked at
-    again, and goes down a level with each quantum used up. Whoever has waited goes up a level per `promote_after_s`,
+    again, and goes down a level with each quantum used up. Waiting work goes up a level per `promote_after_s`,
     and keeps what it was raised by for one quantum of the level that it was raised to."""
 
     quantum: float = 32.0  # tokens of output, or PROMPT_TOKENS_PER_OUTPUT times as many of a prompt
@@ -150,13 +127,12 @@ class SkipJoinMlfq:
     promote_after_s: float = 10.0
     name: str = "mlfq"
     is_preemptive: bool = True
-    is_static: bool = False
 
     def rank(self, work: Work, now_s: float) -> Rank:
         return (self.level(work),)
 
     def level(self, work: Work) -> int:
-        """0 goes first."""
+        """Return the level of the work; level 0 is served first."""
         level = self._level_by_service(work)
         raised = max(0, level - int(work.waited_s / self.promote_after_s))
         used = _service(work, work.num_done) - _service(work, work.num_done - work.num_since_wait)
@@ -180,7 +156,6 @@ class EarliestDeadline:
 
     name: str = "deadline"
     is_preemptive: bool = True
-    is_static: bool = False
 
     def rank(self, work: Work, now_s: float) -> Rank:
         return (work.deadline_s,)
@@ -193,13 +168,12 @@ class Priorities:
     ageing_s: float = 30.0
     name: str = "priority"
     is_preemptive: bool = True
-    is_static: bool = False
 
     def rank(self, work: Work, now_s: float) -> Rank:
         return (work.priority - (now_s - work.arrived_s) / self.ageing_s,)
 
 
 def _service(work: Work, num_done: int) -> float:
-    """What the first `num_done` tokens of a piece of work cost, in tokens of output."""
+    """Return the cost of the first `num_done` tokens of a piece of work, in tokens of output."""
     num_prompt = min(num_done, work.num_prompt)
     return num_prompt / PROMPT_TOKENS_PER_OUTPUT + (num_done - num_prompt)

@@ -28,10 +28,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """Asks the runner's draft model for guesses at what will follow the token that a chunk draws."""
+    """A request to the runner's draft model for the tokens that may follow the one a chunk draws."""
 
-    token_ids: Sequence[int]  # known of the whole sequence, without guesses: the scheduler's own list, read in the step
-    max_guesses: int
+    token_ids: Sequence[int]  # all known tokens, no draft tokens; the scheduler's own list, read during the step
+    max_draft_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,10 @@ class Chunk:
     start: int  # position of the first of them; positions before it are in the blocks already
     block_ids: tuple[int, ...]  # all blocks of the sequence, up to the last position written here
     samples: tuple[Sample, ...] = ()  # empty unless the chunk ends the known tokens; n for the n choices of a prompt
-    # So many of token_ids, the last ones, are guesses at tokens not drawn yet. Then there is one sample more than
-    # guesses, for one choice: sample i draws the token that guess i stands for, the last one draws what follows them.
-    num_guesses: int = 0
+    # The last num_draft_tokens of token_ids are draft tokens. A chunk with draft tokens has num_draft_tokens + 1
+    # samples of one choice: sample i draws the position of draft token i, and the last sample draws the position after
+    # them.
+    num_draft_tokens: int = 0
     draft: DraftRequest | None = None  # only with samples for one choice
     # Which sample of the step before, counted over that whole step, draws the only token of this chunk. It was not
     # known when this was planned: `token_ids` is UNKNOWN_TOKEN alone.
@@ -75,7 +76,7 @@ class BlockSwap:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """In this order: blocks are swapped out, swapped in, copied, and computed."""
+    """The work of one step, performed in this order: blocks are swapped out, swapped in, copied, and computed."""
 
     chunks: tuple[Chunk, ...]
     copies: tuple[BlockCopy, ...] = ()
@@ -91,17 +92,17 @@ class DrawnToken:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`tokens[i]` has one DrawnToken per `plan.chunks[i].samples`; with guesses, only those that were right and one
-    more, and the KV of the wrong ones is zero again. When it is returned, everything the step wrote to the pool is
+    """`tokens[i]` has one DrawnToken per `plan.chunks[i].samples`; with draft tokens, only the accepted ones and one
+    more, and the KV of the rejected ones has been zeroed. When it is returned, everything the step wrote to the pool is
     visible to any reader of it (on a GPU: an event behind the last write has completed).
 
     `redrawn`: samples, counted over the step, whose token is another than a step launched behind this one was fed with.
     What that one computed of it is zero again, and it draws nothing there.
-    `guesses`: for each chunk what its DraftRequest brought, at most what it asked for; empty without any request.
+    `draft_tokens`: for each chunk the draft model's answer to its DraftRequest; empty if no chunk has one.
     `swap_s`: how long the swaps took."""
 
     tokens: tuple[tuple[DrawnToken, ...], ...]
-    guesses: tuple[tuple[int, ...], ...] = ()
+    draft_tokens: tuple[tuple[int, ...], ...] = ()
     redrawn: tuple[int, ...] = ()
     swap_s: float = 0.0
 
@@ -113,10 +114,10 @@ class Runner(Protocol):
 
 
 class Launched(Protocol):
-    """A step on its way."""
+    """A launched step."""
 
     def result(self) -> StepResult:
-        """Waits for it. Raises what the step raised."""
+        """Wait for the step and return its result. Raises the step's error."""
         ...
 
 
@@ -126,8 +127,8 @@ class Feeding(Protocol):
 
     @property
     def can_feed(self) -> bool:
-        """Its tokens are where the next step's chunks can be fed from, and nothing that is still to be read of it is
-        overwritten by that step."""
+        """Whether the next step's chunks can read this step's drawn tokens on the device, without overwriting anything
+        of this step that is still to be read."""
         ...
 
     def result(self) -> StepResult: ...
@@ -135,7 +136,7 @@ class Feeding(Protocol):
 
 @runtime_checkable
 class Launcher(Protocol):
-    """A Runner of a device that computes on its own while the thread goes on."""
+    """A Runner whose device computes while the calling thread continues."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
 
@@ -151,25 +152,25 @@ class Scheduler(Protocol[Command, Event]):
     """
 
     def apply(self, command: Command, now_s: float) -> tuple[Event, ...]:
-        """Takes in what the outside asks; answers with events for the outside."""
+        """Apply one command and return events for the event loop."""
         ...
 
     def reap(self, now_s: float) -> tuple[tuple[Event, ...], float | None]:
-        """Ends what is past its deadline. Answers with events, and with the time at which to be asked again at the
-        latest (None: no deadline is running)."""
+        """End work past its deadline. Return events, and the time of the next call at the latest (None: no deadline is
+        set)."""
         ...
 
     def plan(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
-        """What the outside should know before the next step is computed, and that step, or None when there is nothing
-        to compute before the next command or deadline."""
+        """Return events to send before the next step, and that step, or None if there is nothing to compute before the
+        next command or deadline."""
         ...
 
     def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:
-        """Takes in what a planned step computed."""
+        """Record a planned step's result."""
         ...
 
     def fail(self, plan: StepPlan, error: Exception, now_s: float) -> tuple[Event, ...]:
-        """The step raised: its sequences end, their blocks are freed."""
+        """Record that the step raised: its sequences end and their blocks are freed."""
         ...
 
 
@@ -179,19 +180,20 @@ class PlanningAhead(Protocol[Command, Event]):
 
     While one step is under way, and no other: `reap`, and `apply` of what `may_apply`, until `plan_ahead` was called.
     Then nothing before the `complete` or `fail` of the first of the two. Blocks that a step under way writes to are
-    freed for nobody before it has ended.
+    not freed before it has ended.
     """
 
     @property
     def may_plan_ahead(self) -> bool:
-        """Of the step that is under way, whether anything may be decided before its end."""
+        """Whether anything may be decided before the running step ends."""
         ...
 
     def may_apply(self, command: Command) -> bool:
-        """While it is under way. False: after its end, and whatever came later after that."""
+        """Return whether a command may be applied while the step runs; if not, it and all later commands wait for the
+        step's end."""
         ...
 
     def plan_ahead(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
-        """The next step, as if no sequence of the one under way ended with a token that is not known, or None where
-        that has to be known first. Sequences that did end with it are dropped from the outcome of this one."""
+        """Plan the next step as if no sequence of the running step ended with a token that is not known yet; None if
+        that token is needed first. Sequences that did end are dropped from the next step's result."""
         ...

@@ -1,22 +1,22 @@
-"""How often the guesses of one sequence come true, and how many of them are worth their place in a step. Pure.
+"""How many draft tokens the next step of a sequence gets, from the share accepted so far. Pure.
 
-With each guess right with probability a, independently, k guesses give (1 - a^(k+1)) / (1 - a) tokens per step
-(Leviathan et al. 2023). A step with k guesses costs 1 + k * cost steps without; the best k follows. The cost is what
-further rows take beside what a step takes in any case, so it grows with the sequences that share a step.
+If each draft token is accepted with probability a, independently, k of them yield (1 - a^(k+1)) / (1 - a) tokens per
+step (Leviathan et al. 2023). The step then takes 1 + k * cost times as long as without any. The best k follows. The
+cost is that of one more row against the whole step, so it grows with the number of sequences in the step.
 """
 
-_MEMORY = 32.0  # guesses after which the past counts a third
-_PRIOR_RATE, _PRIOR_WEIGHT = 0.8, 4.0  # a sequence begins well trusted: a wrong guess is cheap, a missing one is not
-_REST = 16  # steps without guesses, until one is tried again
+_MEMORY = 32.0  # after this many draft tokens an observation weighs a third
+_PRIOR_RATE, _PRIOR_WEIGHT = 0.8, 4.0  # high, because a rejected draft token costs less than a missed one would save
+_REST = 16  # steps without draft tokens, until one is tried again
 
 
 class Acceptance:
-    """Of one sequence. Forgets slowly: what a text is like changes."""
+    """The acceptance rate of one sequence, with old observations weighing less."""
 
-    def __init__(self, max_guesses: int, fixed_rows: float) -> None:
-        """`fixed_rows`: how many rows take as long as all that a step does once, whatever is in it."""
-        assert max_guesses >= 0
-        self._max_guesses = max_guesses
+    def __init__(self, max_draft_tokens: int, fixed_rows: float) -> None:
+        """`fixed_rows` is the fixed part of a step's time, as a number of rows (`step_cost.py`)."""
+        assert max_draft_tokens >= 0
+        self._max_draft_tokens = max_draft_tokens
         self._fixed_rows = fixed_rows
         self._right = _PRIOR_RATE * _PRIOR_WEIGHT
         self._judged = _PRIOR_WEIGHT
@@ -24,36 +24,42 @@ class Acceptance:
 
     @property
     def rate(self) -> float:
-        """The probability that a guess is right, given that those before it were."""
+        """The estimated probability that a draft token is accepted, given that those before it were."""
         return self._right / self._judged
 
-    def num_guesses(self, num_sequences: int) -> int:
-        """How many to make in the next step, which so many sequences share."""
+    def num_draft_tokens(self, num_sequences: int) -> int:
+        """Return how many draft tokens to propose for a step in which `num_sequences` sequences decode."""
         if self._resting >= _REST:
-            return min(1, self._max_guesses)
+            return min(1, self._max_draft_tokens)
         cost = num_sequences / (num_sequences + self._fixed_rows)
-        return best_num_guesses(self.rate, self._max_guesses, cost)
+        return best_num_draft_tokens(self.rate, self._max_draft_tokens, cost)
 
-    def observe(self, num_guesses: int, num_right: int) -> None:
-        """Of a step with guesses. Those behind the first wrong one were not judged: nothing is known of them."""
-        assert 0 <= num_right <= num_guesses
-        judged = min(num_guesses, num_right + 1)
+    def observe(self, num_draft_tokens: int, num_right: int) -> None:
+        """Record a step in which the first `num_right` draft tokens were accepted.
+
+        Only one more was compared: draft tokens after the first rejected one count neither way.
+        """
+        assert 0 <= num_right <= num_draft_tokens
+        judged = min(num_draft_tokens, num_right + 1)
         kept = (1 - 1 / _MEMORY) ** judged
         self._right = self._right * kept + num_right
         self._judged = self._judged * kept + judged
-        if num_guesses:
+        if num_draft_tokens:
             self._resting = 0
 
     def rest(self) -> None:
-        """A step went by for which no guess was worth making."""
+        """Record a step that got no draft tokens because none would have paid."""
         self._resting += 1
 
 
-def tokens_per_step(rate: float, num_guesses: int) -> float:
-    """Tokens that a step with so many guesses draws, on average: those that are right, and one more."""
-    return float(sum(rate**index for index in range(num_guesses + 1)))
+def tokens_per_step(rate: float, num_draft_tokens: int) -> float:
+    """Return the expected tokens of a step with `num_draft_tokens` draft tokens: the accepted ones and one more."""
+    return float(sum(rate**index for index in range(num_draft_tokens + 1)))
 
 
-def best_num_guesses(rate: float, max_guesses: int, cost: float) -> int:
-    """The number with the most tokens per time; 0 where guessing does not pay. `cost`: of a guess, in steps without."""
-    return max(range(max_guesses + 1), key=lambda count: tokens_per_step(rate, count) / (1 + cost * count))
+def best_num_draft_tokens(rate: float, max_draft_tokens: int, cost: float) -> int:
+    """Return the number of draft tokens with the most tokens per second; 0 if speculation does not pay.
+
+    `cost` is the time of one draft token as a share of a step without any.
+    """
+    return max(range(max_draft_tokens + 1), key=lambda count: tokens_per_step(rate, count) / (1 + cost * count))

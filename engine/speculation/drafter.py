@@ -1,93 +1,112 @@
-"""What a decoding sequence guesses next. Owns the seam between schedulers and the ways to guess. Pure.
+"""Drafters: each proposes the draft tokens of one decoding sequence. Pure.
 
-A guess costs one more row in a step and is never believed: the step draws the token of its position as ever, and the
-guess counts only if it is that token (`engine/steps/runner.py`). So a drafter may be wrong, or silent, but never
-harmful.
+A draft token adds one row to a step. The step draws every position as it would without speculation and accepts a draft
+token only if it equals the drawn token (`engine/steps/runner.py`), so a wrong draft token costs time and never changes
+the output.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from cluster.settings.engine_settings import EngineSettings
 from engine.scheduling.step import DraftRequest
 from engine.speculation.acceptance import Acceptance
+from engine.speculation.prompt_lookup import PromptLookup
+
+
+class TokenProposer(Protocol):
+    """Proposes draft tokens from the token ids of one sequence alone."""
+
+    def propose(self, token_ids: Sequence[int], max_draft_tokens: int) -> tuple[int, ...]:
+        """Return at most `max_draft_tokens` tokens that may follow `token_ids`, or none.
+
+        `token_ids` are all known tokens of the sequence; every call extends those of the call before.
+        """
+        ...
 
 
 class Drafter(Protocol):
-    """Of one sequence, which it sees grow."""
-
-    def propose(self, token_ids: Sequence[int], max_guesses: int) -> tuple[int, ...]:
-        """Guesses at what follows `token_ids`, all known tokens of the sequence: what it was called with before is
-        their beginning. None at all where it has nothing to say."""
-        ...
-
-
-class Guesser(Protocol):
-    """What a scheduler keeps with each sequence that decodes. In every step of it: `propose`, `request`, and with the
-    step's outcome `judge`, then `take`."""
+    """What a scheduler keeps for each decoding sequence. Each step calls `propose` and `request` as it is planned, and
+    `judge`, then `store`, with its outcome."""
 
     def propose(self, token_ids: Sequence[int], limit: int, num_sequences: int) -> tuple[int, ...]:
-        """Guesses for the step that is being planned, at most `limit`: what the sequence may still grow by, less the
-        one token that the step draws in any case. So many sequences decode in it."""
+        """Return at most `limit` draft tokens for the step being planned, in which `num_sequences` sequences decode.
+
+        `limit` leaves out the one token that the step draws in any case.
+        """
         ...
 
     def request(self, token_ids: list[int], num_sequences: int) -> DraftRequest | None:
-        """What the chunk asks the runner's draft model for; None where guesses come from elsewhere."""
+        """Return the chunk's request to the runner's draft model, or None if draft tokens need no model."""
         ...
 
-    def judge(self, num_guesses: int, num_right: int) -> None:
-        """So many guesses were in the step, so many of them were drawn."""
+    def judge(self, num_draft_tokens: int, num_right: int) -> None:
+        """Record that a step held `num_draft_tokens` draft tokens and accepted the first `num_right` of them."""
         ...
 
-    def take(self, num_known: int, guesses: tuple[int, ...]) -> None:
-        """What the runner drafted behind the first `num_known` tokens, those just drawn included."""
+    def store(self, num_known: int, draft_tokens: tuple[int, ...]) -> None:
+        """Keep the draft model's tokens for the next step. They follow the first `num_known` tokens of the sequence."""
         ...
 
 
-class TextGuesser:
-    """Guesses by a Drafter that looks at the tokens alone."""
+class TextDrafter:
+    """Draft tokens from a TokenProposer."""
 
-    def __init__(self, drafter: Drafter, acceptance: Acceptance) -> None:
-        self._drafter = drafter
+    def __init__(self, proposer: TokenProposer, acceptance: Acceptance) -> None:
+        self._proposer = proposer
         self._acceptance = acceptance
 
     def propose(self, token_ids: Sequence[int], limit: int, num_sequences: int) -> tuple[int, ...]:
-        wanted = min(limit, self._acceptance.num_guesses(num_sequences))
-        guesses = self._drafter.propose(token_ids, wanted) if wanted > 0 else ()
+        wanted = min(limit, self._acceptance.num_draft_tokens(num_sequences))
+        draft_tokens = self._proposer.propose(token_ids, wanted) if wanted > 0 else ()
         if limit > 0 and not wanted:
             self._acceptance.rest()
-        return guesses
+        return draft_tokens
 
     def request(self, token_ids: list[int], num_sequences: int) -> DraftRequest | None:
         return None
 
-    def judge(self, num_guesses: int, num_right: int) -> None:
-        self._acceptance.observe(num_guesses, num_right)
+    def judge(self, num_draft_tokens: int, num_right: int) -> None:
+        self._acceptance.observe(num_draft_tokens, num_right)
 
-    def take(self, num_known: int, guesses: tuple[int, ...]) -> None:
-        raise AssertionError("nobody was asked to draft")
+    def store(self, num_known: int, draft_tokens: tuple[int, ...]) -> None:
+        raise AssertionError("no draft was requested")
 
 
-class DraftedGuesser:
-    """Holds what the runner's draft model guessed at the end of the last step, until the next one is planned."""
+class ModelDrafter:
+    """Draft tokens from the runner's draft model, kept from the end of one step until the next one is planned."""
 
     def __init__(self, acceptance: Acceptance) -> None:
         self._acceptance = acceptance
         self._num_known = 0
-        self._guesses: tuple[int, ...] = ()
+        self._draft_tokens: tuple[int, ...] = ()
 
     def propose(self, token_ids: Sequence[int], limit: int, num_sequences: int) -> tuple[int, ...]:
-        """Nothing where the sequence has grown since without the draft model."""
-        return self._guesses[: max(0, limit)] if len(token_ids) == self._num_known else ()
+        """Return the stored draft tokens, or none if the sequence has grown since they were computed."""
+        return self._draft_tokens[: max(0, limit)] if len(token_ids) == self._num_known else ()
 
     def request(self, token_ids: list[int], num_sequences: int) -> DraftRequest | None:
-        num_guesses = self._acceptance.num_guesses(num_sequences)
-        if not num_guesses:
+        num_draft_tokens = self._acceptance.num_draft_tokens(num_sequences)
+        if not num_draft_tokens:
             self._acceptance.rest()
             return None
-        return DraftRequest(token_ids, num_guesses)
+        return DraftRequest(token_ids, num_draft_tokens)
 
-    def judge(self, num_guesses: int, num_right: int) -> None:
-        self._acceptance.observe(num_guesses, num_right)
+    def judge(self, num_draft_tokens: int, num_right: int) -> None:
+        self._acceptance.observe(num_draft_tokens, num_right)
 
-    def take(self, num_known: int, guesses: tuple[int, ...]) -> None:
-        self._num_known, self._guesses = num_known, guesses
+    def store(self, num_known: int, draft_tokens: tuple[int, ...]) -> None:
+        self._num_known, self._draft_tokens = num_known, draft_tokens
+
+
+def drafter_factory(settings: EngineSettings, measure: Callable[[], float]) -> Callable[[], Drafter] | None:
+    """Return a function that makes the drafter of one sequence, or None if speculation is off.
+
+    `measure` returns the `fixed_rows` of Acceptance; it is called at most once, and only if speculation is on.
+    """
+    if settings.speculation == "off":
+        return None
+    num_draft_tokens, fixed_rows = settings.num_draft_tokens, measure()
+    if settings.speculation == "draft":
+        return lambda: ModelDrafter(Acceptance(num_draft_tokens, fixed_rows))
+    return lambda: TextDrafter(PromptLookup(), Acceptance(num_draft_tokens, fixed_rows))

@@ -1,4 +1,5 @@
-"""What a further row takes of a decode step, measured at start: whether guesses pay depends on it (`acceptance.py`)."""
+"""Measures at start what one more row costs in a decode step, from which `acceptance.py` decides if speculation
+pays."""
 
 import time
 from collections.abc import Callable
@@ -12,19 +13,20 @@ from engine.scheduling.step import Chunk, Sample, StepPlan
 
 _ROWS = 33
 _TURNS = 5
-_MOST = 4096.0  # where a row costs nothing that can be measured
-_SAMPLING = Sampling(temperature=1.0)  # drawing takes its part
+_MOST = 4096.0  # if a row's cost is too small to measure
+_SAMPLING = Sampling(temperature=1.0)  # so that the time includes sampling
 
 
 def fixed_rows(engine: Engine, clock: Callable[[], float] = time.perf_counter) -> float:
-    """How many rows take as long as what a step does once. Of a pool that nobody uses yet; it is zero afterwards."""
+    """Return the fixed part of a step's time, as a number of rows. The pool must be unused; its used blocks are zeroed
+    afterwards."""
     pool = engine.pool
     most_rows = min(_ROWS, engine.model_info.max_model_len, pool.num_tokens)
     if most_rows < 2:
         return _MOST
     plans = {num_rows: _plan(num_rows, pool.layout.block_size) for num_rows in (1, most_rows)}
     best_s = dict.fromkeys(plans, float("inf"))
-    for _ in range(_TURNS + 1):  # the first one warms up
+    for _ in range(_TURNS + 1):  # the first turn warms up
         for num_rows, plan in plans.items():
             began_s = clock()
             engine.runner.run(plan)
@@ -36,7 +38,7 @@ def fixed_rows(engine: Engine, clock: Callable[[], float] = time.perf_counter) -
 
 
 def _plan(num_rows: int, block_size: int) -> StepPlan:
-    """One sequence with so many tokens, all but one of them guesses."""
+    """Return a step of one sequence with `num_rows` tokens, all but the first of them draft tokens."""
     samples = tuple(Sample(0, row + 1, _SAMPLING) for row in range(num_rows))
     blocks = tuple(range(blocks_for(num_rows, block_size)))
-    return StepPlan((Chunk(0, (1,) * num_rows, 0, blocks, samples, num_guesses=num_rows - 1),))
+    return StepPlan((Chunk(0, (1,) * num_rows, 0, blocks, samples, num_draft_tokens=num_rows - 1),))

@@ -17,12 +17,14 @@ _ELEMENTS_AT_ONCE = 1 << 26  # 256 MiB as float32, and 256 rows of the largest v
 
 
 class StepDraws:
-    """Making it waits for nothing; `read` waits for the tokens. What an ordinary step draws is one part, and on its way
-    from the start; further ones are drawn when it is read, each when the one before it is done, so that there is never
-    more than one. Unless it is whole, the logits must stay as they are until then."""
+    """The draws of one step. The constructor does not wait; `read` waits for the tokens.
+
+    The tokens of an ordinary step are drawn in one part, launched at once. Further parts are drawn by `read`, one after
+    another, so that at most one is in memory. Unless `is_whole`, the logits must not change until `read`.
+    """
 
     def __init__(self, logits: torch.Tensor, plan: StepPlan, compiled: RowDraw | None = None) -> None:
-        """`logits`: `[rows, vocab]`, one row for all samples of a chunk without guesses, one for each of another's."""
+        """`logits` is `[rows, vocab]`: one row per chunk, or one per sample of a chunk with draft tokens."""
         self._parts = parts(logits, plan, _ELEMENTS_AT_ONCE)
         self._compiled = compiled
         self._on_its_way = [Draw(*part, compiled) for part in itertools.islice(self._parts, 1)]
@@ -33,7 +35,7 @@ class StepDraws:
         self.redrawn: list[int] = []  # samples whose token, once read, is not the one in `token_ids`
 
     def read(self) -> list[DrawnToken]:
-        """Once."""
+        """Return the tokens. May be called once."""
         tokens: list[DrawnToken] = []
         while self._on_its_way:
             draw = self._on_its_way.pop()
@@ -45,8 +47,8 @@ class StepDraws:
 
 
 def parts(logits: torch.Tensor, plan: StepPlan, most_elements: int) -> Iterator[tuple[torch.Tensor, list[Sample]]]:
-    """The plan's samples in order, each with its row; so many at a time that the rows have at most `most_elements`, or
-    one. Rows that are one run are not copied."""
+    """Yield the plan's samples in order with their rows of logits, in parts of at most `most_elements` elements, or one
+    row. Contiguous rows are not copied."""
     sampled = list(_rows_and_samples(plan))
     size = max(1, most_elements // max(1, logits.shape[1]))
     for start in range(0, len(sampled), size):
@@ -62,5 +64,5 @@ def _rows_and_samples(plan: StepPlan) -> Iterator[tuple[int, Sample]]:
     row = 0
     for chunk in plan.chunks:
         for place, sample in enumerate(chunk.samples):
-            yield (row + place if chunk.num_guesses else row), sample
-        row += len(chunk.samples) if chunk.num_guesses else bool(chunk.samples)
+            yield (row + place if chunk.num_draft_tokens else row), sample
+        row += len(chunk.samples) if chunk.num_draft_tokens else bool(chunk.samples)

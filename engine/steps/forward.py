@@ -18,15 +18,16 @@ from engine.kv.quantised_kv import quantise
 
 
 class Forward(Protocol):
-    """Computes one packed batch over one pool: writes the KV of its tokens, reads what they see."""
+    """Computes one packed batch over one pool: writes its tokens' KV and reads the KV that they attend to."""
 
     def __call__(self, batch: PackedBatch) -> torch.Tensor:
-        """-> logits of `batch.logit_rows`, `[rows, vocab]`, in the model's dtype or a wider one. May be no rows."""
+        """Return the logits of `batch.logit_rows`, `[rows, vocab]`, in the model's dtype or a wider one; there may be
+        no rows."""
         ...
 
 
 class PlainForward:
-    """The reference: every other Forward says the same within rounding."""
+    """The reference forward: every other Forward returns the same logits within rounding."""
 
     def __init__(self, model: PreTrainedModel, pool: KvPool, backend: AttentionBackend) -> None:
         self._model = model

@@ -15,7 +15,7 @@ from engine.steps.sampler import RowDraw
 
 
 class Drafts(Protocol):
-    """Guesses what follows the tokens of a step (`engine/speculation/draft_model.py`)."""
+    """Returns the draft tokens that follow the tokens of a step (`engine/speculation/draft_model.py`)."""
 
     def draft(self, plan: StepPlan, tokens: Sequence[Sequence[DrawnToken]]) -> tuple[tuple[int, ...], ...]: ...
 
@@ -23,7 +23,7 @@ class Drafts(Protocol):
 class ModelRunner:
     """Runs one Forward over one pool; called by the step thread alone.
 
-    A block is zeroed when a step begins it without filling it, and so are the places of wrong guesses: the
+    A block is zeroed when a step begins it without filling it, and so are the positions of rejected draft tokens: the
     positions after a sequence's last token are zero at all times, and a tail is offered as it lies.
     """
 
@@ -39,7 +39,7 @@ class ModelRunner:
         return self.start(plan).result()
 
     def start(self, plan: StepPlan) -> "StartedStep":
-        """Computes the step on a CPU; on a GPU everything is on its way and nothing was waited for."""
+        """Launch the step: on a CPU compute it, on a GPU enqueue it without waiting."""
         logits = self.logits(plan)
         draws = StepDraws(logits, plan, self.compiled_draw)
         self._newest = StartedStep(self, plan, draws, self._mark(), can_feed=self.feeds and draws.is_whole)
@@ -50,16 +50,17 @@ class ModelRunner:
         tokens = tuple(tuple(next(remaining) for _ in chunk.samples) for chunk in plan.chunks)
         tokens = tuple(map(_accepted, plan.chunks, tokens))
         tokens = tuple(() if place in started.misfed else drawn for place, drawn in enumerate(tokens))
-        if self._forget_wrong_guesses(plan, tokens):
+        if self._zero_rejected_draft_tokens(plan, tokens):
             started.written = self._mark()
         if started.written is not None:
             started.written.synchronize()
         redrawn = self._take_back(started)
-        guesses = self.drafts.draft(plan, tokens) if self.drafts is not None else ()
-        return StepResult(tokens, guesses, redrawn)
+        draft_tokens = self.drafts.draft(plan, tokens) if self.drafts is not None else ()
+        return StepResult(tokens, draft_tokens, redrawn)
 
     def _take_back(self, started: "StartedStep") -> tuple[int, ...]:
-        """Of the step behind this one, what it computed of tokens that were drawn again. It is still the newest one."""
+        """Zero what the next step computed from tokens that were drawn again. Return the indices of the chunks whose
+        tokens were drawn again."""
         behind = self._newest
         if not started.draws.redrawn or behind is None or behind is started:
             return ()
@@ -73,8 +74,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
-        """Computes the step up to the logits, `[rows, vocab]`: of each sampled chunk the last token's, and before it
-        those of the tokens that its guesses follow."""
+        """Compute the step up to the logits, `[rows, vocab]`: the row of each sampled chunk's last token, after the
+        rows before its draft tokens."""
         if plan.copies:
             self._pool.copy_blocks(plan.copies)
         if not plan.chunks:
@@ -87,7 +88,8 @@ class ModelRunner:
         return self.forward(batch)
 
     def _feed(self, input_ids: torch.Tensor, fed: torch.Tensor) -> None:
-        """On a GPU in the order of its stream: behind the draws of the step before, which nobody has read yet."""
+        """Feed drawn tokens of the step before into this one's inputs. On a GPU this follows those draws on the stream,
+        without reading them on the host."""
         assert self._newest is not None and self._newest.draws.token_ids is not None, "there is nothing to feed it with"
         places, samples = fed
         input_ids.index_copy_(0, places, self._newest.draws.token_ids.index_select(0, samples))
@@ -99,27 +101,27 @@ class ModelRunner:
         event.record(torch.cuda.current_stream(self._pool.device))
         return event
 
-    def _forget_wrong_guesses(self, plan: StepPlan, tokens: tuple[tuple[DrawnToken, ...], ...]) -> bool:
+    def _zero_rejected_draft_tokens(self, plan: StepPlan, tokens: tuple[tuple[DrawnToken, ...], ...]) -> bool:
         places = [
             (chunk, position)
             for chunk, accepted in zip(plan.chunks, tokens, strict=True)
-            if chunk.num_guesses
-            for position in range(chunk.end - chunk.num_guesses - 1 + len(accepted), chunk.end)
+            if chunk.num_draft_tokens
+            for position in range(chunk.end - chunk.num_draft_tokens - 1 + len(accepted), chunk.end)
         ]
         if places:
             self._zero(places)
         return bool(places)
 
     def _zero(self, places: Sequence[tuple[Chunk, int]]) -> None:
-        """Positions of chunks' sequences."""
+        """Zero these positions of the chunks' sequences."""
         size = self._pool.layout.block_size
         where = [(chunk.block_ids[position // size], position % size) for chunk, position in places]
         self._pool.zero_positions(*to_device(torch.tensor(where).T, self._pool.device))
 
 
 class StartedStep:
-    """A step on its way. `written`: an event behind its last write. `misfed`: its chunks fed with a token which
-    was then drawn again."""
+    """A launched step. `written` is an event after its last write. `misfed` are its chunks that were fed a token which
+    was drawn again."""
 
     def __init__(
         self,
@@ -138,15 +140,17 @@ class StartedStep:
         self._runner = runner
 
     def result(self) -> StepResult:
-        """Waits for its tokens and for its last write."""
+        """Wait for the step's tokens and its last write, and return its result."""
         return self._runner.finish(self)
 
 
 def _accepted(chunk: Chunk, drawn: tuple[DrawnToken, ...]) -> tuple[DrawnToken, ...]:
-    """Guesses that were drawn as guessed, and the first token that was not: the very tokens that steps of one token
-    would have drawn, as each draw depends on its position and logits alone."""
-    if not chunk.num_guesses:
+    """Return the accepted draft tokens and the drawn token after them.
+
+    They equal the tokens of steps without draft tokens, as each draw depends on its position and logits alone.
+    """
+    if not chunk.num_draft_tokens:
         return drawn
-    guesses = chunk.token_ids[-chunk.num_guesses :]
-    num_right = next((i for i, guess in enumerate(guesses) if drawn[i].token_id != guess), len(guesses))
+    draft_tokens = chunk.token_ids[-chunk.num_draft_tokens :]
+    num_right = next((i for i, token_id in enumerate(draft_tokens) if drawn[i].token_id != token_id), len(draft_tokens))
     return drawn[: num_right + 1]

@@ -27,15 +27,16 @@ _ELEMENTS_AT_ONCE = 1 << 22  # bounds the temporaries to a few hundred megabytes
 
 
 class RowDraw(Protocol):
-    """Another way to the same tokens, `[rows]`; None where it has no answer for these logits."""
+    """Another implementation of the same draws: returns tokens `[rows]`, or None for logits that it does not
+    support."""
 
     def __call__(self, logits: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor | None: ...
 
 
 def draw(logits: torch.Tensor, samples: Sequence[Sample], compiled: RowDraw | None = None) -> list[DrawnToken]:
-    """`logits`: floats `[rows, vocab]`; row i is drawn from by `samples[i]`, which sees no other row.
+    """Draw one token per sample: `samples[i]` reads row i of `logits`, floats `[rows, vocab]`, and no other row.
 
-    Log-probabilities are those of the logits as they came: before temperature, filters and bans.
+    Log-probabilities are those of the given logits, before temperature, filters and bans.
     """
     return Draw(logits, samples, compiled).read()
 
@@ -69,7 +70,7 @@ class Draw:
         return len(self._samples)
 
     def _draw_here(self) -> torch.Tensor:
-        """-> the tokens, which are on their way to the host, and with them which rows are to be drawn again."""
+        """Draw, and return the tokens, whose copy to the host has been launched, and which rows must be drawn again."""
         logits, samples = self._logits, self._samples
         self._allowed = _without_banned(logits, samples)
         token_ids = _argmax(self._allowed)
@@ -85,7 +86,7 @@ class Draw:
 
     @torch.inference_mode()
     def read(self) -> list[DrawnToken]:
-        """Once everything before it on the device's stream is done."""
+        """Return the tokens, after waiting for the earlier work on the device's stream."""
         if self._arrival is not None:
             self._arrival.synchronize()
         chosen: list[int] = self._host[0].tolist()
@@ -105,7 +106,7 @@ class Draw:
 
 
 def _can_be_short(sampling: Sampling, vocab_size: int) -> bool:
-    """A nucleus of which nobody knows how wide it is."""
+    """Whether the nucleus may be wider than the best tokens looked at."""
     return (
         sampling.temperature > 0
         and sampling.top_p < 1
@@ -123,7 +124,8 @@ def _mark(device: torch.device) -> torch.cuda.Event | None:
 
 
 def _argmax(scores: torch.Tensor) -> torch.Tensor:
-    """Of each row; the lowest among equals. On a CPU NumPy's, which is twenty times as quick as torch's for 16 bits."""
+    """Return each row's argmax, the lowest index among equals. On a CPU by NumPy, which is twenty times as fast as
+    torch for 16 bits."""
     if scores.device.type != "cpu":
         return scores.argmax(dim=-1)
     wide = scores if scores.dtype == torch.float64 else scores.float()
@@ -145,7 +147,7 @@ def _slices(rows: list[int], vocab_size: int) -> Iterator[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Parameters:
-    """Of the rows that are drawn at random; `[rows]` each, on the device of the logits by one copy."""
+    """The parameters of the rows drawn at random: `[rows]` each, copied to the logits' device at once."""
 
     rows: torch.Tensor
     keys: torch.Tensor
@@ -174,7 +176,7 @@ class _Parameters:
 def _draw_random(
     logits: torch.Tensor, rows: list[int], samples: Sequence[Sample], width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> (the rows, their tokens, which of them need a greater width), each `[rows]`."""
+    """Return (the rows, their tokens, which of them need a greater width), each `[rows]`."""
     parameters = _Parameters.of(rows, samples, logits)
     scores = logits[parameters.rows].double()
     scores -= scores.amax(dim=-1, keepdim=True)  # the best is 0, so no temperature overflows
@@ -203,8 +205,8 @@ def _draw_random(
 def _num_kept(
     width: int, scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many of the best tokens each row keeps of top-k and top-p, and the score of the last of them; both
-    `[rows, 1]`. Looks at the best `width` only: a count of `width` may be too low where top-k is off."""
+    """Return how many of the best tokens each row keeps of top-k and top-p, and the score of the last of them, both
+    `[rows, 1]`. Looks at the best `width` tokens only: a count of `width` may be too low if top-k is off."""
     best = scores.topk(width, dim=-1).values
     weights = best.exp()
     sums = weights.cumsum(dim=-1)
@@ -232,7 +234,7 @@ def noise_key(seed: int, position: int) -> int:
 
 
 def _gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """`keys`: int64 `[rows]`. Noise for every token id, float64 `[rows, vocab]`, finite."""
+    """Return finite float64 noise `[rows, vocab]` for every token id, from int64 `keys` `[rows]`."""
     counters = torch.arange(1, vocab_size + 1, device=keys.device) * _signed(_GOLDEN)
     bits = keys.unsqueeze(1) + counters
     bits = bits.bitwise_xor_(_shifted(bits, 30)).mul_(_signed(_MIX_1))
@@ -243,7 +245,7 @@ def _gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def _shifted(bits: torch.Tensor, distance: int) -> torch.Tensor:
-    """A logical shift to the right: int64 shifts copy the sign."""
+    """Shift right logically; int64 shifts copy the sign."""
     return (bits >> distance).bitwise_and_((1 << (64 - distance)) - 1)
 
 
@@ -259,7 +261,7 @@ def _signed(bits: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Logprobs:
-    """Of the samples that want them, on the way to the host."""
+    """The requested log-probabilities on the way to the host."""
 
     wanted: tuple[tuple[int, int], ...]  # (row, how many of the best)
     of_chosen: torch.Tensor  # [wanted]

@@ -6,7 +6,7 @@ inbox until a command comes or a deadline passes; it never polls. The inbox itse
 and the scheduler refuses what is too much.
 
 A device that computes on its own (`engine.scheduling.step.Launcher`) is not kept waiting for the outside: what a step
-brought is handed over once the next one is on its way, for whoever is woken by it takes the interpreter from this
+brought is handed over once the next one is on its way, because a thread that it wakes takes the interpreter from this
 thread. Order and number of events are the same.
 
 Where the scheduler can (`engine.scheduling.step.PlanningAhead`) and a step's tokens stay on the device (`Feeding`), the
@@ -23,6 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from cluster.clock import Clock
+from engine.scheduling.commands import Question
 from engine.scheduling.step import (
     Feeding,
     Launched,
@@ -33,10 +34,12 @@ from engine.scheduling.step import (
     StepPlan,
     StepResult,
 )
+from engine.steps.questions import Questions
 
 CommandT = TypeVar("CommandT")
 EventT = TypeVar("EventT")
 T = TypeVar("T")
+AnswerT = TypeVar("AnswerT")
 
 
 class _Stop(Enum):
@@ -45,7 +48,7 @@ class _Stop(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the loop has come, for heartbeats and the watchdog. Times by the loop's clock."""
+    """The loop's progress, for heartbeats and the watchdog. Times are by the loop's clock."""
 
     steps: int  # computed or failed
     last_step_s: float  # when the last one ended; the loop's making before the first
@@ -55,7 +58,7 @@ class Progress:
 
     @property
     def work(self) -> str:
-        """What the running step was asked to compute."""
+        """Describe the running step for logs."""
         if self.plan is None:
             return "no step"
         chunks = self.plan.chunks
@@ -91,8 +94,8 @@ class _Later:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Flight:
-    """A step under way, or what its launch raised. Of the loop alone."""
+class StepInFlight:
+    """A launched step, or the error that its launch raised. Used by the loop alone."""
 
     plan: StepPlan
     launched: Launched | Exception
@@ -103,10 +106,11 @@ class Flight:
 
 
 class StepLoop(Generic[CommandT, EventT]):
-    """`emit`, `on_error` and `on_fatal` are called on the loop's thread and must only hand over.
+    """The step thread's loop. It calls `emit`, `on_error` and `on_fatal` on its own thread, so they must only hand
+    over.
 
-    `on_error`: a step raised. Its sequences have ended, the loop goes on.
-    `on_fatal`: the scheduler raised, so an invariant is broken, or events could not be handed over. The loop has ended.
+    `on_error`: a step raised. Its sequences have ended, and the loop continues. `on_fatal`: the scheduler raised, so an
+    invariant is broken, or events could not be handed over. The loop has ended.
     """
 
     def __init__(
@@ -129,13 +133,14 @@ class StepLoop(Generic[CommandT, EventT]):
         self._held: list[tuple[EventT, ...]] | None = [] if isinstance(runner, Launcher) else None  # None: none is held
         self._inbox: SimpleQueue[CommandT | _Stop] = SimpleQueue()
         self._kept: CommandT | _Stop | None = None  # taken from it, to be applied when no step is under way
+        self._questions = Questions(self.post)
         self._progress = Progress(0, clock.now_s())
         # A daemon: a step that hangs in the device must not keep a process alive that wants to end.
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
 
     @property
     def progress(self) -> Progress:
-        """Any thread may read it."""
+        """The loop's progress; any thread may read it."""
         return self._progress
 
     @property
@@ -144,18 +149,29 @@ class StepLoop(Generic[CommandT, EventT]):
 
     @property
     def thread_id(self) -> int | None:
-        """None before the start."""
+        """The step thread's id, or None before the start."""
         return self._thread.ident
 
     def start(self) -> None:
         self._thread.start()
 
     def post(self, command: CommandT) -> None:
-        """Any thread may call it; never blocks. What is posted after the end is not looked at any more."""
+        """Put a command into the inbox. Any thread may call it; it never blocks. Commands posted after the end are
+        ignored."""
         self._inbox.put(command)
 
+    async def ask(self, question: Question[AnswerT]) -> AnswerT:
+        """Post a question and return its answer. Runs on the event loop, which must pass every tuple of events through
+        `settle`. Raises the error with which the scheduler refuses it, and Unavailable when the loop ends before."""
+        return await self._questions.ask(question)
+
+    def settle(self, events: tuple[EventT, ...]) -> tuple[EventT, ...]:
+        """Give the answers among these events to the callers of `ask` and return the other events. Runs on the event
+        loop."""
+        return self._questions.settle(events)
+
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """Ends the loop after the step that is running. False: it is still running after `timeout_s`."""
+        """End the loop after the running step. Returns False if it still runs after `timeout_s`."""
         self._inbox.put(_Stop.STOP)
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
@@ -167,11 +183,14 @@ class StepLoop(Generic[CommandT, EventT]):
             while self._take_commands(wait_s):
                 wait_s = self._turn()
             self._let_go()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the thread is over and somebody must know
+        except Exception as error:  # noqa: BLE001 - any error ends the thread, and the worker must know
             self._on_fatal(error)
+        finally:
+            self._questions.end()
 
     def _take_commands(self, wait_s: float | None) -> bool:
-        """Applies everything in the inbox; waits so long for the first (None: for ever). False: it is time to stop."""
+        """Apply all commands of the inbox; wait up to `wait_s` for the first (None: without limit). Returns False when
+        it is time to stop."""
         try:
             command = self._next_command(wait_s)
             while not isinstance(command, _Stop):
@@ -182,7 +201,7 @@ class StepLoop(Generic[CommandT, EventT]):
         return False
 
     def _take_commands_under_way(self, ahead: PlanningAhead[CommandT, EventT]) -> bool:
-        """Applies everything in the inbox that need not wait for the step that runs. False: something does."""
+        """Apply the commands that need not wait for the running step. Returns False if one must wait."""
         try:
             while self._kept is None:
                 command = self._inbox.get_nowait()
@@ -195,14 +214,14 @@ class StepLoop(Generic[CommandT, EventT]):
         return False
 
     def _next_command(self, wait_s: float | None) -> CommandT | _Stop:
-        """Raises Empty."""
+        """Return the next command. Raises Empty."""
         kept, self._kept = self._kept, None
         if kept is not None:
             return kept
         return self._inbox.get(timeout=wait_s) if wait_s != 0.0 else self._inbox.get_nowait()
 
     def _turn(self) -> float | None:
-        """One step if there is one to compute. Answers how long the loop may sleep; 0: not at all."""
+        """Compute one step if there is one. Returns how long the loop may sleep, or 0."""
         now_s = self._clock.now_s()
         events, deadline_s = self._scheduler.reap(now_s)
         self._hand_over(events)
@@ -215,18 +234,18 @@ class StepLoop(Generic[CommandT, EventT]):
         return None if deadline_s is None else max(0.0, deadline_s - now_s)
 
     def _step(self, plan: StepPlan, now_s: float) -> None:
-        """And those that are planned behind it without a gap."""
+        """Compute this step and those planned behind it without a gap."""
         self._begin(plan, now_s)
-        flight: Flight | None = self._launch(plan)
-        while flight is not None:
-            following = self._launch_behind(flight)
+        in_flight: StepInFlight | None = self._launch(plan)
+        while in_flight is not None:
+            following = self._launch_behind(in_flight)
             self._let_go()
-            flight = self._land(flight, following)
+            in_flight = self._land(in_flight, following)
 
-    def _launch_behind(self, flight: Flight) -> Flight | None:
-        """The next step, while this one runs. None: its end has to be known first."""
+    def _launch_behind(self, in_flight: StepInFlight) -> StepInFlight | None:
+        """Launch the next step while this one runs. Returns None if this one must end first."""
         ahead = self._ahead
-        if ahead is None or not flight.can_feed or not ahead.may_plan_ahead:
+        if ahead is None or not in_flight.can_feed or not ahead.may_plan_ahead:
             return None
         if not self._take_commands_under_way(ahead):
             return None
@@ -236,27 +255,28 @@ class StepLoop(Generic[CommandT, EventT]):
         self._hand_over(events)
         return None if plan is None else self._launch(plan)
 
-    def _launch(self, plan: StepPlan) -> Flight:
-        return Flight(plan, _tried(lambda: self._launcher.launch(plan)))
+    def _launch(self, plan: StepPlan) -> StepInFlight:
+        return StepInFlight(plan, _tried(lambda: self._launcher.launch(plan)))
 
-    def _land(self, flight: Flight, following: Flight | None) -> Flight | None:
-        """Waits for its end, and for that of what was launched behind it, if it fails: nothing is planned behind that.
-        Answers what is under way then."""
-        is_well = self._end(flight, following)
+    def _land(self, in_flight: StepInFlight, following: StepInFlight | None) -> StepInFlight | None:
+        """Wait for a step to end and return the step then running. If it failed, the step launched behind it is waited
+        for too, since no step is planned behind that one."""
+        is_well = self._end(in_flight, following)
         if following is None or is_well:
             return following
         self._end(following, None)
         return None
 
-    def _end(self, flight: Flight, following: Flight | None) -> bool:
-        """`following` is the one that runs from then on. False: it failed."""
-        launched = flight.launched
+    def _end(self, in_flight: StepInFlight, following: StepInFlight | None) -> bool:
+        """Wait for a step and record its outcome; `following` is the step that runs after it. Returns False if the step
+        failed."""
+        launched = in_flight.launched
         result = launched if isinstance(launched, Exception) else _tried(launched.result)
         if isinstance(result, Exception):
             self._on_error(result)
-            events = self._scheduler.fail(flight.plan, result, self._clock.now_s())
+            events = self._scheduler.fail(in_flight.plan, result, self._clock.now_s())
         else:
-            events = self._scheduler.complete(flight.plan, result, self._clock.now_s())
+            events = self._scheduler.complete(in_flight.plan, result, self._clock.now_s())
         self._hand_over(events)
         before, ended_s = self._progress, self._clock.now_s()
         assert before.busy_since_s is not None

@@ -1,7 +1,9 @@
-"""The exporter: gives out tickets for a prefill's KV, offers its blocks as they are sealed, says when they are free.
+"""The exporter: issues tickets for the KV of prefills, offers blocks as they are sealed, and reports when they are
+free.
 
-Lives on the worker's event loop and drives one `export_machine` per ticket. Owns the tickets that are not released and
-the calls of importers. Never touches the block pool: it reads bytes, and calls `release` once per ticket.
+It lives on the worker's event loop and drives one `export_machine` per ticket. It owns the tickets that are not
+released and the calls of importers. It never touches the block pool: it reads bytes, and calls `release` once per
+ticket.
 """
 
 import asyncio
@@ -21,19 +23,15 @@ from cluster.protocol import tickets
 from cluster.protocol.versions import OURS, ProtocolRange
 from cluster.settings.transfer_settings import TransferSettings
 from kvtransfer.counters import TransferCounters
-from kvtransfer.digest.definitions import DEFINITIONS, DigestDefinition, digest_blocks
-from kvtransfer.digest.older_digests import OlderDigests
-from kvtransfer.exporter.attach_rules import AttachRules
-from kvtransfer.exporter.export_call import ExportCall
-from kvtransfer.exporter.ticket_export import TicketExport
+from kvtransfer.digests import KNOWN_DIGESTS, VerifyMode, digest_blocks
+from kvtransfer.exporter.ticket_driver import AttachRules, IncomingCall, TicketDriver
 from kvtransfer.protocol import export_machine as machine
 from kvtransfer.protocol.handoff import FirstToken as FirstToken
 from kvtransfer.protocol.handoff import RemoteBlock, Renew, Settle, Tail
 from kvtransfer.protocol.leases import LeasePolicy
-from kvtransfer.protocol.verification import VerifyMode
 from kvtransfer.transports.base import ExporterTransport
 from kvtransfer.wire.wire_format import WireFormat
-from tandem.v1 import kv_pb2
+from tandem.internal.v1 import kv_pb2
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,12 +39,12 @@ _LOG = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class IssuedTicket:
     ticket_id: bytes
-    signed: bytes  # a serialized tandem.v1.SignedTicket
+    signed: bytes  # a serialized tandem.internal.v1.SignedTicket
 
 
 @dataclass(frozen=True, slots=True)
 class TailBlock:
-    """The last, partly filled block, frozen, unused positions zeroed."""
+    """The last, partly filled block. It does not change any more, and its unused positions are zero."""
 
     block_id: int
     num_valid: int
@@ -55,7 +53,7 @@ class TailBlock:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """Blocks that wait for their digests, and what the ticket's machine hears then."""
+    """Blocks that wait for their digests, and the event for the ticket's machine that follows."""
 
     ticket_id: bytes
     block_ids: tuple[int, ...]
@@ -64,13 +62,13 @@ class _Written:
 
 
 class Exporter:
-    """All methods are for the event loop's thread; none but `start` and `close` waits."""
+    """Call all methods on the event loop's thread. Only `start` and `close` wait."""
 
     def __init__(
         self,
         *,
         member: MemberId,
-        address: str,  # of the gRPC server that carries KvTransferServicer
+        address: str,  # of the gRPC server with KvTransferServicer
         wire: WireFormat,
         layout: LayoutFingerprint,
         key: bytes,
@@ -81,7 +79,7 @@ class Exporter:
         counters: TransferCounters,
         wall_clock: Callable[[], float] = time.time,
         protocol: ProtocolRange = OURS,
-        digests: Sequence[DigestDefinition] = DEFINITIONS,  # best first; blocks are sealed with the first
+        digests: Sequence[str] = KNOWN_DIGESTS,  # the definitions that it offers, best first
     ) -> None:
         self._member, self._address = member, address
         self._wire = wire
@@ -100,42 +98,41 @@ class Exporter:
             protocol=protocol,
             digests=digests,
         )
-        self._tickets: dict[bytes, TicketExport] = {}
-        self._calls: dict[ExportCall, TicketExport | None] = {}  # None: nothing was attached to yet
+        self._tickets: dict[bytes, TicketDriver] = {}
+        self._calls: dict[IncomingCall, TicketDriver | None] = {}  # None: not attached yet
         self._next_call = 0
         self._written: deque[_Written] = deque()
         self._is_digesting = False
         # One thread: digests leave in the order in which blocks were sealed.
         self._digester = ThreadPoolExecutor(1, "kv-digest")
-        self._definition = digests[0]
-        self._older_digests = OlderDigests(wire.memory, self._definition, self._digester)
 
     @property
     def num_live_tickets(self) -> int:
-        """Issued and not yet released: what a drain waits for."""
+        """Return the number of tickets that were issued and not yet released. A drain waits until it is 0."""
         return len(self._tickets)
 
     def owners(self) -> Iterator[str]:
-        """Holders of blocks that live here."""
+        """Return the holders of blocks that this object tracks."""
         return map(holders.ticket, self._tickets)
 
     async def start(self) -> None:
-        """Opens the transports. Raises OSError. What digests need once (kernels, matrices) is made now: it takes longer
-        than many a hand-off."""
+        """Start the transports. Raises OSError.
+
+        It also prepares what digests need once (kernels, matrices), which takes longer than a short hand-off."""
         for transport in self._transports:
             await transport.start()
         await asyncio.get_running_loop().run_in_executor(self._digester, self._prepare, (0,))
 
-    def leave(self) -> None:
-        """Before the server ends: nobody need wait for calls on which no hand-off has begun."""
+    def end_idle_calls(self) -> None:
+        """End the calls on which no hand-off has begun, so that the server does not wait for them when it stops."""
         for call in tuple(self._calls):
             if call.attached is None:
                 call.end()
 
     async def close(self) -> None:
-        """Ends every hand-off and releases every ticket."""
+        """End every hand-off and release every ticket."""
         for export in tuple(self._tickets.values()):
-            export.take(machine.Fail(HandOffReason.CANCELLED, "the exporter is leaving"))
+            export.apply(machine.Fail(HandOffReason.CANCELLED, "the exporter is shutting down"))
         for call in tuple(self._calls):
             call.end()
             self.end_call(call)
@@ -156,7 +153,7 @@ class Exporter:
         num_choices: int,
         ticket_id: bytes | None = None,  # None: a random one
     ) -> IssuedTicket:
-        """A ticket for a prefill that is queued; nothing of it need be computed yet."""
+        """Issue a ticket for a queued prefill. Nothing needs to be computed yet."""
         ticket = Ticket(
             ticket_id=ticket_id or secrets.token_bytes(tickets.TICKET_ID_BYTES),
             exporter=self._member,
@@ -170,7 +167,7 @@ class Exporter:
             expires_at_s=self._wall_clock() + self._settings.attach_timeout_s + self._settings.max_lease_s,
         )
         assert ticket.ticket_id not in self._tickets, "a ticket id used again"
-        self._tickets[ticket.ticket_id] = TicketExport(
+        self._tickets[ticket.ticket_id] = TicketDriver(
             ticket=ticket, policy=self._policy, clock=self._clock, counters=self._counters, released=self._on_released
         )
         return IssuedTicket(ticket.ticket_id, tickets.sign(ticket, self._key))
@@ -178,8 +175,9 @@ class Exporter:
     def seal(
         self, ticket_id: bytes, *, first_index: int, block_ids: Sequence[int], unverified: Set[int] = frozenset()
     ) -> None:
-        """These are written and will not change; first_index counts in the ticket's order. `unverified`: those among
-        them that came from another worker, and were not verified."""
+        """Offer blocks that are written and will not change. `first_index` counts in the ticket's order.
+
+        `unverified` are those among them that came from another worker and were not verified."""
         self._after_digests(
             _Written(
                 ticket_id,
@@ -197,7 +195,7 @@ class Exporter:
         tail: TailBlock | None,
         ended_s: float | None = None,  # when the last step ended, by this exporter's clock; None: now
     ) -> None:
-        """Prefill is done; comes after its last `seal`."""
+        """Announce that the prefill is done. Call it after the last `seal` of the ticket."""
 
         export = self._tickets.get(ticket_id)
         if export is None:
@@ -214,33 +212,34 @@ class Exporter:
         self._after_digests(_Written(ticket_id, block_ids, unverified, finished))
 
     def fail(self, ticket_id: bytes, *, reason: HandOffReason, detail: str) -> None:
-        """Prefill will not finish: whoever attached is told; the blocks are released as soon as nobody reads them."""
+        """Announce that the prefill will not finish. Attached importers are told; blocks are released when their leases
+        end."""
         export = self._tickets.get(ticket_id)
         if export is not None:
-            export.take(machine.Fail(reason, detail))
+            export.apply(machine.Fail(reason, detail))
 
     def expect_soon(self, ticket_id: bytes) -> None:
-        """The router that was given the ticket has heard all, or is gone: whoever will come has been told, and comes
-        within a lease. After that nobody can attach; who has by then is not disturbed."""
+        """Close the ticket to new importers one lease (`lease_s`) from now. Attached importers are not affected.
+
+        Call it when the router that received the ticket has its result or is gone: every importer that will come
+        attaches within a lease."""
         if ticket_id in self._tickets:
             asyncio.get_running_loop().call_later(self._settings.lease_s, self._withdraw_unattached, ticket_id)
 
     def reap(self) -> None:
-        """Ends what is past its deadline. Happens by itself in time; a test with its own clock calls it."""
+        """End everything that is past its deadline. Timers do this; a test with a manual clock calls it."""
         for export in tuple(self._tickets.values()):
-            export.take(machine.Tick())
+            export.apply(machine.Tick())
 
-    def open_call(self, importer: str) -> ExportCall:
-        """A HandOff stream has begun. `importer` is who its metadata says it is."""
+    def start_call(self, importer: str) -> IncomingCall:
+        """Start serving a HandOff stream. `importer` is the member that the call's metadata names."""
         self._next_call += 1
-        call = ExportCall(
-            number=self._next_call, importer=importer, counters=self._counters, older_digests=self._older_digests
-        )
+        call = IncomingCall(number=self._next_call, importer=importer, counters=self._counters)
         self._calls[call] = None
         return call
 
-    def attach(self, call: ExportCall, message: kv_pb2.Attach) -> None:
-        """The first message of a call: a refusal by name, or the ticket's machine takes over."""
+    def attach(self, call: IncomingCall, message: kv_pb2.Attach) -> None:
+        """Handle the first message of a call: refuse it with a reason, or pass it to the ticket's machine."""
         try:
             accepted = self._rules.check(message, importer=call.importer, wall_s=self._wall_clock())
             export = self._tickets.get(accepted.ticket.ticket_id)
@@ -252,14 +251,14 @@ class Exporter:
             self._calls[call] = export
             export.attach(call, accepted)
 
-    def hear(self, call: ExportCall, message: Renew | Settle) -> None:
-        """What follows the first message of a call; `attach` had accepted that."""
+    def receive(self, call: IncomingCall, message: Renew | Settle) -> None:
+        """Handle a later message of a call whose Attach was accepted."""
         export = self._calls.get(call)
         if export is not None:  # else the exporter has closed
-            export.hear(call, message)
+            export.receive(call, message)
 
-    def end_call(self, call: ExportCall) -> None:
-        """The stream is gone, by whichever side."""
+    def end_call(self, call: IncomingCall) -> None:
+        """Handle the end of a stream, whichever side ended it."""
         export = self._calls.pop(call, None)
         if export is not None:
             export.call_ended(call)
@@ -267,23 +266,23 @@ class Exporter:
     def _withdraw_unattached(self, ticket_id: bytes) -> None:
         export = self._tickets.get(ticket_id)
         if export is not None and not export.was_attached:
-            export.take(machine.Fail(HandOffReason.TICKET_EXPIRED, "nobody came for it"))
+            export.apply(machine.Fail(HandOffReason.TICKET_EXPIRED, "no importer attached in time"))
 
-    def _on_released(self, export: TicketExport) -> None:
+    def _on_released(self, export: TicketDriver) -> None:
         del self._tickets[export.ticket.ticket_id]
         self._release(export.ticket.ticket_id)
 
     def _after_digests(self, written: _Written) -> None:
-        """Feeds the event to the ticket's machine when the blocks' digests are known, in the order of the calls."""
+        """Apply the event to the ticket's machine when the blocks' digests are known, in the order of the calls."""
         if written.ticket_id not in self._tickets:
-            return  # released meanwhile: nobody wants to know
+            return  # it was released meanwhile
         self._written.append(written)
         if not self._is_digesting:
             self._is_digesting = True
-            asyncio.get_running_loop().call_soon(self._digest_next)  # with what else the same step has written
+            asyncio.get_running_loop().call_soon(self._digest_next)  # together with the other blocks of the same step
 
     def _digest_next(self) -> None:
-        """What waits longest, and what follows it of the same ticket: it is digested in one go and leaves together."""
+        """Digest the entry that has waited longest, together with the entries of the same ticket that follow it."""
         if not self._written:
             self._is_digesting = False
             return
@@ -310,12 +309,12 @@ class Exporter:
                 return
             if error is not None:
                 _LOG.error("request %s: digests failed", export.ticket.request_id, exc_info=error)
-                export.take(machine.Fail(HandOffReason.PREFILL_FAILED, "the exporter could not read its blocks"))
+                export.apply(machine.Fail(HandOffReason.PREFILL_FAILED, "the exporter could not read its blocks"))
             else:
                 blocks = tuple(
                     RemoteBlock(block_id, next(left), block_id in written.unverified) for block_id in written.block_ids
                 )
-                export.take(written.event(blocks))
+                export.apply(written.event(blocks))
 
     async def _prepare_here(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
         return self._prepare(block_ids)
@@ -324,8 +323,10 @@ class Exporter:
         return await asyncio.wrap_future(self._digester.submit(self._prepare, block_ids))
 
     def _prepare(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
-        """Off the event loop, unless it is short: what travels, and its digests; empty ones where none are computed."""
+        """Encode the blocks and return their digests, empty ones with --kv-verify off.
+
+        It runs on the digest thread unless the blocks are few."""
         self._wire.encode(block_ids)
         if self._settings.kv_verify == VerifyMode.OFF:
             return (b"",) * len(block_ids)
-        return digest_blocks(self._wire.memory, block_ids, self._definition)
+        return digest_blocks(self._wire.memory, block_ids)

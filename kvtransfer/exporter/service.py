@@ -1,31 +1,111 @@
-"""The gRPC face of the exporter: one HandOff call is one hand-off, one OpenProbe opens a measurement. Owns nothing that
-outlives a call."""
+"""The gRPC service of the exporter: HandOff, OpenLinkCheck and LeasePrefix.
+
+One HandOff call is one hand-off. LeasePrefix leases blocks that this worker's prefix cache holds to another worker,
+under a ticket of its own. Such a ticket is complete at once: it has sealed blocks only, no tail and no choices.
+"""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Protocol
 
 import grpc
 
-from cluster.errors import HandOffReason, InvalidRequest, MalformedMessage, Unavailable
+from cluster import holders
+from cluster.errors import HandOffReason, InvalidRequest, MalformedMessage, Overloaded, Unavailable
+from cluster.protocol import tickets, wire
+from cluster.protocol.hashing import split_hashes
 from cluster.protocol.received import checked
-from kvtransfer.exporter.export_call import ExportCall
 from kvtransfer.exporter.exporter import Exporter
-from kvtransfer.exporter.prefix_offers import PrefixOffers
-from kvtransfer.probe.opening import ProbeOpening
+from kvtransfer.exporter.link_check_access import LinkCheckAccess
+from kvtransfer.exporter.ticket_driver import IncomingCall
 from kvtransfer.wire.handoff_wire import IMPORTER_METADATA, renew_or_settle_from_wire
-from tandem.v1 import kv_pb2, kv_pb2_grpc
+from tandem.internal.v1 import kv_pb2, kv_pb2_grpc
 
 _LOG = logging.getLogger(__name__)
-ATTACH_S = 10.0  # an importer attaches as it calls: one that does not holds nothing here for longer
+_MAX_LOOKUPS = 64  # questions to the step thread at once; each names at most MAX_PREFIX_BLOCKS blocks, 1 MiB
+ATTACH_S = 10.0  # an importer attaches as it calls; a call that has not attached by then is refused
+
+
+class Leased(Protocol):
+    """Leading blocks of a chain that are leased to a ticket."""
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """Empty when too few blocks are cached."""
+        ...
+
+    @property
+    def unverified(self) -> frozenset[int]:
+        """Of these, the blocks that came from another worker and were not verified."""
+        ...
+
+
+class LeaseCachedPrefix(Protocol):
+    async def __call__(self, ticket_id: bytes, block_hashes: tuple[bytes, ...], min_blocks: int) -> Leased:
+        """Ask the step thread to lease the cached leading blocks of this chain. `release` must follow, even if this is
+        cancelled, unless the exporter issues the ticket."""
+        ...
+
+
+class PrefixLeases:
+    def __init__(
+        self, *, exporter: Exporter, block_size: int, lease: LeaseCachedPrefix, release: Callable[[bytes], None]
+    ) -> None:
+        """`release` ends the leases of a ticket that was never issued."""
+        self._exporter = exporter
+        self._block_size = block_size
+        self._lease = lease
+        self._release = release
+        self._leasing: set[bytes] = set()  # tickets that are not issued yet
+
+    def owners(self) -> Iterator[str]:
+        """Return the holders of blocks that this object tracks."""
+        return map(holders.ticket, self._leasing)
+
+    async def lease(self, request: kv_pb2.LeasePrefixRequest) -> kv_pb2.LeasePrefixResponse:
+        """Lease what is cached of the chain and issue a ticket for it. Raises MalformedMessage, Overloaded."""
+        checked(request)
+        if len(self._leasing) >= _MAX_LOOKUPS:
+            raise Overloaded(
+                f"this worker looks up {_MAX_LOOKUPS} prefixes for other workers, the most it allows at once"
+            )
+        importer = wire.member_from_wire(request.importer)
+        hashes = split_hashes(request.block_hashes)
+        ticket_id = secrets.token_bytes(tickets.TICKET_ID_BYTES)
+        self._leasing.add(ticket_id)
+        try:
+            leased = await self._lease(ticket_id, hashes, max(1, request.min_blocks))
+            if not leased.block_ids:
+                return kv_pb2.LeasePrefixResponse()
+            issued = self._exporter.issue(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                importer=importer,
+                num_tokens=len(leased.block_ids) * self._block_size,
+                prompt_hash=hashes[len(leased.block_ids) - 1],  # it covers all before it
+                num_choices=0,
+                ticket_id=ticket_id,
+            )
+        except BaseException:
+            self._release(ticket_id)
+            raise
+        finally:
+            self._leasing.discard(ticket_id)
+        self._exporter.seal(ticket_id, first_index=0, block_ids=leased.block_ids, unverified=leased.unverified)
+        self._exporter.finish(ticket_id, first_tokens=(), tail=None)
+        self._exporter.expect_soon(ticket_id)  # after a long stop the importer may have given up
+        return kv_pb2.LeasePrefixResponse(ticket=issued.signed, num_blocks=len(leased.block_ids))
 
 
 class KvTransferServicer(kv_pb2_grpc.KvTransferServicer):
     def __init__(
-        self, *, exporter: Exporter, probes: ProbeOpening | None = None, prefixes: PrefixOffers | None = None
+        self, *, exporter: Exporter, link_checks: LinkCheckAccess | None = None, prefixes: PrefixLeases | None = None
     ) -> None:
-        """`probes` None: nobody may measure here. `prefixes` None: none are kept here."""
-        self._exporter, self._probes, self._prefixes = exporter, probes, prefixes
+        """Create the service. Without `link_checks`, no worker may measure its link to this one. Without
+        `prefixes`, no prefix is leased."""
+        self._exporter, self._link_checks, self._prefixes = exporter, link_checks, prefixes
 
     async def HandOff(
         self,
@@ -33,7 +113,7 @@ class KvTransferServicer(kv_pb2_grpc.KvTransferServicer):
         context: grpc.aio.ServicerContext[kv_pb2.ImporterMessage, kv_pb2.ExporterMessage],
     ) -> AsyncIterator[kv_pb2.ExporterMessage]:
         metadata = dict(context.invocation_metadata() or ())
-        call = self._exporter.open_call(importer=str(metadata.get(IMPORTER_METADATA, "")))
+        call = self._exporter.start_call(importer=str(metadata.get(IMPORTER_METADATA, "")))
         reader = asyncio.create_task(self._read(request_iterator, call), name=f"hand-off {call.number}")
         late = asyncio.get_running_loop().call_later(ATTACH_S, _refuse_unattached, call)
         try:
@@ -47,26 +127,26 @@ class KvTransferServicer(kv_pb2_grpc.KvTransferServicer):
             if not reader.cancelled() and reader.exception() is not None:
                 _LOG.error("hand-off %d of %s", call.number, call.importer, exc_info=reader.exception())
 
-    async def OpenProbe(
+    async def OpenLinkCheck(
         self,
-        request: kv_pb2.OpenProbeRequest,
-        context: grpc.aio.ServicerContext[kv_pb2.OpenProbeRequest, kv_pb2.OpenProbeResponse],
-    ) -> kv_pb2.OpenProbeResponse:
-        if self._probes is None:
-            raise Unavailable("nobody may measure here")
-        return self._probes.open(request)
+        request: kv_pb2.OpenLinkCheckRequest,
+        context: grpc.aio.ServicerContext[kv_pb2.OpenLinkCheckRequest, kv_pb2.OpenLinkCheckResponse],
+    ) -> kv_pb2.OpenLinkCheckResponse:
+        if self._link_checks is None:
+            raise Unavailable("this worker does not offer link checks")
+        return self._link_checks.start(request)
 
-    async def OfferPrefix(
+    async def LeasePrefix(
         self,
-        request: kv_pb2.OfferPrefixRequest,
-        context: grpc.aio.ServicerContext[kv_pb2.OfferPrefixRequest, kv_pb2.OfferPrefixResponse],
-    ) -> kv_pb2.OfferPrefixResponse:
-        return kv_pb2.OfferPrefixResponse() if self._prefixes is None else await self._prefixes.offer(request)
+        request: kv_pb2.LeasePrefixRequest,
+        context: grpc.aio.ServicerContext[kv_pb2.LeasePrefixRequest, kv_pb2.LeasePrefixResponse],
+    ) -> kv_pb2.LeasePrefixResponse:
+        return kv_pb2.LeasePrefixResponse() if self._prefixes is None else await self._prefixes.lease(request)
 
-    async def _read(self, messages: AsyncIterator[kv_pb2.ImporterMessage], call: ExportCall) -> None:
+    async def _read(self, messages: AsyncIterator[kv_pb2.ImporterMessage], call: IncomingCall) -> None:
         try:
             async for message in messages:
-                self._hear(call, message)
+                self._receive(call, message)
         except MalformedMessage as error:
             call.refuse(HandOffReason.MALFORMED_MESSAGE, error.message)
         except (InvalidRequest, ValueError) as error:
@@ -74,8 +154,8 @@ class KvTransferServicer(kv_pb2_grpc.KvTransferServicer):
         finally:
             call.end()  # the importer speaks no more: a call without its Settle ends as failed
 
-    def _hear(self, call: ExportCall, message: kv_pb2.ImporterMessage) -> None:
-        """Raises MalformedMessage; InvalidRequest, ValueError for what may not come, or not here."""
+    def _receive(self, call: IncomingCall, message: kv_pb2.ImporterMessage) -> None:
+        """Handle one message. Raises MalformedMessage; InvalidRequest or ValueError for one that may not come here."""
         checked(message)
         if message.WhichOneof("message") == "attach":
             if call.attached is None:
@@ -83,9 +163,9 @@ class KvTransferServicer(kv_pb2_grpc.KvTransferServicer):
         elif call.attached is None:
             raise ValueError("a hand-off begins with Attach")
         elif message.WhichOneof("message") is not None:  # else of a kind that only newer versions know
-            self._exporter.hear(call, renew_or_settle_from_wire(message, call.attached.ticket.epoch))
+            self._exporter.receive(call, renew_or_settle_from_wire(message, call.attached.ticket.epoch))
 
 
-def _refuse_unattached(call: ExportCall) -> None:
+def _refuse_unattached(call: IncomingCall) -> None:
     if call.attached is None:
         call.refuse(HandOffReason.PROTOCOL, f"nothing was attached to within {ATTACH_S:g} s")

@@ -1,7 +1,8 @@
-"""The importer: carries one ticket's blocks into the local pool, verified, or says by name why not.
+"""The importer: moves one ticket's blocks into the local pool and verifies them, or fails with a named reason.
 
-Lives on the worker's event loop. Owns the hand-offs in progress, and those that have given their answer but not yet
-been proven quiet. Never owns blocks: it asks a BlockSource for them and says when nobody writes to them.
+It lives on the worker's event loop. It owns the hand-offs in progress and those that have their result but may still
+write to the pool. It never owns blocks: it asks a BlockSource for them and reports when nothing writes to them any
+more.
 """
 
 import asyncio
@@ -21,16 +22,14 @@ from cluster.protocol.versions import OURS, ProtocolRange
 from cluster.serving.serving import open_channel
 from cluster.settings.transfer_settings import TransferSettings
 from kvtransfer.counters import TransferCounters
-from kvtransfer.digest.definitions import DEFINITIONS, DigestDefinition
-from kvtransfer.importer.block_source import BlockSource as BlockSource
-from kvtransfer.importer.exporter_channels import ExporterChannels
-from kvtransfer.importer.import_call import CallMeans
-from kvtransfer.importer.import_run import Admitted, ImportMeans, ImportRun
-from kvtransfer.importer.pairs import PairBook
-from kvtransfer.importer.ready_calls import READY_S, ReadyCalls
+from kvtransfer.digests import KNOWN_DIGESTS, VerifyMode
+from kvtransfer.importer.calls import READY_S, CallPool, CallSettings, GrpcChannelPool
+from kvtransfer.importer.handoff_driver import HandOffContext, HandOffDriver
+from kvtransfer.importer.handoff_driver import ImportedBlocks as ImportedBlocks
+from kvtransfer.importer.links import LinkTable
+from kvtransfer.memory import BlockSource as BlockSource
 from kvtransfer.protocol.handoff import FirstToken as FirstToken
-from kvtransfer.protocol.import_machine import ImportPlan
-from kvtransfer.protocol.verification import VerifyMode
+from kvtransfer.protocol.import_machine import HandOffPlan
 from kvtransfer.transports.base import ImporterTransport
 from kvtransfer.wire.wire_format import WireFormat
 
@@ -38,29 +37,13 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """What the request itself says about the KV it is to receive; a ticket that differs is refused."""
+class ExpectedPrompt:
+    """What the request says about the KV that it is to receive. A ticket that differs is refused."""
 
     num_tokens: int
     prompt_hash: bytes
     num_choices: int
     vocab_size: int = 1 << 31  # first tokens are below it
-
-
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """Read, verified as --kv-verify says, and settled: the reserved blocks belong to the caller now."""
-
-    sealed_block_ids: tuple[int, ...]  # in the prompt's order, shared by all choices
-    tail_block_ids: tuple[int, ...]  # one per choice; empty when the prompt ends on a block boundary. Those of choices
-    # that ended with their first token hold nothing
-    first_tokens: tuple[FirstToken, ...]  # one per choice
-    transport: str
-    num_cached: int  # leading sealed blocks that the pool had already; they were not read
-    kv_bytes: int  # read over the transport, and verified as --kv-verify says
-    exposed_transfer_s: float  # from the end of the prefill's last step to settled
-    total_s: float
-    unverified_block_ids: frozenset[int] = frozenset()  # taken as they came, here or at a worker before
 
 
 class Importer:
@@ -77,16 +60,16 @@ class Importer:
         clock: Clock,
         counters: TransferCounters,
         connect: Callable[[str], grpc.aio.Channel] = open_channel,  # to an exporter's address
-        pairs: PairBook | None = None,  # None: one of its own
-        unhealthy: Callable[[str], None] = _LOG.critical,  # blocks that only a restart of the process gives back
+        links: LinkTable | None = None,  # None: one of its own
+        unhealthy: Callable[[str], None] = _LOG.critical,  # reports blocks that only a restart of the process frees
         protocol: ProtocolRange = OURS,
-        digests: Sequence[DigestDefinition] = DEFINITIONS,  # that it can compute
+        digests: Sequence[str] = KNOWN_DIGESTS,  # that it can compute
     ) -> None:
         self._member, self._block_size, self._key, self._settings = member, block_size, key, settings
         self._counters = counters
-        self._channels = ExporterChannels(connect)
-        self._calls = ReadyCalls(
-            CallMeans(
+        self._channels = GrpcChannelPool(connect)
+        self._calls = CallPool(
+            CallSettings(
                 channels=self._channels,
                 importer=str(member),
                 timeout_s=READY_S + settings.attach_timeout_s + settings.max_lease_s + settings.lease_s,
@@ -94,12 +77,12 @@ class Importer:
             )
         )
         self._verifier = ThreadPoolExecutor(1, "kv-verify")
-        self._means = ImportMeans(
+        self._context = HandOffContext(
             wire=wire,
             layout=layout,
             transports={transport.name: transport for transport in transports},
             verify=VerifyMode(settings.kv_verify),
-            pairs=pairs or PairBook([transport.name for transport in transports]),
+            links=links or LinkTable([transport.name for transport in transports]),
             calls=self._calls,
             verifier=self._verifier,
             clock=clock,
@@ -108,29 +91,32 @@ class Importer:
             protocol=protocol,
             digests=tuple(digests),
         )
-        self._runs: dict[asyncio.Task[None], ImportRun] = {}  # by the task that waits for its end
+        self._runs: dict[asyncio.Task[None], HandOffDriver] = {}  # by the task that waits for its end
 
     @property
     def num_live(self) -> int:
-        """Hand-offs that go on, or have given their answer but may still write to the pool."""
+        """Return the number of hand-offs that are in progress or may still write to the pool."""
         return len(self._runs)
 
     def owners(self) -> Iterator[str]:
-        """Holders of blocks that live here."""
+        """Return the holders of blocks that this object tracks."""
         return (holders.hand_off(run.handoff_id) for run in self._runs.values())
 
     async def import_blocks(
-        self, *, handoff_id: int, signed_ticket: bytes, expected: Expected, blocks: BlockSource
-    ) -> Imported:
-        """Raises HandOffFailed; then nothing is reserved any more, and what a reader may still touch is quarantined.
-        Cancelling the awaiting task settles as unneeded and gives everything back before CancelledError goes on."""
+        self, *, handoff_id: int, signed_ticket: bytes, expected: ExpectedPrompt, blocks: BlockSource
+    ) -> ImportedBlocks:
+        """Import a ticket's blocks.
+
+        Raises HandOffFailed; then nothing is reserved any more, and blocks that a read may still write to are in
+        quarantine. Cancelling the caller settles the hand-off as unneeded and returns its blocks before CancelledError
+        is raised."""
         try:
             ticket = self._checked(signed_ticket, expected)
         except HandOffFailed as error:
             self._counters.handoff(side="importer", transport="", outcome="refused", reason=error.handoff_reason)
             raise
-        run = ImportRun(
-            means=self._means,
+        run = HandOffDriver(
+            context=self._context,
             ticket=ticket,
             signed_ticket=signed_ticket,
             plan=self._plan(ticket, expected.vocab_size),
@@ -141,19 +127,20 @@ class Importer:
         self._runs[waiter] = run
         waiter.add_done_callback(self._runs.pop)
         try:
-            return _imported(await run.answer)
+            return await run.answer
         except BaseException:
             run.cancel()  # nothing, where it has ended
-            if run.was_admitted:  # in the same turn of the loop, but no caller will see it
+            if run.was_delivered:  # in the same turn of the loop; the caller will not receive it
                 blocks.discard(handoff_id, frozenset())
             raise
 
     async def close(self) -> None:
-        """Ends every hand-off by force, then the channels. What is not quiet in time ends with the process."""
+        """End every hand-off, then the channels. A read that does not end within `quarantine_s` ends with the
+        process."""
         runs = dict(self._runs)
         for run in runs.values():
             run.cancel()
-        for transport in self._means.transports.values():
+        for transport in self._context.transports.values():
             await transport.close()
         if runs:
             _, stuck = await asyncio.wait(runs, timeout=self._settings.quarantine_s)
@@ -165,7 +152,7 @@ class Importer:
         await self._channels.close()
         await asyncio.to_thread(self._verifier.shutdown)
 
-    def _checked(self, signed_ticket: bytes, expected: Expected) -> Ticket:
+    def _checked(self, signed_ticket: bytes, expected: ExpectedPrompt) -> Ticket:
         ticket = tickets.verify(signed_ticket, self._key, importer=str(self._member))
         if (ticket.num_tokens, ticket.num_choices) != (expected.num_tokens, expected.num_choices):
             detail = f"{ticket.num_tokens} tokens and {ticket.num_choices} choices in the ticket, "
@@ -175,9 +162,9 @@ class Importer:
             raise HandOffFailed(HandOffReason.PROMPT_MISMATCH, "the ticket is for another prompt")
         return ticket
 
-    def _plan(self, ticket: Ticket, vocab_size: int) -> ImportPlan:
+    def _plan(self, ticket: Ticket, vocab_size: int) -> HandOffPlan:
         settings = self._settings
-        return ImportPlan(
+        return HandOffPlan(
             epoch=ticket.epoch,
             num_sealed=ticket.num_tokens // self._block_size,
             num_choices=ticket.num_choices,
@@ -189,19 +176,5 @@ class Importer:
             quarantine_s=settings.quarantine_s,
             timeout_s=settings.attach_timeout_s + settings.max_lease_s,
             vocab_size=vocab_size,
-            verifies_all=self._means.verify is VerifyMode.ALL,
+            verifies_all=self._context.verify is VerifyMode.ALL,
         )
-
-
-def _imported(admitted: Admitted) -> Imported:
-    return Imported(
-        sealed_block_ids=admitted.admit.sealed_block_ids,
-        tail_block_ids=admitted.admit.tail_block_ids,
-        first_tokens=admitted.admit.first_tokens,
-        transport=admitted.transport,
-        num_cached=admitted.admit.num_cached,
-        kv_bytes=admitted.kv_bytes,
-        exposed_transfer_s=admitted.exposed_transfer_s,
-        total_s=admitted.total_s,
-        unverified_block_ids=admitted.admit.unverified_block_ids,
-    )

@@ -1,28 +1,28 @@
 """The exporter's side of hand-offs, for one ticket with all its attempts. Pure.
 
-Owns what has been offered to whom and when the ticket's blocks are free again: `Release` is given exactly once. Never
-touches blocks, digests or calls; the driver does, and vets an Attach (signature, expiry, addressee, layout, transports)
-before it passes it on.
+It decides what is offered to which importer and when the ticket's blocks are free again: `Release` is given exactly
+once. It never touches blocks, digests or calls. The driver does, and checks an Attach (signature, expiry, addressee,
+layout, transports) before it passes it on.
 
-A call is one HandOff stream. The driver numbers its calls, never reusing a number, and actions name the call they are
-for; one attempt belongs to the first call that attaches with it.
+A call is one HandOff stream. The driver numbers its calls and never reuses a number; actions name their call. An
+attempt belongs to the first call that attaches with it.
 
 Events                                             what it means
     SealBlocks(first_index, blocks)                the prefill wrote these; index counts in the ticket's order
-    Finish(first_tokens, num_tokens, hash, tail)   the prefill is done; comes after its last SealBlocks
-    Fail(reason, detail)                           the prefill will not finish, or nobody wants it: tell who attached
+    Finish(first_tokens, num_tokens, hash, tail)   the prefill is done; comes after its last SealBlocks Fail(reason,
+    detail)                           the prefill will not finish, or is not needed: tell attached importers
     Reissue(attempt)                               the router wants one more attempt; ask `can_reissue` first. It may
-                                                   be another importer's: whose call ends without its Settle, or who
-                                                   settles as failed, leaves the ticket vacant for as long as a lease
+                                                   be another importer's: a call that ends without Settle, or settles
+                                                   as failed, leaves the ticket vacant for `lease_s`
     FromImporter(call, message)                    Attach, Renew or Settle
-    CallEnded(call)                                the stream is gone, by whichever side
+    CallEnded(call)                                the stream has ended
     Tick()                                         give one at `next_deadline_s`, and on every turn of the loop
 Actions                                            what the driver does
     Send(call, message)                            Refused and Settled are the last ones on their call
     Release()                                      blocks are free: no lease is left and none will come
     AttemptEnded(attempt, how, was_valid)          no further read of this epoch; `how`: settled, lapsed or withdrawn
 
-A state is forgotten when `is_over`; whoever comes later finds UNKNOWN_TICKET.
+The driver drops a state when `is_over`; a later importer is refused with UNKNOWN_TICKET.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ from kvtransfer.protocol.handoff import (
     Accepted,
     Attach,
     ExporterMessage,
-    Failed,
+    ExportFailed,
     Finished,
     FirstToken,
     Guards,
@@ -57,7 +57,7 @@ from kvtransfer.protocol.handoff import (
 from kvtransfer.protocol.leases import LeasePhase, LeasePolicy, TicketLeases
 
 
-class ExportPhase(StrEnum):
+class ExporterPhase(StrEnum):
     COMPUTING = "computing"  # queued, or some chunks done
     FINISHED = "finished"
     FAILED = "failed"
@@ -65,10 +65,10 @@ class ExportPhase(StrEnum):
 
 
 _MOVES = {
-    ExportPhase.COMPUTING: {ExportPhase.FINISHED, ExportPhase.FAILED, ExportPhase.RELEASED},
-    ExportPhase.FINISHED: {ExportPhase.RELEASED},
-    ExportPhase.FAILED: {ExportPhase.RELEASED},
-    ExportPhase.RELEASED: set[ExportPhase](),
+    ExporterPhase.COMPUTING: {ExporterPhase.FINISHED, ExporterPhase.FAILED, ExporterPhase.RELEASED},
+    ExporterPhase.FINISHED: {ExporterPhase.RELEASED},
+    ExporterPhase.FAILED: {ExporterPhase.RELEASED},
+    ExporterPhase.RELEASED: set[ExporterPhase](),
 }
 
 
@@ -138,13 +138,13 @@ Action = Send | Release | AttemptEnded
 
 
 @dataclass(frozen=True, slots=True)
-class Export:
+class ExporterState:
     """One ticket. `leases` has an entry per attempt, `calls` one per attempt that has attached."""
 
     exporter: MemberId
     ticket_id: bytes
     leases: TicketLeases
-    phase: ExportPhase = ExportPhase.COMPUTING
+    phase: ExporterPhase = ExporterPhase.COMPUTING
     blocks: tuple[RemoteBlock, ...] = ()
     finish: Finish | None = None
     failure: Fail | None = None
@@ -157,7 +157,7 @@ class Export:
 
     @property
     def is_over(self) -> bool:
-        return self.phase is ExportPhase.RELEASED
+        return self.phase is ExporterPhase.RELEASED
 
     def call_of(self, attempt: int) -> int | None:
         return next((call for known, call in self.calls if known == attempt), None)
@@ -166,17 +166,20 @@ class Export:
         return Epoch(self.exporter, self.ticket_id, attempt)
 
 
-def export(exporter: MemberId, ticket_id: bytes, attempt: int, policy: LeasePolicy) -> Export:
-    """The state of a ticket that was just issued."""
-    return Export(exporter, ticket_id, lease_rules.offer(policy, attempt))
+Step = tuple[ExporterState, tuple[Action, ...]]
 
 
-def can_reissue(state: Export, attempt: int, guards: Guards = GUARDS) -> bool:
-    return state.phase is not ExportPhase.FAILED and lease_rules.can_reissue(state.leases, attempt, guards.leases)
+def export(exporter: MemberId, ticket_id: bytes, attempt: int, policy: LeasePolicy) -> ExporterState:
+    """Return the state of a ticket that was just issued."""
+    return ExporterState(exporter, ticket_id, lease_rules.offer(policy, attempt))
 
 
-def advance(state: Export, event: Event, now_s: float, guards: Guards = GUARDS) -> tuple[Export, tuple[Action, ...]]:
-    """One event. Raises IllegalMove when the driver or the step thread broke the order that the docstring tells."""
+def can_reissue(state: ExporterState, attempt: int, guards: Guards = GUARDS) -> bool:
+    return state.phase is not ExporterPhase.FAILED and lease_rules.can_reissue(state.leases, attempt, guards.leases)
+
+
+def advance(state: ExporterState, event: Event, now_s: float, guards: Guards = GUARDS) -> Step:
+    """Apply one event. Raises IllegalMove if the driver or the step thread broke the order given above."""
     actions: tuple[Action, ...] = ()
     before = state.leases
     match event:
@@ -191,7 +194,7 @@ def advance(state: Export, event: Event, now_s: float, guards: Guards = GUARDS) 
                 raise illegal(state.history, f"reissue {attempt} in {state.phase}")
             state = changed(state, leases=lease_rules.reissue(state.leases, attempt, now_s, guards.leases))
         case FromImporter(call, message):
-            state, actions = _hear(state, call, message, now_s, guards)
+            state, actions = _receive(state, call, message, now_s, guards)
         case CallEnded(call):
             for attempt, known in state.calls:
                 if known == call:
@@ -202,39 +205,39 @@ def advance(state: Export, event: Event, now_s: float, guards: Guards = GUARDS) 
     return _release_if_unpinned(_remember(state, event), actions, guards)
 
 
-def _seal(state: Export, event: SealBlocks, now_s: float) -> tuple[Export, tuple[Action, ...]]:
-    if state.phase in (ExportPhase.RELEASED, ExportPhase.FAILED):  # the step thread had not heard yet
+def _seal(state: ExporterState, event: SealBlocks, now_s: float) -> Step:
+    if state.phase in (ExporterPhase.RELEASED, ExporterPhase.FAILED):  # the step thread had not received that yet
         return state, ()
-    if state.phase is not ExportPhase.COMPUTING or event.first_index != len(state.blocks) or not event.blocks:
+    if state.phase is not ExporterPhase.COMPUTING or event.first_index != len(state.blocks) or not event.blocks:
         raise illegal(state.history, f"{event} with {len(state.blocks)} blocks in {state.phase}")
     state = changed(state, blocks=state.blocks + event.blocks, leases=lease_rules.seal(state.leases, now_s))
     return state, _tell_attached(state, lambda epoch: Sealed(epoch, event.first_index, event.blocks))
 
 
-def _finish(state: Export, event: Finish, now_s: float) -> tuple[Export, tuple[Action, ...]]:
-    if state.phase in (ExportPhase.RELEASED, ExportPhase.FAILED):
+def _finish(state: ExporterState, event: Finish, now_s: float) -> Step:
+    if state.phase in (ExporterPhase.RELEASED, ExporterPhase.FAILED):
         return state, ()
-    state = changed(_to(state, ExportPhase.FINISHED), finish=event, leases=lease_rules.seal(state.leases, now_s))
+    state = changed(_to(state, ExporterPhase.FINISHED), finish=event, leases=lease_rules.seal(state.leases, now_s))
     return state, _tell_attached(state, lambda epoch: _finished(event, epoch))
 
 
-def _fail(state: Export, event: Fail) -> tuple[Export, tuple[Action, ...]]:
-    """Nobody may attach any more. Who has attached is told if the prefill will not finish; what it reads stays pinned
-    until it settles or its lease ends. Without a sealed block there is nothing to pin."""
+def _fail(state: ExporterState, event: Fail) -> Step:
+    """Close the ticket to new importers, and tell attached ones if the prefill will not finish.
+
+    What an attached importer reads stays pinned until it settles or its lease ends. Without a sealed block nothing is
+    pinned."""
     state = changed(state, leases=lease_rules.withdraw(state.leases))
-    if state.phase is not ExportPhase.COMPUTING:
+    if state.phase is not ExporterPhase.COMPUTING:
         return state, ()
-    state = changed(_to(state, ExportPhase.FAILED), failure=event)
-    actions = _tell_attached(state, lambda epoch: Failed(epoch, event.reason, event.detail))
+    state = changed(_to(state, ExporterPhase.FAILED), failure=event)
+    actions = _tell_attached(state, lambda epoch: ExportFailed(epoch, event.reason, event.detail))
     if not state.leases.has_sealed:
         for lease in state.leases.leases:
             state = changed(state, leases=lease_rules.end(state.leases, lease.attempt))
     return state, actions
 
 
-def _hear(
-    state: Export, call: int, message: ImporterMessage, now_s: float, guards: Guards
-) -> tuple[Export, tuple[Action, ...]]:
+def _receive(state: ExporterState, call: int, message: ImporterMessage, now_s: float, guards: Guards) -> Step:
     attempt = message.epoch.attempt
     if not guards.same_epoch(state.epoch(attempt), message.epoch):
         return state, ()
@@ -251,11 +254,11 @@ def _hear(
             return changed(state, leases=leases), (Send(call, Settled(epoch, valid=False)),)
         case Settle(epoch):
             leases, valid = lease_rules.settle(state.leases, attempt, now_s, guards.leases)
-            # Only what is whole can be good: an ok before Finished is a lie.
+            # Only a complete hand-off can be valid: OK before Finished breaks the protocol.
             return changed(state, leases=leases), (Send(call, Settled(epoch, valid and state.finish is not None)),)
 
 
-def _attach(state: Export, call: int, attempt: int, now_s: float, guards: Guards) -> tuple[Export, tuple[Action, ...]]:
+def _attach(state: ExporterState, call: int, attempt: int, now_s: float, guards: Guards) -> Step:
     lease = state.leases.find(attempt)
     if state.call_of(attempt) == call and lease is not None and not guards.leases.attached_once(lease):
         return state, ()  # the same Attach, twice
@@ -274,14 +277,14 @@ def _attach(state: Export, call: int, attempt: int, now_s: float, guards: Guards
     return state, tuple(Send(call, message) for message in messages)
 
 
-def _reap(state: Export, now_s: float, guards: Guards) -> tuple[Export, tuple[Action, ...]]:
+def _reap(state: ExporterState, now_s: float, guards: Guards) -> Step:
     leases, lapsed = lease_rules.reap(state.leases, now_s, guards.leases)
     state = changed(state, leases=leases)
     actions: list[Action] = []
     for attempt in lapsed:
         call = state.call_of(attempt)
         if call is not None:
-            actions.append(Send(call, Failed(state.epoch(attempt), HandOffReason.LEASE_LAPSED)))
+            actions.append(Send(call, ExportFailed(state.epoch(attempt), HandOffReason.LEASE_LAPSED)))
     return state, tuple(actions)
 
 
@@ -294,15 +297,13 @@ def _ended(before: TicketLeases, after: TicketLeases) -> tuple[Action, ...]:
     )
 
 
-def _release_if_unpinned(
-    state: Export, actions: tuple[Action, ...], guards: Guards
-) -> tuple[Export, tuple[Action, ...]]:
-    if state.phase is ExportPhase.RELEASED or guards.leases.pinned_while_leased(state.leases):
+def _release_if_unpinned(state: ExporterState, actions: tuple[Action, ...], guards: Guards) -> Step:
+    if state.phase is ExporterPhase.RELEASED or guards.leases.pinned_while_leased(state.leases):
         return state, actions
-    return _to(state, ExportPhase.RELEASED), (*actions, Release())
+    return _to(state, ExporterPhase.RELEASED), (*actions, Release())
 
 
-def _tell_attached(state: Export, message: Callable[[Epoch], ExporterMessage]) -> tuple[Action, ...]:
+def _tell_attached(state: ExporterState, message: Callable[[Epoch], ExporterMessage]) -> tuple[Action, ...]:
     actions = []
     for attempt, call in state.calls:
         lease = state.leases.find(attempt)
@@ -315,13 +316,13 @@ def _finished(finish: Finish, epoch: Epoch) -> Finished:
     return Finished(epoch, finish.first_tokens, finish.num_tokens, finish.prompt_hash, finish.tail)
 
 
-def _to(state: Export, phase: ExportPhase) -> Export:
+def _to(state: ExporterState, phase: ExporterPhase) -> ExporterState:
     if phase not in _MOVES[state.phase]:
         raise illegal(state.history, f"{state.phase} to {phase}")
     return changed(state, phase=phase)
 
 
-def _remember(state: Export, event: Event) -> Export:
+def _remember(state: ExporterState, event: Event) -> ExporterState:
     if isinstance(event, Tick):
         return state
     name = type(event.message).__name__ if isinstance(event, FromImporter) else type(event).__name__

@@ -1,7 +1,7 @@
-"""Frozen values with some fields changed. Pure.
+"""Copies of frozen values with some fields changed. Pure.
 
-What `dataclasses.replace` does, at two fifths of its price: that goes through `__init__` and looks at every field once
-more. The two machines of a hand-off change their values some forty times while somebody waits for it.
+`changed` does what `dataclasses.replace` does at two fifths of its cost, because it does not run `__init__`. The two
+machines of a hand-off change their values about forty times per hand-off, on the critical path.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,8 @@ Value = TypeVar("Value")
 
 
 def changed(value: Value, **changes: object) -> Value:
-    """Of a dataclass with slots, at least two fields, and nothing that runs after its init."""
+    """Return a copy with these fields changed. The type is a dataclass with slots, two or more fields and no
+    __post_init__."""
     kind: Any = type(value)
     access = _access(kind)
     other: Value = object.__new__(kind)

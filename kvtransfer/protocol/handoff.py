@@ -1,26 +1,26 @@
-"""The words of a hand-off: what importer and exporter say to each other, and the moves that a machine may make. Pure.
+"""The messages of a hand-off between importer and exporter, and the guards that keep it safe. Pure.
 
 The two sides are state machines: `kvtransfer.protocol.export_machine` for one ticket with all its attempts, and
 `kvtransfer.protocol.import_machine` for one attempt. Both are frozen values and a function
 
     advance(state, event, now_s) -> (state, actions)
 
-that never waits, sends, reads or looks at a clock. Drivers perform the actions, in order, and feed back what happens.
-An event of our own that the phase does not allow raises IllegalMove with the history; a message of the peer that it
-does not allow ends the hand-off with HandOffReason.PROTOCOL. Messages carry the epoch: those of another attempt are
-dropped, so are duplicates, and nothing depends on the order in which messages arrive.
+that never waits, sends, reads or uses a clock. Drivers perform the actions in order and feed back the results as
+events. A local event that the phase does not allow raises IllegalMove with the history; such a message from the peer
+ends the hand-off with HandOffReason.PROTOCOL. Messages carry the epoch: those of another attempt are dropped, as are
+duplicates, and nothing depends on the order in which messages arrive.
 
     importer                                         exporter
       Attach                              ->
                                           <-         Accepted | Refused
                                           <-         Sealed        as each chunk completes
       reserves once, reads as blocks are sealed
-      Renew                               ->         now and then, until it settles
-                                          <-         Finished | Failed
+      Renew                               ->         every third of the lease, until it settles
+                                          <-         Finished | ExportFailed
       verifies digests, count and prompt
       Settle{ok | unneeded | failed}      ->
                                           <-         Settled{the lease held throughout}
-      admits only now
+      delivers the blocks only now
 
 `Guards` names every condition that keeps this safe, so that a test can take each away and see what breaks.
 """
@@ -44,11 +44,11 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RemoteBlock:
-    """A written block in the exporter's pool."""
+    """A sealed block in the exporter's pool."""
 
     block_id: int
-    digest: bytes  # empty: its exporter does not compute them
-    is_unverified: bool = False  # its exporter had it from another worker, and did not verify it
+    digest: bytes  # empty: the exporter computes none
+    is_unverified: bool = False  # the exporter received it from another worker and did not verify it
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The last, partly filled block: frozen, unused positions zeroed."""
+    """The last, partly filled block. It does not change any more, and its unused positions are zero."""
 
     block: RemoteBlock
     num_valid: int
@@ -67,7 +67,7 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """The driver has checked signature, expiry, addressee, layout and transports before it lets a machine see this."""
+    """The driver checks signature, expiry, addressee, layout and transports before it passes this to a machine."""
 
     epoch: Epoch
 
@@ -92,7 +92,7 @@ class Accepted:
     epoch: Epoch
     lease_s: float
     max_lease_s: float
-    num_alternatives: int = 0  # further ways to the same blocks; which ones, drivers know
+    num_alternatives: int = 0  # number of further transports; the driver knows which
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class ExportFailed:
     epoch: Epoch
     reason: HandOffReason
     detail: str = ""
@@ -131,13 +131,14 @@ class Settled:
     valid: bool
 
 
-ExporterMessage = Accepted | Refused | Sealed | Finished | Failed | Settled
+ExporterMessage = Accepted | Refused | Sealed | Finished | ExportFailed | Settled
 
 
 @dataclass(frozen=True, slots=True)
 class Guards:
-    """Every condition that keeps a hand-off safe, by name; `leases` has the exporter's. The defaults are the rules;
-    a test passes others, one at a time, and nothing else ever does."""
+    """Every condition that keeps a hand-off safe, by name; `leases` has those of leases.
+
+    The defaults are the rules. Only tests pass other guards, one at a time."""
 
     # of both sides
     same_epoch: Callable[[Epoch, Epoch], bool]
@@ -152,9 +153,9 @@ class Guards:
     cached_left_alone: Callable[[int], int]  # (blocks that the pool shared) -> leading places that are never read into
     tail_needed: Callable[[bool], bool]  # (the choice ended with its first token) -> its tail is read
     all_complete: Callable[[int, int], bool]  # (places that need nothing more, all) -> may settle as ok
-    admitted_when_valid: Callable[[bool], bool]  # (the exporter said: valid) -> may admit
+    delivered_when_valid: Callable[[bool], bool]  # (the exporter answered: valid) -> may deliver
     settled_when_quiet: Callable[[bool], bool]  # (a read is in flight) -> may settle
-    quarantined_in_flight: Callable[[frozenset[int]], frozenset[int]]  # destinations -> those nobody may use yet
+    quarantined_in_flight: Callable[[frozenset[int]], frozenset[int]]  # destinations -> those that may not be used yet
     proof_of_quiet: Callable[[bool], bool]  # (the read completed) -> nothing more is written
     quiet_before_fallback: Callable[[bool], bool]  # (the channel is destroyed) -> may read by another one
     waits_have_deadlines: Callable[[float, float], bool]  # (deadline, now) -> the wait is over
@@ -174,7 +175,7 @@ GUARDS = Guards(
     cached_left_alone=lambda num_cached: num_cached,
     tail_needed=lambda has_ended: not has_ended,
     all_complete=lambda num_complete, num_blocks: num_complete == num_blocks,
-    admitted_when_valid=lambda valid: valid,
+    delivered_when_valid=lambda valid: valid,
     settled_when_quiet=lambda is_reading: not is_reading,
     quarantined_in_flight=lambda destinations: destinations,
     proof_of_quiet=lambda completed: completed,
@@ -185,7 +186,7 @@ GUARDS = Guards(
 
 
 def remembered(history: tuple[str, ...], entry: str) -> tuple[str, ...]:
-    """The history with one more entry; bounded."""
+    """Return the history with one more entry; it is bounded."""
     return (*history[1 - _NUM_REMEMBERED :], entry)
 
 

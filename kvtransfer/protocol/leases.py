@@ -1,7 +1,7 @@
 """Leases on one ticket's blocks: an exporter's promise, per attempt, that they stay pinned. Pure.
 
-Owns when a lease starts, until when it holds, and when the ticket's blocks may be unpinned. Never sends anything, never
-frees anything, and knows no clock but the `now_s` it is given, which is the exporter's monotonic one.
+This module decides when a lease starts, until when it holds, and when the ticket's blocks may be unpinned. It sends and
+frees nothing. Its only clock is the argument `now_s`, the exporter's monotonic time.
 
     OFFERED ----attach----> ATTACHED ----first block sealed----> RUNNING ----settle, end----> SETTLED
        |                       |                                    |
@@ -9,14 +9,18 @@ frees anything, and knows no clock but the `now_s` it is given, which is the exp
        |                                                            +-------deadline-------> LAPSED
        +----attach deadline, withdraw, newer attempt----> WITHDRAWN
 
-- A lease belongs to an attempt. It starts when there is something to pin: at the first sealed block, or at attaching,
-  whichever is later. A ticket nobody attached to has its own deadline, counted from its first block.
+- A lease belongs to an attempt. It starts when there is something to pin: at the first sealed block or when the
+importer
+  attaches, whichever is later. A ticket without an importer has its own deadline, counted from its first block.
 - Renewing moves the deadline, never beyond `max_lease_s` after the start. A lease whose deadline has passed is over,
-  whether or not somebody has reaped it yet: nothing revives it.
-- An attempt settles once; asked again, it gives the same answer. The answer is whether the lease held throughout.
-- A ticket is vacant when its last importer failed or is gone, not when one lapsed or needs nothing more. For as long as
-  a lease another may come; nobody renews that, and giving the ticket up ends it.
-- Blocks unpin when no attempt is live any more and the ticket is not vacant. A new attempt is made before that only.
+even
+  before it is reaped; nothing revives it.
+- An attempt settles once; a repeated Settle gets the same answer, which is whether the lease held throughout.
+- A ticket is vacant when its last importer failed or is gone, but not when a lease lapsed or the importer needs nothing
+  more. Another importer may come for `lease_s`; that time is not renewed, and withdrawing the ticket ends it.
+- Blocks are unpinned when no attempt is live any more and the ticket is not vacant. A new attempt is possible only
+before
+  that.
 """
 
 from collections.abc import Callable
@@ -28,12 +32,12 @@ from kvtransfer.protocol.frozen import changed
 
 
 class LeasePhase(StrEnum):
-    OFFERED = "offered"  # the ticket is out; nobody has attached with this attempt
+    OFFERED = "offered"  # the ticket is issued; no importer has attached with this attempt
     ATTACHED = "attached"  # nothing is sealed yet, so nothing is pinned
     RUNNING = "running"
     SETTLED = "settled"  # by its importer, or by the end of its call
     LAPSED = "lapsed"
-    WITHDRAWN = "withdrawn"  # over before anybody attached
+    WITHDRAWN = "withdrawn"  # over before an importer attached
 
 
 _LIVE = frozenset({LeasePhase.OFFERED, LeasePhase.ATTACHED, LeasePhase.RUNNING})
@@ -45,25 +49,25 @@ _MOVES = {
 
 
 class IllegalMove(AssertionError):
-    """A move that the table does not have: our own fault. Says what happened before."""
+    """A move that the table does not allow, which is a bug. The message has the history."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeasePolicy:
     lease_s: float  # without a renewal
     max_lease_s: float  # with any number of them
-    attach_timeout_s: float  # for a ticket nobody attached to, from its first block
+    attach_timeout_s: float  # for a ticket without an importer, from its first block
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One attempt's."""
+    """The lease of one attempt."""
 
     attempt: int
     phase: LeasePhase = LeasePhase.OFFERED
     deadline_s: float | None = None  # OFFERED with something sealed: for attaching; RUNNING: when it lapses
     latest_s: float | None = None  # RUNNING: no renewal goes beyond
-    was_valid: bool = False  # SETTLED: what the importer was told
+    was_valid: bool = False  # SETTLED: the answer that the importer received
 
     @property
     def is_live(self) -> bool:
@@ -72,12 +76,12 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class TicketLeases:
-    """All attempts on one ticket, oldest first. Every operation answers with a new value."""
+    """All attempts on one ticket, oldest first. Every operation returns a new value."""
 
     policy: LeasePolicy
     leases: tuple[Lease, ...]
     has_sealed: bool = False
-    is_closed: bool = False  # nobody may attach any more: there is no vacancy either
+    is_closed: bool = False  # no importer may attach any more; then the ticket is never vacant
     vacant_until_s: float | None = None  # None: not vacant
 
     def find(self, attempt: int) -> Lease | None:
@@ -85,12 +89,12 @@ class TicketLeases:
 
     @property
     def is_live(self) -> bool:
-        """Some attempt still has, or may still get, a lease."""
+        """Return whether any attempt has, or may still get, a lease."""
         return any(lease.is_live for lease in self.leases)
 
     @property
     def is_pinned(self) -> bool:
-        """Somebody reads, or may still come to."""
+        """Return whether an importer reads, or may still come to read."""
         return self.is_live or self.vacant_until_s is not None
 
     @property
@@ -99,7 +103,7 @@ class TicketLeases:
         return min((at_s for at_s in (*deadlines, self.vacant_until_s) if at_s is not None), default=None)
 
     def check(self) -> None:
-        """Raises AssertionError with what is broken."""
+        """Raise AssertionError if an invariant is broken."""
         attempts = [lease.attempt for lease in self.leases]
         assert attempts == sorted(set(attempts)), f"attempts out of order: {attempts}"
         assert self.vacant_until_s is None or not (self.is_live or self.is_closed), f"vacant, and is not: {self}"
@@ -112,20 +116,19 @@ class TicketLeases:
 
 
 def offer(policy: LeasePolicy, attempt: int) -> TicketLeases:
-    """The leases of a new ticket, whose first attempt this is."""
+    """Return the leases of a new ticket with its first attempt."""
     return TicketLeases(policy, (Lease(attempt),))
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseGuards:
-    """The conditions that make leases safe, each by name, so that a test can take them away one at a time. Nothing else
-    ever passes other guards than the default ones."""
+    """The conditions that make leases safe, by name. Only tests pass other guards than the defaults, one at a time."""
 
     pinned_while_leased: Callable[[TicketLeases], bool]  # the ticket's blocks must stay
     reissued_while_pinned: Callable[[TicketLeases], bool]  # another attempt may be made
     attached_once: Callable[[Lease], bool]  # this attempt may attach
     lapses_at_deadline: Callable[[Lease, float], bool]  # time is up for it
-    vacant_for_a_while: Callable[[TicketLeases, float], bool]  # nobody came for a vacant ticket in time
+    vacant_for_a_while: Callable[[TicketLeases, float], bool]  # no importer came for a vacant ticket in time
     renewed_while_running: Callable[[Lease, float], bool]  # a renewal may move its deadline
     renewed_up_to_maximum: Callable[[float, float], float]  # (asked for, maximum) -> the new deadline
     valid_at_settle: Callable[[Lease, float], bool]  # it held throughout
@@ -156,12 +159,15 @@ LEASE_GUARDS = LeaseGuards(
 
 
 def can_reissue(leases: TicketLeases, attempt: int, guards: LeaseGuards = LEASE_GUARDS) -> bool:
-    """After the last lease's end there is only prefill; attempts only count upwards."""
+    """Return whether another attempt may be made. Attempts only count upwards; after the last lease's end there is
+    none."""
     return guards.reissued_while_pinned(leases) and attempt > leases.leases[-1].attempt
 
 
 def reissue(leases: TicketLeases, attempt: int, now_s: float, guards: LeaseGuards = LEASE_GUARDS) -> TicketLeases:
-    """One more attempt. Older ones that nobody attached with are withdrawn; attached ones go on. Raises IllegalMove."""
+    """Add an attempt. Older attempts without an importer are withdrawn; attached ones continue.
+
+    Raises IllegalMove."""
     if not can_reissue(leases, attempt, guards):
         raise IllegalMove(f"attempt {attempt} on {leases}")
     deadline_s = now_s + leases.policy.attach_timeout_s if leases.has_sealed else None
@@ -171,7 +177,7 @@ def reissue(leases: TicketLeases, attempt: int, now_s: float, guards: LeaseGuard
 
 
 def seal(leases: TicketLeases, now_s: float) -> TicketLeases:
-    """The ticket's first block is written: what is attached starts to run, what is offered gets its deadline."""
+    """Record that the first block is sealed: attached leases start to run, offered ones get their deadline."""
     if leases.has_sealed:
         return leases
     policy = leases.policy
@@ -187,7 +193,7 @@ def seal(leases: TicketLeases, now_s: float) -> TicketLeases:
 def attach(
     leases: TicketLeases, attempt: int, now_s: float, guards: LeaseGuards = LEASE_GUARDS
 ) -> tuple[TicketLeases, HandOffReason | None]:
-    """An importer came with this attempt. The reason is that of a refusal, which changes nothing."""
+    """Attach an importer with this attempt. The result has the reason of a refusal, which changes nothing, or None."""
     lease = leases.find(attempt)
     if lease is None or lease.phase is LeasePhase.WITHDRAWN:
         return leases, HandOffReason.UNKNOWN_TICKET
@@ -211,7 +217,7 @@ def renew(leases: TicketLeases, attempt: int, now_s: float, guards: LeaseGuards 
 def settle(
     leases: TicketLeases, attempt: int, now_s: float, guards: LeaseGuards = LEASE_GUARDS
 ) -> tuple[TicketLeases, bool]:
-    """The attempt is over. True: the lease held throughout, so what was read is good."""
+    """End the attempt. Returns True if the lease held throughout, so that what was read is valid."""
     lease = leases.find(attempt)
     if lease is None:
         return leases, False
@@ -224,7 +230,7 @@ def settle(
 
 
 def end(leases: TicketLeases, attempt: int) -> TicketLeases:
-    """The attempt is over, and was not valid."""
+    """End the attempt as not valid."""
     lease = leases.find(attempt)
     if lease is None or not lease.is_live:
         return leases
@@ -232,7 +238,7 @@ def end(leases: TicketLeases, attempt: int) -> TicketLeases:
 
 
 def vacate(leases: TicketLeases, attempt: int, now_s: float, guards: LeaseGuards = LEASE_GUARDS) -> TicketLeases:
-    """The attempt is over, and its importer has not what it needs: it failed, or is gone. Another may come."""
+    """End the attempt of an importer that failed or is gone. Another importer may come for one lease (`lease_s`)."""
     settled, _ = settle(leases, attempt, now_s, guards)
     lease = settled.find(attempt)
     if settled is leases or lease is None:
@@ -244,14 +250,14 @@ def vacate(leases: TicketLeases, attempt: int, now_s: float, guards: LeaseGuards
 
 
 def withdraw(leases: TicketLeases) -> TicketLeases:
-    """Nobody can attach any more; who has, goes on."""
+    """Close the ticket to new importers; attached ones continue."""
     return changed(_withdraw_offered(leases), is_closed=True, vacant_until_s=None)
 
 
 def reap(
     leases: TicketLeases, now_s: float, guards: LeaseGuards = LEASE_GUARDS
 ) -> tuple[TicketLeases, tuple[int, ...]]:
-    """Ends what is past its deadline. Answers with the attempts whose running lease lapsed."""
+    """End everything past its deadline. Returns also the attempts whose running lease lapsed."""
     lapsed = []
     for lease in leases.leases:
         if lease.is_live and guards.lapses_at_deadline(lease, now_s):

@@ -1,6 +1,6 @@
 """Which transports this process has, out of those that its settings allow, best first, and why not the others.
 
-A transport's module says of itself: `NAME`, `unavailable(means)`, `exporter(means)`, `importer(means)`. It imports its
+A transport's module says of itself: `NAME`, `unavailable(setup)`, `exporter(setup)`, `importer(setup)`. It imports its
 library inside of these, so that a missing one is a reason and no crash.
 """
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 from cluster.errors import ConfigError
 from cluster.settings.transfer_settings import TRANSPORTS, TransferSettings
-from kvtransfer.transports.base import ExporterTransport, ImporterTransport, TransportMeans
+from kvtransfer.transports.base import ExporterTransport, ImporterTransport, TransportSetup
 from kvtransfer.transports.cuda import transport as cuda_ipc
 from kvtransfer.transports.nccl import transport as nccl
 from kvtransfer.transports.nixl import transport as nixl
@@ -19,7 +19,7 @@ from kvtransfer.transports.tcp import transport as tcp
 
 _MODULES: Mapping[str, ModuleType] = {module.NAME: module for module in (cuda_ipc, nccl, nixl, shm, tcp)}
 # Why one that could work is left out all the same, unless the settings name it.
-_RESERVATIONS: Mapping[str, Callable[[TransportMeans], str]] = {
+_RESERVATIONS: Mapping[str, Callable[[TransportSetup], str]] = {
     nccl.NAME: nccl.not_worth_it,
     nixl.NAME: nixl.not_worth_it,
 }
@@ -27,7 +27,7 @@ _RESERVATIONS: Mapping[str, Callable[[TransportMeans], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """Both lists are best first; `missing` has a reason for each other transport."""
+    """The transports of this process, best first, and the reason for each one that is missing."""
 
     exporters: tuple[ExporterTransport, ...]
     importers: tuple[ImporterTransport, ...]
@@ -38,15 +38,15 @@ class Available:
         return tuple(transport.name for transport in self.importers)
 
 
-def available_transports(settings: TransferSettings, means: TransportMeans) -> Available:
-    """Raises ConfigError when a transport that the settings name cannot work here."""
+def available_transports(settings: TransferSettings, setup: TransportSetup) -> Available:
+    """Return the transports that work here. Raises ConfigError if one that the settings name does not."""
     missing: dict[str, str] = {}
     for name in TRANSPORTS:
         if settings.forced_transports and name not in settings.forced_transports:
             missing[name] = "not among --kv-transports"
         elif name not in _MODULES:
             missing[name] = "not part of this version"
-        elif reason := _why_not(name, settings, means):
+        elif reason := _why_not(name, settings, setup):
             missing[name] = reason
     impossible = [name for name in settings.forced_transports if name in missing]
     if impossible:
@@ -55,15 +55,15 @@ def available_transports(settings: TransferSettings, means: TransportMeans) -> A
     names = [name for name in settings.forced_transports or TRANSPORTS if name not in missing]
     modules = [_MODULES[name] for name in names]
     return Available(
-        tuple(module.exporter(means) for module in modules),
-        tuple(module.importer(means) for module in modules),
+        tuple(module.exporter(setup) for module in modules),
+        tuple(module.importer(setup) for module in modules),
         missing,
     )
 
 
-def _why_not(name: str, settings: TransferSettings, means: TransportMeans) -> str:
-    if not settings.forced_transports and name in _RESERVATIONS and (reason := _RESERVATIONS[name](means)):
+def _why_not(name: str, settings: TransferSettings, setup: TransportSetup) -> str:
+    if not settings.forced_transports and name in _RESERVATIONS and (reason := _RESERVATIONS[name](setup)):
         return reason
-    reason = _MODULES[name].unavailable(means)
+    reason = _MODULES[name].unavailable(setup)
     assert isinstance(reason, str)
     return reason

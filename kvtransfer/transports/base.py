@@ -1,7 +1,7 @@
-"""The seam between hand-offs and the ways bytes travel.
+"""The interfaces between hand-offs and transports.
 
-An exporter-side transport opens its memory to one epoch at a time and needs no further help. An importer-side
-transport opens a channel, which belongs to one hand-off until it is released or destroyed.
+On the exporter's side a transport grants epochs access to its memory and needs no further help. On the importer's side
+it opens a channel, which belongs to one hand-off until it is finished or destroyed.
 """
 
 import ssl
@@ -15,17 +15,17 @@ from kvtransfer.memory import PoolMemory
 
 
 class TransportError(Exception):
-    """A read did not complete. Whether its destination is quiet is another question: see Channel."""
+    """A read did not complete. It may still write to its destination: see Channel."""
 
 
 @dataclass(frozen=True, slots=True)
-class TransportMeans:
+class TransportSetup:
     """What a process gives to each of its transports."""
 
     member: MemberId
     memory: PoolMemory  # what is served and filled: the pool, or the wire's copy of it
     host: str  # to bind to
-    advertise_host: str  # what importers are told
+    advertise_host: str  # the address that importers receive
     timeout_s: float  # for one message or read of a peer
     stall_timeout_s: float = READ_STALL_TIMEOUT_S  # for one more byte of a read in progress
     server_tls: ssl.SSLContext | None = None  # set when the cluster uses TLS
@@ -33,7 +33,7 @@ class TransportMeans:
 
 
 class ExporterTransport(Protocol):
-    """Lets importers read the pool. Never writes to it."""
+    """Lets importers read the pool. It never writes to the pool."""
 
     @property
     def name(self) -> str: ...
@@ -41,38 +41,39 @@ class ExporterTransport(Protocol):
     async def start(self) -> None: ...
 
     def reachable(self, importer_endpoint: bytes) -> bool:
-        """Can an importer that said this about itself read here?"""
+        """Return whether an importer with this endpoint can read here."""
         ...
 
-    def admit(self, epoch: Epoch) -> bytes:
-        """Opens the pool to this epoch; the answer is what its importer needs to come in (Accepted.endpoint)."""
+    def grant(self, epoch: Epoch) -> bytes:
+        """Grant the epoch access to the pool. Returns what its importer needs to open a channel (Accepted.endpoint)."""
         ...
 
     def revoke(self, epoch: Epoch) -> None:
-        """This epoch starts no further reads. Unknown ones are ignored."""
+        """Let the epoch start no further reads. Unknown epochs are ignored."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Channel(Protocol):
-    """One hand-off's way to one exporter's memory. At most one read at a time.
+    """One hand-off's connection to one exporter's memory. At most one read at a time.
 
-    A read that was cancelled or failed leaves the channel poisoned: only `destroy` may follow.
-    """
+    A read that was cancelled or failed poisons the channel: only `destroy` may follow."""
 
     async def read(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
-        """Copies blocks into the local pool. When it returns they are visible to the device and nothing more will be
-        written. Raises TransportError."""
+        """Copy blocks into the local pool.
+
+        When it returns they are visible to the device and nothing more will be written. Raises TransportError."""
         ...
 
     async def destroy(self) -> None:
-        """When it returns, no read of this channel can write to the local pool any more: the proof of quiet. Safe to
-        call twice, and to call again when an earlier call was cancelled."""
+        """Destroy the channel. When it returns, no read of it can write to the local pool any more.
+
+        It is safe to call twice, and again after a cancelled call."""
         ...
 
-    async def release(self) -> None:
-        """The hand-off is done with it, no read is in flight: it may serve the next one."""
+    async def finish(self) -> None:
+        """Give the channel up after its last read completed. It may serve the next hand-off."""
         ...
 
 
@@ -81,15 +82,15 @@ class ImporterTransport(Protocol):
     def name(self) -> str: ...
 
     def endpoint(self) -> bytes:
-        """What the exporter should know about this side (Attach.endpoints)."""
+        """Return what the exporter needs to know about this side (Attach.endpoints)."""
         ...
 
-    async def open(self, epoch: Epoch, exporter_endpoint: bytes) -> Channel:
-        """Raises TransportError."""
+    async def open_channel(self, epoch: Epoch, exporter_endpoint: bytes) -> Channel:
+        """Open a channel to an exporter. Raises TransportError."""
         ...
 
     async def close(self) -> None:
-        """Destroys every channel."""
+        """Destroy every channel."""
         ...
 
 
@@ -99,7 +100,7 @@ Offered = TypeVar("Offered", bound=ExporterTransport)
 def negotiate(
     wanted: Sequence[str], importer_endpoints: Mapping[str, bytes], offered: Sequence[Offered]
 ) -> tuple[Offered, ...]:
-    """Those of the importer's that this exporter offers and that reach from there to here, in the importer's order."""
+    """Return the offered transports that the importer wants and can reach, in the importer's order."""
     by_name = {transport.name: transport for transport in offered}
     return tuple(
         transport

@@ -1,10 +1,10 @@
-"""How one group of KV elements becomes few bits with a scale, and elements again. Arithmetic only; owns no memory.
+"""Codecs: how one group of KV elements becomes few bits with a scale, and elements again. Pure arithmetic.
 
-All of it is in float32 with scales of few bits, rounds half to even and reduces with min and max alone: the same
+All of it is in float32 with scales of few bits, rounds half to even, and reduces with min and max only. So the same
 elements give the same bytes on every run and every device.
 
-A group that holds an infinity or NaN has the scale `NOT_FINITE` and comes back as NaN throughout: what could not be
-right stays visibly wrong, as it would without quantising.
+A group that holds an infinity or NaN has the scale `NOT_FINITE` and is restored as NaN: values that cannot be right
+stay visibly wrong, as they would without quantising.
 """
 
 from typing import Protocol
@@ -22,28 +22,31 @@ class Codec(Protocol):
     def code_bits(self) -> int: ...
     @property
     def code_dtype(self) -> torch.dtype:
-        """Of one byte; the upper half of a 4-bit code is 0."""
+        """Return the dtype of one byte. The upper half of a 4-bit code is 0."""
         ...
 
     @property
     def param_bytes(self) -> int:
-        """Of one group: its scale, and what else is needed."""
+        """Return the number of bytes per group for its scale and other parameters."""
         ...
 
     def quantise(self, elements: torch.Tensor, axis: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """float32 elements, which it overwrites, into what becomes codes when it is stored as `code_dtype`, and
-        `param_bytes` uint8 tensors that have length 1 along `axis`."""
+        """Quantise float32 elements, which it overwrites.
+
+        Returns values that become codes when stored as `code_dtype`, and `param_bytes` uint8 tensors of length 1 along
+        `axis`."""
         ...
 
     def restore(self, codes: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:
-        """uint8 codes into float32. Any bytes are accepted: what is not verified yet may be anything."""
+        """Return float32 elements for uint8 codes. Any bytes are accepted, because unverified bytes may be anything."""
         ...
 
 
 class Int8Codec:
-    """Whole numbers from -127 to 127 times a power of two, which is one byte, biased by 127: MXINT8's arithmetic (OCP
-    Microscaling Formats 1.0) without clipping. A restored element is exact in bfloat16, so a second hand-off changes
-    nothing any more."""
+    """Whole numbers from -127 to 127 times a power of two, stored in one byte with bias 127.
+
+    This is the arithmetic of MXINT8 (OCP Microscaling Formats 1.0) without clipping. A restored element is exact in
+    bfloat16, so a second hand-off changes nothing."""
 
     code_bits = 8
     code_dtype = torch.int8
@@ -58,7 +61,9 @@ class Int8Codec:
 
 
 class Fp8Codec:
-    """float8 e4m3 times a power of two: MXFP8's arithmetic without clipping. Exact in bfloat16 as Int8Codec's."""
+    """float8 e4m3 times a power of two: the arithmetic of MXFP8 without clipping.
+
+    A restored element is exact in bfloat16."""
 
     code_bits = 8
     code_dtype = torch.float8_e4m3fn
@@ -76,8 +81,10 @@ class Fp8Codec:
 
 
 class Int4Codec:
-    """`(code + zero) * scale`, codes from 0 to 15, zero a signed byte, scale one byte with three bits of mantissa. The
-    scale is wide enough for a zero of at most 120 steps, so a channel far from 0 keeps 0.4 % of its distance."""
+    """`(code + zero) * scale`, with codes from 0 to 15, a signed byte as zero, and a scale of one byte with 3 bits of
+    mantissa.
+
+    The scale is wide enough for a zero of at most 120 steps, so a channel far from 0 keeps 0.4 % of its distance."""
 
     code_bits = 4
     code_dtype = torch.uint8
@@ -112,9 +119,11 @@ class Int4Codec:
 def _power_of_two(
     elements: torch.Tensor, axis: int, *, mantissa_limit: int, exponent_limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each group the smallest power of two of which no element is more than `limit` times; as its biased exponent,
-    and the inverse to multiply by. The limit is given as a float32's mantissa and exponent. Elements smaller than
-    2^-126 become 0."""
+    """Return, for each group, the smallest power of two of which no element is more than `limit` times, and its
+    inverse.
+
+    The power is given as its biased exponent. The limit is given as the mantissa and exponent of a float32. Elements
+    smaller than 2^-126 become 0."""
     largest = torch.maximum(elements.amax(axis, keepdim=True), elements.amin(axis, keepdim=True).neg_())
     finite = largest.isfinite()
     bits = largest.view(torch.int32).clamp_(max=0x7F7FFFFF)
@@ -126,7 +135,7 @@ def _power_of_two(
 
 
 def _from_exponent(scale: torch.Tensor) -> torch.Tensor:
-    """NOT_FINITE gives infinity, and times the group's zeros NaN."""
+    """Return the scale as float32. NOT_FINITE gives infinity, which times the group's zeros is NaN."""
     return scale.int().bitwise_left_shift_(_MANTISSA_BITS).view(torch.float32)
 
 

@@ -5,18 +5,16 @@ What only drivers know (ticket, transports, layout, endpoint) is no part of a ma
 Attach and Accepted, and read it from there.
 """
 
-from collections.abc import Sequence
-
 from cluster.errors import HandOffReason
 from cluster.messages import Epoch
 from cluster.protocol.kv_wire import epoch_from_wire, epoch_to_wire
 from cluster.protocol.versions import ProtocolRange
 from cluster.protocol.wire import pack_ids, unpack_ids
-from kvtransfer.digest.definitions import SUMS, DigestDefinition, split_digests
+from kvtransfer.digests import split_digests
 from kvtransfer.protocol.handoff import (
     Accepted,
     ExporterMessage,
-    Failed,
+    ExportFailed,
     Finished,
     FirstToken,
     Outcome,
@@ -28,7 +26,7 @@ from kvtransfer.protocol.handoff import (
     Settled,
     Tail,
 )
-from tandem.v1 import kv_pb2
+from tandem.internal.v1 import kv_pb2
 
 IMPORTER_METADATA = "tandem-importer"  # of a HandOff call: "id@incarnation" of who attaches
 _UNSAID = 1  # the protocol's version where a message names none
@@ -51,7 +49,7 @@ def settle_to_wire(settle: Settle) -> kv_pb2.ImporterMessage:
 
 
 def renew_or_settle_from_wire(wire: kv_pb2.ImporterMessage, epoch: Epoch) -> Renew | Settle:
-    """What may follow Attach on the stream of this epoch. Raises ValueError."""
+    """Return the message, which may be one that follows Attach on the stream of this epoch. Raises ValueError."""
     match wire.WhichOneof("message"):
         case "renew":
             return Renew(epoch)
@@ -66,26 +64,12 @@ def renew_or_settle_from_wire(wire: kv_pb2.ImporterMessage, epoch: Epoch) -> Ren
 
 
 def protocol_from_wire(attach: kv_pb2.Attach) -> ProtocolRange:
-    """An importer that sends no versions is from before there were two."""
+    """Return the importer's versions. An importer that sends none speaks the first."""
     return ProtocolRange(attach.protocol_oldest or _UNSAID, attach.protocol_newest or _UNSAID)
 
 
 def accepted_protocol(accepted: kv_pb2.Accepted) -> int:
     return accepted.protocol or _UNSAID
-
-
-def common_digests(attach: kv_pb2.Attach, ours: Sequence[DigestDefinition]) -> DigestDefinition:
-    """The best that both know: the first one at least."""
-    return next((definition for definition in ours if definition.name in attach.digests), SUMS)
-
-
-def accepted_digests(accepted: kv_pb2.Accepted, ours: Sequence[DigestDefinition]) -> DigestDefinition:
-    """Raises ValueError for one that was not offered."""
-    name = accepted.digest or SUMS.name
-    for definition in (*ours, SUMS):
-        if definition.name == name:
-            return definition
-    raise ValueError(f"accepted with digests of {name}, which was not offered")
 
 
 def to_wire(message: ExporterMessage) -> kv_pb2.ExporterMessage:
@@ -101,7 +85,7 @@ def to_wire(message: ExporterMessage) -> kv_pb2.ExporterMessage:
             return kv_pb2.ExporterMessage(sealed=_sealed_to_wire(message))
         case Finished():
             return kv_pb2.ExporterMessage(finished=_finished_to_wire(message))
-        case Failed():
+        case ExportFailed():
             failed = kv_pb2.Failed(epoch=epoch_to_wire(message.epoch), reason=message.reason, detail=message.detail)
             return kv_pb2.ExporterMessage(failed=failed)
         case Settled():
@@ -110,7 +94,7 @@ def to_wire(message: ExporterMessage) -> kv_pb2.ExporterMessage:
 
 
 def from_wire(wire: kv_pb2.ExporterMessage, epoch: Epoch) -> ExporterMessage:
-    """On the stream of this epoch. Raises ValueError."""
+    """Return the message on the stream of this epoch. Raises ValueError."""
     match wire.WhichOneof("message"):
         case "accepted":
             accepted = wire.accepted
@@ -124,7 +108,7 @@ def from_wire(wire: kv_pb2.ExporterMessage, epoch: Epoch) -> ExporterMessage:
             return _finished_from_wire(wire.finished)
         case "failed":
             failed = wire.failed
-            return Failed(epoch_from_wire(failed.epoch), reason_from_wire(failed.reason), failed.detail)
+            return ExportFailed(epoch_from_wire(failed.epoch), reason_from_wire(failed.reason), failed.detail)
         case "settled":
             return Settled(epoch_from_wire(wire.settled.epoch), wire.settled.valid)
         case _:
@@ -132,7 +116,7 @@ def from_wire(wire: kv_pb2.ExporterMessage, epoch: Epoch) -> ExporterMessage:
 
 
 def reason_from_wire(name: str) -> HandOffReason:
-    """A name that this version does not know is a breach of the protocol."""
+    """Return the reason. A name that this version does not know counts as a breach of the protocol."""
     return _REASONS.get(name, HandOffReason.PROTOCOL)
 
 

@@ -1,14 +1,20 @@
-"""What KV looks like while it travels. Blocks keep their ids on the way: block 7 of the pool is block 7 of the wire.
+"""The format in which KV is transferred, and the formats that `--kv-wire-dtype` names.
 
-`memory` is what transports serve and fill, and what digests cover: the pool itself where KV travels as it is.
+Blocks keep their ids: block 7 of the pool is block 7 of the wire memory. `memory` is what transports serve and fill and
+what digests cover. With the native format it is the pool itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from cluster.errors import ConfigError
 from kvtransfer.memory import PoolMemory
+from kvtransfer.wire.codecs import Codec, Fp8Codec, Int4Codec, Int8Codec
+from kvtransfer.wire.quantised import BlockTable, QuantisedBlocks, QuantisedFormat
 
 _SHORT_BYTES = 1 << 20  # digested in 0.1 ms
+_NATIVE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
+_CODECS: Mapping[str, Callable[[], Codec]] = {"int8": Int8Codec, "fp8": Fp8Codec, "int4": Int4Codec}
 
 
 class WireFormat(Protocol):
@@ -17,23 +23,25 @@ class WireFormat(Protocol):
 
     @property
     def short_bytes(self) -> int:
-        """So much is encoded, or decoded, and digested on the event loop's thread: sooner than another one is woken for
-        it and wakes this one. 0: nothing is."""
+        """Return up to how many bytes are encoded, decoded and digested on the event loop's thread; 0 for none.
+
+        For so few bytes that is faster than waking another thread and being woken by it."""
         ...
 
     def encode(self, block_ids: Sequence[int]) -> None:
-        """Makes the wire's bytes of written blocks, before their digests are taken. What is not short: on a helper
+        """Write the wire's bytes of sealed blocks, before their digests. Beyond `short_bytes` it runs on a helper
         thread."""
         ...
 
     def decode(self, block_ids: Sequence[int]) -> None:
-        """Writes the pool's blocks from bytes that arrived and were verified; visible to the device when it returns.
-        What is not short: on a helper thread."""
+        """Write the pool's blocks from verified bytes; they are visible to the device when it returns.
+
+        Beyond `short_bytes` it runs on a helper thread."""
         ...
 
 
 class NativeFormat:
-    """Nothing is changed."""
+    """The native format, which transfers the pool's bytes unchanged."""
 
     def __init__(self, pool: PoolMemory) -> None:
         self.memory = pool
@@ -44,3 +52,23 @@ class NativeFormat:
 
     def decode(self, block_ids: Sequence[int]) -> None:
         pass
+
+
+class WireDtype:
+    def __init__(self, name: str) -> None:
+        """`name` is a value of `--kv-wire-dtype`."""
+        self.name = name
+        self._codec = None if name == "native" else _CODECS[name]()
+
+    def copy_bytes(self, table: BlockTable) -> int:
+        """Return the bytes of the wire copy per block of the pool. Raises ConfigError for blocks that cannot be
+        quantised."""
+        if self._codec is None:
+            return 0
+        if table.dtype not in _NATIVE_DTYPES:
+            raise ConfigError(f"--kv-wire-dtype must be native: the pool keeps KV as {table.dtype} already")
+        return QuantisedBlocks(table, self._codec).slot_bytes
+
+    def format(self, pool: PoolMemory, table: BlockTable) -> WireFormat:
+        """Return the format for a pool. Raises ConfigError as `copy_bytes`."""
+        return NativeFormat(pool) if self._codec is None else QuantisedFormat(pool, table, self._codec)

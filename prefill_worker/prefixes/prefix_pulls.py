@@ -1,64 +1,107 @@
-"""Prefixes on their way into this worker's cache: before a prompt is queued, what another worker has of it is pulled.
+"""Pulls: before a prompt is queued, the part of its prefix that another worker has cached is fetched from there.
 
-Lives on the event loop. Owns the pulls in progress; it is the importer's view of the block pool for them (kvtransfer's
-BlockSource), and every call becomes a command to the step thread. A pull helps or does nothing: whatever fails or takes
-longer than computing would, the prompt is computed.
+`choose_pull` decides whether to pull and from which worker; it is pure. `PrefixPulls` performs the pull on the event
+loop: it asks the source for a ticket (`KvTransfer.LeasePrefix`), imports the blocks by an ordinary hand-off, and adds
+them to the prefix cache. It owns the pulls in progress and is their view of the block pool (kvtransfer's
+`BlockSource`). A pull is best-effort: when it fails or exceeds the time that computing would take, the prompt is
+computed.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
 
 from cluster import holders
 from cluster.clock import Clock
-from cluster.errors import HandOffFailed, HandOffReason, TandemError
-from cluster.messages import MemberId, PrefillJob
+from cluster.errors import HandOffFailed, HandOffReason, TandemError, Unavailable
+from cluster.messages import LinkSpeed, MemberId, PrefillJob, PrefixSource
 from cluster.observe.telemetry import Telemetry
-from cluster.protocol.hashing import NATIVE, BlockChain, NewChain
+from cluster.protocol.hashing import MAX_PREFIX_BLOCKS, NATIVE, BlockChain, NewChain
 from cluster.protocol.received import checked, malformed
-from kvtransfer.importer.block_source import Reservation
-from kvtransfer.importer.exporter_channels import ExporterChannels
-from kvtransfer.importer.importer import Expected, Importer
-from kvtransfer.importer.pairs import PairBook
-from prefill_worker.prefixes.pull_choice import MIN_BLOCKS, Pull, PullFacts, choose_pull
+from cluster.serving.rpc_errors import error_from_rpc
+from engine.scheduling.commands import Quiet
+from engine.scheduling.schedule import sealed_blocks
+from engine.steps.questions import StepInbox
+from kvtransfer.importer.calls import GrpcChannelPool
+from kvtransfer.importer.importer import ExpectedPrompt, Importer
+from kvtransfer.importer.links import LinkTable
+from kvtransfer.memory import Reservation
 from prefill_worker.scheduling import commands
 from prefill_worker.scheduling.rates import RunningRate
-from tandem.v1 import kv_pb2, kv_pb2_grpc
+from tandem.internal.v1 import kv_pb2, kv_pb2_grpc
 
 _LOG = logging.getLogger("tandem.prefill.pulls")
-_LEAST_DEADLINE_S = 0.1  # a pull may always take so long, however fast computing is
-_LEFT_ALONE_S = 10.0  # a holder that failed, or was late
+MIN_TIMEOUT_S = 0.1  # a pull, or a fetch from a tier, may take this long even where computing is faster
+_AVOIDED_S = 10.0  # after a failed or late pull, its source is not used again for this long
+# Fewer blocks are never worth two round trips and a hand-off.
+MIN_BLOCKS = 4
+# Fetching must be clearly cheaper than computing: both sides are estimates, and fetched blocks are verified as well.
+MAX_COST_RATIO = 0.7
 
 
 @dataclass(frozen=True, slots=True)
-class PullMeans:
+class PullFacts:
+    block_size: int
+    block_bytes: int  # of one block on the wire
+    num_cached: int  # leading blocks of the prompt that this worker has cached
+    compute_tokens_per_s: float | None  # measured over this worker's prefills; None: none has ended yet
+    links: Mapping[MemberId, LinkSpeed]  # to each source; a link that was never measured is missing
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    source: PrefixSource
+    num_blocks: int  # leading blocks of the prompt that the source is expected to have
+    compute_s: float  # estimated time to compute the missing blocks: the timeout of the pull
+
+
+def choose_pull(job: PrefillJob, facts: PullFacts) -> Pull | None:
+    """The pull that saves most time, or None where no pull is clearly cheaper than computing. A source whose link was
+    never measured counts as infinitely fast, so that it gets measured; the timeout bounds what that may cost."""
+    if facts.compute_tokens_per_s is None:
+        return None
+    max_blocks = min(sealed_blocks(len(job.token_ids) - 1, facts.block_size), MAX_PREFIX_BLOCKS)
+    best: tuple[float, Pull] | None = None
+    for source in job.prefix_sources:
+        num_blocks = min(sealed_blocks(source.num_tokens, facts.block_size), max_blocks)
+        num_missing = num_blocks - facts.num_cached
+        if num_missing < MIN_BLOCKS:
+            continue
+        compute_s = num_missing * facts.block_size / facts.compute_tokens_per_s
+        speed = facts.links.get(source.member)
+        pull_s = speed.transfer_s(num_missing * facts.block_bytes) if speed is not None else 0.0
+        saved_s = compute_s - pull_s
+        if pull_s <= MAX_COST_RATIO * compute_s and (best is None or saved_s > best[0]):
+            best = saved_s, Pull(source, num_blocks, compute_s)
+    return best[1] if best is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class PullResources:
     """What every pull of one worker uses."""
 
     member: MemberId
     importer: Importer
-    pairs: PairBook
-    channels: ExporterChannels
+    links: LinkTable
+    channels: GrpcChannelPool
     block_size: int
-    block_bytes: int  # as they travel
+    block_bytes: int  # of one block on the wire
     new_chain: NewChain
     compute: RunningRate  # tokens
-    pull_ids: Iterator[int]  # unique among all that reserve blocks for a prefix
+    pull_ids: Iterator[int]  # unique among all pulls, fetches from tiers and look-ups of this worker
     clock: Clock
     telemetry: Telemetry
 
 
 class PrefixPulls:
-    def __init__(self, means: PullMeans, post: Callable[[commands.Command], None]) -> None:
-        """`post` reaches the step thread."""
-        self._means = means
-        self._post = post
-        self._hashes: dict[int, tuple[bytes, ...]] = {}  # of the blocks of each pull in progress
-        self._reservations: dict[int, asyncio.Future[Reservation]] = {}
-        self._questions: dict[int, asyncio.Future[int]] = {}
-        self._left_alone_until_s: dict[MemberId, float] = {}
+    def __init__(self, resources: PullResources, steps: StepInbox[commands.Command]) -> None:
+        self._resources = resources
+        self._steps = steps
+        self._hashes: dict[int, tuple[bytes, ...]] = {}  # by pull in progress
+        self._avoided_until_s: dict[MemberId, float] = {}
         self._num_pulls = 0
         self._tokens_pulled = 0
 
@@ -66,93 +109,64 @@ class PrefixPulls:
         return {"prefixes_pulled": float(self._num_pulls), "tokens_pulled": float(self._tokens_pulled)}
 
     def owners(self) -> Iterator[str]:
-        """Holders of blocks that live here."""
+        """The names of the pulls in progress, as holders of blocks."""
         return map(holders.hand_off, self._hashes)
 
-    async def fetch(self, job: PrefillJob) -> int:
-        """Brings what is worth it into the cache. Answers how many of the job's tokens came. Never raises for it."""
-        job = self._with_usable_holders(job)
-        if not job.prefix_holders:
+    async def pull(self, job: PrefillJob) -> int:
+        """Pull the part of the prompt's prefix that is worth it. Return the number of tokens pulled. Raises nothing
+        for a pull that fails."""
+        job = self._with_usable_sources(job)
+        if not job.prefix_sources:
             return 0
-        chain = self._means.new_chain(job.cache_salt, NATIVE)
+        chain = self._resources.new_chain(job.cache_salt, NATIVE)
         chain.extend(job.token_ids)
         if len(chain.hashes) < MIN_BLOCKS:
             return 0
         pull = choose_pull(job, await self._facts(job, chain))
-        return await self._within_its_worth(job, pull, chain) if pull is not None else 0
-
-    def on_event(self, event: commands.PrefixFound | commands.PullReserved) -> None:
-        """What the step thread answers."""
-        if isinstance(event, commands.PrefixFound):
-            self._on_found(event)
-        else:
-            self._on_reserved(event)
+        return await self._pull_in_time(job, pull, chain) if pull is not None else 0
 
     async def reserve(self, handoff_id: int, num_blocks: int) -> Reservation:
-        """Of a pull. Raises HandOffFailed."""
+        """Reserve the blocks of a pull. Raises HandOffFailed."""
         hashes = self._hashes[handoff_id]
-        assert len(hashes) == num_blocks, f"a pull of {len(hashes)} blocks asks for {num_blocks}"
-        answer: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
-        self._reservations[handoff_id] = answer
-        self._post(commands.ReservePull(handoff_id, hashes))
-        try:
-            return await answer
-        finally:
-            del self._reservations[handoff_id]
+        assert len(hashes) == num_blocks, f"a pull of {len(hashes)} blocks reserves {num_blocks}"
+        reserved = await self._steps.ask(commands.ReservePull(handoff_id, hashes))
+        if reserved.block_ids is None:
+            raise HandOffFailed(HandOffReason.NOT_ENOUGH_BLOCKS, "too few blocks for a pull")
+        return Reservation(reserved.block_ids, reserved.num_cached)
 
     def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
-        self._post(commands.DiscardPull(handoff_id, quarantined))
+        self._steps.post(commands.DiscardPull(handoff_id, quarantined))
 
-    def quiet(self, block_ids: frozenset[int]) -> None:
-        self._post(commands.Quiet(block_ids))
+    def release_quarantined(self, block_ids: frozenset[int]) -> None:
+        self._steps.post(Quiet(block_ids))
 
     async def close(self) -> None:
-        await self._means.channels.close()
+        await self._resources.channels.close()
 
-    def _on_found(self, event: commands.PrefixFound) -> None:
-        question = self._questions.get(event.question_id)
-        if question is not None and not question.done():
-            question.set_result(event.num_blocks)
-
-    def _on_reserved(self, event: commands.PullReserved) -> None:
-        reservation = self._reservations.get(event.pull_id)
-        if reservation is None or reservation.done():
-            return
-        if event.block_ids is None:
-            reservation.set_exception(HandOffFailed(HandOffReason.NOT_ENOUGH_BLOCKS, "no room for a prefix now"))
-        else:
-            reservation.set_result(Reservation(event.block_ids, event.num_cached))
-
-    def _with_usable_holders(self, job: PrefillJob) -> PrefillJob:
-        now_s = self._means.clock.now_s()
-        self._left_alone_until_s = {m: until_s for m, until_s in self._left_alone_until_s.items() if until_s > now_s}
-        usable = tuple(h for h in job.prefix_holders if h.member not in self._left_alone_until_s)
-        return replace(job, prefix_holders=tuple(h for h in usable if h.member != self._means.member))
+    def _with_usable_sources(self, job: PrefillJob) -> PrefillJob:
+        now_s = self._resources.clock.now_s()
+        self._avoided_until_s = {m: until_s for m, until_s in self._avoided_until_s.items() if until_s > now_s}
+        unusable = {self._resources.member, *self._avoided_until_s}
+        return replace(job, prefix_sources=tuple(s for s in job.prefix_sources if s.member not in unusable))
 
     async def _facts(self, job: PrefillJob, chain: BlockChain) -> PullFacts:
-        figures = {holder.member: self._means.pairs.best(holder.member) for holder in job.prefix_holders}
+        speeds = {source.member: self._resources.links.best(source.member) for source in job.prefix_sources}
         return PullFacts(
-            block_size=self._means.block_size,
-            block_bytes=self._means.block_bytes,
-            num_here=await self._num_here(chain.hashes),
-            compute_tokens_per_s=self._means.compute.per_s,
-            pairs={member: figure for member, figure in figures.items() if figure is not None},
+            block_size=self._resources.block_size,
+            block_bytes=self._resources.block_bytes,
+            num_cached=await self._num_cached(chain.hashes),
+            compute_tokens_per_s=self._resources.compute.per_s,
+            links={member: speed for member, speed in speeds.items() if speed is not None},
         )
 
-    async def _num_here(self, hashes: Sequence[bytes]) -> int:
-        question_id = next(self._means.pull_ids)
-        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._questions[question_id] = answer
-        self._post(commands.FindPrefix(question_id, tuple(hashes)))
-        try:
-            return await answer
-        finally:
-            del self._questions[question_id]
+    async def _num_cached(self, hashes: Sequence[bytes]) -> int:
+        found = await self._steps.ask(commands.FindPrefix(next(self._resources.pull_ids), tuple(hashes)))
+        return found.num_blocks
 
-    async def _within_its_worth(self, job: PrefillJob, pull: Pull, chain: BlockChain) -> int:
+    async def _pull_in_time(self, job: PrefillJob, pull: Pull, chain: BlockChain) -> int:
         num_tokens, outcome = 0, "late"
         try:
-            async with asyncio.timeout(max(pull.compute_s, _LEAST_DEADLINE_S)):
+            async with asyncio.timeout(max(pull.compute_s, MIN_TIMEOUT_S)):
                 num_tokens = await self._pull(job, pull, chain)
             outcome = "ok" if num_tokens else "gone"
             self._num_pulls += bool(num_tokens)
@@ -160,51 +174,58 @@ class PrefixPulls:
         except TimeoutError:
             pass
         except TandemError as error:
-            outcome = error.handoff_reason if isinstance(error, HandOffFailed) else error.reason
-        except grpc.aio.AioRpcError:
-            outcome = "unreachable"
-        except Exception:  # noqa: BLE001 - a pull is best-effort: its failure is logged, and costs a miss
+            outcome = _outcome(error)
+        except grpc.aio.AioRpcError as error:
+            outcome = _outcome(error_from_rpc(error))
+        except Exception:  # noqa: BLE001 - a pull is best-effort: its failure is logged, and the prompt is computed
             outcome = "failed"
-            _LOG.exception("request %s: a prefix was not pulled", job.request_id)
+            _LOG.exception("request %s: a pull failed", job.request_id)
         if outcome not in ("ok", "gone", HandOffReason.NOT_ENOUGH_BLOCKS):
-            self._left_alone_until_s[pull.holder.member] = self._means.clock.now_s() + _LEFT_ALONE_S
-            _LOG.info("request %s: no prefix from %s: %s", job.request_id, pull.holder.member, outcome)
-        self._means.telemetry.count("tandem_prefix_pulls_total", outcome=outcome)
+            self._avoided_until_s[pull.source.member] = self._resources.clock.now_s() + _AVOIDED_S
+            _LOG.info("request %s: no prefix pulled from %s: %s", job.request_id, pull.source.member, outcome)
+        self._resources.telemetry.count("tandem_prefix_pulls_total", outcome=outcome)
         return num_tokens
 
     async def _pull(self, job: PrefillJob, pull: Pull, chain: BlockChain) -> int:
         """Raises HandOffFailed, MalformedMessage, AioRpcError."""
-        means = self._means
-        offer = await self._ask(job, pull, chain.hashes[: pull.num_blocks])
-        if not offer.ticket:
+        resources = self._resources
+        leased = await self._ask_for_ticket(job, pull, chain.hashes[: pull.num_blocks])
+        if not leased.ticket:
             return 0
-        if offer.num_blocks > pull.num_blocks:
-            raise malformed(offer, f"num_blocks must be at most {pull.num_blocks}, not {offer.num_blocks}")
-        hashes = tuple(chain.hashes[: offer.num_blocks])
-        pull_id = next(self._means.pull_ids)
+        if leased.num_blocks > pull.num_blocks:
+            raise malformed(leased, f"num_blocks must be at most {pull.num_blocks}, not {leased.num_blocks}")
+        hashes = tuple(chain.hashes[: leased.num_blocks])
+        pull_id = next(resources.pull_ids)
         self._hashes[pull_id] = hashes
         try:
-            imported = await means.importer.import_blocks(
+            imported = await resources.importer.import_blocks(
                 handoff_id=pull_id,
-                signed_ticket=offer.ticket,
-                expected=Expected(len(hashes) * means.block_size, hashes[-1], num_choices=0),
+                signed_ticket=leased.ticket,
+                expected=ExpectedPrompt(len(hashes) * resources.block_size, hashes[-1], num_choices=0),
                 blocks=self,
             )
         finally:
             del self._hashes[pull_id]
-        self._post(commands.AdmitPull(pull_id, chain.parent_of(0), hashes, imported.unverified_block_ids))
-        return (len(hashes) - imported.num_cached) * means.block_size
+        self._steps.post(commands.AdmitPull(pull_id, chain.parent_of(0), hashes, imported.unverified_block_ids))
+        return (len(hashes) - imported.num_cached) * resources.block_size
 
-    async def _ask(self, job: PrefillJob, pull: Pull, hashes: Sequence[bytes]) -> kv_pb2.OfferPrefixResponse:
-        request = kv_pb2.OfferPrefixRequest(
+    async def _ask_for_ticket(self, job: PrefillJob, pull: Pull, hashes: Sequence[bytes]) -> kv_pb2.LeasePrefixResponse:
+        request = kv_pb2.LeasePrefixRequest(
             request_id=job.request_id,
             attempt=job.attempt,
-            importer=str(self._means.member),
+            importer=str(self._resources.member),
             block_hashes=b"".join(hashes),
             min_blocks=MIN_BLOCKS,
         )
-        async with self._means.channels.use(pull.holder.address) as channel:
-            offer: kv_pb2.OfferPrefixResponse = await kv_pb2_grpc.KvTransferStub(channel).OfferPrefix(
+        async with self._resources.channels.use(pull.source.address) as channel:
+            leased: kv_pb2.LeasePrefixResponse = await kv_pb2_grpc.KvTransferStub(channel).LeasePrefix(
                 request, timeout=job.timeout_s
             )
-        return checked(offer)
+        return checked(leased)
+
+
+def _outcome(error: TandemError) -> str:
+    """The outcome to count for a failed pull: the reason that the source gave, or `unreachable` if no source answered.
+    A source that answers with an error always names a more exact kind than Unavailable."""
+    outcome = "unreachable" if type(error) is Unavailable else error.reason
+    return error.handoff_reason if isinstance(error, HandOffFailed) else outcome

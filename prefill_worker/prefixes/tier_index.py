@@ -1,9 +1,9 @@
-"""Which blocks lie in the tiers under the pool, in host memory and on disk: what is copied where, moved down, given up.
+"""Which blocks lie in the tiers under the pool, and which blocks are copied, demoted or dropped to make room. Pure.
 
-Pure. Owned by the tiers' event loop; the bytes are tier_copies.py's. Host memory is a number of slots. A block that
-is stored takes a free one, or that of the least recently used block, whose bytes go to disk first. A block on disk
-stays there when it is read; where it is used again, it is stored in host memory again, as any other. Blocks that are
-being copied are pinned. A chain's end is given up before its beginning.
+Owned by `PrefixTiers`; the bytes are in tier_storage.py. The host tier has a fixed number of slots. A block that is
+stored takes a free slot, or the slot of the least recently used block, which is demoted (written to disk) first. A
+block on disk stays there when it is read. Blocks that are being copied are pinned. The end of a chain is dropped before
+its beginning, because later blocks cannot be used without earlier ones.
 """
 
 from collections import OrderedDict
@@ -13,17 +13,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Copy a block into this slot. First remove files that are in the way, and write the slot's own block to disk."""
+    """Copy a block into this slot. Before that, delete the files of the dropped blocks and write the slot's present
+    block to disk."""
 
     block_hash: bytes
     slot: int
     demoted: bytes | None = None
-    given_up: tuple[bytes, ...] = ()
+    dropped: tuple[bytes, ...] = ()  # blocks on disk that make room for `demoted`
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where to read a block from; without a slot: from disk."""
+    """Where to read a block from. Without a slot: from disk."""
 
     block_hash: bytes
     slot: int | None
@@ -33,7 +34,7 @@ class Place:
 class _Held:
     slot: int
     pins: int = 0
-    is_whole: bool = False  # else it is being copied in
+    is_whole: bool = False  # False: it is being copied in
 
 
 class TierIndex:
@@ -45,29 +46,29 @@ class TierIndex:
         self._free = list(range(num_slots - 1, -1, -1))
         self._host: OrderedDict[bytes, _Held] = OrderedDict()  # the least recently used first
         self._disk: OrderedDict[bytes, None] = OrderedDict()
-        self._moving: set[bytes] = set()  # on their way from host memory to disk
-        self._num_filling = 0  # of host memory: slots whose blocks are being copied in
+        self._moving: set[bytes] = set()  # being written from host memory to disk
+        self._num_filling = 0  # slots whose blocks are being copied in
 
     @property
     def num_in_host(self) -> int:
-        """Blocks that can be read from there: those that are still being copied in do not count."""
+        """The number of readable blocks: those that are still being copied in do not count."""
         return len(self._host) - self._num_filling
 
     @property
     def num_on_disk(self) -> int:
         return len(self._disk)
 
-    def found(self, block_hashes: Iterable[bytes]) -> tuple[bytes, ...]:
-        """Files of an earlier run, the least recently used first. Answers those that are too many."""
+    def add_files(self, block_hashes: Iterable[bytes]) -> tuple[bytes, ...]:
+        """Add the files of an earlier run, the least recently used first. Return those that exceed `max_files`."""
         self._disk.update(dict.fromkeys(block_hashes))
         return tuple(self._disk.popitem(last=False)[0] for _ in range(len(self._disk) - self._max_files))
 
     def num_held(self, block_hashes: Sequence[bytes]) -> int:
-        """Of these, how many from the first on can be read without a hole."""
+        """The number of leading blocks of this chain that the tiers can read without a gap."""
         return next((n for n, h in enumerate(block_hashes) if not self._is_held(h)), len(block_hashes))
 
     def begin_read(self, block_hashes: Sequence[bytes]) -> tuple[Place, ...]:
-        """Where they lie, as far as there is no hole. They stay there until `end_read`."""
+        """Return the places of the leading blocks up to the first gap, and pin them until `end_read`."""
         places = []
         for block_hash in block_hashes[: self.num_held(block_hashes)]:
             held = self._host.get(block_hash)
@@ -80,7 +81,7 @@ class TierIndex:
         return tuple(places)
 
     def end_read(self, places: Sequence[Place], lost: bytes | None = None) -> None:
-        """`lost`: a block that could not be read. It is not held any more."""
+        """Unpin these places. `lost`: a block that could not be read; it leaves the tiers."""
         for place in places:
             if place.slot is not None:
                 self._host[place.block_hash].pins -= 1
@@ -92,11 +93,11 @@ class TierIndex:
             self._free.append(self._host.pop(lost).slot)
 
     def first_missing(self, block_hashes: Sequence[bytes]) -> int:
-        """The index of the first that is not in host memory; as many as there are, where all are."""
+        """The index of the first block that is not in host memory; the length of the chain if all are."""
         return next((n for n, h in enumerate(block_hashes) if h not in self._host), len(block_hashes))
 
     def begin_store(self, block_hashes: Sequence[bytes]) -> tuple[Store, ...]:
-        """What to copy of these into host memory, as far as there is room: all but what is there."""
+        """Choose slots for the blocks of this chain that host memory lacks, as far as there is room."""
         self._touch(block_hashes)
         stores = []
         for block_hash in block_hashes:
@@ -112,7 +113,7 @@ class TierIndex:
         return tuple(stores)
 
     def end_store(self, store: Store, *, is_stored: bool, is_demoted: bool) -> None:
-        """How it went. What was to go to disk and did not is gone."""
+        """Record the result of a store. A block whose demotion failed is lost."""
         self._num_filling -= 1
         if is_stored:
             self._host[store.block_hash].is_whole = True
@@ -124,7 +125,7 @@ class TierIndex:
                 self._disk[store.demoted] = None
 
     def only_in_host(self) -> tuple[Place, ...]:
-        """The most recently used first, as many as disk has room for."""
+        """Blocks that are not on disk, the most recently used first, as many as disk has room for."""
         places = [Place(h, held.slot) for h, held in self._host.items() if held.is_whole and h not in self._disk]
         return tuple(reversed(places))[: max(0, self._max_files - len(self._disk) - len(self._moving))]
 
@@ -132,7 +133,7 @@ class TierIndex:
         """Raises AssertionError when slots are lost or used twice, or there are too many files."""
         slots = [*self._free, *(held.slot for held in self._host.values())]
         assert sorted(slots) == list(range(self._num_slots)), f"slots lost or used twice: {sorted(slots)}"
-        assert len(self._disk) + len(self._moving) <= self._max_files, "more files than there is room for"
+        assert len(self._disk) + len(self._moving) <= self._max_files, "more files than allowed"
         filling = sum(not held.is_whole for held in self._host.values())
         assert filling == self._num_filling, f"{filling} slots are being filled, {self._num_filling} are counted"
 
@@ -155,10 +156,10 @@ class TierIndex:
         slot = self._host.pop(victim).slot
         if victim in self._disk or victim in self._moving or not self._max_files:
             return Store(block_hash, slot)
-        given_up = []
+        dropped = []
         while len(self._disk) + len(self._moving) >= self._max_files:
             if not self._disk:
                 return Store(block_hash, slot)
-            given_up.append(self._disk.popitem(last=False)[0])
+            dropped.append(self._disk.popitem(last=False)[0])
         self._moving.add(victim)
-        return Store(block_hash, slot, victim, tuple(given_up))
+        return Store(block_hash, slot, victim, tuple(dropped))

@@ -1,4 +1,4 @@
-"""What the prefill worker's event loop asks of its step thread, and what the step thread tells back. Pure values.
+"""The commands of the prefill worker's event loop to its step thread, and the events that come back. Pure values.
 
 These two directions are the only meeting place of asyncio and the thread that owns the device and the block pool.
 """
@@ -6,7 +6,19 @@ These two directions are the only meeting place of asyncio and the thread that o
 from dataclasses import dataclass
 
 from cluster.errors import TandemError
-from cluster.messages import Inspect, Inspected, PrefillJob, PrefixNews, SampledToken
+from cluster.messages import CacheEvents, PrefillJob, SampledToken
+from engine.scheduling.commands import (
+    Answer,
+    Inspect,
+    Inspected,
+    Key,
+    LeasePrefix,
+    PrefixLeased,
+    Question,
+    Quiet,
+    Release,
+    Tail,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,98 +31,92 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Compute no more of it. What was sealed stays leased until Release; the rest is free at once. Answered by Failed
+    """Cancel a job. Its sealed blocks stay leased until Release, its other blocks are free at once. Answered by Failed
     (reason cancelled) if it was still queued or running, by nothing if it had ended."""
 
     ticket_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """No lease on the ticket's blocks is left, and none will come: free them."""
-
-    ticket_id: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class FindPrefix:
-    """How many leading blocks of this chain are here? Answered by PrefixFound."""
+class FindPrefix(Question["PrefixFound"]):
+    """Ask how many leading blocks of this chain are cached. Answered by PrefixFound."""
 
     question_id: int
     block_hashes: tuple[bytes, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class OfferPrefix:
-    """Lease the leading blocks of this chain that are here to a ticket, until Release. Answered by PrefixOffered."""
-
-    ticket_id: bytes
-    block_hashes: tuple[bytes, ...]
-    min_blocks: int
+    @property
+    def key(self) -> Key:
+        return FindPrefix, self.question_id
 
 
 @dataclass(frozen=True, slots=True)
-class LendPrefix:
-    """Lease the leading blocks of this chain that are here, from the one of index `first` on, while they are copied.
-    Answered by PrefixLent; until Release."""
+class LeaseForCopy(Question["LeasedForCopy"]):
+    """Lease the cached leading blocks of this chain, from index `first` on, to a ticket until Release, while they are
+    copied to a tier. It does not count as a use of them. Answered by LeasedForCopy."""
 
     ticket_id: bytes
     block_hashes: tuple[bytes, ...]
     first: int
 
+    @property
+    def key(self) -> Key:
+        return LeaseForCopy, self.ticket_id
+
 
 @dataclass(frozen=True, slots=True)
-class ReservePull:
-    """Set blocks aside for a prefix that another worker has: now, or not at all. Answered by PullReserved."""
+class ReservePull(Question["PullReserved"]):
+    """Reserve blocks at once, or not at all, for a prefix that comes from another worker or a tier. Answered by
+    PullReserved."""
 
     pull_id: int
     block_hashes: tuple[bytes, ...]
+
+    @property
+    def key(self) -> Key:
+        return ReservePull, self.pull_id
 
 
 @dataclass(frozen=True, slots=True)
 class AdmitPull:
-    """Its blocks are verified and settled: whoever begins like this finds them from now on."""
+    """The blocks of a pull hold their content: add them to the prefix cache."""
 
     pull_id: int
     root: bytes
     block_hashes: tuple[bytes, ...]
-    unverified: frozenset[int] = frozenset()  # of its blocks, those that were not verified
+    unverified: frozenset[int] = frozenset()  # of its blocks, those whose digests were not verified
 
 
 @dataclass(frozen=True, slots=True)
 class DiscardPull:
-    """It failed: forget its blocks. Those that a reader may still write to go to quarantine."""
+    """The pull failed: release its blocks. Blocks to which a read may still write are quarantined."""
 
     pull_id: int
     quarantined_block_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class Quiet:
-    """Nobody can write to these quarantined blocks any more: free them."""
+class AwaitCacheEvents(Question["CacheEventsReady"]):
+    """Ask for the changes of the prefix cache from event `since` on; None: for its whole content. Answered once, by
+    CacheEventsReady, as soon as there is at least one."""
 
-    block_ids: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class FollowPrefixes:
-    """What changes in the prefix cache from this event on? None: what is in it? Answered once, by PrefixesTold, as soon
-    as there is something to tell."""
-
-    follower_id: int
+    subscriber_id: int
     since: int | None
 
+    @property
+    def key(self) -> Key:
+        return AwaitCacheEvents, self.subscriber_id
+
 
 @dataclass(frozen=True, slots=True)
-class UnfollowPrefixes:
-    """It does not wait for its answer any more."""
+class CancelCacheEvents:
+    """Drop a subscriber's pending AwaitCacheEvents."""
 
-    follower_id: int
+    subscriber_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Take no new job, and give back those that hold nothing yet: both are refused with Draining."""
+    """Refuse new jobs and jobs that have no blocks yet, with Draining."""
 
 
 Command = (
@@ -119,14 +125,14 @@ Command = (
     | Leave
     | Release
     | FindPrefix
-    | OfferPrefix
-    | LendPrefix
+    | LeasePrefix
+    | LeaseForCopy
     | ReservePull
     | AdmitPull
     | DiscardPull
     | Quiet
-    | FollowPrefixes
-    | UnfollowPrefixes
+    | AwaitCacheEvents
+    | CancelCacheEvents
     | Inspect
 )
 
@@ -138,7 +144,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The queue is full, or the prompt can never fit."""
+    """The job was refused: the queue is full, the worker drains, or the prompt can never fit."""
 
     ticket_id: bytes
     error: TandemError
@@ -146,20 +152,12 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """Blocks that are written for ever, in the ticket's order. Only for jobs with an importer."""
+    """Blocks that were sealed, in the ticket's order. Only for jobs with an importer."""
 
     ticket_id: bytes
     first_index: int
     block_ids: tuple[int, ...]
     unverified: frozenset[int] = frozenset()  # of these, those that came from elsewhere and were not verified
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """The last, partly filled block: frozen, unused positions zeroed."""
-
-    block_id: int
-    num_valid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,39 +180,47 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixFound:
+class PrefixFound(Answer):
     question_id: int
     num_blocks: int
 
-
-@dataclass(frozen=True, slots=True)
-class PrefixesTold:
-    follower_id: int
-    news: PrefixNews
+    @property
+    def key(self) -> Key:
+        return FindPrefix, self.question_id
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixOffered:
-    """Nothing is leased when fewer blocks than wanted are here."""
+class CacheEventsReady(Answer):
+    subscriber_id: int
+    events: CacheEvents
 
+    @property
+    def key(self) -> Key:
+        return AwaitCacheEvents, self.subscriber_id
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedForCopy(Answer):
     ticket_id: bytes
     block_ids: tuple[int, ...]
-    unverified: frozenset[int] = frozenset()
+    unverified: frozenset[int] = frozenset()  # of these, blocks that came from another worker and were not verified
+
+    @property
+    def key(self) -> Key:
+        return LeaseForCopy, self.ticket_id
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixLent:
-    ticket_id: bytes
-    block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PullReserved:
-    """The first `num_cached` hold their content already. None: there is no room."""
+class PullReserved(Answer):
+    """The first `num_cached` blocks hold their content already. `block_ids` is None: too few blocks are available."""
 
     pull_id: int
     block_ids: tuple[int, ...] | None
     num_cached: int
+
+    @property
+    def key(self) -> Key:
+        return ReservePull, self.pull_id
 
 
 Event = (
@@ -224,9 +230,9 @@ Event = (
     | Finished
     | Failed
     | PrefixFound
-    | PrefixOffered
-    | PrefixLent
+    | PrefixLeased
+    | LeasedForCopy
     | PullReserved
-    | PrefixesTold
+    | CacheEventsReady
     | Inspected
 )

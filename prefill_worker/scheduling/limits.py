@@ -1,12 +1,11 @@
-"""What the prefill worker can take, and how it says no. Pure values."""
+"""The limits of a prefill worker, and the errors with which it refuses jobs beyond them. Pure values."""
 
 from dataclasses import dataclass
 
 from cluster.errors import TandemError, WorkerTooSmall
 from cluster.member import Capacity
 from cluster.messages import PrefillJob
-from cluster.request_size import RequestSize, prefill_shortage
-from cluster.settings.lengths import NO_LIMITS, LengthLimits
+from cluster.request_size import NO_LIMITS, LengthLimits, RequestSize, prefill_shortage
 from engine.scheduling.schedule import blocks_for
 
 
@@ -25,7 +24,7 @@ class PrefillLimits:
 
     @property
     def capacity(self) -> Capacity:
-        """What routers are told, from which they conclude what is refused here."""
+        """What the worker registers, so that routers know which requests it would refuse."""
         return Capacity(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -36,11 +35,11 @@ class PrefillLimits:
         )
 
     def num_needed(self, job: PrefillJob) -> int:
-        """Blocks of its whole prompt."""
+        """Return the number of blocks of the whole prompt."""
         return blocks_for(len(job.token_ids), self.block_size)
 
     def refusal(self, job: PrefillJob) -> TandemError | None:
-        """Why it could never run here; None when it could."""
+        """Return why this job can never run here, or None if it can."""
         num_prompt = len(job.token_ids) - job.num_committed
         size = RequestSize(num_prompt, job.stops.max_tokens, job.num_committed, len(job.seeds))
         shortage = prefill_shortage(self.capacity, size)

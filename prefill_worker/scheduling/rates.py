@@ -1,10 +1,10 @@
-"""How fast something is lately. Pure."""
+"""A rate over recent samples. Pure."""
 
 _NEWEST_SHARE = 0.2  # of the newest sample in the running figure
 
 
 class RunningRate:
-    """Of tokens computed, or bytes copied: a running mean that follows changes within a dozen samples."""
+    """The rate of tokens computed or bytes copied: a moving average that follows changes within a dozen samples."""
 
     def __init__(self) -> None:
         self.per_s: float | None = None  # None: nothing was measured yet

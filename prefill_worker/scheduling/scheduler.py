@@ -1,48 +1,43 @@
-"""Which prompts the prefill worker computes next. Pure: no clock, no model, no waiting.
+"""The prefill worker's scheduler: commands in, step plans and events out. Pure: no clock, no model, no waiting.
 
-A prompt waits in the bounded queue holding nothing; it starts when its whole prompt's blocks can be had at once, in the
-policy's order, nobody overtaking: those that hold its beginning already are shared, the rest is reserved and computed
-by chunks. One that runs may be passed over, and keeps its blocks: by those that a preemptive policy puts first, and by
-everybody when it is of the batch class. Owns the table of jobs, and the blocks (prompt_blocks.py).
+A job waits without blocks in a bounded queue. It starts when all blocks of its prompt are available at once, in the
+policy's order; no job overtakes one that waits for blocks. Cached blocks of its prefix are shared, the others are
+reserved and computed in chunks. A running job keeps its blocks but may get no tokens of a step: if jobs that a
+preemptive policy ranks before it use the budget, or, for the batch class, any other jobs do. This module owns the table
+of jobs and their blocks (prompt_blocks.py).
 """
 
 from cluster import holders
-from cluster.errors import Cancelled, Draining, InternalError, InvalidRequest, QueueFull, TandemError
-from cluster.messages import Inspect, Inspected, PrefillJob, SampledToken
+from cluster.errors import Cancelled, Draining, InvalidRequest, QueueFull, StepFailed, TandemError
+from cluster.messages import PrefillJob, SampledToken
 from cluster.observe.service_rate import ServiceRate
 from cluster.protocol.hashing import NATIVE, NewChain
+from engine.scheduling.commands import Inspect, Inspected, LeasePrefix, Quiet, Release
 from engine.scheduling.policies import FirstCome, Policy
-from engine.scheduling.schedule import ChunkBudget, blocks_for
+from engine.scheduling.schedule import ChunkBudget, banned_token_ids, blocks_for, finish_reason
 from engine.scheduling.step import Chunk, DrawnToken, Sample, StepPlan, StepResult
-from engine.scheduling.stops import banned_token_ids, finish_reason
 from prefill_worker.scheduling.commands import (
     Accepted,
     AdmitPull,
+    AwaitCacheEvents,
     Cancel,
+    CancelCacheEvents,
     Command,
     DiscardPull,
     Event,
     Failed,
     FindPrefix,
     Finished,
-    FollowPrefixes,
+    LeaseForCopy,
     Leave,
-    LendPrefix,
-    OfferPrefix,
     PrefixFound,
-    PrefixLent,
-    Quiet,
     Refused,
-    Release,
     ReservePull,
     Submit,
-    UnfollowPrefixes,
 )
-from prefill_worker.scheduling.job_table import JobTable
-from prefill_worker.scheduling.jobs import Running, Waiting
+from prefill_worker.scheduling.jobs import JobTable, Running, Waiting, in_order, note_turns
 from prefill_worker.scheduling.limits import PrefillLimits
 from prefill_worker.scheduling.prompt_blocks import PromptBlocks
-from prefill_worker.scheduling.turns import in_order, note_turns
 
 _FIRST_COME = FirstCome()
 
@@ -76,12 +71,12 @@ class PrefillScheduler:
                 self._release(ticket_id)
             case FindPrefix(question_id, block_hashes):
                 return (PrefixFound(question_id, len(self._blocks.pool.find(block_hashes))),)
-            case OfferPrefix():
-                return (self._blocks.offer_prefix(command),)
-            case LendPrefix(ticket_id, block_hashes, first):
-                return (PrefixLent(ticket_id, self._blocks.lend_prefix(ticket_id, block_hashes, first)),)
+            case LeasePrefix():
+                return (self._blocks.lease_prefix(command),)
+            case LeaseForCopy(ticket_id, block_hashes, first):
+                return (self._blocks.lease_for_copy(ticket_id, block_hashes, first),)
             case ReservePull():
-                # What waits in the queue may need comes first.
+                # Leave the blocks that jobs in the queue need.
                 num_to_leave = sum(self._limits.num_needed(waiting.job) for waiting in self._jobs.queue)
                 return (self._blocks.reserve_pull(command, num_to_leave=num_to_leave),)
             case AdmitPull():
@@ -90,16 +85,16 @@ class PrefillScheduler:
                 self._blocks.pulled.discard(pull_id, quarantined)
             case Quiet(block_ids):
                 self._blocks.pool.end_quarantine(sorted(block_ids))
-            case FollowPrefixes():
-                self._blocks.followers.follow(command)
-            case UnfollowPrefixes(follower_id):
-                self._blocks.followers.unfollow(follower_id)
+            case AwaitCacheEvents():
+                self._blocks.subscribers.add(command)
+            case CancelCacheEvents(subscriber_id):
+                self._blocks.subscribers.cancel(subscriber_id)
             case Inspect(inspection_id):
                 return (self._inspect(inspection_id),)
         return ()
 
     def reap(self, now_s: float) -> tuple[tuple[Event, ...], float | None]:
-        events: list[Event] = list(self._blocks.followers.due())
+        events: list[Event] = list(self._blocks.subscribers.due())
         for ticket_id, error in self._jobs.expired(now_s):
             events += self._abort(ticket_id, error)
         return tuple(events), self._jobs.next_deadline_s
@@ -111,7 +106,7 @@ class PrefillScheduler:
             if isinstance(job, Waiting):
                 started = self._start(job, now_s) if may_start else None
                 if started is None:
-                    may_start = False  # nobody overtakes it
+                    may_start = False  # no job overtakes it
                     continue
                 events += self._blocks.seal(started)
                 job = started
@@ -135,18 +130,18 @@ class PrefillScheduler:
 
     def fail(self, plan: StepPlan, error: Exception, now_s: float) -> tuple[Event, ...]:
         self._steps += 1
-        reason = InternalError(f"the prefill's step failed: {type(error).__name__}: {error}")
+        reason = StepFailed(f"the prefill's step failed: {type(error).__name__}: {error}")
         events: list[Event] = []
         for chunk in plan.chunks:
             events += self._abort(self._jobs[chunk.sequence_id].ticket_id, reason)
         return tuple(events)
 
     def check(self) -> None:
-        """Raises AssertionError when the pool and the jobs disagree."""
+        """Raise AssertionError if the pool and the jobs disagree."""
         self._blocks.check(self._jobs.running)
 
     def holders(self) -> frozenset[str]:
-        """Everything that holds blocks, or waits for them."""
+        """Return the names of everything that holds blocks or waits for them."""
         jobs: list[Waiting | Running] = [*self._jobs.queue, *self._jobs.running]
         return frozenset((*self._blocks.holders(), *(holders.ticket(job.ticket_id) for job in jobs)))
 
@@ -163,7 +158,7 @@ class PrefillScheduler:
         if not job.token_ids or not job.seeds:
             return InvalidRequest("a prefill needs at least one token and one choice")
         if self._is_leaving:
-            return Draining("this prefill worker is leaving; try another")
+            return Draining("this prefill worker is draining; try another")
         refusal = self._limits.refusal(job)
         if refusal is None and len(self._jobs.queue) >= self._limits.max_queue:
             refusal = QueueFull(
@@ -173,7 +168,7 @@ class PrefillScheduler:
         return refusal
 
     def _start(self, waiting: Waiting, now_s: float) -> Running | None:
-        """None: its blocks cannot be had now."""
+        """Start a waiting job. Returns None if the pool lacks blocks for it."""
         reserved = self._blocks.reserve(waiting.chain, waiting.job.token_ids)
         if reserved is None:
             return None
@@ -211,7 +206,7 @@ class PrefillScheduler:
         )
 
     def _abort(self, ticket_id: bytes, error: TandemError) -> tuple[Event, ...]:
-        """Ends it before its time; nothing when it had ended."""
+        """End a job that is not finished. Does nothing if it has ended."""
         job = self._jobs.find_running(ticket_id) or self._jobs.find_waiting(ticket_id)
         if job is None:
             return ()
@@ -226,11 +221,11 @@ class PrefillScheduler:
 
     def _leave(self) -> tuple[Event, ...]:
         self._is_leaving = True
-        reason = Draining("this prefill worker is leaving, and had not begun with it; try another")
+        reason = Draining("this prefill worker is draining and had not started this job; try another")
         return tuple(event for waiting in tuple(self._jobs.queue) for event in self._abort(waiting.ticket_id, reason))
 
     def _release(self, ticket_id: bytes) -> None:
-        """Ends the leases of a ticket. One that still waits or runs goes on without an importer."""
+        """End the leases of a ticket. A job that still waits or runs continues without an importer."""
         self._blocks.release(ticket_id, self._jobs.find_running(ticket_id))
         waiting = self._jobs.find_waiting(ticket_id)
         if waiting is not None:

@@ -1,8 +1,9 @@
 """The one multiplexed stream between this router and one incarnation of one decode worker.
 
-Owns the connection and which handle belongs to which attempt. Reads without pause; an attempt's messages wait in its
-own queue. Messages for a handle that nobody holds any more are dropped: that attempt is not current. A connection that
-broke may come back within the grace time; what was lost meanwhile shows as a gap in the tokens' indices, or as silence.
+Owns the connection and the table of which attempt owns which handle. It reads without pause; each attempt has its own
+queue of events. Messages about a handle without an owner are dropped: their attempt is no longer current. A broken
+connection may be restored within `recovery_timeout_s`; messages that were lost meanwhile show as a gap in the token
+indices, or as silence.
 """
 
 import asyncio
@@ -16,31 +17,38 @@ import grpc
 
 from cluster.errors import Draining, MalformedMessage, Unhealthy
 from cluster.member import Member
-from cluster.messages import MemberId, PairFigure
+from cluster.messages import LinkSpeed, MemberId
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
-from cluster.protocol.pair_wire import figures_from_wire
 from cluster.protocol.received import checked
+from cluster.protocol.wire import link_speeds_from_wire
 from cluster.request_size import RequestSize
 from cluster.serving.rpc_errors import error_from_rpc
-from router.fleet.decode_events import Failed, Lost, Move, MoveOutcome, Sequences, Started, tokens_of
-from router.fleet.direct_check import nobody_listens
-from router.fleet.patience import Patience
-from router.policies.course import Course
-from tandem.silence import Silence
-from tandem.v1 import worker_pb2, worker_pb2_grpc
-from tandem.watch import waiting
+from router.fleet.decode_events import (
+    MoveOutcome,
+    MoveRequest,
+    Sequences,
+    SequencesFailed,
+    SequencesStarted,
+    StreamLost,
+    tokens_of,
+)
+from router.fleet.supervision import WorkerTimeouts, refuses_connections
+from router.policies.sequence_progress import SequenceProgress
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
+from tandem.keepalive import KeepAliveTimer
+from tandem.keepalive_watch import waiting
 
 _LOG = logging.getLogger("tandem.router.decode_stream")
 _RECONNECT_PAUSE_S = 0.05
-_RETELL_S = 0.2
-_MAX_TOLD = 4096
+_RESEND_CANCEL_S = 0.2
+_MAX_CANCELS_KEPT = 4096
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[worker_pb2.RouterMessage, worker_pb2.WorkerMessage]"
 _REPLACED = "another incarnation answers at its address"
 
 
 class DecodeStream:
-    """`run` connects and reads until the worker is lost; it is then of no more use."""
+    """`run` connects and reads until the worker is lost; the stream cannot be used after that."""
 
     def __init__(
         self,
@@ -48,114 +56,118 @@ class DecodeStream:
         router: MemberId,
         member: Member,
         stub: worker_pb2_grpc.DecodeWorkerStub,
-        patience: Patience,
+        timeouts: WorkerTimeouts,
         handles: Iterator[int],
         on_change: Callable[[], None],
-        on_leaving: Callable[[float], None],
+        on_draining: Callable[[float], None],
         telemetry: Telemetry,
     ) -> None:
-        """`handles`: numbers that this router never gave this worker before. `on_change`: it connected or broke.
-        `on_leaving`: it takes no more, and has what it has for so many seconds."""
+        """`handles` yields numbers that this router has never given to this worker. `on_change` is called when the
+        stream connects or breaks, `on_draining` with the worker's remaining grace in seconds when it drains."""
         self._router = router
         self._worker = member.id
         self._address = member.address
         self._stub = stub
-        self._patience = patience
+        self._timeouts = timeouts
         self._handles = handles
         self._on_change = on_change
-        self._on_leaving = on_leaving
+        self._on_draining = on_draining
         self._telemetry = telemetry
         self._owners: dict[int, Sequences] = {}
-        self._moves: dict[int, Move] = {}  # that were asked for and have no outcome yet
-        self._doubtful: set[int] = set()  # silent since the last connection broke
-        self._told_at_s: dict[int, float] = {}  # when the worker was last told to cancel, the latest last
+        self._moves: dict[int, MoveRequest] = {}  # moves in progress
+        self._unheard_since_loss: dict[int, int] = {}  # handle -> number of the latest loss, if no message came since
+        self._num_losses = 0
+        self._cancel_sent_s: dict[int, float] = {}  # handle -> when its last cancel was sent, the latest last
         self._cancels: asyncio.Queue[tuple[int, ...] | None] = asyncio.Queue()
+        self._has_connected = False
         self.connected = asyncio.Event()
-        self.heard_s = asyncio.get_running_loop().time()  # when it last said something here
+        self.heard_s = asyncio.get_running_loop().time()  # when the last message arrived
         self.heartbeat = worker_pb2.Heartbeat()
-        self.pairs: tuple[PairFigure, ...] = ()  # how fast its hand-offs are, from the same heartbeat
+        self.links: tuple[LinkSpeed, ...] = ()  # the speed of its hand-offs, from the same heartbeat
 
     @property
     def num_sequences(self) -> int:
         return len(self._owners)
 
     @contextmanager
-    def open(self, courses: Sequence[Course]) -> Iterator[Sequences]:
-        """Handles for one attempt, one per course. Those that have not ended on leaving are cancelled at the worker."""
-        sequences = Sequences({next(self._handles): course for course in courses})
+    def open_sequences(self, all_progress: Sequence[SequenceProgress]) -> Iterator[Sequences]:
+        """Reserve one handle per sequence. On exit, cancel at the worker the sequences that have not ended."""
+        sequences = Sequences({next(self._handles): progress for progress in all_progress})
         self._owners.update(dict.fromkeys(sequences.handles, sequences))
         try:
             yield sequences
         finally:
-            self.cancel(sequences, tuple(sequences.live))
+            self.cancel_sequences(sequences, tuple(sequences.live))
 
     @contextmanager
-    def part(self, sequences: Sequences, handle: int) -> Iterator[Sequences]:
-        """One of an attempt's handles by itself; cancelled on leaving, if it has not ended."""
-        parted = self._owners[handle] = sequences.part(handle)
+    def split_sequence(self, sequences: Sequences, handle: int) -> Iterator[Sequences]:
+        """Give one of an attempt's sequences a lifetime of its own. On exit, cancel it if it has not ended."""
+        parted = self._owners[handle] = sequences.split(handle)
         try:
             yield parted
         finally:
-            self.cancel(parted, tuple(parted.live))
+            self.cancel_sequences(parted, tuple(parted.live))
 
     def movable(self) -> list[int]:
-        """Sequences that run at the worker and are not being moved, the oldest first."""
+        """Return the handles that run at the worker and are not being moved, the oldest first."""
         return [h for h, owner in self._owners.items() if h in owner.started and h not in self._moves]
 
-    def courses(self) -> dict[int, Course]:
-        """Of those sequences, by handle."""
-        return {handle: self._owners[handle].courses[handle] for handle in self.movable()}
+    def running_progress(self) -> dict[int, SequenceProgress]:
+        """Return handle -> progress of the movable sequences."""
+        return {handle: self._owners[handle].all_progress[handle] for handle in self.movable()}
 
     def size(self, handle: int) -> RequestSize | None:
-        """What another worker must hold to run this sequence to its end; None: not known."""
-        return self._owners[handle].courses[handle].size
+        """Return what another worker must be able to hold to run this sequence to its end; None if it is not known."""
+        return self._owners[handle].all_progress[handle].size
 
     def unstarted(self) -> list[int]:
-        """Sequences that were asked for, and have not joined the worker's batch."""
+        """Return the handles of sequences that have not joined the worker's batch."""
         return [handle for handle, owner in self._owners.items() if handle not in owner.started]
 
     def preempted(self) -> list[int]:
-        """Sequences that were to move, had no KV in the worker's batch, and have not drawn a token since."""
-        return [handle for handle, course in self.courses().items() if course.is_waiting]
+        """Return the handles of sequences that could not be moved because they have no KV in the batch."""
+        return [handle for handle, progress in self.running_progress().items() if progress.is_waiting]
 
-    def give_up(self, handle: int) -> None:
-        """Of a worker that leaves: its attempt need not wait for this one any longer."""
-        self._owners[handle].events.put_nowait(Failed(Draining.reason, "the worker leaves, and does not run it"))
+    def fail_sequence(self, handle: int) -> None:
+        """Fail one sequence of a draining worker, so that its attempt ends and another one starts elsewhere."""
+        self._owners[handle].events.put_nowait(
+            SequencesFailed(Draining.reason, "the worker is draining and does not run it")
+        )
 
-    def ask_to_move(self, handle: int, target: MemberId | None, patience_s: float) -> Move | None:
-        """Tells the attempt that has it. None: it has ended, or is being moved already."""
+    def ask_to_move(self, handle: int, target: MemberId | None, timeout_s: float) -> MoveRequest | None:
+        """Ask the attempt that owns the sequence to move it. Returns None if it has ended or is being moved already."""
         owner = self._owners.get(handle)
         if owner is None or handle in self._moves:
             return None
-        move = self._moves[handle] = Move(handle, target, patience_s, asyncio.get_running_loop().create_future())
+        move = self._moves[handle] = MoveRequest(handle, target, timeout_s, asyncio.get_running_loop().create_future())
         move.outcome.add_done_callback(lambda _: self._moves.pop(handle))
         owner.events.put_nowait(move)
         return move
 
-    def cancel(self, sequences: Sequences, handles: tuple[int, ...]) -> None:
-        """The worker need not go on with these; what it still says about them is dropped."""
+    def cancel_sequences(self, sequences: Sequences, handles: tuple[int, ...]) -> None:
+        """Cancel these sequences at the worker. Later messages about them are dropped."""
         for handle in handles:
-            self.release(sequences, handle)
+            self.end_sequence(sequences, handle)
         if handles:
-            self._tell(handles)
+            self._send_cancel(handles)
 
-    def release(self, sequences: Sequences, handle: int) -> None:
-        """The worker has ended this one."""
+    def end_sequence(self, sequences: Sequences, handle: int) -> None:
+        """Forget a sequence that the worker has ended."""
         sequences.live.discard(handle)
         self._owners.pop(handle, None)
-        self._doubtful.discard(handle)
+        self._unheard_since_loss.pop(handle, None)
         if handle in self._moves:
             self._moves[handle].settle(MoveOutcome.ENDED)
 
     async def run(self) -> str:
-        """Returns why the worker is lost. However it ends, every attempt on it has heard of it then."""
+        """Return why the worker is lost. Every attempt on it has received StreamLost by then."""
         detail = "this router gave it up"
         try:
             detail = await self._converse_until_lost()
         finally:
             self.connected.clear()
             for sequences in dict.fromkeys(self._owners.values()):
-                sequences.events.put_nowait(Lost(detail))
+                sequences.events.put_nowait(StreamLost(detail))
         return detail
 
     async def _converse_until_lost(self) -> str:
@@ -163,13 +175,13 @@ class DecodeStream:
         disconnected_at_s = loop.time()
         while True:
             try:
-                problem = await self._converse(disconnected_at_s + self._patience.grace_s)
+                problem = await self._converse(disconnected_at_s + self._timeouts.recovery_timeout_s)
             except grpc.aio.AioRpcError as error:
                 problem = f"{error.code().name}: {error.details()}"
                 if isinstance(error_from_rpc(error), Unhealthy):
                     return f"it is unhealthy: {error.details()}"
             except TimeoutError:
-                problem = f"no sign of life for {self._patience.silence_s} s"
+                problem = f"no sign of life for {self._timeouts.heartbeat_timeout_s} s"
             if self.connected.is_set():
                 self.connected.clear()
                 self._on_change()
@@ -177,38 +189,40 @@ class DecodeStream:
                 _LOG.warning("decode stream broke", extra={"worker": str(self._worker), "problem": problem})
             if problem is _REPLACED:
                 return problem
-            if await nobody_listens(self._address):
-                return f"nobody listens at its address any more ({problem})"
-            if loop.time() >= disconnected_at_s + self._patience.grace_s:
-                return f"its stream broke and did not come back within {self._patience.grace_s} s ({problem})"
+            if await refuses_connections(self._address):
+                return f"its address refuses connections ({problem})"
+            if loop.time() >= disconnected_at_s + self._timeouts.recovery_timeout_s:
+                return (
+                    f"its stream broke and did not come back within {self._timeouts.recovery_timeout_s} s ({problem})"
+                )
             await asyncio.sleep(_RECONNECT_PAUSE_S)
 
     async def _converse(self, hello_deadline_s: float) -> str:
-        """One connection, from hello to its end. Raises AioRpcError, TimeoutError."""
+        """Run one connection from its hello to its end. Raises AioRpcError, TimeoutError."""
         loop = asyncio.get_running_loop()
         cancels = self._fresh_cancels()
         call = self._stub.Connect(self._outgoing(cancels))
-        silence = Silence(max(0.0, hello_deadline_s - loop.time()))
+        keepalive = KeepAliveTimer(max(0.0, hello_deadline_s - loop.time()))
         try:
-            async with asyncio.timeout(None) as patience:
-                with waiting(silence, lambda: patience.reschedule(loop.time())):
-                    return await self._listen(call, silence)
+            async with asyncio.timeout(None) as deadline:
+                with waiting(keepalive, lambda: deadline.reschedule(loop.time())):
+                    return await self._listen(call, keepalive)
         finally:
             call.cancel()
-            cancels.put_nowait(None)  # a call that ended by itself would read on for ever
+            cancels.put_nowait(None)  # otherwise a call that ended by itself would wait for ever
 
-    async def _listen(self, call: _Call, silence: Silence) -> str:
+    async def _listen(self, call: _Call, keepalive: KeepAliveTimer) -> str:
         async for message in call:
             self.heard_s = asyncio.get_running_loop().time()
-            silence.limit_s = self._patience.silence_s
-            silence.begin(self.heard_s)
+            keepalive.timeout_s = self._timeouts.heartbeat_timeout_s
+            keepalive.begin(self.heard_s)
             is_hello = message.WhichOneof("message") == "hello"
             try:
                 checked(message)
             except MalformedMessage as error:
                 self._on_malformed(message, error)
                 if is_hello:
-                    return error.message  # it says hello once: only a new connection brings another
+                    return error.message  # the hello comes once: only a new connection repeats it
                 continue
             if is_hello:
                 if message.hello.worker != str(self._worker):
@@ -219,40 +233,51 @@ class DecodeStream:
         return "the worker ended the stream"
 
     def _fresh_cancels(self) -> asyncio.Queue[tuple[int, ...] | None]:
-        """A queue for the next connection, with everything that the worker was told: what was on its way when the last
-        one broke did not arrive, and a frozen sequence says nothing that would bring it up again."""
+        """Return a queue for the next connection that repeats all recent cancels. Cancels in flight when the last
+        connection broke did not arrive, and a frozen sequence sends nothing that would cause another one."""
         self._cancels = asyncio.Queue()
-        if self._told_at_s:
-            self._cancels.put_nowait(tuple(self._told_at_s))
+        if self._cancel_sent_s:
+            self._cancels.put_nowait(tuple(self._cancel_sent_s))
         return self._cancels
 
-    def _tell(self, handles: tuple[int, ...]) -> None:
+    def _send_cancel(self, handles: tuple[int, ...]) -> None:
         for handle in handles:
-            self._told_at_s.pop(handle, None)
-            self._told_at_s[handle] = asyncio.get_running_loop().time()
-        while len(self._told_at_s) > _MAX_TOLD:
-            del self._told_at_s[next(iter(self._told_at_s))]
+            self._cancel_sent_s.pop(handle, None)
+            self._cancel_sent_s[handle] = asyncio.get_running_loop().time()
+        while len(self._cancel_sent_s) > _MAX_CANCELS_KEPT:
+            del self._cancel_sent_s[next(iter(self._cancel_sent_s))]
         self._cancels.put_nowait(handles)
 
     async def _outgoing(
         self, cancels: asyncio.Queue[tuple[int, ...] | None]
     ) -> AsyncIterator[worker_pb2.RouterMessage]:
-        yield worker_pb2.RouterMessage(hello=worker_pb2.RouterHello(router=str(self._router)))
+        hello = worker_pb2.RouterHello(router=str(self._router), has_no_sequences=not self._has_connected)
+        yield worker_pb2.RouterMessage(hello=hello)
         while (handles := await cancels.get()) is not None:
             yield worker_pb2.RouterMessage(cancel=worker_pb2.CancelSequences(handles=wire.pack_ids(handles)))
 
     def _on_connected(self) -> None:
-        """What was said while nobody listened may be lost: who stays silent from here on is tried again."""
-        self._doubtful = set(self._owners)
-        if self._doubtful:
-            asyncio.get_running_loop().call_later(self._patience.grace_s, self._give_up_doubtful)
+        """Messages that were sent while the connection was broken may be lost."""
+        self._unheard_since_loss.clear()
+        self._watch_silent()
+        self._has_connected = True
         self.connected.set()
         self._on_change()
 
-    def _give_up_doubtful(self) -> None:
-        for sequences in dict.fromkeys(self._owners[handle] for handle in sorted(self._doubtful)):
-            sequences.events.put_nowait(Lost("its stream broke, and what it said since did not arrive"))
-        self._doubtful.clear()
+    def _watch_silent(self) -> None:
+        """Any message may be lost. End every attempt that receives no message within `recovery_timeout_s`: the worker
+        may have sent the last token of its sequence and forgotten it."""
+        self._num_losses += 1
+        for handle in self._owners:
+            self._unheard_since_loss.setdefault(handle, self._num_losses)
+        asyncio.get_running_loop().call_later(self._timeouts.recovery_timeout_s, self._end_silent, self._num_losses)
+
+    def _end_silent(self, loss: int) -> None:
+        silent = sorted(handle for handle, number in self._unheard_since_loss.items() if number == loss)
+        for sequences in dict.fromkeys(self._owners[handle] for handle in silent):
+            sequences.events.put_nowait(StreamLost("a message of its stream was lost, and none came since"))
+        for handle in silent:
+            del self._unheard_since_loss[handle]
 
     def _on_message(self, message: worker_pb2.WorkerMessage) -> None:
         match message.WhichOneof("message"):
@@ -264,13 +289,14 @@ class DecodeStream:
                 self._on_failed(message.failed)
             case "heartbeat":
                 self.heartbeat = message.heartbeat
-                self.pairs = figures_from_wire(message.heartbeat.pairs)
+                self.links = link_speeds_from_wire(message.heartbeat.links)
             case "leaving":
-                self._on_leaving(message.leaving.grace_s)
+                self._on_draining(message.leaving.grace_s)
 
     def _on_malformed(self, message: worker_pb2.WorkerMessage, error: MalformedMessage) -> None:
-        """Ends the attempts of the sequences that the message names; all of them if it names none that it should.
-        Figures and a drain are ignored: they come again."""
+        """End the attempts of the sequences that the message names, or all attempts if it names none although it
+        should. The names may be wrong as well, so other attempts end if they stay silent. Malformed heartbeats and
+        drain messages are ignored, because they are repeated."""
         kind = message.WhichOneof("message") or ""
         self._telemetry.count("tandem_malformed_messages_total", message=kind)
         _LOG.warning("malformed message", extra={"worker": str(self._worker), "problem": error.message})
@@ -278,18 +304,19 @@ class DecodeStream:
             return
         handles = _handles(message)
         for owner in self._owners_of(handles) if handles else list(dict.fromkeys(self._owners.values())):
-            owner.events.put_nowait(Failed(error.reason, error.message))
+            owner.events.put_nowait(SequencesFailed(error.reason, error.message))
+        self._watch_silent()
 
     def _on_step(self, step: worker_pb2.StepOutput) -> None:
         now_s = asyncio.get_running_loop().time()
         for token in tokens_of(step):
             owner = self._owner(token.handle)
             if owner is not None:
-                owner.courses[token.handle].drew(now_s)
+                owner.all_progress[token.handle].record_token(now_s)
                 owner.events.put_nowait(token)
 
     def _on_started(self, started: worker_pb2.SequenceStarted) -> None:
-        event = Started(
+        event = SequencesStarted(
             handles=tuple(started.handles),
             first_tokens=wire.unpack_ids(started.first_token_ids),
             queue_s=started.queue_s,
@@ -302,27 +329,27 @@ class DecodeStream:
 
     def _on_failed(self, failed: worker_pb2.SequenceFailed) -> None:
         for owner in self._owners_of(failed.handles):
-            owner.events.put_nowait(Failed(failed.reason, failed.detail))
+            owner.events.put_nowait(SequencesFailed(failed.reason, failed.detail))
 
     def _owners_of(self, handles: Iterable[int]) -> list[Sequences]:
-        """Each once, in the order of its first handle."""
+        """Return each owner once, in the order of its first handle."""
         return list(dict.fromkeys(owner for owner in map(self._owner, handles) if owner is not None))
 
     def _owner(self, handle: int) -> Sequences | None:
-        """None: the attempt is no longer current. The worker is told, and again if it goes on (its Start may have come
-        after the cancel)."""
+        """Return the owner of a handle, or None if its attempt is no longer current. In that case the worker is sent a
+        cancel, and another one if it continues (its Start may have arrived after the cancel)."""
         owner = self._owners.get(handle)
         if owner is None:
             self._telemetry.count("tandem_stale_messages_total")
-            if asyncio.get_running_loop().time() > self._told_at_s.get(handle, -math.inf) + _RETELL_S:
-                self._tell((handle,))
+            if asyncio.get_running_loop().time() > self._cancel_sent_s.get(handle, -math.inf) + _RESEND_CANCEL_S:
+                self._send_cancel((handle,))
         else:
-            self._doubtful.discard(handle)
+            self._unheard_since_loss.pop(handle, None)
         return owner
 
 
 def _handles(message: worker_pb2.WorkerMessage) -> tuple[int, ...]:
-    """Those that a malformed message names; none where they cannot be read."""
+    """Return the handles that a malformed message names; none where they cannot be read."""
     match message.WhichOneof("message"):
         case "step" if len(message.step.handles) % wire.ID_BYTES == 0:
             return wire.unpack_ids(message.step.handles)

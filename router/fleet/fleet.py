@@ -1,8 +1,8 @@
-"""The workers as this router sees them now: who is registered, who answers, and how much each has to do.
+"""The workers as this router sees them now: which are registered, which answer, and how much work each has.
 
-Each has a supervisor, which connects, watches, and when the worker is lost tells every call in progress. What the
-registry says decides about new work only; a worker counts as lost when it fails a direct check or a newer incarnation
-of it registers. While the registry is gone the last known membership holds.
+Each worker has a supervisor, which connects to it, watches it, and fails every call in progress when it is lost. The
+registry decides about new work only: a worker is lost when it fails a direct health check or when a newer incarnation
+of it registers. While the registry is unreachable, the last known membership holds.
 """
 
 import asyncio
@@ -15,20 +15,20 @@ import grpc
 
 from cluster.errors import NoWorkers, Overloaded
 from cluster.member import Capacity, Member, MemberState, fingerprint_difference
-from cluster.messages import MemberId, PairFigure, Role
+from cluster.messages import LinkSpeed, MemberId, Role
 from cluster.observe.telemetry import Telemetry
+from cluster.registry.scale_target import ScaleTarget
 from cluster.request_size import RequestSize, decode_shortage, prefill_shortage
 from router.fleet.decode_peer import DecodePeer
 from router.fleet.decode_stream import DecodeStream
-from router.fleet.departed_workers import DepartedWorkers
-from router.fleet.patience import Patience
+from router.fleet.membership import DeregisteredWorkers
 from router.fleet.peer import Peer
 from router.fleet.prefill_peer import PrefillPeer
-from router.fleet.supervision import Supervisors
+from router.fleet.supervision import Supervisors, WorkerTimeouts
 from router.policies.admission import early_refusal
 from router.policies.placement import WorkerLoad
 from router.running import running
-from tandem.v1 import worker_pb2_grpc
+from tandem.internal.v1 import worker_pb2_grpc
 
 _LOG = logging.getLogger("tandem.router.fleet")
 
@@ -36,10 +36,10 @@ _AnyPeer = TypeVar("_AnyPeer", bound=Peer)
 
 
 class Membership(Protocol):
-    """The registry, as far as the fleet needs it."""
+    """The part of the registry that the fleet needs."""
 
     def watch(self) -> AsyncIterator[tuple[Member, ...]]:
-        """A snapshot at once, and another whenever one differs."""
+        """Yield a snapshot at once, and another one whenever the membership has changed."""
         ...
 
 
@@ -50,30 +50,32 @@ class Fleet:
         router: Member,
         membership: Membership,
         connect: Callable[[str], grpc.aio.Channel],
-        patience: Patience,
+        timeouts: WorkerTimeouts,
         telemetry: Telemetry,
-        follow_prefixes: Callable[[Member, grpc.aio.Channel], Coroutine[None, None, None]],
+        follow_cache_events: Callable[[Member, grpc.aio.Channel], Coroutine[None, None, None]],
     ) -> None:
-        """`follow_prefixes` learns what a prefill worker has cached, as long as it is served."""
-        self._follow_prefixes = follow_prefixes
+        """`follow_cache_events` subscribes to the cache events of one prefill worker, until it is cancelled."""
+        self._follow_cache_events = follow_cache_events
         self._router = router
         self._membership = membership
-        self._patience = patience
+        self._timeouts = timeouts
         self._telemetry = telemetry
         self._has_snapshot = False
         self._members: tuple[Member, ...] = ()
         self._registered: dict[MemberId, Member] = {}  # the workers among them
         self._refused: set[MemberId] = set()
-        self._departed = DepartedWorkers()
+        self._deregistered = DeregisteredWorkers(timeouts.absence_s)
         self._supervisors = Supervisors(connect=connect, is_wanted=self._registered_now)
         self._prefills: dict[MemberId, PrefillPeer] = {}
         self._decodes: dict[MemberId, DecodePeer] = {}
         self._handles = itertools.count(1)
         self._changed = asyncio.Event()
+        self._has_read_long_enough = False  # for `absence_s`
+        self._scale_target: ScaleTarget | None = None
         self.has_prefill_pool = False  # there was a prefill worker once: without one, prefill on decode is a fallback
 
     async def run(self) -> None:
-        """Follows the membership until cancelled."""
+        """Follow the membership until cancelled."""
         try:
             async for members in self._membership.watch():
                 self._on_members(members)
@@ -82,17 +84,27 @@ class Fleet:
 
     @property
     def is_ready(self) -> bool:
-        """A request that came now would find a worker."""
+        """Whether a worker could serve a request that arrived now."""
         return bool(self.decode_loads())
 
     @property
+    def knows_absent_workers(self) -> bool:
+        """Whether `recent_capacities` includes every worker that may be absent for a moment: this router has read the
+        registry for `absence_s`, or the scale target has been reached and that many workers are registered."""
+        return self._has_read_long_enough or self._has_all_targeted_workers()
+
+    def set_scale_target(self, target: ScaleTarget | None) -> None:
+        """Record how many workers the process that runs them has started."""
+        self._scale_target = target
+        self._notify()
+
+    @property
     def is_checking_prefill(self) -> bool:
-        """A registered prefill worker failed, and whether it still answers is being found out."""
+        """Whether a registered prefill worker is suspect and its health check has not ended."""
         return any(not peer.trusted and peer.member.id in self._registered for peer in self._prefills.values())
 
     async def settle(self, timeout_s: float) -> None:
-        """Waits until every worker that was there at the start is connected; one that does not answer is not waited
-        for longer than this."""
+        """Wait until every worker that was registered at the start is connected, for `timeout_s` at most."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._is_settled():
@@ -101,14 +113,14 @@ class Fleet:
             _LOG.warning("not every registered worker answers yet")
 
     async def changed(self) -> None:
-        """Waits until somebody came, went, is suspect, or is trusted again."""
+        """Wait until a worker came, left, became suspect or answered again."""
         await self._changed.wait()
 
     def prefill_loads(self) -> list[WorkerLoad]:
         return [
             WorkerLoad(
                 member=peer.member.id,
-                pairing=peer.pairing,
+                kv_format=peer.kv_format,
                 assigned=peer.assigned,
                 capacity=peer.member.capacity,
             )
@@ -120,12 +132,12 @@ class Fleet:
         return [
             WorkerLoad(
                 member=peer.member.id,
-                pairing=peer.pairing,
+                kv_format=peer.kv_format,
                 assigned=peer.stream.num_sequences,
                 waiting=peer.stream.heartbeat.waiting,
                 running=peer.stream.heartbeat.running,
                 free_blocks=peer.stream.heartbeat.free_blocks,
-                pairs=peer.stream.pairs,
+                links=peer.stream.links,
                 kv_bytes_per_token=_kv_bytes_per_token(peer.member),
                 capacity=peer.member.capacity,
             )
@@ -134,10 +146,10 @@ class Fleet:
         ]
 
     def capacities(self, role: Role) -> list[Capacity]:
-        """Of the workers of a pool that are not leaving, whether they answer now or not: those that are registered, and
-        those whose registration lapsed and that are connected still. Empty where one of them has not registered its
-        capacity."""
-        leaving = {peer.member.id for peer in self._peers() if peer.leaves_at_s is not None}
+        """Return the capacities of a role's workers that do not drain, whether they answer now or not: registered
+        workers, and workers whose registration expired but that are still connected. Empty if the capacity of one of
+        them is not known."""
+        leaving = {peer.member.id for peer in self._peers() if peer.drain_deadline_s is not None}
         return _known_capacities(
             member
             for member in self._workers(role)
@@ -145,17 +157,17 @@ class Fleet:
         )
 
     def recent_capacities(self, role: Role) -> list[Capacity]:
-        """As `capacities`, with workers that are leaving, and those that left lately: they may be restarting."""
-        departed = self._departed.members(asyncio.get_running_loop().time())
-        return _known_capacities([*self._workers(role), *(m for m in departed if m.role is role)])
+        """Return `capacities`, plus those of workers that drain or left recently: they may be restarting."""
+        deregistered = self._deregistered.members(asyncio.get_running_loop().time())
+        return _known_capacities([*self._workers(role), *(m for m in deregistered if m.role is role)])
 
     def early_refusal(self, size: RequestSize, time_left_s: float) -> Overloaded | None:
-        """Why a request that came now would be served too late, or not at all, by those that take work and can hold
-        it."""
+        """Return why the workers that accept work and can hold the request would serve it too late; None if they would
+        not."""
         now_s = asyncio.get_running_loop().time()
         prefills, decodes = (
             [
-                peer.backlog.ahead(now_s)
+                peer.backlog.estimate(now_s)
                 for peer in peers.values()
                 if self._may_get_work(peer) and not (peer.member.capacity and shortage(peer.member.capacity, size))
             ]
@@ -164,37 +176,42 @@ class Fleet:
         return early_refusal(prefills, decodes, time_left_s)
 
     def prefill(self, member: MemberId) -> PrefillPeer:
-        """Raises NoWorkers."""
+        """Return a connected prefill worker. Raises NoWorkers."""
         return _present(self._prefills, member)
 
     def decode(self, member: MemberId) -> DecodePeer:
-        """Raises NoWorkers."""
+        """Return a connected decode worker. Raises NoWorkers."""
         return _present(self._decodes, member)
 
-    def doubt(self, member: MemberId) -> None:
-        """Somebody else could not reach it."""
+    def suspect(self, member: MemberId) -> None:
+        """Another component could not reach this worker: check its health now."""
         peer = self.peer(member)
         if peer is not None:
-            peer.doubt()
+            peer.suspect()
 
-    def leave(self, member: MemberId, grace_s: float) -> None:
-        """It said itself that it is leaving: the registry's word may come later."""
+    def mark_draining(self, member: MemberId, grace_s: float) -> None:
+        """Record that the worker itself reported its drain. The registry may report it later."""
         peer = self.peer(member)
         if peer is not None:
-            peer.leave(grace_s)
+            peer.mark_draining(grace_s)
 
-    def leaving(self) -> list[DecodePeer]:
-        """Decode workers that end, or hand on, what they have: `leaves_at_s` says until when."""
-        return [peer for peer in self._decodes.values() if peer.leaves_at_s is not None]
+    def is_draining(self, member: MemberId) -> bool:
+        """Return whether this worker is connected and has reported its drain."""
+        peer = self.peer(member)
+        return peer is not None and peer.drain_deadline_s is not None
+
+    def draining_decodes(self) -> list[DecodePeer]:
+        """Return the decode workers that drain. They finish or hand over their sequences until `drain_deadline_s`."""
+        return [peer for peer in self._decodes.values() if peer.drain_deadline_s is not None]
 
     def members(self) -> tuple[Member, ...]:
-        """Routers too."""
+        """Return all registered members, routers included."""
         return self._members
 
-    def pairs(self, member: MemberId) -> tuple[PairFigure, ...]:
-        """How fast a decode worker's hand-offs are, as it said last."""
+    def links(self, member: MemberId) -> tuple[LinkSpeed, ...]:
+        """Return how fast a decode worker's hand-offs are, from its last heartbeat."""
         peer = self._decodes.get(member)
-        return peer.stream.pairs if peer is not None else ()
+        return peer.stream.links if peer is not None else ()
 
     def connected(self) -> tuple[MemberId, ...]:
         return (*self._prefills, *self._decodes)
@@ -203,7 +220,7 @@ class Fleet:
         return self._prefills.get(member) or self._decodes.get(member)
 
     def peer_by_name(self, name: str) -> Peer | None:
-        """By id, or "id@incarnation"."""
+        """Return the worker with this id or "id@incarnation"; None if it is not connected."""
         return next((peer for peer in self._peers() if name in (peer.member.id.id, str(peer.member.id))), None)
 
     def _registered_now(self, member: MemberId) -> bool:
@@ -211,14 +228,14 @@ class Fleet:
 
     def _may_get_work(self, peer: Peer) -> bool:
         registered = self._registered.get(peer.member.id)
-        is_there = peer.trusted and peer.leaves_at_s is None
+        is_there = peer.trusted and peer.drain_deadline_s is None
         return is_there and registered is not None and registered.state is MemberState.READY
 
     def _peers(self) -> list[Peer]:
         return [*self._prefills.values(), *self._decodes.values()]
 
     def _workers(self, role: Role) -> list[Member]:
-        """Those of a pool that are registered or connected, and were not refused."""
+        """Return a role's workers that are registered or connected, and were not refused."""
         members = {peer.member.id: peer.member for peer in self._peers()} | self._registered
         return [member for member in members.values() if member.role is role and member.id not in self._refused]
 
@@ -228,6 +245,8 @@ class Fleet:
 
     def _on_members(self, members: tuple[Member, ...]) -> None:
         self._members = members
+        if not self._has_snapshot:
+            asyncio.get_running_loop().call_later(self._timeouts.absence_s, self._on_absences_over)
         self._has_snapshot = True
         workers = [member for member in members if member.role is not Role.ROUTER]
         self._registered = {member.id: member for member in workers}
@@ -242,12 +261,13 @@ class Fleet:
                 self._supervise(member)
         self._refused &= set(self._registered)
         served = [member for member in workers if member.id not in self._refused]
-        self._departed.note(served, asyncio.get_running_loop().time())
+        self._deregistered.note(served, asyncio.get_running_loop().time())
         self._count_members()
         self._notify()
 
     def _accepts(self, member: Member) -> bool:
-        """A worker of another model, layout or fine-tune would break streams that move to it."""
+        """Return whether the worker fits the cluster. A worker of another model, layout or fine-tune would break
+        streams that move to it."""
         reason = self._objection(member)
         if reason and member.id not in self._refused:
             self._refused.add(member.id)
@@ -277,11 +297,11 @@ class Fleet:
         peer = PrefillPeer(
             member,
             channel,
-            patience=self._patience,
+            timeouts=self._timeouts,
             on_change=self._notify,
             telemetry=self._telemetry,
         )
-        async with running(self._follow_prefixes(member, channel)):
+        async with running(self._follow_cache_events(member, channel)):
             return await self._serve(peer, self._prefills)
 
     async def _serve_decode(self, member: Member, channel: grpc.aio.Channel) -> str:
@@ -289,19 +309,19 @@ class Fleet:
             router=self._router.id,
             member=member,
             stub=worker_pb2_grpc.DecodeWorkerStub(channel),
-            patience=self._patience,
+            timeouts=self._timeouts,
             handles=self._handles,
             on_change=self._notify,
-            on_leaving=lambda grace_s: self.leave(member.id, grace_s),
+            on_draining=lambda grace_s: self.mark_draining(member.id, grace_s),
             telemetry=self._telemetry,
         )
         peer = DecodePeer(
-            member, channel, stream, patience=self._patience, on_change=self._notify, telemetry=self._telemetry
+            member, channel, stream, timeouts=self._timeouts, on_change=self._notify, telemetry=self._telemetry
         )
         return await self._serve(peer, self._decodes)
 
     async def _serve(self, peer: _AnyPeer, peers: dict[MemberId, _AnyPeer]) -> str:
-        """Until it is lost; why."""
+        """Serve a worker until it is lost, and return the reason."""
         detail = "a newer incarnation of it registered, or this router stops"
         peers[peer.member.id] = peer
         self._notify()
@@ -309,7 +329,7 @@ class Fleet:
             detail = await peer.run()
         finally:
             del peers[peer.member.id]
-            peer.lose(detail)
+            peer.fail_calls(detail)
             self._notify()
         return detail
 
@@ -319,13 +339,24 @@ class Fleet:
                 number = sum(m.role is role and m.state is state for m in self._registered.values())
                 self._telemetry.gauge("tandem_members", number, role=role, state=state)
 
+    def _has_all_targeted_workers(self) -> bool:
+        target = self._scale_target
+        if target is None or not target.follower or target.reached != target.version:
+            return False
+        ready = [member.role for member in self._registered.values() if member.state is MemberState.READY]
+        return all(ready.count(role) >= target.size(role) for role in (Role.PREFILL, Role.DECODE))
+
+    def _on_absences_over(self) -> None:
+        self._has_read_long_enough = True
+        self._notify()
+
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
 
 def _known_capacities(members: Iterable[Member]) -> list[Capacity]:
-    """Empty where one is not known."""
+    """Return the capacities of these members; empty if one of them is not known."""
     capacities = [member.capacity for member in members]
     known = [capacity for capacity in capacities if capacity is not None]
     return known if len(known) == len(capacities) else []

@@ -1,8 +1,8 @@
-"""One incarnation of one worker, as this router speaks with it.
+"""The connection of this router to one incarnation of one worker.
 
-Owns how much of this router's work is there, and whether the worker is trusted: a failed call makes it suspect at once,
-silence after a while; a direct check clears or loses it. Every call carries a deadline, and ends early when the worker
-is lost.
+Owns the count of this router's work there and the worker's health: a failed call makes it suspect at once, silence
+after a while, and a direct health check clears or loses it. Every call has a deadline and ends early when the worker is
+lost.
 """
 
 import asyncio
@@ -18,57 +18,56 @@ from cluster.member import Member
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol.received import checked
 from cluster.serving.rpc_errors import error_from_rpc
-from router.fleet.backlog import Backlog
-from router.fleet.direct_check import answers, nobody_listens
-from router.fleet.patience import Patience
-from tandem.v1 import worker_pb2, worker_pb2_grpc
+from router.fleet.supervision import WorkerTimeouts, answers, refuses_connections
+from router.policies.admission import BacklogEstimator
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
 _CHECK_S = 1.0
-_LATE_S = 0.5  # an answer that is given up so much later than it should be: this router was stopped or busy itself
+_LATE_S = 0.5  # a timeout that fires this much late shows that this router itself was stopped or busy
 _CHECK_PAUSE_S = 0.2
-_LONGEST_CHECK_S = 2.5  # what takes longer is this router's own time
-_LEAST_WAIT_S = 0.001  # what is left may be less than a clock's last digit
+_LONGEST_CHECK_S = 2.5  # a longer check shows that this router itself was stopped
+_LEAST_WAIT_S = 0.001  # the rest may be less than the clock's resolution
 _LAPSED_CHECK_S = 1.0
-OWN_CALL_S = 5.0  # for calls of the router's own, which belong to no request
+OWN_CALL_S = 5.0  # for calls of the router itself, which belong to no request
 
 Answer = TypeVar("Answer")
 
 
 class Peer:
-    """What prefill and decode workers have in common."""
+    """The common part of PrefillPeer and DecodePeer."""
 
     def __init__(
         self,
         member: Member,
         channel: grpc.aio.Channel,
         *,
-        patience: Patience,
+        timeouts: WorkerTimeouts,
         on_change: Callable[[], None],
         telemetry: Telemetry,
     ) -> None:
         self.member = member
-        self.pairing = sys.intern(repr(member.fingerprint))
+        self.kv_format = sys.intern(repr(member.fingerprint))
         self.trusted = True
         self.assigned = 0  # sequences that this router has there
-        self.backlog = Backlog()
-        self.leaves_at_s: float | None = None  # by the event loop's clock; None: it stays
+        self.backlog = BacklogEstimator()
+        self.drain_deadline_s: float | None = None  # by the event loop's clock; None: it stays
         self._channel = channel
-        self._patience = patience
+        self._timeouts = timeouts
         self._on_change = on_change
         self._telemetry = telemetry
         self._registered = True
         self._worker = worker_pb2_grpc.WorkerStub(channel)
-        self._doubt = asyncio.Event()
+        self._suspected = asyncio.Event()
         self._lost = asyncio.Event()
-        self._num_missed = 0  # answers, in a row
-        self._asked_s = 0.0  # when it was asked for the last of them
-        self._missed_s = 0.0  # when it was last asked in vain, silent or not
+        self._num_missed = 0  # health checks, in a row
+        self._asked_s = 0.0  # when the last missed check began
+        self._missed_s = 0.0  # when it last missed a health check, silent or not
         self._lost_detail = ""
         self._answered_s = asyncio.get_running_loop().time()
 
     @property
     def heard_s(self) -> float:
-        """When it last said something, by the event loop's clock."""
+        """When the worker last sent anything, by the event loop's clock."""
         return self._answered_s
 
     @property
@@ -77,35 +76,37 @@ class Peer:
 
     @property
     def num_missed(self) -> int:
-        """Answers that it has missed since it was silent; none once it has said anything."""
+        """How many health checks the worker has missed in a row since it became silent; 0 once it has sent anything."""
         return self._num_missed if self.heard_s <= self._asked_s else 0
 
-    def doubt(self) -> None:
-        """Something failed directly: no new work until a check has passed."""
+    def suspect(self) -> None:
+        """A call failed: give the worker no new work until a health check has passed."""
         self.trusted = False
-        self._doubt.set()
+        self._suspected.set()
 
-    def leave(self, grace_s: float) -> None:
-        """It said that it takes no new work, and for how long it still has what it was given."""
-        self.leaves_at_s = max(self.leaves_at_s or 0.0, asyncio.get_running_loop().time() + grace_s)
+    def mark_draining(self, grace_s: float) -> None:
+        """Record that the worker accepts no new work and keeps its present work for `grace_s`."""
+        self.drain_deadline_s = max(self.drain_deadline_s or 0.0, asyncio.get_running_loop().time() + grace_s)
         self._on_change()
 
     def set_registered(self, registered: bool) -> None:
-        """Its lease may have lapsed: then it is looked at again and again, until it is back or lost."""
+        """Record whether the worker is registered. One that is not is checked repeatedly until it is registered or
+        lost."""
         self._registered = registered
         if not registered:
-            self.doubt()
+            self.suspect()
 
-    def lose(self, detail: str) -> None:
-        """Every call in progress ends with WorkerLost."""
+    def fail_calls(self, detail: str) -> None:
+        """End every call in progress with WorkerLost."""
         self._lost_detail = detail
         self._lost.set()
 
     async def run(self) -> str:
-        """Until the worker is lost, or has left and nothing of this router is there any more; returns why."""
+        """Check the worker's health until it is lost, or has left and has no work of this router. Returns the
+        reason."""
         while True:
-            await self._until_in_doubt()
-            self._doubt.clear()
+            await self._until_suspected()
+            self._suspected.clear()
             problem = await self._check_until_sure()
             if problem is not None:
                 return problem
@@ -118,46 +119,47 @@ class Peer:
             elif self.assigned == 0:
                 return "it left"
             else:
-                asyncio.get_running_loop().call_later(_LAPSED_CHECK_S, self._doubt.set)
+                asyncio.get_running_loop().call_later(_LAPSED_CHECK_S, self._suspected.set)
 
     async def inspect(self) -> worker_pb2.InspectResponse:
-        """Raises TandemError."""
+        """Return the worker's own figures. Raises TandemError."""
         asking = self._worker.Inspect(worker_pb2.InspectRequest(), timeout=OWN_CALL_S)
         inspected: worker_pb2.InspectResponse = await self._unless_lost(asking)
         return checked(inspected)
 
-    async def _until_in_doubt(self) -> None:
-        """Somebody could not reach it; or it has said nothing for a while, was asked, and does not answer."""
-        while not self._doubt.is_set():
-            left_s = self._patience.ask_after_s - self.silent_s
+    async def _until_suspected(self) -> None:
+        """Wait until a call has failed, or the worker was silent and missed a health check."""
+        while not self._suspected.is_set():
+            left_s = self._timeouts.health_check_after_s - self.silent_s
             if left_s > 0:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(max(left_s, _LEAST_WAIT_S)):
-                        await self._doubt.wait()
-            elif not await self._answers(self._patience.answer_s):
+                        await self._suspected.wait()
+            elif not await self._answers(self._timeouts.health_check_timeout_s):
                 self._missed()
-                self.doubt()
+                self.suspect()
 
     async def _check_until_sure(self) -> str | None:
-        """None: it answers. Else why it is lost."""
+        """Repeat the health check. Returns None once the worker answers, else why it is lost."""
         loop = asyncio.get_running_loop()
-        left_s = self._patience.grace_s
+        left_s = self._timeouts.recovery_timeout_s
         while True:
-            began_s, limit_s = loop.time(), self._patience.answer_s if self._num_missed else _CHECK_S
+            began_s, limit_s = loop.time(), self._timeouts.health_check_timeout_s if self._num_missed else _CHECK_S
             if await self._answers(min(limit_s, max(0.0, left_s))) or (self._num_missed and not self.num_missed):
                 return None
-            if await nobody_listens(self.member.address):
-                return "nobody listens at its address any more"
+            if await refuses_connections(self.member.address):
+                return "its address refuses connections"
             if self._num_missed:
                 self._missed()
             left_s -= min(loop.time() - began_s, _LONGEST_CHECK_S)
             if left_s <= 0:
-                return f"it did not answer for {self._patience.grace_s:g} s"
+                return f"it did not answer for {self._timeouts.recovery_timeout_s:g} s"
             await asyncio.sleep(min(_CHECK_PAUSE_S, left_s))
             left_s -= _CHECK_PAUSE_S
 
     async def _answers(self, timeout_s: float) -> bool:
-        """Asked again where this router was stopped itself while it waited."""
+        """Return whether the worker answers. The check is repeated if this router itself was stopped while it
+        waited."""
         loop = asyncio.get_running_loop()
         while True:
             asked_s = loop.time()
@@ -169,13 +171,14 @@ class Peer:
                 return False
 
     def _missed(self) -> None:
-        """It was silent, and asked in vain."""
+        """Record that the silent worker missed a health check."""
         self._num_missed = self.num_missed + 1
         self._asked_s = self._missed_s
         self._on_change()
 
     @contextmanager
     def assign(self, num_sequences: int) -> Iterator[None]:
+        """Count sequences as work of this router at the worker, until the block is left."""
         self.assigned += num_sequences
         try:
             yield
@@ -183,7 +186,8 @@ class Peer:
             self.assigned -= num_sequences
 
     async def _unless_lost(self, answer: Awaitable[Answer]) -> Answer:
-        """Raises WorkerLost, and what the call's status says."""
+        """Await an answer of the worker. Raises WorkerLost when the worker is lost first, and the error of a failed
+        call."""
         work = asyncio.ensure_future(answer)
         lost = asyncio.ensure_future(self._lost.wait())
         try:
@@ -203,13 +207,13 @@ class Peer:
         return WorkerLost(f"{self.member.role} worker {self.member.id} is lost: {self._lost_detail}")
 
     def _judged(self, error: TandemError) -> TandemError:
-        """A call that did not get through, or that the worker cut off, makes it suspect; a refusal does not. What a
-        full queue says of when to come back is kept for those who have not asked yet."""
+        """A call that failed in the network, or that the worker cut off, makes it suspect; a refusal does not. The
+        retry time of a full queue is kept for requests that have not asked the worker yet."""
         if isinstance(error, QueueFull):
-            self.backlog.refused(error.retry_after_s, asyncio.get_running_loop().time())
+            self.backlog.record_full_queue(error.retry_after_s, asyncio.get_running_loop().time())
         if isinstance(error, Unhealthy):
-            self.doubt()
+            self.suspect()
         if isinstance(error, Cancelled) or type(error) is Unavailable:
-            self.doubt()
+            self.suspect()
             return WorkerLost(f"{self.member.role} worker {self.member.id} does not answer: {error.message}")
         return error

@@ -1,6 +1,6 @@
-"""A prefill worker, as this router speaks with it: one call per attempt, and tickets that are given back.
+"""The connection of this router to one prefill worker: one call per attempt, heartbeats, and tickets to abandon.
 
-Owns the calls of its own that belong to no request any more. Never retries; that is the pipeline's.
+Owns the Abandon calls that outlive their requests. Never retries; the pipeline does.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from cluster.messages import PrefillJob, SampledToken
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
 from cluster.protocol.received import checked, malformed
-from router.fleet.patience import Patience
 from router.fleet.peer import OWN_CALL_S, Peer
+from router.fleet.supervision import WorkerTimeouts
 from router.running import running
-from tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
 _LOG = logging.getLogger("tandem.router.prefill_peer")
 _HEARTBEATS_PAUSE_S = 0.5  # before they are asked for again
@@ -29,6 +29,8 @@ _HEARTBEATS_PAUSE_S = 0.5  # before they are asked for again
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
+    """The first token of every choice, and the times that the worker needed for them."""
+
     tokens: tuple[SampledToken, ...]  # one per choice
     queue_s: float  # by the worker's clock: from acceptance to the first chunk, and from there to these tokens
     prefill_s: float
@@ -39,26 +41,28 @@ _RpcCall: TypeAlias = "grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worke
 
 
 class PrefillCall:
-    """One attempt at one prefill, in progress."""
+    """One prefill attempt in progress."""
 
     def __init__(self, peer: "PrefillPeer", call: "_RpcCall", number: int, num_choices: int) -> None:
-        """`number`: the prompt's in the peer's backlog."""
+        """`number`: of the prompt in the peer's backlog."""
         self._peer = peer
         self._num_choices = num_choices
         self._call = call
         self._number = number
 
     async def ticket(self) -> bytes:
-        """The job is queued; its signed ticket, empty without an importer. Raises TandemError, MalformedMessage for an
-        answer that is out of bounds."""
+        """Wait until the job is queued and return its signed ticket, empty without an importer.
+
+        Raises TandemError; MalformedMessage for an answer that is out of bounds.
+        """
         return (await self._next("accepted")).accepted.ticket
 
     async def first_tokens(self) -> FirstTokens:
-        """After `ticket`. Raises TandemError."""
+        """Wait for the first tokens, after `ticket`. Raises TandemError."""
         message = (await self._next("first_tokens")).first_tokens
         if len(message.tokens) != self._num_choices:
             raise malformed(message, f"tokens must be one for each of {self._num_choices} choices")
-        self._peer.backlog.done(self._number, asyncio.get_running_loop().time())
+        self._peer.backlog.record_computed(self._number, asyncio.get_running_loop().time())
         return FirstTokens(
             tokens=tuple(map(wire.sampled_token_from_wire, message.tokens)),
             queue_s=message.queue_s,
@@ -81,19 +85,19 @@ class PrefillPeer(Peer):
         member: Member,
         channel: grpc.aio.Channel,
         *,
-        patience: Patience,
+        timeouts: WorkerTimeouts,
         on_change: Callable[[], None],
         telemetry: Telemetry,
     ) -> None:
-        super().__init__(member, channel, patience=patience, on_change=on_change, telemetry=telemetry)
+        super().__init__(member, channel, timeouts=timeouts, on_change=on_change, telemetry=telemetry)
         self.heartbeat = worker_pb2.Heartbeat()
-        self._beaten_s = super().heard_s
+        self._heartbeat_s = super().heard_s
         self._stub = worker_pb2_grpc.PrefillWorkerStub(channel)
         self._abandoning: set[asyncio.Task[None]] = set()
 
     @property
     def heard_s(self) -> float:
-        return max(super().heard_s, self._beaten_s)
+        return max(super().heard_s, self._heartbeat_s)
 
     async def run(self) -> str:
         async with running(self._follow_heartbeats()):
@@ -101,20 +105,20 @@ class PrefillPeer(Peer):
 
     @asynccontextmanager
     async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillCall]:
-        """Leaving it early cancels the attempt."""
+        """Start a prefill. Leaving the block early cancels it."""
         with self.assign(len(job.seeds)):
             call = self._stub.Prefill(wire.prefill_job_to_wire(job), timeout=job.timeout_s)
-            number = self.backlog.begin(len(job.token_ids), asyncio.get_running_loop().time())
+            number = self.backlog.add_prompt(len(job.token_ids), asyncio.get_running_loop().time())
             try:
                 yield PrefillCall(self, call, number, len(job.seeds))
             finally:
                 call.cancel()
-                self.backlog.drop(number)
+                self.backlog.remove_prompt(number)
 
     @contextmanager
-    def abandoned_unless_taken(self, ticket: bytes) -> Iterator[Callable[[], None]]:
-        """What it gives is called when a decode worker has taken the ticket; else, on leaving, the prefill worker hears
-        that nobody will come, and need not keep the blocks until the ticket's own deadline."""
+    def abandoned_unless_imported(self, ticket: bytes) -> Iterator[Callable[[], None]]:
+        """Yield a function to call once a decode worker has imported the ticket. Otherwise, on exit, tell the prefill
+        worker that no worker will import it, so that it frees the blocks before the ticket's deadline."""
         is_taken = False
 
         def taken() -> None:
@@ -130,22 +134,23 @@ class PrefillPeer(Peer):
                 task.add_done_callback(self._abandoning.discard)
 
     async def _follow_heartbeats(self) -> None:
-        """Until cancelled. A call that breaks puts the worker in doubt; one that only ends is made again."""
+        """Follow the heartbeats until cancelled. A call that breaks makes the worker suspect; one that ends is
+        repeated."""
         while True:
             call = self._stub.Heartbeats(worker_pb2.HeartbeatsRequest())
             try:
                 async for heartbeat in call:
-                    self._beaten_s = asyncio.get_running_loop().time()
-                    self._take_figures(heartbeat)
+                    self._heartbeat_s = asyncio.get_running_loop().time()
+                    self._read_heartbeat(heartbeat)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNAVAILABLE:
-                    self.doubt()
+                    self.suspect()
             finally:
                 call.cancel()
             await asyncio.sleep(_HEARTBEATS_PAUSE_S)
 
-    def _take_figures(self, heartbeat: worker_pb2.Heartbeat) -> None:
-        """One that is out of bounds shows that the worker lives, and nothing else."""
+    def _read_heartbeat(self, heartbeat: worker_pb2.Heartbeat) -> None:
+        """Store the figures of a heartbeat. A malformed heartbeat only shows that the worker lives."""
         try:
             self.heartbeat = checked(heartbeat)
         except MalformedMessage as error:
@@ -161,6 +166,6 @@ class PrefillPeer(Peer):
             )
 
     async def read(self, call: "_RpcCall") -> worker_pb2.PrefillEvent | None:
-        """The call's next event; None at its end. Raises TandemError."""
+        """Return the next event of the call, None at its end. Raises TandemError."""
         event = await self._unless_lost(call.read())
         return checked(event) if isinstance(event, worker_pb2.PrefillEvent) else None

@@ -1,18 +1,97 @@
-"""One task per worker: it connects, has the worker served as long as it answers, and begins again after a pause.
+"""How this router finds out whether workers live: timeouts, direct health checks, and one supervising task per worker.
 
-Owns the tasks and their channels. A task ends when nobody wants its worker any more; an error of our own costs a pause
-that grows, never the worker.
+A supervisor connects to its worker, has it served for as long as it answers, and connects again after a pause. The task
+ends when the worker is no longer registered. An internal error lengthens the pause and never loses the worker.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.member import Member
 from cluster.messages import MemberId
-from router.fleet.direct_check import silence
+from cluster.observe.health import LIVENESS
+from router.fleet.membership import ABSENCE_S
+from tandem.channel import explained
+
+# Shares of heartbeat_timeout_s. With the default of 5 s and a heartbeat every second, a worker is asked when two
+# heartbeats are missing, and is suspect half a second later.
+_ASK_SHARE = 0.4
+_ANSWER_SHARE = 0.1
+_LEAST_ANSWER_S = 0.25  # a machine that is only busy may take as long
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTimeouts:
+    """How long this router waits for a silent worker. docs/failover.md lists the timeouts of each stage.
+
+    `heartbeat_timeout_s`: a stream without any message for this long is broken. `recovery_timeout_s`: a worker whose
+    stream broke may reconnect within this time, and a suspect worker may miss health checks for this time. `absence_s`:
+    a worker whose registration ended may be registered again within this time.
+    """
+
+    heartbeat_timeout_s: float
+    recovery_timeout_s: float
+    absence_s: float = ABSENCE_S
+
+    @property
+    def health_check_after_s(self) -> float:
+        """A worker that has sent nothing for this long is asked whether it is alive."""
+        return self.heartbeat_timeout_s * _ASK_SHARE
+
+    @property
+    def health_check_timeout_s(self) -> float:
+        """A worker that does not answer the health check within this time is suspect and gets no new work."""
+        return max(self.heartbeat_timeout_s * _ANSWER_SHARE, _LEAST_ANSWER_S)
+
+    @property
+    def call_timeout_s(self) -> float:
+        """The longest duration of a call in which the worker only accepts something."""
+        return self.heartbeat_timeout_s + self.recovery_timeout_s
+
+
+_TIMEOUT_S = 1.0
+
+
+async def answers(channel: grpc.aio.Channel, timeout_s: float = _TIMEOUT_S) -> bool:
+    """Return whether the worker's gRPC server answers and reports that it is alive. Whether it accepts new work is
+    registered elsewhere."""
+    return not await health_problem(channel, timeout_s)
+
+
+async def health_problem(channel: grpc.aio.Channel, timeout_s: float = _TIMEOUT_S) -> str:
+    """Return why the worker's gRPC server does not answer, or that it is stuck; empty if it is healthy."""
+    check = health_pb2_grpc.HealthStub(channel).Check
+    try:
+        answer = await check(health_pb2.HealthCheckRequest(service=LIVENESS), timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.NOT_FOUND:
+            return ""  # of a version that knows no such service, and answers all the same
+        return explained(error.details() or error.code().name)
+    return "" if answer.status == health_pb2.HealthCheckResponse.SERVING else "it reports that it is unhealthy"
+
+
+async def refuses_connections(address: str) -> bool:
+    """Return whether the host refuses connections to this port: the process that owned it has ended. A timeout proves
+    nothing."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return False
+
 
 _LOG = logging.getLogger("tandem.router.supervision")
 _PAUSE_S = 0.2
@@ -22,7 +101,7 @@ Serve = Callable[[Member, grpc.aio.Channel], Awaitable[str]]
 
 
 class Supervisors:
-    """Iterates over the workers that have one."""
+    """One supervising task per worker. Iterates over the workers that have one."""
 
     def __init__(
         self,
@@ -43,7 +122,7 @@ class Supervisors:
         return member in self._tasks
 
     def supervise(self, member: Member, serve: Serve) -> None:
-        """`serve` returns why the worker was lost."""
+        """Supervise a worker. `serve` returns why the worker was lost."""
         task = self._tasks[member.id] = asyncio.create_task(
             self._serve_while_wanted(member, serve), name=f"supervise {member.id}"
         )
@@ -58,28 +137,29 @@ class Supervisors:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _on_ended(self, member: Member, serve: Serve, task: asyncio.Task[None]) -> None:
-        """It may have come back just as its task ended: no news of it would follow."""
+        """Supervise the worker again if it registered just as its task ended: no other event would report it."""
         del self._tasks[member.id]
         if not task.cancelled() and self._is_wanted(member.id):
             self.supervise(member, serve)
 
     async def _serve_while_wanted(self, member: Member, serve: Serve) -> None:
-        told, num_failures = "", 0
+        logged, num_failures = "", 0
         while self._is_wanted(member.id):
             try:
-                told = await self._serve_once(member, serve, told)
+                logged = await self._serve_once(member, serve, logged)
                 num_failures = 0
             except Exception:  # noqa: BLE001 -- whatever it was, the cluster keeps its worker
                 num_failures += 1
                 _LOG.exception("supervision failed", extra={"worker": str(member.id), "failures": num_failures})
             await asyncio.sleep(min(self._pause_s * 2.0 ** min(num_failures, 30), _MAX_PAUSE_S))
 
-    async def _serve_once(self, member: Member, serve: Serve, told: str) -> str:
-        """Why it does not answer, which is told once; empty if it did."""
+    async def _serve_once(self, member: Member, serve: Serve, logged: str) -> str:
+        """Connect and serve the worker once. Returns why it does not answer, empty if it did; a reason is
+        logged once."""
         channel = self._connect(member.address)
         try:
-            reason = await silence(channel)
-            if reason and reason != told:
+            reason = await health_problem(channel)
+            if reason and reason != logged:
                 _LOG.warning("worker does not answer", extra={"worker": str(member.id), "reason": reason})
             if not reason:
                 detail = await serve(member, channel)

@@ -1,9 +1,11 @@
-"""tandem/v1's inference messages to the router's own values and back. Shape only: validation.py judges values."""
+"""Convert between the messages of tandem/v1/inference.proto and the router's own values.
+
+This module checks shapes only: the checks of values are in router/request/validation.py.
+"""
 
 from collections.abc import Sequence
 
 from cluster.errors import InvalidRequest
-from cluster.messages import FinishReason
 from cluster.protocol import wire
 from router.requests import (
     Accepted,
@@ -21,13 +23,14 @@ from router.requests import (
     TokenPrompt,
 )
 from router.text.model_files import ModelInfo
+from tandem.enum_words import CHAT_ROLES, FINISH_REASONS, REQUEST_PHASES
 from tandem.v1 import inference_pb2
 
 
 def generate_request_from_wire(
     message: inference_pb2.GenerateRequest,
     timeout_s: float | None,
-    sign_every_s: float | None = None,
+    keepalive_interval_s: float | None = None,
     client: bytes = b"",
 ) -> GenerateRequest:
     """`client` identifies the caller's API key. Raises InvalidRequest."""
@@ -49,12 +52,13 @@ def generate_request_from_wire(
         resume_from=_resume_from(message.resume_from) if message.HasField("resume_from") else None,
         resume_number=message.resume_from.resume_number,
         acceptance=message.resume_from.acceptance,
-        sign_every_s=sign_every_s,
+        keepalive_interval_s=keepalive_interval_s,
     )
 
 
 def chat_from_wire(chat: inference_pb2.ChatPrompt) -> tuple[ChatMessage, ...]:
-    return tuple(ChatMessage(message.role, message.content) for message in chat.messages)
+    """Raises InvalidRequest for a message without a known role."""
+    return tuple(ChatMessage(_role(message.role), message.content) for message in chat.messages)
 
 
 def output_to_wire(output: Output) -> inference_pb2.GenerateResponse:
@@ -96,7 +100,7 @@ def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:
         case "text":
             return TextPrompt(message.text)
         case "token_ids":
-            return TokenPrompt(wire.unpack_ids(message.token_ids))
+            return TokenPrompt(tuple(message.token_ids.ids))
         case "chat":
             return ChatPrompt(chat_from_wire(message.chat))
         case _:
@@ -119,22 +123,27 @@ def _stop(message: inference_pb2.StopConditions) -> StopConditions:
         min_tokens=message.min_tokens,
         ignore_eos=message.ignore_eos,
         stop=tuple(message.stop),
-        stop_token_ids=wire.unpack_ids(message.stop_token_ids),
+        stop_token_ids=tuple(message.stop_token_ids),
     )
 
 
 def _resume_from(message: inference_pb2.ResumeFrom) -> tuple[ResumedChoice, ...]:
     return tuple(
-        ResumedChoice(wire.unpack_ids(choice.token_ids), choice.num_characters, _finish_reason(choice.finish_reason))
+        ResumedChoice(
+            tuple(choice.token_ids), choice.num_characters, wire.finish_reason_from_wire(choice.finish_reason)
+        )
         for choice in message.choices
     )
 
 
-def _finish_reason(name: str) -> FinishReason | None:
+def _role(number: int) -> str:
     try:
-        return FinishReason(name) if name else None
-    except ValueError:
-        raise InvalidRequest(f"resume_from: no choice ends with finish_reason {name!r}") from None
+        role = CHAT_ROLES.word(number)
+    except ValueError as error:
+        raise InvalidRequest(f"chat: role: {error}") from None
+    if not role:
+        raise InvalidRequest(f"chat: a message has no role: set one of {', '.join(CHAT_ROLES.words)}")
+    return role
 
 
 def _accepted(accepted: Accepted) -> inference_pb2.AcceptedRequest:
@@ -157,10 +166,10 @@ def _deltas(deltas: Sequence[ChoiceDelta]) -> list[inference_pb2.ChoiceDelta]:
         inference_pb2.ChoiceDelta(
             choice=delta.choice,
             first_index=delta.first_index,
-            token_ids=wire.pack_ids(delta.token_ids),
+            token_ids=delta.token_ids,
             text=delta.text,
             logprobs=[wire.logprobs_to_wire(logprobs) for logprobs in delta.logprobs],
-            finish_reason=delta.finish_reason or "",
+            finish_reason=FINISH_REASONS.number(delta.finish_reason or ""),
             stop_cause=delta.stop_cause or "",
         )
         for delta in deltas
@@ -169,7 +178,10 @@ def _deltas(deltas: Sequence[ChoiceDelta]) -> list[inference_pb2.ChoiceDelta]:
 
 def _ledger(ledger: Ledger) -> inference_pb2.Ledger:
     return inference_pb2.Ledger(
-        phases=[inference_pb2.Phase(name=phase.name, duration_s=phase.duration_s) for phase in ledger.phases],
+        phases=[
+            inference_pb2.Phase(phase=REQUEST_PHASES.number(phase.name), duration_s=phase.duration_s)
+            for phase in ledger.phases
+        ],
         wall_s=ledger.wall_s,
         ttft_s=ledger.ttft_s,
         members=ledger.members,

@@ -1,10 +1,10 @@
-"""The router's gRPC face: Inference for clients, Admin for operators. Turns messages into values and back."""
+"""The gRPC services of the router: Inference for clients, Admin for operators. Convert messages to values and back."""
 
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,32 +12,55 @@ import grpc
 
 from cluster.errors import InvalidRequest, TandemError, Unauthenticated
 from cluster.member import Member
-from cluster.protocol import wire
-from cluster.protocol.pair_wire import figures_to_wire
-from router.drain.drains import Drains, Operator
-from router.drain.scaling import Scaling, target_to_wire
+from cluster.observe.telemetry import Telemetry
+from cluster.protocol.wire import link_speeds_to_wire
+from router.drain.operator_commands import DrainCommands, OperatorCall, ScaleTargetView, target_to_wire
 from router.fleet.decode_peer import DecodePeer
 from router.fleet.fleet import Fleet
-from router.grpc_api.client_stalls import ClientStalls
 from router.grpc_api.inference_wire import chat_from_wire, generate_request_from_wire, model_to_wire, output_to_wire
-from router.grpc_api.live_listing import live_requests_to_wire
 from router.pipeline.migration import Migrations
 from router.pipeline.pipeline import Pipeline
+from router.request.live_requests import LiveRequest
 from router.request.request_acceptance import client_of
 from router.request.validation import check_model
 from router.running import running
-from router.text.tokenization import Tokenization
-from router.text.tokenizer_threads import TokenizerThreads
+from router.text.tokenization import Tokenization, TokenizerThreads
+from tandem.enum_words import DRAIN_OUTCOMES, MEMBER_ROLES, MEMBER_STATES, REQUEST_PHASES
+from tandem.keepalive import KEEPALIVE_KEY
 from tandem.routers import ROUTERS_KEY
-from tandem.silence import ALIVE_KEY
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
-# What gRPC ends at the client's deadline carries no message: the router's own end comes a little before, and names the
-# phase.
+
+class WriteTimeout:
+    """Ends the call of a gRPC client that reads nothing of its response for `stall_s`. router/http/edge.py does this
+    for HTTP."""
+
+    def __init__(self, stall_s: float, telemetry: Telemetry) -> None:
+        self._stall_s = stall_s
+        self._telemetry = telemetry
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Wrap the `yield` of a response: gRPC writes it in the task of the call, which is cancelled when the write
+        times out."""
+        task = asyncio.current_task()
+        assert task is not None
+        timer = asyncio.get_running_loop().call_later(self._stall_s, self._give_up, task)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _give_up(self, call: "asyncio.Task[object]") -> None:
+        self._telemetry.count("tandem_stalled_clients_total", surface="grpc")
+        call.cancel()
+
+
+# gRPC ends a call at the client's deadline without a message. The router ends it slightly earlier and names the phase.
 _EARLY_SHARE, _EARLY_MAX_S = 0.1, 0.25
 _LOOK_AGAIN_S = 1.0
-_LEAST_SIGN_S = 0.1
-_GUARDED_PREFIX = "/tandem.v1."
+_LEAST_KEEPALIVE_INTERVAL_S = 0.1
+_GUARDED_PREFIX = "/tandem."
 _AUTHORIZATION = "authorization"
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -49,28 +72,28 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         *,
         pipeline: Pipeline,
         tokenization: Tokenization,
-        stalls: ClientStalls,
-        told_routers: Callable[[], Sequence[str]] = tuple,
+        stalls: WriteTimeout,
+        advertised_routers: Callable[[], Sequence[str]] = tuple,
         asks_for_keys: bool = False,
     ) -> None:
-        """`told_routers`: addresses of the cluster's routers, this one's first; none: clients are told of none.
-        `asks_for_keys`: callers have shown a valid API key, which their requests belong to from then on."""
+        """`advertised_routers` returns the addresses of the cluster's routers, this one's first; clients receive them.
+        `asks_for_keys`: every caller has shown a valid API key, and its requests belong to that key."""
         self._pipeline = pipeline
         self._tokenization = tokenization
         self._threads = TokenizerThreads()
         self._stalls = stalls
-        self._told_routers = told_routers
+        self._advertised_routers = advertised_routers
         self._asks_for_keys = asks_for_keys
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        sign_every_s = _sign_every_s(context)
-        await self._tell_first(context, sign_every_s)
+        keepalive_interval_s = _keepalive_interval_s(context)
+        await self._send_metadata(context, keepalive_interval_s)
         left_s = context.time_remaining()
         timeout_s = None if left_s is None else left_s - min(_EARLY_MAX_S, left_s * _EARLY_SHARE)
         client = client_of(_authorization(context)) if self._asks_for_keys else b""
-        asked = generate_request_from_wire(request, timeout_s, sign_every_s, client)
+        asked = generate_request_from_wire(request, timeout_s, keepalive_interval_s, client)
         async with aclosing(self._pipeline.generate(asked)) as outputs:
             async for output in outputs:
                 with self._stalls.writing():
@@ -88,13 +111,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 token_ids = await self._threads.run(encode, chat_from_wire(request.chat))
             case _:
                 raise InvalidRequest("there is no input: set text or chat")
-        return inference_pb2.TokenizeResponse(token_ids=wire.pack_ids(token_ids))
+        return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: _Context
     ) -> inference_pb2.DetokenizeResponse:
         check_model(request.model, self._tokenization.model_info)
-        text = await self._threads.run(self._tokenization.decode, wire.unpack_ids(request.token_ids))
+        text = await self._threads.run(self._tokenization.decode, tuple(request.token_ids))
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(
@@ -102,21 +125,27 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.ListModelsResponse:
         return inference_pb2.ListModelsResponse(models=[model_to_wire(self._tokenization.model_info)])
 
-    async def _tell_first(self, context: _Context, sign_every_s: float | None) -> None:
-        """At once, before anything can go wrong here: a client that loses this router knows where to go on, and one
-        that asked for signs of life may count on them."""
-        told: list[tuple[str, str]] = []
-        if routers := self._told_routers():
-            told.append((ROUTERS_KEY, ",".join(routers)))
-        if sign_every_s is not None:
-            told.append((ALIVE_KEY, f"{sign_every_s:g}"))
-        if told:
-            await context.send_initial_metadata(told)
+    async def _send_metadata(self, context: _Context, keepalive_interval_s: float | None) -> None:
+        """Send metadata before anything can fail here: the addresses of other routers, and the interval of
+        keep-alive messages."""
+        metadata: list[tuple[str, str]] = []
+        if routers := self._advertised_routers():
+            metadata.append((ROUTERS_KEY, ",".join(routers)))
+        if keepalive_interval_s is not None:
+            metadata.append((KEEPALIVE_KEY, f"{keepalive_interval_s:g}"))
+        if metadata:
+            await context.send_initial_metadata(metadata)
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
     def __init__(
-        self, *, pipeline: Pipeline, fleet: Fleet, migrations: Migrations, drains: Drains, scaling: Scaling
+        self,
+        *,
+        pipeline: Pipeline,
+        fleet: Fleet,
+        migrations: Migrations,
+        drains: DrainCommands,
+        scaling: ScaleTargetView,
     ) -> None:
         self._pipeline = pipeline
         self._fleet = fleet
@@ -131,18 +160,19 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Follow(
         self, request: admin_pb2.FollowRequest, context: _Context
     ) -> AsyncIterator[admin_pb2.StatusResponse]:
-        told = None
+        sent = None
         while True:
             found = [_member_status(member) for member in self._fleet.members()], target_to_wire(self._scaling.target)
-            if found != told:
-                told = found
+            if found != sent:
+                sent = found
                 yield self._response(found[0])
             await self._changed()
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: _Context) -> admin_pb2.DrainResponse:
-        operator = Operator(context.time_remaining(), _shown_key(context))
+        operator = OperatorCall(context.time_remaining(), _shown_key(context))
         drained = await self._drains.drain(request.member_id, operator, wait=request.wait)
-        return admin_pb2.DrainResponse(member=str(drained.member), outcome=drained.outcome)
+        outcome = DRAIN_OUTCOMES.number(drained.outcome)
+        return admin_pb2.DrainResponse(member=str(drained.member), outcome=outcome)
 
     async def Scale(self, request: admin_pb2.ScaleRequest, context: _Context) -> admin_pb2.ScaleResponse:
         prefill = request.prefill if request.HasField("prefill") else None
@@ -155,11 +185,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def Requests(self, request: admin_pb2.RequestsRequest, context: _Context) -> admin_pb2.RequestsResponse:
         return admin_pb2.RequestsResponse(
-            requests=live_requests_to_wire(self._pipeline.live, asyncio.get_running_loop().time())
+            requests=live_requests_to_wire(self._pipeline.live_requests, asyncio.get_running_loop().time())
         )
 
     async def _status(self, member: Member) -> admin_pb2.MemberStatus:
-        """A worker that does not answer is listed without figures, and with how long it has been silent."""
+        """Describe a member. A worker that does not answer is listed without figures, with the time since it last
+        answered."""
         figures: dict[str, float] = {}
         last_seen_s = 0.0
         peer = self._fleet.peer(member.id)
@@ -174,35 +205,35 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         status = _member_status(member)
         status.last_seen_s = last_seen_s
         status.figures.update(figures)
-        status.pairs.extend(figures_to_wire(self._fleet.pairs(member.id)))
+        status.links.extend(link_speeds_to_wire(self._fleet.links(member.id)))
         return status
 
     async def _changed(self) -> None:
-        """Or a little later, as what changed while an answer was being sent is not heard of."""
+        """Wait for a change, `_LOOK_AGAIN_S` at most: a change during the last response may have been missed."""
         async with running(self._fleet.changed()) as members, running(self._scaling.changed()) as target:
             await asyncio.wait((members, target), timeout=_LOOK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
 
     def _response(self, members: Iterable[admin_pb2.MemberStatus]) -> admin_pb2.StatusResponse:
         target = target_to_wire(self._scaling.target)
-        return admin_pb2.StatusResponse(members=members, live_requests=self._pipeline.num_live, target=target)
+        return admin_pb2.StatusResponse(members=members, live_requests=len(self._pipeline.live_requests), target=target)
 
 
-def _sign_every_s(context: _Context) -> float | None:
-    """None: not asked for, or by no number."""
-    asked = dict(context.invocation_metadata() or ()).get(ALIVE_KEY)
+def _keepalive_interval_s(context: _Context) -> float | None:
+    """Return the interval of keep-alive messages that the client asked for; None if it asked for none."""
+    asked = dict(context.invocation_metadata() or ()).get(KEEPALIVE_KEY)
     try:
-        return max(_LEAST_SIGN_S, float(asked)) if asked is not None else None
+        return max(_LEAST_KEEPALIVE_INTERVAL_S, float(asked)) if asked is not None else None
     except ValueError:
         return None
 
 
 def _member_status(member: Member) -> admin_pb2.MemberStatus:
-    """What the registry says."""
+    """Describe a member as the registry has it."""
     return admin_pb2.MemberStatus(
         member_id=member.id.id,
         incarnation=member.id.incarnation,
-        role=member.role,
-        state=member.state,
+        role=MEMBER_ROLES.number(member.role),
+        state=MEMBER_STATES.number(member.state),
         address=member.address,
         model=member.model,
         kv_transports=member.transports,
@@ -210,7 +241,7 @@ def _member_status(member: Member) -> admin_pb2.MemberStatus:
 
 
 def _shown_key(context: _Context) -> tuple[tuple[str, str], ...]:
-    """What the caller showed, for a router that is asked in their name."""
+    """Return the caller's API key as metadata, to forward a call on the caller's behalf."""
     shown = context.invocation_metadata() or ()
     return tuple((key, str(value)) for key, value in shown if key == _AUTHORIZATION)
 
@@ -220,7 +251,7 @@ def _authorization(context: _Context) -> str:
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
-    """Asks for the key on Tandem's own methods; health and reflection stay open to probes."""
+    """Requires the API key for Tandem's own methods. Health and reflection stay open."""
 
     def __init__(self, api_key: str) -> None:
         self._expected = f"Bearer {api_key}".encode()
@@ -235,3 +266,25 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
             if not hmac.compare_digest(str(given).encode(), self._expected):
                 raise Unauthenticated("send this router's API key as metadata `authorization: Bearer KEY`")
         return await continuation(handler_call_details)
+
+
+def live_requests_to_wire(requests: Iterable[LiveRequest], now_s: float) -> list[admin_pb2.LiveRequest]:
+    """Describe live requests for operators: each one's phase, workers and tokens, in the given order.
+
+    A request is in `prefill_queue` until its first token: only then the worker reports when prefill began.
+    """
+    return [_live_request_to_wire(live, now_s) for live in requests]
+
+
+def _live_request_to_wire(live: LiveRequest, now_s: float) -> admin_pb2.LiveRequest:
+    account = live.account
+    return admin_pb2.LiveRequest(
+        request_id=live.request_id,
+        phase=REQUEST_PHASES.number(account.phase),
+        age_s=now_s - account.began_s,
+        prefill_member=account.prefill_member,
+        decode_member=account.decode_member,
+        num_tokens=account.num_tokens,
+        reasons=account.reasons,
+        label=live.request.label,
+    )

@@ -1,30 +1,30 @@
-"""Which connections a server keeps when more come than it has places for. Pure.
+"""Bounds the connections of the HTTP server, and chooses which one is closed when more arrive. Pure.
 
-Owns the places. A connection has its place from the moment it is accepted, before any handshake. It waits until a whole
-request has come, and again from the first byte of the next request. When every place is taken, a newcomer replaces the
-connection that has waited longest if that is at least `PATIENT_S`; otherwise the newcomer is refused. So clients that
-connect and say nothing cannot keep others out, and a burst of clients does not replace itself before any of them could
-send its request.
+A connection has a place from the moment it is accepted, before any handshake. It waits until a whole request has
+arrived, and again from the first byte of the next request. When every place is occupied, a new connection replaces the
+one that has waited longest, if it has waited for at least `REPLACEABLE_AFTER_S`; otherwise the new connection is
+refused. Clients that connect and send nothing therefore cannot keep others out, and a burst of clients does not replace
+itself before its requests arrive.
 """
 
 from collections.abc import Callable
 
-PATIENT_S = 0.5  # a client that means to ask has done its handshake and sent its request within this
+REPLACEABLE_AFTER_S = 0.5  # a client that means to ask has done its handshake and sent its request within this
 
 
 class Place:
-    """One connection's."""
+    """The place of one connection."""
 
     def __init__(self, end: Callable[[], object], now_s: float) -> None:
         self.end = end
         self.waits_since_s: float | None = now_s  # None: a request is being answered
 
-    def waits(self, now_s: float) -> None:
-        """A request has begun to come, and is not whole."""
+    def request_begun(self, now_s: float) -> None:
+        """The first byte of a request has arrived."""
         self.waits_since_s = now_s
 
-    def works(self) -> None:
-        """A whole request has come."""
+    def request_complete(self) -> None:
+        """A whole request has arrived."""
         self.waits_since_s = None
 
 
@@ -36,12 +36,12 @@ class ConnectionPlaces:
     def __len__(self) -> int:
         return len(self._places)
 
-    def take(self, end: Callable[[], object], now_s: float) -> tuple[Place | None, Place | None]:
-        """(a place for a connection that was accepted, None if it is refused; the place that was taken from another
-        connection). The caller ends that other connection by its `end`."""
+    def occupy(self, end: Callable[[], object], now_s: float) -> tuple[Place | None, Place | None]:
+        """Return (place of the new connection, or None if it is refused; place of the connection that it replaces, or
+        None). The caller closes the replaced connection by its `end`."""
         replaced = None
         if len(self._places) >= self._max_places:
-            replaced = self._most_patient(now_s)
+            replaced = self._longest_waiting(now_s)
             if replaced is None:
                 return None, None
             self._places.remove(replaced)
@@ -49,14 +49,14 @@ class ConnectionPlaces:
         self._places.add(place)
         return place, replaced
 
-    def leave(self, place: Place) -> None:
-        """The connection is over; its place may have been taken before."""
+    def free(self, place: Place) -> None:
+        """Free the place of a closed connection. It may have been replaced before."""
         self._places.discard(place)
 
-    def _most_patient(self, now_s: float) -> Place | None:
+    def _longest_waiting(self, now_s: float) -> Place | None:
         waiting = [
             (place.waits_since_s, place)
             for place in self._places
-            if place.waits_since_s is not None and now_s - place.waits_since_s >= PATIENT_S
+            if place.waits_since_s is not None and now_s - place.waits_since_s >= REPLACEABLE_AFTER_S
         ]
         return min(waiting, key=lambda one: one[0])[1] if waiting else None

@@ -1,7 +1,8 @@
-"""What every HTTP request meets before its route: an id, the key, the limits, and a guard that lets no trace out.
+"""What every HTTP request passes before its route: a request id, the API key, size limits, and a handler for all
+errors.
 
-Plain ASGI, so that streams pass through without being held and a client's leaving is seen at once. Owns how much of all
-bodies is here unread, and how long a client may take nothing of its answer.
+This is plain ASGI, so that streams are not buffered and a client's disconnect is noticed at once. Owns the count of
+body bytes that are being received, and the timeout for clients that read nothing of their response.
 """
 
 import asyncio
@@ -9,21 +10,21 @@ import hmac
 import uuid
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import InvalidRequest, Overloaded, TandemError, Unauthenticated
-from router.http.connection import ABORT
 from router.http.openai_errors import error_response, internal_error, status_response
+from router.http.server import ABORT, Counts
 from router.request.validation import MAX_REQUEST_ID_CHARACTERS
 
 _REQUEST_ID_HEADER = "x-request-id"
 _GUARDED_PREFIX = "/v1/"
-# Brackets and colons, in strings too: a body of nothing else would hold up everybody while it is parsed. Text of 4 MB
-# that has as many is longer than any context.
+# Brackets and colons, in strings too: parsing a body of nothing else would block the event loop. A text of 4 MB that
+# has this many is longer than any context.
 _MAX_STRUCTURE = 250_000
 _STRUCTURE = (b"[", b"{", b":")
 _MAX_BODIES = 32  # of the largest size, that may be coming in at once
@@ -31,22 +32,16 @@ _BODIES_RETRY_S = 1.0
 T = TypeVar("T")
 
 
-class Counts(Protocol):
-    """What this module needs of cluster.observe.telemetry.Telemetry."""
-
-    def count(self, name: str, value: float = 1, **labels: str) -> None: ...
-
-
 class ClientGone(Exception):
-    """The client left; there is nobody to answer."""
+    """The client has disconnected, so no response can be sent."""
 
 
 class ClientStalled(ClientGone):
-    """It took nothing of its answer for so long that it counts as gone."""
+    """The client has read nothing of its response for `client_stall_s`."""
 
 
 class Edge:
-    """ASGI middleware. The id it gives stands in `scope["state"]["request_id"]` and in the answer's x-request-id."""
+    """ASGI middleware. Puts the request id into `scope["state"]["request_id"]` and into the response's x-request-id."""
 
     def __init__(
         self, app: ASGIApp, *, api_key: str, max_message_bytes: int, client_stall_s: float, telemetry: Counts
@@ -75,7 +70,7 @@ class Edge:
         except HTTPException as refusal:
             await status_response(refusal.status_code, str(refusal.detail))(scope, receive, answer)
         except ClientGone:
-            answer.status = answer.status or 499  # nginx's number for it; nobody reads it but the counter
+            answer.status = answer.status or 499  # nginx's status for it, used by the counter only
         except TandemError as error:
             await error_response(error)(scope, receive, answer)
         except Exception as error:  # noqa: BLE001  # logged there; the last one who can answer
@@ -88,7 +83,7 @@ class Edge:
             self._telemetry.count("tandem_http_responses_total", route=route, status=status)
 
     def _check(self, scope: Scope, headers: Headers, request_id: str) -> None:
-        """Before the body is read. Raises InvalidRequest, Unauthenticated."""
+        """Check the headers before the body is read. Raises InvalidRequest, Unauthenticated."""
         if len(request_id) > MAX_REQUEST_ID_CHARACTERS or not (request_id.isascii() and request_id.isprintable()):
             raise InvalidRequest(f"x-request-id must be at most {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters")
         if self._expected is not None and scope["path"].startswith(_GUARDED_PREFIX):
@@ -98,7 +93,7 @@ class Edge:
 
 
 class _Answer:
-    """`send` with the request's id in the headers and an end to its patience; remembers the status."""
+    """`send` with the request id in the headers and a timeout. Remembers the status."""
 
     def __init__(self, send: Send, request_id: str, stall_s: float) -> None:
         self._send = send
@@ -120,7 +115,7 @@ class _Answer:
 
 
 class _Bodies:
-    """Bodies that are coming in: each is bounded, and all that have not come to their end are together."""
+    """The request bodies that are being received. Each of them and all of them together are bounded."""
 
     def __init__(self, max_bytes: int, max_bytes_of_all: int) -> None:
         self._max_bytes = max_bytes
@@ -129,7 +124,7 @@ class _Bodies:
 
     @contextmanager
     def body(self, headers: Headers, receive: Receive) -> Iterator[Receive]:
-        """`receive` that refuses a body as soon as it is too much, whatever its headers say."""
+        """Yield a `receive` that refuses a body as soon as it is too large, whatever its headers declare."""
         declared = headers.get("content-length", "")
         if declared.isdecimal():
             self._check(int(declared))
@@ -168,7 +163,8 @@ class _Bodies:
 
 
 async def while_connected(receive: Receive, work: Coroutine[None, None, T]) -> T:
-    """The work's result. The body has been read. The client's leaving cancels the work and raises ClientGone."""
+    """Return the result of `work`. A disconnect of the client cancels it and raises ClientGone. The body has
+    been read."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_left(receive))
     try:

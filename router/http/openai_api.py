@@ -1,7 +1,7 @@
-"""The HTTP surface of a router: OpenAI's completions and chat completions, the model list, and what operators scrape.
+"""The HTTP API of a router: OpenAI's completions and chat completions, the list of models, health and metrics.
 
-Owns routes only: requests are read in openai_schema, answers shaped in openai_responses, sent in openai_stream, refused
-in openai_errors. Everything that generates is the pipeline's, which gRPC shares.
+Owns the routes only. openai_schema.py reads requests, openai_responses.py shapes responses, openai_stream.py sends
+them, and openai_errors.py shapes refusals. The pipeline, which gRPC shares, generates.
 """
 
 import time
@@ -22,7 +22,7 @@ from router.http.openai_errors import error_response, invalid_body, json_bytes, 
 from router.http.openai_responses import ChatShape, CompletionShape, Envelope, Shape
 from router.http.openai_schema import ChatCompletionRequest, CompletionRequest
 from router.http.openai_stream import EventStream, Generates, WholeResponse
-from router.request.outbox import Outboxes
+from router.request.live_requests import LiveRequests
 from router.request.validation import check_model
 from router.text.model_files import ModelInfo
 from router.text.tokenization import Tokenization
@@ -31,7 +31,7 @@ _NO_PATH = "there is no such path here; GET /docs shows those there are"
 
 
 class Publishes(Protocol):
-    """What the HTTP surface needs of cluster.observe.telemetry.Telemetry."""
+    """The part of Telemetry that the HTTP API uses."""
 
     def count(self, name: str, value: float = 1, **labels: str) -> None: ...
 
@@ -41,7 +41,7 @@ class Publishes(Protocol):
 def build_app(
     *,
     pipeline: Generates,
-    outboxes: Outboxes,
+    live_requests: LiveRequests,
     tokenization: Tokenization,
     telemetry: Publishes,
     ready: Callable[[], bool],
@@ -49,11 +49,11 @@ def build_app(
     max_message_bytes: int,
     client_stall_s: float = CLIENT_STALL_S,
 ) -> FastAPI:
-    """`ready` says whether a request would succeed now. `api_key` empty: none is asked for. `client_stall_s`: a client
-    that takes nothing of its answer for so long is given up."""
+    """Build the app. `ready` returns whether a request would succeed now. An empty `api_key` requires none.
+    `client_stall_s`: the router ends the response of a client that reads nothing of it for this long."""
     app = FastAPI(
         title="Tandem",
-        description="LLM serving with prefill and decode on separate pools. OpenAI-compatible; docs/openai_api.md.",
+        description="LLM serving with prefill and decode on separate pools. OpenAI-compatible; docs/api.md.",
         separate_input_output_schemas=False,
     )
     app.add_middleware(
@@ -66,13 +66,13 @@ def build_app(
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(TandemError, _tandem_error)
-    _add_generation(app, pipeline, outboxes, tokenization)
+    _add_generation(app, pipeline, live_requests, tokenization)
     _add_models(app, tokenization.model_info)
     _add_operations(app, telemetry, ready)
     return app
 
 
-def _add_generation(app: FastAPI, pipeline: Generates, outboxes: Outboxes, tokenization: Tokenization) -> None:
+def _add_generation(app: FastAPI, pipeline: Generates, live_requests: LiveRequests, tokenization: Tokenization) -> None:
     model = tokenization.model_info.name
 
     @app.post("/v1/completions", summary="Continues one or more prompts")
@@ -95,7 +95,7 @@ def _add_generation(app: FastAPI, pipeline: Generates, outboxes: Outboxes, token
         envelope = Envelope(f"{prefix}-{label}", model, created, kind, chunk_kind, include_usage)
         if body.stream:
             return EventStream(pipeline, requests, shape, envelope)
-        return WholeResponse(pipeline, outboxes, requests, shape, envelope)
+        return WholeResponse(pipeline, live_requests, requests, shape, envelope)
 
 
 def _add_models(app: FastAPI, model: ModelInfo) -> None:

@@ -1,7 +1,7 @@
-"""Every refusal as an OpenAI client expects it: `{"error": {"message", "type", "param", "code"}}` and the right status.
+"""Shapes every refusal as OpenAI clients expect it: `{"error": {"message", "type", "param", "code"}}`, and the status.
 
-Names and statuses come from the one table in cluster/errors.py. Never shows a stack trace; what is our own fault is
-logged with the request's id and told as such.
+Names and statuses come from the table in cluster/errors.py. A response never contains a stack trace; internal errors
+are logged with the request id.
 """
 
 import json
@@ -26,7 +26,7 @@ from cluster.errors import (
 
 _NOT_AN_OBJECT = ("missing", "model_type", "model_attributes_type", "dict_type")
 _ELSEWHERE_S = 1.0  # behind a load balancer the next try finds another router; our own client needs no wait
-_MAX_TOLD = 5  # validation errors in one message
+_MAX_REPORTED = 5  # validation errors in one message
 _LOG = logging.getLogger("tandem.router.http")
 
 
@@ -39,7 +39,7 @@ class BadField(InvalidRequest):
 
 
 class BadFieldName(UnsupportedField):
-    """A field that Tandem does not have."""
+    """The body has a field that Tandem does not support."""
 
     def __init__(self, param: str) -> None:
         super().__init__(f"unsupported field {param!r}: leave it out")
@@ -47,7 +47,8 @@ class BadFieldName(UnsupportedField):
 
 
 def json_bytes(value: object) -> bytes:
-    """Compact. Half a surrogate pair, which a client can send as an escape, goes back as one."""
+    """Encode as compact JSON. Half of a surrogate pair, which a client can send as an escape, is encoded as an
+    escape."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
@@ -73,20 +74,20 @@ def error_response(error: TandemError) -> Response:
 
 
 def status_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    """For what the HTTP layer itself refuses: no such path, wrong method, body too large."""
+    """Return a refusal by the HTTP layer itself: unknown path, wrong method, body too large."""
     code = HTTPStatus(status).phrase.lower().replace(" ", "_")
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
     return Response(json_bytes(body), status, headers, media_type="application/json")
 
 
 def internal_error(error: Exception, request_id: str) -> InternalError:
-    """Logs what went wrong here; the client learns the id to ask with, and no more."""
+    """Log an unhandled error. The client receives only the request id with which to find it in the log."""
     _LOG.error("unhandled error", exc_info=error, extra={"request_id": request_id})
     return InternalError(f"internal error; the router's log has it under request id {request_id}")
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> TandemError:
-    """From what pydantic found. A field that does not exist is told before anything else."""
+    """Convert the errors that pydantic found. An unsupported field is reported before any other error."""
     for error in errors:
         if error["type"] == "extra_forbidden":
             return BadFieldName(_path(error["loc"]))
@@ -95,18 +96,18 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> TandemError:
         return InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
     if _path(first["loc"]) == "" and first["type"] in _NOT_AN_OBJECT:
         return InvalidRequest("the body must be a JSON object, sent with content-type: application/json")
-    told = "; ".join(_told(error) for error in errors[:_MAX_TOLD])
-    more = f" (and {len(errors) - _MAX_TOLD} more)" if len(errors) > _MAX_TOLD else ""
-    return BadField(told + more, _path(first["loc"]) or None)
+    described = "; ".join(_description(error) for error in errors[:_MAX_REPORTED])
+    more = f" (and {len(errors) - _MAX_REPORTED} more)" if len(errors) > _MAX_REPORTED else ""
+    return BadField(described + more, _path(first["loc"]) or None)
 
 
-def _told(error: Mapping[str, Any]) -> str:
+def _description(error: Mapping[str, Any]) -> str:
     path, message = _path(error["loc"]), str(error["msg"]).removeprefix("Value error, ")
     return f"{path}: {message}" if path else message
 
 
 def _path(location: Sequence[str | int]) -> str:
-    """('body', 'messages', 0, 'role') -> messages[0].role"""
+    """Convert ('body', 'messages', 0, 'role') to messages[0].role."""
     path = ""
     for step in location:
         if isinstance(step, int):

@@ -1,7 +1,7 @@
-"""What an OpenAI client gets back: tokens and text in the shapes of both endpoints, whole or in chunks.
+"""Builds OpenAI responses from tokens and text, for both endpoints, whole or in chunks.
 
-One builder per answer; it holds nothing but what the answer's shape needs (offsets of tokens in the text, which choices
-have begun). Never decides what is generated.
+Each response has one builder. It keeps only the state that the response format needs: the text offsets of tokens, and
+which choices have begun.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,20 +17,20 @@ Json = dict[str, Any]
 
 
 class Shape(Protocol):
-    """One endpoint's form of an answer."""
+    """The response format of one endpoint."""
 
     def chunks(self, delta: ChoiceDelta) -> Iterator[Json]:
-        """What a stream sends for a delta: the `choices` entries."""
+        """Yield the `choices` entries that a stream sends for a delta."""
         ...
 
     def whole(self, deltas: Sequence[ChoiceDelta]) -> Json:
-        """A finished choice from all its deltas."""
+        """Return a finished choice from all its deltas."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What every body of one answer carries around its choices."""
+    """The fields that every body of one response has around its choices."""
 
     id: str
     model: str
@@ -144,13 +144,13 @@ class CompletionShape:
         }
 
     def _top(self, position: TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens, and the chosen one where it is not among them."""
-        told = {token_name(self.tokenization, token_id): logprob for token_id, logprob in position.top}
-        return told | {token_name(self.tokenization, position.token_id): position.logprob}
+        """Return the most likely tokens, and the chosen one if it is not among them."""
+        logprobs = {token_name(self.tokenization, token_id): logprob for token_id, logprob in position.top}
+        return logprobs | {token_name(self.tokenization, position.token_id): position.logprob}
 
 
 class _Offsets:
-    """Where in the text each token of one choice begins."""
+    """The offset in the text at which each token of one choice begins."""
 
     def __init__(self, text: TextStream) -> None:
         self._text = text
@@ -163,7 +163,8 @@ class _Offsets:
 
 
 def token_name(tokenization: Tokenization, token_id: int) -> str:
-    """The token's text; bytes that are no text by themselves as `bytes:\\xe2`; without a tokenizer `token_id:7`."""
+    """Return the token's text. Bytes that are no valid text alone give `bytes:\\xe2`, and models without a tokenizer
+    `token_id:7`."""
     if not tokenization.model_info.has_tokenizer:
         return f"token_id:{token_id}"
     as_bytes = tokenization.token_bytes(token_id)

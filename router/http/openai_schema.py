@@ -1,7 +1,7 @@
-"""What an OpenAI client may send, field by field, and what it means here.
+"""The fields that an OpenAI client may send, and their meaning here.
 
-Owns the rule that nothing is ignored: a field that Tandem does not have is refused by name, unless it is null or asks
-for what happens anyway. Ranges are checked by the pipeline, which gRPC shares.
+No field is ignored: a field that Tandem does not support is refused by name, unless it is null or asks for the default
+behaviour. The pipeline, which gRPC shares, checks the ranges.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ from router.requests import (
 
 MAX_PROMPTS = 128
 MAX_MESSAGES = 2048
-_MAX_FIELDS = 128  # of one object; looking at each of a million would hold up everybody
+_MAX_FIELDS = 128  # of one object; checking a million would block the event loop
 _MAX_LISTED = 4096
 
 # Fields of other servers that Tandem does not have, with the values (besides null) that ask for nothing.
@@ -103,7 +103,8 @@ def _one_or_more(value: object) -> object:
 
 
 def _prompts(value: object) -> list[Prompt]:
-    """A string, strings, token ids, or lists of token ids. By hand: a union would report every token of a wrong one."""
+    """Accept a string, a list of strings, token ids, or lists of token ids. A pydantic union would report every token
+    of an invalid list."""
     if isinstance(value, str):
         return [TextPrompt(value)]
     if isinstance(value, list) and value:
@@ -142,7 +143,7 @@ class TextPart(_Strict):
 
 
 class Message(_Strict):
-    """`content` may be a list of text parts; they are joined by line ends."""
+    """One message of a chat. `content` may be a list of text parts, which are joined by newlines."""
 
     asks_for_nothing = _MESSAGE_ASKS_FOR_NOTHING
 
@@ -160,7 +161,7 @@ class Message(_Strict):
 
 
 class _Request(_Strict):
-    """What both endpoints have. Unset sampling fields take the model's generation_config.json."""
+    """The fields of both endpoints. Unset sampling fields default to the model's generation_config.json."""
 
     asks_for_nothing = _ASKS_FOR_NOTHING
     default_max_tokens: ClassVar[int | None] = None
@@ -177,7 +178,9 @@ class _Request(_Strict):
         [], description="a string, or up to 16"
     )
     user: str | None = Field(None, description="accepted; changes nothing")
-    service_tier: Literal["auto", "default", "flex"] = Field("auto", description="flex: served with what is left over")
+    service_tier: Literal["auto", "default", "flex"] = Field(
+        "auto", description="flex: uses only capacity that no other request needs"
+    )
     # What vLLM's clients know beyond OpenAI's fields.
     top_k: int | None = Field(None, description="0 or -1 keeps all tokens")
     min_p: float | None = Field(None, description="drops tokens less likely than this share of the likeliest")
@@ -187,7 +190,7 @@ class _Request(_Strict):
         [], description="token ids that end the text like EOS", max_length=_MAX_LISTED
     )
     cache_salt: str = Field("", description="prompts share KV with those of the same salt only")
-    priority: int = Field(0, description="less goes first, where the workers' policy asks for it")
+    priority: int = Field(0, description="lower goes first, if the workers' scheduling policy uses priorities")
     return_token_ids: bool = Field(False, description="adds token_ids to every choice")
 
     @model_validator(mode="after")
@@ -197,7 +200,7 @@ class _Request(_Strict):
         return self
 
     def request(self, prompt: Prompt, label: str, *, max_tokens: int | None, logprobs: int | None) -> GenerateRequest:
-        """Its request id is the router's to make."""
+        """Return the request for the pipeline. The router chooses its request id."""
         return GenerateRequest(
             prompt=prompt,
             label=label,
@@ -226,7 +229,7 @@ class _Request(_Strict):
 
 
 class CompletionRequest(_Request):
-    """Of /v1/completions. Choices are numbered over prompts first: prompt i's are i * n to i * n + n - 1."""
+    """The body of /v1/completions. Choices are numbered over all prompts: prompt i has i * n to i * n + n - 1."""
 
     default_max_tokens = 16  # OpenAI's own
 
@@ -234,7 +237,7 @@ class CompletionRequest(_Request):
     logprobs: int | None = Field(None, description="log-probabilities of each token and of this many likeliest ones")
 
     def requests(self, label: str) -> list[GenerateRequest]:
-        """One per prompt. A single prompt has the label as it is; each of several has it with its number appended."""
+        """Return one request per prompt. With several prompts each label gets the number of its prompt appended."""
         labels = [label] if len(self.prompt) == 1 else [f"{label}-{i}" for i in range(len(self.prompt))]
         return [
             self.request(prompt, one_label, max_tokens=self.max_tokens, logprobs=self.logprobs)
@@ -243,7 +246,7 @@ class CompletionRequest(_Request):
 
 
 class ChatCompletionRequest(_Request):
-    """Of /v1/chat/completions."""
+    """The body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, description="the newer name of max_tokens")
@@ -251,7 +254,7 @@ class ChatCompletionRequest(_Request):
     top_logprobs: int | None = Field(None, description="needs logprobs; up to 20")
 
     def requests(self, label: str) -> list[GenerateRequest]:
-        """The one request. Raises InvalidRequest for fields that contradict each other."""
+        """Return the single request. Raises InvalidRequest for fields that contradict each other."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:

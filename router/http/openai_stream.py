@@ -1,6 +1,7 @@
-"""From requests of the pipeline to one answer: merged, collected, or sent as server-sent events.
+"""Sends the outputs of one or more requests as one response: collected, or as server-sent events.
 
-Owns cancellation: whoever stops reading, the generators behind it are closed at once, and with them both legs.
+Owns cancellation: when the client stops reading, the generators are closed at once, which cancels both legs on every
+worker.
 """
 
 import asyncio
@@ -16,7 +17,8 @@ from cluster.errors import TandemError
 from router.http.edge import ClientGone, ClientStalled, while_connected
 from router.http.openai_errors import error_body, internal_error, json_bytes
 from router.http.openai_responses import Envelope, Shape
-from router.request.outbox import Outboxes, WholeAnswer
+from router.request.live_requests import LiveRequests
+from router.request.outbox import WholeAnswer
 from router.requests import GenerateRequest, Output, Usage
 from router.running import running
 
@@ -25,7 +27,7 @@ _PART_BYTES = 64 << 10  # of a whole answer: the next one is sent when the clien
 
 
 class Generates(Protocol):
-    """What this module needs of router.pipeline.pipeline.Pipeline."""
+    """The part of Pipeline that this module uses."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Output, None]: ...
 
@@ -33,14 +35,15 @@ class Generates(Protocol):
 def opened(
     pipeline: Generates, requests: Sequence[GenerateRequest]
 ) -> AbstractAsyncContextManager[AsyncIterator[Output]]:
-    """The outputs of all requests as they come, choices numbered over the requests. Its end closes the generators."""
+    """Open the merged outputs of all requests. Choices are numbered over the requests. Leaving closes the
+    generators."""
     if len(requests) == 1:
         return aclosing(pipeline.generate(requests[0]))
     return aclosing(_merged(pipeline, requests))
 
 
 async def _merged(pipeline: Generates, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Output, None]:
-    """The first request to fail ends all."""
+    """Merge the outputs of several requests. The first request that fails ends all."""
     queue: asyncio.Queue[Output | BaseException | None] = asyncio.Queue(_QUEUED_OUTPUTS)
 
     async def pump(request: GenerateRequest, first_choice: int) -> None:
@@ -71,9 +74,9 @@ async def _merged(pipeline: Generates, requests: Sequence[GenerateRequest]) -> A
 
 
 class WholeResponse(Response):
-    """The answer in one body, counted among what the router keeps for clients until the last part of it is taken.
+    """A response in one body. Its tokens count as buffered until the client has read the last part.
 
-    Raises what the pipeline raises, before anything was sent.
+    Raises the errors of the pipeline before anything is sent.
     """
 
     media_type = "application/json"
@@ -81,17 +84,17 @@ class WholeResponse(Response):
     def __init__(
         self,
         pipeline: Generates,
-        outboxes: Outboxes,
+        live_requests: LiveRequests,
         requests: Sequence[GenerateRequest],
         shape: Shape,
         envelope: Envelope,
     ) -> None:
         super().__init__()
-        self._pipeline, self._outboxes, self._requests = pipeline, outboxes, requests
+        self._pipeline, self._live_requests, self._requests = pipeline, live_requests, requests
         self._shape, self._envelope = shape, envelope
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._outboxes.whole_answer() as answer:
+        with self._live_requests.whole_answer() as answer:
             body = await while_connected(receive, self._collected(answer))
             await _unless_ended(answer, self._send_body(body, answer, send))
 
@@ -105,17 +108,17 @@ class WholeResponse(Response):
         return json_bytes(self._envelope.answer(choices, usage))
 
     async def _send_body(self, body: bytes, answer: WholeAnswer, send: Send) -> None:
-        answer.offered()
+        answer.begin_sending()
         self.headers["content-length"] = str(len(body))
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         for start in range(0, len(body), _PART_BYTES):
             await _send_body(send, body[start : start + _PART_BYTES])
-            answer.taken()
+            answer.part_sent()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _unless_ended(answer: WholeAnswer, sending: Coroutine[None, None, None]) -> None:
-    """Raises ClientStalled when the answer is ended while it is sent."""
+    """Await `sending`. Raises ClientStalled when the router ends the response meanwhile."""
     async with running(sending) as task, running(answer.ended.wait()) as ended:
         await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -124,9 +127,10 @@ async def _unless_ended(answer: WholeAnswer, sending: Coroutine[None, None, None
 
 
 class EventStream(Response):
-    """Server-sent events. The status line waits for the first output, so that a refusal has its own status.
+    """A response as server-sent events. The status line waits for the first output, so that a refusal has its own
+    status.
 
-    A failure after that is an event `error` and the end of the stream, without [DONE].
+    A failure after that is sent as an event `error` and ends the stream without [DONE].
     """
 
     media_type = "text/event-stream"
@@ -162,7 +166,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self, outputs: AsyncIterator[Output]) -> AsyncIterator[bytes]:
-        """Never an empty portion."""
+        """Yield the bytes to send; never an empty portion."""
         usage = Usage(0, 0)
         async for output in outputs:
             chunks = [self._envelope.chunk([choice]) for delta in output.deltas for choice in self._shape.chunks(delta)]
@@ -183,8 +187,8 @@ def _event(value: object) -> bytes:
 
 
 def _error_event(error: Exception, request_id: str) -> bytes:
-    told = error if isinstance(error, TandemError) else internal_error(error, request_id)
-    return b"event: error\n" + _event(error_body(told))
+    reported = error if isinstance(error, TandemError) else internal_error(error, request_id)
+    return b"event: error\n" + _event(error_body(reported))
 
 
 def _plus(usage: Usage, output: Output) -> Usage:

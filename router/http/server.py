@@ -1,28 +1,217 @@
-"""The HTTP server beside the gRPC server, in the same event loop. Owns the socket; signals belong to the process."""
+"""The HTTP server beside the gRPC server, in the same event loop.
+
+It counts connections before any handshake, limits the time of the TLS handshake, and ends every wait for a client: for
+the head of a request, for its body, and for the client to read the response. Owns the listening socket and all
+connections. uvicorn and the app handle the content; the process handles signals.
+"""
 
 import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import uvicorn
+from h11 import IDLE, SEND_BODY
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cluster.errors import ConfigError
 from cluster.serving.tls import ClusterTls
-from router.http.accept import AcceptedConnection, Counts, Encryption, HttpAcceptor, HttpLimits
-from router.http.connection import HttpConnection
+from router.http.connection_places import ConnectionPlaces, Place
 from router.running import running
+
+_BACKLOG = 2048
+_PAUSE_S = 0.1  # without descriptors: accepting again at once would only spin
+
+
+class Counts(Protocol):
+    """The part of Telemetry that this package uses."""
+
+    def count(self, name: str, value: float = 1, **labels: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """The timeouts of a connection, in seconds."""
+
+    handshake_s: float = 10.0  # from the connection to the end of the TLS handshake
+    head_s: float = 15.0  # from then, or a request's first byte, to the last byte of its head
+    request_s: float = 60.0  # from then to the last byte of a request; from an answer to the next request's first
+
+
+@dataclass(frozen=True, slots=True)
+class Encryption:
+    context: ssl.SSLContext
+    handshake_s: float
+
+
+class HttpAcceptor:
+    """Accepts connections until its task is cancelled."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        make_protocol: Callable[["AcceptedConnection"], asyncio.Protocol],
+        encryption: Encryption | None,
+        max_connections: int,
+        telemetry: Counts,
+    ) -> None:
+        """The protocol that `make_protocol` returns must report to its AcceptedConnection when it is opened, when a
+        request begins and is complete, and when it is closed."""
+        self._listener, self._make_protocol, self._encryption = listener, make_protocol, encryption
+        self._places = ConnectionPlaces(max_connections)
+        self._telemetry = telemetry
+        self._handshakes: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        self._listener.setblocking(False)
+        self._listener.listen(_BACKLOG)
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                try:
+                    connection, _ = await loop.sock_accept(self._listener)
+                    self._begin(connection)
+                except (OSError, MemoryError):
+                    await asyncio.sleep(_PAUSE_S)
+        finally:
+            for handshake in self._handshakes:
+                handshake.cancel()
+            await asyncio.gather(*self._handshakes, return_exceptions=True)
+
+    def _begin(self, connection: socket.socket) -> None:
+        accepted = AcceptedConnection(self._places)
+        place, replaced = self._places.occupy(accepted.abort, time.monotonic())
+        if place is None:
+            connection.close()
+            self._telemetry.count("tandem_http_connections_refused_total")
+            return
+        accepted.place = place
+        if replaced is not None:
+            replaced.end()
+            self._telemetry.count("tandem_http_connections_closed_total", reason="replaced")
+        task = accepted.handshake = asyncio.create_task(self._hand_over(connection, accepted))
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
+
+    async def _hand_over(self, connection: socket.socket, accepted: "AcceptedConnection") -> None:
+        """Hand the connection to its protocol, which frees the place from then on."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(
+                lambda: self._make_protocol(accepted),
+                connection,
+                ssl=self._encryption.context if self._encryption is not None else None,
+                ssl_handshake_timeout=self._encryption.handshake_s if self._encryption is not None else None,
+            )
+        except OSError:  # ssl.SSLError and the handshake's timeout among them
+            self._telemetry.count("tandem_http_connections_closed_total", reason="handshake")
+            accepted.closed()
+        except BaseException:
+            accepted.closed()
+            raise
+
+
+class AcceptedConnection:
+    """The place of one connection, for the protocol that serves it."""
+
+    def __init__(self, places: ConnectionPlaces) -> None:
+        self._places = places
+        self.place: Place | None = None
+        self.handshake: asyncio.Task[None] | None = None
+        self.transport: asyncio.Transport | None = None  # once the handshake is done
+
+    def opened(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+
+    def request_complete(self) -> None:
+        """A whole request has arrived."""
+        if self.place is not None:
+            self.place.request_complete()
+
+    def request_begun(self) -> None:
+        """The first byte of a request has arrived."""
+        if self.place is not None:
+            self.place.request_begun(time.monotonic())
+
+    def closed(self) -> None:
+        if self.place is not None:
+            self._places.free(self.place)
+
+    def abort(self) -> None:
+        """Close the connection at once, whatever it is doing."""
+        if self.transport is not None:
+            self.transport.abort()
+        elif self.handshake is not None:
+            self.handshake.cancel()
+
+
+ABORT = "tandem.abort"  # in a request's scope: closes its connection without waiting for the client
+
+
+class HttpConnection(H11Protocol):
+    """One HTTP connection, with a timeout for every wait for its client."""
+
+    def __init__(self, *, accepted: AcceptedConnection, limits: HttpLimits, **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self._accepted, self._limits = accepted, limits
+        self._timer: asyncio.TimerHandle | None = None
+        self._expects_body = False
+        self._is_answered = False  # and nothing has come since
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._accepted.opened(transport)
+        self._set_timer(self._limits.head_s)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_answered:
+            self._is_answered = False
+            self._accepted.request_begun()
+            self._set_timer(self._limits.head_s)
+        super().data_received(data)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.conn.their_state is SEND_BODY and not self._expects_body:
+            self._expects_body = True
+            self._set_timer(self._limits.request_s)
+        if self.conn.their_state not in (IDLE, SEND_BODY):
+            self._accepted.request_complete()
+            self._set_timer(None)
+        if self.scope is not None:
+            scope: dict[str, Any] = self.scope  # type: ignore[assignment]
+            scope[ABORT] = self.transport.abort
+
+    def on_response_complete(self) -> None:
+        self._is_answered, self._expects_body = True, False
+        self._set_timer(self._limits.request_s)  # the client may still be taking what was written
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._set_timer(None)
+        self._accepted.closed()
+        super().connection_lost(exc)
+
+    def _set_timer(self, delay_s: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if delay_s is None else self.loop.call_later(delay_s, self.transport.abort)
 
 
 class HttpServer:
-    """Made and bound at once, so that a taken port is refused before anything else starts."""
+    """The server of one router. The constructor binds the port, so that a port in use is reported before anything
+    starts."""
 
     def __init__(
         self, *, host: str, port: int, tls: ClusterTls | None = None, limits: HttpLimits | None = None
     ) -> None:
-        """Raises ConfigError. `port` 0: a free one. `tls`: HTTPS with its certificate; clients need none."""
+        """`port` 0 chooses a free port. With `tls` the server speaks HTTPS. Raises ConfigError."""
         self._tls, self._limits = tls, limits or HttpLimits()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -37,7 +226,7 @@ class HttpServer:
     async def serve(
         self, app: ASGIApp, *, max_connections: int, telemetry: Counts, stop: asyncio.Event, grace_s: float
     ) -> None:
-        """Until `stop`; then answers in progress have `grace_s` to end."""
+        """Serve until `stop`; responses in progress then have `grace_s` to end."""
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -88,5 +277,5 @@ class HttpServer:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The process has its own handlers."""
+        """Install no signal handlers: the process has its own."""
         yield

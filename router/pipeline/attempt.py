@@ -1,153 +1,313 @@
-"""One try at both legs for choices of a request that have the same tokens so far.
+"""One attempt at both legs for choices of a request that have the same committed tokens.
 
-Owns the calls and legs of the try: leaving it, however, cancels on every worker what has not ended. Raises
-AttemptFailed where another try may help, and Overtaken where a hedge has its choices; it never tries again itself.
+`Attempt` owns the calls and legs of the attempt; leaving it in any way cancels on every worker what has not ended. It
+raises AttemptFailed where another attempt may help, and Overtaken where a hedge has taken over its choices. It never
+retries by itself, with one exception: `TicketImport` gives a ticket that one decode worker could not import to another
+decode worker, so that the prefill is not repeated. docs/failover.md.
 """
 
+import asyncio
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
-from cluster.errors import InternalError
+from cluster.errors import HandOffFailed, WorkerLost, WrongTokens
 from cluster.messages import MemberId
+from cluster.observe.telemetry import Telemetry
+from cluster.protocol import tickets
 from cluster.protocol.hashing import BlockChain
-from router.fleet.decode_events import Move
+from router.fleet.decode_events import MoveRequest
+from router.fleet.decode_peer import DecodePeer
 from router.fleet.fleet import Fleet
 from router.fleet.peer import Peer
-from router.fleet.prefill_peer import FirstTokens
-from router.fleet.prefix_beliefs import PrefixBeliefs
+from router.fleet.prefill_peer import FirstTokens, PrefillPeer
+from router.fleet.prefix_locator import PrefixLocator
 from router.pipeline.decode_leg import DecodeLeg
-from router.pipeline.failures import DECODE, PREFILL, leg
+from router.pipeline.failures import DECODE, PREFILL, AttemptFailed, RetryBudget, leg
 from router.pipeline.hedges import Hedges, Overtaken
-from router.pipeline.importing import ImporterMeans, Importing
 from router.pipeline.migration import Migrations
-from router.pipeline.setbacks import Setbacks
+from router.pipeline.worker_choice import PairHealth, WorkerChoice
+from router.request.admitted_request import AdmittedRequest
 from router.request.choice import Choice
-from router.request.live_request import LiveRequest
-from router.running import branches
+from router.running import branches, running
+
+_REISSUED = "ticket_reissued"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptContext:
+    """What every attempt of a router uses."""
+
+    router: MemberId
+    key: bytes  # the cluster's key, which signs tickets
+    fleet: Fleet
+    migrations: Migrations
+    prefixes: PrefixLocator
+    worker_choice: WorkerChoice
+    pairs: PairHealth
+    telemetry: Telemetry
+
+
+class TicketImport:
+    """Brings a ticket to the decode worker that will run its sequences, and to another one if that fails.
+
+    Use it with `async with`: call `begin` with the ticket, `first_tokens_delivered` when the client has the first
+    tokens, then await `running_leg`. It owns the decode leg until the sequences run, and abandons the ticket if they
+    never do. The prefill continues meanwhile.
+    """
+
+    def __init__(
+        self,
+        admitted: AdmittedRequest,
+        choices: Sequence[Choice],
+        retry_budget: RetryBudget,
+        decode: DecodePeer,
+        exporter: MemberId,
+        context: AttemptContext,
+    ) -> None:
+        """`choices` have the same committed tokens, which the prefill covers."""
+        self._admitted = admitted
+        self._choices = choices
+        self._retry_budget = retry_budget
+        self._exporter = exporter
+        self._context = context
+        self._committed = choices[0].committed
+        self._first_tokens: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._legs = [self._leg_at(decode)]  # the last one counts; those before it are about to be closed
+        self._first = decode.member.id
+        self._tried = {self._first}
+        self._exit = ExitStack()
+        self._task: asyncio.Task[DecodeLeg] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for each in self._legs:
+            each.close()
+        self._exit.close()
+
+    def begin(self, ticket: bytes, attempt: int, prefill: PrefillPeer) -> None:
+        """The prefill is queued: send its ticket to the decode worker at once."""
+        self._task = asyncio.create_task(self._import(ticket, attempt, prefill), name="import a ticket")
+
+    def first_tokens_delivered(self) -> None:
+        """The client has the first tokens."""
+        self._first_tokens.set_result(None)
+
+    async def running_leg(self) -> DecodeLeg:
+        """Wait until the sequences run at a decode worker, or have ended. Call it last. Raises AttemptFailed,
+        TandemError."""
+        assert self._task is not None, "no ticket was taken"
+        return await self._task
+
+    async def _import(self, ticket: bytes, attempt: int, prefill: PrefillPeer) -> DecodeLeg:
+        taken = self._exit.enter_context(prefill.abandoned_unless_imported(ticket))
+        while True:
+            decoding = self._legs[-1]
+            try:
+                with self._context.pairs.attempting(self._exporter, decoding.worker) as arrived:
+                    await self._run(decoding, ticket, attempt)
+                    if decoding.sequences.started:
+                        arrived()
+                        taken()
+                    return decoding
+            except AttemptFailed as failure:
+                ticket, attempt = await self._go_elsewhere(failure, ticket, prefill)
+
+    async def _run(self, decoding: DecodeLeg, ticket: bytes, attempt: int) -> None:
+        job = self._admitted.decode_job(decoding.owners, self._committed, attempt, self._context.router, ticket)
+        with leg(DECODE, decoding.worker):
+            await self._unless_suspect(decoding.decode, decoding.decode.start(job))
+        while len(self._legs) > 1:  # only now: a cancelled importer settles its hand-off as unneeded
+            self._legs.pop(0).close()
+        with leg(DECODE, decoding.worker):
+            await self._unless_suspect(decoding.decode, decoding.unless_failed(self._first_tokens))
+            decoding.cancel_ended()
+            await self._unless_suspect(decoding.decode, decoding.until_started())
+
+    async def _unless_suspect(self, decode: DecodePeer, work: Coroutine[Any, Any, None]) -> None:
+        """Await `work`. Raises WorkerLost if the importer is suspect and another worker can import the ticket; this
+        repeats no prefill, so no hedge is needed."""
+        fleet = self._context.fleet
+        async with running(work) as working:
+            while not working.done():
+                others = {load.member for load in fleet.decode_loads()} - {decode.member.id}
+                if decode.num_missed and others - (self._tried if decode.num_missed == 1 else set()):
+                    raise WorkerLost(f"decode worker {decode.member.id} does not answer, and another one does")
+                async with running(fleet.changed()) as changed:
+                    await asyncio.wait((working, changed), return_when=asyncio.FIRST_COMPLETED)
+            working.result()
+
+    async def _go_elsewhere(self, failure: AttemptFailed, ticket: bytes, prefill: PrefillPeer) -> tuple[bytes, int]:
+        """Open a leg at another importer and return the reissued ticket and its attempt. Raises `failure` if there is
+        no other."""
+        if failure.lacks_ticket and len(self._tried) > 1:  # too late; its exporter is not to blame
+            self._retry_budget.refund()
+            raise AttemptFailed(failure.leg, self._first, failure.reason, failure.error) from failure
+        decode = await self._another(failure, prefill)
+        if decode is None:
+            raise failure
+        attempt = self._admitted.next_attempt()
+        try:
+            ticket = tickets.reissue(ticket, self._context.key, attempt=attempt, importer=decode.member.id)
+        except HandOffFailed as error:  # another cluster's key
+            raise failure from error
+        self._retry_budget.record_failure(failure)
+        self._admitted.account.add_reason(_REISSUED)
+        self._admitted.dispatched(prefill=self._exporter, decode=decode.member.id)
+        self._context.telemetry.count("tandem_tickets_reissued_total", leg=failure.leg, reason=failure.reason)
+        self._tried.add(decode.member.id)
+        self._legs.append(self._leg_at(decode))
+        return ticket, attempt
+
+    async def _another(self, failure: AttemptFailed, prefill: PrefillPeer) -> DecodePeer | None:
+        """Choose another importer. While the prefill runs, this waits for one."""
+        if not (failure.leaves_ticket and self._retry_budget.leaves_two_attempts_after(failure)):
+            return None
+        fleet = self._context.fleet
+        while fleet.peer(self._exporter) is prefill:
+            decode = self._context.worker_choice.choose_importer(
+                self._admitted, self._choices, prefill, num_committed=len(self._committed), besides=self._tried
+            )
+            if decode is not None or self._first_tokens.done():
+                return decode
+            changed = asyncio.ensure_future(fleet.changed())
+            try:
+                await asyncio.wait((changed, self._first_tokens), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                changed.cancel()
+        return None
+
+    def _leg_at(self, decode: DecodePeer) -> DecodeLeg:
+        return DecodeLeg(self._admitted, decode, self._choices, exporter=self._exporter)
+
 
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptMeans:
-    fleet: Fleet
-    migrations: Migrations
-    prefixes: PrefixBeliefs
-    router: MemberId
-    importers: ImporterMeans
-
-
 class Attempt:
+    """One attempt. Exactly one of its public methods is called, once."""
+
     def __init__(
         self,
-        live: LiveRequest,
+        admitted: AdmittedRequest,
         choices: Sequence[Choice],
-        setbacks: Setbacks,
+        retry_budget: RetryBudget,
         hedges: Hedges,
-        means: AttemptMeans,
+        context: AttemptContext,
     ) -> None:
-        self._live = live
+        self._admitted = admitted
         self._hedges = hedges
         self._choices = choices
-        self._setbacks = setbacks
-        self._fleet = means.fleet
-        self._migrations = means.migrations
-        self._prefixes = means.prefixes
-        self._router = means.router
-        self._importers = means.importers
-        self._number = live.next_attempt()
+        self._retry_budget = retry_budget
+        self._fleet = context.fleet
+        self._migrations = context.migrations
+        self._prefixes = context.prefixes
+        self._router = context.router
+        self._context = context
+        self._number = admitted.next_attempt()
 
     async def hand_over(self, prefill_id: MemberId, decode_id: MemberId) -> None:
-        """Prefill there, decode here: both legs at once, the first token before the KV has arrived."""
+        """Prefill on one worker and decode on another: both legs run at once, and the first token precedes the KV."""
         with leg(DECODE, decode_id):
             decode = self._fleet.decode(decode_id)
-        importing = Importing(self._live, self._choices, self._setbacks, decode, prefill_id, self._importers)
-        async with importing:
-            self._live.dispatched(prefill=prefill_id, decode=decode_id)
+        ticket_import = TicketImport(
+            self._admitted, self._choices, self._retry_budget, decode, prefill_id, self._context
+        )
+        async with ticket_import:
+            self._admitted.dispatched(prefill=prefill_id, decode=decode_id)
             with leg(PREFILL, prefill_id):
                 chain = self._chain(prefill_id, self._choices[0].committed)
-                holders = self._prefixes.holders(chain, besides=prefill_id)
-                job = self._live.prefill_job(self._choices, self._number, decode_id, holders)
+                sources = self._prefixes.sources(chain, puller=prefill_id)
+                job = self._admitted.prefill_job(self._choices, self._number, decode_id, sources)
                 prefill = self._fleet.prefill(prefill_id)
                 async with prefill.prefill(job) as call:
-                    importing.take(await self._from(prefill, call.ticket()), self._number, prefill)
+                    ticket_import.begin(await self._from(prefill, call.ticket()), self._number, prefill)
                     self._deliver_first(await self._from(prefill, call.first_tokens()), prefill_id)
-                    self._prefixes.note(chain, prefill_id)
+                    self._prefixes.note_routed(chain, prefill_id)
             if all(choice.ended for choice in self._choices):
                 return
-            importing.first_tokens()
-            decoding = await self._from(prefill, importing.decoding())
-            self._prefixes.note(chain, decoding.worker)
+            ticket_import.first_tokens_delivered()
+            decoding = await self._from(prefill, ticket_import.running_leg())
+            self._prefixes.note_routed(chain, decoding.worker)
             await self._follow(decoding)
             self._note_outputs(decoding.worker)
 
     async def first_token_only(self, prefill_id: MemberId) -> None:
-        """One token is missing: prefill gives it, and there is nothing to decode."""
-        self._live.dispatched(prefill=prefill_id)
+        """Serve a request that lacks one token: prefill samples it, and nothing is decoded."""
+        self._admitted.dispatched(prefill=prefill_id)
         with leg(PREFILL, prefill_id):
-            job = self._live.prefill_job(self._choices, self._number, importer=None)
+            job = self._admitted.prefill_job(self._choices, self._number, importer=None)
             prefill = self._fleet.prefill(prefill_id)
             async with prefill.prefill(job) as call:
                 await self._from(prefill, call.ticket())
                 self._deliver_first(await self._from(prefill, call.first_tokens()), prefill_id)
 
     async def on_decode(self, decode_id: MemberId) -> None:
-        """Both legs on one worker."""
+        """Run both legs on one decode worker."""
         with leg(DECODE, decode_id):
             decode = self._fleet.decode(decode_id)
-            with DecodeLeg(self._live, decode, self._choices, exporter=None) as decoding:
-                self._live.dispatched(decode=decode_id)
+            with DecodeLeg(self._admitted, decode, self._choices, exporter=None) as decoding:
+                self._admitted.dispatched(decode=decode_id)
                 committed = self._choices[0].committed
-                job = self._live.decode_job(decoding.owners, committed, self._number, self._router, None)
+                job = self._admitted.decode_job(decoding.owners, committed, self._number, self._router, None)
                 await self._from(decode, decode.start(job))
                 await self._follow(decoding)
                 self._note_outputs(decode_id)
 
     def _chain(self, worker: MemberId, committed: tuple[int, ...]) -> BlockChain:
-        request = self._live.request
+        request = self._admitted.request
         return self._prefixes.chain(worker, request.prompt_token_ids + committed, request.cache_salt)
 
     def _note_outputs(self, decode_id: MemberId) -> None:
-        """The next turn of a conversation begins with these. The last token's KV was never computed."""
+        """Record that the worker has the KV of the outputs: the next turn of a conversation starts with them. The KV of
+        the last token was never computed."""
         for choice in self._choices:
-            self._prefixes.note(self._chain(decode_id, choice.committed[:-1]), decode_id)
+            self._prefixes.note_routed(self._chain(decode_id, choice.committed[:-1]), decode_id)
 
     def _deliver_first(self, first: FirstTokens, prefill_id: MemberId) -> None:
         if len(first.tokens) != len(self._choices):
-            raise InternalError(f"prefill gave {len(first.tokens)} first tokens for {len(self._choices)} choices")
-        self._live.prefilled(first, prefill_id)
+            raise WrongTokens(f"prefill gave {len(first.tokens)} first tokens for {len(self._choices)} choices")
+        self._admitted.prefilled(first, prefill_id)
         for choice, token in zip(self._choices, first.tokens, strict=True):
-            self._live.deliver(choice, choice.num_committed, token)
+            self._admitted.deliver(choice, choice.num_committed, token)
 
     async def _follow(self, decode: DecodeLeg) -> None:
-        """Until every sequence has ended, wherever it was moved."""
+        """Deliver tokens until every sequence has ended, wherever it was moved."""
         with ExitStack() as parted:  # holds those whose task never got to run
             async with branches() as travels:
                 while (move := await self._followed(decode)) is not None:
-                    travels.create_task(self._travel(parted.enter_context(decode.part(move.handle)), move))
+                    travels.create_task(self._travel(parted.enter_context(decode.split(move.handle)), move))
 
-    async def _travel(self, decode: DecodeLeg, move: Move | None) -> None:
-        """One sequence, from worker to worker as it is told."""
+    async def _travel(self, decode: DecodeLeg, move: MoveRequest | None) -> None:
+        """Follow one sequence from worker to worker."""
         try:
             while move is not None:
-                decode = await self._migrations.carry(self._live, decode, move)
+                decode = await self._migrations.carry(self._admitted, decode, move)
                 move = await self._followed(decode)
         finally:
             decode.close()
 
-    async def _followed(self, decode: DecodeLeg) -> Move | None:
-        """None: every sequence of the leg has ended, there or by a hedge."""
+    async def _followed(self, decode: DecodeLeg) -> MoveRequest | None:
+        """Deliver tokens until a sequence is to be moved. Returns None when every sequence of the leg has ended, or a
+        hedge has ended it."""
         live_choices = [decode.owners[handle] for handle in decode.sequences.live]
         try:
-            return await self._hedges.unless_overtaken(self._live, live_choices, decode.decode, decode.follow())
+            return await self._hedges.unless_overtaken(self._admitted, live_choices, decode.decode, decode.follow())
         except Overtaken as overtaken:
             decode.close()
-            self._setbacks.note_hedged(overtaken.name, overtaken.failure)
+            self._retry_budget.record_hedge(overtaken.name, overtaken.failure)
             await overtaken.end()
             return None
 
     async def _from(self, peer: Peer, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """What all choices wait for. Raises Overtaken."""
-        return await self._hedges.unless_overtaken(self._live, self._choices, peer, work)
+        """Await an answer for which all choices wait. Raises Overtaken."""
+        return await self._hedges.unless_overtaken(self._admitted, self._choices, peer, work)

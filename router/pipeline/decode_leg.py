@@ -1,7 +1,7 @@
-"""The decode leg of an attempt: sequences at one decode worker, from their start to each one's end or move.
+"""The decode leg of an attempt: sequences at one decode worker, from their start until each has ended or is moved.
 
-Owns their handles: leaving it, however, cancels at the worker what has not ended. Delivers what the worker says of
-them; never starts or moves one itself.
+Owns their handles: leaving it in any way cancels at the worker what has not ended. It delivers the worker's tokens, and
+never starts or moves a sequence by itself.
 """
 
 import asyncio
@@ -10,9 +10,17 @@ from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Self
 
-from cluster.errors import InternalError, WorkerLost
+from cluster.errors import WorkerLost, WrongTokens
 from cluster.messages import MemberId
-from router.fleet.decode_events import DecodeEvent, Failed, Lost, Move, Sequences, Started, Token
+from router.fleet.decode_events import (
+    DecodeEvent,
+    MoveRequest,
+    Sequences,
+    SequencesFailed,
+    SequencesStarted,
+    SequenceToken,
+    StreamLost,
+)
 from router.fleet.decode_peer import DecodePeer
 from router.pipeline.failures import (
     DECODE,
@@ -22,16 +30,16 @@ from router.pipeline.failures import (
     failed_sequences,
     leg,
 )
-from router.policies.course import Course
+from router.policies.sequence_progress import SequenceProgress
+from router.request.admitted_request import AdmittedRequest
 from router.request.choice import Choice
-from router.request.live_request import LiveRequest
 from router.running import running
 
 
 class DecodeLeg:
     def __init__(
         self,
-        live: LiveRequest,
+        admitted: AdmittedRequest,
         decode: DecodePeer,
         choices: Sequence[Choice],
         *,
@@ -40,11 +48,13 @@ class DecodeLeg:
     ) -> None:
         self.decode = decode
         self.worker = decode.member.id
-        self._live = live
+        self._admitted = admitted
         self._exporter = exporter
         self._exit = ExitStack()
         if opened is None:
-            opened = decode.open([Course(choice.num_missing, live.size()) for choice in choices])
+            opened = decode.open_sequences(
+                [SequenceProgress(choice.num_missing, admitted.size()) for choice in choices]
+            )
         self.sequences = self._exit.enter_context(opened)
         self.owners = dict(zip(self.sequences.handles, choices, strict=True))
 
@@ -57,27 +67,28 @@ class DecodeLeg:
         self.close()
 
     def close(self) -> None:
-        """Safe to call again."""
+        """Cancel what has not ended. It may be called again."""
         self._exit.close()
 
-    def part(self, handle: int) -> "DecodeLeg":
-        """One sequence's leg of its own; this one goes on with the others."""
-        opened = self.decode.part(self.sequences, handle)
-        return DecodeLeg(self._live, self.decode, [self.owners[handle]], exporter=self._exporter, opened=opened)
+    def split(self, handle: int) -> "DecodeLeg":
+        """Return a leg of its own for one sequence; this leg keeps the others."""
+        opened = self.decode.split_sequence(self.sequences, handle)
+        return DecodeLeg(self._admitted, self.decode, [self.owners[handle]], exporter=self._exporter, opened=opened)
 
-    async def follow(self) -> Move | None:
-        """Until every sequence has ended, or one is to move. Raises AttemptFailed, TandemError."""
+    async def follow(self) -> MoveRequest | None:
+        """Deliver tokens until every sequence has ended (None), or one is to be moved. Raises AttemptFailed,
+        TandemError."""
         with leg(DECODE, self.worker):
             while self.sequences.live:
                 event = await self.sequences.next()
-                if not isinstance(event, Move):
+                if not isinstance(event, MoveRequest):
                     self._take(event)
                 elif event.handle in self.sequences.live:
                     return event
         return None
 
     async def unless_failed(self, until: "asyncio.Future[None]") -> None:
-        """Until then. What the worker says before is heard later, except that it will not do, or is lost. Raises
+        """Wait for `until`. Only a failure of the worker is handled meanwhile; other events wait in the queue. Raises
         AttemptFailed, TandemError."""
         with leg(DECODE, self.worker):
             async with running(self.sequences.failure()) as failing:
@@ -86,14 +97,14 @@ class DecodeLeg:
                     self._take(failing.result())
 
     async def until_started(self) -> None:
-        """Until one of its sequences has joined the worker's batch, or all have ended. Raises AttemptFailed,
+        """Wait until one of the sequences has joined the worker's batch, or all have ended. Raises AttemptFailed,
         TandemError."""
         with leg(DECODE, self.worker):
             while self.sequences.live and not self.sequences.started:
                 self._take(await self.sequences.next())
 
     async def until_delivered(self, num_output: int, timeout_s: float) -> None:
-        """Until the client has so many tokens of the only sequence, or the sequence has ended before. Raises
+        """Wait until the client has `num_output` tokens of the only sequence, or the sequence has ended. Raises
         AttemptFailed, TandemError."""
         (choice,) = self.owners.values()
         with leg(DECODE, self.worker):
@@ -106,39 +117,41 @@ class DecodeLeg:
                 raise WorkerLost(f"decode worker {self.worker}: {missing}") from None
 
     def cancel_ended(self) -> None:
-        """The worker does not know of choices that ended here: by a stop string, or with their first token."""
+        """Cancel sequences that the router has ended: by a stop string, or with their first token."""
         ended = tuple(handle for handle in self.sequences.live if self.owners[handle].ended)
         if ended:
-            self.decode.stream.cancel(self.sequences, ended)
+            self.decode.stream.cancel_sequences(self.sequences, ended)
 
     def _take(self, event: DecodeEvent) -> None:
         match event:
-            case Started() as started:
+            case SequencesStarted() as started:
                 self._check_first_tokens(started)
                 self.sequences.started.update(started.handles)
-                self._live.started(started, self.worker)
-            case Token(handle, index, token) if handle in self.sequences.live:
-                self._live.decoding(self.worker)
-                self._live.deliver(self.owners[handle], index, token)
+                self._admitted.started(started, self.worker)
+            case SequenceToken(handle, index, token) if handle in self.sequences.live:
+                if handle not in self.sequences.started:  # its first token was never compared
+                    raise WorkerLost(f"decode worker {self.worker.id}: the start message of sequence {handle} was lost")
+                self._admitted.decoding(self.worker)
+                self._admitted.deliver(self.owners[handle], index, token)
                 if token.finish_reason is not None:
-                    self.decode.stream.release(self.sequences, handle)
+                    self.decode.stream.end_sequence(self.sequences, handle)
                 self.cancel_ended()
-            case Failed(reason, detail):
+            case SequencesFailed(reason, detail):
                 raise failed_sequences(reason, detail, prefill=self._exporter, decode=self.worker)
-            case Lost(detail):
+            case StreamLost(detail):
                 raise WorkerLost(f"decode worker {self.worker.id} is lost: {detail}")
 
-    def _check_first_tokens(self, started: Started) -> None:
-        """Decode goes on from what the client was given, or not at all. The worker names the first token of each
-        sequence that began with a hand-off."""
+    def _check_first_tokens(self, started: SequencesStarted) -> None:
+        """Decode must continue from the tokens that the client was given. The worker names the first token of each
+        sequence that began with a hand-off. Raises AttemptFailed."""
         num_expected = len(started.handles) if self._exporter is not None else 0
         if len(started.first_tokens) != num_expected:
             detail = f"{len(started.first_tokens)} first tokens, of {num_expected} sequences that began with a hand-off"
-            raise AttemptFailed(DECODE, self.worker, FIRST_TOKEN_COUNT, InternalError(f"decode names {detail}"))
+            raise AttemptFailed(DECODE, self.worker, FIRST_TOKEN_COUNT, WrongTokens(f"decode names {detail}"))
         if not num_expected:
             return
         for handle, token_id in zip(started.handles, started.first_tokens, strict=True):
             if handle in self.sequences.live and self.owners[handle].committed[-1] != token_id:
                 delivered = self.owners[handle].committed[-1]
-                error = InternalError(f"decode started from token {token_id}, the client was given {delivered}")
+                error = WrongTokens(f"decode started from token {token_id}, the client was given {delivered}")
                 raise AttemptFailed(DECODE, self.worker, FIRST_TOKEN_MISMATCH, error)

@@ -1,8 +1,9 @@
-"""How an attempt fails: on which leg, through whom, by which named reason, and what the client hears if it was last.
+"""How an attempt fails: on which leg, by which worker, for which named reason; and how many retries a request has left.
 
-Only failures that another attempt may cure become AttemptFailed; a request that is wrong stays wrong.
+Only a failure that another attempt may avoid becomes AttemptFailed. An invalid request stays an error of the client.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,13 +12,18 @@ from cluster.errors import (
     Draining,
     HandOffFailed,
     HandOffReason,
-    InternalError,
     InvalidRequest,
     QueueFull,
     TandemError,
+    Unavailable,
+    WorkerLost,
     WorkerTooSmall,
+    WrongTokens,
 )
 from cluster.messages import MemberId
+from cluster.observe.telemetry import Telemetry
+from router.fleet.fleet import Fleet
+from router.request.admitted_request import AdmittedRequest
 from router.request.choice import OutOfOrder
 
 PREFILL, HANDOFF, DECODE = "prefill", "handoff", "decode"
@@ -25,7 +31,7 @@ FIRST_TOKEN_MISMATCH = "first_token_mismatch"
 FIRST_TOKEN_COUNT = "first_token_count"  # the decode worker named more or fewer than it started
 TOKEN_OUT_OF_ORDER = "token_out_of_order"
 _DECODE_SIDE = frozenset({HandOffReason.NOT_ENOUGH_BLOCKS, HandOffReason.IMPORTER_LOST})
-# Not a lapsed lease: whoever renewed it too late was stopped or busy itself.
+# A lapsed lease is not among them: the importer that renewed it too late was stopped or busy itself.
 _OF_PAIR = frozenset(
     {
         HandOffReason.EXPORTER_LOST,
@@ -41,7 +47,7 @@ _OF_PAIR = frozenset(
         HandOffReason.MALFORMED_MESSAGE,
     }
 )
-# The importer could not, or not from there: the exporter still has the blocks. If it is lost instead, it will be seen.
+# The importer failed, or could not read from this exporter: the exporter still has the blocks, unless it is lost.
 _LEAVES_TICKET = frozenset(
     {
         HandOffReason.NOT_ENOUGH_BLOCKS,
@@ -59,7 +65,7 @@ _LACKS_TICKET = frozenset({HandOffReason.UNKNOWN_TICKET, HandOffReason.TICKET_EX
 
 
 class AttemptFailed(Exception):
-    """`member` failed on `leg`; `error` is for the client if this was the last attempt."""
+    """`member` failed on `leg`. `error` is what the client receives if this was the last attempt."""
 
     def __init__(self, leg: str, member: MemberId, reason: str, error: TandemError) -> None:
         super().__init__(f"{leg} on {member}: {error.message}")
@@ -70,7 +76,7 @@ class AttemptFailed(Exception):
 
     @property
     def name(self) -> str:
-        """As ledgers know it."""
+        """The reason as the ledger lists it."""
         return f"{self.leg}_{self.reason}"
 
     @property
@@ -79,35 +85,36 @@ class AttemptFailed(Exception):
 
     @property
     def is_leaving(self) -> bool:
-        """`member` takes no new work: nothing was tried."""
+        """Whether `member` drains and refused the work."""
         return isinstance(self.error, Draining)
 
     @property
     def is_too_small(self) -> bool:
-        """`member` can never hold the request: nothing was tried."""
+        """Whether `member` can never hold the request and refused it."""
         return isinstance(self.error, WorkerTooSmall)
 
     @property
     def is_of_pair(self) -> bool:
-        """What failed is between the two workers, unless one of them turns out to be lost."""
+        """Whether the link between the two workers failed, provided that both are alive."""
         return self.leg == HANDOFF and self.reason in _OF_PAIR
 
     @property
     def leaves_ticket(self) -> bool:
-        """Of sequences that have not begun: another decode worker may still import what was prefilled for them."""
+        """Whether another decode worker may still import what was prefilled. It holds only for sequences that have not
+        started."""
         if self.leg == HANDOFF:
             return self.reason in _LEAVES_TICKET
         return self.leg == DECODE and self.reason not in (FIRST_TOKEN_MISMATCH, FIRST_TOKEN_COUNT, TOKEN_OUT_OF_ORDER)
 
     @property
     def lacks_ticket(self) -> bool:
-        """The exporter does not have it any more."""
+        """Whether the exporter no longer has the ticket."""
         return self.leg == HANDOFF and self.reason in _LACKS_TICKET
 
 
 @contextmanager
 def leg(name: str, member: MemberId) -> Iterator[None]:
-    """What goes wrong inside is the failure of this leg of the attempt."""
+    """Convert errors inside the block to the failure of this leg."""
     try:
         yield
     except (InvalidRequest, DeadlineExceeded):
@@ -115,27 +122,95 @@ def leg(name: str, member: MemberId) -> Iterator[None]:
     except TandemError as error:
         raise AttemptFailed(name, member, error.reason, error) from error
     except OutOfOrder as error:
-        raise AttemptFailed(name, member, TOKEN_OUT_OF_ORDER, InternalError(str(error))) from error
+        raise AttemptFailed(name, member, TOKEN_OUT_OF_ORDER, WrongTokens(str(error))) from error
 
 
 def failed_sequences(
     reason: str, detail: str, *, prefill: MemberId | None, decode: MemberId
 ) -> AttemptFailed | TandemError:
-    """What a decode worker's SequenceFailed means. A hand-off has two sides: the reason says who is avoided next."""
+    """Convert a decode worker's SequenceFailed. A hand-off has two sides: the reason decides which worker is avoided
+    next."""
     if reason in HandOffReason.__members__.values():
         handoff_reason = HandOffReason(reason)
         by_decode = prefill is None or handoff_reason in _DECODE_SIDE
         member = decode if by_decode or prefill is None else prefill
         return AttemptFailed(HANDOFF, member, reason, HandOffFailed(handoff_reason, detail))
-    error = _kinds(TandemError).get(reason, InternalError)(detail)
+    kind = _kinds(TandemError).get(reason)
+    error = Unavailable(f"{reason}: {detail}") if kind is None else kind(detail)  # None: a newer version's reason
     if isinstance(error, InvalidRequest | DeadlineExceeded):
         return error
     return AttemptFailed(DECODE, decode, error.reason, error)
 
 
 def _kinds(base: type[TandemError]) -> dict[str, type[TandemError]]:
-    """Every kind by its reason; HandOffFailed has reasons of its own."""
+    """Return every error class by its reason. HandOffFailed has reasons of its own."""
     kinds = {} if base is HandOffFailed else {base.reason: base}
     for kind in base.__subclasses__():
         kinds.update(_kinds(kind))
     return kinds
+
+
+_LOG = logging.getLogger("tandem.router.retry_budget")
+
+
+class RetryBudget:
+    """The number of failed attempts in a row, for choices of one request that are attempted together.
+
+    It also reports each failure to the request's ledger, the fleet, the metrics and the log. It never retries by
+    itself.
+    """
+
+    def __init__(self, admitted: AdmittedRequest, *, max_attempts: int, fleet: Fleet, telemetry: Telemetry) -> None:
+        """`max_attempts`: failed in a row without a token from decode."""
+        self._admitted = admitted
+        self._max_attempts = max_attempts
+        self._fleet = fleet
+        self._telemetry = telemetry
+        self._tries = 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether no attempt is left."""
+        return self._tries >= self._max_attempts
+
+    @property
+    def has_one_attempt_left(self) -> bool:
+        return 0 < self._tries == self._max_attempts - 1
+
+    def leaves_two_attempts_after(self, failure: AttemptFailed) -> bool:
+        """Return whether two attempts are left after this failure. The last attempt makes no hand-off, so one more
+        hand-off may be tried."""
+        return self._tries + self._cost(failure) < self._max_attempts - 1
+
+    def record_failure(self, failure: AttemptFailed) -> None:
+        self._tries += self._cost(failure)
+        self._admitted.failed(failure.name, failure.member)
+        self._telemetry.count("tandem_retries_total", leg=failure.leg, reason=failure.reason)
+        if failure.is_leaving:
+            self._fleet.mark_draining(failure.member, 0.0)
+        if failure.is_too_small:
+            self._admitted.too_small.add(failure.member)
+        if failure.is_of_pair:
+            self._fleet.suspect(failure.member)  # one of the two may be gone; if not, the pair is to blame
+        fields = {"request_id": self._admitted.request_id, "reason": failure.name}
+        _LOG.warning("attempt failed: %s", failure, extra=fields)
+
+    def record_hedge(self, name: str, failure: AttemptFailed | None) -> None:
+        """A hedge has taken over. `failure`: of the former execution; None if its worker was only suspect."""
+        if failure is not None:
+            self.record_failure(failure)
+        self._admitted.account.add_reason(name)
+
+    def refund(self) -> None:
+        """The failure recorded last has caused another one: count one attempt for both."""
+        self._tries = max(0, self._tries - 1)
+
+    def reset(self) -> None:
+        """Decode has worked: count failures from zero."""
+        self._tries = 0
+
+    def _cost(self, failure: AttemptFailed) -> int:
+        """A refusal by a worker that drains or is too small costs no attempt. Neither does the loss of a worker that
+        drains: it may end between its refusals, and it is not chosen again."""
+        is_drained = isinstance(failure.error, WorkerLost) and self._fleet.is_draining(failure.member)
+        return 0 if failure.is_leaving or failure.is_too_small or is_drained else 1

@@ -1,6 +1,6 @@
-"""Hedges at work: they begin when a worker is suspect, race with what waits for it, and are called off or take over.
+"""Runs hedges: starts one when a worker is suspect, and cancels it or lets it take over.
 
-Owns the tasks of hedges, which end with their request at the latest. Decides nothing; router/policies/hedging.py does.
+Owns the tasks of hedges, which end with their request at the latest. router/policies/hedging.py makes the decisions.
 """
 
 import asyncio
@@ -14,41 +14,45 @@ from router.fleet.fleet import Fleet
 from router.fleet.peer import Peer
 from router.fleet.prefill_peer import PrefillPeer
 from router.pipeline.failures import DECODE, PREFILL, AttemptFailed
-from router.pipeline.pairing import Pairing
-from router.policies.hedging import Action, HedgeBudget, Line, Race, RaceOutcome, decide
+from router.pipeline.worker_choice import WorkerChoice
+from router.policies.hedging import Action, Execution, HedgeBudget, Race, RaceOutcome, decide
+from router.request.admitted_request import AdmittedRequest
 from router.request.choice import Choice
-from router.request.live_request import LiveRequest
 
 Answer = TypeVar("Answer")
-GoOn = Callable[["Hedges", LiveRequest, Sequence[Choice]], Coroutine[Any, Any, None]]
+GoOn = Callable[["Hedges", AdmittedRequest, Sequence[Choice]], Coroutine[Any, Any, None]]
 
 
 class Overtaken(Exception):
-    """A hedge has these choices now: whatever the line before it still holds is to be let go, and `end` awaited."""
+    """A hedge has taken over these choices: release what the former execution holds, then await `end`."""
 
-    def __init__(self, leg: str, task: "asyncio.Task[None]", line: Line, failure: AttemptFailed | None) -> None:
-        """`leg`: the suspect's. `failure`: of the line before, if it failed before the hedge had its first token."""
-        super().__init__("a hedge goes on with these choices")
-        self.name = f"{leg}_hedged"  # as ledgers know it
+    def __init__(
+        self, leg: str, task: "asyncio.Task[None]", execution: Execution, failure: AttemptFailed | None
+    ) -> None:
+        """`leg`: of the suspect worker. `failure`: of the former execution, if it failed before the hedge took over."""
+        super().__init__("a hedge has taken over these choices")
+        self.name = f"{leg}_hedged"  # as the ledger lists it
         self.failure = failure
         self._task = task
-        self._line = line
+        self._execution = execution
 
     async def end(self) -> None:
-        """Until every choice of the hedge has ended. Raises TandemError."""
+        """Wait until every choice of the hedge has ended. Raises TandemError."""
         try:
             await self._task
         finally:
-            self._line.is_over = True
+            self._execution.is_over = True
             self._task.cancel()
 
 
 class Hedging:
-    """One router's."""
+    """The hedges of one router, and their common budget."""
 
-    def __init__(self, *, fleet: Fleet, pairing: Pairing, num_running: Callable[[], int], telemetry: Telemetry) -> None:
+    def __init__(
+        self, *, fleet: Fleet, worker_choice: WorkerChoice, num_running: Callable[[], int], telemetry: Telemetry
+    ) -> None:
         self._fleet = fleet
-        self._pairing = pairing
+        self._worker_choice = worker_choice
         self._num_running = num_running
         self._telemetry = telemetry
         self._budget = HedgeBudget()
@@ -56,19 +60,21 @@ class Hedging:
 
     @asynccontextmanager
     async def of_request(self, go_on: GoOn) -> AsyncIterator["Hedges"]:
-        """`go_on` completes choices from what the client has. No hedge outlives the block."""
+        """Yield the hedges of one request, which end with the block. `go_on` completes choices from their committed
+        tokens."""
         hedges = Hedges(self, go_on)
         try:
             yield hedges
         finally:
             await hedges.close()
 
-    def action(self, live: LiveRequest, choices: Sequence[Choice], peer: Peer) -> Action:
+    def action(self, admitted: AdmittedRequest, choices: Sequence[Choice], peer: Peer) -> Action:
+        """Decide what happens to choices that wait for this worker."""
         if not (num_missed := peer.num_missed):
             return Action.WAIT
         return decide(
             num_missed,
-            is_replaceable=self._pairing.could_begin_elsewhere(live, choices, peer),
+            is_replaceable=self._worker_choice.can_run_elsewhere(admitted, choices, peer),
             may_hedge=self._budget.may_begin(self._num_running()),
         )
 
@@ -76,14 +82,14 @@ class Hedging:
         self._budget.begin()
 
     def end(self, leg: str, outcome: str) -> None:
-        """One hedge is decided; another may begin."""
+        """A hedge is decided; another one may start."""
         self._budget.end()
         self._telemetry.count("tandem_hedges_total", leg=leg, outcome=outcome)
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def changed(self) -> None:
-        """Waits until a worker is suspect or no longer, or a hedge has ended."""
+        """Wait until a worker becomes suspect or answers again, or a hedge has ended."""
         waits = [asyncio.ensure_future(wait) for wait in (self._fleet.changed(), self._changed.wait())]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -93,23 +99,27 @@ class Hedging:
 
 
 class _Hedge:
-    """One, from its beginning until it is decided; after that its task is a line of work like any other."""
+    """One hedge until it is decided. After that its task is an execution like any other."""
 
     def __init__(
-        self, hedging: Hedging, leg: str, choices: Sequence[Choice], go_on: Callable[[Line], Coroutine[Any, Any, None]]
+        self,
+        hedging: Hedging,
+        leg: str,
+        choices: Sequence[Choice],
+        go_on: Callable[[Execution], Coroutine[Any, Any, None]],
     ) -> None:
         self._hedging = hedging
         self._leg = leg
         self.is_failed = False  # by itself
         self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        line = Line()
+        execution = Execution()
         hedging.begin()
-        self.race = Race(choices, line, self._on_end)
-        self.task = asyncio.create_task(go_on(line), name="hedge")
+        self.race = Race(choices, execution, self._on_end)
+        self.task = asyncio.create_task(go_on(execution), name="hedge")
         self.task.add_done_callback(self._on_task_done)
 
     async def call_off(self) -> bool:
-        """Its workers are told to stop. False: it has taken over, and goes on."""
+        """Cancel the hedge on its workers. Returns False if it has taken over."""
         self.race.call_off()
         if self.race.outcome is RaceOutcome.TAKEN_OVER:
             return False
@@ -129,7 +139,7 @@ class _Hedge:
 
 
 class Hedges:
-    """One request's."""
+    """The hedges of one request."""
 
     def __init__(self, hedging: Hedging, go_on: GoOn) -> None:
         self._hedging = hedging
@@ -142,12 +152,14 @@ class Hedges:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def unless_overtaken(
-        self, live: LiveRequest, choices: Sequence[Choice], peer: Peer, work: Coroutine[Any, Any, Answer]
+        self, admitted: AdmittedRequest, choices: Sequence[Choice], peer: Peer, work: Coroutine[Any, Any, Answer]
     ) -> Answer:
-        """What `work` gives, which waits for `peer` and has these choices of `live`. Raises what it raises, Overtaken,
-        and AttemptFailed where the peer is given up."""
+        """Return the result of `work`, for which these choices wait and which waits for `peer`.
+
+        Raises the errors of `work`, Overtaken, and AttemptFailed when the worker has missed too many health checks.
+        """
         working = asyncio.ensure_future(work)
-        watch = _Watch(self._hedging, live, choices, peer, self._begin)
+        watch = _Watch(self._hedging, admitted, choices, peer, self._begin)
         try:
             while not working.done():
                 await watch.look()
@@ -160,9 +172,9 @@ class Hedges:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
 
-    def _begin(self, live: LiveRequest, choices: Sequence[Choice], peer: Peer) -> _Hedge:
-        def go_on(line: Line) -> Coroutine[Any, Any, None]:
-            return self._go_on(self, live.hedged(line, besides=peer.member.id), choices)
+    def _begin(self, admitted: AdmittedRequest, choices: Sequence[Choice], peer: Peer) -> _Hedge:
+        def go_on(execution: Execution) -> Coroutine[Any, Any, None]:
+            return self._go_on(self, admitted.hedged(execution, besides=peer.member.id), choices)
 
         hedge = _Hedge(self._hedging, _leg(peer), choices, go_on)
         self._tasks.add(hedge.task)
@@ -171,18 +183,18 @@ class Hedges:
 
 
 class _Watch:
-    """Over one worker, while choices wait for it."""
+    """Watches one worker while choices wait for it."""
 
     def __init__(
         self,
         hedging: Hedging,
-        live: LiveRequest,
+        admitted: AdmittedRequest,
         choices: Sequence[Choice],
         peer: Peer,
-        begin: Callable[[LiveRequest, Sequence[Choice], Peer], _Hedge],
+        begin: Callable[[AdmittedRequest, Sequence[Choice], Peer], _Hedge],
     ) -> None:
         self._hedging = hedging
-        self._live = live
+        self._admitted = admitted
         self._choices = choices
         self._peer = peer
         self._begin = begin
@@ -196,7 +208,8 @@ class _Watch:
         return Overtaken(_leg(self._peer), self._hedge.task, self._hedge.race.hedge, self._failure)
 
     async def look(self) -> None:
-        """Begins a hedge, or calls it off, as the worker answers. Raises AttemptFailed: it is given up."""
+        """Start or cancel a hedge according to the worker's health. Raises AttemptFailed when the worker is
+        given up."""
         if self._hedge is not None and (self._hedge.race.outcome is not None or not self._peer.num_missed):
             await self.call_off()
         if self._hedge is not None:
@@ -204,18 +217,18 @@ class _Watch:
         going = [choice for choice in self._choices if not choice.ended]
         if not going:
             return
-        action = self._hedging.action(self._live, going, self._peer)
+        action = self._hedging.action(self._admitted, going, self._peer)
         if action is Action.GIVE_UP:
             member = self._peer.member
             error = WorkerLost(f"{member.role} worker {member.id} does not answer, and another one does")
             raise AttemptFailed(_leg(self._peer), member.id, error.reason, error)
-        is_current = all(choice.line is self._live.line and choice.race is None for choice in going)
+        is_current = all(choice.execution is self._admitted.execution and choice.race is None for choice in going)
         if action is Action.HEDGE and is_current and not self._has_failed:
-            self._live.waits_for_hedge()
-            self._hedge = self._begin(self._live, going, self._peer)
+            self._admitted.waits_for_hedge()
+            self._hedge = self._begin(self._admitted, going, self._peer)
 
     async def until_changed(self, working: "asyncio.Future[Any]") -> None:
-        """Until there may be something new to see."""
+        """Wait until the worker, a hedge or the work may have changed."""
         changed = asyncio.ensure_future(self._hedging.changed())
         try:
             waits = {working, changed} if self._hedge is None else {working, changed, self._hedge.decided}
@@ -224,7 +237,7 @@ class _Watch:
             changed.cancel()
 
     def is_overtaken_after(self, working: "asyncio.Future[Any]") -> bool:
-        """The hedge is the current line: by a token of its own, or because `working` has failed before it had one."""
+        """Return whether the hedge is current: it has a token, or `working` failed before it had one."""
         if self._hedge is None:
             return False
         failure = working.exception() if working.done() and not working.cancelled() else None
@@ -234,7 +247,7 @@ class _Watch:
         return self._hedge.race.outcome is RaceOutcome.TAKEN_OVER
 
     async def call_off(self) -> None:
-        """Nothing where there is no hedge, or it has taken over."""
+        """Cancel the hedge. It has no effect without a hedge, or if the hedge has taken over."""
         if self._hedge is not None and await self._hedge.call_off():
             self._has_failed |= self._hedge.is_failed
             self._hedge = None

@@ -1,9 +1,8 @@
-"""Running sequences that move from one decode worker to another, KV and all. docs/migration.md tells the protocol.
+"""Moves running sequences from one decode worker to another, with their KV. docs/migration.md describes the protocol.
 
-A move is not a failure. The sequence is frozen where it is, its KV is handed over, and it goes on at the target as a
-new attempt; where that fails it is thawed and goes on where it was. Only when neither worker has it any more does the
-story start it again, as after any failure. Nothing here decides that a sequence should move: operators do, and
-router/drain/evacuation.py for workers that leave.
+A move is not a failure. The sequence is frozen, its KV is handed over, and it continues at the target as a new attempt.
+If that fails, it is thawed and continues where it was. Only if neither worker has it any more does the pipeline restart
+it, as after any failure. Operators, and router/drain/evacuation.py for draining workers, decide what moves.
 """
 
 import asyncio
@@ -24,30 +23,32 @@ from cluster.errors import (
 )
 from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
-from router.fleet.decode_events import Move, MoveOutcome
+from router.fleet.decode_events import MoveOutcome, MoveRequest
 from router.fleet.decode_peer import DecodePeer
 from router.fleet.fleet import Fleet
 from router.pipeline.decode_leg import DecodeLeg
 from router.pipeline.failures import DECODE, AttemptFailed, leg
-from router.pipeline.pairing import facts_of
+from router.pipeline.worker_choice import facts_of
 from router.policies.placement import Policy, WorkerLoad
-from router.request.live_request import LiveRequest
-from tandem.v1 import worker_pb2
+from router.request.admitted_request import AdmittedRequest
+from tandem.internal.v1 import worker_pb2
 
 _LOG = logging.getLogger("tandem.router.migration")
-PATIENCE_S = 30.0
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.8  # before a worker that has frozen as many as it may is asked again
+MOVE_TIMEOUT_S = 30.0
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.8  # before a worker that freezes no more is asked again
 
 
 @dataclass(frozen=True, slots=True)
 class MigrationCount:
+    """How many sequences a call moved, and how many it did not."""
+
     num_moved: int
-    num_kept: int  # went on where they were, or were prefilled again
+    num_kept: int  # continued where they were, or were prefilled again
 
 
 @dataclass(frozen=True, slots=True)
 class _Carried:
-    """Where a sequence goes on. `reason`: why not at the target."""
+    """The leg on which a sequence continues. `reason`: why it did not move."""
 
     leg: DecodeLeg
     outcome: MoveOutcome
@@ -55,7 +56,7 @@ class _Carried:
 
 
 class Migrations:
-    """One router's: takes in what operators ask for, and carries it out for the attempts that have the sequences."""
+    """The migrations of one router: accepts requests to move, and moves sequences for the attempts that own them."""
 
     def __init__(
         self,
@@ -64,17 +65,17 @@ class Migrations:
         fleet: Fleet,
         policy: Policy,
         telemetry: Telemetry,
-        patience_s: float = PATIENCE_S,  # for what the source has sent to arrive, and for the target to begin
+        timeout_s: float = MOVE_TIMEOUT_S,  # for what the source has sent to arrive, and for the target to begin
     ) -> None:
         self._router = router
         self._fleet = fleet
         self._policy = policy
         self._telemetry = telemetry
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
 
     async def migrate(self, source: str, target: str, max_sequences: int) -> MigrationCount:
-        """This router's running sequences at `source`, the oldest first. `target` empty: placement chooses for each;
-        `max_sequences` 0: all. Raises NotFound, InvalidRequest."""
+        """Move this router's running sequences at `source`, the oldest first, `max_sequences` at most (0: all). An
+        empty `target` lets placement choose one for each. Raises NotFound, InvalidRequest."""
         leaving = self._decode(source)
         going_to = self._decode(target).member.id if target else None
         if going_to == leaving.member.id:
@@ -85,14 +86,15 @@ class Migrations:
         return MigrationCount(num_moved, len(outcomes) - num_moved - outcomes.count(MoveOutcome.ENDED))
 
     async def move(
-        self, source: DecodePeer, handle: int, target: MemberId | None = None, patience_s: float | None = None
+        self, source: DecodePeer, handle: int, target: MemberId | None = None, timeout_s: float | None = None
     ) -> MoveOutcome:
-        """One sequence, as soon as fewer than MOVES_AT_ONCE others are on their way from its worker, by whichever call.
-        It moves on when the caller no longer waits. `target` None: placement chooses."""
-        patience_s = self._patience_s if patience_s is None else patience_s
+        """Move one sequence, at most MAX_CONCURRENT_MOVES at a time from one worker over all calls.
+
+        The move continues when the caller is cancelled. `target` None: placement chooses."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         loop, pause_s = asyncio.get_running_loop(), _SHORTEST_PAUSE_S
-        ask_until_s = loop.time() + patience_s
-        while (outcome := await self._move_once(source, handle, target, patience_s)) is MoveOutcome.DEFERRED:
+        ask_until_s = loop.time() + timeout_s
+        while (outcome := await self._move_once(source, handle, target, timeout_s)) is MoveOutcome.DEFERRED:
             if loop.time() + pause_s > ask_until_s:
                 return MoveOutcome.KEPT
             await asyncio.sleep(random.uniform(pause_s / 2, pause_s))
@@ -100,42 +102,43 @@ class Migrations:
         return outcome
 
     async def _move_once(
-        self, source: DecodePeer, handle: int, target: MemberId | None, patience_s: float
+        self, source: DecodePeer, handle: int, target: MemberId | None, timeout_s: float
     ) -> MoveOutcome:
         await source.moves.acquire()
-        move = source.stream.ask_to_move(handle, target, patience_s)
+        move = source.stream.ask_to_move(handle, target, timeout_s)
         if move is None:
             source.moves.release()
             return MoveOutcome.ENDED
         move.outcome.add_done_callback(lambda _: source.moves.release())
         return await asyncio.shield(move.outcome)
 
-    async def carry(self, live: LiveRequest, source: DecodeLeg, move: Move) -> DecodeLeg:
-        """The leg on which a single sequence goes on, at the target or where it was; if that is another leg, `source`
-        is closed. Raises AttemptFailed when neither worker has the sequence any more, DeadlineExceeded."""
+    async def carry(self, admitted: AdmittedRequest, source: DecodeLeg, move: MoveRequest) -> DecodeLeg:
+        """Move one sequence and return the leg on which it continues, at the target or where it was. If that is another
+        leg, `source` is closed. Raises DeadlineExceeded, and AttemptFailed when neither worker has the sequence any
+        more."""
         try:
-            carried = await self._carry(live, source, move)
+            carried = await self._carry(admitted, source, move)
         except AttemptFailed as failure:
-            self._note(live, source, move, MoveOutcome.RESTARTED, failure.reason)
+            self._note(admitted, source, move, MoveOutcome.RESTARTED, failure.reason)
             raise
-        self._note(live, source, move, carried.outcome, carried.reason)
+        self._note(admitted, source, move, carried.outcome, carried.reason)
         if carried.leg is not source:
             source.close()
         return carried.leg
 
-    async def _carry(self, live: LiveRequest, source: DecodeLeg, move: Move) -> _Carried:
+    async def _carry(self, admitted: AdmittedRequest, source: DecodeLeg, move: MoveRequest) -> _Carried:
         try:
-            target = self._target(live, source, move.target)
+            target = self._target(admitted, source, move.target)
         except (NoWorkers, NoWorkerLargeEnough, Overloaded) as error:
             return _Carried(source, MoveOutcome.KEPT, error.reason)
-        migration = _Migration(live, source, target, router=self._router, patience_s=move.patience_s)
+        migration = _Migration(admitted, source, target, router=self._router, timeout_s=move.timeout_s)
         return await migration.run()
 
-    def _target(self, live: LiveRequest, source: DecodeLeg, named: MemberId | None) -> DecodePeer:
-        """Placement's choice among those that may get work, are large enough and have room. Raises NoWorkers,
-        NoWorkerLargeEnough, Overloaded."""
+    def _target(self, admitted: AdmittedRequest, source: DecodeLeg, named: MemberId | None) -> DecodePeer:
+        """Choose a target that accepts work, can hold the sequence and has room. Raises NoWorkers, NoWorkerLargeEnough,
+        Overloaded."""
         (choice,) = source.owners.values()
-        facts = facts_of(live, live.size(choice.num_committed))
+        facts = facts_of(admitted, admitted.size(choice.num_committed))
         targets = [load for load in self._fleet.decode_loads() if load.member != source.worker]
         if named is not None:
             targets = [load for load in targets if load.member == named]
@@ -146,7 +149,7 @@ class Migrations:
         roomy = [load for load in large if _has_room(load, num_tokens)]
         if large and not roomy:
             raise Overloaded(f"no other decode worker has room for {num_tokens} tokens now")
-        exporter = WorkerLoad(member=source.worker, pairing=source.decode.pairing, assigned=0)
+        exporter = WorkerLoad(member=source.worker, kv_format=source.decode.kv_format, assigned=0)
         placement = self._policy.choose([exporter], roomy, facts)
         if placement is None or placement.prefill is None:
             raise NoWorkers("no other decode worker can take the sequence now")
@@ -158,15 +161,17 @@ class Migrations:
             raise NotFound(f"no decode worker {name!r} is connected to this router; `status` lists them")
         return peer
 
-    def _note(self, live: LiveRequest, source: DecodeLeg, move: Move, outcome: MoveOutcome, reason: str) -> None:
+    def _note(
+        self, admitted: AdmittedRequest, source: DecodeLeg, move: MoveRequest, outcome: MoveOutcome, reason: str
+    ) -> None:
         move.settle(outcome)
         self._telemetry.count("tandem_migrations_total", outcome=outcome, reason=reason)
-        fields = {"request_id": live.request_id, "source": str(source.worker), "reason": reason}
+        fields = {"request_id": admitted.request_id, "source": str(source.worker), "reason": reason}
         _LOG.info("move of a sequence: %s", outcome, extra=fields)
 
 
 def _has_room(load: WorkerLoad, num_tokens: int) -> bool:
-    """As far as is known: a client waits as long as its frozen sequence queues."""
+    """Return whether the worker has room as far as is known. A frozen sequence must not wait in a queue."""
     capacity = load.capacity
     is_known = load.running or load.waiting or load.free_blocks
     if capacity is None or not is_known:
@@ -175,76 +180,76 @@ def _has_room(load: WorkerLoad, num_tokens: int) -> bool:
 
 
 class _Migration:
-    """One sequence's move, from freezing to the leg on which it goes on."""
+    """The move of one sequence, from its freezing until it continues."""
 
     def __init__(
-        self, live: LiveRequest, source: DecodeLeg, target: DecodePeer, *, router: MemberId, patience_s: float
+        self, admitted: AdmittedRequest, source: DecodeLeg, target: DecodePeer, *, router: MemberId, timeout_s: float
     ) -> None:
-        self._live = live
+        self._admitted = admitted
         self._source = source
         self._target = target
         self._router = router
-        self._patience_s = patience_s
-        self._attempt = live.next_attempt()
+        self._timeout_s = timeout_s
+        self._attempt = admitted.next_attempt()
         ((self._handle, self._choice),) = source.owners.items()
 
     async def run(self) -> _Carried:
         frozen = await self._freeze()
         if isinstance(frozen, _Carried):
             return frozen
-        await self._source.until_delivered(frozen.num_output, self._patience_s)
+        await self._source.until_delivered(frozen.num_output, self._timeout_s)
         if self._choice.ended:
             return _Carried(self._source, MoveOutcome.ENDED)
-        self._live.moving()
+        self._admitted.moving()
         try:
             return _Carried(await self._begin_there(frozen.ticket), MoveOutcome.MOVED)
         except AttemptFailed as failure:
             return _Carried(await self._thaw(), MoveOutcome.KEPT, failure.reason)
 
     async def _freeze(self) -> worker_pb2.FreezeResponse | _Carried:
-        """Carried on as it is: it does not decode there, as it waits or has ended; or its worker freezes no more at the
-        moment. Raises AttemptFailed: whether it is frozen is not known."""
+        """Freeze the sequence. Returns its present leg if it does not decode there, or if its worker freezes no more
+        now. Raises AttemptFailed if it is not known whether it is frozen."""
         with leg(DECODE, self._source.worker):
             try:
                 return await self._source.decode.freeze(
                     self._handle, router=self._router, importer=self._target.member.id, attempt=self._attempt
                 )
             except NotFound:
-                self._source.sequences.courses[self._handle].is_waiting = True
+                self._source.sequences.all_progress[self._handle].is_waiting = True
                 return _Carried(self._source, MoveOutcome.KEPT, NotFound.reason)
             except TooManyFrozen:
                 return _Carried(self._source, MoveOutcome.DEFERRED, TooManyFrozen.reason)
 
     async def _begin_there(self, ticket: bytes) -> DecodeLeg:
-        """Raises AttemptFailed: the target does not have it."""
+        """Start the sequence at the target. Raises AttemptFailed."""
         worker = self._target.member.id
         with ExitStack() as undo:
             there = undo.enter_context(
-                DecodeLeg(self._live, self._target, [self._choice], exporter=self._source.worker)
+                DecodeLeg(self._admitted, self._target, [self._choice], exporter=self._source.worker)
             )
             (handle,) = there.sequences.handles
-            job = self._live.moved_job(handle, self._choice, self._attempt, self._router, ticket)
+            job = self._admitted.moved_job(handle, self._choice, self._attempt, self._router, ticket)
             try:
                 with leg(DECODE, worker):
-                    async with asyncio.timeout(self._patience_s):
+                    async with asyncio.timeout(self._timeout_s):
                         await self._target.start(job)
                         await there.until_started()
             except TimeoutError:
-                error: TandemError = WorkerLost(f"{worker} did not begin within {self._patience_s:g} s")
+                error: TandemError = WorkerLost(f"{worker} did not begin within {self._timeout_s:g} s")
                 raise AttemptFailed(DECODE, worker, "timeout", error) from None
-            except InvalidRequest as error:  # the worker's mistake: the request was valid before
+            except InvalidRequest as error:  # an error of the worker: the request was valid before
                 raise AttemptFailed(DECODE, worker, error.reason, error) from error
             undo.pop_all()
         return there
 
     async def _thaw(self) -> DecodeLeg:
-        """It goes on where it was, under a new handle. Raises AttemptFailed: it is not there any more either."""
+        """Continue the sequence where it was, under a new handle. Raises AttemptFailed if it is not there any more."""
         with ExitStack() as undo, leg(DECODE, self._source.worker):
-            back = undo.enter_context(DecodeLeg(self._live, self._source.decode, [self._choice], exporter=None))
+            back = undo.enter_context(DecodeLeg(self._admitted, self._source.decode, [self._choice], exporter=None))
             (new_handle,) = back.sequences.handles
-            back.sequences.courses[new_handle] = self._source.sequences.courses[self._handle]
-            back.sequences.started.add(new_handle)  # it is there, and was: nobody need start it elsewhere
+            back.sequences.all_progress[new_handle] = self._source.sequences.all_progress[self._handle]
+            back.sequences.started.add(new_handle)  # it runs there, so an evacuation must not restart it
             await self._source.decode.thaw(self._handle, new_handle, router=self._router)
             undo.pop_all()
-        self._live.decoding(self._source.worker)
+        self._admitted.decoding(self._source.worker)
         return back

@@ -1,14 +1,14 @@
-"""The story of a request: tokenize, admit, choose workers, dispatch both legs, first token, decode's tokens, end.
+"""The life of a request, from top to bottom: tokenize, admit, choose workers, dispatch both legs, yield tokens, finish.
 
-Retry, failover and cancellation live here and nowhere else. A token that a client was given stays: whatever fails after
-that, the next attempt starts from the prompt and the tokens committed. Never computes anything about a model.
+Retry, failover and cancellation are in this folder and nowhere else. A token that the client was given is committed:
+whatever fails afterwards, the next attempt starts from the prompt and the committed tokens. Nothing here computes
+anything about a model.
 """
 
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,28 +19,21 @@ from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.request_size import most_output
 from router.fleet.fleet import Fleet
-from router.fleet.prefix_beliefs import PrefixBeliefs
-from router.pipeline.attempt import Attempt, AttemptMeans
-from router.pipeline.failures import AttemptFailed
+from router.fleet.prefix_locator import PrefixLocator
+from router.pipeline.attempt import Attempt, AttemptContext
+from router.pipeline.failures import AttemptFailed, RetryBudget
 from router.pipeline.hedges import Hedges, Hedging, Overtaken
-from router.pipeline.importing import ImporterMeans
 from router.pipeline.migration import Migrations
-from router.pipeline.pair_trust import PairTrust
-from router.pipeline.pairing import Pairing
-from router.pipeline.setbacks import Setbacks
-from router.policies.admission import Admission
+from router.pipeline.worker_choice import PairHealth, WorkerChoice
 from router.policies.breakers import BreakerPolicy
 from router.policies.hedging import claim
 from router.policies.placement import Placement, Policy
-from router.request.arrivals import Arrival, Arrivals
+from router.request.account import PhaseName
+from router.request.admitted_request import AdmittedRequest
 from router.request.choice import Choice
-from router.request.ledger import PhaseName
-from router.request.live_request import LiveRequest
-from router.request.live_streams import LiveStreams
-from router.request.message_sizes import MessageLimits
-from router.request.outbox import Outboxes
+from router.request.live_requests import LiveRequest, LiveRequests
 from router.request.request_acceptance import STREAM_ID_BYTES, Acceptance, AcceptanceSigner, accept
-from router.request.validation import ResolvedRequest, check, resolve
+from router.request.validation import MessageLimits, ResolvedRequest, check, resolve
 from router.requests import (
     ChatPrompt,
     ChoiceDelta,
@@ -52,21 +45,21 @@ from router.requests import (
     TokenPrompt,
 )
 from router.running import all_of, running
-from router.text.tokenization import Tokenization
-from router.text.tokenizer_threads import TokenizerThreads
+from router.text.tokenization import Tokenization, TokenizerThreads
 
 _INLINE_CHARACTERS = 2048  # a longer text is tokenized off the event loop
-_INLINE_TOKENS = 1024  # more are replayed off it
-_COLOCATED = "colocated"
+_INLINE_TOKENS = 1024  # a resumed request with more tokens is replayed off the event loop
+# Why a decode worker prefills a prompt, in the ledger and in tandem_local_prefills_total.
+_COLOCATED = "colocated"  # the cluster never had a prefill worker
 _NO_PREFILL_WORKER = "no_prefill_worker"
-_PAIRS_OPEN = "pairs_open"  # there are prefill workers, none that a decode worker may be paired with
-_NO_LARGE_PAIR = "no_large_pair"  # there are prefill workers; they are too small, or decode workers to import so much
+_PAIR_BREAKERS_OPEN = "pair_breakers_open"  # prefill workers exist; their circuit breakers with decode workers are open
+_NO_LARGE_ENOUGH_PAIR = "no_large_enough_pair"  # prefill workers exist; no pair can hold the request
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
-    request_timeout_s: float  # of a request that brings none
-    max_attempts: int  # in a row without a token from decode
+    request_timeout_s: float  # of a request without a timeout of its own
+    max_attempts: int  # failed in a row without a token from decode
     messages: MessageLimits
     breakers: BreakerPolicy = field(default_factory=BreakerPolicy)
 
@@ -77,32 +70,42 @@ class Pipeline:
         *,
         router: MemberId,
         tokenization: Tokenization,
-        admission: Admission,
+        live_requests: LiveRequests,
         policy: Policy,
         fleet: Fleet,
         migrations: Migrations,
-        prefixes: PrefixBeliefs,
-        outboxes: Outboxes,
+        prefixes: PrefixLocator,
         key: bytes,
         settings: PipelineSettings,
         clock: Clock,
         telemetry: Telemetry,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`key`: the cluster's, which signs tickets and acceptances."""
+        """`key`: the cluster's key, which signs tickets and acceptances."""
         self._tokenization = tokenization
         self._model = tokenization.model_info
-        self._admission = admission
+        self._live_requests = live_requests
         self._fleet = fleet
-        self._pairs = PairTrust(policy=settings.breakers, fleet=fleet, telemetry=telemetry)
-        self._pairing = Pairing(fleet=fleet, policy=policy, prefixes=prefixes, pairs=self._pairs, telemetry=telemetry)
-        importers = ImporterMeans(router, key, fleet, self._pairing, self._pairs, telemetry)
-        self._means = AttemptMeans(fleet, migrations, prefixes, router, importers)
-        self._arrivals = Arrivals(admission=admission, outboxes=outboxes, clock=clock, telemetry=telemetry)
-        self._hedging = Hedging(
-            fleet=fleet, pairing=self._pairing, num_running=lambda: self.num_live, telemetry=telemetry
+        pairs = PairHealth(policy=settings.breakers, fleet=fleet, telemetry=telemetry)
+        self._worker_choice = WorkerChoice(
+            fleet=fleet, policy=policy, prefixes=prefixes, pairs=pairs, telemetry=telemetry
         )
-        self._streams = LiveStreams()
+        self._attempt_context = AttemptContext(
+            router=router,
+            key=key,
+            fleet=fleet,
+            migrations=migrations,
+            prefixes=prefixes,
+            worker_choice=self._worker_choice,
+            pairs=pairs,
+            telemetry=telemetry,
+        )
+        self._hedging = Hedging(
+            fleet=fleet,
+            worker_choice=self._worker_choice,
+            num_running=lambda: len(live_requests),
+            telemetry=telemetry,
+        )
         self._threads = TokenizerThreads()
         self._settings = settings
         self._clock = clock
@@ -111,89 +114,72 @@ class Pipeline:
         self._wall_clock = wall_clock
         self._draining = False
 
-    @property
-    def num_live(self) -> int:
-        return self._arrivals.num_live
-
-    @property
-    def live(self) -> tuple[Arrival, ...]:
-        """The oldest first."""
-        return self._arrivals.live
-
-    @property
-    def is_ready(self) -> bool:
-        """A request that came now would be served."""
-        return self._fleet.is_ready and not self._draining
-
-    def refuse_new(self) -> None:
-        """From now on; those that are live go on."""
-        self._draining = True
-
-    async def drain(self) -> None:
-        """Takes no new request; returns when the present ones have ended."""
-        self.refuse_new()
-        await self._arrivals.none_left()
-
-    def end_all(self) -> None:
-        """The drain's grace is over: streams end, and say that another router goes on with them."""
-        self._streams.end_all(Draining("this router leaves before the request's end; resume it at another"))
-
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
-        """The request's stream; its last output has the summary. Closing it early cancels the request on every worker.
-        Raises TandemError, at any point."""
-        with self._arrivals.arrived(request, takes_over=self._takes_over(request)) as arrival:
-            async with running(self._serve(arrival)) as story:
-                arrival.outbox.on_slow(story.cancel)
-                async for output in _until_accepted(arrival, story):
-                    yield output
-                while (deltas := await arrival.outbox.take(request.sign_every_s)) != ():
-                    if deltas is None:
-                        yield Output(arrival.request_id)
-                        continue
-                    arrival.ledger.token_handed_over(self._clock.now_s())
-                    arrival.account.handed_over(deltas, self._clock.now_s())
-                    yield Output(arrival.request_id, deltas)
-                live = await story
-            yield Output(arrival.request_id, summary=Summary(live.usage, arrival.ledger.ledger(self._clock.now_s())))
+        """Yield the outputs of a request; the last one has the summary.
 
-    async def _serve(self, arrival: Arrival) -> LiveRequest:
-        """The story itself, from arrival to the last token in the outbox."""
-        ledger, live = arrival.ledger, None
+        Closing the generator early cancels the request on every worker. Raises TandemError, at any point.
+        """
+        with self._live_requests.arrived(request, takes_over=self._takes_over(request)) as live:
+            async with running(self._serve(live)) as serving:
+                live.outbox.on_failure(serving.cancel)
+                async for output in _until_accepted(live, serving):
+                    yield output
+                while (deltas := await live.outbox.next_deltas(request.keepalive_interval_s)) != ():
+                    if deltas is None:
+                        yield Output(live.request_id)  # nothing to send for a while: a sign of life
+                        continue
+                    live.account.record_delivery(deltas, self._clock.now_s())
+                    yield Output(live.request_id, deltas)
+                admitted = await serving
+            yield Output(live.request_id, summary=Summary(admitted.usage, live.account.ledger(self._clock.now_s())))
+
+    async def _serve(self, live: LiveRequest) -> AdmittedRequest:
+        """Serve a request from its arrival until its last token is in the outbox."""
+        admitted = None
         try:
-            timeout_s = self._checked(arrival.request)
+            timeout_s = self._checked(live.request)
             deadline_s = self._clock.now_s() + timeout_s
             async with asyncio.timeout(timeout_s):
-                resolved, acceptance = await self._accept(arrival, timeout_s)
-                live = self._live_request(arrival, resolved, acceptance, deadline_s)
-                missed = await self._resume(live, arrival.request, acceptance)
-                if arrival.request.resume_from is None:
-                    self._refuse_early(live)
-                with self._admitted(arrival, acceptance):
-                    arrival.account.admitted(len(resolved.prompt_token_ids))
-                    signed = self._signer.sign(arrival.request_id, acceptance)
-                    arrival.accepted.set_result(resolved.accepted(signed))
+                resolved, acceptance = await self._accept(live, timeout_s)
+                admitted = self._admitted_request(live, resolved, acceptance, deadline_s)
+                missed = await self._resume(admitted, live.request, acceptance)
+                if live.request.resume_from is None:
+                    await self._refuse_early(admitted)
+                with self._live_requests.streaming(live, acceptance.stream_id):
+                    live.account.record_admission(len(resolved.prompt_token_ids))
+                    live.accepted.set_result(resolved.accepted(self._signer.sign(live.request_id, acceptance)))
                     for delta in missed:
-                        arrival.outbox.put(delta)
+                        live.outbox.put(delta)
                     async with self._hedging.of_request(self._complete) as hedges:
-                        await self._complete(hedges, live, live.choices)
-                    return live
+                        await self._complete(hedges, admitted, admitted.choices)
+                    return admitted
         except (TimeoutError, DeadlineExceeded) as error:
-            if live is not None and live.shortage is not None:
-                raise live.shortage from error
+            if admitted is not None and admitted.shortage is not None:
+                raise admitted.shortage from error
             raise DeadlineExceeded(
-                f"the request's {timeout_s:g} s passed in phase {ledger.phase}; allow more, or ask for less"
+                f"the request's {timeout_s:g} s passed in phase {live.account.phase}; allow more, or ask for less"
             ) from error
         finally:
-            ledger.end(self._clock.now_s())
-            arrival.outbox.end()
+            live.account.end(self._clock.now_s())
+            live.outbox.end()
 
-    async def _accept(self, arrival: Arrival, timeout_s: float) -> tuple[ResolvedRequest, Acceptance]:
-        """Of a resumed request the acceptance that its client shows. Raises TandemError."""
-        request = arrival.request
+    def _checked(self, request: GenerateRequest) -> float:
+        """Return the request's timeout in seconds. Raises TandemError before any work is spent on it."""
+        if self._draining:
+            raise Draining("this router is draining; try another")
+        check(request, self._model)
+        return request.timeout_s if request.timeout_s is not None else self._settings.request_timeout_s
+
+    async def _accept(self, live: LiveRequest, timeout_s: float) -> tuple[ResolvedRequest, Acceptance]:
+        """Tokenize the prompt and resolve every default. A resumed request keeps the acceptance that its client shows.
+
+        Raises TandemError.
+        """
+        request = live.request
         shown = self._signer.shown(request) if request.resume_from is not None else None
         rendered_at_us = shown.rendered_at_us if shown is not None else self._wall_us()
         prompt_token_ids = await self._tokenize(request.prompt, rendered_at_us)
-        arrival.ledger.enter(PhaseName.ADMIT, self._clock.now_s())
+        live.account.enter(PhaseName.ADMIT, self._clock.now_s())
         if shown is not None:
             return shown.resolved(request, prompt_token_ids, self._model), shown
         resolved = await self._resolved(request, prompt_token_ids)
@@ -201,38 +187,6 @@ class Pipeline:
         return resolved, accept(
             request, resolved, self._model, stream_id=stream_id, rendered_at_us=rendered_at_us, timeout_s=timeout_s
         )
-
-    def _takes_over(self, request: GenerateRequest) -> bool:
-        """Whether it resumes a stream that is live here, and may."""
-        if request.resume_from is None:
-            return False
-        try:
-            return self._streams.may_be_taken_over(self._signer.shown(request).stream_id, request.resume_number)
-        except ResumeRefused:
-            return False
-
-    def _wall_us(self) -> int:
-        return int(self._wall_clock() * 1e6)
-
-    def _refuse_early(self, live: LiveRequest) -> None:
-        """Before any worker hears of it. Raises NoWorkerLargeEnough, Overloaded."""
-        size = live.size(num_choices=len(live.choices))
-        refusal = self._pairing.refusal(size) or self._fleet.early_refusal(size, live.time_left_s())
-        if refusal is not None:
-            raise refusal
-
-    async def _resolved(self, request: GenerateRequest, prompt_token_ids: tuple[int, ...]) -> ResolvedRequest:
-        """A new request. Where the client gives no max_tokens: what the largest decode worker can hold, and what fits
-        one message. Waits until a worker is known. Raises InvalidRequest."""
-        resolved = resolve(request, prompt_token_ids, self._model)
-        sizes = request.num_bytes, len(prompt_token_ids), request.n
-        if request.stop.max_tokens is None:
-            while not (capacities := self._fleet.capacities(Role.DECODE)) and not self._fleet.is_ready:
-                await self._fleet.changed()
-            most = most_output(capacities, len(prompt_token_ids))
-            resolved = resolved.at_most(most).at_most(self._settings.messages.most_output(*sizes))
-        self._settings.messages.check(*sizes, resolved.stops.max_tokens)
-        return resolved
 
     async def _tokenize(self, prompt: Prompt, rendered_at_us: int) -> tuple[int, ...]:
         match prompt:
@@ -246,119 +200,179 @@ class Pipeline:
                 encode = partial(self._tokenization.encode_chat, rendered_at_us=rendered_at_us)
                 return await self._threads.run(encode, messages)
 
-    async def _resume(self, live: LiveRequest, request: GenerateRequest, acceptance: Acceptance) -> list[ChoiceDelta]:
-        """What the client of a resumed request has missed. Its earlier stream on this router has ended then.
+    async def _resolved(self, request: GenerateRequest, prompt_token_ids: tuple[int, ...]) -> ResolvedRequest:
+        """Resolve a new request.
 
-        Raises InvalidRequest, ResumeSuperseded."""
-        if (has := request.resume_from) is None:
-            return []
-        if sum(len(choice.token_ids) for choice in has) <= _INLINE_TOKENS:
-            missed = live.resume(has)
-        else:
-            missed = await self._threads.run(live.resume, has)
-        await self._streams.take_over(acceptance.stream_id, request.resume_number)
-        return missed
+        Where the client gives no max_tokens, it becomes the most that the largest decode worker can hold and that fits
+        one message; this waits until a decode worker is known. Raises InvalidRequest.
+        """
+        resolved = resolve(request, prompt_token_ids, self._model)
+        sizes = request.num_bytes, len(prompt_token_ids), request.n
+        if request.stop.max_tokens is None:
+            while not (capacities := self._fleet.capacities(Role.DECODE)) and not self._fleet.is_ready:
+                await self._fleet.changed()
+            most = most_output(capacities, len(prompt_token_ids))
+            resolved = resolved.at_most(most).at_most(self._settings.messages.most_output(*sizes))
+        self._settings.messages.check(*sizes, resolved.stops.max_tokens)
+        return resolved
 
-    async def _complete(self, hedges: Hedges, live: LiveRequest, choices: Sequence[Choice]) -> None:
-        """Attempt after attempt, until every one of `choices` has ended. Raises TandemError when none is left."""
-        local_reason = ""
-        setbacks = Setbacks(
-            live, max_attempts=self._settings.max_attempts, fleet=self._fleet, telemetry=self._telemetry
-        )
-        while choices := [choice for choice in choices if not choice.ended]:
-            if len(groups := _by_committed(choices)) > 1:  # a prefill takes one prompt: each group goes its own way
-                await all_of(self._complete(hedges, live, group) for group in groups)
-                return
-            num_committed = sum(choice.num_committed for choice in choices)
-            placement = await self._pairing.pair(live, choices, without_prefill=bool(local_reason))
-            claim(choices, live.line)
-            attempt = Attempt(live, choices, setbacks, hedges, self._means)
-            try:
-                await self._try(attempt, live, choices, placement, local_reason)
-            except Overtaken as overtaken:
-                setbacks.note_hedged(overtaken.name, overtaken.failure)
-                await overtaken.end()
-            except AttemptFailed as failure:
-                num_gained = sum(choice.num_committed for choice in choices) - num_committed
-                if num_gained > len(choices):  # more than prefill's own: decode worked
-                    setbacks.forget()
-                setbacks.note(failure)
-                if setbacks.is_enough:
-                    raise failure.error from failure
-                is_last_resort = setbacks.leaves_one_try and _may_be_last_resort(failure, choices)
-                local_reason = failure.name if is_last_resort else ""
-
-    async def _try(
-        self, attempt: Attempt, live: LiveRequest, choices: Sequence[Choice], placement: Placement, local_reason: str
-    ) -> None:
-        """One try at both legs. Raises AttemptFailed; what the client has by then is committed."""
-        if placement.prefill is None or local_reason:
-            self._note_local(live, choices, local_reason)
-            await attempt.on_decode(placement.decode)
-        elif choices[0].num_missing == 1:
-            await attempt.first_token_only(placement.prefill)
-        else:
-            await attempt.hand_over(placement.prefill, placement.decode)
-
-    def _note_local(self, live: LiveRequest, choices: Sequence[Choice], reason: str) -> None:
-        """Where there was never a prefill worker, prefill on decode is the way it works; else it is a fallback."""
-        if not reason and self._fleet.prefill_loads():
-            reason = _PAIRS_OPEN if self._pairing.has_large_pair(live, choices) else _NO_LARGE_PAIR
-        elif not reason:
-            reason = _NO_PREFILL_WORKER if self._fleet.has_prefill_pool else _COLOCATED
-        self._telemetry.count("tandem_local_prefills_total", reason=reason)
-        if reason != _COLOCATED:
-            live.ledger.reason(reason)
-
-    def _checked(self, request: GenerateRequest) -> float:
-        """The request's timeout. Raises TandemError before anything is spent on it."""
-        if self._draining:
-            raise Draining("this router is leaving; try another")
-        check(request, self._model)
-        return request.timeout_s if request.timeout_s is not None else self._settings.request_timeout_s
-
-    def _live_request(
-        self, arrival: Arrival, request: ResolvedRequest, acceptance: Acceptance, deadline_s: float
-    ) -> LiveRequest:
+    def _admitted_request(
+        self, live: LiveRequest, request: ResolvedRequest, acceptance: Acceptance, deadline_s: float
+    ) -> AdmittedRequest:
         stop, min_tokens = request.stop_strings, request.stops.min_tokens
-        return LiveRequest(
-            request_id=arrival.request_id,
+        return AdmittedRequest(
+            request_id=live.request_id,
             request=request,
             choices=[
                 Choice(number, request, self._tokenization.text_stream(stop, min_tokens))
                 for number in range(len(request.seeds))
             ],
             deadline_s=deadline_s,
-            ledger=arrival.ledger,
-            outbox=arrival.outbox,
+            account=live.account,
+            outbox=live.outbox,
             clock=self._clock,
-            keeps_its_turn=acceptance.is_recent(self._wall_us()),
+            keeps_queue_position=acceptance.is_recent(self._wall_us()),
         )
 
-    @contextmanager
-    def _admitted(self, arrival: Arrival, acceptance: Acceptance) -> Iterator[None]:
-        self._admission.admit(arrival.request_id, is_resumed=arrival.request.resume_from is not None)
+    async def _resume(
+        self, admitted: AdmittedRequest, request: GenerateRequest, acceptance: Acceptance
+    ) -> list[ChoiceDelta]:
+        """Replay the tokens that the client of a resumed request has, and end its earlier stream on this router.
+
+        Returns the text and the ends that the client has missed. Raises InvalidRequest, ResumeSuperseded.
+        """
+        if (has := request.resume_from) is None:
+            return []
+        if sum(len(choice.token_ids) for choice in has) <= _INLINE_TOKENS:
+            missed = admitted.resume(has)
+        else:
+            missed = await self._threads.run(admitted.resume, has)
+        await self._live_requests.take_over(acceptance.stream_id, request.resume_number)
+        return missed
+
+    async def _refuse_early(self, admitted: AdmittedRequest) -> None:
+        """Refuse before any worker is asked. Raises NoWorkerLargeEnough, Overloaded.
+
+        The request waits instead while a large enough worker may only be absent from the registry for a moment.
+        """
+        size = admitted.size(num_choices=len(admitted.choices))
+        while (too_large := self._worker_choice.size_refusal(size)) and not self._fleet.knows_absent_workers:
+            admitted.waits(admitted.choices[0], too_large)
+            await self._fleet.changed()
+        admitted.waits(admitted.choices[0], None)
+        refusal = too_large or self._fleet.early_refusal(size, admitted.time_left_s())
+        if refusal is not None:
+            raise refusal
+
+    async def _complete(self, hedges: Hedges, admitted: AdmittedRequest, choices: Sequence[Choice]) -> None:
+        """Make attempt after attempt until every one of `choices` has ended.
+
+        Raises TandemError when no attempt is left.
+        """
+        local_reason = ""  # why the next attempt does without a prefill worker; empty: it does not
+        retry_budget = RetryBudget(
+            admitted, max_attempts=self._settings.max_attempts, fleet=self._fleet, telemetry=self._telemetry
+        )
+        while choices := [choice for choice in choices if not choice.ended]:
+            if len(groups := _by_committed(choices)) > 1:  # a prefill takes one prompt: each group continues alone
+                await all_of(self._complete(hedges, admitted, group) for group in groups)
+                return
+            num_committed = sum(choice.num_committed for choice in choices)
+            placement = await self._worker_choice.choose_pair(admitted, choices, without_prefill=bool(local_reason))
+            claim(choices, admitted.execution)
+            attempt = Attempt(admitted, choices, retry_budget, hedges, self._attempt_context)
+            try:
+                await self._run(attempt, admitted, choices, placement, local_reason)
+            except Overtaken as overtaken:
+                retry_budget.record_hedge(overtaken.name, overtaken.failure)
+                await overtaken.end()
+            except AttemptFailed as failure:
+                num_gained = sum(choice.num_committed for choice in choices) - num_committed
+                if num_gained > len(choices):  # more than the first tokens of prefill: decode worked
+                    retry_budget.reset()
+                retry_budget.record_failure(failure)
+                if retry_budget.is_exhausted:
+                    raise failure.error from failure
+                is_last_resort = retry_budget.has_one_attempt_left and _may_be_last_resort(failure, choices)
+                local_reason = failure.name if is_last_resort else ""
+
+    async def _run(
+        self,
+        attempt: Attempt,
+        admitted: AdmittedRequest,
+        choices: Sequence[Choice],
+        placement: Placement,
+        local_reason: str,
+    ) -> None:
+        """Run one attempt at both legs. Raises AttemptFailed; the tokens that the client has by then are committed."""
+        if placement.prefill is None or local_reason:
+            self._record_local_prefill(admitted, choices, local_reason)
+            await attempt.on_decode(placement.decode)
+        elif choices[0].num_missing == 1:
+            await attempt.first_token_only(placement.prefill)
+        else:
+            await attempt.hand_over(placement.prefill, placement.decode)
+
+    def _record_local_prefill(self, admitted: AdmittedRequest, choices: Sequence[Choice], reason: str) -> None:
+        """Count a prefill on a decode worker. It is a fallback only where the cluster once had a prefill worker."""
+        if not reason and self._fleet.prefill_loads():
+            has_large_pair = self._worker_choice.has_large_pair(admitted, choices)
+            reason = _PAIR_BREAKERS_OPEN if has_large_pair else _NO_LARGE_ENOUGH_PAIR
+        elif not reason:
+            reason = _NO_PREFILL_WORKER if self._fleet.has_prefill_pool else _COLOCATED
+        self._telemetry.count("tandem_local_prefills_total", reason=reason)
+        if reason != _COLOCATED:
+            admitted.account.add_reason(reason)
+
+    def _takes_over(self, request: GenerateRequest) -> bool:
+        """Return whether the request resumes a stream that is live here, with the right to end it."""
+        if request.resume_from is None:
+            return False
         try:
-            with self._streams.listed(acceptance.stream_id, arrival.outbox, arrival.request.resume_number):
-                yield
-        finally:
-            self._admission.release(arrival.request_id)
+            return self._live_requests.may_take_over(self._signer.shown(request).stream_id, request.resume_number)
+        except ResumeRefused:
+            return False
+
+    def _wall_us(self) -> int:
+        return int(self._wall_clock() * 1e6)
+
+    @property
+    def live_requests(self) -> LiveRequests:
+        return self._live_requests
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the router would serve a request that arrived now."""
+        return self._fleet.is_ready and not self._draining
+
+    def refuse_new(self) -> None:
+        """Refuse new requests from now on; live requests continue."""
+        self._draining = True
+
+    async def drain(self) -> None:
+        """Refuse new requests and return when all live requests have ended."""
+        self.refuse_new()
+        await self._live_requests.until_none_left()
+
+    def end_all(self) -> None:
+        """End all streams after the drain's grace; the error tells clients to resume at another router."""
+        self._live_requests.end_streams(Draining("this router leaves before the request's end; resume it at another"))
 
 
-async def _until_accepted(arrival: Arrival, story: "asyncio.Task[LiveRequest]") -> AsyncGenerator[Output, None]:
-    """Signs of life, then the acceptance; nothing more where the story ends without one."""
-    while not (arrival.accepted.done() or story.done()):
-        waiting: set[asyncio.Future[Any]] = {arrival.accepted, story}
-        await asyncio.wait(waiting, timeout=arrival.request.sign_every_s, return_when=asyncio.FIRST_COMPLETED)
-        if not (arrival.accepted.done() or story.done()):
-            yield Output(arrival.request_id)
-    if arrival.accepted.done():
-        yield Output(arrival.request_id, accepted=arrival.accepted.result())
+async def _until_accepted(live: LiveRequest, serving: "asyncio.Task[AdmittedRequest]") -> AsyncGenerator[Output, None]:
+    """Yield signs of life, then the acceptance. Without an acceptance, `serving` has failed."""
+    while not (live.accepted.done() or serving.done()):
+        waiting: set[asyncio.Future[Any]] = {live.accepted, serving}
+        await asyncio.wait(waiting, timeout=live.request.keepalive_interval_s, return_when=asyncio.FIRST_COMPLETED)
+        if not (live.accepted.done() or serving.done()):
+            yield Output(live.request_id)
+    if live.accepted.done():
+        yield Output(live.request_id, accepted=live.accepted.result())
 
 
 def _may_be_last_resort(failure: AttemptFailed, choices: Sequence[Choice]) -> bool:
-    """The last try does without a hand-off, so that a broken prefill pool costs time, not the request. A client that
-    has nothing yet and meets full queues is better told to come back."""
+    """The last attempt makes no hand-off, so that a broken prefill pool costs time and not the request. A client that
+    has no token yet and meets full queues is refused instead, and told when to retry."""
     return not failure.is_full_queue or any(choice.num_committed for choice in choices)
 
 

@@ -1,86 +1,60 @@
-"""Which requests may begin. Pure: the time is an argument.
+"""Which requests may begin: admission control and the early refusal of requests that would be served too late. Pure.
 
-Owns the places of live requests and their ids, and says from how fast places became free when to try again. What it
-knows of workers it is told: what waits at them, and how fast they are.
+The time is an argument.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
-from cluster.errors import DuplicateRequest, Overloaded, QueueFull
+from cluster.errors import Overloaded, QueueFull
 from cluster.observe.service_rate import ServiceRate, bounded_retry_s
 
 
-class Admission:
-    """At most `max_live_requests` at once. A new request must have an id that is not live.
+class AdmissionControl:
+    """At most `max_live_requests` requests are live at once.
 
-    A request takes its place before anything is spent on it, tokenizing included, and holds it until its client has
-    left. It holds its id while it is served. A resumed request is admitted under a live id too: its acceptance names
-    its stream, so another client that chose the same id cannot keep it out.
+    A request occupies a place before any work is spent on it, tokenizing included, until its client has left.
     """
 
     def __init__(self, max_live_requests: int) -> None:
         self._max_live_requests = max_live_requests
-        self._num_places = 0  # taken
-        self._live: Counter[str] = Counter()
         self._rate = ServiceRate()
 
-    def __len__(self) -> int:
-        """Requests that hold an id."""
-        return self._live.total()
-
-    @property
-    def num_places(self) -> int:
-        """That are taken."""
-        return self._num_places
-
-    def enter(self, *, takes_over: bool = False) -> None:
-        """Takes a place, which must be left again. Raises Overloaded. A request that takes over a live stream ends it,
-        and the place of that stream is about to become free: as many again may do so at once."""
+    def check_place(self, num_live: int, *, takes_over: bool = False) -> None:
+        """Raise Overloaded where no place is free. A request that takes over a live stream ends it, so the place of
+        that stream is about to become free: as many requests again may do so at once."""
         most = self._max_live_requests * (2 if takes_over else 1)
-        if self._num_places >= most:
+        if num_live >= most:
             raise Overloaded(
-                f"{self._num_places} requests are being served, the most this router takes; try again",
+                f"{num_live} requests are being served, the most this router takes; try again",
                 retry_after_s=self._rate.retry_after_s(),
             )
-        self._num_places += 1
 
-    def leave(self, now_s: float) -> None:
-        self._num_places -= 1
+    def record_end(self, now_s: float) -> None:
+        """Record that a place became free: `retry_after_s` follows the rate at which places become free."""
         self._rate.note_end(now_s)
-
-    def admit(self, request_id: str, *, is_resumed: bool = False) -> None:
-        """Of a request that has its place. Every admitted id must be released. Raises DuplicateRequest."""
-        if self._live[request_id] and not is_resumed:
-            raise DuplicateRequest(f"request id {request_id!r} belongs to a live request; choose another, or none")
-        self._live[request_id] += 1
-
-    def release(self, request_id: str) -> None:
-        self._live[request_id] -= 1
-        if not self._live[request_id]:
-            del self._live[request_id]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerBacklog:
-    """What is ahead of a newcomer at one worker."""
+    """The prompts of this router that one worker has not computed yet."""
 
-    num_tokens: int  # of prompts that wait there or are being computed
-    tokens_per_s: float | None  # None: too little was measured
-    full_for_s: float = 0.0  # it said that its queue is full, and when to come back; 0: it takes more
+    num_tokens: int  # of prompts that are queued or being computed
+    tokens_per_s: float | None  # None: not known yet
+    full_for_s: float = 0.0  # its queue is full for this long, as it reported; 0: it accepts more
 
     @property
     def wait_s(self) -> float:
-        """Until a newcomer's turn; 0 where nobody can tell."""
+        """The time until a new prompt is computed; 0 if it is not known."""
         return self.num_tokens / self.tokens_per_s if self.tokens_per_s else 0.0
 
 
 def early_refusal(
     prefills: Sequence[WorkerBacklog], decodes: Sequence[WorkerBacklog], time_left_s: float
 ) -> Overloaded | None:
-    """Whether a new request would be in vain, before a worker hears of it: every queue of a pool is full, or its turn
-    would come after its deadline wherever it waits. Without workers there is nothing to say: it waits for one."""
+    """Return why a new request should be refused before any worker is asked: every queue of a role is full, or its
+    deadline is before its turn at every worker. Without workers the request is not refused, and waits."""
     for pool, backlogs in (("prefill", prefills), ("decode", decodes)):
         if backlogs and all(backlog.full_for_s > 0 for backlog in backlogs):
             first_s = min(backlog.full_for_s for backlog in backlogs)
@@ -96,3 +70,62 @@ def early_refusal(
         " allow more, or try again",
         retry_after_s=bounded_retry_s(least_s - time_left_s),
     )
+
+
+_KEPT_SHARE = 0.9  # weight of the former sums in each measurement
+_MIN_PROMPTS = 8  # measured before the rate is used: the first prompts of a worker are its slowest
+
+
+class BacklogEstimator:
+    """Estimates the backlog of one worker from the prompts that this router sent to it, and how fast they were
+    computed.
+
+    Prompts of other routers are not counted. A worker that several routers share is slower for each of them, so the
+    estimated wait is still right.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._prompts: dict[int, int] = {}  # tokens of what is not computed yet
+        self._num_measured = 0
+        self._measured_tokens = 0.0
+        self._measured_s = 0.0
+        self._since_s = 0.0  # the start of the next measurement
+        self._full_until_s = float("-inf")
+
+    def add_prompt(self, num_tokens: int, now_s: float) -> int:
+        """Record that a prompt was sent to the worker. Returns its number."""
+        if not self._prompts:
+            self._since_s = now_s
+        number = next(self._numbers)
+        self._prompts[number] = num_tokens
+        return number
+
+    def record_computed(self, number: int, now_s: float) -> None:
+        """Record that the worker has computed the prompt, so that its queue has room again."""
+        num_tokens = self._prompts.pop(number, 0)
+        if now_s > self._since_s:  # prompts of one step are one sample
+            self._measured_tokens *= _KEPT_SHARE
+            self._measured_s = self._measured_s * _KEPT_SHARE + now_s - self._since_s
+        self._measured_tokens += num_tokens
+        self._num_measured += 1
+        self._since_s = now_s
+        self._full_until_s = float("-inf")
+
+    def remove_prompt(self, number: int) -> None:
+        """Remove a prompt that will not be computed. It has no effect on one that was."""
+        self._prompts.pop(number, None)
+
+    def record_full_queue(self, retry_after_s: float | None, now_s: float) -> None:
+        """Record that the worker refused a prompt because its queue is full. Without a retry time it has no effect."""
+        if retry_after_s is not None:
+            self._full_until_s = now_s + retry_after_s
+
+    def estimate(self, now_s: float) -> WorkerBacklog:
+        """Return what a new prompt would find ahead of it."""
+        is_known = self._num_measured >= _MIN_PROMPTS and self._measured_s > 0
+        return WorkerBacklog(
+            num_tokens=sum(self._prompts.values()),
+            tokens_per_s=self._measured_tokens / self._measured_s if is_known else None,
+            full_for_s=max(0.0, self._full_until_s - now_s),
+        )

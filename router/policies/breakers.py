@@ -1,14 +1,13 @@
-"""Between which workers hand-offs are tried. Pure: told of hand-offs, how they ended, and the time.
+"""A circuit breaker per pair of workers: excludes pairs whose hand-offs fail. Pure; the time is an argument.
 
     CLOSED --failures in a row, within the window--> OPEN --pause over, next hand-off begins--> HALF_OPEN
        ^                                              ^                                            |
        |                                              +-------------- its trial fails -------------+
        +------------------------------------ any hand-off between the two succeeds ----------------+
 
-A pair that is open is passed over, and so is one whose trial is under way: one request at a time finds out. Each
-reopening doubles the pause; that is forgotten once the pair has done without for a window. What ended without saying
-anything of the pair (an abort, a deadline, a full queue) is `dropped`. Owns the pairs that have failed, and nothing of
-those that work.
+An open pair is excluded, and so is a half-open pair whose trial is in progress: one request at a time tries it. Each
+reopening doubles the pause, until the pair has worked for a whole window. Hand-offs that end for a reason unrelated to
+the pair (a cancelled request, a deadline, a full queue) are `dropped`. Pairs that never failed are not stored.
 """
 
 from collections.abc import Collection
@@ -35,7 +34,7 @@ _MOVES = {
 
 @dataclass(frozen=True, slots=True)
 class BreakerPolicy:
-    """`failures` 0: no pair is ever passed over."""
+    """`failures` 0 turns the circuit breakers off."""
 
     failures: int = 3  # in a row
     window_s: float = 60.0  # within which they come
@@ -45,7 +44,7 @@ class BreakerPolicy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """One hand-off between two workers; of a half-open pair, the one that decides."""
+    """One hand-off between two workers. While the pair is half open, one trial decides."""
 
     pair: Pair
 
@@ -65,26 +64,28 @@ class _Breaker:
         self.decides = None
         self.failed_s.clear()
 
-    def is_passed_over(self, now_s: float) -> bool:
+    def is_excluded(self, now_s: float) -> bool:
         if self.state is BreakerState.HALF_OPEN:
             return self.decides is not None
         return self.state is BreakerState.OPEN and now_s < self.open_until_s
 
 
 class PairBreakers:
+    """The circuit breakers of all pairs of workers that have failed."""
+
     def __init__(self, policy: BreakerPolicy) -> None:
         self._policy = policy
         self._breakers: dict[Pair, _Breaker] = {}
 
-    def passed_over(self, now_s: float) -> frozenset[Pair]:
-        """Pairs that no request should be given now."""
-        return frozenset(pair for pair, breaker in self._breakers.items() if breaker.is_passed_over(now_s))
+    def excluded_pairs(self, now_s: float) -> frozenset[Pair]:
+        """Return the pairs that no request should use now."""
+        return frozenset(pair for pair, breaker in self._breakers.items() if breaker.is_excluded(now_s))
 
     def begin(self, pair: Pair, now_s: float) -> Trial:
-        """A hand-off between these begins. Exactly one of the three methods below ends it."""
+        """Begin a hand-off. Exactly one of `succeeded`, `failed` and `dropped` ends it."""
         trial = Trial(pair)
         breaker = self._breakers.get(pair)
-        if breaker is None or breaker.state is BreakerState.CLOSED or breaker.is_passed_over(now_s):
+        if breaker is None or breaker.state is BreakerState.CLOSED or breaker.is_excluded(now_s):
             return trial
         if breaker.state is BreakerState.OPEN:
             breaker.move(BreakerState.HALF_OPEN)
@@ -92,7 +93,7 @@ class PairBreakers:
         return trial
 
     def succeeded(self, trial: Trial, now_s: float) -> bool:
-        """True: that closed the pair."""
+        """Record a success. Returns whether it closed the pair."""
         breaker = self._breakers.get(trial.pair)
         if breaker is None:
             return False
@@ -104,8 +105,11 @@ class PairBreakers:
         return True
 
     def failed(self, trial: Trial, now_s: float, jitter: float) -> float | None:
-        """The pause that begins, where that opened the pair. `jitter`, from 0 up to 1, shortens it by up to a half, so
-        that routers do not try together. Hand-offs that began before the pair opened say nothing new."""
+        """Record a failure. Returns the pause in seconds if it opened the pair, else None.
+
+        `jitter`, from 0 up to 1, shortens the pause by up to half, so that routers do not retry at the same time.
+        Failures of hand-offs that began before the pair opened are ignored.
+        """
         if not self._policy.failures:
             return None
         breaker = self._breakers.setdefault(trial.pair, _Breaker())
@@ -125,17 +129,17 @@ class PairBreakers:
         return pause_s
 
     def dropped(self, trial: Trial) -> None:
-        """It ended without saying anything of the pair; the next one may decide."""
+        """Record a hand-off that ended for a reason unrelated to the pair; the next one may decide."""
         breaker = self._breakers.get(trial.pair)
         if breaker is not None and breaker.decides is trial:
             breaker.decides = None
 
     def keep(self, members: Collection[MemberId]) -> None:
-        """Whatever has another worker is forgotten; so is a pair that an incarnation ago was another one."""
+        """Forget the pairs with any other member. A restarted worker is another member."""
         self._breakers = {
             pair: breaker for pair, breaker in self._breakers.items() if pair[0] in members and pair[1] in members
         }
 
     def count(self, state: BreakerState) -> int:
-        """Pairs in that state; of the closed ones, those that have failed before."""
+        """Return the number of pairs in this state. Closed pairs count only if they have failed before."""
         return sum(breaker.state is state for breaker in self._breakers.values())

@@ -1,12 +1,13 @@
-"""Whether work on a suspect is begun a second time elsewhere, and which of the two may append tokens. Pure.
+"""Decides when a hedge starts, and which execution of a choice may append tokens. Pure.
 
-A worker that misses an answer is suspect. What waits for it is hedged: the same choices go on elsewhere from what the
-client has, as another line of work, while the suspect's line stays the current one. The hedge's first token makes the
-hedge current, for all its choices at once; a token of the suspect before that calls the hedge off. Whatever a line says
-that is not current is dropped. A worker that misses a second answer is given up by what is not hedged.
+A worker that misses the answer to one health check is suspect. The requests that wait for it are hedged: another worker
+starts a second execution of the same choices from the tokens that the client has, while the suspect's execution stays
+the current one. The first token of the hedge makes the hedge current, for all its choices at once; a token of the
+suspect before that cancels the hedge. Tokens of an execution that is not current are dropped. When a worker misses a
+second answer, requests that are not hedged treat it as lost.
 
-Hedges cost work twice, so only a share of what runs may have one at a time; one that has its first token is no hedge
-any more, since the suspect's line is over.
+A hedge doubles the work, so only a share of the running requests may have one at a time. A hedge that has its first
+token no longer counts, since the suspect's execution is over.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +24,8 @@ class Action(StrEnum):
 
 
 def decide(num_missed: int, *, is_replaceable: bool, may_hedge: bool) -> Action:
-    """What becomes of work at a worker that has missed so many answers in a row. `is_replaceable`: another one of its
-    role would take it."""
+    """Decide what happens to work at a worker that has missed `num_missed` health checks in a row. `is_replaceable`:
+    another worker of its role would accept the work."""
     if not num_missed or not is_replaceable:
         return Action.WAIT
     if num_missed > 1:
@@ -33,14 +34,14 @@ def decide(num_missed: int, *, is_replaceable: bool, may_hedge: bool) -> Action:
 
 
 class HedgeBudget:
-    """One router's."""
+    """The bound on the concurrent hedges of one router."""
 
     def __init__(self, share: float = _SHARE) -> None:
         self._share = share
         self.num_hedges = 0
 
     def may_begin(self, num_running: int) -> bool:
-        """`num_running`: requests. One hedge is always allowed."""
+        """Return whether another hedge may start beside `num_running` requests. One is always allowed."""
         return self.num_hedges < max(1, int(self._share * num_running))
 
     def begin(self) -> None:
@@ -51,29 +52,30 @@ class HedgeBudget:
         self.num_hedges -= 1
 
 
-class Line:
-    """One line of work on choices of a request."""
+class Execution:
+    """One execution of choices of a request. At most one execution of a choice is current."""
 
     def __init__(self) -> None:
         self.is_over = False  # it will never append again
 
 
-class Contested(Protocol):
-    """A choice, as far as lines of work concern it."""
+class HedgeableChoice(Protocol):
+    """The part of a choice that hedging uses."""
 
-    line: Line  # the only one that may append
+    execution: Execution  # the only one that may append
     race: "Race | None"
 
 
 class RaceOutcome(StrEnum):
-    TAKEN_OVER = "taken_over"  # the hedge is the current line
-    CALLED_OFF = "called_off"  # the line before goes on
+    TAKEN_OVER = "taken_over"  # the hedge is the current execution
+    CALLED_OFF = "called_off"  # the former execution continues
 
 
 class Race:
-    """Between the current line of some choices and their hedge. `on_end` is told once, when it is decided."""
+    """The race between the current execution of some choices and their hedge. `on_end` is called once, when it is
+    decided."""
 
-    def __init__(self, choices: Sequence[Contested], hedge: Line, on_end: Callable[[], None]) -> None:
+    def __init__(self, choices: Sequence[HedgeableChoice], hedge: Execution, on_end: Callable[[], None]) -> None:
         assert all(choice.race is None for choice in choices), "a choice has one hedge at a time"
         self.hedge = hedge
         self.outcome: RaceOutcome | None = None
@@ -83,14 +85,14 @@ class Race:
             choice.race = self
 
     def take_over(self) -> None:
-        """From now on the hedge alone appends. Nothing once it is decided."""
+        """Make the hedge the current execution. It has no effect once the race is decided."""
         if self.outcome is None:
             for choice in self._choices:
-                choice.line = self.hedge
+                choice.execution = self.hedge
             self._end(RaceOutcome.TAKEN_OVER)
 
     def call_off(self) -> None:
-        """The hedge will never append. Nothing once it is decided."""
+        """Cancel the hedge: it will never append a token. It has no effect once the race is decided."""
         if self.outcome is None:
             self.hedge.is_over = True
             self._end(RaceOutcome.CALLED_OFF)
@@ -102,22 +104,22 @@ class Race:
         self._on_end()
 
 
-def may_append(choice: Contested, line: Line) -> bool:
-    """Whether a token that `line` has for this choice counts. Its coming decides the race that may be going on."""
+def may_append(choice: HedgeableChoice, execution: Execution) -> bool:
+    """Return whether a token of `execution` is appended to this choice. The token decides a race that is in
+    progress."""
     race = choice.race
-    if race is not None and line is race.hedge:
+    if race is not None and execution is race.hedge:
         race.take_over()
-    elif race is not None and line is choice.line:
+    elif race is not None and execution is choice.execution:
         race.call_off()
-    return line is choice.line and not line.is_over
+    return execution is choice.execution and not execution.is_over
 
 
-def claim(choices: Sequence[Contested], line: Line) -> None:
-    """`line` begins another attempt at these: what hedged them before is over. A hedge that has no token yet claims
-    nothing."""
+def claim(choices: Sequence[HedgeableChoice], execution: Execution) -> None:
+    """Make `execution` current for another attempt; cancel earlier hedges. A hedge without a token claims nothing."""
     for choice in choices:
-        if line.is_over or (choice.race is not None and choice.race.hedge is line):
+        if execution.is_over or (choice.race is not None and choice.race.hedge is execution):
             continue
         if choice.race is not None:
             choice.race.call_off()
-        choice.line = line
+        choice.execution = execution

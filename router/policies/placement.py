@@ -1,7 +1,6 @@
-"""Which workers serve a request. Pure: loads in, a pair out.
+"""Chooses the workers of a request from the loads of all workers. Pure.
 
-A policy sees pairs that can work together and hold the request (cluster/request_size.py), and nothing else; the cost
-model will be one more of them.
+A policy sees only pairs that can exchange KV and hold the request (cluster/request_size.py).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -9,48 +8,53 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from cluster.member import Capacity
-from cluster.messages import MemberId, PairFigure
+from cluster.messages import LinkSpeed, MemberId
 from cluster.request_size import RequestSize, decode_shortage, handoff_shortage, prefill_shortage
 
-# A pair counts as slow when the prompt's KV would take it so much longer than the fastest known one: figures are
-# measurements, and small differences between them must not keep equals from taking turns.
+# A pair is slow when it needs this much longer for the prompt's KV than the fastest known pair. Smaller differences
+# between measurements must not keep equal pairs from taking turns.
 SLOW_FACTOR = 2.0
 SLOW_MARGIN_S = 0.005
 
-# One of so many placements that pass over slow pairs goes to one of them, or nobody would ever measure it again; never
-# one whose client would wait so much longer.
+# Of this many placements that avoid slow pairs, one uses a slow pair, so that it is measured again; but never a pair on
+# which the client would wait longer by the margin.
 SECOND_LOOK_EVERY = 64
 SECOND_LOOK_MARGIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """One worker that may be chosen, as the router knows it now."""
+    """The load of one worker that may be chosen, as the router knows it now."""
 
     member: MemberId
-    pairing: str  # workers with equal values can exchange KV
+    kv_format: str  # workers with equal values can exchange KV
     assigned: int  # sequences that this router has there, queued or running
     waiting: int = 0  # the worker's own figures, from its last heartbeat, over all routers
     running: int = 0
     free_blocks: int = 0
-    pairs: tuple[PairFigure, ...] = ()  # of a decode worker: how fast it reads each exporter; each one's first counts
+    links: tuple[LinkSpeed, ...] = ()  # of a decode worker: how fast it reads each exporter; each one's first counts
     kv_bytes_per_token: float = 0.0
     capacity: Capacity | None = None  # None: not known, and taken as large enough
 
     @property
     def depth(self) -> int:
-        """What is ahead of a newcomer. Heartbeats lag, this router's own count does not: the larger one counts."""
+        """The number of sequences ahead of a new one. Heartbeats lag and this router's own count does not, so the
+        larger counts."""
         return max(self.assigned, self.waiting + self.running)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
+    """What placement has to know about a request."""
+
     num_prompt_tokens: int  # to prefill, with those that an earlier attempt drew
     max_tokens: int  # that are still missing
     num_choices: int
     avoid: frozenset[MemberId] = frozenset()  # failed this request before: last choice
     cached_tokens: Mapping[MemberId, int] = field(default_factory=dict)  # of the prompt, by prefill worker
-    passed_over: Collection[tuple[MemberId, MemberId]] = frozenset()  # prefill and decode workers not to be paired now
+    excluded_pairs: Collection[tuple[MemberId, MemberId]] = (
+        frozenset()
+    )  # prefill and decode workers not to be paired now
     num_committed: int = 0  # of num_prompt_tokens, those that an earlier attempt drew
     too_small: Collection[MemberId] = frozenset()  # workers that have refused this request for its size
 
@@ -63,15 +67,16 @@ class RequestFacts:
         return self._fits(load, prefill_shortage)
 
     def fits_decode(self, load: WorkerLoad) -> bool:
-        """It can prefill the prompt and run every choice to its end."""
+        """Return whether the worker can prefill the prompt and run every choice to its end."""
         return self._fits(load, decode_shortage)
 
     def fits_import(self, load: WorkerLoad) -> bool:
-        """It can take over from a prefill worker. Where one token is missing there is nothing to take over."""
+        """Return whether the worker can import from a prefill worker. If only one token is missing, nothing is
+        imported."""
         return not self.size.needs_decode or self.fits_handoff(load)
 
     def fits_handoff(self, load: WorkerLoad) -> bool:
-        """It can import the tokens known so far and run every choice to its end."""
+        """Return whether the worker can import the tokens known so far and run every choice to its end."""
         return self.fits_decode(load) and self._fits(load, handoff_shortage)
 
     def _fits(self, load: WorkerLoad, shortage: Callable[[Capacity, RequestSize], str]) -> bool:
@@ -82,7 +87,7 @@ class RequestFacts:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`prefill` None: the prompt is prefilled on the decode worker."""
+    """The chosen workers. `prefill` None: the decode worker prefills the prompt."""
 
     prefill: MemberId | None
     decode: MemberId
@@ -92,14 +97,14 @@ class Policy(Protocol):
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Placement | None:
-        """None: no worker can hold the request. Without a prefill worker that it may be paired with, a decode worker
-        does both."""
+        """Return the chosen workers; None if no worker can hold the request. If no pair is possible, a decode worker
+        alone is chosen."""
         ...
 
 
 class LeastLoaded:
-    """The pair whose workers have the least ahead; of equals, none that is known to be slow to move the prompt's KV;
-    what is left takes turns."""
+    """Chooses the pair with the lowest load. Of equal pairs it avoids those known to transfer KV slowly; the rest take
+    turns."""
 
     def __init__(self) -> None:
         self._turns = _Turns()
@@ -111,13 +116,12 @@ class LeastLoaded:
         pairs = _pairs(prefills, decodes, request)
         least = min(map(_depth, pairs), default=0)
         lightest = [pair for pair in pairs if _depth(pair) == least]
-        return self._turns.take(self._speeds.without_slow(lightest, request.num_prompt_tokens), pairs)
+        return self._turns.choose(self._speeds.without_slow(lightest, request.num_prompt_tokens), pairs)
 
 
 class PrefixAware:
-    """The pair that has the least ahead of the prompt, where what is ahead counts as prompts like this one, and of the
-    prompt itself only the share that its prefill worker has not cached: a beginning that is found outweighs less than
-    one place in the queue. Else as LeastLoaded."""
+    """Chooses the pair with the lowest cost: its load, plus the share of the prompt that its prefill worker has not
+    cached. A cached prefix therefore weighs less than one place in the queue. Ties are resolved as by LeastLoaded."""
 
     def __init__(self) -> None:
         self._turns = _Turns()
@@ -129,11 +133,11 @@ class PrefixAware:
         pairs = _pairs(prefills, decodes, request)
         costs = [_depth(pair) + _share_to_compute(pair, request) for pair in pairs]
         cheapest = [pair for pair, cost in zip(pairs, costs, strict=True) if cost == min(costs)]
-        return self._turns.take(self._speeds.without_slow(cheapest, request.num_prompt_tokens), pairs)
+        return self._turns.choose(self._speeds.without_slow(cheapest, request.num_prompt_tokens), pairs)
 
 
 class RoundRobin:
-    """Every worker in its turn, whatever it has to do."""
+    """Lets all workers take turns, whatever their load."""
 
     def __init__(self) -> None:
         self._turns = _Turns()
@@ -142,11 +146,11 @@ class RoundRobin:
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Placement | None:
         pairs = _pairs(prefills, decodes, request)
-        return self._turns.take(pairs, pairs)
+        return self._turns.choose(pairs, pairs)
 
 
 def policy(name: str) -> Policy:
-    """The policy that `--placement` names."""
+    """Return the policy that `--placement` names."""
     policies: dict[str, type[PrefixAware] | type[LeastLoaded] | type[RoundRobin]] = {
         "prefix-aware": PrefixAware,
         "least-loaded": LeastLoaded,
@@ -165,8 +169,8 @@ class _Turns:
         self._turn = 0
         self._last_turn: dict[MemberId, int] = {}
 
-    def take(self, best: Sequence[_Pair], pairs: Sequence[_Pair]) -> Placement | None:
-        """Of the best, the one whose turn it is. Workers that are in none of the pairs are forgotten."""
+    def choose(self, best: Sequence[_Pair], pairs: Sequence[_Pair]) -> Placement | None:
+        """Return the pair of `best` that was chosen least recently. Workers in none of `pairs` are forgotten."""
         if not best:
             return None
         prefill, decode = min(best, key=self._rank)
@@ -185,21 +189,22 @@ class _Turns:
 
 
 class _Speeds:
-    """Passes over pairs that are known to be slow, except now and then, each in its turn."""
+    """Avoids pairs that are known to be slow. Every `SECOND_LOOK_EVERY` placements, one slow pair is tried again."""
 
     def __init__(self) -> None:
-        self._num_passed_over = 0  # placements since the last second look
+        self._num_skipped = 0  # placements since the last second look
         self._looked_at: dict[tuple[MemberId, MemberId], int] = {}
         self._num_looks = 0
 
     def without_slow(self, pairs: Sequence[_Pair], num_prompt_tokens: int) -> Sequence[_Pair]:
-        """A pair that nobody has measured yet stays: else nobody ever would."""
+        """Return the pairs that are not known to be slow. A pair without a measurement stays, or it would never be
+        measured."""
         times_s = [_transfer_s(pair, num_prompt_tokens) for pair in pairs]
         known_s = [time_s for time_s in times_s if time_s is not None]
         limit_s = min(known_s, default=0.0) * SLOW_FACTOR + SLOW_MARGIN_S
         quick = [pair for pair, time_s in zip(pairs, times_s, strict=True) if time_s is None or time_s <= limit_s]
-        self._num_passed_over += len(quick) < len(pairs)
-        if self._num_passed_over < SECOND_LOOK_EVERY:
+        self._num_skipped += len(quick) < len(pairs)
+        if self._num_skipped < SECOND_LOOK_EVERY:
             return quick
         bearable_s = min(known_s) + SECOND_LOOK_MARGIN_S
         slow = zip(pairs, times_s, strict=True)
@@ -208,7 +213,7 @@ class _Speeds:
 
     def _second_look(self, slow: Sequence[_Pair]) -> _Pair:
         pair = min(slow, key=lambda pair: self._looked_at.get(_names(pair), 0))
-        self._num_passed_over, self._num_looks = 0, self._num_looks + 1
+        self._num_skipped, self._num_looks = 0, self._num_looks + 1
         present = set(map(_names, slow))
         self._looked_at = {names: look for names, look in self._looked_at.items() if names in present}
         self._looked_at[_names(pair)] = self._num_looks
@@ -216,31 +221,31 @@ class _Speeds:
 
 
 def _pairs(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[_Pair]:
-    """All that can hold the request, can work together and are not passed over; workers to avoid only where there are
-    no others. Where there is no such pair, decode workers by themselves: hand-offs between the others have just failed
-    and would fail again, or one of the two is too small."""
+    """Return all pairs that can hold the request, can exchange KV and are not excluded. Workers to avoid are used only
+    if there are no others. If no pair is left, return decode workers alone: hand-offs have just failed and would fail
+    again, or a worker of each pair is too small."""
     prefills = list(filter(request.fits_prefill, prefills))
     importers = list(filter(request.fits_import, decodes))
-    preferred = _rather(prefills, request.avoid), _rather(importers, request.avoid)
+    preferred = _preferring_others(prefills, request.avoid), _preferring_others(importers, request.avoid)
     pairs = _disaggregated(*preferred, request) or _disaggregated(prefills, importers, request)
-    alone = _rather(list(filter(request.fits_decode, decodes)), request.avoid)
+    alone = _preferring_others(list(filter(request.fits_decode, decodes)), request.avoid)
     return [*pairs] or [(None, decode) for decode in alone]
 
 
 def has_large_pair(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> bool:
-    """Whether two of them could serve the request by a hand-off, passed over or not."""
-    anywhere = replace(request, passed_over=frozenset())
+    """Return whether two workers could serve the request by a hand-off, excluded or not."""
+    anywhere = replace(request, excluded_pairs=frozenset())
     return any(prefill is not None for prefill, _ in _pairs(prefills, decodes, anywhere))
 
 
 def is_servable(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> bool:
-    """Whether some of them could serve the request, by a hand-off or without."""
-    return bool(_pairs(prefills, decodes, replace(request, passed_over=frozenset())))
+    """Return whether some workers could serve the request, by a hand-off or without one."""
+    return bool(_pairs(prefills, decodes, replace(request, excluded_pairs=frozenset())))
 
 
 def _disaggregated(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[_Pair]:
-    fitting = [(p, d) for d in decodes for p in prefills if p.pairing == d.pairing]
-    return [(p, d) for p, d in fitting if (p.member, d.member) not in request.passed_over]
+    fitting = [(p, d) for d in decodes for p in prefills if p.kv_format == d.kv_format]
+    return [(p, d) for p, d in fitting if (p.member, d.member) not in request.excluded_pairs]
 
 
 def _depth(pair: _Pair) -> int:
@@ -248,7 +253,7 @@ def _depth(pair: _Pair) -> int:
 
 
 def _share_to_compute(pair: _Pair, request: RequestFacts) -> float:
-    """Of the prompt, by its prefill worker."""
+    """Return the share of the prompt that the prefill worker has to compute."""
     prefill, _ = pair
     cached = request.cached_tokens.get(prefill.member, 0) if prefill is not None else 0
     return max(0.0, 1 - cached / request.num_prompt_tokens)
@@ -261,13 +266,13 @@ def _names(pair: _Pair) -> tuple[MemberId, MemberId]:
 
 
 def _transfer_s(pair: _Pair, num_prompt_tokens: int) -> float | None:
-    """None: no figure, or nothing to transfer."""
+    """Return the estimated transfer time; None if it is not known or nothing is transferred."""
     prefill, decode = pair
     if prefill is None:
         return None
-    figure = next((figure for figure in decode.pairs if figure.exporter == prefill.member), None)
-    return figure.transfer_s(num_prompt_tokens * decode.kv_bytes_per_token) if figure is not None else None
+    link = next((link for link in decode.links if link.exporter == prefill.member), None)
+    return link.transfer_s(num_prompt_tokens * decode.kv_bytes_per_token) if link is not None else None
 
 
-def _rather(loads: Sequence[WorkerLoad], avoid: Iterable[MemberId]) -> Sequence[WorkerLoad]:
+def _preferring_others(loads: Sequence[WorkerLoad], avoid: Iterable[MemberId]) -> Sequence[WorkerLoad]:
     return [load for load in loads if load.member not in avoid] or loads

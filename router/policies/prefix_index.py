@@ -1,55 +1,100 @@
-"""Which prefill worker has which block in its prefix cache, as the workers' own numbered events tell it. Pure.
+"""Which worker holds which block of a prompt, by block hash. Pure.
 
-It is right as of each worker's last news. Of a worker whose events have a gap nothing is known until its next snapshot;
-an incarnation counts for itself, and ends the one before it. Bounded by what the workers say that they have room for.
+Two sources of different weight, both keyed by the hash of a block, which covers everything before it:
+
+- `ReportedBlocks`: what prefill workers published as cache events. Exact as of the last event of each worker; bounded
+  by the capacities that the workers registered.
+- `RoutedBlocks`: prompts that this router sent to a worker lately. An estimate: the worker may not have computed them
+  yet, or may have removed them since. Bounded; the least recently used blocks are dropped first.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
-from cluster.messages import MemberId, PrefixNews
+from cluster.messages import CacheEvents, MemberId
+
+_MAX_WORKERS = 4  # per routed block, the latest ones
 
 
 class PrefixIndex:
+    """Both sources together. `len` counts reported blocks."""
+
+    def __init__(self, max_routed_blocks: int = 131_072) -> None:
+        self._reported = ReportedBlocks()
+        self._routed = RoutedBlocks(max_routed_blocks)
+
+    def __len__(self) -> int:
+        return len(self._reported)
+
+    def next_number(self, worker: MemberId) -> int | None:
+        """The number of the first event of this worker that is not applied yet. None: a snapshot is needed."""
+        return self._reported.next_number(worker)
+
+    def apply(self, worker: MemberId, events: CacheEvents, *, max_blocks: int) -> bool:
+        """Apply the events as `ReportedBlocks.apply` does. Blocks that the worker removed do not count as
+        routed to it either."""
+        self._routed.remove(events.removed, worker)
+        return self._reported.apply(worker, events, max_blocks=max_blocks)
+
+    def note_routed(self, block_hashes: Sequence[bytes], worker: MemberId) -> None:
+        """This worker has all of these blocks, or will have them soon."""
+        self._routed.add(block_hashes, worker)
+
+    def forget(self, worker: MemberId) -> None:
+        """Drop the blocks that this worker reported."""
+        self._reported.forget(worker)
+
+    def leading_blocks(self, block_hashes: Sequence[bytes]) -> dict[MemberId, int]:
+        """Return the number of leading blocks of this chain per worker that has any, reported or routed."""
+        reported = self._reported.leading_blocks(block_hashes)
+        routed = self._routed.leading_blocks(block_hashes)
+        return {worker: max(reported.get(worker, 0), routed.get(worker, 0)) for worker in {**routed, **reported}}
+
+
+class ReportedBlocks:
+    """Each incarnation of a worker counts for itself; a snapshot of a newer incarnation drops the blocks of the older
+    one."""
+
     def __init__(self) -> None:
         self._workers: dict[bytes, set[MemberId]] = {}
         self._blocks: dict[MemberId, set[bytes]] = {}
         self._next_number: dict[MemberId, int] = {}
 
     def __len__(self) -> int:
-        """Blocks of all workers."""
+        """The number of blocks of all workers."""
         return sum(map(len, self._blocks.values()))
 
     def next_number(self, worker: MemberId) -> int | None:
-        """The first event of it that is not known yet; None: a snapshot is needed."""
+        """The number of the first event of this worker that is not applied yet. None: a snapshot is needed."""
         return self._next_number.get(worker)
 
-    def apply(self, worker: MemberId, news: PrefixNews, *, max_blocks: int) -> bool:
-        """False: events are missing, or it claims more than it has room for; nothing of it is known any more. News that
-        is known already changes nothing."""
-        known = self._next_number.get(worker)
-        if news.is_snapshot:
-            self._begin(worker)
-        elif known is None or news.first_number != known:
-            if known is not None and news.next_number <= known:
+    def apply(self, worker: MemberId, events: CacheEvents, *, max_blocks: int) -> bool:
+        """False, and all blocks of the worker are dropped: events are missing, or the worker reports more blocks than
+        it can hold. Events that were applied before change nothing."""
+        next_number = self._next_number.get(worker)
+        if events.cleared:
+            self._clear(worker)
+        elif next_number is None or events.first_number != next_number:
+            if next_number is not None and events.next_number <= next_number:
                 return True
             self.forget(worker)
             return False
-        self._add(worker, news.added)
-        self._remove(worker, news.evicted)
-        self._next_number[worker] = news.next_number
+        self._add(worker, events.stored)
+        self._remove(worker, events.removed)
+        self._next_number[worker] = events.next_number
         if len(self._blocks[worker]) > max_blocks:
             self.forget(worker)
             return False
         return True
 
     def forget(self, worker: MemberId) -> None:
-        """It is gone, or what is known of it is not to be trusted."""
+        """Drop the blocks of a worker that is lost, or whose events are inconsistent."""
         self._remove(worker, tuple(self._blocks.get(worker, ())))
         self._blocks.pop(worker, None)
         self._next_number.pop(worker, None)
 
-    def holders(self, block_hashes: Sequence[bytes]) -> dict[MemberId, int]:
-        """Of each worker that has the beginning of this chain: how many leading blocks."""
+    def leading_blocks(self, block_hashes: Sequence[bytes]) -> dict[MemberId, int]:
+        """Return the number of leading blocks of this chain per worker that has any."""
         lengths: dict[MemberId, int] = {}
         holding = set(self._blocks)
         for length, block_hash in enumerate(block_hashes, start=1):
@@ -60,15 +105,15 @@ class PrefixIndex:
         return lengths
 
     def check(self) -> None:
-        """Raises AssertionError when the two sides of the index disagree."""
+        """Raises AssertionError when the two directions of the index differ."""
         forward = {(block_hash, worker) for block_hash, workers in self._workers.items() for worker in workers}
         backward = {(block_hash, worker) for worker, hashes in self._blocks.items() for block_hash in hashes}
-        assert forward == backward and all(self._workers.values()), "the index disagrees with itself"
-        assert self._blocks.keys() == self._next_number.keys(), "blocks of a worker that is not followed"
+        assert forward == backward and all(self._workers.values()), "the two directions of the index differ"
+        assert self._blocks.keys() == self._next_number.keys(), "blocks of a worker without a next event number"
 
-    def _begin(self, worker: MemberId) -> None:
-        for known in [known for known in self._blocks if known.id == worker.id]:
-            self.forget(known)
+    def _clear(self, worker: MemberId) -> None:
+        for member in [member for member in self._blocks if member.id == worker.id]:
+            self.forget(member)
         self._blocks[worker] = set()
 
     def _add(self, worker: MemberId, block_hashes: Sequence[bytes]) -> None:
@@ -83,3 +128,44 @@ class PrefixIndex:
             workers.discard(worker)
             if not workers:
                 self._workers.pop(block_hash, None)
+
+
+class RoutedBlocks:
+    def __init__(self, max_blocks: int = 131_072) -> None:
+        self._max_blocks = max_blocks
+        self._workers: OrderedDict[bytes, tuple[MemberId, ...]] = (
+            OrderedDict()
+        )  # of each block, the latest worker first
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def add(self, block_hashes: Sequence[bytes], worker: MemberId) -> None:
+        """A restarted worker replaces its previous incarnation."""
+        for block_hash in reversed(block_hashes):  # the beginning is dropped last: without it nothing is found
+            others = [other for other in self._workers.get(block_hash, ()) if other.id != worker.id]
+            self._workers[block_hash] = (worker, *others[: _MAX_WORKERS - 1])
+            self._workers.move_to_end(block_hash)
+        while len(self._workers) > self._max_blocks:
+            self._workers.popitem(last=False)
+
+    def remove(self, block_hashes: Sequence[bytes], worker: MemberId) -> None:
+        """The worker has evicted these blocks."""
+        for block_hash in block_hashes:
+            if others := tuple(other for other in self._workers.get(block_hash, ()) if other.id != worker.id):
+                self._workers[block_hash] = others
+            else:
+                self._workers.pop(block_hash, None)
+
+    def leading_blocks(self, block_hashes: Sequence[bytes]) -> dict[MemberId, int]:
+        """For each worker that was sent the beginning of this chain: the number of leading blocks. Counts as a use of
+        the blocks that are found."""
+        lengths: dict[MemberId, int] = {}
+        for length, block_hash in enumerate(block_hashes, start=1):
+            continuing = [w for w in self._workers.get(block_hash, ()) if lengths.get(w, 0) == length - 1]
+            if not continuing:
+                break
+            lengths |= dict.fromkeys(continuing, length)
+        for block_hash in reversed(block_hashes[: max(lengths.values(), default=0)]):
+            self._workers.move_to_end(block_hash)
+        return lengths

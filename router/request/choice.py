@@ -1,27 +1,27 @@
-"""One continuation of a request: the tokens that the client has been given, and the text they make.
+"""One continuation of a request: its committed tokens and their text.
 
-The only place where a token is appended: exactly once and in order, whatever the workers say. Everything else about a
-sequence (detokenizer, stop matcher) is replayed from these tokens, never sent.
+This is the only place where a token is appended: exactly once and in order, whatever the workers send. All other state
+of a sequence (detokenizer, stop matcher) is replayed from these tokens and never sent.
 """
 
 from dataclasses import replace
 
 from cluster.errors import InvalidRequest
 from cluster.messages import FinishReason, SampledToken
-from router.policies.hedging import Line, Race
+from router.policies.hedging import Execution, Race
 from router.request.validation import ResolvedRequest
 from router.requests import ChoiceDelta, ResumedChoice
 from router.text.text_stream import TextStream
 
 
 class OutOfOrder(Exception):
-    """A token came twice, or one before it is missing: its attempt cannot be trusted any more."""
+    """A token came twice, or a token before it is missing, so its attempt cannot be trusted any more."""
 
 
 class Choice:
     def __init__(self, number: int, request: ResolvedRequest, text: TextStream) -> None:
         self.number = number
-        self.line = Line()
+        self.execution = Execution()
         self.race: Race | None = None
         self.seed = request.seeds[number]
         self.ended = False
@@ -39,11 +39,11 @@ class Choice:
 
     @property
     def num_missing(self) -> int:
-        """Tokens that it may still get."""
+        """The number of tokens that the choice may still get."""
         return self._request.stops.max_tokens - len(self._committed)
 
     def append(self, index: int, token: SampledToken) -> ChoiceDelta:
-        """What the client gets for the token at `index`. Raises OutOfOrder."""
+        """Append the token at `index` and return the client's delta for it. Raises OutOfOrder."""
         if self.ended or index != len(self._committed):
             expected = "none" if self.ended else str(len(self._committed))
             raise OutOfOrder(f"choice {self.number} got token {index}, expected {expected}")
@@ -71,8 +71,9 @@ class Choice:
         )
 
     def resume(self, has: ResumedChoice) -> ChoiceDelta | None:
-        """Replays what the client has from another router. Answers what it has missed: text, or the end alone, since
-        tokens that did not reach it are drawn again. Raises InvalidRequest when no such choice can have been."""
+        """Replay the tokens that the client received from another router. Returns the text or the end that it has
+        missed; tokens that did not reach it are sampled again. Raises InvalidRequest if no choice can have had these
+        tokens."""
         assert not self._committed, "only a new choice can be resumed"
         text, ending = [], None
         for index, token_id in enumerate(has.token_ids):
@@ -94,7 +95,7 @@ class Choice:
         return replace(ending, first_index=len(has.token_ids), token_ids=(), text=missed)
 
     def _finish_reason(self, token_id: int) -> FinishReason | None:
-        """As the worker that drew it has seen it."""
+        """Return the finish reason that the worker gave when it sampled this token."""
         if token_id in self._request.stops.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_missing == 1 else None

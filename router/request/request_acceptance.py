@@ -20,7 +20,7 @@ from cluster.errors import (
     RequestChanged,
 )
 from cluster.protocol.wire import pack_ids
-from cluster.settings.lengths import NO_LIMITS
+from cluster.request_size import NO_LIMITS
 from router.request.validation import ResolvedRequest, resolve
 from router.requests import GenerateRequest
 from router.text.model_files import ModelInfo
@@ -37,7 +37,7 @@ _LAST_US = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What a router accepted."""
+    """The content of an acceptance."""
 
     stream_id: bytes  # random; the key of the stream on every router that serves it
     rendered_at_us: int  # UTC, since 1970: what a chat template takes for the present
@@ -47,13 +47,15 @@ class Acceptance:
     parameters_digest: bytes
 
     def is_recent(self, now_us: int) -> bool:
-        """Whether the first deadline has not passed. Only then does the resumed request keep its place in queues."""
+        """Return whether the first deadline has not passed. Only then does a resumed request keep its place in
+        queues."""
         return now_us <= self.ends_at_us + _CLOCK_LEEWAY_US
 
     def resolved(
         self, request: GenerateRequest, prompt_token_ids: tuple[int, ...], model: ModelInfo
     ) -> ResolvedRequest:
-        """The same request that was accepted. Raises PromptChanged, RequestChanged, InvalidRequest.
+        """Resolve the request and check that it is the one that was accepted. Raises PromptChanged, RequestChanged,
+        InvalidRequest.
 
         The router's own limits on lengths do not apply: the request was admitted under those of another router.
         """
@@ -80,7 +82,7 @@ def accept(
     rendered_at_us: int,
     timeout_s: float,
 ) -> Acceptance:
-    """The acceptance of a new request. `timeout_s` counts from `rendered_at_us`."""
+    """Return the acceptance of a new request. `timeout_s` counts from `rendered_at_us`."""
     return Acceptance(
         stream_id=stream_id,
         rendered_at_us=rendered_at_us,
@@ -93,11 +95,11 @@ def accept(
 
 class AcceptanceSigner:
     def __init__(self, key: bytes) -> None:
-        """`key`: the cluster's."""
+        """`key`: the cluster's key."""
         self._key = key
 
     def sign(self, request_id: str, acceptance: Acceptance) -> bytes:
-        """`ACCEPTANCE_BYTES` bytes for the client; equal acceptances give equal bytes."""
+        """Return `ACCEPTANCE_BYTES` bytes for the client. Equal acceptances give equal bytes."""
         body = _BODY.pack(
             _VERSION,
             acceptance.stream_id,
@@ -110,7 +112,7 @@ class AcceptanceSigner:
         return body + self._signature(request_id, body)
 
     def shown(self, request: GenerateRequest) -> Acceptance:
-        """What the client of a resumed request shows. The bytes may be anything: they came from outside.
+        """Return the acceptance that a resumed request shows, after checking its signature and its client.
 
         Raises AcceptanceMissing, AcceptanceInvalid, AcceptanceOfAnotherClient.
         """
@@ -142,7 +144,7 @@ class AcceptanceSigner:
 
 
 def client_of(authorization: str) -> bytes:
-    """Identifies the client that shows this API key. Empty where the router asks for no key."""
+    """Return an identifier of the client with this API key; empty if the router asks for no key."""
     return hashlib.sha256(b"tandem client\0" + authorization.encode()).digest() if authorization else b""
 
 
@@ -155,8 +157,8 @@ def _prompt_digest(token_ids: Sequence[int]) -> bytes:
 
 
 def _parameters_digest(resolved: ResolvedRequest, model: ModelInfo) -> bytes:
-    """Of everything in `resolved` but the prompt's tokens, and of what turns tokens into text: a resumed request
-    replays its text, and looks in it for stop strings."""
+    """Return a digest of everything in `resolved` except the prompt, and of the tokenizer: a resumed request replays
+    its text and looks for stop strings in it."""
     sampling, stops = resolved.sampling, resolved.stops
     fields = (
         [model.name, model.tokenizer_digest],
@@ -171,5 +173,5 @@ def _parameters_digest(resolved: ResolvedRequest, model: ModelInfo) -> bytes:
 
 
 def _as_travelled(value: float) -> str:
-    """AcceptedRequest carries 32 bits: a default of 0.7 comes back as another double."""
+    """Return the value as AcceptedRequest carries it, in 32 bits: a default of 0.7 comes back as another double."""
     return struct.pack(">f", value).hex()

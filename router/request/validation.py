@@ -1,6 +1,7 @@
-"""What may be asked, and what it means once nothing is left to a default. Refuses before anything is spent on it.
+"""Checks a request and resolves its defaults, before any work is spent on it.
 
-`check` looks at all but the prompt's tokens, so that a bad request is not even tokenized; `resolve` does the rest.
+`check` looks at everything except the prompt's tokens, so that an invalid request is not even tokenized; `resolve` does
+the rest. `MessageLimits` checks that an admitted request still fits one message when all its tokens travel with it.
 """
 
 import hashlib
@@ -9,7 +10,7 @@ import secrets
 import struct
 from dataclasses import dataclass, replace
 
-from cluster.errors import InvalidRequest, NoTokenizer, PromptTooLong, UnknownModel
+from cluster.errors import InvalidRequest, NoTokenizer, PromptTooLong, RequestTooLarge, UnknownModel
 from cluster.messages import Sampling, TokenStops
 from router.requests import Accepted, GenerateRequest, ResumedChoice, SamplingParams, StopConditions
 from router.text.model_files import ModelInfo
@@ -26,13 +27,13 @@ MAX_CACHE_SALT_CHARACTERS = 256
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRequest:
-    """A request that workers can be given: checked, and complete."""
+    """A checked request without any open default, ready for the workers."""
 
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
     stops: TokenStops
     stop_strings: tuple[str, ...]
-    named_stop_token_ids: frozenset[int]  # the client's own: only these are told as a stop's cause
+    named_stop_token_ids: frozenset[int]  # of the client: only these are reported as stop_cause
     seed: int
     seeds: tuple[int, ...]  # one per choice, made from `seed`; a retry draws the same tokens
     cache_salt: str
@@ -40,15 +41,15 @@ class ResolvedRequest:
     is_batch: bool
 
     def at_most(self, num_output: int) -> "ResolvedRequest":
-        """This request with `max_tokens` cut to what a worker can hold; unchanged where that is nothing, or less than
-        `min_tokens`."""
+        """Return the request with `max_tokens` reduced to what a worker can hold. Unchanged if that is less than 1 or
+        less than `min_tokens`."""
         fewer = min(self.stops.max_tokens, num_output)
         if fewer < max(1, self.stops.min_tokens):
             return self
         return replace(self, stops=replace(self.stops, max_tokens=fewer))
 
     def accepted(self, acceptance: bytes) -> Accepted:
-        """What the client sends to have the request resolved to the same values at another router."""
+        """Return the values that the client sends so that another router resolves the request to the same values."""
         sampling = self.sampling
         return Accepted(
             SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, self.seed),
@@ -58,7 +59,8 @@ class ResolvedRequest:
 
 
 def check(request: GenerateRequest, model: ModelInfo) -> None:
-    """Raises InvalidRequest or one of its kinds, which says what to change."""
+    """Check everything but the prompt's tokens. Raises InvalidRequest or a subclass; its message says what to
+    change."""
     check_model(request.model, model)
     request_id = request.request_id
     _require(
@@ -90,19 +92,19 @@ def check(request: GenerateRequest, model: ModelInfo) -> None:
 
 
 def check_model(name: str, model: ModelInfo) -> None:
-    """Empty means the one that is served. Raises UnknownModel."""
+    """Check the name of the model; empty means the served one. Raises UnknownModel."""
     if name not in ("", model.name):
         raise UnknownModel(f"there is no model {name!r} here; this router serves {model.name!r}")
 
 
 def check_token_ids(token_ids: tuple[int, ...], model: ModelInfo) -> None:
-    """Raises InvalidRequest."""
+    """Check that all token ids are in the vocabulary. Raises InvalidRequest."""
     wrong = next((token_id for token_id in token_ids if not 0 <= token_id < model.vocab_size), None)
     _require(wrong is None, f"token id {wrong} is outside the vocabulary: 0 to {model.vocab_size - 1}")
 
 
 def resolve(request: GenerateRequest, prompt_token_ids: tuple[int, ...], model: ModelInfo) -> ResolvedRequest:
-    """`request` has passed `check`. Raises InvalidRequest, PromptTooLong."""
+    """Resolve all defaults of a request that has passed `check`. Raises InvalidRequest, PromptTooLong."""
     _require(bool(prompt_token_ids), "the prompt is empty: it must have at least one token")
     # First: a prompt may be too long to be looked through at all.
     max_tokens = _max_tokens(len(prompt_token_ids), request.stop, model)
@@ -155,8 +157,8 @@ def _check_stop(stop: StopConditions, model: ModelInfo) -> None:
 
 
 def _check_resumption(request: GenerateRequest, choices: tuple[ResumedChoice, ...], model: ModelInfo) -> None:
-    """What the tokens say is judged where they are replayed (Choice.resume)."""
-    _require(bool(request.request_id), "resume_from goes on with a request: give its request_id")
+    """Check the form of the resumed choices. Choice.resume checks their tokens."""
+    _require(bool(request.request_id), "resume_from resumes a request: give its request_id")
     _require(request.resume_number >= 1, "resume_from.resume_number counts a request's resumptions from 1, not from 0")
     _require(len(choices) == request.n, f"resume_from has {len(choices)} choices, the request {request.n}")
     for choice in choices:
@@ -199,7 +201,8 @@ def _sampling(params: SamplingParams, num_logprobs: int | None, defaults: Sampli
 
 
 def _choice_seed(seed: int, choice: int) -> int:
-    """Choices of one request must differ, and a client's neighbouring seeds must not share choices."""
+    """Return the seed of one choice. Choices of a request differ, and neighbouring seeds of a client share no
+    choice."""
     digest = hashlib.blake2b(struct.pack("<QI", seed, choice), digest_size=8, person=b"tandem.seed").digest()
     return int.from_bytes(digest, "little")
 
@@ -207,3 +210,47 @@ def _choice_seed(seed: int, choice: int) -> int:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise InvalidRequest(message)
+
+
+_TOKEN_BYTES = 4  # of a token id at most: packed to workers; as a varint from clients, for vocabularies up to 2**28
+_CHOICE_BYTES = 48  # of a choice without its tokens: tags and lengths, handle, seed, characters, reason of its end
+# What a resumed message has more than the first, beside the tokens: sampling, max_tokens, acceptance, resume number.
+_ACCEPTED_BYTES = 288
+# What a message to a worker has beside tokens: ids, addresses, stop token ids, salt, ticket, holders of prefixes.
+_JOB_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class MessageLimits:
+    """The largest messages that a request may need.
+
+    A request grows: its client resumes it with the tokens of all choices in one message, and routers send the committed
+    tokens to workers. It is admitted only if the largest of these messages stays within its receiver's limit.
+    """
+
+    client_bytes: int  # `--max-message-bytes`: the largest message that routers take from a client
+    worker_bytes: int  # the largest that workers take from a router
+
+    def most_output(self, num_request_bytes: int, num_prompt: int, num_choices: int) -> int:
+        """Return the largest max_tokens per choice with which such a request fits one message; less than 1 if none
+        does.
+
+        `num_request_bytes`: the size of the client's message without `resume_from`; 0 if its client cannot resume it.
+        """
+        to_worker = self.worker_bytes - _JOB_BYTES - _TOKEN_BYTES * num_prompt
+        rooms = [to_worker]
+        if num_request_bytes:
+            rooms.append(self.client_bytes - _ACCEPTED_BYTES - num_request_bytes)
+        return (min(rooms) // num_choices - _CHOICE_BYTES) // _TOKEN_BYTES
+
+    def check(self, num_request_bytes: int, num_prompt: int, num_choices: int, max_tokens: int) -> None:
+        """Check that a request fits one message. Raises RequestTooLarge."""
+        most = self.most_output(num_request_bytes, num_prompt, num_choices)
+        if max_tokens <= most:
+            return
+        change = f"ask for max_tokens of at most {most}, or a smaller n" if most > 0 else "ask for a smaller n"
+        raise RequestTooLarge(
+            f"with all tokens of {num_choices} x {max_tokens} the request would not fit one message when it is resumed:"
+            f" {change}, shorten the prompt, or have the routers started with a larger --max-message-bytes"
+            f" ({self.client_bytes} here; workers take {self.worker_bytes})"
+        )

@@ -1,40 +1,151 @@
-"""Token ids to text, a token at a time, exactly as decoding all of them at once would give it.
+"""Converts token ids to text one token at a time, with exactly the text that decoding all of them at once gives.
 
-Owns the chain of a model's decoders as steps (decoder_steps.py), each of which holds back what a later token could
-still change, and nothing else. Every token costs the same however long the text has become. Never looks at stop
-strings; never shows a special token.
+`Vocabulary` builds the chain of decoders that `tokenizer.json` names, as incremental steps. Each step holds back only
+the text that a later token could still change. A token costs the same however long the text is. Stop strings are
+matched elsewhere (text_stream.py); special tokens never appear in the text. The `tokenizers` library defines what each
+decoder does, and the tests compare every step with it.
 """
 
 import codecs
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer, decoders
 
 from cluster.errors import ConfigError
-from router.text.decoder_steps import (
-    BYTE_TOKEN,
-    SETTLED_TOKEN,
-    ByteRuns,
-    Joined,
-    PerToken,
-    Step,
-    StripFront,
-    WordEnds,
-    byte_level_alphabet,
-)
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+SETTLED_TOKEN = "x"  # stands before a token to make it any but the first
+
+
+class Step(Protocol):
+    """One incremental decoder of the chain. Pieces are tokens, or, behind Fuse, consecutive parts of the text."""
+
+    def push(self, piece: str) -> Sequence[str]: ...
+
+    def end(self) -> Sequence[str]: ...
+
+
+class PerToken:
+    """A decoder that maps every token by itself. It asks the library once per distinct token."""
+
+    def __init__(self, component: decoders.Decoder, index: int, settled: dict[tuple[int, str], str]) -> None:
+        self._component = component
+        self._index = index
+        self._settled = settled
+        self._first = True
+
+    def push(self, piece: str) -> Sequence[str]:
+        if self._first:
+            self._first = False
+            return (self._component.decode([piece]),)
+        key = (self._index, piece)
+        text = self._settled.get(key)
+        if text is None:
+            before = len(self._component.decode([SETTLED_TOKEN]))
+            text = self._settled[key] = self._component.decode([SETTLED_TOKEN, piece])[before:]
+        return (text,)
+
+    def end(self) -> Sequence[str]:
+        return ()
+
+
+class Joined:
+    """Joins tokens by spaces, for a tokenizer without a decoder."""
+
+    def __init__(self) -> None:
+        self._first = True
+
+    def push(self, piece: str) -> Sequence[str]:
+        text = piece if self._first else " " + piece
+        self._first = False
+        return (text,)
+
+    def end(self) -> Sequence[str]:
+        return ()
+
+
+class ByteRuns:
+    """ByteFallback. A run of byte tokens is text only if all of it is valid UTF-8, so the run is held back until it
+    ends."""
+
+    def __init__(self) -> None:
+        self._run = bytearray()
+
+    def push(self, piece: str) -> Sequence[str]:
+        byte = BYTE_TOKEN.fullmatch(piece)
+        if byte:
+            self._run.append(int(byte[1], 16))
+            return ()
+        return (*self.end(), piece)
+
+    def end(self) -> Sequence[str]:
+        run, self._run = bytes(self._run), bytearray()
+        if not run:
+            return ()
+        try:
+            return (run.decode(),)
+        except UnicodeDecodeError:
+            return ("\ufffd",) * len(run)
+
+
+class WordEnds:
+    """BPEDecoder. The end of a word is a space, except after the last token, so each token is held back until
+    the next."""
+
+    def __init__(self, suffix: str) -> None:
+        self._suffix = suffix
+        self._held: str | None = None
+
+    def push(self, piece: str) -> Sequence[str]:
+        held, self._held = self._held, piece
+        return () if held is None else (held.replace(self._suffix, " "),)
+
+    def end(self) -> Sequence[str]:
+        held, self._held = self._held, None
+        return () if held is None else (held.replace(self._suffix, ""),)
+
+
+class StripFront:
+    """Strip behind Fuse: remove up to `start` characters from the front of the whole text."""
+
+    def __init__(self, content: str, start: int) -> None:
+        self._content = content
+        self._left = start
+
+    def push(self, piece: str) -> Sequence[str]:
+        while self._left and piece.startswith(self._content):
+            piece = piece[1:]
+            self._left -= 1
+        if piece:
+            self._left = 0
+        return (piece,)
+
+    def end(self) -> Sequence[str]:
+        return ()
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """Return GPT-2's alphabet (Radford et al. 2019): printable bytes are their own letter, the others follow from
+    U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
 
 # Decoders that treat each token by itself, but for a different rule for the first one.
 _PER_TOKEN = frozenset({"Replace", "Strip", "Metaspace", "WordPiece"})
 
 
 class Vocabulary:
-    """What each id stands for, and the decoder chain that makes text of them. Shared; only its caches change."""
+    """The token of each id, and the decoder chain that converts tokens to text. It is shared; only its caches
+    change."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises ConfigError for a decoder whose text cannot be given before the last token is known."""
+        """Raises ConfigError for a decoder whose text depends on the last token."""
         added = tokenizer.get_added_tokens_decoder()
         special = {token.content for token in added.values() if token.special}
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
@@ -48,11 +159,12 @@ class Vocabulary:
         self._check_chain()
 
     def visible_token(self, token_id: int) -> str | None:
-        """The vocabulary's string; None for special tokens and for ids that it does not know."""
+        """Return the token of an id; None for special tokens and unknown ids."""
         return self._tokens.get(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token adds to a text when it is not its first; of a special token, its name's."""
+        """Return the bytes that the token adds to a text when it is not the first token. A special token gives its
+        name."""
         token = self._tokens.get(token_id)
         if token is None:
             return self._specials.get(token_id, "").encode()
@@ -64,7 +176,8 @@ class Vocabulary:
         return self._text([SETTLED_TOKEN, token]).removeprefix(self._text([SETTLED_TOKEN])).encode()
 
     def byte_level_bytes(self, token_id: int, token: str) -> bytes:
-        """A byte-level token's bytes: its letters stand for bytes, unless one of them is not in that alphabet."""
+        """Return a byte-level token's bytes: its letters stand for bytes, unless one of them is not in that
+        alphabet."""
         known = self._bytes.get(token_id)
         if known is None:
             letters = self._byte_of_letter
@@ -73,7 +186,7 @@ class Vocabulary:
         return known
 
     def new_steps(self) -> list[Step]:
-        """A fresh chain for one text."""
+        """Return a new chain for one text."""
         if not self._specs:
             return [Joined()]
         steps: list[Step] = []
@@ -121,7 +234,7 @@ class Vocabulary:
 
 
 class Detokenizer:
-    """One text in the making. Owned by one stream; `push` and `end` give the text that no later token can change."""
+    """Detokenizes one text. `push` and `end` return the text that no later token can change."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -137,7 +250,7 @@ class Detokenizer:
         return "".join(_run(self._steps, token))
 
     def end(self) -> str:
-        """What was held back; the text is complete then."""
+        """Return the text that was held back. The text is complete then."""
         if self._utf8 is not None:
             return self._utf8.decode(b"", final=True)
         return "".join(_end(self._steps))
@@ -158,7 +271,7 @@ def _end(steps: Sequence[Step]) -> list[str]:
 
 
 def _flatten(spec: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The decoder of a tokenizer.json as a flat list; empty where there is none."""
+    """Return the decoders of a tokenizer.json as a flat list; empty if it has none."""
     if spec is None:
         return []
     if spec["type"] == "Sequence":

@@ -1,6 +1,6 @@
-"""The small files of a model that a router reads: found in a folder or fetched from the hub, and what they say.
+"""Finds the small files of a model, in a folder or on the hub, and reads them.
 
-Never reads weights, and never needs the library that runs the model.
+Never reads weights, and does not need the library that runs the model.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cluster.errors import ConfigError
 from cluster.messages import Sampling
-from cluster.settings.lengths import NO_LIMITS, LengthLimits
+from cluster.request_size import NO_LIMITS, LengthLimits
 
 _HUB_FILES = [
     "config.json",
@@ -40,7 +40,7 @@ Json = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the router knows of the model it serves."""
+    """What the router knows about the model that it serves."""
 
     model: str  # folder or hub name
     name: str  # what clients call it
@@ -54,11 +54,11 @@ class ModelInfo:
     default_max_tokens: int | None  # its max_new_tokens
     lengths: LengthLimits = NO_LIMITS
     tokenizer_digest: str = ""  # of tokenizer.json, and of the tokens that tokenizer_config.json adds
-    notes: tuple[str, ...] = ()  # what of the files is not followed; said once at start
+    notes: tuple[str, ...] = ()  # settings of the files that are not applied; logged once at start
 
 
 def locate(model: str) -> Path:
-    """The folder with the model's small files; a hub name's are fetched. Raises ConfigError."""
+    """Return the folder with the model's small files. Those of a hub name are downloaded. Raises ConfigError."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -75,7 +75,7 @@ def locate(model: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """The object in a file; empty where there is no such file. Raises ConfigError."""
+    """Return the object in a file; empty if there is no such file. Raises ConfigError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -90,7 +90,8 @@ def read_json(path: Path) -> dict[str, object]:
 def model_info(
     model: str, folder: Path, *, served_model_name: str, max_model_len: int, has_chat_template: bool
 ) -> ModelInfo:
-    """Reads config.json and generation_config.json. `max_model_len` 0 is the model's own limit. Raises ConfigError."""
+    """Read config.json and generation_config.json. `max_model_len` 0 means the model's own limit. Raises
+    ConfigError."""
     whole = read_json(folder / "config.json")
     if not whole:
         raise ConfigError(f"--model {model}: {folder} has no config.json")
@@ -131,7 +132,7 @@ def _token_ids(value: object) -> frozenset[int]:
 
 
 def _default_sampling(generation: Json) -> Sampling:
-    """`do_sample` is not looked at, as vLLM does not: who wants greedy says temperature 0."""
+    """Return the sampling defaults. `do_sample` is ignored, as in vLLM: greedy sampling is temperature 0."""
     values = {key: generation[key] for key in _SAMPLING_KEYS if generation.get(key) is not None}
     for key, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:

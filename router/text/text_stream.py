@@ -1,8 +1,8 @@
-"""The text of one choice as it grows: detokenized, cut at the first stop string, never shown and then taken back.
+"""The text of one choice: detokenized incrementally and cut at the first stop string. Text once released is never
+revoked.
 
-Owns what is held back, and why: what a later token could still change (the detokenizer's), and what may begin a stop
-string (the matcher's). Never looks at stop tokens; a worker does. The token that ended a sequence because it is EOS or
-a stop token has no text: it is not pushed.
+Holds back text that a later token could still change, and text that may begin a stop string. Workers handle stop
+tokens: the EOS or stop token that ends a sequence has no text and is not pushed.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from router.text.detokenizer import Detokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What a push released. `stopped_by` is the stop string that ended it; tokens past `num_tokens_used` are void."""
+    """The text that a push released. `stopped_by`: the stop string that ended it; tokens after `num_tokens_used` are
+    void."""
 
     text: str
     stopped_by: str | None
@@ -21,11 +22,12 @@ class TextDelta:
 
 
 class TextStream:
-    """One choice's text. The same tokens give the same text in whatever portions they come, so a resumed request
-    replays its committed tokens and goes on from the characters that the client has."""
+    """The text of one choice. The same tokens give the same text however they are grouped, so a resumed request replays
+    its committed tokens and continues from the characters that the client has."""
 
     def __init__(self, detokenizer: Detokenizer | None, stop: Sequence[str], min_tokens: int) -> None:
-        """No detokenizer: the text stays empty. A stop string counts once `min_tokens` tokens are there."""
+        """Create an empty stream. Without a detokenizer the text stays empty. A stop string counts once `min_tokens`
+        tokens have come."""
         assert detokenizer is not None or not stop, "stop strings need a detokenizer"
         self._detokenizer = detokenizer
         self._matcher = _StopMatcher(stop) if stop else None
@@ -34,6 +36,7 @@ class TextStream:
         self._ended = False
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
+        """Add tokens and return the text that they release."""
         assert not self._ended, "the text has ended"
         if self._detokenizer is None:
             return TextDelta("", None, len(token_ids))
@@ -52,7 +55,8 @@ class TextStream:
         return TextDelta("".join(released), None, len(token_ids))
 
     def flush(self) -> str:
-        """The end by EOS, a stop token or length: what was held back, cut at a stop string if that completes one."""
+        """End the text by EOS, a stop token or length. Returns the text that was held back, cut at a stop string that
+        it completes."""
         if self._detokenizer is None or self._ended:
             return ""
         self._ended = True
@@ -66,7 +70,8 @@ class TextStream:
 class _StopMatcher:
     """Finds the stop string that is complete first; of those complete at the same character, the longest.
 
-    One Knuth-Morris-Pratt automaton per stop string, so a character costs the same however much is held.
+    It runs one Knuth-Morris-Pratt automaton per stop string, so a character costs the same however much text is held
+    back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -77,9 +82,9 @@ class _StopMatcher:
         self.held = ""  # the longest end of the text that begins some stop string
 
     def push(self, text: str, *, armed: bool) -> tuple[str, str | None]:
-        """The text that no stop string can reach any more, and the stop string that is complete now.
+        """Return the text that can no longer be part of a stop string, and the stop string that is complete now.
 
-        One that is complete while not `armed` is ordinary text.
+        A stop string that is complete while not `armed` is ordinary text.
         """
         pending = self.held + text
         for end, character in enumerate(text, start=len(self.held) + 1):
@@ -102,7 +107,7 @@ class _StopMatcher:
 
 
 def _borders(pattern: str) -> list[int]:
-    """For each prefix, the length of its longest proper prefix that also ends it."""
+    """Return for each prefix the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(pattern)
     length = 0
     for i in range(1, len(pattern)):

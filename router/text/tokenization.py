@@ -1,32 +1,144 @@
-"""Between text and token ids, as the model's own files say: prompts in, chats in, text out.
+"""Converts prompts and chats to token ids as the files of the model define it.
 
-Owns the tokenizer, the chat template and what config.json says of the model. Everything here is a pure function of its
-arguments and safe to call from several threads; a long prompt takes long, so the pipeline encodes off its event loop.
-The library keeps Python's lock while it encodes one text, and gives it back for a list of texts: all are lists of one.
+Owns the tokenizer, the chat template and the threads that encode long texts off the event loop. Every method of
+`Tokenization` is a pure function and safe to call from several threads. The library holds the GIL while it encodes one
+text and releases it for a list of texts, so every text is encoded as a list of one.
 """
 
+import asyncio
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
+from typing import NoReturn, TypeVar
 
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
-from cluster.errors import ConfigError, InvalidRequest, NoChatTemplate, NoTokenizer, PromptTooLong
-from cluster.settings.lengths import NO_LIMITS, LengthLimits
+from cluster.errors import ConfigError, InvalidRequest, NoChatTemplate, NoTokenizer, Overloaded, PromptTooLong
+from cluster.request_size import NO_LIMITS, LengthLimits
 from router.requests import ChatMessage
-from router.text.chat_template import ChatTemplate, read_chat_template
 from router.text.detokenizer import Detokenizer, Vocabulary
 from router.text.model_files import ModelInfo, locate, model_info, read_json
 from router.text.text_stream import TextStream
+
+_EPOCH = datetime(1970, 1, 1)  # of UTC, without a zone: `%z` is empty as in the library that templates are made for
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class ChatTemplate:
+    """A compiled Jinja chat template, which may be used from several threads.
+
+    Templates come with the model and are not trusted: they run in an immutable sandbox with plain values and no loader.
+    A resumed request is rendered again, perhaps on another day and in another time zone, and must give the same prompt.
+    Therefore the time is an argument, the time zone is UTC, and nothing in a template is random.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Raises ConfigError if the template is not valid Jinja."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        del environment.filters["random"], environment.globals["lipsum"]
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the model's chat template is not valid Jinja: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[ChatMessage], rendered_at_us: int) -> str:
+        """Return the prompt, ready for the assistant's turn. `rendered_at_us`: the present for the template, in
+        microseconds since 1970. Raises InvalidRequest if the template refuses the messages."""
+        try:
+            return self._template.render(
+                messages=[{"role": message.role, "content": message.content} for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                strftime_now=partial(_strftime, rendered_at_us),
+                **self._special_tokens,
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(f"the model's chat template refuses these messages: {error.message}") from error
+        except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise InvalidRequest(f"the model's chat template fails on these messages: {error}") from error
+
+
+def read_chat_template(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemplate | None:
+    """Read chat_template.jinja, or `chat_template` of tokenizer_config.json: one template, or a list with one named
+    default."""
+    source: object = tokenizer_config.get("chat_template")
+    if isinstance(source, list):
+        named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
+        source = named.get("default")
+    template_file = folder / "chat_template.jinja"
+    if template_file.is_file():
+        source = template_file.read_text(encoding="utf-8")
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise ConfigError(f"{folder}/tokenizer_config.json: chat_template must be text")
+    return ChatTemplate(source, _special_tokens(tokenizer_config))
+
+
+def _special_tokens(tokenizer_config: Mapping[str, object]) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for name in _NAMED_TOKENS:
+        token = tokenizer_config.get(name)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            tokens[name] = token
+    return tokens
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's tokens for training; rendering ignores it."""
+
+    tags = {"generation"}  # noqa: RUF012  # as jinja declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime(at_us: int, text_format: str) -> str:
+    """Format a time in UTC. `%s` is replaced here, because the C library takes it in the time zone of the process."""
+    seconds = str(at_us // 1_000_000)
+    text_format = re.sub("%(.)", lambda found: seconds if found[1] == "s" else found[0], text_format)
+    return (_EPOCH + timedelta(microseconds=at_us)).strftime(text_format)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Encode as JSON. Jinja's own filter escapes HTML, which a prompt must not have."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
 
 _HEAD_CHARACTERS = 16  # per token of the context: a prompt that is longer is judged by its beginning first
 _HEAD_MARGIN = 2  # a cut changes the tokens beside it, never as many as the context has
 
 
 class Tokenization:
-    """One model's. A model without a `tokenizer.json` has one too: it serves token ids and gives no text."""
+    """The tokenization of one model. A model without a `tokenizer.json` is served in token ids, without text."""
 
     def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None, chat_template: ChatTemplate | None) -> None:
         self.model_info = info
@@ -38,7 +150,7 @@ class Tokenization:
     def load(
         model: str, *, served_model_name: str = "", max_model_len: int = 0, lengths: LengthLimits = NO_LIMITS
     ) -> "Tokenization":
-        """Of a local folder or a hub name, whose small files are fetched. Raises ConfigError."""
+        """Load from a local folder or a hub name, whose small files are downloaded. Raises ConfigError."""
         folder = locate(model)
         tokenizer_config = read_json(folder / "tokenizer_config.json")
         tokenizer = _read_tokenizer(folder, tokenizer_config)
@@ -54,17 +166,19 @@ class Tokenization:
         return Tokenization(replace(info, lengths=lengths, tokenizer_digest=digest), tokenizer, chat_template)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """With the special tokens that the tokenizer's post-processor adds. Raises NoTokenizer, InvalidRequest."""
+        """Encode a text with the special tokens that the tokenizer's post-processor adds. Raises NoTokenizer,
+        InvalidRequest."""
         return self._encode(text, add_special_tokens=True)
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """As `encode`. A text that is far too long costs no more than its beginning. Raises PromptTooLong too."""
+        """Encode as `encode` does. Of a text that is far too long, only the beginning is encoded. Raises PromptTooLong
+        too."""
         self._check_head(text)
         return self.encode(text)
 
     def encode_chat(self, messages: Sequence[ChatMessage], rendered_at_us: int) -> tuple[int, ...]:
-        """The conversation and the opening of the assistant's turn; the special tokens are the template's alone. The
-        template takes `rendered_at_us`, microseconds since 1970, for the present.
+        """Render a conversation, up to the start of the assistant's turn, and encode it. Only the template adds special
+        tokens. `rendered_at_us`: the present for the template, in microseconds since 1970.
 
         Raises NoTokenizer, NoChatTemplate, InvalidRequest, PromptTooLong.
         """
@@ -79,17 +193,18 @@ class Tokenization:
         return self._encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Without special tokens. Raises NoTokenizer, InvalidRequest."""
+        """Decode token ids, without special tokens. Raises NoTokenizer, InvalidRequest."""
         if any(not 0 <= token_id < self.model_info.vocab_size for token_id in token_ids):
             raise InvalidRequest(f"token ids must be from 0 to {self.model_info.vocab_size - 1}")
         return self._need_tokenizer().decode(list(token_ids), skip_special_tokens=True)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to a text; a special token gives its name. Empty without a tokenizer."""
+        """Return the bytes that one token adds to a text. A special token gives its name. Empty without a tokenizer."""
         return self._vocabulary.token_bytes(token_id) if self._vocabulary is not None else b""
 
     def text_stream(self, stop: tuple[str, ...], min_tokens: int) -> TextStream:
-        """One choice's text from its tokens, cut at a stop string. Raises NoTokenizer for stop strings without one."""
+        """Return the text stream of one choice, cut at a stop string. Raises NoTokenizer for stop strings without a
+        tokenizer."""
         if stop:
             self._need_tokenizer()
         return TextStream(Detokenizer(self._vocabulary) if self._vocabulary is not None else None, stop, min_tokens)
@@ -104,7 +219,7 @@ class Tokenization:
         return tuple(encoding.ids)
 
     def _check_head(self, text: str) -> None:
-        """Raises PromptTooLong where the beginning alone is far more than the model's context."""
+        """Raises PromptTooLong if the beginning of the text alone far exceeds the model's context."""
         max_model_len = self.model_info.max_model_len
         num_characters = _HEAD_CHARACTERS * max_model_len
         if len(text) <= num_characters:
@@ -124,13 +239,14 @@ class Tokenization:
 
 
 def _tokenizer_digest(folder: Path, tokenizer_config: dict[str, object]) -> str:
-    """Equal on routers that make the same text of the same tokens, whatever version of the library they run."""
+    """Return a digest that is equal on routers that convert tokens to the same text, whatever version of the library
+    they run."""
     added = json.dumps(tokenizer_config.get("added_tokens_decoder"), sort_keys=True)
     return hashlib.sha256((folder / "tokenizer.json").read_bytes() + added.encode()).hexdigest()
 
 
 def _read_tokenizer(folder: Path, tokenizer_config: dict[str, object]) -> Tokenizer | None:
-    """The tokenizer of `tokenizer.json`, with the tokens that only `tokenizer_config.json` adds."""
+    """Read `tokenizer.json`, and add the tokens that only `tokenizer_config.json` has."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
@@ -148,3 +264,36 @@ def _read_tokenizer(folder: Path, tokenizer_config: dict[str, object]) -> Tokeni
         if tokenizer.token_to_id(content) != int(token_id):
             raise ConfigError(f"{folder}: tokenizer.json and tokenizer_config.json disagree on the id of {content!r}")
     return tokenizer
+
+
+_NUM_THREADS = 2
+_MAX_WAITING = 4096  # callers; those of generations are bounded by --max-live-requests
+_RETRY_AFTER_S = 1.0
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+
+
+class TokenizerThreads:
+    """A few threads that tokenize texts. A text waits for a thread on the event loop, where its caller can be
+    cancelled."""
+
+    def __init__(self, num_threads: int = _NUM_THREADS, *, max_waiting: int = _MAX_WAITING) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, "tokenize")
+        self._free = asyncio.Semaphore(num_threads)
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
+
+    async def run(self, call: Callable[[Given], Made], given: Given) -> Made:
+        """Run `call(given)` on a thread. Raises Overloaded, and the error of the call. A cancelled caller leaves the
+        thread busy until the call has ended."""
+        if self._num_waiting >= self._max_waiting:
+            raise Overloaded(f"{self._num_waiting} texts wait to be tokenized; try again", retry_after_s=_RETRY_AFTER_S)
+        self._num_waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._num_waiting -= 1
+        working = asyncio.get_running_loop().run_in_executor(self._threads, call, given)
+        working.add_done_callback(lambda _: self._free.release())
+        return await asyncio.shield(working)

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminStub(object):
-    """Served by every router.
+    """Every router serves it.
     """
 
     def __init__(self, channel):
@@ -68,26 +68,26 @@ class AdminStub(object):
 
 
 class AdminServicer(object):
-    """Served by every router.
+    """Every router serves it.
     """
 
     def Status(self, request, context):
-        """The cluster as this router sees it.
+        """Returns the cluster as this router sees it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Asks one member, this router or another one or a worker, to finish its work, take no more, and leave.
-        Errors: NOT_FOUND (no such member; the message names those that are there).
+        """Asks one member (this router, another router, or a worker) to accept no new work, finish its work and leave.
+        Errors: NOT_FOUND (no such member; the message names the members that exist).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Migrate(self, request, context):
-        """Moves sequences of this router from one decode worker to another, KV and all; their streams go on.
+        """Moves sequences of this router from one decode worker to another with their KV. Their streams continue.
         Errors: NOT_FOUND (no such decode worker).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -95,22 +95,22 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Requests(self, request, context):
-        """What this router is serving now, the oldest first.
+        """Returns the requests that this router serves now, the oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """How many workers each pool is to have; whoever runs the workers (`tandem up`, Ray) follows it.
-        Errors: INVALID_ARGUMENT, UNAVAILABLE (no registry, or nobody here follows targets).
+        """Sets the number of workers of each pool. The process that runs the workers (`tandem up`, Ray) follows this target.
+        Errors: INVALID_ARGUMENT, UNAVAILABLE (no registry, or no process follows the target).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Follow(self, request, context):
-        """Members and target, without figures: as they are, and again whenever one of them changes.
+        """Returns members and target without figures at once, and again after each change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,7 +158,7 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin(object):
-    """Served by every router.
+    """Every router serves it.
     """
 
     @staticmethod

@@ -1,10 +1,52 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+
+class ChatRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CHAT_ROLE_UNSPECIFIED: _ClassVar[ChatRole]
+    CHAT_ROLE_SYSTEM: _ClassVar[ChatRole]
+    CHAT_ROLE_USER: _ClassVar[ChatRole]
+    CHAT_ROLE_ASSISTANT: _ClassVar[ChatRole]
+
+class RequestPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REQUEST_PHASE_UNSPECIFIED: _ClassVar[RequestPhase]
+    REQUEST_PHASE_TOKENIZE: _ClassVar[RequestPhase]
+    REQUEST_PHASE_ADMIT: _ClassVar[RequestPhase]
+    REQUEST_PHASE_PREFILL_QUEUE: _ClassVar[RequestPhase]
+    REQUEST_PHASE_PREFILL: _ClassVar[RequestPhase]
+    REQUEST_PHASE_TRANSFER: _ClassVar[RequestPhase]
+    REQUEST_PHASE_DECODE_QUEUE: _ClassVar[RequestPhase]
+    REQUEST_PHASE_DECODE: _ClassVar[RequestPhase]
+    REQUEST_PHASE_RETRY: _ClassVar[RequestPhase]
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+CHAT_ROLE_UNSPECIFIED: ChatRole
+CHAT_ROLE_SYSTEM: ChatRole
+CHAT_ROLE_USER: ChatRole
+CHAT_ROLE_ASSISTANT: ChatRole
+REQUEST_PHASE_UNSPECIFIED: RequestPhase
+REQUEST_PHASE_TOKENIZE: RequestPhase
+REQUEST_PHASE_ADMIT: RequestPhase
+REQUEST_PHASE_PREFILL_QUEUE: RequestPhase
+REQUEST_PHASE_PREFILL: RequestPhase
+REQUEST_PHASE_TRANSFER: RequestPhase
+REQUEST_PHASE_DECODE_QUEUE: RequestPhase
+REQUEST_PHASE_DECODE: RequestPhase
+REQUEST_PHASE_RETRY: RequestPhase
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -31,22 +73,28 @@ class StopConditions(_message.Message):
     min_tokens: int
     ignore_eos: bool
     stop: _containers.RepeatedScalarFieldContainer[str]
-    stop_token_ids: bytes
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: bool = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[bytes] = ...) -> None: ...
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: bool = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
-    role: str
+    role: ChatRole
     content: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+    def __init__(self, role: _Optional[_Union[ChatRole, str]] = ..., content: _Optional[str] = ...) -> None: ...
 
 class ChatPrompt(_message.Message):
     __slots__ = ("messages",)
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stop", "n", "logprobs", "cache_salt", "priority", "is_batch", "resume_from", "label")
@@ -67,7 +115,7 @@ class GenerateRequest(_message.Message):
     request_id: str
     model: str
     text: str
-    token_ids: bytes
+    token_ids: TokenIds
     chat: ChatPrompt
     sampling: SamplingParams
     stop: StopConditions
@@ -78,7 +126,7 @@ class GenerateRequest(_message.Message):
     is_batch: bool
     resume_from: ResumeFrom
     label: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., resume_from: _Optional[_Union[ResumeFrom, _Mapping]] = ..., label: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., resume_from: _Optional[_Union[ResumeFrom, _Mapping]] = ..., label: _Optional[str] = ...) -> None: ...
 
 class ResumeFrom(_message.Message):
     __slots__ = ("choices", "acceptance", "resume_number")
@@ -95,10 +143,10 @@ class ResumedChoice(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_CHARACTERS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    token_ids: bytes
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_characters: int
-    finish_reason: str
-    def __init__(self, token_ids: _Optional[bytes] = ..., num_characters: _Optional[int] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+    finish_reason: FinishReason
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_characters: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -127,12 +175,12 @@ class ChoiceDelta(_message.Message):
     STOP_CAUSE_FIELD_NUMBER: _ClassVar[int]
     choice: int
     first_index: int
-    token_ids: bytes
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
     logprobs: _containers.RepeatedCompositeFieldContainer[PositionLogprobs]
-    finish_reason: str
+    finish_reason: FinishReason
     stop_cause: str
-    def __init__(self, choice: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., stop_cause: _Optional[str] = ...) -> None: ...
+    def __init__(self, choice: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_cause: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
@@ -145,12 +193,12 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Phase(_message.Message):
-    __slots__ = ("name", "duration_s")
-    NAME_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("phase", "duration_s")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
     DURATION_S_FIELD_NUMBER: _ClassVar[int]
-    name: str
+    phase: RequestPhase
     duration_s: float
-    def __init__(self, name: _Optional[str] = ..., duration_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, phase: _Optional[_Union[RequestPhase, str]] = ..., duration_s: _Optional[float] = ...) -> None: ...
 
 class Ledger(_message.Message):
     __slots__ = ("phases", "wall_s", "ttft_s", "members", "transport", "kv_bytes", "reasons", "worker_times", "label")
@@ -229,16 +277,16 @@ class TokenizeRequest(_message.Message):
 class TokenizeResponse(_message.Message):
     __slots__ = ("token_ids",)
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    token_ids: bytes
-    def __init__(self, token_ids: _Optional[bytes] = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DetokenizeRequest(_message.Message):
     __slots__ = ("model", "token_ids")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     model: str
-    token_ids: bytes
-    def __init__(self, model: _Optional[str] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, model: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DetokenizeResponse(_message.Message):
     __slots__ = ("text",)

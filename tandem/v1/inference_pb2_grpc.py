@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class InferenceStub(object):
-    """Served by every router. The initial metadata of its answers has `tandem-routers`: gRPC addresses of the routers that serve
-    this cluster now, with commas between them.
+    """Every router serves it. The initial metadata of each answer has the key `tandem-routers`: the gRPC addresses of the
+    routers that serve this cluster now, separated by commas.
     """
 
     def __init__(self, channel):
@@ -59,36 +59,38 @@ class InferenceStub(object):
 
 
 class InferenceServicer(object):
-    """Served by every router. The initial metadata of its answers has `tandem-routers`: gRPC addresses of the routers that serve
-    this cluster now, with commas between them.
+    """Every router serves it. The initial metadata of each answer has the key `tandem-routers`: the gRPC addresses of the
+    routers that serve this cluster now, separated by commas.
     """
 
     def Generate(self, request, context):
-        """Generates one or more continuations of a prompt and streams them as they are made.
-        Errors: INVALID_ARGUMENT, NOT_FOUND (model), ALREADY_EXISTS (request id is live), FAILED_PRECONDITION (resume_from
-        does not match its acceptance, or is superseded by a newer one), RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, UNAVAILABLE, UNAUTHENTICATED. The message says
-        what to change.
+        """Generates one or more continuations of a prompt and streams their tokens.
+        Errors: INVALID_ARGUMENT, NOT_FOUND (model), ALREADY_EXISTS (a live request has this id), FAILED_PRECONDITION
+        (resume_from does not match its acceptance, or a newer call superseded it), RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED,
+        UNAVAILABLE, UNAUTHENTICATED. The message says what to change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Text to token ids with the served model's tokenizer.
+        """Converts text to token ids with the tokenizer of the served model.
+        Errors: INVALID_ARGUMENT, NOT_FOUND (model).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Token ids to text.
+        """Converts token ids to text with the tokenizer of the served model.
+        Errors: INVALID_ARGUMENT, NOT_FOUND (model).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """The models that this router serves.
+        """Lists the models that this router serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,8 +128,8 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference(object):
-    """Served by every router. The initial metadata of its answers has `tandem-routers`: gRPC addresses of the routers that serve
-    this cluster now, with commas between them.
+    """Every router serves it. The initial metadata of each answer has the key `tandem-routers`: the gRPC addresses of the
+    routers that serve this cluster now, separated by commas.
     """
 
     @staticmethod

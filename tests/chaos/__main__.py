@@ -1,8 +1,8 @@
-"""`python -m tests.chaos`: a real cluster under load, one fault a round, and what became of every request.
+"""`python -m tests.chaos`: inject one fault per round into a real cluster under load, and judge every request.
 
-A run covers every fault at least once from 60 rounds on. `--only sigkill:decode:decoding` takes the faults whose names
-begin so, `--round 17` one round of the plan alone. `--write` keeps the figures: benchmarks/results/chaos.json, and the
-table of docs/faults.md.
+From 60 rounds on a run covers every fault at least once. `--only sigkill:decode:decoding` selects the faults whose
+names begin with this, `--round 17` one round of the plan. `--write` stores the figures in benchmarks/results/chaos.json
+and the table in benchmarks/results/faults.md.
 """
 
 import argparse
@@ -46,14 +46,14 @@ def main() -> int:
 
 
 async def _until_asked(running: Coroutine[None, None, Run]) -> Run:
-    """A SIGTERM ends the run, and leaves nothing of it."""
+    """Run until SIGTERM, which ends the run and all its processes."""
     task = asyncio.ensure_future(running)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     return await task
 
 
 async def run_plan(plan: Sequence[Round], seed: int, *, questions: Questions, num_clients: int) -> Run:
-    """On one cluster. Stops early where that cannot be made whole again, and says so."""
+    """Run the rounds on one cluster. Stops early if the cluster does not recover, and reports that."""
     began_s, results = time.monotonic(), list[RoundResult]()
     broken = ""
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as directory:
@@ -112,12 +112,20 @@ def _tell(what: str) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=200, metavar="N", help="how many (default: 200)")
-    parser.add_argument("--seed", type=int, default=1, metavar="S", help="of the plan and the clients (default: 1)")
-    parser.add_argument("--only", default="", metavar="NAME", help="faults whose names begin so")
-    parser.add_argument("--round", type=int, metavar="K", help="this round of the plan alone")
-    parser.add_argument("--clients", type=int, default=_NUM_CLIENTS, metavar="N", help="that ask without pause")
-    parser.add_argument("--write", action="store_true", help="keep the result")
+    parser.add_argument("--rounds", type=int, default=200, metavar="N", help="number of rounds (default: 200)")
+    parser.add_argument(
+        "--seed", type=int, default=1, metavar="S", help="seed of the plan and the clients (default: 1)"
+    )
+    parser.add_argument("--only", default="", metavar="NAME", help="only faults whose names begin with this")
+    parser.add_argument("--round", type=int, metavar="K", help="only this round of the plan")
+    parser.add_argument(
+        "--clients",
+        type=int,
+        default=_NUM_CLIENTS,
+        metavar="N",
+        help="number of clients that send requests continuously",
+    )
+    parser.add_argument("--write", action="store_true", help="store the result")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""What is left when a round is over and nothing is on its way: blocks, mappings, descriptors, threads, memory."""
+"""What remains after a round when the cluster is idle: blocks, mappings, descriptors, threads, memory."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ import grpc
 
 from tests.chaos.views import Views
 
-_FREE_S = 75.0  # a ticket that nobody came for ends by itself after a minute
+_FREE_S = 75.0  # a ticket without an importer ends by itself after a minute
 _PAUSE_S = 0.05
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MORE_FILES, _MORE_THREADS = 24, 16  # above the first look: connections and pools that were not needed before
@@ -37,7 +37,8 @@ class Account:
 
 
 async def workers_account(views: Views, workers: list[str]) -> tuple[dict[str, dict[str, int]], dict[str, str], float]:
-    """Leaked blocks, violations, and how long it took until there were none. A worker that does not answer leaks."""
+    """Return leaked blocks, violations, and the time until there were none. A worker that does not answer counts as
+    leaking."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     leaked: dict[str, dict[str, int]] = {}
@@ -62,7 +63,7 @@ async def workers_account(views: Views, workers: list[str]) -> tuple[dict[str, d
 
 
 class ProcessBook:
-    """Every process's use at its first rest, and now."""
+    """The resource use of every process at its first rest, and now."""
 
     def __init__(self) -> None:
         self.first: dict[int, ProcessUse] = {}
@@ -71,7 +72,7 @@ class ProcessBook:
         self.num_looks: dict[int, int] = {}
 
     def look(self, pids: dict[str, int]) -> tuple[dict[str, ProcessUse], tuple[str, ...]]:
-        """By member name. Also: what is more than it was."""
+        """Return the resource use by member name, and what has grown."""
         uses, remains = {}, []
         for name, pid in pids.items():
             use = uses[name] = process_use(pid)
@@ -87,7 +88,8 @@ class ProcessBook:
         return uses, tuple(remains)
 
     def longest(self) -> dict[str, tuple[ProcessUse, ProcessUse, int]]:
-        """Of each member the process that was looked at most often: first, last, how often."""
+        """Return for each member the process that was measured most often: first value, last value, number of
+        measurements."""
         best: dict[str, int] = {}
         for pid, name in self.names.items():
             if name not in best or self.num_looks[pid] > self.num_looks[best[name]]:

@@ -1,7 +1,7 @@
-"""One question put to the cluster, over each of the three ways in, and what became of it.
+"""One request to the cluster over one of its three APIs, and its outcome.
 
-Owns the judgement of one answer: whole, lost, or with tokens that are repeated, missing or others than they should be.
-Asks once: what goes on elsewhere by itself is the client library's business.
+Owns the judgement of one answer: complete, lost, or with repeated, missing or wrong tokens. Sends once; the client
+library resumes by itself.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ import grpc
 import httpx
 import openai
 
-from cluster.protocol.wire import pack_ids, unpack_ids
 from tandem.client import AsyncClient
+from tandem.enum_words import FINISH_REASONS
 from tandem.errors import TandemError
 from tandem.options import GenerateOptions
 from tandem.results import Ledger
@@ -47,7 +47,7 @@ class Wrong(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """How one router is reached."""
+    """The addresses of one router."""
 
     name: str
     library: AsyncClient  # asks this one first
@@ -57,7 +57,7 @@ class Doors:
 
 @dataclass
 class Asked:
-    """A question on its way, or answered. Times are the loop's."""
+    """A question that is in progress or answered. Times are the loop's."""
 
     request_id: str
     question: Question
@@ -94,12 +94,12 @@ class Asked:
 
     @property
     def handover_s(self) -> float | None:
-        """Of the longest wait, what no worker spent on queueing or computing: the detection and the hand-over. None:
-        this way in does not tell the ledger."""
+        """Return the part of the longest wait in which no worker queued or computed: detection and hand-over. None:
+        this API does not return the ledger."""
         return None if self.worked is None else self.wait_s - _overlap_s(self.waited, self.worked)
 
     def note_ledger(self, ledger: Ledger | inference_pb2.Ledger, now_s: float) -> None:
-        """It came with the answer's end, now: its times count from `wall_s` ago."""
+        """Record the ledger. It arrived with the end of the answer, so its times count from `wall_s` ago."""
         arrived_s = now_s - ledger.wall_s
         self.worked = tuple(
             (arrived_s + spent.ended_s - spent.queue_s - spent.compute_s, arrived_s + spent.ended_s)
@@ -131,7 +131,7 @@ class Asked:
 
 
 async def ask(asked: Asked, doors: Doors, right: RightAnswer | None) -> None:
-    """Fills `asked` to its outcome; never raises for it. Without `right` nothing is compared."""
+    """Ask, and record the outcome in `asked`; never raises for it. Without `right` nothing is compared."""
     try:
         async with asyncio.timeout(TIMEOUT_S):
             await _WAYS[asked.way](asked, doors)
@@ -174,7 +174,7 @@ async def _by_grpc(asked: Asked, doors: Doors) -> None:
     question = asked.question
     request = inference_pb2.GenerateRequest(
         request_id=asked.request_id,
-        token_ids=pack_ids(question.prompt),
+        token_ids=inference_pb2.TokenIds(ids=question.prompt),
         sampling=inference_pb2.SamplingParams(temperature=question.temperature, seed=question.seed),
         stop=inference_pb2.StopConditions(max_tokens=question.max_tokens, ignore_eos=True),
         n=question.n,
@@ -184,9 +184,10 @@ async def _by_grpc(asked: Asked, doors: Doors) -> None:
     has_summary = False
     async for response in doors.grpc.Generate(request, timeout=TIMEOUT_S):
         for delta in response.deltas:
-            token_ids = unpack_ids(delta.token_ids)
+            token_ids = tuple(delta.token_ids)
             _check_logprobs(question, len(token_ids), len(delta.logprobs))
-            asked.take(delta.choice, delta.first_index, token_ids, delta.text, delta.finish_reason)
+            finish_reason = FINISH_REASONS.word(delta.finish_reason)
+            asked.take(delta.choice, delta.first_index, token_ids, delta.text, finish_reason)
         has_summary = response.HasField("summary")
         if has_summary:
             asked.note_ledger(response.summary.ledger, asyncio.get_running_loop().time())
@@ -218,7 +219,7 @@ _WAYS = {Way.LIBRARY: _by_library, Way.GRPC: _by_grpc, Way.HTTP: _by_http}
 
 
 def _overlap_s(wait: tuple[float, float], worked: Iterable[tuple[float, float]]) -> float:
-    """How much of the wait lies within these, each moment counted once."""
+    """Return how much of the wait lies within these intervals. Each moment counts once."""
     total_s, covered_to_s = 0.0, wait[0]
     for began_s, ended_s in sorted(worked):
         began_s, ended_s = max(began_s, covered_to_s), min(ended_s, wait[1])

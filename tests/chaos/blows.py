@@ -1,7 +1,7 @@
-"""The faults themselves: each is done to the real thing, lasts its time, and is undone where it can be.
+"""The faults: each is applied to the real system, lasts its time, and is undone where possible.
 
-Owns nothing: processes, networks and disks are the cluster's. A blow returns when the fault is over, and whoever ended
-has been started again.
+Owns nothing; processes, networks and disks belong to the cluster. A call returns when the fault is over and every ended
+process has been restarted.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _FILLER = "filler"
 
 
 async def strike(chaos: ChaosCluster, one: Round, victim: str, struck: Callable[[], None]) -> str:
-    """`struck` is called once the fault is there. Answers what there is to say of it."""
+    """Perform the fault, and call `struck` once it is in effect. Returns a description of it."""
     blows: dict[Kind, Callable[[], Awaitable[str]]] = {
         Kind.NOTHING: lambda: _nothing(one.for_s, struck),
         Kind.SIGKILL: lambda: _killed(chaos, victim, struck),
@@ -136,7 +136,7 @@ async def _step_hung(chaos: ChaosCluster, victim: str, for_s: float, struck: Cal
 
 
 async def _memory_pressure(chaos: ChaosCluster, victim: str, for_s: float, struck: Callable[[], None]) -> str:
-    """No allocation that needs new address space succeeds."""
+    """Make every allocation that needs new address space fail."""
     pid = chaos.pid(victim)
     before = resource.prlimit(pid, resource.RLIMIT_AS)
     used_bytes = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * _PAGE_BYTES

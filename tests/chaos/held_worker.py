@@ -1,9 +1,8 @@
-"""`python -m tests.chaos.held_worker ...`: a worker as it is, whose reads of KV and steps can be held up from outside.
+"""`python -m tests.chaos.held_worker ...`: an unchanged worker whose KV reads and steps can be held back from outside.
 
-A read that is held has brought its bytes and does not return: to the worker it goes on. So a phase that lasts
-milliseconds lasts until somebody has looked at it. A step that is held has not begun; its thread waits. Flags are a
-worker's; a --member-id that begins with "prefill" makes it a prefill worker. HOLD_CONTROL is the path of a Unix socket;
-`holds.py` is its other end.
+A held read has received its bytes and does not return. A held step has not started; its thread waits. A phase of
+milliseconds thus lasts until the harness has observed it. The flags are a worker's; a --member-id that begins with
+"prefill" makes it a prefill worker. HOLD_CONTROL is the path of a Unix socket whose other end is `holds.py`.
 """
 
 import asyncio
@@ -14,17 +13,18 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from cluster.messages import Epoch
+from cluster.messages import Epoch, Role
 from cluster.process import announce_ready, leave, run_process, stop_requested
 from cluster.settings.config import WorkerConfig
 from cluster.settings.config_sources import parse_arguments
 from cluster.settings.transfer_settings import TransferSettings
 from engine.build import Engine
-from kvtransfer import worker_transfer
 from kvtransfer.transports.available import Available, available_transports
-from kvtransfer.transports.base import Channel, ImporterTransport, TransportMeans
+from kvtransfer.transports.base import Channel, ImporterTransport, TransportSetup
 from tests.faults.faulty_transport import Fault
 from tests.faults.hanging_worker import HangingRunner
+from worker import start
+from worker import transfer as worker_transfer
 
 
 class Hold:
@@ -54,7 +54,7 @@ class Hold:
             self._say(f"gone {exporter}")
 
     def next(self, transport: str) -> Fault | None:
-        """For HangingRunner."""
+        """The next fault, for HangingRunner."""
         is_to_hang, self._is_to_hang = self._is_to_hang, False
         return Fault.HELD if is_to_hang else None
 
@@ -96,8 +96,8 @@ class _Transport:
     def endpoint(self) -> bytes:
         return self._inner.endpoint()
 
-    async def open(self, epoch: Epoch, exporter_endpoint: bytes) -> "_Channel":
-        return _Channel(await self._inner.open(epoch, exporter_endpoint), self._hold, epoch.exporter.id)
+    async def open_channel(self, epoch: Epoch, exporter_endpoint: bytes) -> "_Channel":
+        return _Channel(await self._inner.open_channel(epoch, exporter_endpoint), self._hold, epoch.exporter.id)
 
     async def close(self) -> None:
         await self._inner.close()
@@ -114,8 +114,8 @@ class _Channel:
     async def destroy(self) -> None:
         await self._inner.destroy()
 
-    async def release(self) -> None:
-        await self._inner.release()
+    async def finish(self) -> None:
+        await self._inner.finish()
 
 
 async def _main() -> None:
@@ -125,11 +125,11 @@ async def _main() -> None:
     orders: Any = hold
     await hold.connect(os.environ["HOLD_CONTROL"], config.member_id)
     loop = asyncio.get_running_loop()
-    app: Any = import_module(f"{role}_worker.app")
+    app: Any = import_module(f"worker.{role}_app")
     build = app.build_engine
 
-    def held_transports(settings: TransferSettings, means: TransportMeans) -> Available:
-        found = available_transports(settings, means)
+    def held_transports(settings: TransferSettings, setup: TransportSetup) -> Available:
+        found = available_transports(settings, setup)
         return dataclasses.replace(found, importers=tuple(_Transport(inner, hold) for inner in found.importers))
 
     def build_hanging(*arguments: Any) -> Engine:
@@ -139,7 +139,7 @@ async def _main() -> None:
 
     worker_transfer.available_transports = held_transports  # type: ignore[attr-defined]
     app.build_engine = build_hanging
-    await import_module(f"{role}_worker.start").run(config, stop=stop_requested(), announce=announce_ready)
+    await start.run(config, Role(role), stop=stop_requested(), announce=announce_ready)
 
 
 if __name__ == "__main__":

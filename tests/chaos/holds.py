@@ -1,4 +1,4 @@
-"""The harness's end of `held_worker`: which reads of whom are held, and by whose KV; whose step hangs."""
+"""The harness's end of `held_worker`: which workers' reads are held, by exporter, and whose step hangs."""
 
 import asyncio
 from collections import Counter
@@ -8,7 +8,7 @@ _ANSWER_S = 5.0
 
 
 class HeldWorker:
-    """One that is connected. `reading`: how many of its reads are held, by exporter."""
+    """A connected worker. `reading`: how many of its reads are held, by exporter."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -18,7 +18,8 @@ class HeldWorker:
         self.hangs = asyncio.Event()
 
     async def ask(self, word: str) -> None:
-        """`hold`, `step` or `go`. Raises TimeoutError: it is stopped, or gone."""
+        """Send `hold`, `step` or `go`, and wait for the answer. Raises TimeoutError if the worker is stopped or
+        gone."""
         while not self._answers.empty():
             self._answers.get_nowait()
         self.tell(word)
@@ -27,12 +28,12 @@ class HeldWorker:
                 pass
 
     def tell(self, word: str) -> None:
-        """Without waiting: a stopped worker hears it when it wakes."""
+        """Send an order without waiting. A stopped worker receives it when it is woken."""
         if not self._writer.is_closing():
             self._writer.write(f"{word}\n".encode())
 
     async def hang(self) -> None:
-        """Its next step does not begin. Raises TimeoutError: it has none."""
+        """Make the worker's next step hang before it begins. Raises TimeoutError if there is no step."""
         self.hangs.clear()
         self.tell("hang")
         async with asyncio.timeout(_ANSWER_S):
@@ -42,7 +43,7 @@ class HeldWorker:
         while line := (await reader.readline()).decode().split():
             word, about = line
             if word == "did":
-                if not self._answers.full():  # nobody waits for that of `tell`
+                if not self._answers.full():  # no caller waits for the answer to `tell`
                     self._answers.put_nowait(about)
             elif word == "hung":
                 self.hangs.set()
@@ -52,7 +53,7 @@ class HeldWorker:
 
 
 class Holds:
-    """Listens at `path`. A worker that was started again takes its predecessor's place."""
+    """Listens at `path`. A restarted worker replaces its predecessor."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "holds"
@@ -70,7 +71,7 @@ class Holds:
             conversation.cancel()
 
     def let_go(self) -> None:
-        """Nobody holds anything any more; stopped workers when they wake."""
+        """Release every held read. Stopped workers release theirs when they are woken."""
         for worker in self.workers.values():
             worker.tell("go")
 

@@ -1,7 +1,7 @@
-"""Clients that ask without pause, each its next question when it has its answer, over all three ways and both routers.
+"""Clients that send requests continuously over all three APIs and both routers.
 
-Owns what is on its way, the ways in, and what has ended since it was last collected. Judges by the right answers, which
-it takes itself while nothing is wrong.
+Owns requests in flight, the connections, and the answers since the last collection. Judges by the right answers, which
+it records itself while no fault is active.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class Load:
         self._numbers = itertools.count()
 
     async def open(self, routers: dict[str, tuple[str, str]]) -> None:
-        """`routers`: their gRPC and HTTP addresses. Nothing is on its way."""
+        """Connect to the routers. `routers`: their gRPC and HTTP addresses. Nothing is in progress yet."""
         await self._close_doors()
         names = list(routers)
         for name in names:
@@ -65,7 +65,7 @@ class Load:
         self.open_routers = tuple(names)
 
     async def learn(self) -> None:
-        """The right answers, each question asked by itself."""
+        """Ask each question alone, and store the right answers."""
         router = self.open_routers[0]
         for question in self.questions.all:
             asked = await self.ask(question, Way.LIBRARY, router)
@@ -82,7 +82,7 @@ class Load:
             ]
 
     async def rest(self) -> list[Asked]:
-        """Returns when nothing is on its way; who is, has its time. What ended since the last rest."""
+        """Wait until no question is in progress, and return those that have ended since the last rest."""
         self._going.clear()
         async with asyncio.timeout(_IDLE_S):
             await self._idle.wait()
@@ -97,7 +97,7 @@ class Load:
         await self._close_doors()
 
     def start(self, question: Question, way: Way, router: str, salt: str = "") -> Asked:
-        """Asks, without waiting for the answer."""
+        """Ask without waiting for the answer."""
         asked = Asked(
             request_id=f"chaos-{next(self._numbers)}-{secrets.token_hex(4)}",
             question=question,
@@ -119,7 +119,8 @@ class Load:
         return asked
 
     def hit(self, request_ids: Iterable[str], now_s: float) -> list[Asked]:
-        """Whose work was hit at that moment; those that are still on their way."""
+        """Record that the work of these requests was hit at that moment, and return the requests that are in
+        progress."""
         found = [self.asked[request_id] for request_id in request_ids if request_id in self.asked]
         for asked in found:
             asked.hit(now_s)

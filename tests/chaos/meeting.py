@@ -1,8 +1,8 @@
-"""A victim is caught while it holds a request in a given phase: looked for, stopped at once, and looked at again.
+"""Catch a victim while it holds a request in a given phase: find it, stop it, and verify the phase again.
 
-What is stopped cannot move on, so what the second look says still holds when the blow falls. Where another member could
-carry the request on while its victim is stopped, that one is stopped too until the blow has fallen, for tenths of a
-second: far less than anybody's patience. Owns the questions that make a phase long enough to be met.
+A stopped process cannot advance, so the second look still holds when the fault is injected. Another member that could
+advance the request meanwhile is stopped too, for tenths of a second, far below every timeout. Owns the requests that
+make a phase long enough.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class Met:
 
 
 class Meeting:
-    """Of one round."""
+    """The search for the victim of one round."""
 
     def __init__(self, chaos: ChaosCluster, load: Load, views: Views, victim: Victim) -> None:
         self._chaos, self._load, self._views, self._victim = chaos, load, views, victim
@@ -55,7 +55,7 @@ class Meeting:
         self.num_tries = 0
 
     async def meet(self, phase: Phase) -> Met | None:
-        """None: it could not be met. Nothing is stopped or held then."""
+        """Wait until a victim is in the phase. Return None, with nothing stopped or held, if there was none."""
         looks: dict[Phase, Callable[[], Awaitable[Met]]] = {
             Phase.QUEUED: self._queued,
             Phase.PREFILLING: self._prefilling,
@@ -75,7 +75,7 @@ class Meeting:
         return None
 
     async def any_work(self) -> Met:
-        """The victim has some request; nobody is stopped. Raises TimeoutError."""
+        """Wait until the victim has some request. No process is stopped. Raises TimeoutError."""
         questions = self._load.questions
         self._drive(questions.long_prompts if self._victim.role == "prefill" else questions.long_answers, 5)
         async with asyncio.timeout(_TRY_S):
@@ -86,20 +86,20 @@ class Meeting:
                     return Met(held, held)
 
     def let_go(self) -> None:
-        """Everybody goes on who can."""
+        """Let every process that can continue do so."""
         for name in self._stopped:
             self._chaos.signal(name, signal.SIGCONT)
         self._stopped.clear()
         self._chaos.holds.let_go()
 
     def let_helpers_go(self) -> None:
-        """The blow has fallen."""
+        """Let the helpers continue, because the fault has been performed."""
         self._stopped = [name for name in self._stopped if name != self._victim.name]
         self.let_go()
 
     async def _queued(self) -> Met:
-        """Long prompts in one prefill worker: a step computes a part of one, or the end of one and the beginning of the
-        next. The third in the line waits."""
+        """Queue long prompts at one prefill worker. A step computes a part of one, or the end of one and the beginning
+        of the next, so the third one waits."""
         self._drive(self._load.questions.long_prompts, 10)
         while True:
             listed = await self._views.listing()
@@ -116,7 +116,8 @@ class Meeting:
                 self.let_go()
 
     async def _prefilling(self) -> Met:
-        """The oldest prompt of a prefill worker, while that computes: first come, first served."""
+        """Find the oldest prompt of a prefill worker while the worker computes. The queue is first come, first
+        served."""
         self._drive(self._load.questions.long_prompts, 4)
         while True:
             listed = await self._views.listing()
@@ -134,7 +135,7 @@ class Meeting:
                 self.let_go()
 
     async def _is_computing(self, prefill: str) -> bool:
-        """More than a step's tokens come while we look: the oldest prompt is begun."""
+        """Return whether more tokens than one step's are computed meanwhile: the oldest prompt has then begun."""
         before = (await self._views.inspect(prefill)).figures["tokens_computed"]
         for _ in range(20):
             figures = (await self._views.inspect(prefill)).figures
@@ -145,7 +146,7 @@ class Meeting:
         return False
 
     async def _first_token(self) -> Met:
-        """Its KV cannot arrive: reads are held."""
+        """Hold reads, so that the KV cannot arrive."""
         await self._hold()
         self._drive(self._load.questions.middling, 4)
         while True:
@@ -156,7 +157,8 @@ class Meeting:
                     return met
 
     async def _pulling(self) -> Met:
-        """As many reads are held as there are hand-offs between the two workers: each of these is being read."""
+        """Wait until as many reads are held as there are hand-offs between the two workers: each one is then being
+        read."""
         await self._hold()
         self._drive(self._load.questions.middling, 4)
         while True:
@@ -168,8 +170,8 @@ class Meeting:
                     return met
 
     async def _settling(self) -> Met:
-        """The second read is held when it has brought the rest; the prefill worker is stopped; the read may end. What
-        is left to do is to settle, with one who does not answer."""
+        """Hold the second read when it has read the rest, stop the prefill worker, and let the read end. Then only the
+        settling is left, and the exporter does not answer it."""
         await self._hold()
         self._drive(self._load.questions.middling, 2)
         while True:
@@ -203,13 +205,14 @@ class Meeting:
                     return met
 
     async def _caught(self, mine: list[Listed], stopped: list[Listed]) -> Met:
-        """The prefill worker of these is stopped already; the victim may be another one."""
+        """Return the meeting. The prefill worker of these is stopped already; the victim may be another worker."""
         self._stop(self._victim.name)
         helpers = tuple(name for name in self._stopped if name != self._victim.name)
         return Met(_ids(mine), self._held(stopped), helpers)
 
     async def _stop_victim_if(self, is_so: Callable[[Listed], bool]) -> Met | None:
-        """Nobody else can carry these on. A stopped router cannot be asked: its last word holds."""
+        """Stop the victim if no other process can continue these. A stopped router cannot be asked, so its last answer
+        counts."""
         last_word = await self._views.listing()
         self._stop(self._victim.name)
         stopped = last_word if self._victim.role == "router" else await self._look()
@@ -228,7 +231,7 @@ class Meeting:
         return await self._views.listing()
 
     async def _hold(self) -> None:
-        """Reads of the victim, or of whichever decode worker works for it."""
+        """Hold reads of the victim, or of every decode worker that works for it."""
         for name, worker in self._chaos.holds.workers.items():
             is_victims = name == self._victim.name if self._victim.role == "decode" else name.startswith("decode")
             if is_victims:
@@ -256,7 +259,7 @@ class Meeting:
         return [one for one in listed if one.is_with(self._victim.role, self._victim.name)]
 
     def _held(self, listed: list[Listed]) -> tuple[str, ...]:
-        """All that the victim works on."""
+        """Return everything that the victim works on."""
         if not self._victim.role:
             return _ids(listed)
         mine = self._mine(listed)
@@ -271,7 +274,7 @@ class Meeting:
             self._chaos.signal(name, signal.SIGSTOP)
 
     def _drive(self, questions: Sequence[Question], times: int) -> None:
-        """Each under a salt of its own: no prefix of it is anywhere."""
+        """Send questions, each under a salt of its own, so that no prefix of it is cached."""
         routers = [self._victim.name] if self._victim.role == "router" else self._chaos.living("router")
         for number in range(times):
             way = _WAYS[(number + self.num_tries) % len(_WAYS)]
@@ -281,7 +284,8 @@ class Meeting:
 
 
 def _line(listed: list[Listed], prefill: str, driven: dict[str, Asked] | None = None) -> list[Listed]:
-    """Prompts that are not done at one prefill worker, the oldest first; the long ones of those that were driven."""
+    """Return the prompts that are not finished at one prefill worker, the oldest first: the long ones of those that
+    were driven."""
     line = [one for one in listed if one.prefill == prefill and one.phase == "prefill_queue"]
     if driven is None:
         return line

@@ -1,7 +1,7 @@
-"""The cluster that is harmed: two of each role, a Redis of its own, and around them what can be taken away.
+"""The cluster under test: two members of each role, a Redis of its own, and everything around them that can fail.
 
 Owns every process, mount, network and file of a run, and ends them all. Members keep their names and routers their
-ports when they are started again, as under a supervisor. Knows how to harm nothing.
+ports when they are restarted, as under a supervisor. Injects no faults.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _EXIT_S = 45.0
 
 
 class ChaosCluster:
-    """Made by `chaos_cluster`."""
+    """The processes of a cluster. `chaos_cluster` makes it."""
 
     def __init__(self, directory: Path, redis: RedisServer, redis_url: str, holds: Holds, far: FarHost | None) -> None:
         self.cluster = LocalCluster(redis_url, directory, flags=_FLAGS)
@@ -72,7 +72,7 @@ class ChaosCluster:
         await self.until_whole()
 
     async def start(self, name: str) -> None:
-        """Under its name, whether it was there before or not. Raises RuntimeError when it does not become ready."""
+        """Start the member under its name, which may be new. Raises RuntimeError if it does not become ready."""
         before = self.members.get(name)
         if before is not None:
             self.exits.append((name, await asyncio.wait_for(before.process.wait(), _EXIT_S)))
@@ -86,10 +86,10 @@ class ChaosCluster:
             self._ports[name] = (int(grpc_address.rpartition(":")[2]), int(http_address.rpartition(":")[2]))
 
     async def until_whole(self) -> None:
-        """Until every router is connected to every worker that lives, and all are registered. Raises TimeoutError."""
+        """Wait until every router is connected to every running worker and all are registered. Raises TimeoutError."""
         async with asyncio.timeout(_WHOLE_S):
             for router in self.living("router"):
-                while not await self._knows_all(router):  # noqa: ASYNC110 -- nobody tells from outside
+                while not await self._knows_all(router):  # noqa: ASYNC110 -- no event is visible from outside
                     await asyncio.sleep(_PAUSE_S)
 
     async def exit_code(self, name: str) -> int:
@@ -104,7 +104,7 @@ class ChaosCluster:
         return self.members[name].process.pid
 
     def set_clock(self, name: str, offset_s: float) -> None:
-        """Of its wall clock, from now on."""
+        """Set the offset of the member's wall clock."""
         with open(self._clock(name), "r+b" if self._clock(name).exists() else "wb") as file:
             file.write(struct.pack("<d", offset_s))
 
@@ -112,7 +112,7 @@ class ChaosCluster:
         return self._disks[name]
 
     async def replace_redis(self) -> None:
-        """The old one is gone; an empty one listens where it did."""
+        """End Redis and start an empty one at the same address."""
         await self.redis.wait()
         self.redis = await RedisServer.start(self.redis.port)
 
@@ -125,7 +125,11 @@ class ChaosCluster:
         with suppress(Exception):
             async with self.cluster.channel(router) as channel:
                 status = await admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=5)
-            seen = {m.member_id: m.incarnation for m in status.members if m.figures or m.role == "router"}
+            seen = {
+                m.member_id: m.incarnation
+                for m in status.members
+                if m.figures or m.role == admin_pb2.MEMBER_ROLE_ROUTER
+            }
             return all(seen.get(name) == self.members[name].incarnation for name in self.living())
         return False
 
@@ -145,7 +149,8 @@ class ChaosCluster:
         return flags
 
     def _wrapper(self, name: str) -> tuple[str, ...]:
-        """So that nobody outlives this process, each can have its own time, and one is on the far host."""
+        """Return the command that runs a member, so that no process outlives this one, each can have its own clock, and
+        one runs on the far host."""
         words = ["setpriv", "--pdeathsig", "KILL", "--"] if shutil.which("setpriv") else []
         if self.far is not None and name == FAR_MEMBER:
             words += self.far.side.command()
@@ -194,7 +199,7 @@ FAR_MEMBER = "decode1"  # the one on the far host, where there is one
 
 @asynccontextmanager
 async def chaos_cluster(directory: Path, *, with_far_host: bool = True) -> AsyncIterator[ChaosCluster]:
-    """Started and whole; everything of it is gone afterwards."""
+    """Start a complete cluster. On exit all of it is removed."""
     async with AsyncExitStack() as exits:
         far, no_far = exits.enter_context(_far_host_if_any()) if with_far_host else (None, "not wanted here")
         redis = await RedisServer.start()
@@ -228,7 +233,8 @@ def _far_host_if_any() -> Iterator[tuple[FarHost | None, str]]:
 
 @asynccontextmanager
 async def _forwarded(port: int, address: str) -> AsyncIterator[str]:
-    """Redis listens on loopback only; the far host needs it too. Whoever cannot be forwarded is refused."""
+    """Make Redis, which listens on loopback only, reachable from the far host. A connection that cannot be
+    forwarded is refused."""
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -1,6 +1,6 @@
-"""What goes wrong in which round. Pure: the same seed makes the same plan.
+"""Which fault happens in which round. Pure: the same seed makes the same plan.
 
-Owns the list of faults that there are, and which phases of a request a role can hold. Never does anything.
+Owns the list of faults, and which phases of a request a role can hold. Executes nothing.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from random import Random
 
 
 class Phase(StrEnum):
-    """Of a request, whoever works on it."""
+    """A phase of a request, at any worker."""
 
     QUEUED = "queued"  # its prompt waits in its prefill worker
     PREFILLING = "prefilling"
@@ -85,8 +85,8 @@ def all_faults() -> tuple[Fault, ...]:
 
 
 def make_plan(seed: int, num_rounds: int, wanted: Callable[[Fault], bool] = lambda fault: True) -> tuple[Round, ...]:
-    """Every fault once, in an order by dice, then all again, until there are enough rounds. Raises ValueError where
-    nothing is wanted."""
+    """Return rounds in which every fault occurs once in random order, and then again, until there are enough. Raises
+    ValueError if there is no fault."""
     dice, queue, plan = Random(seed), list[Fault](), list[Round]()
     faults = [fault for fault in all_faults() if wanted(fault)]
     if not faults:

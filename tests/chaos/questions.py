@@ -1,4 +1,4 @@
-"""What the clients ask, over and over: a fixed set, each with one right answer, taken while nothing was wrong."""
+"""The requests of the clients: a fixed set, each with one right answer, recorded while no fault was active."""
 
 from dataclasses import dataclass
 from random import Random

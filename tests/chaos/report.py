@@ -1,4 +1,4 @@
-"""What a run says: a table by fault, and the raw rounds beside it. Counts; judges nothing again."""
+"""The report of a run: a table by fault, and the raw rounds. Counts only; rounds are judged elsewhere."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from tests.chaos.rounds import RoundResult
 
 _ROOT = Path(__file__).parents[2]
 _RESULTS = _ROOT / "benchmarks" / "results" / "chaos.json"
-_PAGE = _ROOT / "docs" / "faults.md"
+_PAGE = _ROOT / "benchmarks" / "results" / "faults.md"
 _BEGIN, _END = "<!-- chaos: begin -->", "<!-- chaos: end -->"
 _GOALS_S = {Kind.SIGKILL: 0.7, Kind.SIGSTOP: 3.3}
 _COLUMNS = (
@@ -25,7 +25,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Of detection and hand-over, 99 of 100."""
+    """The goal for detection and hand-over in 99 of 100 cases."""
 
     name: str
     limit_s: float
@@ -63,7 +63,7 @@ class Run:
 
     @property
     def goals(self) -> tuple[Goal, ...]:
-        """The promised times, for every process that this run has killed or stopped."""
+        """Return the promised times for every process that this run has killed or stopped."""
         goals = []
         for kind, limit_s in _GOALS_S.items():
             for role in ROLES:
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def not_covered(self) -> tuple[str, ...]:
-        """Faults of which no round met its victim in the phase."""
+        """Return the faults of which no round met its victim in the phase."""
         met = {result.fault for result in self.covered}
         return tuple(fault.name for fault in all_faults() if fault.name not in met)
 
@@ -132,7 +132,7 @@ class Run:
 
 
 def write(run: Run) -> None:
-    """Into benchmarks/results/chaos.json and between the markers of docs/faults.md."""
+    """Write benchmarks/results/chaos.json, and the table between the markers of benchmarks/results/faults.md."""
     rounds = [dataclasses.asdict(result) for result in run.results]
     record = {
         "machine": about(),
@@ -164,7 +164,7 @@ def _figures(results: Sequence[RoundResult]) -> list[str]:
 
 
 def _percentile(values: Sequence[float], share: float) -> float | None:
-    """The nearest rank; None of nothing."""
+    """Return the nearest-rank percentile, or None without values."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else None
 
 

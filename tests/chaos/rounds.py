@@ -1,4 +1,4 @@
-"""One round: the load runs, a victim is caught, the blow falls, all must come right, and nothing may be left."""
+"""One round: load, a victim in the right phase, the fault, recovery, and the check for leaks."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ from tests.chaos.views import Views
 _BEFORE_S = 0.3  # the load runs for so long before anybody is looked for
 _LOG_LINES = 12
 # A client that knows one router only may lose its stream with that router, and by nothing else.
-_REFUSED = "this router is leaving"  # before it began; who asks by a load balancer is sent elsewhere by readiness
+_REFUSED = "this router is draining"  # before it began; who asks by a load balancer is sent elsewhere by readiness
 _ENDS_STREAMS = (Kind.SIGKILL, Kind.SIGSTOP, Kind.MEMORY_PRESSURE)
 
 
@@ -50,7 +50,7 @@ class RoundResult:
 
 @dataclass
 class Course:
-    """A round as it went. Times are the loop's."""
+    """The course of a round. Times are the loop's."""
 
     round: Round
     victim: Victim
@@ -68,7 +68,7 @@ class Rounds:
         self.book = ProcessBook()
 
     async def run(self, one: Round) -> RoundResult:
-        """Raises TimeoutError, RuntimeError: the cluster cannot be made whole any more."""
+        """Run one round. Raises TimeoutError or RuntimeError if the cluster does not recover."""
         began_s = asyncio.get_running_loop().time()
         marks = {name: (member.incarnation, len(member.output)) for name, member in self._chaos.members.items()}
         course = Course(one, _victim(one))
@@ -90,7 +90,7 @@ class Rounds:
         return result
 
     async def _harm(self, course: Course, meeting: Meeting) -> None:
-        """Returns when the fault is over and whoever was hit has ended."""
+        """Perform the fault. Returns when it is over and the ended processes are gone."""
         one, load = course.round, self._load
         load.go_on(one.seed)
         await asyncio.sleep(_BEFORE_S)
@@ -132,7 +132,7 @@ class Rounds:
         return Views(routers, {name: at for name, at in addresses.items() if name not in routers})
 
     def _tell_logs(self, result: RoundResult, marks: dict[str, tuple[str, int]]) -> None:
-        """What the members said since the round began."""
+        """Print the members' output since the round began."""
         for name, member in self._chaos.members.items():
             incarnation, length = marks.get(name, ("", 0))
             begin = length if incarnation == member.incarnation else 0
@@ -152,7 +152,7 @@ def _victim(one: Round) -> Victim:
 
 
 def judged(course: Course, account: Account) -> RoundResult:
-    """What the round has to say for itself."""
+    """Return the findings of the round."""
     own = [asked for asked in course.ended if course.met is not None and _went_with_its_router(asked, course)]
     others = [asked for asked in course.ended if asked not in own]
     hit = [asked for asked in course.hit if asked not in own]
@@ -195,7 +195,7 @@ def _wrong(course: Course, judged: Iterable[Asked], account: Account) -> Iterato
 
 
 def _stays_with_its_router(asked: Asked, course: Course) -> bool:
-    """Its client knows no other: it waits until that one is woken."""
+    """Return whether the client knows no other router and waits until this one is woken."""
     is_its_own = course.victim.role == "router" and asked.router == course.victim.name
     return is_its_own and course.round.fault.kind is Kind.SIGSTOP and asked.way is not Way.LIBRARY
 

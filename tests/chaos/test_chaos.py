@@ -1,4 +1,4 @@
-"""A few rounds of `make chaos`, always the same: real processes end under load, and nothing is lost or left."""
+"""Three fixed rounds of `make chaos`: real processes end under load, and nothing is lost or leaked."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The plan of a run: what it promises before anything is harmed; and that a wrong round is called wrong."""
+"""The plan of a run covers what it promises, and a wrong round is judged as wrong."""
 
 import dataclasses
 

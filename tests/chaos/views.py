@@ -1,4 +1,4 @@
-"""What the members themselves say: a router of its live requests, a worker of its blocks. Asks only."""
+"""What members report: a router its live requests, a worker its blocks. Reads only."""
 
 import asyncio
 from collections.abc import Iterable
@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 import grpc
 
-from tandem.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tandem.enum_words import REQUEST_PHASES
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
+from tandem.v1 import admin_pb2, admin_pb2_grpc
 
 _ANSWER_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A live request, as its router lists it. Workers by name, without incarnation; empty: none."""
+    """A live request as its router lists it. Workers are given by name, without incarnation; empty: none."""
 
     request_id: str
     router: str
@@ -28,15 +30,15 @@ class Listed:
 
     @property
     def is_handed_over(self) -> bool:
-        """Its prefill worker has done its part."""
+        """Whether its prefill worker has finished its part."""
         return self.phase not in ("prefill_queue", "prefill", "transfer")
 
 
 class Views:
-    """Channels to members, made anew for each round."""
+    """Channels to members, opened for each round."""
 
     def __init__(self, routers: dict[str, str], workers: dict[str, str]) -> None:
-        """Their gRPC addresses by name."""
+        """`routers`, `workers`: gRPC addresses by member name."""
         self._channels = {name: grpc.aio.insecure_channel(at) for name, at in (routers | workers).items()}
         self._admins = {name: admin_pb2_grpc.AdminStub(self._channels[name]) for name in routers}
         self._workers = {name: worker_pb2_grpc.WorkerStub(self._channels[name]) for name in workers}
@@ -45,7 +47,7 @@ class Views:
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     async def listing(self, besides: Iterable[str] = ()) -> list[Listed]:
-        """Of all routers but these, the oldest first. Raises grpc.RpcError."""
+        """Return the live requests of all routers except these, the oldest first. Raises grpc.RpcError."""
         names = [name for name in self._admins if name not in set(besides)]
         answers = await asyncio.gather(*(self._listing(name) for name in names))
         return sorted((one for answer in answers for one in answer), key=lambda one: -one.age_s)
@@ -63,7 +65,7 @@ class Views:
             Listed(
                 request_id=one.label or one.request_id,  # over HTTP the client names it by a label alone
                 router=router,
-                phase=one.phase,
+                phase=REQUEST_PHASES.word(one.phase),
                 age_s=one.age_s,
                 prefill=one.prefill_member.partition("@")[0],
                 decode=one.decode_member.partition("@")[0],

@@ -33,7 +33,7 @@ async def main() -> None:
     pool = KvPool(LAYOUT, int(sys.argv[1]), "cuda") if sys.argv[1:] else patterned_pool(seed=1)
     exporter = CudaIpcExporter(memory=pool, access=CudaAccess(pool))
     await exporter.start()
-    print(exporter.admit(EPOCH).hex(), flush=True)
+    print(exporter.grant(EPOCH).hex(), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await exporter.close()
 

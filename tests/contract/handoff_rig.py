@@ -22,29 +22,28 @@ from cluster.protocol.versions import OURS, ProtocolRange
 from cluster.settings.transfer_settings import TransferSettings
 from engine.kv.block_pool import BlockPool
 from engine.kv.pool import KvPool
-from kvtransfer.digest.definitions import DEFINITIONS, DigestDefinition
+from kvtransfer.digests import KNOWN_DIGESTS
 from kvtransfer.exporter.exporter import Exporter, FirstToken, TailBlock
 from kvtransfer.exporter.service import KvTransferServicer
-from kvtransfer.importer.block_source import Reservation
-from kvtransfer.importer.importer import Expected, Imported, Importer
-from kvtransfer.memory import PoolMemory
+from kvtransfer.importer.importer import ExpectedPrompt, ImportedBlocks, Importer
+from kvtransfer.memory import PoolMemory, Reservation
 from kvtransfer.transports.base import Channel, ExporterTransport, ImporterTransport, TransportError
 from kvtransfer.transports.cuda.transport import CudaIpcExporter, CudaIpcImporter
-from kvtransfer.transports.loopback import Fault, FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
+from kvtransfer.transports.nccl.communicator_life import CommunicatorLimits
 from kvtransfer.transports.nccl.exporting import NcclExporter
-from kvtransfer.transports.nccl.importing import NcclImporter
 from kvtransfer.transports.nccl.library import NcclLibrary
-from kvtransfer.transports.nccl.pair import PairLimits
+from kvtransfer.transports.nccl.transport import NcclImporter
 from kvtransfer.transports.nixl.agent import why_not_loadable
 from kvtransfer.transports.nixl.exporting import NixlExporter
 from kvtransfer.transports.nixl.transport import NixlImporter
 from kvtransfer.transports.shm.transport import ShmExporter, ShmImporter
 from kvtransfer.transports.tcp.transport import TcpExporter, TcpImporter
-from kvtransfer.wire.wire_dtypes import WireDtype
-from tandem.v1 import kv_pb2_grpc
+from kvtransfer.wire.wire_format import WireDtype
+from tandem.internal.v1 import kv_pb2_grpc
 from tests.contract.host_access import ExportedPool, HostAccess
 from tests.contract.kv_pools import BLOCK_SIZE, random_pool
 from tests.contract.socket_nccl import SocketNccl
+from tests.loopback import Fault, FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
 
 KEY = b"k" * 32
 EXPORTER = MemberId("p0", "a1")
@@ -101,7 +100,7 @@ class Read:
 
 
 class WatchedTransport:
-    """Any importer transport, with its reads shown, held before they are told, or damaged on their way."""
+    """Any importer transport whose reads are shown to the test, held before they are reported, or damaged in flight."""
 
     def __init__(self, inner: ImporterTransport) -> None:
         self._inner = inner
@@ -124,11 +123,11 @@ class WatchedTransport:
     def endpoint(self) -> bytes:
         return self._inner.endpoint()
 
-    async def open(self, epoch: Epoch, exporter_endpoint: bytes) -> "WatchedChannel":
+    async def open_channel(self, epoch: Epoch, exporter_endpoint: bytes) -> "WatchedChannel":
         self.endpoint_seen = exporter_endpoint
         if self.is_unopenable:
             raise TransportError("no way there")
-        return WatchedChannel(self, await self._inner.open(epoch, exporter_endpoint))
+        return WatchedChannel(self, await self._inner.open_channel(epoch, exporter_endpoint))
 
     async def close(self) -> None:
         await self._inner.close()
@@ -162,19 +161,19 @@ class WatchedChannel:
             await asyncio.get_running_loop().create_future()
         await self._inner.destroy()
 
-    async def release(self) -> None:
-        await self._inner.release()
+    async def finish(self) -> None:
+        await self._inner.finish()
 
 
 class DecodeBlocks:
-    """BlockSource over a BlockPool: whole reservations, first come first served."""
+    """A BlockSource over a BlockPool: whole reservations, first come, first served."""
 
     def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
         self.changed = asyncio.Condition()
         self._waiting: list[int] = []
         self.granted: dict[int, tuple[int, ...]] = {}
-        self.cached: dict[int, tuple[int, ...]] = {}  # by hand-off: leading blocks that it shares with somebody
+        self.cached: dict[int, tuple[int, ...]] = {}  # by hand-off: leading blocks that it shares
         self.asked = asyncio.Event()
 
     async def reserve(self, handoff_id: int, num_blocks: int) -> Reservation:
@@ -200,12 +199,12 @@ class DecodeBlocks:
         self.pool.release([block_id for block_id in block_ids if block_id not in quarantined])
         self._wake()
 
-    def quiet(self, block_ids: frozenset[int]) -> None:
+    def release_quarantined(self, block_ids: frozenset[int]) -> None:
         self.pool.end_quarantine(sorted(block_ids))
         self._wake()
 
     def finish(self, handoff_id: int) -> None:
-        """Its sequences have ended."""
+        """End its sequences."""
         self.discard(handoff_id, frozenset())
 
     def _wake(self) -> None:
@@ -218,7 +217,7 @@ class DecodeBlocks:
 
 @dataclass
 class Prefill:
-    """One prefill on the exporter: what the step thread would do, at the test's pace."""
+    """One prefill at the exporter: the work of the step thread, at the test's pace."""
 
     rig: "Rig"
     ticket_id: bytes
@@ -231,8 +230,8 @@ class Prefill:
     released: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def expected(self) -> Expected:
-        return Expected(self.num_tokens, self.prompt_hash, self.num_choices)
+    def expected(self) -> ExpectedPrompt:
+        return ExpectedPrompt(self.num_tokens, self.prompt_hash, self.num_choices)
 
     @property
     def num_full(self) -> int:
@@ -254,7 +253,7 @@ class Prefill:
         )
 
     def compute(self) -> None:
-        """All of it at once."""
+        """Compute the whole prompt at once."""
         if self.num_full > self.num_sealed:
             self.seal(self.num_full - self.num_sealed)
         self.finish()
@@ -281,7 +280,7 @@ class Rig:
     dice: random.Random = field(default_factory=lambda: random.Random(7))
 
     def prefill(self, num_tokens: int, *, num_choices: int = 1, attempt: int = 1) -> Prefill:
-        """Queued and accepted: its blocks are reserved, nothing is computed."""
+        """Queue and accept a prefill. Its blocks are reserved, and nothing is computed."""
         free = self.exporter_blocks.reserve(-(-num_tokens // BLOCK_SIZE))
         assert free is not None
         block_ids = tuple(self.dice.sample(free, len(free)))
@@ -300,13 +299,16 @@ class Rig:
         return prefill
 
     def release(self, ticket_id: bytes) -> None:
-        """What Release does on the step thread; a second one for a ticket would be illegal in the BlockPool."""
+        """Do the work of Release on the step thread. A second Release for one ticket would be illegal in the
+        BlockPool."""
         prefill = self.prefills[ticket_id]
         self.exporter_blocks.end_lease(prefill.block_ids)
         self.exporter_blocks.release(prefill.block_ids)
         prefill.released.set()
 
-    def start_import(self, prefill: Prefill, handoff_id: int = 1, *, signed: bytes = b"") -> asyncio.Task[Imported]:
+    def start_import(
+        self, prefill: Prefill, handoff_id: int = 1, *, signed: bytes = b""
+    ) -> asyncio.Task[ImportedBlocks]:
         return asyncio.create_task(
             self.importer.import_blocks(
                 handoff_id=handoff_id,
@@ -317,16 +319,16 @@ class Rig:
         )
 
     async def read_arrived(self) -> Read:
-        """The newest read, as soon as its bytes are in the target pool."""
+        """Return the newest read as soon as its bytes are in the target pool."""
         async with asyncio.timeout(DEADLINE_S):
             await self.watched.read_arrived.wait()
         self.watched.read_arrived.clear()
         return self.watched.reads[-1]
 
     async def failure(
-        self, importing: asyncio.Task[Imported], *, handoff_id: int = 1, match: str | None = None
+        self, importing: asyncio.Task[ImportedBlocks], *, handoff_id: int = 1, match: str | None = None
     ) -> HandOffReason:
-        """Why it failed. Nothing is reserved for it any more then."""
+        """Return why the import failed. Nothing is reserved for it afterwards."""
         async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(HandOffFailed, match=match) as caught:
                 await importing
@@ -334,18 +336,19 @@ class Rig:
         return caught.value.handoff_reason
 
     async def machine_idle(self) -> None:
-        """The importer has verified what has arrived, and waits for more."""
+        """Wait until the importer has verified everything that has arrived."""
         await asyncio.wrap_future(self.importer._verifier.submit(lambda: None))
         await asyncio.sleep(0)
 
     async def digested(self) -> None:
-        """The exporter has digests of all that was sealed."""
+        """Wait until the exporter has digests of all sealed blocks."""
         while self.exporter._is_digesting:
             await asyncio.wrap_future(self.exporter._digester.submit(lambda: None))
             await asyncio.sleep(0)
 
     async def given_up(self, prefill: Prefill) -> None:
-        """Its importer failed or is gone, which leaves the blocks for another one; its router says that none comes."""
+        """Release the blocks of a prefill whose importer failed or is gone. They are kept for another importer until
+        the prefill is cancelled."""
         async with asyncio.timeout(DEADLINE_S):
             await self.counters.exported.wait()
             assert not prefill.released.is_set()
@@ -353,7 +356,7 @@ class Rig:
             await prefill.released.wait()
 
     async def all_quiet(self) -> None:
-        """No read is left that might still write."""
+        """Wait until no read can still write."""
         async with asyncio.timeout(DEADLINE_S):
             while self.decode.pool.counts()["quarantined"]:
                 async with self.decode.changed:
@@ -363,7 +366,7 @@ class Rig:
         self.arriving.raw[block_id, -1] ^= 4
 
     def sent(self) -> torch.Tensor:
-        """The source's blocks as whoever pulls them should have them."""
+        """Return the source's blocks as every importer should receive them."""
         copy = KvPool(self.source.layout, self.source.num_blocks)
         copy.raw.copy_(self.source.raw)
         wire = WireDtype(self.wire_dtype).format(copy, copy.layout)
@@ -371,8 +374,8 @@ class Rig:
         wire.decode(range(copy.num_blocks))
         return copy.raw
 
-    def holds(self, prefill: Prefill, imported: Imported) -> bool:
-        """Every block is there, byte for byte."""
+    def holds(self, prefill: Prefill, imported: ImportedBlocks) -> bool:
+        """Return whether every block is present and equal byte for byte."""
         sent, num_full = self.sent(), prefill.num_full
         same = bool(
             (self.target.raw[list(imported.sealed_block_ids)] == sent[list(prefill.block_ids[:num_full])]).all()
@@ -385,12 +388,13 @@ class Rig:
         )
 
     def let_leases_lapse(self, exporter_clock: ManualClock) -> None:
-        """Of imports that have failed: the exporter releases their blocks when the lease ends, five seconds later."""
+        """Advance the clock past the leases of failed imports: the exporter releases their blocks when the lease ends,
+        after five seconds."""
         exporter_clock.advance(TransferSettings().lease_s)
         self.exporter.reap()
 
     def check_clean(self) -> None:
-        """Nothing is held, leased or quarantined on either side."""
+        """Check that nothing is held, leased or quarantined on either side."""
         for pool in (self.exporter_blocks, self.decode.pool):
             pool.check()
             assert pool.counts()["free"] == pool.num_blocks, pool.counts()
@@ -425,9 +429,9 @@ def transports(
 
 
 def nccl_sides(
-    library: NcclLibrary, source: PoolMemory, target: PoolMemory, limits: PairLimits | None = None
+    library: NcclLibrary, source: PoolMemory, target: PoolMemory, limits: CommunicatorLimits | None = None
 ) -> tuple[NcclExporter, NcclImporter]:
-    limits, here = limits or PairLimits(transfer_s=5.0), "127.0.0.1"
+    limits, here = limits or CommunicatorLimits(transfer_s=5.0), "127.0.0.1"
     exporter = NcclExporter(memory=source, library=library, host=here, advertise_host=here, limits=limits)
     return exporter, NcclImporter(memory=target, library=library, limits=limits)
 
@@ -445,8 +449,8 @@ async def handoff_rig(
     importer_layout: LayoutFingerprint = LAYOUT,
     exporter_protocol: ProtocolRange = OURS,
     importer_protocol: ProtocolRange = OURS,
-    exporter_digests: Sequence[DigestDefinition] = DEFINITIONS,
-    importer_digests: Sequence[DigestDefinition] = DEFINITIONS,
+    exporter_digests: Sequence[str] = KNOWN_DIGESTS,
+    importer_digests: Sequence[str] = KNOWN_DIGESTS,
     wire_dtype: str = "native",
     exporter_member: MemberId = EXPORTER,
     wall_clock: Callable[[], float] = lambda: 1_000.0,

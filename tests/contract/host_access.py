@@ -17,7 +17,7 @@ from kvtransfer.transports.cuda.access import Mapping
 
 @dataclass
 class ExportedPool:
-    """ExportedMemory whose pages are a CPU pool's file."""
+    """ExportedMemory whose pages are the file of a CPU pool."""
 
     pool: PoolMemory
     why_no_cuda_file: str = ""
@@ -51,7 +51,7 @@ class HostMapping:
 
 
 class HostAccess:
-    """`held` copies wait for `go`; `fail` makes mapping fail."""
+    """Access to host memory. `held` copies wait for `go`; `fail` makes mapping fail."""
 
     def __init__(self, pool: PoolMemory, device: str = "gpu-0", reaches: Sequence[str] = ("gpu-0",)) -> None:
         self._pool, self._device, self._reaches = pool, device, reaches

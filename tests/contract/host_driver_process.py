@@ -27,7 +27,7 @@ async def export() -> None:
     ctypes.memset(address, BYTE, size)
     server = DescriptorServer(file, size.to_bytes(8, "little"))
     await server.start()
-    _say(server.admit(EPOCH).hex())
+    _say(server.grant(EPOCH).hex())
     await asyncio.to_thread(sys.stdin.read)
 
 

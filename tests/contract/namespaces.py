@@ -18,7 +18,7 @@ class Side:
     address: str
 
     def command(self, *arguments: str) -> list[str]:
-        """The same command, inside."""
+        """Return the command that runs this command inside the namespace."""
         return ["ip", "netns", "exec", self.namespace, *arguments]
 
 
@@ -28,7 +28,7 @@ class Cable:
     second: Side
 
     def cut(self) -> None:
-        """What is sent from either side is lost, and nobody is told."""
+        """Drop everything that either side sends, without an error."""
         _ip("-n", self.second.namespace, "link", "set", INTERFACE, "down")
 
     def heal(self) -> None:
@@ -41,7 +41,7 @@ class Cable:
 
 @contextmanager
 def joined_namespaces() -> Iterator[Cable]:
-    """Skips the test, with the reason, where namespaces may not be made."""
+    """Yield two joined namespaces. Skips the test, with the reason, where namespaces may not be created."""
     if shutil.which("ip") is None:
         pytest.skip("no `ip` command here")
     name = f"tandem-{secrets.token_hex(4)}"
@@ -63,14 +63,14 @@ def joined_namespaces() -> Iterator[Cable]:
 
 @dataclass(frozen=True, slots=True)
 class FarHost:
-    """A namespace that only one cable joins to this machine, as another host would be."""
+    """A namespace that is joined to this machine by one cable only, like another host."""
 
     near_address: str  # ours, as the far side sees it
     side: Side
     near_interface: str
 
     def cut(self) -> None:
-        """What is sent from either side is lost, and nobody is told."""
+        """Drop everything that either side sends, without an error."""
         _ip("-n", self.side.namespace, "link", "set", INTERFACE, "down")
 
     def heal(self) -> None:
@@ -82,7 +82,7 @@ class FarHost:
 
 @contextmanager
 def far_host() -> Iterator[FarHost]:
-    """Skips the test, with the reason, where namespaces may not be made."""
+    """Yield a far host. Skips the test, with the reason, where namespaces may not be created."""
     if shutil.which("ip") is None:
         pytest.skip("no `ip` command here")
     name = secrets.token_hex(4)

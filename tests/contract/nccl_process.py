@@ -9,18 +9,18 @@ import sys
 import torch
 
 from engine.kv.pool import KvPool
-from kvtransfer.transports.nccl.cupy_library import cupy_nccl
+from kvtransfer.transports.nccl.communicator_life import CommunicatorLimits
 from kvtransfer.transports.nccl.exporting import NcclExporter
-from kvtransfer.transports.nccl.pair import PairLimits
+from kvtransfer.transports.nccl.library import cupy_nccl
 from tests.contract.kv_pools import LAYOUT, random_pool
 from tests.contract.test_nccl import NUM_BLOCKS, epoch
 
 NUM_EPOCHS = 8
-LIMITS = PairLimits(agree_s=10.0, initialise_s=30.0, warm_s=20.0, transfer_s=20.0, retry_s=300.0)
+LIMITS = CommunicatorLimits(agree_s=10.0, initialise_s=30.0, warm_s=20.0, transfer_s=20.0, retry_s=300.0)
 
 
 def device_pool(seed: int) -> KvPool:
-    """Random bytes, the same for one seed wherever they lie."""
+    """Return a pool of random bytes that depend on the seed only, not on the device."""
     host = random_pool(NUM_BLOCKS, seed=seed)
     if not torch.cuda.is_available():
         return host
@@ -36,7 +36,7 @@ async def main() -> None:
     )
     await exporter.start()
     for number in range(NUM_EPOCHS):
-        print(exporter.admit(epoch(number)).hex(), flush=True)
+        print(exporter.grant(epoch(number)).hex(), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await exporter.close()
 

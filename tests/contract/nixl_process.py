@@ -32,7 +32,7 @@ _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
 
 
 class BytePool:
-    """PoolMemory, every byte the same, large enough for a read to be caught in the middle."""
+    """PoolMemory of equal bytes, large enough for a read to be interrupted in the middle."""
 
     def __init__(self, byte: int, device: str = "cpu") -> None:
         """On a GPU in ordinary memory: the UCX in NIXL's wheel hands exported pages to no other process."""
@@ -46,7 +46,7 @@ class BytePool:
         return bool((self.raw == byte).all())
 
     async def first_bytes(self, read: "asyncio.Task[None]") -> None:
-        """Until some of the read has arrived, or it has ended."""
+        """Wait until a part of the read has arrived, or the read has ended."""
         ended = threading.Event()
         read.add_done_callback(lambda _: ended.set())
         before = int(self.raw[0, 0])
@@ -59,7 +59,7 @@ class BytePool:
 
 
 class Process:
-    """The test's end. One question is under way at a time."""
+    """The test's end of the process. One question is in progress at a time."""
 
     def __init__(self, connection: "Connection[object, object]", process_id: int) -> None:
         self._connection, self.process_id = connection, process_id
@@ -87,7 +87,7 @@ async def process(
     environment: Mapping[str, str] | None = None,
     namespace: str = "",
 ) -> AsyncIterator[Process]:
-    """Killed in the end."""
+    """Run the process, and kill it at the end."""
     mine, theirs = _FORKS.Pipe()
     started = _FORKS.Process(target=_begin, args=(role, theirs, argument, environment or {}, namespace), daemon=True)
     await asyncio.to_thread(started.start)
@@ -102,7 +102,7 @@ async def process(
 
 
 def exporting(connection: "Connection[object, object]", byte: float) -> None:
-    """Tells its endpoint and serves."""
+    """Announce the endpoint and serve."""
     asyncio.run(_export(connection, BytePool(int(byte))))
 
 
@@ -145,7 +145,7 @@ def _enter(namespace: str) -> None:
 async def _export(connection: "Connection[object, object]", pool: BytePool) -> None:
     exporter = NixlExporter(memory=pool, linger_s=5.0)
     await exporter.start()
-    connection.send(exporter.admit(EPOCH))
+    connection.send(exporter.grant(EPOCH))
     await asyncio.Event().wait()
 
 
@@ -169,7 +169,7 @@ class _Importer:
     async def obey(self, words: object) -> object:
         match words:
             case ("open", bytes() as endpoint):
-                self._channel = await self._transport.open(EPOCH, endpoint)
+                self._channel = await self._transport.open_channel(EPOCH, endpoint)
             case ("read",):
                 assert self._channel is not None
                 blocks = list(range(NUM_BLOCKS))

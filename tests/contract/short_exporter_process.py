@@ -23,7 +23,7 @@ async def main() -> None:
     host = sys.argv[1]
     exporter = TcpExporter(memory=pool, host=host, advertise_host=host, send_timeout_s=5.0)
     await exporter.start()
-    print(exporter.admit(EPOCH).hex(), flush=True)
+    print(exporter.grant(EPOCH).hex(), flush=True)
     _, most_bytes = resource.getrlimit(resource.RLIMIT_AS)
     while word := sys.stdin.readline().strip():  # its threads serve; its loop has nothing to do
         used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

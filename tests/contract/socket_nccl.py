@@ -14,7 +14,7 @@ _TRY_S = 0.02
 
 
 class SocketNccl:
-    """See NcclLibrary. `hang` names what never returns, until `let_go`: connect, done, abort."""
+    """NcclLibrary over sockets. `hang` names the call that does not return until `let_go`: connect, done, abort."""
 
     def __init__(self, *, version: int = 22_807, device: bytes = b"", hang: str = "", fail: str = "") -> None:
         self._version, self._device = version, device
@@ -49,7 +49,7 @@ class SocketNccl:
             self._let_go.wait()
 
     def let_go(self) -> None:
-        """Ends every call that hangs, so that no thread outlives the test."""
+        """End every call that hangs, so that no thread outlives the test."""
         self.hang = ""
         self._let_go.set()
 
@@ -74,7 +74,8 @@ class SocketNccl:
 
 
 class SocketCommunicator:
-    """See Communicator. A peer that is gone is not noticed: what waits for it waits until it is aborted."""
+    """A communicator over sockets. It does not detect a dead peer: a call that waits for the peer waits until it is
+    aborted."""
 
     def __init__(self, library: SocketNccl, connection: socket.socket, rank: int) -> None:
         self._library, self._connection, self._rank = library, connection, rank

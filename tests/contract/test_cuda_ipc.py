@@ -16,8 +16,8 @@ import torch
 
 from cluster.messages import Epoch
 from engine.kv.pool import KvPool
-from kvtransfer.digest.definitions import digest_blocks
-from kvtransfer.transports.base import TransportError, TransportMeans
+from kvtransfer.digests import digest_blocks
+from kvtransfer.transports.base import TransportError, TransportSetup
 from kvtransfer.transports.cuda import transport as cuda_ipc
 from kvtransfer.transports.cuda.access import CudaAccess
 from kvtransfer.transports.cuda.transport import CudaIpcChannel, CudaIpcExporter, CudaIpcImporter
@@ -59,9 +59,9 @@ async def test_one_mapping_serves_every_hand_off_with_an_exporter() -> None:
     async with two_sides(source, target) as (exporter, importer, _):
         for attempt in range(3):
             epoch = Epoch(EPOCH.exporter, EPOCH.ticket_id, attempt)
-            channel = await importer.open(epoch, exporter.admit(epoch))
+            channel = await importer.open_channel(epoch, exporter.grant(epoch))
             await channel.read([7, 0], [1, 3])
-            await channel.release()
+            await channel.finish()
         assert importer.num_mappings == 1
         assert torch.equal(target.raw[[1, 3]], source.raw[[7, 0]])
 
@@ -69,8 +69,8 @@ async def test_one_mapping_serves_every_hand_off_with_an_exporter() -> None:
 async def test_the_end_of_the_exporter_ends_the_mapping_and_not_the_copy_in_flight() -> None:
     source, target = random_pool(8, seed=1), random_pool(8, seed=2)
     async with two_sides(source, target) as (exporter, importer, access):
-        endpoint = exporter.admit(EPOCH)
-        channel = await importer.open(EPOCH, endpoint)
+        endpoint = exporter.grant(EPOCH)
+        channel = await importer.open_channel(EPOCH, endpoint)
         assert isinstance(channel, CudaIpcChannel) and channel._pool is not None
         mapped = weakref.ref(channel._pool.mapping)
         access.go.clear()
@@ -82,19 +82,19 @@ async def test_the_end_of_the_exporter_ends_the_mapping_and_not_the_copy_in_flig
         await read
         del read
         assert torch.equal(target.raw[6], source.raw[5]) and mapped() is not None
-        await channel.release()
+        await channel.finish()
         # Whoever still knows the channel keeps no pages by it; the copying thread lets go a moment after the read ends.
         async with asyncio.timeout(DEADLINE_S):
             while mapped() is not None:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         with pytest.raises(TransportError):
-            await importer.open(EPOCH, endpoint)
+            await importer.open_channel(EPOCH, endpoint)
 
 
 async def test_destroying_a_channel_waits_for_its_copy() -> None:
     source, target = random_pool(8, seed=1), random_pool(8, seed=2)
     async with two_sides(source, target) as (exporter, importer, access):
-        channel = await importer.open(EPOCH, exporter.admit(EPOCH))
+        channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
         access.go.clear()
         read = asyncio.create_task(channel.read([5], [6]))
         assert await asyncio.to_thread(access.copying.wait, DEADLINE_S)
@@ -110,17 +110,17 @@ async def test_destroying_a_channel_waits_for_its_copy() -> None:
         assert torch.equal(target.raw[6], source.raw[5])
 
 
-async def test_pages_that_cannot_be_mapped_leave_nothing_open() -> None:
+async def test_pages_that_cannot_be_mapped_leave_no_file_open() -> None:
     source, target = random_pool(8, seed=1), random_pool(8, seed=2)
     async with two_sides(source, target) as (exporter, importer, access):
         access.fail = True
         open_files = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
             with pytest.raises(TransportError, match="CUDA_ERROR_NOT_SUPPORTED"):
-                await importer.open(EPOCH, exporter.admit(EPOCH))
+                await importer.open_channel(EPOCH, exporter.grant(EPOCH))
         assert importer.num_mappings == 0
         access.fail = False
-        await (await importer.open(EPOCH, exporter.admit(EPOCH))).read([0], [0])
+        await (await importer.open_channel(EPOCH, exporter.grant(EPOCH))).read([0], [0])
         assert len(os.listdir("/proc/self/fd")) <= open_files + 4  # the mapping, and one connection's two ends
 
 
@@ -128,10 +128,10 @@ async def test_a_pool_of_other_blocks_is_refused() -> None:
     source, target = random_pool(8, seed=1), random_pool(8, seed=2, layers=3)
     async with two_sides(source, target) as (exporter, importer, _):
         with pytest.raises(TransportError, match="not of blocks of"):
-            await importer.open(EPOCH, exporter.admit(EPOCH))
+            await importer.open_channel(EPOCH, exporter.grant(EPOCH))
 
 
-async def test_it_is_offered_on_one_host_to_gpus_that_reach_each_other() -> None:
+async def test_cuda_ipc_is_offered_on_one_host_to_gpus_with_peer_access() -> None:
     source = random_pool(2, seed=1)
     exporter = CudaIpcExporter(memory=ExportedPool(source), access=HostAccess(source, reaches=["gpu-0", "gpu-1"]))
     for device, expected in (("gpu-0", True), ("gpu-1", True), ("gpu-2", False)):
@@ -145,8 +145,8 @@ async def test_it_is_offered_on_one_host_to_gpus_that_reach_each_other() -> None
 def test_a_pool_that_is_not_exported_is_not_offered() -> None:
     pool = random_pool(2, seed=1)
 
-    def means(memory: object) -> TransportMeans:
-        return TransportMeans(
+    def means(memory: object) -> TransportSetup:
+        return TransportSetup(
             member=EPOCH.exporter,
             memory=memory,  # type: ignore[arg-type]
             host="::",
@@ -187,23 +187,23 @@ async def test_blocks_move_between_two_processes_on_the_device() -> None:
     assert target.why_no_cuda_file == ""
     importer = CudaIpcImporter(memory=target, access=CudaAccess(target))
     async with exporter_process() as (_, endpoint):
-        channel = await importer.open(EPOCH, endpoint)
+        channel = await importer.open_channel(EPOCH, endpoint)
         remote, local = list(range(0, 400, 3)), list(range(133, -1, -1))
         await channel.read(remote, local)
         assert torch.equal(target.raw[local], expected.raw[remote])
         assert digest_blocks(target, local) == digest_blocks(expected, remote)
         assert not target.raw[134:].any()
-        await channel.release()
+        await channel.finish()
         await importer.close()
 
 
 @pytest.mark.cuda
 @with_gpu
-async def test_an_exporter_killed_in_mid_copy_leaves_its_pages_to_the_reader() -> None:
+async def test_pages_of_an_exporter_killed_during_a_copy_stay_readable() -> None:
     target, expected = KvPool(LAYOUT, NUM_BLOCKS, "cuda"), patterned_pool(seed=1)
     importer = CudaIpcImporter(memory=target, access=CudaAccess(target))
     async with exporter_process() as (process, endpoint):
-        channel = await importer.open(EPOCH, endpoint)
+        channel = await importer.open_channel(EPOCH, endpoint)
         everything = list(range(NUM_BLOCKS))
         await channel.read(everything, everything)  # the kernel is compiled
         is_gone = asyncio.Event()
@@ -226,8 +226,8 @@ async def test_an_exporter_killed_in_mid_copy_leaves_its_pages_to_the_reader() -
         assert torch.equal(target.raw, expected.raw)
         await _unmapped(importer)
         with pytest.raises(TransportError):
-            await importer.open(EPOCH, endpoint)
-        await channel.release()
+            await importer.open_channel(EPOCH, endpoint)
+        await channel.finish()
     torch.cuda.synchronize()  # the device is as well as before
     await importer.close()
 
@@ -244,8 +244,8 @@ async def test_the_pages_of_a_dead_exporter_are_given_back_when_the_importer_let
     if free_before < 1.5 * pool_bytes:
         pytest.fail(f"{free_before >> 30} GiB free: others use this device")
     async with exporter_process(str(pool_bytes // LAYOUT.block_bytes)) as (process, endpoint):
-        channel = await importer.open(EPOCH, endpoint)
-        await channel.release()
+        channel = await importer.open_channel(EPOCH, endpoint)
+        await channel.finish()
         assert torch.cuda.mem_get_info()[0] < free_before - pool_bytes // 2
         process.kill()
         await process.wait()

@@ -8,7 +8,7 @@ import pytest
 from cluster.clock import MonotonicClock
 from cluster.errors import HandOffReason
 from cluster.protocol import tickets
-from kvtransfer.digest.definitions import DigestDefinition, digest_blocks
+from kvtransfer.digests import digest_blocks
 from kvtransfer.memory import PoolMemory
 from kvtransfer.protocol.handoff import FirstToken
 from tests.contract.handoff_rig import DEADLINE_S, IMPORTER, KEY, Rig, handoff_rig
@@ -60,7 +60,7 @@ async def test_blocks_arrive_while_later_ones_are_not_sealed(rig: Rig) -> None:
     await prefill.released.wait()
 
 
-async def test_exposed_time_begins_with_the_end_of_prefill_not_with_the_news_of_it(rig: Rig) -> None:
+async def test_exposed_time_counts_from_the_end_of_prefill_not_from_its_announcement(rig: Rig) -> None:
     prefill = rig.prefill(2 * BLOCK_SIZE)
     importing = rig.start_import(prefill)
     prefill.seal(2)
@@ -73,12 +73,12 @@ async def test_exposed_time_begins_with_the_end_of_prefill_not_with_the_news_of_
     rig.decode.finish(1)
 
 
-async def test_what_one_step_writes_is_digested_in_one_go(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_blocks_of_one_step_are_digested_together(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[int] = []
 
-    def digested(memory: PoolMemory, block_ids: Sequence[int], definition: DigestDefinition) -> tuple[bytes, ...]:
+    def digested(memory: PoolMemory, block_ids: Sequence[int]) -> tuple[bytes, ...]:
         batches.append(len(block_ids))
-        return digest_blocks(memory, block_ids, definition)
+        return digest_blocks(memory, block_ids)
 
     monkeypatch.setattr("kvtransfer.exporter.exporter.digest_blocks", digested)
     prefill, other = rig.prefill(3 * BLOCK_SIZE + 1), rig.prefill(BLOCK_SIZE)
@@ -130,7 +130,7 @@ async def test_blocks_that_the_pool_has_are_not_moved(rig: Rig) -> None:
     rig.decode.pool.release(shared)
 
 
-async def test_cancelling_leaves_shared_blocks_to_those_who_have_them(rig: Rig) -> None:
+async def test_cancelling_does_not_free_blocks_that_other_sequences_share(rig: Rig) -> None:
     rig.watched.is_holding = True
     prefill = rig.prefill(3 * BLOCK_SIZE)
     shared = rig.decode.pool.reserve(1)
@@ -150,7 +150,7 @@ async def test_cancelling_leaves_shared_blocks_to_those_who_have_them(rig: Rig) 
     rig.decode.pool.release(shared)
 
 
-async def test_many_hand_offs_go_on_side_by_side(rig: Rig) -> None:
+async def test_many_hand_offs_run_concurrently(rig: Rig) -> None:
     prefills = [rig.prefill(2 * BLOCK_SIZE + 1) for _ in range(8)]
     imports = [rig.start_import(prefill, handoff_id) for handoff_id, prefill in enumerate(prefills)]
     for prefill in prefills:
@@ -171,7 +171,7 @@ async def test_a_ticket_is_good_after_prefill_has_finished(rig: Rig) -> None:
     rig.decode.finish(1)
 
 
-async def test_cancelling_quarantines_what_is_being_read_until_it_is_quiet(rig: Rig) -> None:
+async def test_cancelling_quarantines_blocks_under_read_until_the_read_has_ended(rig: Rig) -> None:
     rig.watched.is_holding = True
     prefill = rig.prefill(3 * BLOCK_SIZE)
     importing = rig.start_import(prefill)
@@ -183,7 +183,7 @@ async def test_cancelling_quarantines_what_is_being_read_until_it_is_quiet(rig: 
     in_flight = len(read.local_block_ids)
     assert rig.decode.pool.counts()["quarantined"] == in_flight == rig.counters.num_quarantined
     assert rig.decode.pool.num_free == rig.decode.pool.num_blocks - in_flight  # the rest at once
-    assert not prefill.released.is_set()  # nobody says "settled" while something still reads
+    assert not prefill.released.is_set()  # no "settled" is sent while a read is in progress
     read.gate.set()
     async with asyncio.timeout(DEADLINE_S):
         await prefill.released.wait()
@@ -204,7 +204,7 @@ async def test_cancelling_between_reads_frees_everything_at_once(rig: Rig) -> No
         await prefill.released.wait()
 
 
-async def test_damaged_bytes_are_pulled_again_once(rig: Rig) -> None:
+async def test_damaged_blocks_are_read_again_once(rig: Rig) -> None:
     rig.watched.num_damaged = 1
     rig.watched.damage = rig.flip_a_bit
     prefill = rig.prefill(2 * BLOCK_SIZE + 1)
@@ -217,7 +217,7 @@ async def test_damaged_bytes_are_pulled_again_once(rig: Rig) -> None:
     rig.decode.finish(1)
 
 
-async def test_bytes_that_stay_wrong_are_refused(rig: Rig) -> None:
+async def test_blocks_that_stay_damaged_are_refused(rig: Rig) -> None:
     rig.watched.num_damaged = 2
     rig.watched.damage = rig.flip_a_bit
     prefill = rig.prefill(2 * BLOCK_SIZE)
@@ -273,7 +273,7 @@ async def test_a_reissued_ticket_may_be_pulled_again(rig: Rig) -> None:
     rig.decode.finish(2)
 
 
-async def test_another_attempt_pulls_what_one_that_failed_has_left(rig: Rig) -> None:
+async def test_a_second_attempt_imports_a_ticket_whose_first_attempt_failed(rig: Rig) -> None:
     rig.watched.num_damaged = 2
     rig.watched.damage = rig.flip_a_bit
     prefill = rig.prefill(2 * BLOCK_SIZE)

@@ -35,7 +35,7 @@ async def test_a_channel_that_does_not_open_leaves_the_hand_off_to_the_next_tran
 
 
 async def test_a_read_that_fails_half_way_is_finished_by_the_next_transport(rig: Rig) -> None:
-    """What had arrived before is not read again."""
+    """Blocks that have arrived are not read again."""
     prefill = rig.prefill(3 * BLOCK_SIZE + 1)
     importing = rig.start_import(prefill)
     prefill.seal(2)
@@ -90,7 +90,7 @@ async def test_no_other_transport_reads_while_the_first_may_still_write() -> Non
             await rig.unhealthy.wait()
 
 
-async def test_when_every_transport_fails_the_hand_off_says_so() -> None:
+async def test_a_hand_off_fails_by_name_when_every_transport_fails() -> None:
     clock = ManualClock()
     async with handoff_rig("shm", alternatives=["tcp"], exporter_clock=clock) as rig:
         rig.watched.is_unopenable = rig.alternatives[0].is_unopenable = True
@@ -103,7 +103,7 @@ async def test_when_every_transport_fails_the_hand_off_says_so() -> None:
         rig.check_clean()
 
 
-async def test_what_failed_with_an_exporter_is_not_offered_to_it_for_a_while(rig: Rig) -> None:
+async def test_a_failed_transport_is_not_offered_to_that_exporter_for_a_while(rig: Rig) -> None:
     rig.watched.is_unopenable = True
     for handoff_id in (1, 2):
         prefill = rig.prefill(BLOCK_SIZE)
@@ -116,7 +116,7 @@ async def test_what_failed_with_an_exporter_is_not_offered_to_it_for_a_while(rig
     assert len(rig.counters.fallbacks) == 1  # the second did not try shm at all
 
 
-async def test_a_settled_attempt_can_be_read_by_none_of_its_transports(rig: Rig) -> None:
+async def test_no_transport_reads_blocks_of_a_settled_attempt(rig: Rig) -> None:
     rig.watched.is_unopenable = True
     prefill = rig.prefill(BLOCK_SIZE)
     prefill.compute()
@@ -128,4 +128,4 @@ async def test_a_settled_attempt_can_be_read_by_none_of_its_transports(rig: Rig)
         for transport in (rig.watched, rig.alternatives[0]):
             epoch = Epoch(EXPORTER, prefill.ticket_id, 1)
             with pytest.raises(TransportError):
-                await (await transport.open(epoch, transport.endpoint_seen)).read([0], [0])
+                await (await transport.open_channel(epoch, transport.endpoint_seen)).read([0], [0])

@@ -9,11 +9,11 @@ import pytest
 from cluster.clock import ManualClock
 from cluster.errors import HandOffReason
 from cluster.settings.transfer_settings import TransferSettings
-from kvtransfer.exporter.export_call import ExportCall
-from kvtransfer.transports.loopback import Fault
-from tandem.v1 import kv_pb2
+from kvtransfer.exporter.ticket_driver import IncomingCall
+from tandem.internal.v1 import kv_pb2
 from tests.contract.handoff_rig import DEADLINE_S, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
+from tests.loopback import Fault
 
 TRANSPORTS = ["loopback", "tcp", "shm", "nixl", "nccl", "cuda_ipc"]
 
@@ -38,7 +38,7 @@ async def test_a_lapsed_lease_frees_its_blocks_and_fails_its_importer(transport:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_blocks_that_were_used_again_under_a_reader_are_never_decoded(transport: str) -> None:
-    """The exporter's clock runs ahead, its blocks are rewritten, and the importer has not heard yet."""
+    """The exporter's clock runs ahead and its blocks are rewritten before the importer learns of it."""
     clock = ManualClock()
     async with handoff_rig(transport, exporter_clock=clock) as rig:
         prefill = rig.prefill(2 * BLOCK_SIZE)
@@ -48,7 +48,7 @@ async def test_blocks_that_were_used_again_under_a_reader_are_never_decoded(tran
         await rig.machine_idle()
         rig.source.raw[prefill.block_ids[1]].zero_()
         prefill.seal(1)
-        clock.advance(TransferSettings().lease_s)  # nobody has reaped: only Settle can tell
+        clock.advance(TransferSettings().lease_s)  # no lease was reaped, so only Settle can show it
         prefill.finish()
         assert await rig.failure(importing) is HandOffReason.LEASE_LAPSED
         async with asyncio.timeout(DEADLINE_S):
@@ -56,8 +56,8 @@ async def test_blocks_that_were_used_again_under_a_reader_are_never_decoded(tran
         rig.check_clean()
 
 
-async def test_renewals_keep_a_lease_while_prefill_goes_on() -> None:
-    """Two lease times pass between two blocks."""
+async def test_renewals_keep_a_lease_during_prefill() -> None:
+    """Two lease durations pass between two blocks."""
     settings = TransferSettings(lease_s=0.6)
     async with handoff_rig("tcp", settings=settings) as rig:
         prefill = rig.prefill(2 * BLOCK_SIZE)
@@ -88,7 +88,7 @@ async def test_a_lease_ends_by_itself_in_time_without_anybody_asking() -> None:
         rig.check_clean()
 
 
-async def test_a_ticket_nobody_attaches_to_is_dropped() -> None:
+async def test_a_ticket_without_an_importer_is_dropped() -> None:
     clock = ManualClock()
     async with handoff_rig("tcp", exporter_clock=clock) as rig:
         prefill = rig.prefill(BLOCK_SIZE + 1)
@@ -105,7 +105,7 @@ async def test_a_ticket_nobody_attaches_to_is_dropped() -> None:
         rig.check_clean()
 
 
-async def test_a_ticket_whose_router_has_gone_is_dropped_within_a_lease() -> None:
+async def test_a_ticket_whose_router_died_is_dropped_within_a_lease() -> None:
     settings = TransferSettings(lease_s=0.05)
     async with handoff_rig("tcp", settings=settings) as rig:
         prefill = rig.prefill(BLOCK_SIZE + 1)
@@ -117,7 +117,7 @@ async def test_a_ticket_whose_router_has_gone_is_dropped_within_a_lease() -> Non
         rig.check_clean()
 
 
-async def test_who_has_attached_is_not_disturbed_by_the_end_of_the_router() -> None:
+async def test_the_end_of_the_router_does_not_disturb_an_attached_importer() -> None:
     settings = TransferSettings(lease_s=0.2)
     async with handoff_rig("tcp", settings=settings) as rig:
         rig.watched.is_holding = True
@@ -203,21 +203,21 @@ async def test_a_hand_off_that_can_never_fit_is_refused_with_the_numbers() -> No
         rig.check_clean()
 
 
-async def test_an_exporter_that_does_not_answer_an_attach_is_left_after_a_lease(
+async def test_an_exporter_that_does_not_answer_attach_counts_as_lost_after_a_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def silent(_: ExportCall) -> AsyncIterator[kv_pb2.ExporterMessage]:
+    async def silent(_: IncomingCall) -> AsyncIterator[kv_pb2.ExporterMessage]:
         await asyncio.Event().wait()
         yield kv_pb2.ExporterMessage()
 
-    monkeypatch.setattr(ExportCall, "messages", silent)
+    monkeypatch.setattr(IncomingCall, "messages", silent)
     settings = TransferSettings(lease_s=0.3)
     async with handoff_rig("loopback", settings=settings) as rig, asyncio.timeout(settings.read_timeout_s / 2):
         importing = rig.start_import(rig.prefill(BLOCK_SIZE))
         assert await rig.failure(importing, match="no answer while attaching") is HandOffReason.EXPORTER_LOST
 
 
-async def test_a_read_that_does_not_end_is_given_up_and_destroyed() -> None:
+async def test_a_read_that_does_not_end_has_its_channel_destroyed() -> None:
     """Its blocks stay in quarantine until destroying the channel has proven it quiet."""
     settings = TransferSettings(read_timeout_s=0.1, quarantine_s=0.5)
     clock = ManualClock()
@@ -233,7 +233,7 @@ async def test_a_read_that_does_not_end_is_given_up_and_destroyed() -> None:
         rig.check_clean()
 
 
-async def test_a_read_that_cannot_be_proven_quiet_is_reported() -> None:
+async def test_a_read_that_cannot_be_ended_is_reported() -> None:
     settings = TransferSettings(read_timeout_s=0.1, quarantine_s=0.1)
     async with handoff_rig("loopback", settings=settings, faults={0: Fault.DROP}) as rig:
         rig.watched.is_indestructible = True
@@ -257,7 +257,7 @@ async def test_a_read_that_cannot_be_proven_quiet_is_reported() -> None:
     ],
     ids=["duplicate", "reorder", "corrupt", "corrupt twice", "kill"],
 )
-async def test_faults_on_the_way_are_survived_or_named(faults: dict[int, Fault], outcome: HandOffReason | None) -> None:
+async def test_transport_faults_are_survived_or_named(faults: dict[int, Fault], outcome: HandOffReason | None) -> None:
     clock = ManualClock()
     async with handoff_rig("loopback", exporter_clock=clock, faults=faults) as rig:
         prefill = rig.prefill(3 * BLOCK_SIZE)
@@ -277,7 +277,7 @@ async def test_faults_on_the_way_are_survived_or_named(faults: dict[int, Fault],
 
 
 @pytest.mark.parametrize("fault", [Fault.DELAY, Fault.STOP])
-async def test_what_was_held_up_arrives_when_it_goes_on(fault: Fault) -> None:
+async def test_a_held_back_message_arrives_when_it_is_resumed(fault: Fault) -> None:
     async with handoff_rig("loopback", faults={1: fault}) as rig:
         prefill = rig.prefill(3 * BLOCK_SIZE)
         importing = rig.start_import(prefill)

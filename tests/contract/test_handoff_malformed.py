@@ -12,9 +12,9 @@ import pytest
 
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.settings.transfer_settings import TransferSettings
-from kvtransfer.exporter.export_call import ExportCall
-from kvtransfer.importer.importer import Imported
-from tandem.v1 import kv_pb2
+from kvtransfer.exporter.ticket_driver import IncomingCall
+from kvtransfer.importer.importer import ImportedBlocks
+from tandem.internal.v1 import kv_pb2
 from tests.contract.handoff_rig import DEADLINE_S, Prefill, Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 from tests.unit.member_messages import mutations
@@ -32,16 +32,16 @@ class BrokenExporter:
         self.changes: dict[bytes, tuple[str, Change]] = {}  # by ticket
         self.seen: dict[str, kv_pb2.ExporterMessage] = {}  # the last of each kind, as it should be
         self.num_heard = 0
-        sent = ExportCall.messages
+        sent = IncomingCall.messages
 
-        async def messages(call: ExportCall) -> AsyncIterator[kv_pb2.ExporterMessage]:
+        async def messages(call: IncomingCall) -> AsyncIterator[kv_pb2.ExporterMessage]:
             async for message in sent(call):
                 self._change(call, message)
                 yield message
 
-        monkeypatch.setattr(ExportCall, "messages", messages)
+        monkeypatch.setattr(IncomingCall, "messages", messages)
 
-    def _change(self, call: ExportCall, message: kv_pb2.ExporterMessage) -> None:
+    def _change(self, call: IncomingCall, message: kv_pb2.ExporterMessage) -> None:
         ticket_id = call.attached.ticket.ticket_id if call.attached is not None else b""
         kind, change = self.changes.get(ticket_id, ("", lambda _: None))
         for one in (message, *message.then):
@@ -64,7 +64,7 @@ async def rig(broken: BrokenExporter) -> AsyncIterator[Rig]:
         yield rig
 
 
-async def hand_off(rig: Rig, handoff_id: int = 1) -> tuple[Prefill, asyncio.Task[Imported]]:
+async def hand_off(rig: Rig, handoff_id: int = 1) -> tuple[Prefill, asyncio.Task[ImportedBlocks]]:
     prefill = rig.prefill(2 * BLOCK_SIZE + 1)
     prefill.compute()
     return prefill, rig.start_import(prefill, handoff_id)
@@ -88,7 +88,7 @@ async def changed(rig: Rig, broken: BrokenExporter, handoff_id: int, kind: str, 
     return reason
 
 
-async def test_whatever_an_exporter_says_ends_that_hand_off_only(rig: Rig, broken: BrokenExporter) -> None:
+async def test_any_malformed_message_of_an_exporter_ends_that_hand_off_only(rig: Rig, broken: BrokenExporter) -> None:
     prefill, importing = await hand_off(rig)
     assert rig.holds(prefill, await importing)
     rig.decode.finish(1)
@@ -123,7 +123,7 @@ async def test_whatever_an_exporter_says_ends_that_hand_off_only(rig: Rig, broke
 
 
 @pytest.mark.parametrize("lease_s", [0.0, -1.0, 1e-9, float("nan"), float("inf")])
-async def test_a_lease_that_is_none_starts_no_storm_of_renewals(
+async def test_an_invalid_lease_time_is_refused_and_starts_no_storm_of_renewals(
     rig: Rig, broken: BrokenExporter, lease_s: float
 ) -> None:
     """The importer renewed at every tick, thousands of times per second."""

@@ -16,7 +16,7 @@ from cluster.clock import MonotonicClock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.settings.transfer_settings import TransferSettings
 from engine.kv.pool import KvPool
-from kvtransfer.importer.importer import Expected, Imported, Importer
+from kvtransfer.importer.importer import ExpectedPrompt, ImportedBlocks, Importer
 from kvtransfer.transports.shm.transport import ShmImporter
 from kvtransfer.transports.tcp.transport import TcpImporter
 from kvtransfer.wire.wire_format import NativeFormat
@@ -47,8 +47,8 @@ class Side:
             counters=self.counters,
         )
 
-    def start(self, signed: bytes) -> asyncio.Task[Imported]:
-        expected = Expected(NUM_TOKENS, PROMPT_HASH, 1)
+    def start(self, signed: bytes) -> asyncio.Task[ImportedBlocks]:
+        expected = ExpectedPrompt(NUM_TOKENS, PROMPT_HASH, 1)
         return asyncio.create_task(
             self.importer.import_blocks(handoff_id=1, signed_ticket=signed, expected=expected, blocks=self.blocks)
         )
@@ -81,7 +81,7 @@ async def exporter_process(temporary: str) -> AsyncIterator[tuple[asyncio.subpro
         await process.wait()
 
 
-async def _reason(importing: asyncio.Task[Imported]) -> HandOffReason:
+async def _reason(importing: asyncio.Task[ImportedBlocks]) -> HandOffReason:
     async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(HandOffFailed) as caught:
             await importing
@@ -95,11 +95,11 @@ async def test_an_exporter_that_is_stopped_and_then_killed_in_mid_transfer() -> 
 
 
 async def _until_stopped(pid: int) -> None:
-    """A process stops thread by thread; one that still runs would answer a read."""
+    """Wait until every thread of the process is stopped. A thread that still runs would answer a read."""
     threads = Path(f"/proc/{pid}/task")
     async with asyncio.timeout(DEADLINE_S):
         while {(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads.iterdir()} != {"T"}:  # noqa: ASYNC110
-            await asyncio.sleep(0)  # the kernel says it to nobody but who asks
+            await asyncio.sleep(0)  # the kernel reports it only when asked
 
 
 async def _stop_and_kill(process: asyncio.subprocess.Process, tcp_ticket: bytes, shm_ticket: bytes) -> None:
@@ -118,7 +118,7 @@ async def _stop_and_kill(process: asyncio.subprocess.Process, tcp_ticket: bytes,
         await shm.watched.read_arrived.wait()
 
     tcp.watched.begin.set()
-    assert await _reason(over_tcp) is HandOffReason.READ_TIMEOUT  # nobody answers, and nobody says so
+    assert await _reason(over_tcp) is HandOffReason.READ_TIMEOUT  # the exporter neither answers nor fails
     assert tcp.blocks.pool.counts()["quarantined"] == 2
 
     assert not over_shm.done()

@@ -12,10 +12,10 @@ from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
 from cluster.protocol import tickets
 from cluster.protocol.kv_wire import epoch_to_wire, fingerprint_to_wire
-from kvtransfer.importer.importer import Expected
+from kvtransfer.importer.importer import ExpectedPrompt
 from kvtransfer.transports.shm import transport as shm
 from kvtransfer.wire.handoff_wire import IMPORTER_METADATA
-from tandem.v1 import kv_pb2, kv_pb2_grpc
+from tandem.internal.v1 import kv_pb2, kv_pb2_grpc
 from tests.contract.handoff_rig import DEADLINE_S, EXPORTER, IMPORTER, KEY, LAYOUT, Prefill, Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 
@@ -32,6 +32,7 @@ def attach(
     return kv_pb2.ImporterMessage(
         attach=kv_pb2.Attach(
             ticket=kv_pb2.SignedTicket.FromString(signed),
+            digests=["folded-sums"],
             transports=transports,
             layout=fingerprint_to_wire(layout),
             endpoints={"shm": shm.host_identity()},
@@ -47,7 +48,7 @@ def settle(prefill: Prefill, outcome: kv_pb2.Settle.Outcome, attempt: int = 1) -
 async def converse(
     rig: Rig, *messages: kv_pb2.ImporterMessage, importer: str = str(IMPORTER)
 ) -> list[kv_pb2.ExporterMessage]:
-    """Says all of it at once, then listens until the exporter ends the call."""
+    """Send all messages at once, then read until the exporter ends the call."""
     async with grpc.aio.insecure_channel(rig.address) as channel:
         call = kv_pb2_grpc.KvTransferStub(channel).HandOff(
             timeout=DEADLINE_S, metadata=((IMPORTER_METADATA, importer),)
@@ -68,14 +69,14 @@ async def refusal(rig: Rig, message: kv_pb2.ImporterMessage, importer: str = str
     return reason, answers[0].refused.detail
 
 
-async def test_a_forged_ticket(rig: Rig) -> None:
+async def test_a_forged_ticket_is_refused(rig: Rig) -> None:
     prefill = rig.prefill(BLOCK_SIZE)
     forged = tickets.sign(tickets.read(prefill.signed, KEY), b"x" * 32)
     assert (await refusal(rig, attach(forged)))[0] == HandOffReason.BAD_SIGNATURE
     assert not prefill.released.is_set()
 
 
-async def test_somebody_elses_ticket(rig: Rig) -> None:
+async def test_a_ticket_for_another_importer_is_refused(rig: Rig) -> None:
     prefill = rig.prefill(BLOCK_SIZE)
     for importer in ("d1@b2", "d0@restarted", ""):
         reason, detail = await refusal(rig, attach(prefill.signed), importer=importer)
@@ -100,7 +101,7 @@ async def test_an_expired_ticket(rig: Rig) -> None:
     assert rig.counters.handoffs["exporter", "", "refused", "ticket_expired"] == 2
 
 
-async def test_a_ticket_of_this_exporters_predecessor(rig: Rig) -> None:
+async def test_a_ticket_of_an_earlier_incarnation_is_refused(rig: Rig) -> None:
     prefill = rig.prefill(BLOCK_SIZE)
     before = dataclasses.replace(tickets.read(prefill.signed, KEY), exporter=MemberId(EXPORTER.id, "a0"))
     reason, detail = await refusal(rig, attach(tickets.sign(before, KEY)))
@@ -108,7 +109,7 @@ async def test_a_ticket_of_this_exporters_predecessor(rig: Rig) -> None:
     assert "p0@a0" in detail and "p0@a1" in detail
 
 
-async def test_a_ticket_of_another_exporter_and_one_that_is_not_held_here(rig: Rig) -> None:
+async def test_foreign_and_unknown_tickets_are_refused(rig: Rig) -> None:
     ticket = tickets.read(rig.prefill(BLOCK_SIZE).signed, KEY)
     elsewhere = dataclasses.replace(ticket, exporter=MemberId("p7", "a1"))
     unknown = dataclasses.replace(ticket, ticket_id=b"u" * 16)
@@ -116,34 +117,34 @@ async def test_a_ticket_of_another_exporter_and_one_that_is_not_held_here(rig: R
         assert (await refusal(rig, attach(tickets.sign(other, KEY))))[0] == HandOffReason.UNKNOWN_TICKET
 
 
-async def test_another_layout_with_both_values(rig: Rig) -> None:
+async def test_another_layout_is_refused_with_both_values_by_name(rig: Rig) -> None:
     prefill = rig.prefill(BLOCK_SIZE)
-    fine_tune = dataclasses.replace(LAYOUT, weights="other weights", tp_size=2)
+    fine_tune = dataclasses.replace(LAYOUT, weights="other weights", kv_format=7)
     reason, detail = await refusal(rig, attach(prefill.signed, layout=fine_tune))
     assert reason == HandOffReason.LAYOUT_MISMATCH
-    assert detail == "weights: importer other weights, exporter weights; tp_size: importer 2, exporter 1"
+    assert detail == "weights: importer other weights, exporter weights; kv_format: importer 7, exporter 2"
 
 
-async def test_an_importer_learns_of_another_layout_with_both_values() -> None:
+async def test_an_importer_with_another_layout_is_refused_with_both_values() -> None:
     async with handoff_rig("tcp", importer_layout=dataclasses.replace(LAYOUT, dtype="bfloat16")) as rig:
         importing = rig.start_import(rig.prefill(BLOCK_SIZE))
         match = "dtype: importer bfloat16, exporter float32"
         assert await rig.failure(importing, match=match) is HandOffReason.LAYOUT_MISMATCH
 
 
-async def test_no_transport_in_common(rig: Rig) -> None:
+async def test_workers_without_a_common_transport_are_refused(rig: Rig) -> None:
     prefill = rig.prefill(BLOCK_SIZE)
     reason, detail = await refusal(rig, attach(prefill.signed, transports=("nixl", "shm")))
     assert reason == HandOffReason.NO_COMMON_TRANSPORT
     assert "[nixl, shm]" in detail and "[tcp]" in detail
 
 
-async def test_a_request_that_is_not_the_tickets(rig: Rig) -> None:
+async def test_a_request_with_another_prompt_than_the_tickets_is_refused(rig: Rig) -> None:
     prefill = rig.prefill(BLOCK_SIZE)
     for expected, reason in (
-        (Expected(prefill.num_tokens + 1, prefill.prompt_hash, 1), HandOffReason.COUNT_MISMATCH),
-        (Expected(prefill.num_tokens, prefill.prompt_hash, 2), HandOffReason.COUNT_MISMATCH),
-        (Expected(prefill.num_tokens, b"another prompt", 1), HandOffReason.PROMPT_MISMATCH),
+        (ExpectedPrompt(prefill.num_tokens + 1, prefill.prompt_hash, 1), HandOffReason.COUNT_MISMATCH),
+        (ExpectedPrompt(prefill.num_tokens, prefill.prompt_hash, 2), HandOffReason.COUNT_MISMATCH),
+        (ExpectedPrompt(prefill.num_tokens, b"another prompt", 1), HandOffReason.PROMPT_MISMATCH),
     ):
         with pytest.raises(HandOffFailed) as caught:
             await rig.importer.import_blocks(
@@ -172,7 +173,7 @@ async def test_settling_as_good_what_is_not_finished_is_invalid(rig: Rig) -> Non
     assert answers[-1].WhichOneof("message") == "settled" and not answers[-1].settled.valid
 
 
-async def test_leaving_without_settling_counts_as_failed_and_leaves_the_blocks_for_another(rig: Rig) -> None:
+async def test_a_call_that_ends_without_settling_counts_as_failed_and_keeps_the_blocks(rig: Rig) -> None:
     prefill = rig.prefill(2 * BLOCK_SIZE)
     prefill.seal(1)
     await rig.digested()
@@ -227,8 +228,8 @@ async def test_an_exporter_that_is_not_there_is_lost() -> None:
         assert await rig.failure(importing, match="UNAVAILABLE") is HandOffReason.EXPORTER_LOST
 
 
-async def test_a_call_that_breaks_off_leaves_the_blocks_for_another(rig: Rig) -> None:
-    """What the exporter sees of an importer that was killed."""
+async def test_a_broken_call_keeps_the_blocks_for_another_attempt(rig: Rig) -> None:
+    """The exporter sees the same when its importer is killed."""
     prefill = rig.prefill(2 * BLOCK_SIZE)
     prefill.seal(1)
     async with grpc.aio.insecure_channel(rig.address) as channel, asyncio.timeout(DEADLINE_S):

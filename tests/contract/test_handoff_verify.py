@@ -17,7 +17,7 @@ OFF, SAMPLE = TransferSettings(kv_verify="off"), TransferSettings(kv_verify="sam
 @pytest.mark.parametrize(
     ("settings", "num_verified"), [(TransferSettings(), 21), (SAMPLE, 2), (OFF, 0)], ids=["all", "sample", "off"]
 )
-async def test_so_many_blocks_are_compared_with_their_digests(settings: TransferSettings, num_verified: int) -> None:
+async def test_each_verify_mode_compares_its_share_of_blocks(settings: TransferSettings, num_verified: int) -> None:
     async with handoff_rig("tcp", settings=settings) as rig:
         prefill = rig.prefill(21 * BLOCK_SIZE)
         prefill.compute()
@@ -43,7 +43,7 @@ async def test_a_sample_of_one_block_finds_its_damage() -> None:
 
 
 @pytest.mark.parametrize("importer", [TransferSettings(), SAMPLE], ids=["all", "sample"])
-async def test_who_verifies_refuses_blocks_without_digests(importer: TransferSettings) -> None:
+async def test_a_verifying_importer_refuses_blocks_without_digests(importer: TransferSettings) -> None:
     clock = ManualClock()
     async with handoff_rig("tcp", settings=OFF, importer_settings=importer, exporter_clock=clock) as rig:
         prefill = rig.prefill(BLOCK_SIZE)
@@ -56,7 +56,7 @@ async def test_who_verifies_refuses_blocks_without_digests(importer: TransferSet
 
 
 @pytest.mark.parametrize("passes_on", ["all", "sample"])
-async def test_what_a_worker_took_unverified_is_not_taken_by_one_that_verifies(passes_on: str) -> None:
+async def test_a_verifying_importer_refuses_unverified_provenance(passes_on: str) -> None:
     """A computes, B imports, C imports from B with --kv-verify all. The digests that B makes anew prove nothing of what
     came to B: C takes the blocks only if B verified them."""
     middle = TransferSettings(kv_verify=passes_on)
@@ -93,7 +93,7 @@ async def test_what_a_worker_took_unverified_is_not_taken_by_one_that_verifies(p
 
 
 @pytest.mark.parametrize("is_tail", [False, True], ids=["sealed", "tail"])
-async def test_provenance_is_of_each_block_and_stays_with_it_where_not_all_is_verified(is_tail: bool) -> None:
+async def test_each_block_keeps_its_provenance_when_not_all_blocks_are_verified(is_tail: bool) -> None:
     async with handoff_rig("tcp", settings=SAMPLE) as rig:
         prefill = rig.prefill(2 * BLOCK_SIZE + 1)
         doubtful = prefill.block_ids[2 if is_tail else 0]

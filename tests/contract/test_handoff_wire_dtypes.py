@@ -14,7 +14,7 @@ QUANTISED = ["int8", "fp8", "int4"]
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("wire_dtype", QUANTISED)
-async def test_what_arrives_is_what_the_source_held_quantised(transport: str, wire_dtype: str) -> None:
+async def test_the_imported_blocks_are_the_quantised_blocks_of_the_source(transport: str, wire_dtype: str) -> None:
     async with handoff_rig(transport, wire_dtype=wire_dtype) as rig:
         prefill = rig.prefill(5 * BLOCK_SIZE + 2, num_choices=2)
         importing = rig.start_import(prefill)

@@ -38,7 +38,7 @@ async def _import_once(rig: Rig, handoff_id: int, faults: AwaitFaults | SubmitFa
 
 @pytest.mark.parametrize("when", When)
 @pytest.mark.parametrize("error", _ERRORS)
-@pytest.mark.parametrize("coroutine", ["importer.py:Importer.import_blocks", "import_run.py:ImportRun._re"])
+@pytest.mark.parametrize("coroutine", ["importer.py:Importer.import_blocks", "handoff_driver.py:HandOffDriver._re"])
 async def test_an_exception_at_any_await_of_an_import_gives_its_blocks_back(
     coroutine: str, error: type[Exception], when: When
 ) -> None:
@@ -85,7 +85,7 @@ async def test_an_error_that_no_transport_should_raise_ends_the_import_at_once()
     async with handoff_rig("loopback") as rig:
         prefill = rig.prefill(_NUM_TOKENS)
         faults = AwaitFaults(
-            "kvtransfer/importer/import_run.py:ImportRun._reserve", 0, KeyError, When.BEFORE_ITS_RESULT
+            "kvtransfer/importer/handoff_driver.py:HandOffDriver._reserve", 0, KeyError, When.BEFORE_ITS_RESULT
         )
         taken = rig.decode.pool.reserve(rig.decode.pool.num_blocks)
         assert taken is not None, "the reservation has to wait"

@@ -14,12 +14,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvtransfer.transports.base import TransportError, TransportMeans
+from kvtransfer.transports.base import TransportError, TransportSetup
 from kvtransfer.transports.nccl import transport as nccl
-from kvtransfer.transports.nccl.cupy_library import CupyCommunicator, CupyNccl, why_not_loadable
-from kvtransfer.transports.nccl.importing import NcclImporter
-from kvtransfer.transports.nccl.library import EXPORTER_RANK, NcclFailed, Piece
+from kvtransfer.transports.nccl.library import (
+    EXPORTER_RANK,
+    CupyCommunicator,
+    CupyNccl,
+    NcclFailed,
+    Piece,
+    why_not_loadable,
+)
 from kvtransfer.transports.nccl.messages import UNIQUE_ID_BYTES
+from kvtransfer.transports.nccl.transport import NcclImporter
 from tests.contract.kv_pools import random_pool
 from tests.contract.nccl_process import LIMITS, NUM_EPOCHS, device_pool
 from tests.contract.test_nccl import NUM_BLOCKS, epoch, until
@@ -72,7 +78,7 @@ def test_the_library_names_its_version_and_makes_unique_ids() -> None:
 
 
 def test_a_pool_in_host_memory_is_not_offered() -> None:
-    means = TransportMeans(
+    means = TransportSetup(
         member=epoch(1).exporter, memory=random_pool(2, seed=1), host="::", advertise_host="::1", timeout_s=1.0
     )
     assert nccl.unavailable(means) == "the pool is not on a GPU"
@@ -100,7 +106,7 @@ def test_every_call_of_a_communicator_reaches_the_library_with_its_arguments() -
     library.groupEnd()
 
 
-def test_streams_and_memory_of_cupy_have_what_is_asked_of_them() -> None:
+def test_cupy_streams_and_memory_have_the_attributes_that_tandem_uses() -> None:
     import cupy
 
     assert cupy.cuda.ExternalStream(5).ptr == 5
@@ -118,20 +124,20 @@ def test_a_constructor_without_a_gpu_fails_by_name() -> None:
 
 
 @without_gpu
-async def test_two_processes_whose_communicator_cannot_be_made_are_both_back_in_time() -> None:
+async def test_both_processes_return_in_time_when_a_communicator_cannot_be_created() -> None:
     """Rendezvous, agreement, unique id and the attempt are real; the attempt fails for want of a device."""
     importer = NcclImporter(memory=random_pool(NUM_BLOCKS, seed=2), library=CupyNccl(0), limits=LIMITS)
     assert importer.endpoint() == b""  # and so no exporter would have chosen it
     async with exporter_process() as (process, endpoints):
         begun_s = time.monotonic()
         with pytest.raises(TransportError, match="NCCL"):
-            await importer.open(epoch(1), endpoints[1])
-        with pytest.raises(TransportError, match="left alone for a while"):
-            await importer.open(epoch(2), endpoints[2])
+            await importer.open_channel(epoch(1), endpoints[1])
+        with pytest.raises(TransportError, match="not used until its backoff ends"):
+            await importer.open_channel(epoch(2), endpoints[2])
         assert time.monotonic() - begun_s < LIMITS.agree_s + LIMITS.initialise_s
         another = NcclImporter(memory=random_pool(NUM_BLOCKS, seed=2), library=CupyNccl(0), limits=LIMITS)
         with pytest.raises(TransportError, match="NCCL"):  # the exporter's threads are free for the next one
-            await another.open(epoch(3), endpoints[3])
+            await another.open_channel(epoch(3), endpoints[3])
         assert process.stdin is not None
         process.stdin.close()
         assert await process.wait() == 0
@@ -181,21 +187,21 @@ async def test_blocks_move_between_two_processes(monkeypatch: pytest.MonkeyPatch
     async with exporter_process() as (_, endpoints):
         expected = random_pool(NUM_BLOCKS, seed=1).raw
         for number in (1, 2):
-            channel = await importer.open(epoch(number), endpoints[number])
+            channel = await importer.open_channel(epoch(number), endpoints[number])
             await channel.read([3, 4, 9, 0], [8, 9, 1, 2])
             assert torch.equal(target.raw[[8, 9, 1, 2]].cpu(), expected[[3, 4, 9, 0]])
-            await channel.release()
+            await channel.finish()
         await importer.close()
 
 
 @pytest.mark.cuda
 @two_ranks
-async def test_a_killed_exporter_ends_the_read_and_the_next_pair_works(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_killed_exporter_ends_the_read_and_the_next_link_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     target = device_pool(seed=2)
     importer = NcclImporter(memory=target, library=CupyNccl(0), limits=LIMITS)
     async with exporter_process() as (process, endpoints):
-        channel = await importer.open(epoch(1), endpoints[1])
+        channel = await importer.open_channel(epoch(1), endpoints[1])
         await channel.read([1], [1])
         process.kill()
         with pytest.raises(TransportError):
@@ -204,7 +210,7 @@ async def test_a_killed_exporter_ends_the_read_and_the_next_pair_works(monkeypat
         link = channel.link
         await until(link.quiet.is_set)
     async with exporter_process() as (_, endpoints):
-        channel = await importer.open(epoch(2), endpoints[2])
+        channel = await importer.open_channel(epoch(2), endpoints[2])
         await channel.read([5], [6])
         assert torch.equal(target.raw[6].cpu(), random_pool(NUM_BLOCKS, seed=1).raw[5])
         await importer.close()
@@ -212,12 +218,12 @@ async def test_a_killed_exporter_ends_the_read_and_the_next_pair_works(monkeypat
 
 @pytest.mark.cuda
 @two_ranks
-async def test_a_receive_that_nobody_answers_is_aborted_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_receive_without_a_sender_is_aborted_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that waits on the device for its peer: the abort must reach it."""
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     importer = NcclImporter(memory=device_pool(seed=2), library=CupyNccl(0), limits=LIMITS)
     async with exporter_process() as (process, endpoints):
-        channel = await importer.open(epoch(1), endpoints[1])
+        channel = await importer.open_channel(epoch(1), endpoints[1])
         process.send_signal(19)  # SIGSTOP: it will not send
         communicator = channel.link._communicator
         assert communicator is not None

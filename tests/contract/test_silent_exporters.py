@@ -14,7 +14,7 @@ import torch
 from engine.kv.pool import KvPool
 from kvtransfer.transports.base import Channel, TransportError
 from kvtransfer.transports.tcp import transport as tcp
-from kvtransfer.transports.tcp.messages import ANNOUNCEMENT, ANSWER, pack_endpoint, parse_endpoint
+from kvtransfer.transports.tcp.exporting import ANNOUNCEMENT, ANSWER, pack_endpoint, parse_endpoint
 from kvtransfer.transports.tcp.transport import TcpExporter, TcpImporter
 from tests.certificates import Certificates, make_certificates
 from tests.contract.kv_pools import random_pool
@@ -59,7 +59,8 @@ async def exporter_process(*wrapper: str, host: str = "127.0.0.1") -> AsyncItera
 
 
 class Relay:
-    """Between an importer and its exporter. Past `cut_after` nothing passes, and neither side is told."""
+    """A relay between an importer and its exporter. After `cut_after` bytes nothing passes, and neither side is
+    notified."""
 
     def __init__(self) -> None:
         self._left = {"up": 1 << 40, "down": 1 << 40}  # bytes that still pass: to the exporter, to the importer
@@ -67,7 +68,7 @@ class Relay:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, endpoint: bytes) -> bytes:
-        """The endpoint to give to the importer instead."""
+        """Start the relay and return the endpoint for the importer."""
         (host, port), token = parse_endpoint(endpoint)
 
         async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -116,7 +117,7 @@ async def relayed(reader: str, source: KvPool, target: KvPool) -> AsyncIterator[
     await exporter.start()
     relay = Relay()
     try:
-        yield importer, await relay.start(exporter.admit(EPOCH)), relay
+        yield importer, await relay.start(exporter.grant(EPOCH)), relay
     finally:
         await importer.close()
         await relay.stop()
@@ -146,20 +147,20 @@ async def _silent_from(reader: str, way: str, num_bytes: int) -> None:
     source, target = random_pool(4, seed=1, layers=_LAYERS), random_pool(4, seed=2, layers=_LAYERS)
     assert source.block_bytes == _BLOCK_BYTES
     async with relayed(reader, source, target) as (importer, endpoint, relay), asyncio.timeout(_SOON_S):
-        channel = await importer.open(EPOCH, endpoint)
+        channel = await importer.open_channel(EPOCH, endpoint)
         await channel.read([0, 1], [2, 3])
         relay.cut_after(way, num_bytes)
         with pytest.raises(TransportError):
             await channel.read([0, 1], [2, 3])
         await channel.destroy()
         relay.cut_after(way, 1 << 40)
-        again = await importer.open(EPOCH, endpoint)
+        again = await importer.open_channel(EPOCH, endpoint)
         await again.read([2, 3], [0, 1])
         assert torch.equal(target.raw, source.raw[[2, 3, 0, 1]])
 
 
 async def test_a_read_ends_soon_when_the_link_is_cut_under_it() -> None:
-    """Cut for half a second, and for good; while the read is asked for, and while its bytes travel."""
+    """The link is cut for half a second or permanently, while the read is requested or while its bytes are sent."""
     target = random_pool(NUM_BLOCKS, seed=2)
     importer = TcpImporter(memory=target, stall_timeout_s=1.0)
     source = random_pool(NUM_BLOCKS, seed=1)
@@ -170,7 +171,7 @@ async def test_a_read_ends_soon_when_the_link_is_cut_under_it() -> None:
                 async with asyncio.timeout(_SOON_S):
                     channel = await _opened(importer, exporter.endpoint)
                     await channel.read([0, 3], [5, 2])
-                    await channel.release()
+                    await channel.finish()
                 assert torch.equal(target.raw[[5, 2]], source.raw[[0, 3]])
             await importer.close()
 
@@ -181,11 +182,11 @@ async def test_an_exporter_that_could_not_start_a_thread_accepts_again_when_it_c
     try:
         async with exporter_process() as exporter, asyncio.timeout(_SOON_S):
             await exporter.become("short")
-            refused = await importer.open(EPOCH, exporter.endpoint)
+            refused = await importer.open_channel(EPOCH, exporter.endpoint)
             with pytest.raises(TransportError):
                 await refused.read([1], [1])
             await exporter.become("whole")
-            channel = await importer.open(EPOCH, exporter.endpoint)
+            channel = await importer.open_channel(EPOCH, exporter.endpoint)
             await channel.read([0, 3], [5, 2])
             assert torch.equal(target.raw[[5, 2]], source.raw[[0, 3]])
     finally:
@@ -193,7 +194,7 @@ async def test_an_exporter_that_could_not_start_a_thread_accepts_again_when_it_c
 
 
 async def _read_through_an_outage(importer: TcpImporter, endpoint: bytes, far: FarHost, outage_s: float | None) -> None:
-    channel = await importer.open(EPOCH, endpoint)
+    channel = await importer.open_channel(EPOCH, endpoint)
     await channel.read([1], [1])
     far.cut()
     try:
@@ -212,4 +213,4 @@ async def _opened(importer: TcpImporter, endpoint: bytes) -> Channel:
     """Neighbours find each other again a moment after the link is back."""
     while True:
         with suppress(TransportError):
-            return await importer.open(EPOCH, endpoint)
+            return await importer.open_channel(EPOCH, endpoint)

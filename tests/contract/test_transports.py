@@ -21,23 +21,23 @@ from cluster.settings.transfer_settings import TransferSettings
 from engine.kv.pool import KvPool
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.available import Available, available_transports
-from kvtransfer.transports.base import ExporterTransport, ImporterTransport, TransportError, TransportMeans, negotiate
+from kvtransfer.transports.base import ExporterTransport, ImporterTransport, TransportError, TransportSetup, negotiate
 from kvtransfer.transports.cuda.transport import CudaIpcExporter, CudaIpcImporter
-from kvtransfer.transports.host.host_memory import runs
-from kvtransfer.transports.loopback import Fault, FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
+from kvtransfer.transports.host_memory import runs
+from kvtransfer.transports.nccl.communicator_life import CommunicatorLimits
 from kvtransfer.transports.nccl.exporting import NcclExporter
-from kvtransfer.transports.nccl.importing import NcclImporter
-from kvtransfer.transports.nccl.pair import PairLimits
+from kvtransfer.transports.nccl.transport import NcclImporter
 from kvtransfer.transports.nixl import transport as nixl
 from kvtransfer.transports.shm import transport as shm
 from kvtransfer.transports.shm.transport import ShmExporter, ShmImporter
 from kvtransfer.transports.tcp import transport as tcp
-from kvtransfer.transports.tcp.messages import ANNOUNCEMENT, ANSWER, MAGIC, pack_endpoint
+from kvtransfer.transports.tcp.exporting import ANNOUNCEMENT, ANSWER, MAGIC, pack_endpoint
 from kvtransfer.transports.tcp.transport import TcpExporter, TcpImporter
 from tests.certificates import Certificates, load, make_certificates
 from tests.contract.host_access import ExportedPool, HostAccess
 from tests.contract.kv_pools import random_pool
 from tests.contract.socket_nccl import SocketNccl
+from tests.loopback import Fault, FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
 
 NUM_BLOCKS = 24
 EPOCH = Epoch(MemberId("p0", "a1"), b"t" * 16, 1)
@@ -54,12 +54,12 @@ class Rig:
         return torch.equal(self.target.raw[local], self.source.raw[remote])
 
     async def pull(self, endpoint: bytes) -> None:
-        channel = await self.importer.open(EPOCH, endpoint)
+        channel = await self.importer.open_channel(EPOCH, endpoint)
         await channel.read([0], [0])
 
 
 def _read_by_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if every read were long."""
+    """Read on a thread, as long reads do."""
     monkeypatch.setattr(tcp, "SHORT_BYTES", 0)
     monkeypatch.setattr(shm, "SHORT_BYTES", 0)
 
@@ -110,14 +110,14 @@ def _nixl(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTr
 
 
 def _nccl(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
-    """Everything but NCCL itself: what a GPU is needed for stands in test_nccl.py."""
-    limits, library = PairLimits(transfer_s=5.0), SocketNccl()
+    """Return the NCCL transport over sockets. Tests that need a GPU are in test_nccl.py."""
+    limits, library = CommunicatorLimits(transfer_s=5.0), SocketNccl()
     exporter = NcclExporter(memory=source, library=library, host="127.0.0.1", advertise_host="127.0.0.1", limits=limits)
     return exporter, NcclImporter(memory=target, library=library, limits=limits)
 
 
 def _cuda_ipc(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
-    """With a file in host memory in the place of a GPU's pages; a GPU's stand in test_cuda_ipc.py."""
+    """Return the cuda_ipc transport over a file in host memory. Tests that need a GPU are in test_cuda_ipc.py."""
     exporter = CudaIpcExporter(memory=ExportedPool(source), access=HostAccess(source))
     return exporter, CudaIpcImporter(memory=target, access=HostAccess(target))
 
@@ -141,40 +141,40 @@ async def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_blocks_arrive_whatever_the_order_of_their_ids(rig: Rig) -> None:
-    channel = await rig.importer.open(EPOCH, rig.exporter.admit(EPOCH))
+    channel = await rig.importer.open_channel(EPOCH, rig.exporter.grant(EPOCH))
     untouched = rig.target.raw.clone()
     remote, local = [5, 6, 7, 23, 0, 2, 1], [9, 10, 11, 4, 3, 0, 1]
     await channel.read(remote, local)
     assert rig.arrived(remote, local)
     others = [block for block in range(NUM_BLOCKS) if block not in local]
     assert torch.equal(rig.target.raw[others], untouched[others])
-    await channel.release()
+    await channel.finish()
 
 
 async def test_a_channel_serves_many_reads_and_the_next_hand_off(rig: Rig) -> None:
     for attempt in range(3):
         epoch = Epoch(EPOCH.exporter, EPOCH.ticket_id, attempt)
-        channel = await rig.importer.open(epoch, rig.exporter.admit(epoch))
+        channel = await rig.importer.open_channel(epoch, rig.exporter.grant(epoch))
         for block in range(4):
             await channel.read([block], [8 + block])
             assert rig.arrived([block], [8 + block])
-        await channel.release()
+        await channel.finish()
         rig.exporter.revoke(epoch)
 
 
 async def test_many_hand_offs_read_at_once(rig: Rig) -> None:
     async def pull(number: int) -> None:
         epoch = Epoch(EPOCH.exporter, bytes([number]) * 16, 1)
-        channel = await rig.importer.open(epoch, rig.exporter.admit(epoch))
+        channel = await rig.importer.open_channel(epoch, rig.exporter.grant(epoch))
         await channel.read([number, 2 * number], [number, 12 + number])
-        await channel.release()
+        await channel.finish()
 
     await asyncio.gather(*(pull(number) for number in range(1, 12)))
     assert rig.arrived(list(range(1, 12)), list(range(1, 12)))
 
 
-async def test_a_stranger_cannot_read_the_pool(rig: Rig) -> None:
-    endpoint = bytearray(rig.exporter.admit(EPOCH))
+async def test_a_process_without_a_token_cannot_read_the_pool(rig: Rig) -> None:
+    endpoint = bytearray(rig.exporter.grant(EPOCH))
     endpoint[0] ^= 1
     before = rig.target.raw.clone()
     with pytest.raises(TransportError):
@@ -183,30 +183,30 @@ async def test_a_stranger_cannot_read_the_pool(rig: Rig) -> None:
 
 
 async def test_a_revoked_epoch_cannot_come_in(rig: Rig) -> None:
-    endpoint = rig.exporter.admit(EPOCH)
+    endpoint = rig.exporter.grant(EPOCH)
     rig.exporter.revoke(EPOCH)
     with pytest.raises(TransportError):
         await rig.pull(endpoint)
 
 
 async def test_a_block_outside_the_pool_is_refused(rig: Rig) -> None:
-    channel = await rig.importer.open(EPOCH, rig.exporter.admit(EPOCH))
+    channel = await rig.importer.open_channel(EPOCH, rig.exporter.grant(EPOCH))
     with pytest.raises(TransportError):
         await channel.read([NUM_BLOCKS], [0])
     await channel.destroy()
 
 
 async def test_a_failed_read_poisons_its_channel(rig: Rig) -> None:
-    channel = await rig.importer.open(EPOCH, rig.exporter.admit(EPOCH))
+    channel = await rig.importer.open_channel(EPOCH, rig.exporter.grant(EPOCH))
     await channel.destroy()
     with pytest.raises(TransportError):
         await channel.read([0], [0])
     await channel.destroy()  # once more does no harm
-    await channel.release()
+    await channel.finish()
 
 
-async def test_destroying_the_channel_of_a_cancelled_read_proves_it_quiet(rig: Rig) -> None:
-    channel = await rig.importer.open(EPOCH, rig.exporter.admit(EPOCH))
+async def test_destroying_the_channel_ends_a_cancelled_read(rig: Rig) -> None:
+    channel = await rig.importer.open_channel(EPOCH, rig.exporter.grant(EPOCH))
     read = asyncio.create_task(channel.read(list(range(NUM_BLOCKS)), list(range(NUM_BLOCKS))))
     await asyncio.sleep(0)
     read.cancel()
@@ -215,23 +215,23 @@ async def test_destroying_the_channel_of_a_cancelled_read_proves_it_quiet(rig: R
     await channel.destroy()
     after = rig.target.raw.clone()
     rig.source.raw.zero_()
-    another = await rig.importer.open(EPOCH, rig.exporter.admit(EPOCH))
+    another = await rig.importer.open_channel(EPOCH, rig.exporter.grant(EPOCH))
     await another.read([0], [0])  # a later message on the same path: what was on its way would have come before it
     assert torch.equal(rig.target.raw[1:], after[1:])
 
 
 @pytest.mark.parametrize("is_short", [True, False])
-async def test_a_tcp_exporter_that_stopped_is_left_by_destroying_the_channel(
+async def test_destroying_the_channel_ends_a_read_of_a_stopped_tcp_exporter(
     is_short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It accepts and never answers: no read of it ends by itself."""
+    """The exporter accepts and never answers, so no read ends by itself."""
     if not is_short:
         _read_by_thread(monkeypatch)
     target = random_pool(4, seed=3)
     importer = TcpImporter(memory=target)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = pack_endpoint(b"k" * 16, "127.0.0.1", silent.getsockname()[1])
-        channel = await importer.open(EPOCH, endpoint)
+        channel = await importer.open_channel(EPOCH, endpoint)
         read = asyncio.create_task(channel.read([0], [0]))
         peer, _ = await asyncio.to_thread(silent.accept)
         with peer:
@@ -252,7 +252,7 @@ async def test_a_tcp_exporter_that_stops_in_mid_answer_writes_nothing_once_the_c
     target = random_pool(4, seed=3, layers=600)
     importer = TcpImporter(memory=target)
     with socket.create_server(("127.0.0.1", 0)) as half:
-        channel = await importer.open(EPOCH, pack_endpoint(b"k" * 16, "127.0.0.1", half.getsockname()[1]))
+        channel = await importer.open_channel(EPOCH, pack_endpoint(b"k" * 16, "127.0.0.1", half.getsockname()[1]))
         read = asyncio.create_task(channel.read([0], [1]))
         peer, _ = await asyncio.to_thread(half.accept)
         with peer:
@@ -280,16 +280,16 @@ async def test_a_long_read_is_in_order_whatever_the_pieces(monkeypatch: pytest.M
         target.raw.zero_()
         exporter, importer = make(source, target)
         await exporter.start()
-        channel = await importer.open(EPOCH, exporter.admit(EPOCH))
+        channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
         await channel.read(order, range(3000))
         assert torch.equal(target.raw, source.raw[order])
-        await channel.release()
+        await channel.finish()
         await importer.close()
         await exporter.close()
 
 
 @pytest.mark.parametrize("who", ["plain", "of another authority", "without certificate"])
-async def test_who_has_no_certificate_of_the_cluster_cannot_read_over_tcp(who: str) -> None:
+async def test_a_peer_without_a_certificate_of_the_cluster_cannot_read_over_tcp(who: str) -> None:
     source, target = random_pool(4, seed=1), random_pool(4, seed=2)
     exporter, _ = _tls(source, target)
     await exporter.start()
@@ -302,7 +302,7 @@ async def test_who_has_no_certificate_of_the_cluster_cannot_read_over_tcp(who: s
     importer = TcpImporter(memory=target, tls=contexts[who])
     before = target.raw.clone()
     with pytest.raises(TransportError):
-        await _open_and_read(importer, exporter.admit(EPOCH))
+        await _open_and_read(importer, exporter.grant(EPOCH))
     assert torch.equal(target.raw, before)
     await importer.close()
     await exporter.close()
@@ -310,31 +310,31 @@ async def test_who_has_no_certificate_of_the_cluster_cannot_read_over_tcp(who: s
 
 async def _open_and_read(importer: TcpImporter, endpoint: bytes) -> None:
     """With TLS 1.3 the importer learns only from its first read that it was refused."""
-    channel = await importer.open(EPOCH, endpoint)
+    channel = await importer.open_channel(EPOCH, endpoint)
     await channel.read([0], [0])
 
 
-async def test_an_importer_that_wants_tls_reads_from_nobody_else() -> None:
+async def test_an_importer_with_tls_reads_only_from_exporters_with_tls() -> None:
     source, target = random_pool(4, seed=1), random_pool(4, seed=2)
     exporter, _ = _tcp(source, target)
     await exporter.start()
     importer = TcpImporter(memory=target, tls=_certificates().loaded().client_context())
     with pytest.raises(TransportError):
-        await importer.open(EPOCH, exporter.admit(EPOCH))
+        await importer.open_channel(EPOCH, exporter.grant(EPOCH))
     await importer.close()
     await exporter.close()
 
 
 async def test_an_idle_tcp_connection_that_ended_is_neither_used_again_nor_kept() -> None:
-    """An exporter that starts again is another one: what is left of those before would add up for ever."""
+    """A restarted exporter has a new connection, and kept old ones would accumulate."""
     source, target = random_pool(4, seed=1), random_pool(4, seed=2)
     importer = TcpImporter(memory=target)
     for _ in range(3):
         exporter = TcpExporter(memory=source, host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0)
         await exporter.start()
-        channel = await importer.open(EPOCH, exporter.admit(EPOCH))
+        channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
         await channel.read([1], [2])
-        await channel.release()
+        await channel.finish()
         await exporter.close()
     assert len(importer._idle) == 1
     await importer.close()
@@ -344,7 +344,7 @@ async def test_the_importer_maps_the_pool_for_reading_only() -> None:
     source, target = random_pool(4, seed=1), random_pool(4, seed=2)
     exporter, importer = ShmExporter(memory=source), ShmImporter(memory=target)
     await exporter.start()
-    channel = await importer.open(EPOCH, exporter.admit(EPOCH))
+    channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
     with pytest.raises(ValueError, match="read-only"):
         channel._remote[0, 0] = 1
     await importer.close()
@@ -355,15 +355,15 @@ async def test_the_end_of_the_exporter_ends_the_mapping_of_its_pool() -> None:
     source, target = random_pool(4, seed=1), random_pool(4, seed=2)
     exporter, importer = ShmExporter(memory=source), ShmImporter(memory=target)
     await exporter.start()
-    channel = await importer.open(EPOCH, exporter.admit(EPOCH))
+    channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
     mapped = weakref.ref(channel._remote)
-    await channel.release()
+    await channel.finish()
     assert importer.num_mappings == 1 and mapped() is not None
-    endpoint = exporter.admit(EPOCH)
+    endpoint = exporter.grant(EPOCH)
     await exporter.close()
     with pytest.raises(TransportError):
-        await importer.open(EPOCH, endpoint)
-    assert importer.num_mappings == 0 and mapped() is None, "whoever still knows the channel keeps no pool by it"
+        await importer.open_channel(EPOCH, endpoint)
+    assert importer.num_mappings == 0 and mapped() is None, "a reference to the channel keeps no pool mapped"
     await importer.close()
 
 
@@ -375,7 +375,7 @@ def test_shm_is_offered_only_where_both_see_the_same_files() -> None:
     assert not exporter.reachable(b"")
 
 
-def test_what_both_have_is_taken_best_first() -> None:
+def test_the_best_common_transport_is_chosen() -> None:
     source = random_pool(2, seed=1)
     offered = _tcp(source, source)[0], _shm(source, source)[0]
     here = {"shm": shm.host_identity()}
@@ -398,7 +398,7 @@ async def test_loopback_performs_its_faults_at_their_steps() -> None:
     faults = {1: Fault.CORRUPT, 2: Fault.DUPLICATE, 3: Fault.REORDER, 5: Fault.DELAY, 6: Fault.KILL}
     schedule = FaultSchedule(faults)
     importer = LoopbackImporter(memory=target, network=network, schedule=schedule)
-    channel = await importer.open(EPOCH, exporter.admit(EPOCH))
+    channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
     await channel.read([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
     assert torch.equal(target.raw[[0, 2, 3, 4]], source.raw[[0, 2, 3, 4]])
     assert not torch.equal(target.raw[1], source.raw[1])
@@ -411,18 +411,18 @@ async def test_loopback_performs_its_faults_at_their_steps() -> None:
     assert torch.equal(target.raw[5], source.raw[5])
     for _ in range(2):
         with pytest.raises(TransportError):
-            await (await importer.open(EPOCH, exporter.admit(EPOCH))).read([6], [6])
+            await (await importer.open_channel(EPOCH, exporter.grant(EPOCH))).read([6], [6])
     await importer.close()
 
 
 async def test_a_cancelled_loopback_read_writes_on_until_its_channel_is_destroyed() -> None:
-    """What quarantine is for: a cancelled read is not a quiet one."""
+    """Quarantine exists for this: a cancelled read may still write."""
     source, target = random_pool(2, seed=1), random_pool(2, seed=2)
     network = LoopbackNetwork()
     exporter = LoopbackExporter(memory=source, network=network)
     schedule = FaultSchedule({0: Fault.STOP})
     importer = LoopbackImporter(memory=target, network=network, schedule=schedule)
-    channel = await importer.open(EPOCH, exporter.admit(EPOCH))
+    channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
     read = asyncio.create_task(channel.read([0], [0]))
     async with asyncio.timeout(5):
         await schedule.holding.wait()
@@ -437,8 +437,8 @@ async def test_a_cancelled_loopback_read_writes_on_until_its_channel_is_destroye
     await importer.close()
 
 
-def means(memory: PoolMemory) -> TransportMeans:
-    return TransportMeans(
+def means(memory: PoolMemory) -> TransportSetup:
+    return TransportSetup(
         member=EPOCH.exporter, memory=memory, host="127.0.0.1", advertise_host="127.0.0.1", timeout_s=5.0
     )
 
@@ -464,7 +464,7 @@ def test_a_pool_that_is_no_file_is_not_offered_as_shared_memory() -> None:
         available(elsewhere, "shm,tcp")
 
 
-async def test_a_pool_whose_exporter_could_cut_it_is_not_mapped() -> None:
+async def test_a_pool_that_its_exporter_could_truncate_is_not_mapped() -> None:
     """Reading past the new end of a file that was cut ends the reading process with SIGBUS."""
     source, target = random_pool(2, seed=1), random_pool(2, seed=2)
     unsealed = os.memfd_create("unsealed")
@@ -474,7 +474,7 @@ async def test_a_pool_whose_exporter_could_cut_it_is_not_mapped() -> None:
     await exporter.start()
     try:
         with pytest.raises(TransportError, match="not sealed"):
-            await importer.open(EPOCH, exporter.admit(EPOCH))
+            await importer.open_channel(EPOCH, exporter.grant(EPOCH))
         assert importer.num_mappings == 0
     finally:
         await importer.close()
@@ -484,7 +484,7 @@ async def test_a_pool_whose_exporter_could_cut_it_is_not_mapped() -> None:
 
 @dataclass
 class WithFile:
-    """PoolMemory with another file, or with none, as a GPU's pool."""
+    """PoolMemory with another file, or without one like a GPU's pool."""
 
     num_blocks: int
     block_bytes: int

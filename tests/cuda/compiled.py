@@ -36,7 +36,7 @@ from engine.model.loaded import LoadedModel
 from engine.model.loading import load
 from engine.scheduling.step import Chunk
 from engine.steps.forward import Forward, PlainForward
-from kvtransfer.digest import triton_sums as digest_triton
+from kvtransfer import digest_kernel
 from kvtransfer.transports.cuda import copies as cuda_copy
 from tests.cuda.engines import WIDE
 from tests.golden.families import BLOCK_SIZE, FAMILIES, Family
@@ -46,7 +46,7 @@ LONG = 4_096  # tokens of a context that is cut into parts
 KERNELS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (triton_paged, ("attend_tile", "merge_parts")),
     (triton_ops, ("_norm_rows", "_rotate_heads", "_gate_rows")),
-    (digest_triton, ("_sum_pieces",)),
+    (digest_kernel, ("_sum_pieces",)),
     (cuda_copy, ("_copy_words",)),
 )
 
@@ -99,7 +99,7 @@ MODELS: tuple[tuple[str, Family, str, str, int], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """One way in which a kernel was called: what it is compiled for."""
+    """One signature with which a kernel was called, and for which it is compiled."""
 
     kernel: Any
     called_for: str
@@ -110,7 +110,7 @@ class Noted:
 
 
 class _Noting:
-    """Takes a kernel's place."""
+    """Replaces a kernel and records its calls."""
 
     def __init__(self, kernel: Any, target: GPUTarget, note: Callable[[Any, str, Any], None]) -> None:
         self._kernel = kernel
@@ -129,7 +129,7 @@ class _Noting:
 
 @contextlib.contextmanager
 def noting(target: GPUTarget, called_for: list[str], found: dict[tuple[str, str], Noted]) -> Iterator[None]:
-    """Launches in here compute nothing. `called_for`: its one item says what they are made for."""
+    """Launches inside the block compute nothing. `called_for`: its one item names their purpose."""
 
     def note(kernel: Any, key: str, packed: Any) -> None:
         options, signature, constants, attributes = packed
@@ -147,7 +147,7 @@ def noting(target: GPUTarget, called_for: list[str], found: dict[tuple[str, str]
 
 
 def steps(num_kv_tokens: int, block_size: int) -> Iterator[tuple[str, list[Chunk]]]:
-    """Decodes of one part, of several, and a chunk; blocks may come again, as nothing is computed."""
+    """Decodes of one part, of several, and a chunk. Blocks may repeat, because nothing is computed."""
     width = -(-num_kv_tokens // block_size)
     yield "decodes", [Chunk(0, (1,), 2, (0,)), Chunk(1, (1,), 5, (1,))]
     yield "a decode", [Chunk(0, (1,), 2, (0,))]
@@ -180,14 +180,14 @@ def note_model(what: str, family: Family, dtype: str, kv_dtype: str, block_size:
 
 
 def note_hand_offs(called_for: list[str]) -> None:
-    """Digests and copies of blocks of an 8B Llama (2 MiB), and of one with an odd size."""
+    """Record digests and copies of blocks of an 8B Llama (2 MiB), and of one with an odd size."""
     coefficients = torch.zeros(16, 8_192, dtype=torch.int8)
     for block_bytes in (2 << 20, 100_003):
         blocks = torch.zeros(2, block_bytes, dtype=torch.uint8)
         ids = torch.zeros(3, dtype=torch.int64)
         called_for[0] = f"blocks of {block_bytes:,} bytes"
-        sums = digest_triton.piece_sums(blocks, ids, coefficients)
-        digest_triton.piece_sums(sums.flatten(1).view(torch.uint8), ids, coefficients)  # and their fold
+        sums = digest_kernel.piece_sums(blocks, ids, coefficients)
+        digest_kernel.piece_sums(sums.flatten(1).view(torch.uint8), ids, coefficients)  # and their fold
         cuda_copy.copy_blocks(blocks.data_ptr(), ids, blocks, ids)
 
 
@@ -231,7 +231,7 @@ def compiled(each: Noted, target: GPUTarget) -> Compiled:
 
 
 def _usage(cubin: bytes) -> dict[str, int]:
-    """What Triton's own cuobjdump says of its one kernel."""
+    """Return the output of Triton's own cuobjdump for its one kernel."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

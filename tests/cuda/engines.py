@@ -24,7 +24,7 @@ WIDE = Family(
 
 
 def build(folder: Path, family: Family, **changes: object) -> Engine:
-    """With a pool for the sequences of the golden tests."""
+    """Build an engine with a pool for the sequences of the golden tests."""
     family.save(folder)
     given: dict[str, object] = {
         "model": str(folder),

@@ -23,7 +23,7 @@ ALLOWED = 2.0  # times what transformers' own bfloat16 is off by: both round, in
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_the_last_resort_says_what_transformers_says_in_float32(name: str, tmp_path: Path) -> None:
-    """Triton's is held against it by the golden tests of all families."""
+    """The golden tests of all families compare Triton's back end with this one."""
     sequences = forced(build(tmp_path, FAMILIES[name], attention_backend="gather"))
     verdict = judge(reference(tmp_path, torch.float32), sequences)
     assert verdict.wrong == 0 and verdict.worst < 1e-3
@@ -58,7 +58,7 @@ def observed(engine: Engine) -> tuple[torch.Tensor, list[list[int]]]:
 
 @torch.inference_mode()
 def said(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
-    """The last token's logits `[1, vocab]`, of the whole sequence at once."""
+    """The last token's logits `[1, vocab]`, computed for the whole sequence at once."""
     logits: torch.Tensor = model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[:, -1].float()
     return logits
 
@@ -70,5 +70,5 @@ def reference(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def worst(rows: torch.Tensor, exact: torch.Tensor) -> float:
-    """Largest difference of a row, of the row's own size."""
+    """Return the largest difference in a row, relative to the row's own magnitude."""
     return float(((rows - exact).norm(dim=-1) / exact.norm(dim=-1)).max())

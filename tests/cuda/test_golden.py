@@ -23,7 +23,7 @@ SAMPLE = (Sample(0, 0, Sampling()),)
 
 
 def forced(engine: Engine) -> list[Forced]:
-    """The golden tests' sequences, computed; what was observed is on the host."""
+    """Compute the golden tests' sequences. The observed logits are on the host."""
     sequences = make_sequences(seed=1, vocab_size=engine.model_info.vocab_size)
     for members in staggered(sequences):
         run_step(engine.runner, members)
@@ -61,7 +61,7 @@ def plans(engine: Engine) -> Iterator[StepPlan]:
 
 
 def rows(engine: Engine) -> torch.Tensor:
-    """Logits of every step, on the host."""
+    """Return the logits of every step, on the host."""
     found = torch.cat([engine.runner.logits(plan).float().cpu() for plan in plans(engine)])
     engine.pool.close()
     return found
@@ -83,7 +83,7 @@ def test_attention_in_16_bits_is_near_that_written_out(
 
 
 def test_what_serves_in_bfloat16_is_fused_and_comes_from_graphs(tmp_path: Path) -> None:
-    """Either falls back by itself where it fails, which no figure would tell."""
+    """Each of them falls back silently if it fails, so figures alone would not show it."""
     engine = build(tmp_path, WIDE, dtype="bfloat16")
     engine.pool.close()
     assert "forward: fused, 2 layers" in engine.report

@@ -37,7 +37,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def decodes(position: int, count: int = 12) -> StepPlan:
-    """Every way of sampling; one token is banned, as `min_tokens` does."""
+    """Decodes with every sampling method. One token is banned, as `min_tokens` does."""
     width = position // BLOCK_SIZE + 1
     chunks = []
     for row in range(count):
@@ -47,7 +47,7 @@ def decodes(position: int, count: int = 12) -> StepPlan:
 
 
 def following(position: int, newest: list[int] | None) -> StepPlan:
-    """The decodes behind those; without `newest` they are fed."""
+    """The decodes that follow those. Without `newest`, the tokens of the earlier step feed them."""
     return StepPlan(
         tuple(
             replace(chunk, token_ids=(UNKNOWN_TOKEN,), fed_by=row)

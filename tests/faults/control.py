@@ -1,7 +1,7 @@
-"""Faults on order: a test says which, a worker in another process says that it has happened.
+"""Faults on command: a test orders a fault, and a worker in another process reports when it has happened.
 
-One Unix socket. The worker says `hello NAME`; the test `inject FAULT`, and the worker `ordered`, later `injected
-FAULT`; what is held goes on at the test's `go`.
+One Unix socket. The worker sends `hello NAME`; the test sends `inject FAULT`, and the worker answers `ordered` and
+later `injected FAULT`. Whatever is held back continues after the test sends `go`.
 """
 
 import asyncio
@@ -56,12 +56,12 @@ class Worker:
         self._reader, self._writer = reader, writer
 
     async def order(self, fault: Fault) -> None:
-        """The next channel that opens, or the next read of an open one, goes wrong."""
+        """Inject a fault into the next channel that opens, or into the next read of an open one."""
         self._writer.write(f"inject {fault}\n".encode())
         assert await self._hear() == ["ordered"]
 
     async def injected(self) -> Fault:
-        """Waits until the order has been carried out."""
+        """Wait until the order has been carried out."""
         word, fault = await self._hear()
         assert word == "injected"
         return Fault(fault)
@@ -76,8 +76,8 @@ class Worker:
 
 
 class FaultControl:
-    """The test's end: a socket at `path`, and the workers that have connected, by member id. A worker that was started
-    again takes its predecessor's place."""
+    """The test's end: a socket at `path`, and the connected workers by member id. A restarted worker replaces its
+    predecessor."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "faults"
@@ -98,7 +98,7 @@ class FaultControl:
         return self._workers[name]
 
     def forget(self, name: str) -> None:
-        """It is about to die; wait for its successor."""
+        """Forget a worker that is about to die. The next call of `worker` waits for its successor."""
         self._workers.pop(name, None)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

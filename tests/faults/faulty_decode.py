@@ -1,24 +1,25 @@
-"""`python -m tests.faults.faulty_decode ...`: a decode worker as it is, but for its reads, which go wrong.
+"""`python -m tests.faults.faulty_decode ...`: a decode worker whose reads have faults.
 
-Its flags are the decode worker's. With FAULT_CONTROL, the path of a Unix socket, faults come when that side orders
-them; else FAULT_RATE and FAULT_SEED roll dice, and at the end one line `faults flipped=3 ...` tells what was injected.
-FAULT_LATE_S says how late a late read is.
+Its flags are the decode worker's. With FAULT_CONTROL, the path of a Unix socket, faults come on command; otherwise
+FAULT_RATE and FAULT_SEED draw them at random, and one line `faults flipped=3 ...` at the end counts them. FAULT_LATE_S
+is the delay of a late read.
 """
 
 import dataclasses
 import os
 import sys
 
+from cluster.messages import Role
 from cluster.process import announce_ready, leave, run_process, stop_requested
 from cluster.settings.config import WorkerConfig
 from cluster.settings.config_sources import parse_arguments
 from cluster.settings.transfer_settings import TransferSettings
-from decode_worker import start
-from kvtransfer import worker_transfer
 from kvtransfer.transports.available import Available, available_transports
-from kvtransfer.transports.base import TransportMeans
+from kvtransfer.transports.base import TransportSetup
 from tests.faults.control import OrderedFaults
 from tests.faults.faulty_transport import Dice, FaultSource, FaultyTransport
+from worker import start
+from worker import transfer as worker_transfer
 
 
 async def _main() -> None:
@@ -40,13 +41,13 @@ async def _main() -> None:
 async def _serve(config: WorkerConfig, source: FaultSource) -> None:
     late_s = float(os.environ["FAULT_LATE_S"])
 
-    def faulty_transports(settings: TransferSettings, means: TransportMeans) -> Available:
-        found = available_transports(settings, means)
-        faulty = tuple(FaultyTransport(inner, means.memory, source, late_s=late_s) for inner in found.importers)
+    def faulty_transports(settings: TransferSettings, setup: TransportSetup) -> Available:
+        found = available_transports(settings, setup)
+        faulty = tuple(FaultyTransport(inner, setup.memory, source, late_s=late_s) for inner in found.importers)
         return dataclasses.replace(found, importers=faulty)
 
     worker_transfer.available_transports = faulty_transports  # type: ignore[attr-defined]
-    await start.run(config, stop=stop_requested(), announce=announce_ready)
+    await start.run(config, Role.DECODE, stop=stop_requested(), announce=announce_ready)
 
 
 if __name__ == "__main__":

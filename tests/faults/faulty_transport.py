@@ -1,7 +1,7 @@
-"""An importer's transport whose reads go wrong on demand, in every way that a network or a peer can do it.
+"""An importer's transport whose reads fail on demand in every way that a network or a peer can cause.
 
-Once per channel and once per further read it asks its `FaultSource` what is to happen. What a fault does to bytes and
-time is real: damaged blocks lie in the pool, stalled reads hold their destination, late ones outlive the lease.
+It asks its `FaultSource` once per channel and once per further read. The effect on bytes and time is real: damaged
+blocks lie in the pool, stalled reads hold their destination, late ones outlive the lease.
 """
 
 import asyncio
@@ -29,19 +29,19 @@ class Fault(StrEnum):
 
 
 class FaultSource(Protocol):
-    """Says when a read is to go wrong, and hears what was done."""
+    """Decides when a read fails, and is told what was injected."""
 
     def next(self, transport: str) -> Fault | None: ...
 
     def injected(self, fault: Fault) -> None: ...
 
     async def may_go_on(self) -> None:
-        """For HELD."""
+        """Wait until a HELD read may continue."""
         ...
 
 
 class Dice:
-    """A fault in a share of all reads. Counts what was injected."""
+    """Injects a fault into a share of all reads, and counts them."""
 
     KINDS = tuple(fault for fault in Fault if fault is not Fault.HELD)
 
@@ -60,7 +60,7 @@ class Dice:
 
 
 class FaultyTransport:
-    """`late_s`: how late a LATE read begins."""
+    """A transport with injected faults. `late_s`: the delay of a LATE read."""
 
     def __init__(self, inner: ImporterTransport, memory: PoolMemory, source: FaultSource, *, late_s: float) -> None:
         self._inner, self._memory = inner, memory
@@ -74,12 +74,12 @@ class FaultyTransport:
     def endpoint(self) -> bytes:
         return self._inner.endpoint()
 
-    async def open(self, epoch: Epoch, exporter_endpoint: bytes) -> "FaultyChannel":
+    async def open_channel(self, epoch: Epoch, exporter_endpoint: bytes) -> "FaultyChannel":
         fault = self.source.next(self.name)
         if fault is Fault.REFUSED:
             self.source.injected(fault)
             raise TransportError("injected: the channel does not open")
-        return FaultyChannel(self, await self._inner.open(epoch, exporter_endpoint), fault)
+        return FaultyChannel(self, await self._inner.open_channel(epoch, exporter_endpoint), fault)
 
     async def close(self) -> None:
         await self._inner.close()
@@ -94,7 +94,7 @@ class FaultyTransport:
 
 
 class FaultyChannel:
-    """Its first read has the fault that was drawn at its opening: opening and reading are one draw."""
+    """A channel whose first read has the fault that was drawn when it was opened."""
 
     def __init__(self, transport: FaultyTransport, inner: Channel, fault: Fault | None) -> None:
         self._transport, self._inner, self._fault = transport, inner, fault
@@ -112,8 +112,8 @@ class FaultyChannel:
     async def destroy(self) -> None:
         await self._inner.destroy()
 
-    async def release(self) -> None:
-        await self._inner.release()
+    async def finish(self) -> None:
+        await self._inner.finish()
 
     def _faulty(self, fault: Fault) -> Callable[[Sequence[int], Sequence[int]], Awaitable[None]]:
         return {

@@ -1,8 +1,8 @@
-"""`python -m tests.faults.hanging_worker ...`: a worker as it is, but that a step hangs when it is told to.
+"""`python -m tests.faults.hanging_worker ...`: a worker whose next step hangs on command.
 
 Its flags are a worker's; a --member-id that begins with "prefill" makes it a prefill worker, any other a decode worker.
-FAULT_CONTROL is the path of a Unix socket: after the order `held` the next step waits, with whatever it was to compute,
-until that side lets it go; `flipped` makes its first token another one.
+FAULT_CONTROL is the path of a Unix socket: after `held` the next step waits until the other side releases it; `flipped`
+changes its first token.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from cluster.messages import Role
 from cluster.process import announce_ready, leave, run_process, stop_requested
 from cluster.settings.config import WorkerConfig
 from cluster.settings.config_sources import parse_arguments
@@ -19,10 +20,11 @@ from engine.build import Engine
 from engine.scheduling.step import DrawnToken, Runner, StepPlan, StepResult
 from tests.faults.control import OrderedFaults
 from tests.faults.faulty_transport import Fault
+from worker import start
 
 
 class HangingRunner:
-    """On the step thread, but for `_let_go`, which is on the event loop's."""
+    """A runner that can hang. It runs on the step thread; only `_let_go` runs on the event loop."""
 
     def __init__(self, inner: Runner, orders: OrderedFaults, loop: asyncio.AbstractEventLoop) -> None:
         self._inner, self._orders, self._loop = inner, orders, loop
@@ -53,7 +55,7 @@ async def _main() -> None:
     orders = OrderedFaults()
     await orders.connect(os.environ["FAULT_CONTROL"], config.member_id)
     loop = asyncio.get_running_loop()
-    app: Any = import_module(f"{role}_worker.app")
+    app: Any = import_module(f"worker.{role}_app")
     build = app.build_engine
 
     def build_hanging(*arguments: Any) -> Engine:
@@ -62,7 +64,7 @@ async def _main() -> None:
         return dataclasses.replace(engine, runner=runner)
 
     app.build_engine = build_hanging
-    await import_module(f"{role}_worker.start").run(config, stop=stop_requested(), announce=announce_ready)
+    await start.run(config, Role(role), stop=stop_requested(), announce=announce_ready)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Exceptions at every point where a coroutine waits or work goes to another thread, one point per run.
+"""Raise exceptions at every point where a coroutine waits or work goes to another thread, one point per run.
 
-A first run counts the points; each later run raises at one of them. What the code under test holds by then must come
-back, whichever point it was.
+A first run counts the points; each later run raises at one of them. Whatever the code under test holds then must be
+released, at every point.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class When(Enum):
-    """Of an await that is hit."""
+    """The moment of an await at which the fault occurs."""
 
     BEFORE_ITS_RESULT = auto()
     WITH_ITS_RESULT = auto()  # due in one turn of the loop: the result is lost
@@ -25,7 +25,7 @@ class When(Enum):
 
 
 class Where(Enum):
-    """Of a submission to an executor that is hit."""
+    """The place of a submission to an executor at which the fault occurs."""
 
     NOT_SUBMITTED = auto()
     SUBMITTED_ALL_THE_SAME = auto()  # as where no thread can be started: the work waits in the executor's queue
@@ -34,8 +34,8 @@ class Where(Enum):
 
 
 class AwaitFaults:
-    """Tasks of `code` meet `error` at await number `at`: a folder or file, and behind a colon how the coroutine's name
-    begins. Tasks that are made after `install`, until `disarm`."""
+    """Raises `error` at await number `at` of tasks that run `code`: a folder or file, and after a colon the beginning
+    of the coroutine's name. Applies to tasks that are made between `install` and `disarm`."""
 
     def __init__(self, code: str, at: int = -1, error: type[BaseException] = OSError, when: When | None = None) -> None:
         self.num_awaits = 0
@@ -61,7 +61,7 @@ class AwaitFaults:
         return await _Driven(coro, self)
 
     def hit(self) -> When | None:
-        """At a new await of whichever task."""
+        """Count a new await of any task."""
         number, self.num_awaits = self.num_awaits, self.num_awaits + self._is_armed
         return self._when if number == self._at and self._is_armed else None
 
@@ -99,7 +99,7 @@ class _Driven:
 
 
 class SubmitFaults:
-    """The executors' submission number `at` fails with `error`."""
+    """Raises `error` at submission number `at` to an executor."""
 
     def __init__(self, at: int = -1, error: type[Exception] = OSError, where: Where | None = None) -> None:
         self.num_submitted = 0

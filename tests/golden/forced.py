@@ -28,7 +28,7 @@ CONTINUATION_LEN = 2 * NUM_SEQUENCES + 8  # the first sequence still runs when t
 
 @dataclass(slots=True)
 class Forced:
-    """`observed[position]` is what the engine said would follow that position."""
+    """`observed[position]` has the engine's logits for the token after that position."""
 
     token_ids: tuple[int, ...]
     prompt_len: int
@@ -45,7 +45,7 @@ class Forced:
         return self.computed == len(self.token_ids)
 
     def next_chunk(self) -> Chunk:
-        """The rest of the prompt up to the size of a chunk, or the one next token."""
+        """The rest of the prompt up to the size of a chunk, or the next token alone."""
         end = self.computed + 1 if self.decoding else min(self.prompt_len, self.computed + CHUNK_TOKENS)
         sample = Sample(seed=0, position=end, sampling=Sampling())
         return Chunk(
@@ -58,7 +58,7 @@ class Forced:
 
 
 def make_sequences(seed: int, vocab_size: int) -> list[Forced]:
-    """Every prompt length at least twice; blocks in no order, shared with nobody."""
+    """Sequences with every prompt length at least twice; their blocks are in random order and not shared."""
     dice = random.Random(seed)
     lengths = [PROMPT_LENS[index % len(PROMPT_LENS)] for index in range(NUM_SEQUENCES)]
     dice.shuffle(lengths)
@@ -118,7 +118,7 @@ def judge(reference: PreTrainedModel, sequences: Sequence[Forced]) -> Verdict:
 
 
 def staggered(sequences: Sequence[Forced]) -> Iterator[list[Forced]]:
-    """Who shares the next step: one more joins whenever the last one's prompt is done; the finished leave."""
+    """The members of each step: another sequence joins when all running ones are decoding; finished ones leave."""
     waiting = list(sequences)
     running: list[Forced] = []
     while waiting or running:

@@ -1,6 +1,6 @@
 """The demo model's perplexity and divergence on held-out text when its pool keeps KV of 8 bits.
 
-`python -m tests.golden.pool_perplexity 30` prints, for 30 files, what docs/engine.md quotes.
+`python -m tests.golden.pool_perplexity 30` prints, for 30 files, the figures of benchmarks/results/cpu_engine.md.
 """
 
 import sys
@@ -54,7 +54,9 @@ def losses(kv_dtypes: Sequence[str], num_sequences: int) -> dict[str, Loss]:
 
 
 def _logits(kv_dtype: str, sequences: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    """What follows each token after the prompt: computed in chunks, then token by token, over such a pool."""
+    """The logits after each token behind the prompt: computed in chunks, then token by token, over a pool of this
+    dtype.
+    """
     loaded = demo_model()
     pool = KvPool(lay_out([place.shape for place in loaded.layout.layers], BLOCK_SIZE, kv_dtype), _NUM_BLOCKS)
     runner = ModelRunner(loaded.forward(pool), pool)

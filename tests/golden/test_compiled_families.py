@@ -55,7 +55,7 @@ class Paths:
     truth: torch.Tensor
 
     def logits(self, forward_of: Callable[[int], Forward]) -> torch.Tensor:
-        """The same of a run whose step i is computed by forward_of(i)."""
+        """The logits of a run whose step i is computed by forward_of(i)."""
         sequences = make_sequences(seed=1, vocab_size=self.truth.shape[1])
         for step, members in enumerate(staggered(sequences)):
             self.runner.forward = forward_of(step)
@@ -63,7 +63,7 @@ class Paths:
         return torch.stack([row for sequence in sequences for _, row in in_order(sequence)])
 
     def errors(self, logits: torch.Tensor) -> torch.Tensor:
-        """Of each row, relative to how far the truth's logits spread."""
+        """The error of each row, relative to the spread of the reference's logits."""
         spread = self.truth - self.truth.mean(dim=-1, keepdim=True)
         errors: torch.Tensor = (logits - self.truth).norm(dim=-1) / spread.norm(dim=-1)
         return errors
@@ -119,7 +119,7 @@ def settings(folder: Path) -> EngineSettings:
     )
 
 
-def test_compiled_logits_are_as_near_to_the_truth_as_plain_ones(paths: Paths) -> None:
+def test_compiled_logits_are_as_exact_as_plain_ones(paths: Paths) -> None:
     plain = paths.errors(paths.logits(lambda _: paths.plain))
     compiled = paths.errors(paths.logits(lambda _: paths.compiled))
 
@@ -127,7 +127,7 @@ def test_compiled_logits_are_as_near_to_the_truth_as_plain_ones(paths: Paths) ->
     assert compiled.max() <= 1.5 * plain.max()
 
 
-def test_greedy_tokens_are_the_truths_wherever_it_is_decisive(paths: Paths) -> None:
+def test_compiled_greedy_tokens_equal_the_references_where_its_margin_is_clear(paths: Paths) -> None:
     best = paths.truth.topk(2, dim=-1).values
     decisive = best[:, 0] - best[:, 1] > DECISIVE * paths.truth.std(dim=-1)
 
@@ -136,8 +136,8 @@ def test_greedy_tokens_are_the_truths_wherever_it_is_decisive(paths: Paths) -> N
     assert decisive.float().mean() > 0.5
 
 
-def test_the_two_go_on_where_the_other_stopped(paths: Paths) -> None:
-    """KV means the same to both: a plain worker's prompt may be continued by a compiled one."""
+def test_plain_and_compiled_workers_continue_each_others_sequences(paths: Paths) -> None:
+    """KV means the same to both forwards: a compiled worker may continue a plain worker's prompt."""
     plain = paths.errors(paths.logits(lambda _: paths.plain))
     mixed = paths.errors(paths.logits(lambda step: (paths.plain, paths.compiled)[step % 2]))
 
@@ -146,7 +146,7 @@ def test_the_two_go_on_where_the_other_stopped(paths: Paths) -> None:
 
 
 @pytest.mark.parametrize("name", NOT_COMPILED)
-def test_what_the_kernels_do_not_know_stays_plain_and_says_why(name: str, tmp_path: Path) -> None:
+def test_unsupported_families_use_the_plain_forward_with_a_reason(name: str, tmp_path: Path) -> None:
     engine = build_engine(settings(saved(name, tmp_path)))
     engine.pool.close()
     assert f"forward: plain ({NOT_COMPILED[name]})" in engine.report

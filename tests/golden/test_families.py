@@ -1,4 +1,4 @@
-"""Every promised family says through Tandem's engine what plain `transformers` says: paged, and handed over.
+"""Every promised family gives through Tandem's engine the results of plain `transformers`: paged, and handed over.
 
 Float32, teacher forcing, reference: the model's own eager attention on each sequence alone, without a cache. Seventeen
 sequences join one by one, so that steps hold 1 to 17 of them, prompts in chunks and decodes together.
@@ -100,14 +100,14 @@ def test_logits_over_a_pool_of_eight_bits_are_near_the_models_own(golden: Golden
         run_step(runner, members)
     pool.close()
 
-    # Of random weights' flat logits; a mixture's near-tie may send a token to another expert: half of the rows count.
+    # Random weights have flat logits; a mixture's near-tie may send a token to another expert: half of the rows count.
     assert 1e-5 < statistics.median(row_errors(golden.reference, few)) < 0.02
     assert judge(golden.reference, few).wrong < 0.05 * sum(len(item.observed) for item in few)
 
 
 @torch.inference_mode()
 def row_errors(reference: PreTrainedModel, sequences: Sequence[Forced]) -> list[float]:
-    """Of each observed row, relative to its size."""
+    """The error of each observed row, relative to the row's size."""
     errors = []
     for sequence in sequences:
         logits = reference(input_ids=torch.tensor([sequence.token_ids]), use_cache=False).logits[0].float()

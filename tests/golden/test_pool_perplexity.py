@@ -1,4 +1,4 @@
-"""What the demo model loses when its pool keeps KV of 8 bits: the limits that Tandem promises."""
+"""The demo model's loss of quality when its pool keeps KV of 8 bits: the limits that Tandem promises."""
 
 import pytest
 

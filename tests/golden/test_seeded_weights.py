@@ -1,4 +1,6 @@
-"""The tiny models of the tests and the dummy weights of benchmarks are the same in every run, whatever ran before."""
+"""The tiny models of the tests and the dummy weights of benchmarks are the same in every run and after any earlier
+test.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -8,10 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.attention.interface import ATTENTION_NAME, register
-from engine.model.dummy import dummy_model
+from engine.model.loading import dummy_model
 from tests.golden.families import FAMILIES, Family
 
-# Of every parameter's name and bytes. A change of one number changes what the limits of the golden tests were set for.
+# Checksums of every parameter's name and bytes. The limits of the golden tests were set for these weights.
 CHECKSUMS = {
     "llama": "51ecab0ffc900067",
     "qwen2": "4544859de88e0bbf",
@@ -63,7 +65,7 @@ def test_a_family_has_the_same_weights_in_every_run(family: Family) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
-def test_dummy_weights_do_not_depend_on_what_ran_before(family: Family) -> None:
+def test_dummy_weights_are_the_same_after_any_earlier_random_draws(family: Family) -> None:
     register()
     config = family.config_type(**family.settings)
 

@@ -1,4 +1,4 @@
-"""What the demo model loses in perplexity when its KV travels quantised: the limits that Tandem promises."""
+"""The demo model's loss of perplexity when its KV travels quantised: the limits that Tandem promises."""
 
 import pytest
 

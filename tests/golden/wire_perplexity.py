@@ -1,6 +1,6 @@
 """The demo model's perplexity on held-out text whose beginning was prefilled on another pool and handed over.
 
-`python -m tests.golden.wire_perplexity 30` prints, for 30 files, what docs/wire_dtypes.md quotes.
+`python -m tests.golden.wire_perplexity 30` prints, for 30 files, the figures of benchmarks/results/wire_dtypes.md.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ from engine.model.loaded import LoadedModel
 from engine.model.loading import load
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from engine.steps.runner import ModelRunner
-from kvtransfer.wire.wire_dtypes import WireDtype
+from kvtransfer.wire.wire_format import WireDtype
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = EXAMPLES / "demo_model"
@@ -33,7 +33,9 @@ NUM_TOKENS = PROMPT_TOKENS + 1 + 128
 
 @dataclass(frozen=True, slots=True)
 class Increase:
-    """Of the perplexity over a native hand-off, in per cent, with the standard error over the scored tokens."""
+    """The increase of perplexity over a native hand-off, in per cent, with the standard error over the scored
+    tokens.
+    """
 
     percent: float
     standard_error: float
@@ -95,8 +97,9 @@ class HandedOver:
         return found
 
     def _score(self, token_ids: tuple[int, ...]) -> torch.Tensor:
-        """Every token on its own, as in decoding, in one step: each sees the ones before it, whose K and V the step has
-        written by then."""
+        """Score every token in a chunk of its own, as in decoding, in one step: each attends to the tokens before it,
+        whose K and V the step has already written.
+        """
         chunks = tuple(
             Chunk(0, token_ids[at : at + 1], at, self._blocks, (Sample(seed=0, position=at + 1, sampling=Sampling()),))
             for at in range(PROMPT_TOKENS, NUM_TOKENS - 1)

@@ -1,8 +1,8 @@
-"""`make test-repeat`: the tests again and again, on a quiet machine and beside a busy loop per core.
+"""`make test-repeat`: run the tests repeatedly, on a quiet machine and beside a busy loop per core.
 
     python -m tests.repeat [--only quiet|loaded|loaded-system] [--runs N] [--log FILE]
 
-Each run that ends is a line of the log. Started again, it does what the log does not have of the present code yet.
+Each completed run is a line of the log. A restarted command does the runs that the log lacks for the present code.
 """
 
 import argparse
@@ -38,7 +38,10 @@ def main() -> int:
     todo = left_to_do(_logged(log), code, kinds)
     for number, kind in enumerate(todo, 1):
         print(f"==> {kind.name}, run {number} of {len(todo)} that are left for code {code}", flush=True)
-        run = _run(kind, code)
+        run = _run(kind, code, _git("rev-parse", "HEAD").strip())
+        if _changed() or code_digest(_git("ls-tree", "-r", "HEAD")) != code:
+            sys.stderr.write("test-repeat: the code changed while it ran; the run is not logged\n")
+            return 2
         with log.open("a") as file:
             file.write(run.to_line())
         print(f"==> {kind.name}: {run.counts} in {run.duration_s:.0f} s, exit status {run.exit_status}", flush=True)
@@ -47,14 +50,14 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make test-repeat")
-    parser.add_argument("--only", choices=[kind.name for kind in KINDS], default="", help="runs of this kind alone")
-    parser.add_argument("--runs", type=int, help="so many of each kind in all, those of the log included")
+    parser.add_argument("--only", choices=[kind.name for kind in KINDS], default="", help="only runs of this kind")
+    parser.add_argument("--runs", type=int, help="runs of each kind in all, those of the log included")
     parser.add_argument("--log", type=Path, default=ROOT / RESULTS / "test_repeat.jsonl")
     return parser.parse_args()
 
 
 def _changed() -> str:
-    """Tracked files that differ from the commit, results aside."""
+    """Return the tracked files that differ from the commit, except results."""
     lines = _git("status", "--porcelain", "--untracked-files=no").splitlines()
     return ", ".join(line[3:] for line in lines if not line[3:].startswith(RESULTS))
 
@@ -63,11 +66,12 @@ def _logged(log: Path) -> list[Run]:
     return read_log(log.read_text().splitlines()) if log.exists() else []
 
 
-def _run(kind: Kind, code: str) -> Run:
+def _run(kind: Kind, code: str, commit: str) -> Run:
     seed, started, began_s = secrets.randbelow(1 << 31), datetime.now(UTC), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
-        command = ("-m", "pytest", "-n", "2", "--dist", "loadfile", "-q", f"--junitxml={junit}")
+        processes = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")  # as `make test`
+        command = ("-m", "pytest", *processes, "-q", f"--junitxml={junit}")
         with _busy(os.cpu_count() or 1) if kind.is_loaded else _busy(0):
             status = subprocess.run(
                 (sys.executable, *command, f"--randomly-seed={seed}", *kind.paths), cwd=ROOT, check=False
@@ -75,7 +79,7 @@ def _run(kind: Kind, code: str) -> Run:
         text = junit.read_text() if junit.exists() else ""
     outcome = read_junit(text) if text else Outcome({}, (Failure("pytest", "it wrote no results"),))
     return Run(
-        commit=_git("rev-parse", "HEAD").strip(),
+        commit=commit,
         code=code,
         kind=kind.name,
         started=started.isoformat(timespec="seconds"),

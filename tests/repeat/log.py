@@ -1,6 +1,6 @@
-"""The log of repeated test runs: what it says, and which runs are left to do. Pure.
+"""The log of repeated test runs: its lines, and the runs that remain. Pure.
 
-One JSON object per line, appended when a run has ended. A run that was interrupted leaves no line and is done again.
+One JSON object per line, appended when a run has ended. An interrupted run leaves no line and is repeated.
 """
 
 import json
@@ -36,7 +36,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What pytest's JUnit file says."""
+    """The result in pytest's JUnit file."""
 
     counts: dict[str, int]  # by outcome: passed, failed, error, skipped
     failures: tuple[Failure, ...]
@@ -59,7 +59,7 @@ class Run:
 
 
 def read_log(lines: Iterable[str]) -> list[Run]:
-    """Raises ValueError or TypeError for a line that is not a run."""
+    """Read a log. Raises ValueError or TypeError for a line that is not a run."""
     return [_run(json.loads(line)) for line in lines if line.strip()]
 
 
@@ -70,19 +70,20 @@ def _run(fields: dict[str, object]) -> Run:
 
 
 def left_to_do(log: Iterable[Run], code: str, kinds: Iterable[Kind]) -> list[Kind]:
-    """One entry per run, in the order of `kinds`. A red run counts as done: the next code begins again."""
+    """Return one entry per missing run, in the order of `kinds`. A failed run counts as done; a new commit starts
+    again."""
     done = Counter(run.kind for run in log if run.code == code)
     return [kind for kind in kinds for _ in range(kind.runs - done[kind.name])]
 
 
 def code_digest(tree: str) -> str:
-    """Of the lines of `git ls-tree -r HEAD`: mode, type, object, tab, path."""
+    """Return the digest of the lines of `git ls-tree -r HEAD`: mode, type, object, tab, path."""
     lines = [line for line in tree.splitlines() if not line.partition("\t")[2].startswith(RESULTS)]
     return sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
 def read_junit(text: str) -> Outcome:
-    """Raises xml.etree.ElementTree.ParseError for a file that was not written to its end."""
+    """Read a JUnit file. Raises xml.etree.ElementTree.ParseError if it is incomplete."""
     counts, failures = Counter[str](), []
     for case in ElementTree.fromstring(text).iter("testcase"):
         verdict = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)

@@ -1,9 +1,10 @@
-"""`make soak`: a whole cluster at full rate for minutes, with reads of KV that go wrong, and nothing wrong to be seen.
+"""`make soak`: run a whole cluster at full rate for minutes with faults in KV reads, and verify that clients notice
+nothing.
 
-First every question is answered without faults. Then the same questions, again and again, at full concurrency, with
-faults in a share of all reads: each answer must equal the fault-free one, no block may be left in any worker, no
-process may grow, and no router may suspect a worker, since none is stopped. `--busy-loops N` takes processor time away.
-The result is printed and, with --write, kept under benchmarks/results/.
+First every request is answered without faults. Then the same requests are sent repeatedly at full concurrency, with
+faults in a share of all reads: each answer must equal the fault-free one, no worker may keep a block, no process may
+grow, and no router may suspect a worker, since none is stopped. `--busy-loops N` takes processor time away. With
+--write the result is stored under benchmarks/results/.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import httpx
 from cluster.registry.redis_server import RedisServer
 from tests.soak.result import Soak
 from tests.system.asking import ask, question
-from tests.system.local_cluster import LocalCluster
+from tests.system.local_cluster import LocalCluster, executed
 
 _RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 _NUM_QUESTIONS = 120
@@ -65,7 +66,7 @@ async def main(minutes: float, fault_rate: float, seed: int, num_busy_loops: int
 
 @contextmanager
 def busy_loops(number: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that only use the processor. They end with the block, or with this process if it is killed."""
+    """Run processes that only use the processor. They end with the block, or with this process if it is killed."""
     loops = [subprocess.Popen([sys.executable, "-c", _BUSY_LOOP, str(os.getpid())]) for _ in range(number)]
     try:
         yield loops
@@ -82,7 +83,7 @@ def _questions(seed: int) -> list[_Question]:
 
 
 async def _fault_free(url: str, directory: Path, questions: list[_Question]) -> list[tuple[int, ...]]:
-    cluster = LocalCluster(url, directory, flags=_FLAGS)
+    cluster = LocalCluster(url, directory, flags=_FLAGS, launch=executed)
     try:
         await cluster.start(prefill=1, decode=1)
         return [(await ask(cluster, question(prompt, max_tokens=n))).token_ids for prompt, n in questions]
@@ -100,7 +101,7 @@ async def _soak(
     seed: int,
 ) -> Soak:
     os.environ.update(FAULT_RATE=str(fault_rate), FAULT_SEED=str(seed), FAULT_LATE_S=str(_LATE_S))
-    cluster = LocalCluster(url, directory, flags=_FLAGS)
+    cluster = LocalCluster(url, directory, flags=_FLAGS, launch=executed)
     soak = Soak(fault_rate=fault_rate, seed=seed, machine=f"{platform.machine()}, {os.cpu_count()} cores")
     try:
         for name in ("prefill0", "prefill1"):
@@ -154,7 +155,7 @@ async def _ask_on(
 
 
 async def _watch(cluster: LocalCluster, soak: Soak, duration_s: float) -> None:
-    """Memory and descriptors of every member, 40 times."""
+    """Record memory and descriptors of every member, 40 times."""
     while True:
         for name in (name for name, member in cluster.members.items() if member.process.returncode is None):
             member = cluster.members[name]
@@ -173,19 +174,19 @@ async def _account(cluster: LocalCluster, soak: Soak) -> None:
 
 
 async def _suspicions(cluster: LocalCluster) -> tuple[float, float]:
-    """False suspicions and hedges, as the router counts them."""
+    """Return the router's counts of false suspicions and hedges."""
     async with httpx.AsyncClient(trust_env=False) as http:
         figures = (await http.get(f"http://{cluster.members['router0'].ready['http']}/metrics")).text
     return _total(figures, "tandem_false_suspicions_total"), _total(figures, "tandem_hedges_total")
 
 
 def _total(figures: str, name: str) -> float:
-    """Over all labels; `figures` as Prometheus reads them."""
+    """Add up a metric over all labels. `figures`: in Prometheus' text format."""
     return sum(float(line.split()[-1]) for line in figures.splitlines() if line.startswith((name + "{", name + " ")))
 
 
 def _faults(cluster: LocalCluster) -> dict[str, int]:
-    """From the last such line of each decode worker."""
+    """Return the faults from the last such line of each decode worker."""
     total: Counter[str] = Counter()
     for name in ("decode0", "decode1"):
         last = [line for line in cluster.members[name].output if line.startswith("faults")][-1:]
@@ -198,12 +199,12 @@ def _faults(cluster: LocalCluster) -> dict[str, int]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="make soak")
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--fault-rate", type=float, default=0.05, help="share of reads that go wrong")
+    parser.add_argument("--fault-rate", type=float, default=0.05, help="share of reads with a fault (default: 0.05)")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(2)))
     parser.add_argument(
-        "--busy-loops", type=int, default=0, metavar="N", help="processes that use all they get of a core, beside it"
+        "--busy-loops", type=int, default=0, metavar="N", help="number of processes that keep a core busy"
     )
-    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results/")
+    parser.add_argument("--write", action="store_true", help="store the result under benchmarks/results/")
     arguments = parser.parse_args()
     result = asyncio.run(main(arguments.minutes, arguments.fault_rate, arguments.seed, arguments.busy_loops))
     text = result.as_markdown()

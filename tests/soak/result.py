@@ -1,4 +1,4 @@
-"""What a soak saw, whether that is good, and how it is told."""
+"""The result of a soak, whether it is good, and its report."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -22,14 +22,14 @@ class Soak:
     reasons: dict[str, int] = field(default_factory=dict)  # in the ledgers of the answers
     rss_mb: dict[str, list[float]] = field(default_factory=dict)  # by member, sampled evenly
     descriptors: dict[str, list[int]] = field(default_factory=dict)
-    members_lost: list[str] = field(default_factory=list)  # ended by themselves: nobody was to die
-    false_suspicions: float = 0.0  # workers that a router found silent, and that were there; nobody was stopped
+    members_lost: list[str] = field(default_factory=list)  # ended by themselves: no member is killed in this run
+    false_suspicions: float = 0.0  # workers that a router suspected although none was stopped
     hedges: float = 0.0  # requests that were begun elsewhere too for that
     blocks_left: dict[str, dict[str, int]] = field(default_factory=dict)  # neither free nor cached at the end
 
     @property
     def growth(self) -> dict[str, float]:
-        """By member: memory of the last quarter over that of the second, medians."""
+        """Return by member the median memory of the last quarter divided by that of the second."""
         return {name: _growth(samples) for name, samples in self.rss_mb.items()}
 
     @property
@@ -71,7 +71,7 @@ def _told(counts: Mapping[str, int]) -> str:
 
 
 def _quarters(samples: Sequence[float]) -> tuple[float, float]:
-    """Medians of the second and of the last."""
+    """Return the medians of the second and of the last quarter."""
     length = max(1, len(samples) // 4)
     second = samples[length : 2 * length] or samples
     return statistics.median(second), statistics.median(samples[-length:])

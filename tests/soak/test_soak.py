@@ -1,4 +1,4 @@
-"""The soak itself, short; and that it would say so if something were wrong."""
+"""A short soak passes, and a faulty one is reported as such."""
 
 import pytest
 

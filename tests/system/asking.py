@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from cluster.protocol.wire import pack_ids, unpack_ids
+from tandem.enum_words import FINISH_REASONS
 from tandem.v1 import inference_pb2
 from tests.system.local_cluster import LocalCluster
 
@@ -29,14 +29,14 @@ def question(
 ) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(
         request_id=request_id,
-        token_ids=pack_ids(tuple(prompt)),
+        token_ids=inference_pb2.TokenIds(ids=prompt),
         sampling=sampling,
         stop=inference_pb2.StopConditions(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
             ignore_eos=ignore_eos,
             stop=stop,
-            stop_token_ids=pack_ids(tuple(stop_token_ids)),
+            stop_token_ids=stop_token_ids,
         ),
         n=n,
         logprobs=logprobs,
@@ -45,7 +45,7 @@ def question(
 
 
 class Answer:
-    """What has come so far."""
+    """What the client has received so far."""
 
     def __init__(self) -> None:
         self.choices: dict[int, list[int]] = {}
@@ -57,7 +57,7 @@ class Answer:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Of the only choice."""
+        """The tokens of the only choice."""
         assert len(self.choices) <= 1
         return tuple(self.choices.get(0, ()))
 
@@ -76,19 +76,19 @@ class Answer:
             tokens = self.choices.setdefault(delta.choice, [])
             assert delta.choice not in self.finish_reasons, "a choice went on after its end"
             assert delta.first_index == len(tokens), "a token was repeated or is missing"
-            tokens.extend(unpack_ids(delta.token_ids))
+            tokens.extend(delta.token_ids)
             self.texts[delta.choice] = self.texts.get(delta.choice, "") + delta.text
             if delta.choice == 0:
                 self.logprobs.extend(delta.logprobs)
             if delta.finish_reason:
-                self.finish_reasons[delta.choice] = delta.finish_reason
+                self.finish_reasons[delta.choice] = FINISH_REASONS.word(delta.finish_reason)
                 self.stop_causes[delta.choice] = delta.stop_cause
         if response.HasField("summary"):
             self.summary = response.summary
 
 
 class Asked(Answer):
-    """An answer that is still coming."""
+    """An answer whose stream has not ended."""
 
     def __init__(self, call: "grpc.aio.UnaryStreamCall[object, inference_pb2.GenerateResponse]") -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Asked(Answer):
         self._responses = aiter(call)
 
     async def until(self, num_tokens: int) -> None:
-        """At least so many tokens of every choice that has begun."""
+        """Read until every choice that has begun has at least `num_tokens` tokens."""
         while not self.choices or min(map(len, self.choices.values())) < num_tokens:
             response = await anext(self._responses, None)
             assert response is not None, "the stream ended early"
@@ -114,7 +114,8 @@ class Asked(Answer):
 
 @asynccontextmanager
 async def asked(cluster: LocalCluster, request: inference_pb2.GenerateRequest) -> AsyncIterator[Asked]:
-    """Leaving it early is a client that goes away."""
+    """Send a request and yield its answer. Leaving the block early cancels the request, as a client that disconnects
+    does."""
     async with cluster.channel() as channel:
         call = cluster.inference(channel).Generate(request, timeout=TIMEOUT_S)
         try:

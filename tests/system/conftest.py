@@ -26,7 +26,7 @@ def redis_url() -> Iterator[str]:
 
 @pytest.fixture
 def cluster_name() -> str:
-    """No other test's."""
+    """A name that no other test uses."""
     return f"test-{secrets.token_hex(6)}"
 
 
@@ -44,7 +44,8 @@ async def tcp_cluster(redis_url: str, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def cluster(shm_cluster: LocalCluster) -> LocalCluster:
-    """Whole and idle, whatever the test before did to it. Two prefill and two decode workers, float32."""
+    """A complete and idle cluster, in whatever state the test before left it. Two prefill and two decode workers,
+    float32."""
     await shm_cluster.mend()
     await shm_cluster.until_free()
     return shm_cluster

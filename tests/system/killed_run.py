@@ -6,16 +6,16 @@ import sys
 from pathlib import Path
 
 from cluster.registry.redis_server import RedisServer
-from tests.system.local_cluster import LocalCluster
+from tests.system.local_cluster import LocalCluster, executed
 
 _CHILD = "import subprocess, sys; print(subprocess.Popen(('sleep', '600')).pid, flush=True); sys.stdin.read()"
 
 
-async def test_that_waits_for_ever(tmp_path: Path) -> None:
+async def test_that_waits_forever(tmp_path: Path) -> None:
     redis = await RedisServer.start()
-    cluster = LocalCluster(redis.url, tmp_path)
-    for name, module in (("prefill0", "prefill_worker"), ("decode0", "decode_worker"), ("router0", "router")):
-        await cluster.spawn(name, module)
+    cluster, forked = LocalCluster(redis.url, tmp_path, launch=executed), LocalCluster(redis.url, tmp_path)
+    members = [await cluster.spawn(name, f"{name}_worker") for name in ("prefill", "decode")]
+    members.append(await forked.spawn("router", "router"))
     # It asks the kernel for nothing at its parent's end, and neither does its own child.
     plain = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", _CHILD),
@@ -25,7 +25,6 @@ async def test_that_waits_for_ever(tmp_path: Path) -> None:
     )
     assert plain.stdout is not None
     grandchild = int(await plain.stdout.readline())
-    members = [member.process.pid for member in cluster.members.values()]
-    started = [os.getpid(), redis.pid, *members, plain.pid, grandchild]
+    started = [os.getpid(), redis.pid, *(member.process.pid for member in members), plain.pid, grandchild]
     Path(os.environ["STARTED_PIPE"]).write_text(" ".join(map(str, started)))
     await asyncio.Event().wait()

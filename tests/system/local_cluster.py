@@ -1,7 +1,8 @@
 """A real cluster of real processes on loopback, for tests: redis-server, routers, prefill and decode workers.
 
-Every process prints one line `ready ...` when it is; its whole output is kept for the story of a failing test. Only
-processes started here are ended, by their id; where the test's own process is killed, the kernel ends them.
+Every process prints one line `ready ...` when it is; its whole output is kept for the report of a failing test. Only
+processes started here are ended, by their id; where the test's own process is killed, the kernel ends them. Members are
+forked from a process that has imported their libraries (`fork_server.py`), unless the cluster is made with `executed`.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ import os
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,17 @@ from pathlib import Path
 import grpc
 
 from cluster.process import die_with_parent
-from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
+from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+from tests.system.fork_server import ForkedProcess, router_forks, worker_forks
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 30.0
+
+Process = asyncio.subprocess.Process | ForkedProcess
+# From a module, its arguments and its environment to the process that runs it.
+Launch = Callable[[str, Sequence[str], Mapping[str, str]], Awaitable[Process]]
 
 
 @dataclass(slots=True)
@@ -31,7 +38,7 @@ class Member:
     name: str
     module: str
     flags: tuple[str, ...]
-    process: asyncio.subprocess.Process
+    process: Process
     output: list[str] = field(default_factory=list)
     ready: dict[str, str] = field(default_factory=dict)
     reader: asyncio.Task[None] | None = None
@@ -49,7 +56,7 @@ class Member:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """As if its machine had frozen; it goes on afterwards."""
+        """Stop the process while the block runs, as if its machine had frozen."""
         self.send_signal(signal.SIGSTOP)
         try:
             yield
@@ -59,6 +66,25 @@ class Member:
 
     async def exit_code(self) -> int:
         return await asyncio.wait_for(self.process.wait(), _STOP_TIMEOUT_S)
+
+
+async def forked(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Process:
+    """Start a member by forking a process that has imported its libraries."""
+    server = router_forks() if module == "router" else worker_forks()
+    return await server.spawn(module, arguments, environment)
+
+
+async def executed(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], *, wrapper: Sequence[str] = ()
+) -> Process:
+    """Start a member as a new program, as a user does."""
+    return await asyncio.create_subprocess_exec(
+        *(*wrapper, sys.executable, "-m", module, *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=environment,
+        preexec_fn=die_with_parent,
+    )
 
 
 class LocalCluster:
@@ -72,6 +98,7 @@ class LocalCluster:
         model: Path = DEMO_MODEL,
         flags: Sequence[str] = (),
         credentials: grpc.ChannelCredentials | None = None,  # to reach members with, where they use TLS
+        launch: Launch = forked,
     ) -> None:
         self.redis_url = redis_url
         self.members: dict[str, Member] = {}
@@ -79,12 +106,13 @@ class LocalCluster:
         self._model = model
         self._flags = tuple(flags)
         self._credentials = credentials
+        self._launch = launch
         self.name = f"test-{os.urandom(4).hex()}"
 
     async def start(
         self, *, prefill: int = 1, decode: int = 1, routers: int = 1, router_flags: Sequence[str] = ()
     ) -> "LocalCluster":
-        """Returns when the first request would succeed."""
+        """Start all members. Returns when the first request would succeed."""
         workers = [(f"prefill{i}", "prefill_worker") for i in range(prefill)]
         workers += [(f"decode{i}", "decode_worker") for i in range(decode)]
         await asyncio.gather(*(self.start_member(name, module, self._flags) for name, module in workers))
@@ -95,7 +123,8 @@ class LocalCluster:
     async def start_member(
         self, name: str, module: str, flags: Sequence[str] = (), *, wrapper: Sequence[str] = ()
     ) -> Member:
-        """`wrapper`: a command that runs the process, such as one that puts it on another network."""
+        """Start a member and wait until it is ready. `wrapper`: a command that runs the process, for example on another
+        network."""
         member = await self.spawn(name, module, flags, wrapper=wrapper)
         try:
             await asyncio.wait_for(self._until_ready(member), _START_TIMEOUT_S)
@@ -104,25 +133,23 @@ class LocalCluster:
         return member
 
     async def spawn(self, name: str, module: str, flags: Sequence[str] = (), *, wrapper: Sequence[str] = ()) -> Member:
-        """Without waiting for it."""
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")}
-        process = await asyncio.create_subprocess_exec(
-            *(*wrapper, sys.executable, "-m", module, *self._cluster_flags(), "--member-id", name),
-            *("--model", str(self._model), *flags),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=environment | {"PYTHONUNBUFFERED": "1"},
-            preexec_fn=die_with_parent,
-        )
+        """Start a member without waiting until it is ready."""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")} | {"PYTHONUNBUFFERED": "1"}
+        arguments = (*self._cluster_flags(), "--member-id", name, "--model", str(self._model), *flags)
+        if wrapper:
+            process = await executed(module, arguments, environment, wrapper=wrapper)
+        else:
+            process = await self._launch(module, arguments, environment)
         member = self.members[name] = Member(name, module, tuple(flags), process)
         return member
 
     def joining_flags(self) -> tuple[str, ...]:
-        """Of one more worker; it brings its own --model."""
+        """Return the flags with which one more worker joins. It adds its own --model."""
         return (*self._cluster_flags(), *self._flags)
 
     async def mend(self) -> None:
-        """Starts again, under their names, the members that have ended. Returns when the router knows all that live."""
+        """Start the members that have ended again, under their names. Returns when the router is connected to all
+        workers."""
         dead = [member for member in self.members.values() if member.process.returncode is not None]
         for member in dead:
             if member.reader is not None:
@@ -137,7 +164,7 @@ class LocalCluster:
         return all(connected.get(name) == self.members[name].incarnation for name in self.workers())
 
     async def stop(self) -> dict[str, int]:
-        """SIGTERM to all, SIGKILL to those that do not go. Answers the exit codes."""
+        """Send SIGTERM to all members, and SIGKILL to those that do not end in time. Returns the exit codes."""
         codes = {}
         for member in self.members.values():
             if member.process.returncode is None:
@@ -179,7 +206,7 @@ class LocalCluster:
         return count
 
     async def inspect(self, name: str) -> worker_pb2.InspectResponse:
-        """The worker's own account, after its check()."""
+        """Return the worker's report about itself, after its check()."""
         async with self.channel(name) as channel:
             report: worker_pb2.InspectResponse = await worker_pb2_grpc.WorkerStub(channel).Inspect(
                 worker_pb2.InspectRequest(), timeout=10
@@ -187,12 +214,12 @@ class LocalCluster:
         return report
 
     def workers(self, role: str = "") -> list[str]:
-        """Those that live: all, or those of one pool: prefill, decode."""
+        """Return the names of the running workers, of all or of one role: prefill, decode."""
         living = [name for name, member in self.members.items() if member.process.returncode is None]
         return [name for name in living if name.startswith(role) and not name.startswith("router")]
 
     async def figures(self, role: str) -> dict[str, float]:
-        """Summed over the pool."""
+        """Return the figures of a role's workers, added up."""
         total: defaultdict[str, float] = defaultdict(float)
         for report in await asyncio.gather(*(self.inspect(name) for name in self.workers(role))):
             for name, value in report.figures.items():
@@ -205,7 +232,8 @@ class LocalCluster:
         return {state: count for state, count in report.blocks.items() if state not in ("free", "cached") and count}
 
     async def until_free(self) -> None:
-        """Until no worker holds a block of anybody; fails with what is held after the deadline."""
+        """Wait until no worker holds a block for any request. Fails at the deadline with the blocks that are still
+        held."""
         in_use: dict[str, int] = {}
         name = ""
         try:

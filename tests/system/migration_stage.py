@@ -14,7 +14,8 @@ from tests.system.scripted_workers import ScriptedDecode, ScriptedPrefill
 
 
 class Stage:
-    """A router, a prefill worker and two decode workers; requests begin at the first one, which pauses at token 5."""
+    """A router, a prefill worker and two decode workers. Requests begin at the first decode worker, which pauses at
+    token 5."""
 
     def __init__(
         self, router: RouterUnderTest, prefill: ScriptedPrefill, source: ScriptedDecode, target: ScriptedDecode
@@ -26,7 +27,7 @@ class Stage:
             return await self.router.migrations.migrate(source, target, max_sequences)
 
     async def joined(self) -> None:
-        """The target comes after the requests: so they began at the source."""
+        """Register the target. The requests have begun, so they run at the source."""
         self.router.workers.append(self.target)
         self.router.register()
         await self.router.connected_to(self.target)
@@ -39,7 +40,7 @@ class Stage:
 
     @asynccontextmanager
     async def streaming(self, request: GenerateRequest) -> AsyncIterator["asyncio.Task[Answer]"]:
-        """The request's sequences have drawn five tokens each at the source."""
+        """Send a request and wait until the source has drawn five tokens of each of its sequences."""
         self.source.pause_at = 5
         answer, has_five = Answer(), asyncio.Event()
 
@@ -60,7 +61,7 @@ class Stage:
             await asyncio.gather(answering, return_exceptions=True)
 
     async def complete(self, answering: "asyncio.Task[Answer]", request: GenerateRequest) -> Answer:
-        """The client's whole answer, which must be what it would have been."""
+        """Wait for the client's whole answer and compare it with the undisturbed one."""
         async with asyncio.timeout(20):
             answer = await answering
         expected = [expected_tokens(self.router, request, choice) for choice in range(request.n)]

@@ -28,7 +28,8 @@ class RedisProcess:
         return Redis(host=HOST, port=self.port, decode_responses=True, **credentials)  # type: ignore[arg-type]
 
     async def until(self, condition: Callable[[], Awaitable[bool]]) -> None:
-        """It says nothing we could wait for, so it is asked again and again. Fails when it ends, or takes too long."""
+        """Ask repeatedly until the answer is right, because Redis publishes no event for it. Fails when Redis ends or
+        the time is over."""
         ended = asyncio.create_task(self.process.wait())
         deadline_s = asyncio.get_running_loop().time() + DEADLINE_S
         while not await condition():
@@ -38,7 +39,7 @@ class RedisProcess:
 
 
 def free_port() -> int:
-    """With the one that a cluster's nodes speak with each other on free too."""
+    """Return a free port whose cluster bus port is free too."""
     while True:
         port = random.randint(20000, 50000)
         try:
@@ -50,7 +51,7 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def redis_process(folder: Path, *options: str, password: str = "") -> AsyncIterator[RedisProcess]:
-    """Answers when this is entered. `options`: a configuration file first, if any, then flags."""
+    """Run Redis. It answers when the block is entered. `options`: an optional configuration file, then flags."""
     port = free_port()
     own = folder / str(port)
     own.mkdir()
@@ -74,7 +75,8 @@ async def redis_process(folder: Path, *options: str, password: str = "") -> Asyn
 async def sentinel(
     folder: Path, master: RedisProcess, *lines: str, password: str = "", num_replicas: int = 0
 ) -> AsyncIterator[RedisProcess]:
-    """Watches `master` as "mymaster", decides alone, and knows so many replicas when this is entered."""
+    """Run a sentinel that watches `master` as "mymaster" with a quorum of one. It knows all replicas when the block is
+    entered."""
     file = folder / f"sentinel-{master.port}.conf"
     settings = [f"monitor mymaster {HOST} {master.port} 1", *lines]
     settings += ["down-after-milliseconds mymaster 300", "failover-timeout mymaster 3000"]
@@ -87,7 +89,7 @@ async def sentinel(
 
 @asynccontextmanager
 async def redis_cluster(folder: Path, num_nodes: int, password: str = "") -> AsyncIterator[list[RedisProcess]]:
-    """Every slot has a node, and the nodes agree."""
+    """Run a Redis cluster in which every slot has a node and the nodes agree."""
     options = ("--cluster-enabled", "yes", *(("--masterauth", password) if password else ()))
     async with AsyncExitStack() as stack:
         nodes = [

@@ -13,19 +13,15 @@ from cluster.observe.telemetry import Telemetry
 from cluster.serving.serving import MAX_MESSAGE_BYTES, open_channel
 from router.drain.evacuation import Evacuation
 from router.fleet.fleet import Fleet
-from router.fleet.patience import Patience
-from router.fleet.prefix_beliefs import PrefixBeliefs
-from router.fleet.prefix_following import PrefixFollowing
+from router.fleet.prefix_locator import CacheEventFollower, PrefixLocator
+from router.fleet.supervision import WorkerTimeouts
 from router.pipeline.migration import Migrations
 from router.pipeline.pipeline import Pipeline, PipelineSettings
-from router.policies.admission import Admission
 from router.policies.breakers import BreakerPolicy
 from router.policies.placement import policy
 from router.policies.prefix_index import PrefixIndex
-from router.policies.prefix_memory import PrefixMemory
-from router.request.message_sizes import MessageLimits
-from router.request.outbox import Outboxes
-from router.request.validation import resolve
+from router.request.live_requests import LiveRequests
+from router.request.validation import MessageLimits, resolve
 from router.requests import GenerateRequest, Output, SamplingParams, StopConditions, Summary, TokenPrompt
 from router.running import running
 from router.text.tokenization import Tokenization
@@ -43,7 +39,7 @@ PROMPT = (5, 6, 7, 8)
 
 
 class Membership:
-    """A registry that says what it is told."""
+    """A registry whose members the test sets."""
 
     def __init__(self) -> None:
         self._members: tuple[Member, ...] = ()
@@ -71,8 +67,9 @@ class RouterUnderTest:
         request_timeout_s: float = 30.0,
         silence_s: float = 20.0,
         grace_s: float = 1.0,
+        absence_s: float = 0.0,
         placement: str = "least-loaded",
-        migration_patience_s: float = 10.0,
+        migration_timeout_s: float = 10.0,
         breakers: BreakerPolicy | None = None,
         tokenization: Tokenization | None = None,
         wall_clock: Callable[[], float] = time.time,
@@ -82,19 +79,23 @@ class RouterUnderTest:
         self.telemetry = Telemetry()
         self.membership = Membership()
         self.workers: list[ScriptedWorker] = []  # registered
-        self.made: list[ScriptedWorker] = []  # a server that nobody stops would hang the process at its end
+        self.made: list[ScriptedWorker] = []  # a server that is not stopped would hang the process at its end
         self.tokenization = tokenization or Tokenization.load(str(DEMO_MODEL))
         self.member = Member(id=MemberId("router", "r1"), role=Role.ROUTER, address="", model="demo_model")
-        self.outboxes = Outboxes(max_tokens=max_buffered_tokens, clock=outbox_clock or MonotonicClock())
-        self.admission = Admission(max_live_requests)
-        memory, index = PrefixMemory(), PrefixIndex()
+        self.live_requests = LiveRequests(
+            max_live_requests=max_live_requests,
+            max_buffered_tokens=max_buffered_tokens,
+            clock=outbox_clock or MonotonicClock(),
+            telemetry=self.telemetry,
+        )
+        index = PrefixIndex()
         self.fleet = Fleet(
             router=self.member,
             membership=self.membership,
             connect=open_channel,
-            patience=Patience(silence_s=silence_s, grace_s=grace_s),
+            timeouts=WorkerTimeouts(heartbeat_timeout_s=silence_s, recovery_timeout_s=grace_s, absence_s=absence_s),
             telemetry=self.telemetry,
-            follow_prefixes=PrefixFollowing(index, memory).follow,
+            follow_cache_events=CacheEventFollower(index).follow,
         )
         chooser = policy(placement)
         self.migrations = Migrations(
@@ -102,18 +103,17 @@ class RouterUnderTest:
             fleet=self.fleet,
             policy=chooser,
             telemetry=self.telemetry,
-            patience_s=migration_patience_s,
+            timeout_s=migration_timeout_s,
         )
         self.evacuation = Evacuation(fleet=self.fleet, migrations=self.migrations)
         self.pipeline = Pipeline(
             router=self.member.id,
             tokenization=self.tokenization,
-            admission=self.admission,
+            live_requests=self.live_requests,
             policy=chooser,
             fleet=self.fleet,
             migrations=self.migrations,
-            prefixes=PrefixBeliefs(self.fleet, memory, index, b"key"),
-            outboxes=self.outboxes,
+            prefixes=PrefixLocator(self.fleet, index, b"key"),
             key=b"key",
             settings=PipelineSettings(
                 request_timeout_s=request_timeout_s,
@@ -150,11 +150,11 @@ class RouterUnderTest:
         return worker
 
     def register(self) -> None:
-        """Tells the router who is there now."""
+        """Publish the present workers to the router."""
         self.membership.tell(tuple(worker.member for worker in self.workers))
 
     async def connected(self) -> None:
-        """Until the router knows and reaches every worker that is registered and fits."""
+        """Wait until the router is connected to every registered worker that fits."""
         for worker in self.workers:
             await self.connected_to(worker)
 
@@ -180,7 +180,7 @@ class RouterUnderTest:
 
 @asynccontextmanager
 async def router_under_test(**settings: object) -> AsyncIterator[RouterUnderTest]:
-    """Ends with every worker stopped and every invariant checked."""
+    """Run a router. On exit all workers are stopped and every invariant is checked."""
     router = RouterUnderTest(**settings)  # type: ignore[arg-type]
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(running(router.fleet.run()))
@@ -190,9 +190,9 @@ async def router_under_test(**settings: object) -> AsyncIterator[RouterUnderTest
         finally:
             for worker in router.made:
                 await worker.die()
-        router.outboxes.check()
-        assert len(router.admission) == 0
-        assert router.pipeline.num_live == 0
+        router.live_requests.check()
+        assert router.live_requests.num_served == 0
+        assert len(router.live_requests) == 0
 
 
 def ask(
@@ -218,7 +218,7 @@ def ask(
 
 
 class Answer:
-    """A stream put together: asserts exactly once and in order, for every choice."""
+    """An assembled stream. It asserts that every choice receives each token exactly once and in order."""
 
     def __init__(self) -> None:
         self.token_ids: dict[int, list[int]] = {}
@@ -254,7 +254,7 @@ async def answer_to(router: RouterUnderTest, request: GenerateRequest) -> Answer
 
 
 def expected_tokens(router: RouterUnderTest, request: GenerateRequest, choice: int = 0) -> list[int]:
-    """What the scripted workers say, whoever of them says it."""
+    """Return the tokens that every scripted worker produces for this request."""
     assert isinstance(request.prompt, TokenPrompt) and request.stop.max_tokens is not None
     prompt = request.prompt.token_ids
     seed = resolve(request, prompt, router.tokenization.model_info).seeds[choice]

@@ -19,8 +19,8 @@ from cluster.messages import (
     DecodeJob,
     FinishReason,
     LayoutFingerprint,
+    LinkSpeed,
     MemberId,
-    PairFigure,
     PrefillJob,
     Role,
     SampledToken,
@@ -30,9 +30,10 @@ from cluster.messages import (
 )
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
-from cluster.protocol.pair_wire import figures_to_wire
+from cluster.protocol.wire import link_speeds_to_wire
 from cluster.serving.serving import GrpcServer
-from tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.enum_words import FINISH_REASONS
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
 _Context = Any
 FINGERPRINT = LayoutFingerprint("weights", "config", "float32", "table")
@@ -41,7 +42,7 @@ _HEARTBEAT_S = 0.05
 
 
 def scripted_token(prompt: Sequence[int], seed: int, index: int) -> int:
-    """Any but 0, the demo model's EOS."""
+    """Return any token except 0, the demo model's EOS."""
     return 1 + (sum(prompt) * 7 + seed % 9973 + index * 31) % 1000
 
 
@@ -57,7 +58,7 @@ def sampled(prompt: Sequence[int], seed: int, index: int, stops: TokenStops, num
 
 
 class Gate:
-    """Open until closed; counts who waits at it."""
+    """A gate that is open until it is closed. It counts the tasks that wait."""
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
@@ -78,7 +79,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A sequence, and the index of its next token."""
+    """A sequence and the index of its next token."""
 
     job: DecodeJob
     start: SequenceStart
@@ -87,13 +88,13 @@ class Progress:
 
 @dataclass(slots=True)
 class Store:
-    """What a real hand-off would move: which first tokens belong to which ticket."""
+    """Replaces the data of a real hand-off: which first tokens belong to which ticket."""
 
     finished: dict[bytes, asyncio.Future[tuple[SampledToken, ...]]] = field(default_factory=dict)
 
 
 class ScriptedWorker:
-    """A gRPC server with one incarnation; `restart` gives the same address to the next one."""
+    """A gRPC server with one incarnation. `restart` gives the same address to the next incarnation."""
 
     def __init__(self, name: str, role: Role, incarnation: int = 1) -> None:
         self.id = MemberId(name, f"{name}-{incarnation}")
@@ -104,7 +105,7 @@ class ScriptedWorker:
         self.drained = asyncio.Event()
         self.door = Gate()  # of every new call, health checks too
         self.server = GrpcServer(
-            service_names=["tandem.v1.Worker"], telemetry=Telemetry(), interceptors=[_Door(self.door)]
+            service_names=["tandem.internal.v1.Worker"], telemetry=Telemetry(), interceptors=[_Door(self.door)]
         )
         self.address = ""
         worker_pb2_grpc.add_WorkerServicer_to_server(_About(self), self.server.grpc)
@@ -131,7 +132,7 @@ class ScriptedWorker:
         await self.server.stop(0)
 
     def freeze(self) -> None:
-        """As a stopped process: it listens, and says nothing. Calls in progress stand where its gates hold them."""
+        """Behave as a stopped process, which listens and sends nothing. Calls in progress wait at its gates."""
         self.door.close()
 
     async def __aenter__(self) -> Self:
@@ -214,7 +215,7 @@ def _first_tokens(job: PrefillJob) -> tuple[SampledToken, ...]:
 
 
 class ScriptedDecode(ScriptedWorker):
-    """`tamper` changes the tokens on their way out: (index, token) -> what is sent instead."""
+    """A decode worker whose `tamper` may replace the tokens that it sends: (index, token) -> token."""
 
     def __init__(self, name: str, store: Store, incarnation: int = 1) -> None:
         super().__init__(name, Role.DECODE, incarnation)
@@ -225,13 +226,14 @@ class ScriptedDecode(ScriptedWorker):
         self.broken_with: set[str] = set()  # prefill workers whose KV never comes here
         self.started = asyncio.Event()  # a job came
         self.before_taking = Gate()  # a job that came, by its Start
-        self.pairs: tuple[PairFigure, ...] = ()  # what its heartbeats say of its hand-offs
+        self.links: tuple[LinkSpeed, ...] = ()  # sent in its heartbeats
         self.transfer = Gate()
         self.pause_at: int | None = None  # no token from this index on, until resumed
         self.paused = asyncio.Event()
         self.resumed = asyncio.Event()
         self.first_token_offset = 0
         self.num_first_tokens_kept_back = 0
+        self.num_starts_lost = 0  # messages that sequences have begun, which do not arrive
         self.freeze_refusals: list[TandemError] = []
         self.most_frozen = 0
         self.cancelled_handles: set[int] = set()
@@ -258,24 +260,25 @@ class ScriptedDecode(ScriptedWorker):
         self.voice.close()
 
     def leave(self, grace_s: float) -> None:
-        """Tells every router so; what it has goes on."""
+        """Announce the drain to every router. Present work continues."""
         leaving = worker_pb2.WorkerMessage(leaving=worker_pb2.WorkerLeaving(grace_s=grace_s))
         for stream in self.streams.values():
             stream.put_nowait(leaving)
 
     def break_streams(self) -> None:
-        """Ends every connection; the sequences go on."""
+        """End every connection. The sequences continue."""
         for stream in self.streams.values():
             stream.put_nowait(None)
 
     def lose_messages(self) -> None:
-        """What waits to be sent is gone."""
+        """Discard the messages that wait to be sent."""
         for stream in self.streams.values():
             while not stream.empty():
                 stream.get_nowait()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Looks again whenever a job came, or a sequence went on, froze, thawed or was cancelled."""
+        """Wait for a condition. It is checked whenever a job arrives or a sequence advances, freezes, thaws or is
+        cancelled."""
         async with asyncio.timeout(10):
             while not condition():
                 self._changed.clear()
@@ -288,7 +291,7 @@ class ScriptedDecode(ScriptedWorker):
         self.streams[str(router)].put_nowait(message)
 
     async def sequence(self, job: DecodeJob, start: SequenceStart, first: SampledToken | None) -> None:
-        """One sequence, a token at a time."""
+        """Run one sequence, one token at a time."""
         await self.go_on(Progress(job, start, len(start.committed_token_ids) + (first is not None)))
 
     async def go_on(self, progress: Progress) -> None:
@@ -322,7 +325,8 @@ class ScriptedDecode(ScriptedWorker):
         if token.logprobs is not None:
             step.logprobs.append(wire.logprobs_to_wire(token.logprobs))
         if token.finish_reason is not None:
-            step.ends.append(worker_pb2.SequenceEnd(handle=handle, finish_reason=token.finish_reason))
+            finish_reason = FINISH_REASONS.number(token.finish_reason)
+            step.ends.append(worker_pb2.SequenceEnd(handle=handle, finish_reason=finish_reason))
         return step
 
 
@@ -353,7 +357,7 @@ class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
             yield worker_pb2.WorkerMessage(hello=worker_pb2.WorkerHello(worker=str(worker.id)))
             while True:
                 await worker.voice.passed()
-                message = await _or_heartbeat(outgoing, worker.pairs)
+                message = await _or_heartbeat(outgoing, worker.links)
                 if message is None:
                     raise Unavailable("the connection is told to break")
                 yield message
@@ -407,7 +411,7 @@ class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
             self._worker.changed()
 
     async def _serve(self, job: DecodeJob) -> None:
-        """From the ticket to the last token."""
+        """Run a job from its ticket to its last token."""
         worker = self._worker
         handles = [sequence.handle for sequence in job.sequences]
         firsts: tuple[SampledToken | None, ...] = (None,) * len(handles)
@@ -431,21 +435,24 @@ class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
             started.first_token_ids = wire.pack_ids(named[worker.num_first_tokens_kept_back :])
             started.transport, started.kv_bytes = "tcp", KV_BYTES_PER_TOKEN * len(job.prompt_token_ids)
         worker.first_token_offset = worker.num_first_tokens_kept_back = 0
-        worker.send(job.router, worker_pb2.WorkerMessage(started=started))
+        if worker.num_starts_lost:
+            worker.num_starts_lost -= 1
+        else:
+            worker.send(job.router, worker_pb2.WorkerMessage(started=started))
         async with asyncio.TaskGroup() as sequences:
             for start, first in live:
                 worker.running[start.handle] = sequences.create_task(worker.sequence(job, start, first))
 
 
 async def _or_heartbeat(
-    outgoing: "asyncio.Queue[worker_pb2.WorkerMessage | None]", pairs: Sequence[PairFigure]
+    outgoing: "asyncio.Queue[worker_pb2.WorkerMessage | None]", links: Sequence[LinkSpeed]
 ) -> worker_pb2.WorkerMessage | None:
     try:
         async with asyncio.timeout(_HEARTBEAT_S):
             return await outgoing.get()
     except TimeoutError:
         return worker_pb2.WorkerMessage(
-            heartbeat=worker_pb2.Heartbeat(step=1, free_blocks=10, pairs=figures_to_wire(pairs))
+            heartbeat=worker_pb2.Heartbeat(step=1, free_blocks=10, links=link_speeds_to_wire(links))
         )
 
 

@@ -29,7 +29,7 @@ class _Case:
 
 @pytest.fixture(scope="session")
 def cases() -> list[_Case]:
-    """Mixed lengths: one token, around block boundaries, many chunks; short and longer answers."""
+    """Prompts and answers of mixed lengths: one token, around block boundaries, many chunks."""
     numbers = random.Random(7)
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 64, 65] + [numbers.randint(3, 400) for _ in range(_NUM_PROMPTS - 10)]
     return [
@@ -40,7 +40,7 @@ def cases() -> list[_Case]:
 
 @pytest.fixture(scope="session")
 def expected(cases: list[_Case]) -> list[tuple[int, ...]]:
-    """What transformers.generate says, greedy, float32; in batches of similar length, for time's sake."""
+    """The greedy float32 answers of transformers.generate. Similar lengths are batched to save time."""
     torch.set_num_threads(1)
     model: Any = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     eos = model.generation_config.eos_token_id
@@ -76,7 +76,7 @@ async def _answer_all(cluster: LocalCluster, cases: list[_Case]) -> list[Answer]
 
 @pytest.fixture(params=["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def transport_and_cluster(request: pytest.FixtureRequest) -> tuple[str, LocalCluster]:
-    """Two prefill and two decode workers, one transport."""
+    """Two prefill and two decode workers that share one transport."""
     return request.param, request.getfixturevalue(f"{request.param}_cluster")
 
 

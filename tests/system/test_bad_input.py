@@ -1,15 +1,12 @@
 """Bad input to real processes: a clear error that says what to change, and no work for anybody.
 
-Requests go to a running cluster, over gRPC and HTTP; processes that cannot work, or do not belong, are started as
-operators start them.
+Requests go to a running cluster, over gRPC and HTTP; processes with wrong settings are started as operators start them.
 """
 
 import asyncio
 import os
 import shutil
-import signal
 import socket
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,13 +16,13 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from google.protobuf.message import Message
 from safetensors.torch import load_file, save_file
 
-from cluster.process import ExitStatus, die_with_parent
-from cluster.protocol.wire import pack_ids
+from cluster.process import ExitStatus
 from tandem.v1 import inference_pb2
 from tests.system.asking import asked, question
-from tests.system.local_cluster import DEMO_MODEL, LocalCluster
+from tests.system.local_cluster import DEMO_MODEL, Launch, LocalCluster, executed, forked
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -36,7 +33,7 @@ _WORK = ("tokens_computed", "prompts_done", "prompts_failed", "tokens_drawn", "w
 
 @asynccontextmanager
 async def _no_work(cluster: LocalCluster) -> AsyncIterator[None]:
-    """Nothing was queued, computed or drawn meanwhile."""
+    """Check that no worker queued, computed or drew anything meanwhile."""
     before = [await cluster.figures(role) for role in ("prefill", "decode")]
     yield
     after = [await cluster.figures(role) for role in ("prefill", "decode")]
@@ -47,19 +44,31 @@ def _wrong(**changes: Any) -> inference_pb2.GenerateRequest:
     request = question((5, 6, 7))
     for name, value in changes.items():
         part = next((p for p in (request.sampling, request.stop) if name in p.DESCRIPTOR.fields_by_name), request)
-        setattr(part, name, value)
+        part.ClearField(name)
+        if isinstance(value, Message):
+            getattr(part, name).CopyFrom(value)
+            getattr(part, name).SetInParent()  # also where it is empty
+        elif isinstance(value, tuple):
+            getattr(part, name).extend(value)
+        else:
+            setattr(part, name, value)
     return request
 
 
+def _chat(role: Any) -> inference_pb2.ChatPrompt:
+    return inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role=role, content="x")])
+
+
 _WRONG_REQUESTS = {
-    "empty prompt": (_wrong(token_ids=b""), _INVALID, ("empty",)),
+    "unknown role": (_wrong(chat=_chat(77)), _INVALID, ("role", "77", "system, user, assistant")),
+    "no role": (_wrong(chat=_chat(0)), _INVALID, ("role", "system, user, assistant")),
+    "empty prompt": (_wrong(token_ids=inference_pb2.TokenIds()), _INVALID, ("empty",)),
     "no prompt": (inference_pb2.GenerateRequest(), _INVALID, ("prompt",)),
-    "prompt too long": (_wrong(token_ids=pack_ids((5,) * 2000)), _INVALID, ("2000", "1024")),
+    "prompt too long": (_wrong(token_ids=inference_pb2.TokenIds(ids=(5,) * 2000)), _INVALID, ("2000", "1024")),
     "prompt and answer too long": (_wrong(max_tokens=1022), _INVALID, ("1022", "1024")),
     "unknown model": (_wrong(model="gpt-9"), grpc.StatusCode.NOT_FOUND, ("gpt-9", "demo_model")),
-    "token id outside": (_wrong(token_ids=pack_ids((5, 999_999))), _INVALID, ("999999",)),
-    "ragged ids": (_wrong(token_ids=b"12345"), _INVALID, ("multiple of 4", "not 5")),
-    "stop token outside": (_wrong(stop_token_ids=pack_ids((999_999,))), _INVALID, ("999999",)),
+    "token id outside": (_wrong(token_ids=inference_pb2.TokenIds(ids=(5, 999_999))), _INVALID, ("999999",)),
+    "stop token outside": (_wrong(stop_token_ids=(999_999,)), _INVALID, ("999999",)),
     "temperature": (_wrong(temperature=2.5), _INVALID, ("temperature", "2.5")),
     "temperature nan": (_wrong(temperature=float("nan")), _INVALID, ("temperature", "nan")),
     "top_p": (_wrong(top_p=0.0), _INVALID, ("top_p",)),
@@ -135,7 +144,7 @@ async def test_bytes_that_are_no_message_and_too_many_bytes(cluster: LocalCluste
     _assert_told(caught.value.details() or "", said)
 
 
-async def test_a_live_requests_id_is_refused_and_costs_nothing(cluster: LocalCluster) -> None:
+async def test_a_live_requests_id_is_refused_without_any_work(cluster: LocalCluster) -> None:
     live = question((5, 6, 7), max_tokens=900, ignore_eos=True, request_id="twice")
     async with asked(cluster, live) as answer:
         await answer.until(3)
@@ -155,26 +164,21 @@ async def test_no_process_of_the_cluster_wrote_a_stack_trace(cluster: LocalClust
 @dataclass(frozen=True, slots=True)
 class _Ended:
     status: int
-    stderr: str
+    output: str  # stdout and stderr
 
 
-async def _start(module: str, *flags: str) -> _Ended:
+async def _start(launch: Launch, module: str, *flags: str) -> _Ended:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, "--log-level", "error", *flags),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=environment,
-        preexec_fn=die_with_parent,
-    )
+    process = await launch(module, ("--log-level", "error", *flags), environment)
+    assert process.stdout is not None
     try:
         async with asyncio.timeout(_DEADLINE_S):
-            _, stderr = await process.communicate()
+            output = await process.stdout.read()
+            return _Ended(await process.wait(), output.decode())
     except TimeoutError:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         await process.wait()
         raise
-    return _Ended(process.returncode or 0, stderr.decode())
 
 
 _MODULES = ("prefill_worker", "decode_worker", "router")
@@ -191,12 +195,12 @@ async def test_wrong_settings_end_a_start_in_one_line(module: str, tmp_path: Pat
         "--max-model-len": ("--max-model-len", "-1", *model),
         "--model": (),
     }
-    ended = await asyncio.gather(*(_start(module, *flags) for flags in starts.values()))
+    ended = await asyncio.gather(*(_start(executed, module, *flags) for flags in starts.values()))
     for said, end in zip(starts, ended, strict=True):
         assert end.status == ExitStatus.CONFIG, end
-        _assert_told(end.stderr, said)
+        _assert_told(end.output, said)
         if said != "--no-such-flag":  # argparse shows the flags that there are
-            assert len(end.stderr.splitlines()) == 1, end.stderr
+            assert len(end.output.splitlines()) == 1, end.output
 
 
 @pytest.mark.parametrize("module", _MODULES)
@@ -212,20 +216,20 @@ async def test_missing_model_taken_port_and_unreachable_redis_end_a_start_in_one
         model = ("--model", str(DEMO_MODEL))
         other = ("--grpc-port", "0") if module == "router" else ()
         ended = await asyncio.gather(
-            _start(module, *common, *free, "--redis", redis_url, "--model", str(tmp_path / "nowhere")),
-            _start(module, *common, *other, "--redis", redis_url, *model, "--port", port),
-            _start(module, *common, *free, "--redis", "redis://127.0.0.1:1/0", *model),
+            _start(forked, module, *common, *free, "--redis", redis_url, "--model", str(tmp_path / "nowhere")),
+            _start(forked, module, *common, *other, "--redis", redis_url, *model, "--port", port),
+            _start(forked, module, *common, *free, "--redis", "redis://127.0.0.1:1/0", *model),
         )
     expected = [(ExitStatus.CONFIG, "nowhere"), (ExitStatus.CONFIG, port), (ExitStatus.REGISTRY, "127.0.0.1:1")]
     for end, (status, said) in zip(ended, expected, strict=True):
         assert end.status == status, end
-        assert len(end.stderr.splitlines()) == 1, end.stderr
-        _assert_told(end.stderr, said)
+        assert len(end.output.splitlines()) == 1, end.output
+        _assert_told(end.output, said)
 
 
 async def test_workers_that_do_not_belong_are_refused_with_both_values(cluster: LocalCluster, tmp_path: Path) -> None:
-    """Another model, another block size, another fine-tune of the same shape: exit status 2 and one line that says
-    what differs; those that belong go on."""
+    """A worker with another model, block size or fine-tune of the same shape exits with status 2 and one line that
+    names the difference. The other workers continue."""
     tuned = _another_fine_tune(tmp_path / "demo_model")
     starts = {
         "config": ("--model", str(_another_model(tmp_path / "other" / "demo_model")), "--load-format", "dummy"),
@@ -233,19 +237,21 @@ async def test_workers_that_do_not_belong_are_refused_with_both_values(cluster: 
         "weights": ("--model", str(tuned)),
     }
     belonging = cluster.members["decode0"].ready["member"]
-    ended = await asyncio.gather(*(_start("decode_worker", *cluster.joining_flags(), *f) for f in starts.values()))
+    ended = await asyncio.gather(
+        *(_start(forked, "decode_worker", *cluster.joining_flags(), *f) for f in starts.values())
+    )
     for said, end in zip(starts, ended, strict=True):
         assert end.status == ExitStatus.CONFIG, end
-        assert len(end.stderr.splitlines()) == 1, end.stderr
-        _assert_told(end.stderr, said, "cannot join")
-        assert any(name in end.stderr for name in cluster.workers()), end.stderr
+        assert len(end.output.splitlines()) == 1, end.output
+        _assert_told(end.output, said, "cannot join")
+        assert any(name in end.output for name in cluster.workers()), end.output
     assert cluster.members["decode0"].ready["member"] == belonging
     known = {member.member_id for member in (await cluster.status()).members}
     assert set(cluster.workers()) <= known <= set(cluster.members)
 
 
 def _another_fine_tune(folder: Path) -> Path:
-    """The demo model with one weight moved: every shape and name is the same."""
+    """Write the demo model with one weight changed. Every shape and name is the same."""
     shutil.copytree(DEMO_MODEL, folder)
     weights = load_file(folder / "model.safetensors")
     name = next(name for name in sorted(weights) if weights[name].dim() == 2)

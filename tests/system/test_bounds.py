@@ -1,4 +1,4 @@
-"""What a flood, slow clients and a router that does not read cost: bounded memory, nothing that stays, nobody's time.
+"""A flood, slow clients and a router that does not read cost bounded memory, leave nothing, and delay no other client.
 
 Processes are judged from outside, by /proc and by what they say of themselves.
 """
@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import secrets
+import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager, closing
@@ -21,7 +22,8 @@ import pytest
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.protocol import wire
 from cluster.serving.rpc_errors import RETRY_AFTER_S
-from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, worker_pb2, worker_pb2_grpc
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
+from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 from tests.system.asking import ask, question
 from tests.system.local_cluster import LocalCluster, Member
 
@@ -51,7 +53,7 @@ def _taken(member: Member) -> _Taken:
 
 @asynccontextmanager
 async def _small_router(cluster: LocalCluster) -> AsyncIterator[Member]:
-    """One more router of the cluster, which takes little and does not wait for long."""
+    """Start one more router with low limits and short timeouts."""
     flags = ("--port", "0", "--grpc-port", "0", "--max-live-requests", str(_MAX_LIVE), "--max-buffered-tokens", "3000")
     name = f"router-{secrets.token_hex(3)}"
     router = await cluster.start_member(name, "router", (*flags, "--client-stall-s", "5", "--log-level", "error"))
@@ -59,7 +61,7 @@ async def _small_router(cluster: LocalCluster) -> AsyncIterator[Member]:
         yield router
     finally:
         del cluster.members[name]
-        router.process.terminate()
+        router.send_signal(signal.SIGTERM)
         assert await router.exit_code() == 0, "".join(router.output)
         assert "Traceback" not in "".join(router.output)
 
@@ -67,7 +69,8 @@ async def _small_router(cluster: LocalCluster) -> AsyncIterator[Member]:
 async def _asked(
     cluster: LocalCluster, channel: grpc.aio.Channel, number: int, untold: set[int]
 ) -> grpc.aio.AioRpcError | None:
-    """Who is served keeps its place until all have been told: whoever else is served has got a place of its own."""
+    """Keep the place of every served request until all requests have been answered, so that each
+    one has a place of its own."""
     asked = question((5, 6, 7, number % 900), max_tokens=_LONG_TOKENS, ignore_eos=True, cache_salt=str(number))
     call = cluster.inference(channel).Generate(asked, timeout=_FLOOD_S)
     try:
@@ -93,7 +96,7 @@ async def _flood(cluster: LocalCluster, router: Member, num_requests: int) -> tu
 
 
 def _slow_client(router: Member) -> socket.socket:
-    """Asks for a long answer and reads nothing of it."""
+    """Ask for a long answer and read nothing of it."""
     host, _, port = router.ready["http"].rpartition(":")
     body = {"model": "", "prompt": [5, 6, 7], "n": 2, "max_tokens": 300, "ignore_eos": True, "logprobs": 20}
     content = json.dumps(body | {"stream": True, "cache_salt": secrets.token_hex(4)}).encode()
@@ -165,8 +168,8 @@ async def test_two_thousand_requests_and_fifty_slow_clients_leave_nothing_behind
     await _survives(cluster, num_requests=2000, num_slow=50)
 
 
-async def test_a_router_that_does_not_read_keeps_nobody_from_its_tokens(cluster: LocalCluster) -> None:
-    """Its sequence runs to its end, what is said of it waits within bounds, others are served by the same worker."""
+async def test_a_router_that_does_not_read_does_not_delay_other_routers(cluster: LocalCluster) -> None:
+    """Its sequence runs to the end, its messages wait within bounds, and the same worker serves others."""
     router = MemberId("unread", "1")
     job = DecodeJob(
         request_id="unread",
@@ -213,10 +216,10 @@ async def _has_drawn(cluster: LocalCluster, tokens_before: float) -> bool:
     return (await cluster.figures("decode"))["tokens_drawn"] > tokens_before + 3
 
 
-async def test_what_is_far_too_large_is_refused_over_both_surfaces_while_others_are_served(
+async def test_far_too_large_requests_are_refused_over_http_and_grpc_while_others_are_served(
     cluster: LocalCluster,
 ) -> None:
-    """By name, without work for a worker, and the router answers a question that came after them."""
+    """The refusal has a named reason and costs no worker any work. The router answers a later request."""
     text = "def f(x): return x; " * 195_000  # 3.9 MB
     prompts_done = (await cluster.figures("prefill"))["prompts_done"]
     address = cluster.members["router0"].ready["http"]

@@ -1,4 +1,4 @@
-"""A worker that nobody asks: its device hangs, its own canary meets it, and whoever restarts processes is told.
+"""The device of an idle worker hangs: its own canary detects it, and the worker exits or reports it to its supervisor.
 
 One worker alone, without a router: every step in it is a canary's.
 """
@@ -26,7 +26,7 @@ _DEADLINE_S = 60.0
 
 
 async def _is_alive(health_address: str) -> bool:
-    """As an orchestrator's probe hears it."""
+    """Return the liveness that an orchestrator's probe receives."""
     async with grpc.aio.insecure_channel(health_address) as channel:
         request = health_pb2.HealthCheckRequest(service=LIVENESS)
         answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)
@@ -34,7 +34,7 @@ async def _is_alive(health_address: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ["prefill0", "decode0"])
-async def test_a_device_that_hangs_while_nobody_asks_is_found_by_a_canary_and_the_worker_makes_room(
+async def test_a_canary_finds_an_idle_device_that_hangs_and_the_worker_exits(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     control, cluster = FaultControl(tmp_path), LocalCluster(redis_url, tmp_path)

@@ -15,7 +15,7 @@ import pytest
 
 from cluster.messages import DecodeJob, MemberId, PrefillJob, Sampling, SequenceStart, TokenStops
 from cluster.protocol import wire
-from tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tests.system.asking import ask, asked, question
 from tests.system.local_cluster import LocalCluster
 
@@ -75,7 +75,7 @@ def _cancel(*handles: int) -> worker_pb2.RouterMessage:
 
 
 def _nobodys() -> str:
-    """A salt by which nothing is found: all of the prompt is computed, and moved."""
+    """Return a salt under which no prefix is cached, so that the whole prompt is computed and moved."""
     return secrets.token_hex(8)
 
 
@@ -173,7 +173,7 @@ async def test_an_import_under_way_whose_exporter_is_frozen_gives_its_blocks_bac
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_client_that_goes_away_mid_decode_leaves_nothing(cluster: LocalCluster, n: int) -> None:
+async def test_a_client_that_disconnects_during_decode_leaves_no_block(cluster: LocalCluster, n: int) -> None:
     before = await cluster.figures("decode")
     async with asked(cluster, question((5, 6, 7, 8), max_tokens=900, n=n, ignore_eos=True)) as answer:
         await answer.until(6)
@@ -183,7 +183,7 @@ async def test_a_client_that_goes_away_mid_decode_leaves_nothing(cluster: LocalC
     assert drawn < 900 * n, "it was decoded to its end all the same"
 
 
-async def test_a_client_that_goes_away_mid_prefill_leaves_nothing(cluster: LocalCluster) -> None:
+async def test_a_client_that_disconnects_during_prefill_leaves_no_block(cluster: LocalCluster) -> None:
     before = await cluster.figures("prefill")
     async with asked(cluster, question(_LONG, max_tokens=8, cache_salt=_nobodys())):
         async with asyncio.timeout(_DEADLINE_S):
@@ -193,7 +193,7 @@ async def test_a_client_that_goes_away_mid_prefill_leaves_nothing(cluster: Local
     assert (await cluster.figures("prefill"))["prompts_done"] == before["prompts_done"]
 
 
-async def test_a_client_that_goes_away_mid_transfer_leaves_nothing(cluster: LocalCluster) -> None:
+async def test_a_client_that_disconnects_during_the_transfer_leaves_no_block(cluster: LocalCluster) -> None:
     async with asked(cluster, question(_LONG, max_tokens=8, n=3, cache_salt=_nobodys())):
         async with asyncio.timeout(_DEADLINE_S):
             while not any([await cluster.blocks_in_use(name) for name in cluster.workers("decode")]):
@@ -210,7 +210,7 @@ async def _assert_all_over(cluster: LocalCluster) -> None:
         assert not figures["running"] + figures["waiting"]
 
 
-async def test_one_token_makes_no_decode_leg(cluster: LocalCluster) -> None:
+async def test_a_single_token_starts_no_decode_leg(cluster: LocalCluster) -> None:
     before = await cluster.figures("decode")
     answer = await ask(cluster, question(range(10, 50), max_tokens=1))
     after = await cluster.figures("decode")
@@ -222,7 +222,7 @@ async def test_one_token_makes_no_decode_leg(cluster: LocalCluster) -> None:
     await cluster.until_free()
 
 
-async def test_a_first_token_that_ends_it_leaves_decode_without_a_sequence(cluster: LocalCluster) -> None:
+async def test_a_first_token_that_ends_the_request_leaves_decode_without_a_sequence(cluster: LocalCluster) -> None:
     prompt = range(10, 50)
     first = (await ask(cluster, question(prompt, max_tokens=1, ignore_eos=True))).token_ids[0]
     before = await cluster.figures("decode")
@@ -236,7 +236,7 @@ async def test_a_first_token_that_ends_it_leaves_decode_without_a_sequence(clust
 _LEG = ("tokens_drawn", "tokens_computed", "handoffs_ok_shm", "kv_bytes", "local_prefills", "sequences_done")
 
 
-async def test_a_message_that_cannot_be_read_ends_the_stream_and_not_only_the_listening(cluster: LocalCluster) -> None:
+async def test_a_malformed_message_ends_the_stream_and_not_only_its_reader(cluster: LocalCluster) -> None:
     async with _as_router(cluster, "decode0") as (_, stream):
         await stream.write(worker_pb2.RouterMessage(cancel=worker_pb2.CancelSequences(handles=b"odd")))
         async with asyncio.timeout(_DEADLINE_S):

@@ -1,4 +1,4 @@
-"""--deterministic on, in 16 bits, between real processes: company, guesses and the death of a worker change no bit."""
+"""--deterministic on, 16 bits, real processes: batch mates, draft tokens and a worker's death change no bit."""
 
 import asyncio
 import signal
@@ -23,7 +23,7 @@ _PROMPTS = [tuple(range(30 + shift, 30 + shift + length)) for shift, length in (
 
 
 @dataclass
-class Guessing:
+class Speculating:
     cluster: LocalCluster
     control: FaultControl
 
@@ -39,7 +39,7 @@ class Guessing:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def guessing(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guessing]:
+async def speculating(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Speculating]:
     directory = tmp_path_factory.mktemp("deterministic")
     cluster, control = LocalCluster(redis_url, directory, flags=_FLAGS), FaultControl(directory)
     await control.start()
@@ -49,7 +49,7 @@ async def guessing(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> 
             await cluster.start_member("decode0", "tests.faults.hanging_worker", _FLAGS)
         await cluster.start_member("decode1", "decode_worker", _FLAGS)
         await cluster.start(prefill=1, decode=0)
-        yield Guessing(cluster, control)
+        yield Speculating(cluster, control)
     finally:
         await cluster.stop()
         await control.stop()
@@ -69,22 +69,22 @@ def _bits(answer: Answer) -> tuple[tuple[int, ...], list[float]]:
     return answer.token_ids, [told.chosen.logprob for told in answer.logprobs]
 
 
-async def test_an_answer_has_the_same_bits_alone_in_company_and_after_its_worker_died(guessing: Guessing) -> None:
-    cluster = guessing.cluster
+async def test_an_answer_has_the_same_bits_alone_in_company_and_after_its_worker_died(speculating: Speculating) -> None:
+    cluster = speculating.cluster
     alone = [_bits(await ask(cluster, request)) for request in _questions()]
     together = await asyncio.gather(*(ask(cluster, request) for request in _questions()))
     assert list(map(_bits, together)) == alone
 
     async with AsyncExitStack() as stack:
         answers = [await stack.enter_async_context(asked(cluster, request)) for request in _questions()]
-        await guessing.kill_in_a_step(await guessing.control.worker("decode0"), answers)
+        await speculating.kill_in_a_step(await speculating.control.worker("decode0"), answers)
         ended = await asyncio.gather(*(answer.end() for answer in answers))
     assert [_bits(answer)[0] for answer in ended] == [token_ids for token_ids, _ in alone]
-    assert any(answer.ledger.reasons for answer in ended), "nobody lost a worker"
+    assert any(answer.ledger.reasons for answer in ended), "no request lost a worker"
 
 
-async def test_guesses_were_made_and_came_true(guessing: Guessing) -> None:
-    """By whichever decode worker had the question: after the test above there is one."""
-    await ask(guessing.cluster, _questions()[0])
-    figures = await guessing.cluster.figures("decode")
-    assert 0 < figures["guesses_accepted"] < figures["guesses"]
+async def test_draft_tokens_were_proposed_and_accepted(speculating: Speculating) -> None:
+    """Any decode worker may have served the request. After the test above there is one."""
+    await ask(speculating.cluster, _questions()[0])
+    figures = await speculating.cluster.figures("decode")
+    assert 0 < figures["draft_tokens_accepted"] < figures["draft_tokens"]

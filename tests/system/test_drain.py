@@ -11,7 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.process import ExitStatus
 from tandem.client import AsyncClient
-from tandem.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
+from tandem.v1 import inference_pb2
 from tests.system.asking import GREEDY, Answer, ask, asked, question
 from tests.system.local_cluster import LocalCluster, Member
 
@@ -28,7 +29,7 @@ _LATE = [question(range(30, 430 + i), max_tokens=30, ignore_eos=True) for i in r
 
 @asynccontextmanager
 async def _leaving_soon(cluster: LocalCluster, name: str, module: str, *flags: str) -> AsyncIterator[Member]:
-    """One more member, which the test ends."""
+    """Start one more member, which the test ends."""
     member = await cluster.start_member(name, module, flags)
     try:
         await cluster.mend()
@@ -46,8 +47,9 @@ def _content(answer: Answer) -> tuple[object, ...]:
     return answer.choices, answer.texts, answer.finish_reasons, [p.chosen.token_id for p in answer.logprobs]
 
 
-async def test_a_decode_worker_that_leaves_hands_its_sequences_on_and_loses_no_token(cluster: LocalCluster) -> None:
-    """Eight streams: decoding, about to end, and three that are queued, prefilled or pulled when it happens."""
+async def test_a_draining_decode_worker_hands_over_its_sequences_and_loses_no_token(cluster: LocalCluster) -> None:
+    """Of eight streams some decode, some are about to end, and three are queued, prefilled or pulled when the drain
+    begins."""
     requests = [*_LONG, _ENDING, *_LATE]
     undisturbed = await asyncio.gather(*(ask(cluster, request) for request in requests))
     joining = (*cluster.joining_flags(), "--drain-grace-s", str(_GRACE_S))
@@ -70,8 +72,8 @@ async def test_a_decode_worker_that_leaves_hands_its_sequences_on_and_loses_no_t
 
 
 @pytest.mark.slow
-async def test_routers_hear_that_a_decode_worker_leaves_whenever_they_connect(cluster: LocalCluster) -> None:
-    """It answers as long as it has work, is not ready, and takes no more."""
+async def test_a_router_that_connects_later_is_told_that_the_worker_drains(cluster: LocalCluster) -> None:
+    """The worker answers while it has work. It is not ready and accepts no more."""
     async with asked(cluster, question(range(30, 60), max_tokens=400, ignore_eos=True)) as answer:
         await answer.until(2)
         running = {name: (await cluster.inspect(name)).figures["running"] for name in cluster.workers("decode")}
@@ -100,7 +102,7 @@ async def _word_of_leaving(
     raise AssertionError("it ended the stream without it")
 
 
-async def test_a_prefill_worker_that_leaves_gives_back_what_it_has_not_begun(cluster: LocalCluster) -> None:
+async def test_a_draining_prefill_worker_returns_prompts_that_have_not_started(cluster: LocalCluster) -> None:
     requests = [question(range(20 + i, 420 + i), max_tokens=4, ignore_eos=True) for i in range(8)]
     undisturbed = await asyncio.gather(*(ask(cluster, request) for request in requests))
     for request in requests:
@@ -117,7 +119,7 @@ async def test_a_prefill_worker_that_leaves_gives_back_what_it_has_not_begun(clu
     await cluster.until_free()
 
 
-async def test_a_router_whose_grace_is_too_short_says_so_and_its_clients_go_on_elsewhere(
+async def test_a_router_whose_grace_is_too_short_reports_it_and_its_clients_resume_elsewhere(
     cluster: LocalCluster,
 ) -> None:
     staying = cluster.members["router0"].grpc_address
@@ -134,8 +136,8 @@ async def test_a_router_whose_grace_is_too_short_says_so_and_its_clients_go_on_e
     await cluster.until_free()
 
 
-async def test_a_worker_that_is_asked_to_leave_while_it_starts_leaves_then(cluster: LocalCluster) -> None:
-    """Before its model is there, and without a word to the cluster."""
+async def test_a_worker_that_is_drained_while_it_starts_exits(cluster: LocalCluster) -> None:
+    """It exits before it has loaded its model and without registering."""
     starting = await cluster.spawn("starting", "decode_worker")
     try:
         assert starting.process.stdout is not None
@@ -150,7 +152,7 @@ async def test_a_worker_that_is_asked_to_leave_while_it_starts_leaves_then(clust
 
 
 async def _migrations(cluster: LocalCluster) -> tuple[float, float]:
-    """Sequences that this cluster's router has moved, and those that were prefilled again instead."""
+    """Return how many sequences this cluster's router has moved, and how many were prefilled again instead."""
     async with httpx.AsyncClient() as http:
         figures = (await http.get(f"http://{cluster.members['router0'].ready['http']}/metrics")).text
     counts = {"moved": 0.0, "restarted": 0.0}

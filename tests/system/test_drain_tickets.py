@@ -1,4 +1,4 @@
-"""A prefill worker is asked to leave while somebody still reads its KV: it stays until that ticket is settled."""
+"""A prefill worker that drains while its KV is being read stays until that ticket is settled."""
 
 import asyncio
 import signal
@@ -32,7 +32,7 @@ async def _until_not_ready(cluster: LocalCluster, name: str) -> None:
         watch.cancel()
 
 
-async def test_a_prefill_worker_that_leaves_stays_until_its_ticket_is_settled(
+async def test_a_draining_prefill_worker_stays_until_its_ticket_is_settled(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     control, cluster = FaultControl(tmp_path), LocalCluster(redis_url, tmp_path)

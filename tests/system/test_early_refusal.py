@@ -6,12 +6,12 @@ import threading
 import pytest
 
 from cluster.errors import DeadlineExceeded, Overloaded, QueueFull
-from router.fleet.backlog import Backlog
+from router.policies.admission import BacklogEstimator
 from router.requests import GenerateRequest, TextPrompt
 from tests.system.router_harness import answer_to, ask, router_under_test
 
 
-async def test_once_every_prefill_queue_was_full_a_newcomer_is_refused_without_a_job() -> None:
+async def test_after_every_prefill_queue_was_full_a_new_request_is_refused_without_a_job() -> None:
     async with router_under_test() as router:
         prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
         await router.connected()
@@ -26,7 +26,7 @@ async def test_once_every_prefill_queue_was_full_a_newcomer_is_refused_without_a
         assert router.telemetry.value("tandem_requests_refused_total", reason="queue_full") == 1
 
 
-async def test_with_room_at_another_worker_nobody_is_refused() -> None:
+async def test_no_request_is_refused_while_another_worker_has_room() -> None:
     async with router_under_test() as router:
         full, _ = await router.add_prefill("p0"), await router.add_prefill("p1")
         await router.add_decode("d0")
@@ -36,7 +36,7 @@ async def test_with_room_at_another_worker_nobody_is_refused() -> None:
             assert len((await answer_to(router, ask())).token_ids[0]) == 8
 
 
-async def test_a_full_decode_pool_refuses_a_newcomer_before_its_prompt_is_computed() -> None:
+async def test_a_full_decode_pool_refuses_a_new_request_before_its_prompt_is_computed() -> None:
     async with router_under_test() as router:
         prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
         await router.connected()
@@ -48,7 +48,7 @@ async def test_a_full_decode_pool_refuses_a_newcomer_before_its_prompt_is_comput
         assert len(prefill.jobs) == num_jobs
 
 
-async def test_a_turn_that_would_come_after_the_deadline_is_refused_without_a_job() -> None:
+async def test_a_request_whose_turn_would_come_after_its_deadline_is_refused_without_a_job() -> None:
     async with router_under_test() as router:
         prefill = await router.add_prefill("p0")
         await router.add_decode("d0")
@@ -68,12 +68,12 @@ async def test_a_turn_that_would_come_after_the_deadline_is_refused_without_a_jo
         await ahead
 
 
-def _of_100_tokens_per_s() -> Backlog:
-    backlog, now_s = Backlog(), asyncio.get_running_loop().time() - 100.0
+def _of_100_tokens_per_s() -> BacklogEstimator:
+    backlog, now_s = BacklogEstimator(), asyncio.get_running_loop().time() - 100.0
     for _ in range(20):
-        number = backlog.begin(100, now_s)
+        number = backlog.add_prompt(100, now_s)
         now_s += 1.0
-        backlog.done(number, now_s)
+        backlog.record_computed(number, now_s)
     return backlog
 
 
@@ -93,12 +93,12 @@ async def test_a_deadline_ends_a_request_whose_text_is_being_tokenized_and_frees
             with pytest.raises(DeadlineExceeded, match="in phase tokenize"):
                 await answer_to(router, GenerateRequest(TextPrompt("x" * 5000), timeout_s=0.2))
             assert inside.is_set()
-            assert router.admission.num_places == 0
+            assert len(router.live_requests) == 0
         finally:
             go.set()
 
 
-async def test_a_full_router_tokenizes_nothing_for_those_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_router_refuses_before_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with router_under_test(max_live_requests=1) as router:
         decode = await router.add_decode("d0")
         await router.connected()

@@ -12,11 +12,11 @@ _LONG_S = 1000.0
 
 async def _known_to_leave(on: Stage, worker: ScriptedDecode) -> None:
     async with asyncio.timeout(10):
-        while worker.id not in {peer.member.id for peer in on.router.fleet.leaving()}:
+        while worker.id not in {peer.member.id for peer in on.router.fleet.draining_decodes()}:
             await on.router.fleet.changed()
 
 
-async def test_what_will_not_end_in_time_goes_on_elsewhere_without_a_second_prefill() -> None:
+async def test_a_sequence_that_will_not_end_in_time_migrates_without_a_second_prefill() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20, n=3, logprobs=1)) as answering:
         await on.joined()
         on.source.leave(0.0)
@@ -29,7 +29,7 @@ async def test_what_will_not_end_in_time_goes_on_elsewhere_without_a_second_pref
         assert logprobs == answer.token_ids
 
 
-async def test_what_will_end_in_time_stays() -> None:
+async def test_a_sequence_that_will_end_in_time_stays() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20, n=2)) as answering:
         await on.joined()
         on.source.leave(_LONG_S)
@@ -40,7 +40,7 @@ async def test_what_will_end_in_time_stays() -> None:
         assert on.count("moved") == 0 and len(on.target.jobs) == 1
 
 
-async def test_without_another_worker_it_stays_until_one_comes() -> None:
+async def test_a_sequence_stays_until_another_worker_joins() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         on.source.leave(0.0)
         await _known_to_leave(on, on.source)
@@ -49,7 +49,7 @@ async def test_without_another_worker_it_stays_until_one_comes() -> None:
         assert (on.count("moved"), len(on.prefill.jobs)) == (1, 1)
 
 
-async def test_the_last_worker_of_a_pool_finishes_what_it_has() -> None:
+async def test_the_last_worker_of_a_pool_finishes_its_sequences() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         on.source.leave(0.0)
         await _known_to_leave(on, on.source)
@@ -58,7 +58,7 @@ async def test_the_last_worker_of_a_pool_finishes_what_it_has() -> None:
         assert answer.summary.ledger.reasons == ()
 
 
-async def test_two_that_leave_at_once_do_not_send_to_each_other() -> None:
+async def test_two_draining_workers_do_not_migrate_to_each_other() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.target.leave(_LONG_S)
@@ -70,7 +70,7 @@ async def test_two_that_leave_at_once_do_not_send_to_each_other() -> None:
         assert not on.target.jobs
 
 
-async def test_a_target_without_room_is_asked_again() -> None:
+async def test_a_move_to_a_target_without_room_is_retried() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.target.refusals = [QueueFull("full"), QueueFull("still full")]
@@ -80,7 +80,7 @@ async def test_a_target_without_room_is_asked_again() -> None:
         assert answer.summary.ledger.reasons == () and len(on.prefill.jobs) == 1
 
 
-async def test_a_target_that_leaves_in_the_middle_of_a_move_is_left_for_another() -> None:
+async def test_a_target_that_drains_during_a_move_is_replaced() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.target.transfer.close()
@@ -95,7 +95,7 @@ async def test_a_target_that_leaves_in_the_middle_of_a_move_is_left_for_another(
         assert len(on.prefill.jobs) == len(third.jobs) == 1
 
 
-async def test_what_has_not_begun_there_begins_elsewhere_and_uses_up_no_attempt() -> None:
+async def test_a_queued_sequence_starts_elsewhere_without_using_up_an_attempt() -> None:
     async with stage(max_attempts=2) as on:
         on.source.transfer.close()
         on.target.transfer.close()
@@ -113,7 +113,7 @@ async def test_what_has_not_begun_there_begins_elsewhere_and_uses_up_no_attempt(
         await on.source.until(lambda: bool(on.source.cancelled_handles))
 
 
-async def test_what_is_preempted_there_begins_elsewhere_from_the_tokens_that_its_client_has() -> None:
+async def test_a_preempted_sequence_restarts_elsewhere_from_its_clients_tokens() -> None:
     async with stage(max_attempts=2) as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.source.progress.clear()
@@ -123,7 +123,7 @@ async def test_what_is_preempted_there_begins_elsewhere_from_the_tokens_that_its
         assert (on.count("kept", "not_found"), len(on.prefill.jobs), on.prefill.jobs[-1].num_committed) == (1, 2, 5)
 
 
-async def test_more_than_move_at_once_leave_all_the_same() -> None:
+async def test_more_sequences_than_move_at_once_all_leave() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20, n=9)) as answering:
         await on.joined()
         on.source.leave(0.0)

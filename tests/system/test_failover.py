@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.errors import Draining, HandOffReason, QueueFull, Unavailable, WorkerLost
+from cluster.errors import Draining, HandOffReason, QueueFull, Unavailable, WorkerLost, WrongTokens
 from cluster.member import MemberState
 from cluster.messages import LayoutFingerprint
 from router.requests import GenerateRequest
@@ -16,7 +16,7 @@ from tests.system.scripted_workers import FINGERPRINT, ScriptedDecode
 async def _ask_and_hold(
     router: RouterUnderTest, request: GenerateRequest, decode: ScriptedDecode
 ) -> "asyncio.Task[Answer]":
-    """A request whose decode worker has stopped making tokens."""
+    """Send a request, and stop the tokens of its decode worker."""
     task = asyncio.create_task(answer_to(router, request))
     async with asyncio.timeout(10):
         await decode.paused.wait()
@@ -49,7 +49,7 @@ async def test_prefill_that_dies_before_the_first_token_is_replaced() -> None:
         assert spent == [str(survivor.id)], "what the survivor spent is told, and nothing of the other"
 
 
-async def test_a_full_or_leaving_prefill_worker_is_passed_over() -> None:
+async def test_a_full_or_leaving_prefill_worker_is_excluded() -> None:
     async with router_under_test() as router:
         workers = [await router.add_prefill("p0"), await router.add_prefill("p1"), await router.add_prefill("p2")]
         await router.add_decode("d0")
@@ -63,8 +63,8 @@ async def test_a_full_or_leaving_prefill_worker_is_passed_over() -> None:
         assert workers[0].refusals == workers[1].refusals == []
 
 
-async def test_workers_that_leave_use_up_no_attempt() -> None:
-    """Each says so once: it is asked no more, though the registry still calls it ready."""
+async def test_refusals_of_draining_workers_use_up_no_attempt() -> None:
+    """Each worker refuses once and is not asked again, although the registry still reports it as ready."""
     async with router_under_test(max_attempts=2) as router:
         leaving = [await router.add_prefill(f"p{i}") for i in range(3)]
         for worker in leaving:
@@ -77,7 +77,7 @@ async def test_workers_that_leave_use_up_no_attempt() -> None:
         assert [len(worker.refusals) for worker in leaving] == [2, 2, 2]
 
 
-async def test_full_queues_everywhere_are_told_to_a_client_that_has_nothing_yet() -> None:
+async def test_a_client_without_tokens_is_refused_when_every_queue_is_full() -> None:
     async with router_under_test(max_attempts=2) as router:
         prefill = await router.add_prefill("p0")
         decode = await router.add_decode("d0")
@@ -89,7 +89,7 @@ async def test_full_queues_everywhere_are_told_to_a_client_that_has_nothing_yet(
         assert decode.jobs == []
 
 
-async def test_no_prefill_worker_left_falls_back_to_decode_by_name() -> None:
+async def test_without_prefill_workers_decode_prefills_with_a_named_reason() -> None:
     async with router_under_test() as router:
         prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
         await router.connected()
@@ -138,7 +138,7 @@ async def test_hand_offs_that_always_fail_end_in_prefill_on_decode() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_decode_that_dies_mid_stream_costs_no_token_and_repeats_none(n: int) -> None:
+async def test_the_death_of_decode_during_a_stream_loses_and_repeats_no_token(n: int) -> None:
     async with router_under_test() as router:
         await router.add_prefill("p0")
         victim = await router.add_decode("d0")
@@ -194,7 +194,7 @@ async def test_every_worker_may_die_in_turn() -> None:
         assert answer.summary.ledger.reasons == ("decode_worker_lost",) * 5
 
 
-async def test_another_first_token_than_the_delivered_one_is_not_gone_on_from() -> None:
+async def test_a_first_token_that_differs_from_the_delivered_one_ends_the_attempt() -> None:
     async with router_under_test() as router:
         prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
         await router.connected()
@@ -206,8 +206,8 @@ async def test_another_first_token_than_the_delivered_one_is_not_gone_on_from() 
         assert prefill.jobs[1].num_committed == 1
 
 
-async def test_a_worker_that_does_not_name_every_first_token_is_not_gone_on_from() -> None:
-    """Else nothing would be compared, and the ledger would say that the prompt was prefilled there."""
+async def test_a_start_message_without_every_first_token_ends_the_attempt() -> None:
+    """Otherwise the tokens would not be compared, and the ledger would report a local prefill."""
     async with router_under_test() as router:
         await router.add_prefill("p0")
         decode = await router.add_decode("d0")
@@ -224,6 +224,31 @@ async def test_a_worker_that_does_not_name_every_first_token_is_not_gone_on_from
             assert answer.summary.ledger.transport == "tcp"
 
 
+async def test_a_token_of_a_sequence_whose_start_message_was_lost_ends_the_attempt() -> None:
+    """Its tokens have the right indices, but the token from which it began was not compared."""
+    async with router_under_test() as router:
+        await router.add_prefill("p0")
+        decode = await router.add_decode("d0")
+        await router.connected()
+        decode.num_starts_lost = 1
+        request = ask()
+        answer = await answer_to(router, request)
+        assert answer.token_ids[0] == expected_tokens(router, request)
+        assert answer.summary.ledger.reasons == ("decode_worker_lost",)
+
+
+async def test_wrong_tokens_in_the_last_attempt_end_the_request_by_that_name() -> None:
+    """The reason is never `internal`, which stands for faults of this router."""
+    async with router_under_test(max_attempts=1) as router:
+        await router.add_prefill("p0")
+        decode = await router.add_decode("d0")
+        await router.connected()
+        decode.index_changes = [(5, 9)]
+        with pytest.raises(WrongTokens, match="expected 5"):
+            await answer_to(router, ask(max_tokens=12))
+        assert router.telemetry.value("tandem_requests_total", outcome="wrong_tokens") == 1
+
+
 @pytest.mark.parametrize("sent_instead", [3, 6], ids=["repeated", "missing"])
 async def test_a_repeated_or_missing_token_starts_a_new_attempt(sent_instead: int) -> None:
     async with router_under_test() as router:
@@ -237,7 +262,7 @@ async def test_a_repeated_or_missing_token_starts_a_new_attempt(sent_instead: in
         assert answer.summary.ledger.reasons == ("decode_token_out_of_order",)
 
 
-async def test_a_stopped_worker_that_wakes_up_speaks_to_nobody_and_is_told_to_stop() -> None:
+async def test_messages_of_a_woken_worker_are_dropped_and_it_is_told_to_stop() -> None:
     async with router_under_test(silence_s=0.3, grace_s=0.2) as router:
         await router.add_prefill("p0")
         stopped = await router.add_decode("d0")
@@ -274,7 +299,7 @@ async def test_a_broken_stream_that_comes_back_in_time_loses_nothing() -> None:
         assert len(prefill.jobs) == len(decode.jobs) == 1
 
 
-async def test_an_end_that_was_lost_with_the_connection_is_not_waited_for() -> None:
+async def test_an_end_lost_with_the_connection_starts_the_next_attempt() -> None:
     async with router_under_test(grace_s=0.3) as router:
         await router.add_prefill("p0")
         decode = await router.add_decode("d0")
@@ -292,7 +317,7 @@ async def test_an_end_that_was_lost_with_the_connection_is_not_waited_for() -> N
         assert (await task).token_ids[0] == expected_tokens(router, request)
 
 
-async def test_a_newer_incarnation_ends_what_the_old_one_was_asked() -> None:
+async def test_a_newer_incarnation_ends_the_jobs_of_the_old_one() -> None:
     async with router_under_test() as router:
         old = await router.add_prefill("p0")
         await router.add_decode("d0")
@@ -307,7 +332,7 @@ async def test_a_newer_incarnation_ends_what_the_old_one_was_asked() -> None:
         assert answer.summary.ledger.members[0] in (str(new.id), answer.summary.ledger.members[-1])
 
 
-async def test_streams_on_an_old_incarnation_of_decode_go_on_at_the_new_one() -> None:
+async def test_streams_of_an_old_decode_incarnation_continue_at_the_new_one() -> None:
     async with router_under_test() as router:
         await router.add_prefill("p0")
         old = await router.add_decode("d0")
@@ -384,7 +409,7 @@ async def test_decode_that_refuses_is_replaced_while_the_client_has_its_first_to
         assert prefill.jobs[-1].num_committed in (0, 1)
 
 
-async def test_a_ticket_that_decode_refused_is_given_back_and_one_that_it_took_is_not() -> None:
+async def test_a_ticket_is_abandoned_only_if_decode_refused_it() -> None:
     async with router_under_test() as router:
         prefill = await router.add_prefill("p0")
         decode = await router.add_decode("d0")
@@ -400,7 +425,7 @@ async def test_a_ticket_that_decode_refused_is_given_back_and_one_that_it_took_i
         assert prefill.abandoned.empty()
 
 
-async def test_a_ticket_whose_decode_worker_died_before_the_first_token_is_given_back() -> None:
+async def test_a_ticket_whose_decode_worker_died_before_the_first_token_is_abandoned() -> None:
     async with router_under_test() as router:
         prefill = await router.add_prefill("p0")
         first, second = await router.add_decode("d0"), await router.add_decode("d1")

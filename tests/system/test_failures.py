@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tandem.v1 import inference_pb2
+from tandem.v1 import admin_pb2, inference_pb2
 from tests.system.asking import Answer, ask, asked, question
 from tests.system.local_cluster import LocalCluster
 
@@ -17,7 +17,7 @@ _STREAM = question(range(30, 70), max_tokens=300, ignore_eos=True)
 
 
 async def _busy(cluster: LocalCluster, role: str) -> str:
-    """The first worker of the pool that computes something."""
+    """Return the first worker of the pool that computes something."""
     async with asyncio.timeout(_DEADLINE_S):
         while True:
             for name in cluster.workers(role):
@@ -32,7 +32,7 @@ async def _kill(cluster: LocalCluster, *names: str) -> None:
         assert await cluster.members[name].exit_code() == -signal.SIGKILL
 
 
-async def test_a_prefill_worker_killed_in_the_middle_costs_time_only(cluster: LocalCluster) -> None:
+async def test_a_prefill_worker_killed_during_prefill_delays_but_loses_no_request(cluster: LocalCluster) -> None:
     request = question(_LONG, max_tokens=8, ignore_eos=True, cache_salt="undisturbed")
     undisturbed = await ask(cluster, request)
     request.cache_salt = "nothing is computed yet"
@@ -60,7 +60,7 @@ async def test_a_decode_worker_killed_mid_stream_is_a_gap_only(cluster: LocalClu
     await cluster.until_free()
 
 
-async def test_a_frozen_decode_worker_that_wakes_up_speaks_to_nobody(cluster: LocalCluster) -> None:
+async def test_messages_of_a_woken_decode_worker_are_dropped(cluster: LocalCluster) -> None:
     undisturbed = await ask(cluster, _STREAM)
     async with asked(cluster, _STREAM) as answer:
         await answer.until(40)
@@ -75,8 +75,8 @@ async def test_a_frozen_decode_worker_that_wakes_up_speaks_to_nobody(cluster: Lo
     assert (await ask(cluster, _STREAM)).token_ids == undisturbed.token_ids
 
 
-async def test_without_a_prefill_worker_decode_prefills_and_says_so(cluster: LocalCluster) -> None:
-    """Sampled too: the path changes, the tokens do not."""
+async def test_without_a_prefill_worker_decode_prefills_and_the_ledger_names_it(cluster: LocalCluster) -> None:
+    """Sampled tokens are the same too: only the path changes."""
     warm = inference_pb2.SamplingParams(temperature=0.8, seed=3)
     sampled = question(range(40, 99), max_tokens=16, n=3, sampling=warm, ignore_eos=True)
     greedy = question(range(40, 99), max_tokens=16, ignore_eos=True)
@@ -98,7 +98,7 @@ async def test_without_a_prefill_worker_decode_prefills_and_says_so(cluster: Loc
 
 async def _until_router_knows_no_prefill(cluster: LocalCluster) -> None:
     async with asyncio.timeout(_DEADLINE_S):
-        while any(m.role == "prefill" and m.figures for m in (await cluster.status()).members):
+        while any(m.role == admin_pb2.MEMBER_ROLE_PREFILL and m.figures for m in (await cluster.status()).members):
             pass
 
 

@@ -42,7 +42,8 @@ class Suite:
     costs: dict[tuple[str, str], tuple[str, float]] = field(default_factory=dict)  # (fault, transport): reasons, time
 
     async def provoke(self, transport: str, fault: Fault) -> Answer:
-        """Asks until the fault has been injected; every answer on the way is right. Answers with the disturbed one."""
+        """Send requests until the fault has been injected, and return the disturbed answer. Every answer must be
+        right."""
         worker = await self.control.worker(f"decode-{transport}")
         await worker.order(fault)
         injected = asyncio.create_task(worker.injected())
@@ -54,7 +55,7 @@ class Suite:
                     return answer
 
     async def hold(self, transport: str) -> "asyncio.Task[tuple[Answer, float]]":
-        """Asks until a read is held; that question is still open."""
+        """Send requests until a read is held, and return the request that is in progress then."""
         worker = await self.control.worker(f"decode-{transport}")
         await worker.order(Fault.HELD)
         injected = asyncio.create_task(worker.injected())
@@ -134,7 +135,8 @@ async def suite(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Asy
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def whole(suite: Suite) -> AsyncIterator[Suite]:
-    """Every member alive before; every block free after, and every pool's accounts in order."""
+    """Check that every member is alive before the test, and afterwards that every block is free and every pool's
+    accounts agree."""
     await suite.cluster.mend()
     yield suite
     await suite.cluster.until_free()
@@ -162,22 +164,20 @@ def _is_installed(name: str) -> bool:
         (Fault.LATE, "handoff_lease_lapsed"),
     ],
 )
-async def test_a_read_that_fails_is_named_and_made_good(
-    whole: Suite, transport: str, fault: Fault, reason: str
-) -> None:
+async def test_a_failed_read_is_named_and_repeated(whole: Suite, transport: str, fault: Fault, reason: str) -> None:
     answer = await whole.provoke(transport, fault)
     assert reason in answer.ledger.reasons, answer.ledger
 
 
 @pytest.mark.parametrize("fault", [Fault.FLIPPED, Fault.MIXED_UP])
-async def test_wrong_bytes_are_seen_and_pulled_again(whole: Suite, transport: str, fault: Fault) -> None:
+async def test_damaged_blocks_are_detected_and_read_again(whole: Suite, transport: str, fault: Fault) -> None:
     before = await whole.digest_failures(transport)
     answer = await whole.provoke(transport, fault)
     assert not answer.ledger.reasons and answer.ledger.transport == transport
     assert await whole.digest_failures(transport) > before
 
 
-async def test_bytes_that_come_twice_change_nothing(whole: Suite, transport: str) -> None:
+async def test_duplicated_bytes_change_nothing(whole: Suite, transport: str) -> None:
     answer = await whole.provoke(transport, Fault.DOUBLED)
     assert not answer.ledger.reasons and answer.ledger.transport == transport
 
@@ -200,7 +200,7 @@ async def test_an_exporter_stopped_in_mid_read_and_woken_later(whole: Suite, tra
         answer, seconds = await asking
     whole.note("exporter stopped", transport, answer, seconds)
     assert answer.ledger.reasons
-    await whole.ask()  # it is awake, and whoever it speaks to is right
+    await whole.ask()  # it runs again, and its answer is right
 
 
 async def test_an_importer_killed_in_mid_read(whole: Suite, transport: str) -> None:
@@ -213,14 +213,14 @@ async def test_an_importer_killed_in_mid_read(whole: Suite, transport: str) -> N
     assert answer.ledger.reasons
 
 
-async def test_more_than_either_side_has_blocks_for_waits_its_turn(whole: Suite) -> None:
-    """Thirteen blocks each, ninety-six in every pool."""
+async def test_hand_offs_wait_while_either_pool_is_full(whole: Suite) -> None:
+    """Each hand-off needs thirteen blocks; every pool has ninety-six."""
     answers = await asyncio.gather(*(whole.ask() for _ in range(48)))
     assert not any(answer.ledger.reasons for answer, _ in answers)
 
 
-async def test_a_sequence_that_cannot_move_goes_on_where_it_was(whole: Suite) -> None:
-    """Each decode worker here has a transport of its own: none can read another."""
+async def test_a_sequence_that_cannot_move_continues_at_its_worker(whole: Suite) -> None:
+    """Each decode worker has a transport of its own here, so neither can read from the other."""
     request = question(range(30, 90), max_tokens=250, n=2, ignore_eos=True)
     undisturbed = await ask(whole.cluster, request)
     async with asked(whole.cluster, request) as answer:

@@ -1,29 +1,31 @@
-"""Whose name was taken by a newer incarnation is out, and its requests go on elsewhere; nobody's are mixed up.
+"""A member exits when a newer incarnation takes its name; its requests continue at others and are never mixed up.
 
-Hand-offs are fenced in tests/contract/test_handoff_refusals.py, a woken decode worker in test_failover.py.
+tests/contract/test_handoff_refusals.py tests the fencing of hand-offs, and test_failover.py a decode worker that was
+stopped and continues.
 """
 
 import asyncio
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 
-from cluster.member import Capacity
-from cluster.messages import DecodeJob, MemberId, PrefixNews, Sampling, SequenceStart, TokenStops
+from cluster.member import Capacity, MemberState
+from cluster.messages import CacheEvents, DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.process import ExitStatus
 from cluster.protocol import wire
+from cluster.registry.registry import Registry
 from cluster.serving.serving import open_channel
-from router.fleet.prefix_following import PrefixFollowing
+from router.fleet.prefix_locator import CacheEventFollower
 from router.policies.prefix_index import PrefixIndex
-from router.policies.prefix_memory import PrefixMemory
 from router.running import running
 from tandem.client import AsyncClient
-from tandem.v1 import worker_pb2, worker_pb2_grpc
-from tests.system.asking import ask, question
-from tests.system.local_cluster import LocalCluster
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
+from tests.system.asking import ask, asked, question
+from tests.system.local_cluster import LocalCluster, Member
 from tests.system.scripted_workers import ScriptedPrefill, Store
 
 _HANDLE = 7
@@ -34,34 +36,55 @@ in_session = pytest.mark.asyncio(loop_scope="session")
 
 @in_session
 @pytest.mark.timeout(180)
-async def test_a_worker_whose_name_is_taken_ends_fenced_and_its_streams_go_on_elsewhere(cluster: LocalCluster) -> None:
+async def test_a_worker_whose_name_was_taken_exits_fenced_and_its_streams_continue_elsewhere(
+    cluster: LocalCluster,
+) -> None:
+    """The worker that runs the stream is stopped until the router has read its successor's registration. The stream
+    therefore cannot end first."""
     undisturbed = (await ask(cluster, _QUESTION)).token_ids
-    old = cluster.members["decode0"]
-    reasons: set[str] = set()
-
-    async def ask_on() -> None:
-        while old.process.returncode is None:
-            answer = await ask(cluster, _QUESTION)
-            assert answer.token_ids == undisturbed
-            reasons.update(answer.ledger.reasons)
-
-    clients = [asyncio.create_task(ask_on()) for _ in range(3)]
-    await cluster.start_member(old.name, old.module, old.flags)
+    async with asked(cluster, _QUESTION) as answer:
+        await answer.until(20)
+        old = await _worker_that_decodes(cluster)
+        with old.stopped():
+            await _register_successor(cluster, old.name)
+            while await _registered_incarnation(cluster, old.name) == old.incarnation:
+                pass
+        await answer.end()
     assert await old.exit_code() == ExitStatus.FENCED
-    await asyncio.gather(*clients)
     assert old.reader is not None
     await old.reader
-    assert f"fenced: decode0@{old.incarnation} is no longer decode0" in "".join(old.output)
-    assert reasons <= {"decode_worker_lost", "decode_no_workers"}
-    assert reasons
+    assert f"fenced: {old.name}@{old.incarnation} is no longer {old.name}" in "".join(old.output)
+    assert answer.token_ids == undisturbed
+    assert set(answer.ledger.reasons) == {"decode_worker_lost"}
     await cluster.mend()
     await cluster.until_free()
+
+
+async def _worker_that_decodes(cluster: LocalCluster) -> Member:
+    """Return the decode worker that runs the only stream."""
+    running = [name for name in cluster.workers("decode") if (await cluster.inspect(name)).figures["running"]]
+    assert len(running) == 1, f"these decode workers run sequences: {running}"
+    return cluster.members[running[0]]
+
+
+async def _register_successor(cluster: LocalCluster, name: str) -> None:
+    """Register a newer incarnation of a worker, as its process does when it starts."""
+    registry = Registry(url=cluster.redis_url, cluster_name=cluster.name, ttl_s=5.0)
+    registered = next(member for member in await registry.members() if member.id.id == name)
+    await registry.register(replace(registered, id=MemberId(name, "successor"), state=MemberState.STARTING))
+    await registry.close()
+
+
+async def _registered_incarnation(cluster: LocalCluster, name: str) -> str:
+    return next(member.incarnation for member in (await cluster.status()).members if member.member_id == name)
 
 
 @in_session
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-async def test_a_router_whose_name_is_taken_ends_fenced_and_its_clients_go_on_at_another(cluster: LocalCluster) -> None:
+async def test_a_router_whose_name_was_taken_exits_fenced_and_its_clients_resume_at_another(
+    cluster: LocalCluster,
+) -> None:
     ports = ("--port", "0", "--grpc-port", "0")
     old = await cluster.start_member("second", "router", ports)
     staying = cluster.members["router0"].grpc_address
@@ -70,7 +93,7 @@ async def test_a_router_whose_name_is_taken_ends_fenced_and_its_clients_go_on_at
         undisturbed = (await ask(cluster, _QUESTION)).token_ids
         generation = client.generate(**asked_for)  # type: ignore[arg-type]
         await anext(generation)
-        old.send_signal(signal.SIGSTOP)  # else it would end before its successor is there
+        old.send_signal(signal.SIGSTOP)  # otherwise the stream could end before the successor registers
         new = await cluster.start_member("second", "router", ports)
         old.send_signal(signal.SIGCONT)
         result = await generation.result()
@@ -83,7 +106,7 @@ async def test_a_router_whose_name_is_taken_ends_fenced_and_its_clients_go_on_at
 
 
 class RouterIncarnation:
-    """As a decode worker meets it: one stream, and one sequence with the same handle as everybody's."""
+    """A router as a decode worker sees it: one stream, and one sequence. All instances use the same handle."""
 
     def __init__(self, channel: grpc.aio.Channel, incarnation: str) -> None:
         self._stub = worker_pb2_grpc.DecodeWorkerStub(channel)
@@ -114,7 +137,7 @@ class RouterIncarnation:
         self._outgoing.put_nowait(worker_pb2.RouterMessage(cancel=cancel))
 
     async def answer(self) -> list[int]:
-        """Every token to the end, in order."""
+        """Read the sequence to its end and return its tokens in order."""
         tokens: list[int] = []
         while True:
             message = await self._read()
@@ -135,7 +158,7 @@ class RouterIncarnation:
 
 
 @in_session
-async def test_incarnations_of_a_router_never_hear_nor_end_what_is_the_others(cluster: LocalCluster) -> None:
+async def test_incarnations_of_a_router_cannot_read_or_end_each_others_sequences(cluster: LocalCluster) -> None:
     prompts, max_tokens = (tuple(range(30, 60)), tuple(range(40, 90))), 200
     expected = [
         list((await ask(cluster, question(p, max_tokens=max_tokens, ignore_eos=True))).token_ids) for p in prompts
@@ -152,17 +175,17 @@ async def test_incarnations_of_a_router_never_hear_nor_end_what_is_the_others(cl
     await cluster.until_free()
 
 
-class Teller(worker_pb2_grpc.WorkerServicer):
-    """Says of its prefix cache what it is told to, in each of its calls."""
+class ScriptedPublisher(worker_pb2_grpc.WorkerServicer):
+    """Publishes the cache events that the test puts into the queue of each subscription."""
 
     def __init__(self) -> None:
-        self.calls: asyncio.Queue[asyncio.Queue[worker_pb2.PrefixNews]] = asyncio.Queue()
+        self.calls: asyncio.Queue[asyncio.Queue[worker_pb2.CacheEvents]] = asyncio.Queue()
 
-    async def FollowPrefixes(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.PrefixNews]:
-        news: asyncio.Queue[worker_pb2.PrefixNews] = asyncio.Queue()
-        self.calls.put_nowait(news)
+    async def SubscribeCacheEvents(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.CacheEvents]:
+        messages: asyncio.Queue[worker_pb2.CacheEvents] = asyncio.Queue()
+        self.calls.put_nowait(messages)
         while True:
-            yield await news.get()
+            yield await messages.get()
 
 
 class WatchedIndex(PrefixIndex):
@@ -170,36 +193,36 @@ class WatchedIndex(PrefixIndex):
         super().__init__()
         self.changes: asyncio.Queue[str] = asyncio.Queue()
 
-    def apply(self, worker: MemberId, news: PrefixNews, *, max_blocks: int) -> bool:
+    def apply(self, worker: MemberId, events: CacheEvents, *, max_blocks: int) -> bool:
         self.changes.put_nowait("applied")
-        return super().apply(worker, news, max_blocks=max_blocks)
+        return super().apply(worker, events, max_blocks=max_blocks)
 
     def forget(self, worker: MemberId) -> None:
         self.changes.put_nowait("forgotten")
         super().forget(worker)
 
 
-async def test_prefixes_of_another_incarnation_at_a_workers_address_are_not_its_own() -> None:
+async def test_cache_events_of_another_incarnation_at_a_workers_address_are_dropped() -> None:
     worker = ScriptedPrefill("p0", Store(), incarnation=2)
-    teller = Teller()
-    worker_pb2_grpc.add_WorkerServicer_to_server(teller, worker.server.grpc)
+    publisher = ScriptedPublisher()
+    worker_pb2_grpc.add_WorkerServicer_to_server(publisher, worker.server.grpc)
     worker.capacity = Capacity(64, 16, 8, 1024)
     index, own, foreign = WatchedIndex(), b"a" * 16, b"b" * 16
 
-    def tell(call: asyncio.Queue[worker_pb2.PrefixNews], incarnation: str, block_hash: bytes) -> None:
+    def publish(call: asyncio.Queue[worker_pb2.CacheEvents], incarnation: str, block_hash: bytes) -> None:
         member = f"p0@{incarnation}"
-        call.put_nowait(worker_pb2.PrefixNews(is_snapshot=True, next_number=1, added=block_hash, member=member))
+        call.put_nowait(worker_pb2.CacheEvents(cleared=True, next_number=1, stored=block_hash, member=member))
 
     async with worker, open_channel(worker.address) as channel, asyncio.timeout(TIMEOUT_S):
-        async with running(PrefixFollowing(index, PrefixMemory()).follow(worker.member, channel)):
-            call = await teller.calls.get()
-            tell(call, worker.id.incarnation, own)
+        async with running(CacheEventFollower(index).follow(worker.member, channel)):
+            call = await publisher.calls.get()
+            publish(call, worker.id.incarnation, own)
             assert await index.changes.get() == "applied"
-            assert index.holders([own]) == {worker.id: 1}
-            tell(call, "p0-1", foreign)
+            assert index.leading_blocks([own]) == {worker.id: 1}
+            publish(call, "p0-1", foreign)
             assert await index.changes.get() == "forgotten"
             assert len(index) == 0
-            call = await teller.calls.get()
-            tell(call, worker.id.incarnation, own)
+            call = await publisher.calls.get()
+            publish(call, worker.id.incarnation, own)
             assert await index.changes.get() == "applied"
-            assert index.holders([own]) == {worker.id: 1}
+            assert index.leading_blocks([own]) == {worker.id: 1}

@@ -22,14 +22,14 @@ _DEADLINE_S = 60.0
 
 @asynccontextmanager
 async def _served(max_buffered_tokens: int, clock: ManualClock) -> AsyncIterator[tuple[RouterUnderTest, int]]:
-    """The router with one worker of each pool, and its HTTP port."""
+    """Run the router with one worker of each pool, and yield it with its HTTP port."""
     async with router_under_test(max_buffered_tokens=max_buffered_tokens, outbox_clock=clock) as router:
         await router.add_prefill("p0")
         await router.add_decode("d0")
         await router.connected()
         app = build_app(
             pipeline=router.pipeline,
-            outboxes=router.outboxes,
+            live_requests=router.live_requests,
             tokenization=router.tokenization,
             telemetry=router.telemetry,
             ready=lambda: True,
@@ -75,7 +75,7 @@ def _client_that_never_reads(port: int) -> socket.socket:
 
 
 async def _ticking(clock: ManualClock) -> None:
-    """Time passes: whoever stops reading has soon been stopped for long."""
+    """Advance the clock, so that a client that stops reading soon exceeds its time."""
     while True:
         clock.advance(1.0)
         await asyncio.sleep(0.01)
@@ -89,13 +89,13 @@ async def test_a_client_that_stopped_reading_is_ended_and_a_whole_answer_with_mo
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=_DEADLINE_S) as http,
     ):
         with closing(await asyncio.to_thread(_client_that_never_reads, port)) as stopped:
-            while router.outboxes.num_tokens < 1.1 * _WEIGHT:  # noqa: ASYNC110 -- a full buffer tells nobody
+            while router.live_requests.num_buffered_tokens < 1.1 * _WEIGHT:  # noqa: ASYNC110 -- a full buffer signals no event
                 await asyncio.sleep(0.01)
             async with running(_ticking(clock)):
                 answer = await http.post("/v1/completions", json=_question(stream=False))
             assert answer.status_code == 200, answer.text
             assert answer.json()["usage"]["completion_tokens"] == _NUM_TOKENS
-            while router.outboxes.num_tokens:  # noqa: ASYNC110 -- the last send may return after its client has all
+            while router.live_requests.num_buffered_tokens:  # noqa: ASYNC110 -- the last send may return after its client has all
                 await asyncio.sleep(0.01)
             assert b'"code":"slow_client"' in await asyncio.to_thread(_read_to_its_end, stopped)
             assert router.telemetry.value("tandem_requests_total", outcome="slow_client") == 1
@@ -119,4 +119,4 @@ async def test_whole_answers_that_do_not_fit_are_refused_by_name() -> None:
         assert "stream the answer" in answer.json()["error"]["message"]
         small = await http.post("/v1/completions", json=_question(stream=False) | {"max_tokens": 9})
         assert small.status_code == 200
-    assert router.outboxes.num_tokens == 0
+    assert router.live_requests.num_buffered_tokens == 0

@@ -1,6 +1,6 @@
-"""A worker that does not answer has its requests begun elsewhere too: whoever has the next token first goes on.
+"""Requests of a worker that does not answer start elsewhere too. The execution with the next token first continues.
 
-Workers are suspect after half a second here, and lost after a minute: what happens is the hedge's doing.
+Workers are suspect after half a second here, and lost after a minute, so that only hedges act.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ def _wake(worker: ScriptedWorker) -> None:
 async def _stopped_decode(
     router: RouterUnderTest, request: GenerateRequest
 ) -> "tuple[asyncio.Task[Answer], ScriptedPrefill, ScriptedDecode, ScriptedDecode]":
-    """A request whose decode worker stops in the middle; what prefills from then on is held before its first token."""
+    """Send a request and stop its decode worker in the middle. Later prefills are held before their first token."""
     prefill = await router.add_prefill("p0")
     stopped, other = await router.add_decode("d0"), await router.add_decode("d1")
     await router.connected()
@@ -62,7 +62,7 @@ async def _stopped_decode(
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_a_hedge_takes_over_with_its_first_token_and_the_suspect_that_wakes_says_nothing_more(n: int) -> None:
+async def test_a_hedge_takes_over_with_its_first_token_and_later_messages_of_the_suspect_are_dropped(n: int) -> None:
     async with _router() as router:
         task, prefill, stopped, other = await _stopped_decode(router, request := ask(n=n, max_tokens=12))
         await _reached(prefill.before_first_tokens)
@@ -78,7 +78,7 @@ async def test_a_hedge_takes_over_with_its_first_token_and_the_suspect_that_wake
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_a_decode_worker_that_wakes_before_the_hedge_has_a_token_goes_on_and_the_hedge_is_cancelled(
+async def test_a_decode_worker_that_wakes_before_its_hedge_has_a_token_continues_and_the_hedge_is_cancelled(
     n: int,
 ) -> None:
     async with _router() as router:
@@ -96,7 +96,7 @@ async def test_a_decode_worker_that_wakes_before_the_hedge_has_a_token_goes_on_a
                 await router.fleet.changed()
 
 
-async def test_a_prefill_worker_that_wakes_before_the_hedge_has_a_token_goes_on_and_the_hedge_is_cancelled() -> None:
+async def test_a_prefill_worker_that_wakes_before_its_hedge_has_a_token_continues_and_the_hedge_is_cancelled() -> None:
     async with _router() as router:
         stopped, other = await router.add_prefill("p0"), await router.add_prefill("p1")
         await router.add_decode("d0")
@@ -116,7 +116,7 @@ async def test_a_prefill_worker_that_wakes_before_the_hedge_has_a_token_goes_on_
 
 
 async def test_an_exporter_that_stops_before_its_blocks_have_arrived_is_hedged() -> None:
-    """The client has its first token, and the decode worker waits for the rest."""
+    """The client has its first token, and the decode worker waits for the remaining blocks."""
     async with _router() as router:
         stopped, other = await router.add_prefill("p0"), await router.add_prefill("p1")
         decode = await router.add_decode("d0")
@@ -134,7 +134,7 @@ async def test_an_exporter_that_stops_before_its_blocks_have_arrived_is_hedged()
         assert [len(worker.jobs) for worker in (stopped, other)] == [1, 1]
 
 
-async def test_what_is_beyond_the_budget_is_not_begun_twice_and_given_up_at_the_second_missed_answer() -> None:
+async def test_a_request_beyond_the_hedge_budget_leaves_its_worker_at_the_second_missed_answer() -> None:
     async with _router() as router:
         stopped, other = await router.add_prefill("p0"), await router.add_prefill("p1")
         await router.add_decode("d0")
@@ -160,7 +160,7 @@ async def test_what_is_beyond_the_budget_is_not_begun_twice_and_given_up_at_the_
         assert _count(router, "prefill", "taken_over") == 1
 
 
-async def test_a_hedge_that_finds_no_room_costs_the_suspects_request_nothing() -> None:
+async def test_a_hedge_without_room_does_not_disturb_the_suspected_workers_request() -> None:
     async with _router() as router:
         task, prefill, stopped, other = await _stopped_decode(router, request := ask(max_tokens=12))
         prefill.refusals = [QueueFull("full")] * 3
@@ -173,7 +173,7 @@ async def test_a_hedge_that_finds_no_room_costs_the_suspects_request_nothing() -
         await _end(router, task, request)
 
 
-async def test_a_client_that_leaves_takes_its_hedge_along() -> None:
+async def test_a_client_that_leaves_ends_its_hedge_too() -> None:
     async with _router() as router:
         task, prefill, stopped, other = await _stopped_decode(router, ask(max_tokens=12))
         await _reached(prefill.before_first_tokens)

@@ -70,7 +70,7 @@ async def two_hosts(host: FarHost, redis_url: str, tmp_path_factory: pytest.Temp
     await control.stop()
 
 
-async def test_a_cable_cut_in_the_middle_of_a_hand_off(two_hosts: TwoHosts) -> None:
+async def test_a_link_cut_during_a_hand_off_loses_no_request(two_hosts: TwoHosts) -> None:
     cluster, host = two_hosts.cluster, two_hosts.host
     undisturbed = await ask(cluster, _QUESTION)
     near = await two_hosts.control.worker("decode-near")
@@ -91,7 +91,7 @@ async def test_a_cable_cut_in_the_middle_of_a_hand_off(two_hosts: TwoHosts) -> N
     await _heal(two_hosts)
 
 
-async def test_a_cable_cut_in_the_middle_of_a_stream(two_hosts: TwoHosts) -> None:
+async def test_a_link_cut_during_a_stream_loses_no_token(two_hosts: TwoHosts) -> None:
     cluster = two_hosts.cluster
     undisturbed = await ask(cluster, _STREAM)
     async with asyncio.timeout(_DEADLINE_S):
@@ -110,7 +110,7 @@ async def test_a_cable_cut_in_the_middle_of_a_stream(two_hosts: TwoHosts) -> Non
 
 
 async def _heal(two_hosts: TwoHosts) -> None:
-    """Both hosts serve again, and nothing is left of what was cut off."""
+    """Heal the link, restart ended members, and wait until no block is in use."""
     two_hosts.host.heal()
     await two_hosts.cluster.mend()
     await two_hosts.cluster.until_free()
@@ -119,7 +119,8 @@ async def _heal(two_hosts: TwoHosts) -> None:
 async def _ask_until(
     cluster: LocalCluster, event: "asyncio.Task[Fault]", tokens: tuple[int, ...]
 ) -> "asyncio.Task[Answer]":
-    """Asks again and again until it happens, and is answered right; that question is still open."""
+    """Send requests until the event happens, and return the one that is in progress then. Every other answer must be
+    right."""
     async with asyncio.timeout(_DEADLINE_S):
         while True:
             asking = asyncio.create_task(ask(cluster, _QUESTION))
@@ -131,7 +132,7 @@ async def _ask_until(
 
 @asynccontextmanager
 async def _forwarded(redis_url: str, address: str) -> AsyncIterator[str]:
-    """Our Redis listens on loopback only; the far host needs it too."""
+    """Make Redis, which listens on loopback only, reachable from the far host, and yield its URL."""
     parts = urlsplit(redis_url)
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -14,7 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.observe.health import LIVENESS, READINESS
 from cluster.process import ExitStatus
-from tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.enum_words import MEMBER_STATES
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tests.faults.control import FaultControl, Worker
 from tests.faults.faulty_transport import Fault
 from tests.system.asking import Answer, ask, question
@@ -41,7 +42,7 @@ class Hanging:
     orders: dict[str, Worker]
 
     async def hang(self, name: str) -> "list[asyncio.Task[Answer]]":
-        """Asks until a step of this worker hangs; those questions are still open."""
+        """Send requests until a step of this worker hangs, and return the requests that are in progress then."""
         await self.orders[name].order(Fault.HELD)
         hung = asyncio.create_task(self.orders[name].injected())
         async with asyncio.timeout(_DEADLINE_S):
@@ -58,7 +59,7 @@ class Hanging:
             assert answer.token_ids == self.tokens, answer.ledger
 
     async def until(self, name: str, serving: bool) -> None:
-        """As a watcher of the worker's own health service sees it."""
+        """Wait until the worker's own health service reports this status to a watcher."""
         async with asyncio.timeout(_DEADLINE_S), self.cluster.channel(name) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=LIVENESS))
             while ((await watch.read()).status == _SERVING) is not serving:
@@ -66,7 +67,7 @@ class Hanging:
             watch.cancel()
 
     async def says(self, name: str) -> dict[str, bool]:
-        """The health port, by service."""
+        """Return the answers of the health port, by service."""
         async with grpc.aio.insecure_channel(self.members[name].ready["health"]) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check
             names = (LIVENESS, READINESS, "")
@@ -76,9 +77,11 @@ class Hanging:
             }
 
     async def until_state(self, name: str, state: str) -> None:
-        """As the registry has it, and a router shows it."""
+        """Wait until the registry has this state and a router shows it."""
         async with asyncio.timeout(_DEADLINE_S):
-            while state not in [m.state for m in (await self.cluster.status()).members if m.member_id == name]:
+            while state not in [
+                MEMBER_STATES.word(m.state) for m in (await self.cluster.status()).members if m.member_id == name
+            ]:
                 pass
 
 
@@ -105,9 +108,7 @@ async def hanging(shm_cluster: LocalCluster, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("name", [pytest.param("prefill-hanging", marks=pytest.mark.slow), "decode-hanging"])
-async def test_a_worker_whose_step_hangs_is_left_and_comes_back_and_ends_when_it_hangs_for_good(
-    hanging: Hanging, name: str
-) -> None:
+async def test_a_worker_with_a_hanging_step_is_avoided_then_recovers_or_exits(hanging: Hanging, name: str) -> None:
     assert await hanging.says(name) == {LIVENESS: True, READINESS: True, "": True}
 
     open_questions = await hanging.hang(name)
@@ -117,7 +118,7 @@ async def test_a_worker_whose_step_hangs_is_left_and_comes_back_and_ends_when_it
     await hanging.until_state(name, "unhealthy")
     answers = await asyncio.gather(*open_questions)
     hanging.check(answers)
-    assert any(answer.ledger.reasons for answer in answers), "nobody was there"
+    assert any(answer.ledger.reasons for answer in answers), "no request was at the worker"
     assert "has run for" in "".join(hanging.members[name].output)
 
     hanging.orders[name].let_go()
@@ -131,7 +132,7 @@ async def test_a_worker_whose_step_hangs_is_left_and_comes_back_and_ends_when_it
     hanging.check(await asyncio.gather(*open_questions))
 
 
-async def test_a_prefill_worker_sends_heartbeats_to_whoever_follows_them(shm_cluster: LocalCluster) -> None:
+async def test_a_prefill_worker_sends_heartbeats_to_every_subscriber(shm_cluster: LocalCluster) -> None:
     name = next(name for name in shm_cluster.members if name.startswith("prefill"))
     async with asyncio.timeout(_DEADLINE_S), shm_cluster.channel(name) as channel:
         call = worker_pb2_grpc.PrefillWorkerStub(channel).Heartbeats(worker_pb2.HeartbeatsRequest())

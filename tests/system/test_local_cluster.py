@@ -25,7 +25,7 @@ asyncio.run(main())
 
 
 def test_a_killed_test_leaves_no_member_running() -> None:
-    """As pytest's own timeout, or whoever is tired of waiting, kills it."""
+    """The test is killed as pytest's own timeout or an impatient user kills it."""
     with subprocess.Popen([sys.executable, "-c", _PROGRAM], stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
         assert process.stdout is not None
         member = os.pidfd_open(int(process.stdout.readline()))

@@ -34,7 +34,7 @@ async def _all_cancelled(decode: ScriptedDecode) -> None:
     await decode.until(lambda: handles <= decode.cancelled_handles)
 
 
-async def test_a_stream_goes_on_at_the_target_and_its_client_sees_nothing() -> None:
+async def test_a_moved_stream_continues_at_the_target_unnoticed_by_its_client() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         assert await on.migrate() == MOVED
@@ -79,8 +79,8 @@ async def test_three_calls_together_freeze_no_more_than_four() -> None:
             await on.complete(answer, request)
 
 
-async def test_a_worker_that_freezes_no_more_is_asked_again() -> None:
-    """Another router's sequences may be frozen there."""
+async def test_a_freeze_refused_for_its_limit_is_retried() -> None:
+    """Sequences of another router may be frozen there."""
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.source.freeze_refusals = [TooManyFrozen("four are frozen"), TooManyFrozen("four are frozen")]
@@ -90,11 +90,11 @@ async def test_a_worker_that_freezes_no_more_is_asked_again() -> None:
         assert answer.summary.ledger.reasons == ()
 
 
-async def test_a_worker_that_never_freezes_more_keeps_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sequences_stay_when_every_freeze_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.source.freeze_refusals = [TooManyFrozen("four are frozen")] * 9
-        assert await on.router.migrations.move(on.router.fleet.decode(on.source.id), 1, patience_s=0.1) == "kept"
+        assert await on.router.migrations.move(on.router.fleet.decode(on.source.id), 1, timeout_s=0.1) == "kept"
         on.source.resumed.set()
         await on.complete(answering, request)
 
@@ -108,7 +108,7 @@ async def test_choices_that_stay_are_not_disturbed() -> None:
         assert len(on.target.jobs) == len(on.source.jobs) == 1
 
 
-async def test_to_and_fro_as_often_as_one_likes() -> None:
+async def test_a_sequence_can_move_back_and_forth_many_times() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20, n=2)) as answering:
         await on.joined()
         on.target.pause_at = 5
@@ -145,7 +145,7 @@ async def test_logprobs_and_a_stop_string_span_the_move() -> None:
     [QueueFull("full"), WorkerTooSmall("its pool is smaller"), InternalError("broken")],
     ids=lambda e: e.reason,
 )
-async def test_a_target_that_refuses_leaves_the_sequence_where_it_was(refusal: TandemError) -> None:
+async def test_a_refusing_target_leaves_the_sequence_at_the_source(refusal: TandemError) -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.target.refusals = [refusal]
@@ -158,7 +158,7 @@ async def test_a_target_that_refuses_leaves_the_sequence_where_it_was(refusal: T
 
 
 @pytest.mark.parametrize("reason", [HandOffReason.DIGEST_MISMATCH, HandOffReason.NOT_ENOUGH_BLOCKS])
-async def test_a_failed_hand_off_leaves_it_where_it_was(reason: HandOffReason) -> None:
+async def test_a_failed_hand_off_leaves_the_sequence_at_the_source(reason: HandOffReason) -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.target.handoff_failures = [str(reason)]
@@ -168,7 +168,7 @@ async def test_a_failed_hand_off_leaves_it_where_it_was(reason: HandOffReason) -
         await on.complete(answering, request)
 
 
-async def test_a_target_that_starts_from_another_token_is_not_gone_on_from() -> None:
+async def test_a_target_that_starts_from_another_token_ends_the_move() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.target.first_token_offset = 1
@@ -180,7 +180,7 @@ async def test_a_target_that_starts_from_another_token_is_not_gone_on_from() -> 
             await on.target.cancelled.wait()
 
 
-async def test_a_target_that_dies_while_it_pulls() -> None:
+async def test_the_death_of_the_target_while_it_pulls_keeps_the_sequence_at_the_source() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.target.transfer.close()
@@ -194,20 +194,20 @@ async def test_a_target_that_dies_while_it_pulls() -> None:
         assert answer.summary.ledger.reasons == ()
 
 
-async def test_a_target_that_does_not_begin_in_time_is_given_up_and_told() -> None:
-    async with stage(migration_patience_s=0.3) as on, on.streaming(request := ask(max_tokens=20)) as answering:
+async def test_a_target_that_does_not_start_in_time_is_abandoned_and_told_to_stop() -> None:
+    async with stage(migration_timeout_s=0.3) as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.target.transfer.close()
         assert await on.migrate() == KEPT
         async with asyncio.timeout(10):
             await on.target.cancelled.wait()
-        on.target.transfer.open()  # it wakes up too late: nobody listens
+        on.target.transfer.open()  # it wakes up too late: the router has abandoned the move
         on.source.resumed.set()
         await on.complete(answering, request)
         assert on.count("kept", "timeout") == 1
 
 
-async def test_a_source_that_dies_before_it_is_frozen_is_an_ordinary_failover() -> None:
+async def test_the_death_of_the_source_before_the_freeze_is_an_ordinary_failover() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.source.before_freezing.close()
@@ -222,7 +222,7 @@ async def test_a_source_that_dies_before_it_is_frozen_is_an_ordinary_failover() 
         assert on.count("restarted", "worker_lost") == 1
 
 
-async def test_a_source_that_dies_while_the_target_pulls() -> None:
+async def test_the_death_of_the_source_while_the_target_pulls_restarts_the_sequence() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.target.transfer.close()
@@ -239,7 +239,7 @@ async def test_a_source_that_dies_while_the_target_pulls() -> None:
         assert on.prefill.jobs[-1].num_committed == 5
 
 
-async def test_a_source_that_dies_after_the_target_has_begun_is_not_missed() -> None:
+async def test_the_death_of_the_source_after_the_target_has_started_has_no_effect() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.target.pause_at = 5
@@ -262,7 +262,7 @@ async def test_a_thaw_that_fails_is_an_ordinary_failover() -> None:
         assert on.count("restarted", "not_found") == 1
 
 
-async def test_a_sequence_that_ends_first_gives_its_last_tokens_from_where_it_was() -> None:
+async def test_a_sequence_that_ends_before_the_freeze_delivers_its_last_tokens_from_the_source() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=8)) as answering:
         await on.joined()
         on.source.before_freezing.close()
@@ -298,8 +298,8 @@ async def test_tokens_that_arrive_after_the_freeze_was_answered_come_first() -> 
         assert len(on.target.jobs[0].sequences[0].committed_token_ids) == 8
 
 
-async def test_tokens_that_were_lost_are_not_waited_for_for_ever() -> None:
-    async with stage(migration_patience_s=0.3) as on, on.streaming(request := ask(max_tokens=20)) as answering:
+async def test_lost_tokens_end_the_move_in_time() -> None:
+    async with stage(migration_timeout_s=0.3) as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.source.voice.close()
         on.source.pause_at = 9
@@ -335,7 +335,7 @@ async def test_a_client_that_leaves_during_the_move_frees_both_workers(where: st
         gate.open()
 
 
-async def test_a_deadline_that_passes_during_the_move_says_so() -> None:
+async def test_a_deadline_that_passes_during_a_move_is_named() -> None:
     async with stage() as on, on.streaming(ask(max_tokens=20, timeout_s=1.0)) as answering:
         await on.joined()
         on.target.transfer.close()
@@ -347,7 +347,7 @@ async def test_a_deadline_that_passes_during_the_move_says_so() -> None:
 
 
 async def test_a_cancel_that_was_lost_with_its_connection_is_said_again() -> None:
-    """A frozen sequence says nothing that would remind the router of it."""
+    """A frozen sequence sends nothing that would remind the router of it."""
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.source.is_deaf = True
@@ -373,7 +373,7 @@ async def test_one_sequence_is_moved_once_at_a_time() -> None:
         await on.complete(answering, request)
 
 
-async def test_an_operator_who_goes_away_does_not_stop_the_move() -> None:
+async def test_a_cancelled_migrate_call_does_not_stop_the_move() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.target.transfer.close()
@@ -386,7 +386,7 @@ async def test_an_operator_who_goes_away_does_not_stop_the_move() -> None:
         assert on.count("moved") == 1
 
 
-async def test_what_cannot_be_asked_for_is_refused_by_name() -> None:
+async def test_impossible_migrations_are_refused_by_name() -> None:
     async with stage() as on:
         for source, target in (("d7", ""), ("p0", ""), ("d0", "d7")):
             with pytest.raises(NotFound, match=r"no decode worker '[dp][07]'"):
@@ -396,7 +396,7 @@ async def test_what_cannot_be_asked_for_is_refused_by_name() -> None:
         assert await on.migrate("d0") == NOTHING
 
 
-async def test_without_another_decode_worker_everything_stays() -> None:
+async def test_without_another_decode_worker_all_sequences_stay() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         assert await on.migrate() == KEPT
         assert on.count("kept", "no_workers") == 1
@@ -409,8 +409,8 @@ async def test_without_another_decode_worker_everything_stays() -> None:
     [Capacity(100, 1, max_num_seqs=8, max_model_len=100), Capacity(10, 16, max_num_seqs=0, max_model_len=100)],
     ids=["blocks", "slots"],
 )
-async def test_nobody_is_sent_to_where_it_would_queue(capacity: Capacity) -> None:
-    """Scripted workers say that they have ten free blocks."""
+async def test_no_sequence_moves_to_a_worker_where_it_would_queue(capacity: Capacity) -> None:
+    """Scripted workers report ten free blocks."""
     async with stage() as on, on.streaming(request := ask(prompt=tuple(range(5, 25)), max_tokens=20)) as answering:
         on.target.capacity = capacity
         await on.joined()
@@ -424,7 +424,7 @@ async def test_nobody_is_sent_to_where_it_would_queue(capacity: Capacity) -> Non
         await on.complete(answering, request)
 
 
-async def test_a_sequence_that_has_not_begun_is_left_alone() -> None:
+async def test_a_sequence_that_has_not_started_is_not_moved() -> None:
     async with stage() as on:
         await on.joined()
         for decode in (on.source, on.target):

@@ -72,7 +72,7 @@ async def test_eight_requests_move_there_and_back_while_they_stream(cluster: Loc
     await _nothing_is_left(cluster)
 
 
-async def test_the_command_moves_as_many_as_it_is_told(
+async def test_migrate_moves_at_most_the_given_number(
     cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def command(*words: str) -> tuple[int, str]:
@@ -98,8 +98,8 @@ async def test_the_command_moves_as_many_as_it_is_told(
 
 
 @pytest.mark.parametrize("victim", [pytest.param("source", marks=pytest.mark.slow), "target"])
-async def test_a_worker_killed_while_sequences_move_costs_no_token(cluster: LocalCluster, victim: str) -> None:
-    """Wherever each of them is at that moment."""
+async def test_a_worker_killed_during_migrations_loses_no_token(cluster: LocalCluster, victim: str) -> None:
+    """Each sequence may be at any point of its move at that moment."""
     requests = [question(range(30, 90 + i), max_tokens=150, ignore_eos=True, n=2) for i in range(6)]
     undisturbed = await asyncio.gather(*(ask(cluster, request) for request in requests))
     async with AsyncExitStack() as stack:
@@ -123,7 +123,7 @@ async def test_a_worker_killed_while_sequences_move_costs_no_token(cluster: Loca
 
 
 async def _busy(cluster: LocalCluster) -> str:
-    """The decode worker that runs the most."""
+    """Return the decode worker that runs the most sequences."""
     reports = {name: await cluster.inspect(name) for name in cluster.workers("decode")}
     return max(reports, key=lambda name: reports[name].figures["running"])
 

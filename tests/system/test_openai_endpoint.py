@@ -23,7 +23,7 @@ _TIMEOUT_S = 60.0
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
-    """One prefill and one decode worker, float32: greedy answers are the same whoever asks."""
+    """One prefill and one decode worker in float32, so that greedy answers are the same for every client."""
     directory: Path = tmp_path_factory.mktemp("openai")
     cluster = LocalCluster(redis_url, directory, flags=("--dtype", "float32", "--num-blocks", "256"))
     try:
@@ -51,7 +51,9 @@ def _http_address(cluster: LocalCluster) -> str:
     return cluster.members["router0"].ready["http"]
 
 
-async def test_both_surfaces_streamed_or_whole_say_the_same(client: openai.AsyncOpenAI, tandem: AsyncClient) -> None:
+async def test_http_and_grpc_streamed_or_whole_give_the_same_answer(
+    client: openai.AsyncOpenAI, tandem: AsyncClient
+) -> None:
     greedy: Any = {"model": DEMO_MODEL.name, "prompt": _PROMPT, "temperature": 0, "max_tokens": 40}
     whole = await client.completions.create(**greedy)
     streamed = [part async for part in await client.completions.create(**greedy, stream=True)]
@@ -132,7 +134,7 @@ async def test_names_at_the_limit_are_served_by_every_worker(client: openai.Asyn
 async def test_two_live_requests_with_one_label_are_both_served(
     cluster: LocalCluster, client: openai.AsyncOpenAI
 ) -> None:
-    """And what a second client asks under a label never touches the first one's stream."""
+    """A second client's requests under a label never affect the first client's stream."""
     ask: Any = {"model": "", "prompt": _PROMPT, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
     async with await client.completions.create(**ask, stream=True, extra_headers={"x-request-id": "twice"}) as stream:
         parts = aiter(stream)
@@ -145,7 +147,7 @@ async def test_two_live_requests_with_one_label_are_both_served(
         assert last.choices[0].finish_reason == "length"
 
 
-async def test_a_client_that_hangs_up_leaves_no_block_behind(cluster: LocalCluster, client: openai.AsyncOpenAI) -> None:
+async def test_a_client_that_disconnects_leaves_no_block(cluster: LocalCluster, client: openai.AsyncOpenAI) -> None:
     ask: Any = {"model": "", "prompt": _PROMPT, "n": 2, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
     async with await client.completions.create(**ask, stream=True) as stream:
         parts = aiter(stream)

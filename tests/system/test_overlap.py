@@ -1,4 +1,4 @@
-"""Prefill, transfer and decode overlap: nobody waits for what he does not need yet."""
+"""Prefill, transfer and decode overlap: no step waits for data that it does not need yet."""
 
 import asyncio
 import threading
@@ -11,34 +11,33 @@ import pytest
 
 from cluster.clock import MonotonicClock
 from cluster.messages import Epoch, LayoutFingerprint, MemberId, PrefillJob, Sampling, TokenStops
-from cluster.observe.heartbeats import HeartbeatFeed
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
 from cluster.protocol.hashing import hash_prompt, nameless_chains
 from cluster.settings.engine_settings import EngineSettings
 from cluster.settings.transfer_settings import TransferSettings
-from cluster.worker_service import Inspections
 from engine.build import build_engine
 from engine.kv.pool import KvPool
+from engine.scheduling.commands import Release
 from engine.scheduling.step import Runner, StepPlan, StepResult
 from engine.steps.step_loop import StepLoop
 from kvtransfer.exporter.exporter import Exporter
-from kvtransfer.exporter.prefix_offers import PrefixOffers
 from kvtransfer.exporter.service import KvTransferServicer
-from kvtransfer.importer.importer import Expected, Importer
+from kvtransfer.importer.importer import ExpectedPrompt, Importer
 from kvtransfer.transports.base import Channel, ImporterTransport
 from kvtransfer.transports.shm.transport import ShmExporter, ShmImporter
 from kvtransfer.wire.wire_format import NativeFormat
-from prefill_worker.prefixes.prefix_feed import PrefixFeed
+from prefill_worker.prefixes.cache_event_publisher import CacheEventPublisher
 from prefill_worker.scheduling import commands
 from prefill_worker.scheduling.limits import PrefillLimits
 from prefill_worker.scheduling.rates import RunningRate
 from prefill_worker.scheduling.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
-from tandem.v1 import kv_pb2_grpc, worker_pb2_grpc
+from tandem.internal.v1 import kv_pb2_grpc, worker_pb2_grpc
 from tests.contract.handoff_rig import Counters, DecodeBlocks
 from tests.system.asking import ask, asked, question
 from tests.system.local_cluster import DEMO_MODEL, LocalCluster
+from worker.heartbeats import HeartbeatFeed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -71,7 +70,7 @@ async def test_with_prefill_held_at_chunk_5_chunks_1_to_4_are_at_the_importer() 
         async with grpc.aio.insecure_channel(worker.address) as channel:
             events = worker_pb2_grpc.PrefillWorkerStub(channel).Prefill(wire.prefill_job_to_wire(job))
             ticket = (await events.read()).accepted.ticket
-            expected = Expected(len(_PROMPT), hash_prompt(_KEY, _PROMPT), 1)
+            expected = ExpectedPrompt(len(_PROMPT), hash_prompt(_KEY, _PROMPT), 1)
             blocks = DecodeBlocks(pool.num_blocks)
             importing_task = asyncio.create_task(
                 importer.import_blocks(handoff_id=1, signed_ticket=ticket, expected=expected, blocks=blocks)
@@ -86,7 +85,7 @@ async def test_with_prefill_held_at_chunk_5_chunks_1_to_4_are_at_the_importer() 
             assert worker.runner.num_done == _HELD_CHUNK - 1
             assert [remote for remote, _ in pairs] == list(worker.runner.block_ids[:num_blocks])
             assert _equal(worker.pool, pool, pairs)
-            assert all(bool(pool.raw[local].any()) for _, local in pairs), "blocks that nobody wrote are equal too"
+            assert all(bool(pool.raw[local].any()) for _, local in pairs), "unwritten blocks are equal too"
 
             worker.runner.go_on.set()
             async with asyncio.timeout(_DEADLINE_S):
@@ -99,7 +98,7 @@ async def test_with_prefill_held_at_chunk_5_chunks_1_to_4_are_at_the_importer() 
 
 
 class _GateRunner:
-    """The real runner; its fifth step waits until it may go on."""
+    """The real runner, whose fifth step waits for a gate."""
 
     def __init__(self, inner: Runner) -> None:
         self._inner = inner
@@ -140,7 +139,7 @@ class _Reads:
 class _ShownChannel:
     def __init__(self, inner: Channel, reads: _Reads) -> None:
         self._inner, self._reads = inner, reads
-        self.destroy, self.release = inner.destroy, inner.release
+        self.destroy, self.finish = inner.destroy, inner.finish
 
     async def read(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
         await self._inner.read(remote_block_ids, local_block_ids)
@@ -148,14 +147,14 @@ class _ShownChannel:
 
 
 class _ShownTransport:
-    """The real transport; a test sees which reads have completed."""
+    """The real transport, which shows the test the reads that have completed."""
 
     def __init__(self, inner: ImporterTransport, reads: _Reads) -> None:
         self._inner, self._reads = inner, reads
         self.name, self.endpoint, self.close = inner.name, inner.endpoint, inner.close
 
-    async def open(self, epoch: Epoch, exporter_endpoint: bytes) -> _ShownChannel:
-        return _ShownChannel(await self._inner.open(epoch, exporter_endpoint), self._reads)
+    async def open_channel(self, epoch: Epoch, exporter_endpoint: bytes) -> _ShownChannel:
+        return _ShownChannel(await self._inner.open_channel(epoch, exporter_endpoint), self._reads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +167,7 @@ class _PrefillWorker:
 
 @asynccontextmanager
 async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
-    """Everything of a prefill worker that a hand-off touches, on a real server."""
+    """Run the parts of a prefill worker that a hand-off uses, on a real server."""
     settings = EngineSettings(
         model=str(DEMO_MODEL), dtype="float32", num_blocks=32, max_model_len=512, max_prefill_tokens=_CHUNK
     )
@@ -178,7 +177,7 @@ async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
     services: list[PrefillService] = []
 
     def emit(events: tuple[commands.Event, ...]) -> None:
-        loop.call_soon_threadsafe(services[0].on_events, events)
+        loop.call_soon_threadsafe(lambda: services[0].on_events(steps.settle(events)))
 
     scheduler = PrefillScheduler(
         PrefillLimits(
@@ -204,29 +203,22 @@ async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
         key=_KEY,
         settings=TransferSettings(),
         transports=[ShmExporter(memory=engine.pool)],
-        release=lambda ticket_id: steps.post(commands.Release(ticket_id)),
+        release=lambda ticket_id: steps.post(Release(ticket_id)),
         clock=clock,
         counters=Counters(),
     )
     service = PrefillService(
         steps=steps,
         exporter=exporter,
-        prefixes=PrefixOffers(
-            exporter=exporter,
-            block_size=settings.block_size,
-            ask=lambda ticket_id, block_hashes, min_blocks: None,
-            release=lambda ticket_id: None,
-        ),
         pulls=None,
         tiers=None,
         compute=RunningRate(),
-        feed=PrefixFeed(MemberId("p0", "1"), steps.post),
-        heartbeats=HeartbeatFeed(),
+        cache_events=CacheEventPublisher(MemberId("p0", "1"), steps),
+        follow_heartbeats=HeartbeatFeed().follow,
         max_calls=64,
         refuse_if_unhealthy=lambda: None,
         vocab_size=engine.model_info.vocab_size,
         cluster_key=_KEY,
-        inspections=Inspections(steps.post, lambda: ()),
         telemetry=Telemetry(),
     )
     services.append(service)

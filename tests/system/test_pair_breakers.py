@@ -15,7 +15,7 @@ _NO_PAUSE = BreakerPolicy(first_pause_s=1e-6, max_pause_s=1e-6)
 
 
 async def _ask(router: RouterUnderTest) -> tuple[str, ...]:
-    """The reasons in the ledger of an answer that is right."""
+    """Send a request, check its answer, and return the reasons in its ledger."""
     answer = await answer_to(router, request := ask())
     assert answer.token_ids[0] == expected_tokens(router, request)
     return answer.summary.ledger.reasons
@@ -29,7 +29,7 @@ def _num_open(router: RouterUnderTest) -> float:
     return router.telemetry.value("tandem_pair_breaker_state", state="open")
 
 
-async def test_a_pair_whose_hand_offs_fail_is_left_alone_and_its_workers_serve_with_others() -> None:
+async def test_a_pair_whose_hand_offs_fail_is_avoided_and_its_workers_serve_with_others() -> None:
     async with router_under_test(breakers=_LONG_PAUSE) as router:
         prefills = [await router.add_prefill("p0"), await router.add_prefill("p1")]
         decodes = [await router.add_decode("d0"), await router.add_decode("d1")]
@@ -56,7 +56,7 @@ async def test_a_pair_that_works_again_is_found_out_and_used() -> None:
             await _ask(router)
         decode.broken_with = set()
         while _num_open(router):
-            assert await _ask(router) in ((), ("pairs_open",))
+            assert await _ask(router) in ((), ("pair_breakers_open",))
         assert await _ask(router) == ()
 
 
@@ -69,12 +69,12 @@ async def test_with_every_pair_open_decode_prefills_by_name() -> None:
         while not _num_open(router):
             await _ask(router)
         num_prefills = len(prefill.jobs)
-        assert await _ask(router) == ("pairs_open",)
+        assert await _ask(router) == ("pair_breakers_open",)
         assert len(prefill.jobs) == num_prefills
-        assert router.telemetry.value("tandem_local_prefills_total", reason="pairs_open") >= 1
+        assert router.telemetry.value("tandem_local_prefills_total", reason="pair_breakers_open") >= 1
 
 
-async def test_clients_that_go_away_open_nothing() -> None:
+async def test_cancelled_requests_open_no_breaker() -> None:
     async with router_under_test(breakers=_LONG_PAUSE) as router:
         await router.add_prefill("p0")
         decode = await router.add_decode("d0")
@@ -91,7 +91,7 @@ async def test_clients_that_go_away_open_nothing() -> None:
 
 
 @pytest.mark.parametrize("reason", [HandOffReason.NOT_ENOUGH_BLOCKS, HandOffReason.PREFILL_FAILED])
-async def test_what_fails_on_one_side_opens_no_pair(reason: HandOffReason) -> None:
+async def test_a_failure_of_one_worker_opens_no_breaker(reason: HandOffReason) -> None:
     async with router_under_test(breakers=_LONG_PAUSE) as router:
         await router.add_prefill("p0")
         decode = await router.add_decode("d0")

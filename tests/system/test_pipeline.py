@@ -1,4 +1,4 @@
-"""The story of a request: who is asked when, what the client gets, and what it costs nobody."""
+"""The life of a request: which worker is called when, what the client receives, and that nothing is left afterwards."""
 
 import asyncio
 from contextlib import aclosing
@@ -58,7 +58,7 @@ async def test_the_first_token_is_there_while_the_transfer_is_held() -> None:
 
 
 async def test_both_legs_run_at_once() -> None:
-    """Decode has its ticket while prefill still computes."""
+    """The decode worker has its ticket while the prefill worker still computes."""
     async with router_under_test() as router:
         prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
         await router.connected()
@@ -110,7 +110,7 @@ async def test_choices_share_one_prefill_and_each_has_its_own_seed() -> None:
         assert prefill.jobs[0].seeds == tuple(sequence.seed for sequence in decode.jobs[0].sequences)
 
 
-async def test_a_stop_string_ends_the_text_before_it_and_the_sequence_at_the_worker() -> None:
+async def test_a_stop_string_ends_the_text_and_the_sequence_at_the_worker() -> None:
     async with router_under_test() as router:
         await router.add_prefill("p0")
         decode = await router.add_decode("d0")
@@ -137,7 +137,7 @@ async def test_logprobs_come_with_every_token() -> None:
         assert all(len(item.top) == 2 for item in logprobs)
 
 
-async def test_without_any_prefill_pool_decode_does_both_and_that_is_no_fallback() -> None:
+async def test_a_colocated_cluster_prefills_on_decode_and_counts_no_fallback() -> None:
     async with router_under_test() as router:
         decode = await router.add_decode("d0")
         await router.connected()
@@ -194,10 +194,10 @@ async def test_closing_a_stream_in_its_middle_cancels_its_sequences() -> None:
             await anext(outputs)
         async with asyncio.timeout(10):
             await decode.cancelled.wait()
-        assert len(router.admission) == 0
+        assert router.live_requests.num_served == 0
 
 
-async def test_a_deadline_names_the_phase_it_passed_in_and_cancels_both_legs() -> None:
+async def test_a_deadline_names_its_phase_and_cancels_both_legs() -> None:
     async with router_under_test() as router:
         prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
         await router.connected()
@@ -214,13 +214,13 @@ async def test_a_deadline_names_the_phase_it_passed_in_and_cancels_both_legs() -
         decode.transfer.open()
 
 
-async def test_no_worker_until_the_deadline_is_told_so() -> None:
+async def test_a_request_without_a_worker_until_its_deadline_names_the_reason() -> None:
     async with router_under_test() as router:
         with pytest.raises(DeadlineExceeded, match="in phase admit"):
             await answer_to(router, ask(timeout_s=0.1))
 
 
-async def test_a_client_that_does_not_read_is_given_up_past_the_cap_and_others_go_on() -> None:
+async def test_a_client_that_does_not_read_is_ended_beyond_the_bound_and_others_continue() -> None:
     async with router_under_test(max_buffered_tokens=300) as router:
         await router.add_decode("d0")
         await router.connected()
@@ -229,7 +229,7 @@ async def test_a_client_that_does_not_read_is_given_up_past_the_cap_and_others_g
             request = ask(max_tokens=900, prompt=(1, 2))
             answer = await answer_to(router, request)
             assert answer.token_ids[0] == expected_tokens(router, request)
-            assert len(router.admission) == 0, "the slow one's story must end although nobody reads it"
+            assert router.live_requests.num_served == 0, "a request must end although its client reads nothing"
             with pytest.raises(SlowClient, match="read faster"):
                 async for _ in slow:
                     pass
@@ -251,7 +251,7 @@ async def test_a_live_id_is_refused_and_free_again_afterwards() -> None:
         assert len((await answer_to(router, ask(request_id="mine"))).token_ids[0]) == 8
 
 
-async def test_one_request_too_many_is_told_when_to_come_back_before_any_work() -> None:
+async def test_a_refused_request_is_told_when_to_retry_before_any_work() -> None:
     async with router_under_test(max_live_requests=1) as router:
         decode = await router.add_decode("d0")
         await router.connected()

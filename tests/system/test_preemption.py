@@ -1,5 +1,5 @@
-"""A decode pool too small for what it is asked, with real processes: everybody is swapped or computed again, guesses
-included, and says what it says alone."""
+"""A decode pool too small for its load, with real processes: sequences are swapped or recomputed, also with draft
+tokens, and every answer equals the one of a request alone."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ _SMALL = ("--dtype", "float32", "--num-blocks", "40", "--prefix-caching", "off",
 
 
 @pytest.mark.parametrize(("swap_space", "way"), [("64MiB", "swapped_in"), ("0", "recomputed")])
-async def test_what_is_preempted_says_what_it_says_alone(
+async def test_a_preempted_sequence_has_the_tokens_of_an_undisturbed_one(
     redis_url: str, tmp_path_factory: pytest.TempPathFactory, swap_space: str, way: str
 ) -> None:
     flags = (*_SMALL, "--swap-space", swap_space)
@@ -31,6 +31,6 @@ async def test_what_is_preempted_says_what_it_says_alone(
         codes = await cluster.stop()
 
     assert set(codes.values()) == {0}, cluster.output()[-4000:]
-    assert report.figures[way] > 0 and report.figures["guesses_accepted"] > 0
+    assert report.figures[way] > 0 and report.figures["draft_tokens_accepted"] > 0
     assert report.figures["swap_slots_used"] == 0 and report.blocks["held"] == 0
     assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]

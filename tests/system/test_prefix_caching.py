@@ -13,7 +13,8 @@ import pytest
 import pytest_asyncio
 
 from cluster.protocol import wire
-from tandem.v1 import inference_pb2, worker_pb2_grpc
+from tandem.internal.v1 import worker_pb2_grpc
+from tandem.v1 import inference_pb2
 from tests.faults.control import FaultControl, Worker
 from tests.faults.faulty_transport import Fault
 from tests.prefill_jobs import prefill_job
@@ -56,7 +57,7 @@ async def test_a_prefix_is_computed_and_moved_once(small_pools: LocalCluster) ->
     await small_pools.until_free()
 
 
-async def test_tenants_see_nothing_of_each_other(small_pools: LocalCluster) -> None:
+async def test_tenants_share_no_cached_blocks(small_pools: LocalCluster) -> None:
     prompt = _tokens(3, 5 * _BLOCK_SIZE)
     cached = []
     before = await small_pools.figures("decode")
@@ -72,7 +73,8 @@ async def test_tenants_see_nothing_of_each_other(small_pools: LocalCluster) -> N
 
 @pytest.mark.timeout(180)
 async def test_answers_are_those_of_requests_that_share_nothing(small_pools: LocalCluster) -> None:
-    """Many at once over pools too small for all, several choices, clients that leave; then each by itself."""
+    """Many concurrent requests use pools that are too small for all, with several choices and clients that leave. Then
+    each request runs alone."""
     requests = [_request(number) for number in range(36)]
     before = await small_pools.figures("prefill")
     slots = asyncio.Semaphore(8)
@@ -111,7 +113,7 @@ async def _leave_early(cluster: LocalCluster, request: inference_pb2.GenerateReq
         answer.go_away()
 
 
-async def test_a_prefix_comes_from_another_worker_where_that_is_cheaper(cluster: LocalCluster) -> None:
+async def test_a_prefix_is_pulled_from_another_worker_when_that_is_cheaper(cluster: LocalCluster) -> None:
     """Prefill workers take turns: the one that did not compute a prompt pulls it, as soon as it knows that it helps."""
     for number in range(8):  # until both know what computing costs them
         await ask(cluster, question(_tokens(400 + number, 40), max_tokens=2))
@@ -131,8 +133,9 @@ async def test_a_prefix_comes_from_another_worker_where_that_is_cheaper(cluster:
     await cluster.until_free()
 
 
-async def test_a_prompt_goes_to_the_worker_that_has_it_until_that_one_is_gone(cluster: LocalCluster) -> None:
-    """By a router that never sent it anywhere, and knows of it from the workers alone."""
+async def test_a_prompt_is_placed_on_the_worker_that_caches_it_until_that_worker_leaves(cluster: LocalCluster) -> None:
+    """The router that places it never sent the prompt to that worker, and learns of the cached blocks from the worker
+    alone."""
     prompts = [_tokens(600 + number, 6 * _BLOCK_SIZE + 1) for number in range(4)]
     placed = [(await ask(cluster, question(prompt, max_tokens=2))).ledger.members[0] for prompt in prompts]
     assert {member.partition("@")[0] for member in placed} == {"prefill0", "prefill1"}
@@ -155,7 +158,7 @@ async def test_a_prompt_goes_to_the_worker_that_has_it_until_that_one_is_gone(cl
 
 @asynccontextmanager
 async def _another_router(cluster: LocalCluster) -> AsyncIterator[LocalCluster]:
-    """The same cluster, asked through one more router."""
+    """Start one more router of the same cluster and send requests to it."""
     router = await cluster.start_member("another", "router", ("--port", "0", "--grpc-port", "0"))
     del cluster.members["another"]
     other = copy(cluster)
@@ -174,17 +177,15 @@ async def _num_cached(cluster: LocalCluster, name: str) -> int:
 
 
 async def _until_indexed(cluster: LocalCluster, num_blocks: int) -> None:
-    """Its router has heard of so many blocks."""
+    """Wait until its router has indexed this many blocks."""
     async with asyncio.timeout(30), httpx.AsyncClient() as http:
         url = f"http://{cluster.members['router0'].ready['http']}/metrics"
         while f"tandem_prefix_index_blocks {float(num_blocks)}\n" not in (await http.get(url)).text:
             pass
 
 
-async def test_a_prefill_worker_finds_on_disk_what_it_had_before_it_was_started_again(
-    redis_url: str, tmp_path: Path
-) -> None:
-    """By itself, asked as routers ask. Its pool holds one prompt, its host memory two, its disk all."""
+async def test_a_restarted_prefill_worker_finds_its_prefixes_on_disk(redis_url: str, tmp_path: Path) -> None:
+    """The test calls the worker as routers do. Its pool holds one prompt, its host memory two, its disk all."""
     tiers = ("--prefix-host-memory", "2560KiB", "--prefix-disk", str(tmp_path / "prefixes"))
     flags = ("--dtype", "float32", "--num-blocks", "44", *tiers)
     cluster, control = LocalCluster(redis_url, tmp_path), FaultControl(tmp_path)
@@ -230,7 +231,7 @@ async def _until_stored(cluster: LocalCluster, num_blocks: int) -> None:
 
 
 async def _prefilled(stub: worker_pb2_grpc.PrefillWorkerStub, token_ids: tuple[int, ...]) -> int:
-    """How many of the prompt's tokens were found."""
+    """Prefill the prompt and return how many of its tokens were cached."""
     job = wire.prefill_job_to_wire(prefill_job(token_ids))
     events = [event async for event in stub.Prefill(job, timeout=60)]
     return int(events[-1].first_tokens.num_cached)

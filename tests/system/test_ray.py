@@ -11,7 +11,6 @@ import grpc
 import pytest
 
 from cluster.messages import Role
-from cluster.protocol.wire import pack_ids, unpack_ids
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
 from tandem.v1 import inference_pb2, inference_pb2_grpc
@@ -57,14 +56,14 @@ def pools(redis_url: str, cluster_name: str, tmp_path: Path) -> Iterator[RayPool
 def _generate(address: str) -> tuple[int, ...]:
     with grpc.insecure_channel(address) as channel:
         request = inference_pb2.GenerateRequest(
-            token_ids=pack_ids(range(20, 60)),
+            token_ids=inference_pb2.TokenIds(ids=range(20, 60)),
             sampling=inference_pb2.SamplingParams(temperature=0.0),
             stop=inference_pb2.StopConditions(max_tokens=8, ignore_eos=True),
         )
         tokens: list[int] = []
         for response in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=90):
             for delta in response.deltas:
-                tokens.extend(unpack_ids(delta.token_ids))
+                tokens.extend(delta.token_ids)
         return tuple(tokens)
 
 
@@ -111,7 +110,7 @@ async def _scaled_up_and_down(pools: RayPools, redis_url: str, cluster_name: str
     async def loads() -> dict[str, float]:
         return {}
 
-    registry = Registry(url=redis_url, cluster_name=cluster_name, lease_s=5.0)
+    registry = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=5.0)
     targets = ScaleTargets(registry)
     follower = RayFollower(pools=pools, registry=registry, loads=loads, say=print)
     following = asyncio.create_task(follower.run())

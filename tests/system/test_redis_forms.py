@@ -24,7 +24,7 @@ FORMS = ("password", "acl", "socket", "sentinel", "sentinels with passwords", "c
 
 @asynccontextmanager
 async def redis_as(form: str, folder: Path) -> AsyncIterator[str]:
-    """Its URL, with `secret` for the password."""
+    """Run a form of Redis and yield its URL. `secret`: its password."""
     async with AsyncExitStack() as stack:
         if form.startswith("cluster"):
             nodes = await stack.enter_async_context(redis_cluster(folder, 2 if "two" in form else 1, "secret"))
@@ -54,9 +54,9 @@ async def redis_as(form: str, folder: Path) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-async def test_leases_news_and_fences_work_on_every_form(form: str, tmp_path: Path) -> None:
+async def test_registration_events_and_fencing_work_with_every_form_of_redis(form: str, tmp_path: Path) -> None:
     async with redis_as(form, tmp_path) as url:
-        registry = Registry(url=url, cluster_name="own", lease_s=5.0)
+        registry = Registry(url=url, cluster_name="own", ttl_s=5.0)
         async with aclosing(registry.watch()) as watch, asyncio.timeout(DEADLINE_S):
             assert await anext(watch) == ()
             await registry.register(member())
@@ -72,9 +72,9 @@ async def test_leases_news_and_fences_work_on_every_form(form: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("form", ["password", "acl", "sentinel", "sentinels with passwords"])
-async def test_a_wrong_password_is_told_and_never_said(form: str, tmp_path: Path) -> None:
+async def test_a_wrong_password_is_reported_without_the_password(form: str, tmp_path: Path) -> None:
     async with redis_as(form, tmp_path) as url:
-        registry = Registry(url=url.replace("secret", "hunter2"), cluster_name="own", lease_s=5.0)
+        registry = Registry(url=url.replace("secret", "hunter2"), cluster_name="own", ttl_s=5.0)
         with pytest.raises(RegistryUnavailable, match=r"(?i)auth|password") as refusal:
             await registry.ping()
         assert "hunter2" not in refusal.value.message
@@ -82,12 +82,12 @@ async def test_a_wrong_password_is_told_and_never_said(form: str, tmp_path: Path
         await registry.close()
 
 
-async def test_a_master_that_dies_is_replaced_and_the_watcher_misses_nobody(tmp_path: Path) -> None:
+async def test_a_master_that_dies_is_replaced_and_the_watcher_misses_no_member(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         master = await stack.enter_async_context(redis_process(tmp_path))
         await stack.enter_async_context(redis_process(tmp_path, "--replicaof", HOST, str(master.port)))
         sentinels = await stack.enter_async_context(sentinel(tmp_path, master, num_replicas=1))
-        registry = Registry(url=f"redis+sentinel://{HOST}:{sentinels.port}", cluster_name="own", lease_s=1.0)
+        registry = Registry(url=f"redis+sentinel://{HOST}:{sentinels.port}", cluster_name="own", ttl_s=1.0)
         registrations = [Registration(registry, member(name)) for name in ("p0", "d0")]
         for registration in registrations:
             await registration.join()

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180
 LEASE_S = 3.0  # a silent worker is doubted before it is over: long enough for a busy machine
 _LONGER_S = 1.2 * LEASE_S
 _DEADLINE_S = 60.0
-_MEMBERSHIP = ("--member-lease-s", str(LEASE_S))
+_MEMBERSHIP = ("--registration-ttl-s", str(LEASE_S))
 _FLAGS = (*_MEMBERSHIP, "--heartbeat-s", "0.5", "--dtype", "float32", "--num-blocks", "256", "--prefix-caching", "off")
 _QUESTION = question(range(30, 110), max_tokens=200, ignore_eos=True)
 _BODY = {"model": "demo_model", "prompt": list(range(40, 90)), "max_tokens": 100, "temperature": 0, "stream": True}
@@ -43,9 +43,9 @@ class Cluster:
     text: str
 
     async def registered(self) -> None:
-        """Until every member that runs is in the registry."""
+        """Wait until every running member is in the registry."""
         running = {f"{name}@{member.incarnation}" for name, member in self.members.members.items()}
-        registry = Registry(url=self.redis.url, cluster_name=self.members.name, lease_s=LEASE_S)
+        registry = Registry(url=self.redis.url, cluster_name=self.members.name, ttl_s=LEASE_S)
         async with aclosing(registry.watch()) as watch, asyncio.timeout(_DEADLINE_S):
             await until(watch, lambda found: {str(member.id) for member in found} >= running)
         await registry.close()
@@ -66,7 +66,7 @@ class Cluster:
 
     @asynccontextmanager
     async def load(self) -> AsyncIterator[list["asyncio.Task[None]"]]:
-        """Clients at work; leaving it, each ends what it has begun, and says what went wrong."""
+        """Run clients. On exit each one completes its present request and reports its failures."""
         ending = asyncio.Event()
         num_answered = [0] * 3
 
@@ -126,7 +126,7 @@ async def _gone_for_longer_than_a_lease(cluster: Cluster, back: Awaitable[None])
     await cluster.members.until_free()
 
 
-async def test_redis_killed_for_longer_than_a_lease_and_back_empty(cluster: Cluster) -> None:
+async def test_redis_killed_beyond_the_registration_ttl_and_back_empty_loses_no_request(cluster: Cluster) -> None:
     async def start() -> None:
         cluster.redis = await RedisServer.start(cluster.redis.port)
 
@@ -136,7 +136,7 @@ async def test_redis_killed_for_longer_than_a_lease_and_back_empty(cluster: Clus
 
 
 @pytest.mark.slow
-async def test_redis_that_stands_still_until_every_key_has_expired(cluster: Cluster) -> None:
+async def test_a_redis_stopped_until_every_key_has_expired_loses_no_request(cluster: Cluster) -> None:
     async def wake() -> None:
         os.kill(cluster.redis.pid, signal.SIGCONT)
 
@@ -145,7 +145,7 @@ async def test_redis_that_stands_still_until_every_key_has_expired(cluster: Clus
 
 
 @pytest.mark.slow
-async def test_redis_that_is_emptied_while_it_runs(cluster: Cluster) -> None:
+async def test_emptying_a_running_redis_loses_no_request(cluster: Cluster) -> None:
     async with cluster.load() as clients, Redis.from_url(cluster.redis.url) as redis:
         for _ in range(3):
             await redis.flushall()
@@ -156,14 +156,15 @@ async def test_redis_that_is_emptied_while_it_runs(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-async def test_a_worker_that_starts_without_redis_says_so_and_joins_when_it_is_back(cluster: Cluster) -> None:
+async def test_a_worker_that_starts_without_redis_reports_it_and_a_later_one_joins(cluster: Cluster) -> None:
     members = cluster.members
     os.kill(cluster.redis.pid, signal.SIGKILL)
     await cluster.redis.wait()
     early = await members.spawn("decode1", "decode_worker", _FLAGS)
-    said, _ = await asyncio.wait_for(early.process.communicate(), _DEADLINE_S)
+    assert early.process.stdout is not None
+    said = await asyncio.wait_for(early.process.stdout.read(), _DEADLINE_S)
     last = said.decode().strip().splitlines()[-1]
-    assert early.process.returncode == ExitStatus.REGISTRY
+    assert await early.exit_code() == ExitStatus.REGISTRY
     assert f"127.0.0.1:{cluster.redis.port}" in last
     assert "Traceback" not in said.decode()
     cluster.redis = await RedisServer.start(cluster.redis.port)

@@ -37,15 +37,15 @@ def member(name: str = "p0", incarnation: str = "first", role: Role = Role.PREFI
 
 @pytest.fixture
 async def registry(redis_url: str, cluster_name: str) -> AsyncIterator[Registry]:
-    opened = Registry(url=redis_url, cluster_name=cluster_name, lease_s=5.0)
+    opened = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=5.0)
     yield opened
     await opened.close()
 
 
 @pytest.fixture
 async def brief_registry(redis_url: str, cluster_name: str) -> AsyncIterator[Registry]:
-    """With leases short enough to see them lapse."""
-    opened = Registry(url=redis_url, cluster_name=cluster_name, lease_s=0.4)
+    """A registry whose registrations expire soon enough to watch."""
+    opened = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=0.4)
     yield opened
     await opened.close()
 
@@ -53,7 +53,7 @@ async def brief_registry(redis_url: str, cluster_name: str) -> AsyncIterator[Reg
 async def until(
     watch: AsyncIterator[tuple[Member, ...]], holds: Callable[[tuple[Member, ...]], bool]
 ) -> tuple[Member, ...]:
-    """The first snapshot of which it holds."""
+    """Return the first snapshot for which the condition holds."""
     async with asyncio.timeout(DEADLINE_S):
         async for members in watch:
             if holds(members):
@@ -61,22 +61,22 @@ async def until(
     raise AssertionError("the watch ended")
 
 
-async def test_a_registered_member_is_seen_whole(registry: Registry) -> None:
+async def test_a_registered_member_is_seen_with_all_its_fields(registry: Registry) -> None:
     router = member("r0", role=Role.ROUTER, fingerprint=None, transports=(), capacity=None, http_address="127.0.0.1:2")
     await registry.register(router)
     await registry.register(member())
     assert await registry.members() == (member(), router)
 
 
-async def test_clusters_of_other_names_are_not_seen(registry: Registry, redis_url: str) -> None:
-    other = Registry(url=redis_url, cluster_name="test-another", lease_s=5.0)
+async def test_members_of_other_clusters_are_not_seen(registry: Registry, redis_url: str) -> None:
+    other = Registry(url=redis_url, cluster_name="test-another", ttl_s=5.0)
     await registry.register(member())
     assert await other.members() == ()
     await other.close()
 
 
-async def test_a_watcher_hears_of_joins_states_and_leaves_at_once(registry: Registry) -> None:
-    """With leases of five seconds the next look by itself would come a second later each time."""
+async def test_a_watcher_receives_joins_states_and_departures_at_once(registry: Registry) -> None:
+    """With a registration TTL of five seconds the next periodic read would come a second later each time."""
     async with aclosing(registry.watch()) as watch:
         assert await until(watch, lambda _: True) == ()
         async with asyncio.timeout(2.0):
@@ -119,7 +119,7 @@ async def test_the_newer_incarnation_wins_and_the_older_is_fenced(registry: Regi
     assert await registry.members() == (member(incarnation="new"),)
 
 
-async def test_a_woken_process_cannot_take_its_successors_lapsed_place(brief_registry: Registry) -> None:
+async def test_a_woken_process_cannot_replace_its_successor_whose_registration_lapsed(brief_registry: Registry) -> None:
     await brief_registry.register(member(incarnation="old"))
     await brief_registry.register(member(incarnation="new"))
     async with aclosing(brief_registry.watch()) as watch:
@@ -130,21 +130,21 @@ async def test_a_woken_process_cannot_take_its_successors_lapsed_place(brief_reg
     assert await brief_registry.members() == (member(incarnation="new"),)
 
 
-async def test_where_redis_lost_everything_the_newer_incarnation_still_wins(
+async def test_the_newer_incarnation_wins_after_redis_lost_its_data(
     registry: Registry, redis_url: str, cluster_name: str
 ) -> None:
     await registry.register(member(incarnation="old"))
     await registry.register(member(incarnation="new"))
     async with Redis.from_url(redis_url) as redis:
         await redis.delete(*await redis.keys(f"{{{cluster_name}}}:*"))
-    await registry.renew(member(incarnation="old"))  # nobody can know better
+    await registry.renew(member(incarnation="old"))  # no record contradicts it
     await registry.renew(member(incarnation="new"))
     with pytest.raises(Fenced, match="incarnation new"):
         await registry.renew(member(incarnation="old"))
     assert await registry.members() == (member(incarnation="new"),)
 
 
-async def test_a_fenced_member_is_told_by_its_renewal(brief_registry: Registry) -> None:
+async def test_a_renewal_tells_a_member_that_it_is_fenced(brief_registry: Registry) -> None:
     registration = Registration(brief_registry, member(incarnation="old"))
     await registration.join()
     await brief_registry.register(member(incarnation="new"))
@@ -172,9 +172,9 @@ async def test_a_worker_that_does_not_fit_is_refused_with_both_values(
     assert [found.id.id for found in await registry.members()] == ["d0"]
 
 
-async def test_whoever_is_still_starting_refuses_nobody_who_fits_the_accepted(registry: Registry) -> None:
-    """Two start together beside one that serves: the one that does not belong is told of the serving one, and the other
-    joins, whichever comes first."""
+async def test_a_starting_worker_does_not_keep_out_a_worker_that_matches_the_accepted_ones(registry: Registry) -> None:
+    """Two workers start together beside one that serves. The one that does not match is refused with the serving
+    worker's values, and the other one joins, whichever comes first."""
     foreign = replace(FINGERPRINT, weights="weights-b")
     await Registration(registry, member("d0", role=Role.DECODE, state=MemberState.READY)).join()
     await registry.register(member("a-stranger", fingerprint=foreign))  # about to be told
@@ -183,12 +183,12 @@ async def test_whoever_is_still_starting_refuses_nobody_who_fits_the_accepted(re
         await Registration(registry, member("b-stranger", fingerprint=foreign)).join()
 
 
-async def test_a_restarted_worker_may_bring_another_model_when_it_was_alone(registry: Registry) -> None:
+async def test_a_worker_that_was_alone_may_restart_with_another_model(registry: Registry) -> None:
     await Registration(registry, member(incarnation="old")).join()
     await Registration(registry, member(incarnation="new", fingerprint=replace(FINGERPRINT, weights="b"))).join()
 
 
-async def test_members_of_other_fingerprints_are_visible_and_never_pair(registry: Registry) -> None:
+async def test_members_with_other_fingerprints_are_visible_and_never_paired(registry: Registry) -> None:
     stranger = member("d0", role=Role.DECODE, fingerprint=replace(FINGERPRINT, weights="weights-b"))
     await registry.register(stranger)
     await registry.register(member())
@@ -197,7 +197,7 @@ async def test_members_of_other_fingerprints_are_visible_and_never_pair(registry
     assert member().may_exchange_kv(member("d1"))
 
 
-async def test_members_without_a_common_protocol_never_pair(registry: Registry) -> None:
+async def test_members_without_a_common_protocol_are_never_paired(registry: Registry) -> None:
     newer = member("d0", protocol_oldest=2, protocol_newest=3)
     assert not member().may_exchange_kv(newer)
     await Registration(registry, newer).join()
@@ -207,7 +207,7 @@ async def test_members_without_a_common_protocol_never_pair(registry: Registry) 
 
 async def on_own_server(act: Callable[[RedisServer, Registry], Awaitable[None]]) -> None:
     server = await RedisServer.start()
-    registry = Registry(url=server.url, cluster_name="own", lease_s=0.5, timeout_s=0.5)
+    registry = Registry(url=server.url, cluster_name="own", ttl_s=0.5, timeout_s=0.5)
     try:
         await act(server, registry)
     finally:
@@ -215,8 +215,8 @@ async def on_own_server(act: Callable[[RedisServer, Registry], Awaitable[None]])
         await server.stop()
 
 
-async def test_while_redis_is_stopped_nothing_new_is_said_and_afterwards_everyone_is_back() -> None:
-    """A Redis that stands still for longer than its leases has lost them all when it goes on."""
+async def test_after_a_stopped_redis_continues_every_member_is_back() -> None:
+    """A Redis that is stopped for longer than the registration TTL has lost all registrations when it continues."""
 
     async def act(server: RedisServer, registry: Registry) -> None:
         registration = Registration(registry, member())
@@ -228,9 +228,9 @@ async def test_while_redis_is_stopped_nothing_new_is_said_and_afterwards_everyon
                 await registry.members()
             news = asyncio.ensure_future(anext(watch))
             keeper = asyncio.create_task(registration.keep())
-            await asyncio.wait([news], timeout=2 * registry.lease_s)
+            await asyncio.wait([news], timeout=2 * registry.ttl_s)
             assert not news.done()
-            assert registry.age_s > registry.lease_s
+            assert registry.age_s > registry.ttl_s
             os.kill(server.pid, signal.SIGCONT)
             await registration_seen(registry)
             await registry.register(member("d0"))
@@ -240,7 +240,7 @@ async def test_while_redis_is_stopped_nothing_new_is_said_and_afterwards_everyon
     await on_own_server(act)
 
 
-async def test_a_redis_that_lost_everything_is_told_again() -> None:
+async def test_members_register_again_after_redis_lost_its_data() -> None:
     async def act(server: RedisServer, registry: Registry) -> None:
         registration = Registration(registry, member())
         await registration.join()
@@ -262,8 +262,8 @@ async def test_a_redis_that_lost_everything_is_told_again() -> None:
     await on_own_server(act)
 
 
-async def test_who_finds_no_redis_joins_when_it_is_back() -> None:
-    """A worker whose model took minutes to load does not throw it away."""
+async def test_a_member_without_redis_joins_when_redis_is_back() -> None:
+    """A worker that took minutes to load its model does not discard it."""
 
     async def act(server: RedisServer, registry: Registry) -> None:
         await server.stop()
@@ -280,7 +280,7 @@ async def test_who_finds_no_redis_joins_when_it_is_back() -> None:
     await on_own_server(act)
 
 
-async def test_who_waits_for_redis_to_join_still_leaves_when_asked() -> None:
+async def test_a_member_that_waits_for_redis_exits_when_asked() -> None:
     async def act(server: RedisServer, registry: Registry) -> None:
         await server.stop()
         stop = asyncio.Event()
@@ -294,11 +294,11 @@ async def test_who_waits_for_redis_to_join_still_leaves_when_asked() -> None:
     await on_own_server(act)
 
 
-async def test_a_redis_that_is_emptied_while_it_runs_costs_nobody() -> None:
-    """Whichever comes back first, the watcher itself or another: those that are not yet back are kept."""
+async def test_emptying_a_running_redis_removes_no_member() -> None:
+    """The watcher or another member may register first; the members that are still missing are kept."""
 
     async def act(server: RedisServer, registry: Registry) -> None:
-        worker = Registry(url=server.url, cluster_name="own", lease_s=registry.lease_s)
+        worker = Registry(url=server.url, cluster_name="own", ttl_s=registry.ttl_s)
         theirs = Registration(worker, member("d0"))
         ours = Registration(registry, router)
         await theirs.join()
@@ -310,7 +310,7 @@ async def test_a_redis_that_is_emptied_while_it_runs_costs_nobody() -> None:
                 for returning in (ours, theirs):
                     await redis.flushall()
                     await returning.set_state(MemberState.STARTING)
-                    await asyncio.wait([news], timeout=registry.lease_s / 2)  # two looks
+                    await asyncio.wait([news], timeout=registry.ttl_s / 2)  # two looks
                     assert not news.done()
                 await ours.set_state(MemberState.READY)
                 assert await news == (member("d0"), router.with_state(MemberState.READY))
@@ -329,8 +329,10 @@ async def test_a_redis_that_is_emptied_while_it_runs_costs_nobody() -> None:
     ],
     ids=["full", "a replica"],
 )
-async def test_a_redis_that_takes_nothing_is_gone_and_nobody_is_missing(spoil: str, mend: str, words: str) -> None:
-    """It still answers questions, with fewer and fewer members."""
+async def test_a_redis_that_refuses_writes_counts_as_gone_and_no_member_is_removed(
+    spoil: str, mend: str, words: str
+) -> None:
+    """It still answers reads, with fewer and fewer members."""
 
     async def act(server: RedisServer, registry: Registry) -> None:
         registration = Registration(registry, member())
@@ -343,7 +345,7 @@ async def test_a_redis_that_takes_nothing_is_gone_and_nobody_is_missing(spoil: s
                 await redis.execute_command(*spoil.split())  # type: ignore[no-untyped-call]
                 with pytest.raises(RegistryUnavailable, match=words):
                     await registry.renew(member())
-                await asyncio.wait([news], timeout=3 * registry.lease_s)
+                await asyncio.wait([news], timeout=3 * registry.ttl_s)
                 assert not news.done()
                 await redis.execute_command(*mend.split())  # type: ignore[no-untyped-call]
                 await registration_seen(registry)
@@ -355,13 +357,13 @@ async def test_a_redis_that_takes_nothing_is_gone_and_nobody_is_missing(spoil: s
     await on_own_server(act)
 
 
-async def test_a_redis_that_is_still_loading_is_gone_and_not_wrong() -> None:
+async def test_a_loading_redis_counts_as_gone() -> None:
     async def load(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.readline():
             writer.write(b"-LOADING Redis is loading the dataset in memory\r\n")
 
     server = await asyncio.start_server(load, "127.0.0.1", 0)
-    registry = Registry(url=f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", cluster_name="c", lease_s=1.0)
+    registry = Registry(url=f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", cluster_name="c", ttl_s=1.0)
     registration = Registration(registry, member())
     await registration.set_state(MemberState.READY)
     with pytest.raises(RegistryUnavailable, match="loading"):
@@ -370,7 +372,7 @@ async def test_a_redis_that_is_still_loading_is_gone_and_not_wrong() -> None:
     server.close()
 
 
-async def test_scripts_that_redis_has_forgotten_are_told_again(registry: Registry, redis_url: str) -> None:
+async def test_scripts_that_redis_lost_are_loaded_again(registry: Registry, redis_url: str) -> None:
     await registry.register(member())
     async with Redis.from_url(redis_url) as redis:
         await redis.script_flush()
@@ -379,7 +381,7 @@ async def test_scripts_that_redis_has_forgotten_are_told_again(registry: Registr
 
 
 async def test_a_subscription_that_a_network_cut_in_half_is_made_anew(redis_url: str, cluster_name: str) -> None:
-    """Nothing comes on it any more, and nothing says so; everything else works."""
+    """The subscription receives nothing more and reports no error, while everything else works."""
     subscribed: asyncio.Queue[None] = asyncio.Queue()
     number = itertools.count(1)
 
@@ -402,7 +404,7 @@ async def test_a_subscription_that_a_network_cut_in_half_is_made_anew(redis_url:
 
     server = await asyncio.start_server(forward, "127.0.0.1", 0)
     url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    registry = Registry(url=url, cluster_name=cluster_name, lease_s=0.5)
+    registry = Registry(url=url, cluster_name=cluster_name, ttl_s=0.5)
     async with aclosing(registry.watch()) as watch, asyncio.timeout(DEADLINE_S):
         assert await anext(watch) == ()
         news = asyncio.ensure_future(anext(watch))
@@ -415,13 +417,13 @@ async def test_a_subscription_that_a_network_cut_in_half_is_made_anew(redis_url:
 
 
 async def registration_seen(registry: Registry) -> None:
-    """Until the member that renews is in the registry again."""
+    """Wait until the member that renews is in the registry again."""
     async with aclosing(registry.watch()) as watch:
         await until(watch, lambda members: member() in members)
 
 
 async def test_an_unreachable_redis_is_named_without_its_password() -> None:
-    registry = Registry(url="redis://:secret@127.0.0.1:1/0", cluster_name="c", lease_s=1.0)
+    registry = Registry(url="redis://:secret@127.0.0.1:1/0", cluster_name="c", ttl_s=1.0)
     with pytest.raises(RegistryUnavailable, match=r"127\.0\.0\.1:1") as refusal:
         await registry.ping()
     assert "secret" not in refusal.value.message
@@ -430,7 +432,7 @@ async def test_an_unreachable_redis_is_named_without_its_password() -> None:
 @pytest.mark.parametrize("url", ["", "http://x", "redis://h:nine/0"])
 def test_a_url_that_names_no_redis_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--redis"):
-        Registry(url=url, cluster_name="c", lease_s=1.0)
+        Registry(url=url, cluster_name="c", ttl_s=1.0)
 
 
 async def test_a_port_in_use_is_named_when_redis_cannot_have_it(redis_url: str) -> None:
@@ -439,11 +441,9 @@ async def test_a_port_in_use_is_named_when_redis_cannot_have_it(redis_url: str) 
         await RedisServer.start(port)
 
 
-async def test_a_watch_and_a_renewal_end_at_whatever_moment_they_are_cancelled(
-    redis_url: str, cluster_name: str
-) -> None:
-    """A cancel that meets the end of a write was once lost in between: the process that drained never ended."""
-    registry = Registry(url=redis_url, cluster_name=cluster_name, lease_s=0.001)  # as often as it can
+async def test_a_watch_and_a_renewal_can_be_cancelled_at_any_moment(redis_url: str, cluster_name: str) -> None:
+    """A cancellation at the end of a write was once lost, and the draining process never ended."""
+    registry = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=0.001)  # as often as it can
     registration = Registration(registry, member())
 
     async def watched() -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.serving.serving import GrpcServer
-from router.grpc_api.client_stalls import ClientStalls
-from router.grpc_api.service import InferenceService
+from router.grpc_api.service import InferenceService, WriteTimeout
 from tandem.client import AsyncClient, Client
 from tandem.errors import Unavailable
 from tandem.v1 import inference_pb2, inference_pb2_grpc
@@ -24,15 +23,15 @@ Response = inference_pb2.GenerateResponse
 
 
 class MortalService(InferenceService):
-    """Its server is gone before the first response of which `dies_before(tokens sent, response)`."""
+    """A service whose server ends before the first response for which `dies_before(tokens sent, response)` holds."""
 
     def __init__(self, router: RouterUnderTest, stop: Callable[[], Any]) -> None:
         self.told: tuple[str, ...] = ()
         super().__init__(
             pipeline=router.pipeline,
             tokenization=router.tokenization,
-            stalls=ClientStalls(60.0, router.telemetry),
-            told_routers=lambda: self.told,
+            stalls=WriteTimeout(60.0, router.telemetry),
+            advertised_routers=lambda: self.told,
         )
         self.dies_before: Callable[[int, Response], bool] = lambda num_tokens, response: False
         self._stop = stop
@@ -45,7 +44,7 @@ class MortalService(InferenceService):
                 self._stopping = asyncio.create_task(self._stop())
                 await asyncio.Event().wait()  # until the server's end cancels it
             yield response
-            num_tokens += sum(len(delta.token_ids) // 4 for delta in response.deltas)
+            num_tokens += sum(len(delta.token_ids) for delta in response.deltas)
 
 
 class ServedRouter:
@@ -74,7 +73,7 @@ def before_the_acceptance(num_tokens: int, response: Response) -> bool:
 
 
 def before_token(number: int) -> Callable[[int, Response], bool]:
-    """Of all choices together; as soon as so many were sent."""
+    """Die as soon as this many tokens of all choices together have been sent."""
     return lambda num_tokens, response: num_tokens >= number and not response.HasField("accepted")
 
 
@@ -90,7 +89,7 @@ REQUEST = ask(max_tokens=MAX_TOKENS, n=2)  # its seed is 1
 
 
 def undisturbed(router: RouterUnderTest) -> tuple[list[tuple[int, ...]], int]:
-    """Both choices' tokens, and the stop token that ends the first one early."""
+    """The tokens of both choices, and the stop token that ends the first one early."""
     first, second = (tuple(expected_tokens(router, REQUEST, choice)) for choice in (0, 1))
     assert first[3] not in second
     return [first[:4], second], first[3]
@@ -109,7 +108,9 @@ def undisturbed(router: RouterUnderTest) -> tuple[list[tuple[int, ...]], int]:
     ],
     ids=["acceptance", "first-token", "token-1", "token-5", "token-9", "last-tokens", "end-message"],
 )
-async def test_the_client_gets_what_it_would_have_got(dies_before: Callable[[int, Response], bool]) -> None:
+async def test_a_resumed_client_gets_the_answer_of_an_undisturbed_one(
+    dies_before: Callable[[int, Response], bool],
+) -> None:
     async with served() as first, served() as second:
         expected, stop_token_id = undisturbed(first.router)
         first.service.dies_before = dies_before
@@ -131,10 +132,10 @@ async def test_the_client_gets_what_it_would_have_got(dies_before: Callable[[int
 
 @pytest.mark.parametrize("dies_before", [before_token(0), before_token(5)], ids=["first-token", "token-5"])
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "blocking"])
-async def test_a_client_of_one_address_goes_on_at_the_router_that_it_was_told_of(
+async def test_a_client_of_one_address_resumes_at_a_router_named_by_the_first(
     dies_before: Callable[[int, Response], bool], is_async: bool
 ) -> None:
-    """Told before the first token, so that this one needs no second address either."""
+    """The client receives the other address before the first token."""
     async with served() as first, served() as second:
         expected, _ = undisturbed(first.router)
         first.service.told = (first.address, second.address)
@@ -150,7 +151,7 @@ async def test_a_client_of_one_address_goes_on_at_the_router_that_it_was_told_of
         assert (len(result.token_ids), result.ledger.reasons) == (MAX_TOKENS, ("resumed",))
 
 
-async def test_a_client_that_wants_to_be_told_of_nobody_asks_nobody_else() -> None:
+async def test_a_client_without_discovery_asks_only_the_given_router() -> None:
     async with served() as first, served() as second:
         first.service.told = (first.address, second.address)
         first.service.dies_before = before_the_acceptance
@@ -160,8 +161,8 @@ async def test_a_client_that_wants_to_be_told_of_nobody_asks_nobody_else() -> No
         assert not second.prefill.jobs
 
 
-async def test_what_the_first_router_drew_and_resolved_holds_at_the_second() -> None:
-    """The seed, and sampling and length that the request left open."""
+async def test_seed_and_parameters_of_the_first_router_hold_at_the_second() -> None:
+    """The seed, the sampling parameters and the length that the request left open are kept."""
     async with served() as first, served() as second:
         first.service.dies_before = before_token(5)
         async with AsyncClient([first.address, second.address], timeout_s=20) as client:

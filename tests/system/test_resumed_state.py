@@ -31,7 +31,7 @@ async def _undisturbed(request: GenerateRequest) -> Answer:
 
 
 async def _interrupted(router: RouterUnderTest, request: GenerateRequest) -> tuple[Answer, list[Any]]:
-    """The answer, and every job that a worker was given for it, in order."""
+    """Return the answer, and every job that a worker received for it, in order."""
     prefill, dying = await router.add_prefill("p0"), await router.add_decode("d0")
     await router.connected()
     dying.pause_at = _AT
@@ -46,7 +46,7 @@ async def _interrupted(router: RouterUnderTest, request: GenerateRequest) -> tup
 
 
 def _delivered(answer: Answer) -> dict[str, object]:
-    """Everything that a client has been given, but for times and places."""
+    """Return everything that the client received except times and places."""
     logprobs: dict[int, list[TokenLogprobs]] = {}
     for output in answer.outputs:
         for delta in output.deltas:
@@ -62,7 +62,7 @@ def _delivered(answer: Answer) -> dict[str, object]:
 
 
 def _wanted(job: PrefillJob | DecodeJob) -> tuple[object, ...]:
-    """What of a job the request itself decides."""
+    """Return the part of a job that the request itself decides."""
     prompt = (
         job.prompt_token_ids if isinstance(job, DecodeJob) else job.token_ids[: len(job.token_ids) - job.num_committed]
     )
@@ -70,7 +70,7 @@ def _wanted(job: PrefillJob | DecodeJob) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("request_", [ask(max_tokens=24), _MANY], ids=["greedy", "everything"])
-async def test_what_a_client_gets_is_what_it_would_have_had(request_: GenerateRequest) -> None:
+async def test_a_resumed_answer_equals_the_undisturbed_one(request_: GenerateRequest) -> None:
     undisturbed = await _undisturbed(request_)
     async with router_under_test() as router:
         answer, jobs = await _interrupted(router, request_)
@@ -78,7 +78,7 @@ async def test_what_a_client_gets_is_what_it_would_have_had(request_: GenerateRe
     assert len({_wanted(job) for job in jobs}) == 1
 
 
-async def test_every_choice_goes_on_with_its_own_seed_from_its_own_tokens() -> None:
+async def test_every_choice_continues_with_its_own_seed_and_tokens() -> None:
     async with router_under_test() as router:
         answer, jobs = await _interrupted(router, _MANY)
     seeds = jobs[0].seeds
@@ -93,7 +93,7 @@ async def test_every_choice_goes_on_with_its_own_seed_from_its_own_tokens() -> N
     assert {start.seed for start in again} == set(seeds)
 
 
-async def test_a_stop_string_that_begins_before_the_death_and_ends_after_it_is_found() -> None:
+async def test_a_stop_string_that_spans_a_failover_is_found() -> None:
     async with router_under_test() as router:
         tokens, stop = _text_across(router, request := ask(max_tokens=24))
     stopping = replace(request, stop=StopConditions(max_tokens=24, stop=(stop,)))
@@ -115,7 +115,7 @@ async def test_a_stop_string_that_min_tokens_forbids_stays_forbidden() -> None:
     assert answer.finish_reasons[0] == "length"
 
 
-async def test_a_stop_token_that_comes_after_the_death_ends_it() -> None:
+async def test_a_stop_token_after_a_failover_ends_the_choice() -> None:
     async with router_under_test() as router:
         tokens = expected_tokens(router, request := ask(max_tokens=24))
     stopping = replace(request, stop=StopConditions(max_tokens=24, stop_token_ids=(tokens[_AT + 3],)))

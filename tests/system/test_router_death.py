@@ -14,14 +14,14 @@ from tests.system.local_cluster import LocalCluster, Member
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 TIMEOUT_S = 90.0
 MAX_TOKENS = 160
-SILENCE_S = 2.0
+KEEPALIVE_TIMEOUT_S = 2.0
 NOTICED_S = 14.0  # by its silence: gRPC's keepalive takes 15 s
 FLAGS = ("--port", "0", "--grpc-port", "0", "--placement", "least-loaded")
 
 
 @asynccontextmanager
 async def second_router(cluster: LocalCluster) -> AsyncIterator[Member]:
-    """Leaves the cluster with its first router alone."""
+    """Start a second router. The test leaves the cluster with its first router alone."""
     member = await cluster.start_member("second", "router", FLAGS)
     try:
         yield member
@@ -35,7 +35,7 @@ async def second_router(cluster: LocalCluster) -> AsyncIterator[Member]:
 
 
 def started(client: AsyncClient, number: int) -> AsyncGeneration:
-    """Greedy ones and sampled ones, of different lengths, two of them with two choices."""
+    """Start greedy and sampled requests of different lengths, two of them with two choices."""
     return client.generate(
         token_ids=range(30, 60 + number),
         max_tokens=MAX_TOKENS,
@@ -53,15 +53,15 @@ def content(choice: Choice) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-async def test_a_router_that_is_killed_or_frozen_costs_its_clients_no_token(
-    cluster: LocalCluster, blow: signal.Signals
-) -> None:
+async def test_clients_of_a_killed_or_stopped_router_lose_no_token(cluster: LocalCluster, blow: signal.Signals) -> None:
     """Eight streams, from one that has its first tokens to one that has more than twenty."""
     staying = cluster.members["router0"].grpc_address
     async with AsyncClient(staying, timeout_s=TIMEOUT_S) as client:
         undisturbed = await asyncio.gather(*(started(client, number).result() for number in range(8)))
     async with second_router(cluster) as dying:
-        async with AsyncClient([dying.grpc_address, staying], timeout_s=TIMEOUT_S, silence_s=SILENCE_S) as client:
+        async with AsyncClient(
+            [dying.grpc_address, staying], timeout_s=TIMEOUT_S, keepalive_timeout_s=KEEPALIVE_TIMEOUT_S
+        ) as client:
             generations = [started(client, number) for number in range(8)]
             await asyncio.gather(*(until(generation, 2 + 3 * i) for i, generation in enumerate(generations)))
             dying.send_signal(blow)

@@ -48,7 +48,7 @@ async def _router(
 
 
 async def test_sigterm_finishes_what_is_live_refuses_the_rest_and_exits_0(redis_url: str, cluster_name: str) -> None:
-    registry = Registry(url=redis_url, cluster_name=cluster_name, lease_s=60)
+    registry = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=60)
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(ScriptedDecode("d0", Store()))
         worker.pause_at = 3
@@ -62,7 +62,7 @@ async def test_sigterm_finishes_what_is_live_refuses_the_rest_and_exits_0(redis_
         async with asyncio.timeout(20):
             while (reason := await _refusal(stub)) is None:
                 pass
-        assert "leaving" in reason
+        assert "draining" in reason
         async with httpx.AsyncClient(base_url=f"http://{addresses['http']}", timeout=20) as http:
             refused = await http.post("/v1/completions", json={"model": "demo_model", "prompt": "x", "max_tokens": 1})
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
@@ -81,17 +81,19 @@ async def test_the_operators_lengths_bind_both_interfaces(redis_url: str, cluste
     async with AsyncExitStack() as stack:
         _, addresses = await stack.enter_async_context(_router(redis_url, cluster_name, *flags))
         stub = inference_pb2_grpc.InferenceStub(await stack.enter_async_context(open_channel(addresses["grpc"])))
-        with pytest.raises(grpc.aio.AioRpcError, match="max_tokens is 8; at most 7") as refusal:
+        with pytest.raises(
+            grpc.aio.AioRpcError, match="max_tokens is 8; --max-output-length allows at most 7"
+        ) as refusal:
             await stub.Generate(generate_request(max_tokens=8), timeout=20).read()
         assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{addresses['http']}"))
         answer = await http.post("/v1/completions", json={"prompt": [5] * 6, "max_tokens": 1})
         assert answer.status_code == 400
-        assert "6 tokens; at most 5" in answer.json()["error"]["message"]
+        assert "6 tokens; --max-input-length allows at most 5" in answer.json()["error"]["message"]
 
 
 async def _refusal(stub: inference_pb2_grpc.InferenceStub) -> str | None:
-    """What a new request is told; None while it is still taken."""
+    """Return how a new request is refused; None while requests are still accepted."""
     call = stub.Generate(generate_request(max_tokens=1), timeout=20)
     try:
         await call.read()
@@ -110,7 +112,7 @@ async def _refusal(stub: inference_pb2_grpc.InferenceStub) -> str | None:
         (("--no-such-flag", "1"), ExitStatus.CONFIG, "--no-such-flag"),
     ],
 )
-async def test_what_cannot_work_is_refused_in_one_line(
+async def test_impossible_settings_are_refused_in_one_line(
     redis_url: str, flags: tuple[str, str], status: ExitStatus, words: str
 ) -> None:
     process = await _spawn(*_FLAGS, "--redis", redis_url, *flags)

@@ -9,16 +9,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.member import MemberState
-from cluster.protocol import wire
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
 from cluster.serving.rpc_errors import REASON, RETRY_AFTER_S
 from cluster.serving.serving import GrpcServer, open_channel
-from router.drain.drains import Drains
-from router.drain.scaling import Scaling
-from router.grpc_api.client_stalls import ClientStalls
-from router.grpc_api.service import AdminService, ApiKeyInterceptor, InferenceService
-from tandem.silence import ALIVE_KEY
+from router.drain.operator_commands import DrainCommands, ScaleTargetView
+from router.grpc_api.service import AdminService, ApiKeyInterceptor, InferenceService, WriteTimeout
+from tandem.enum_words import MEMBER_ROLES
+from tandem.keepalive import KEEPALIVE_KEY
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.system.router_harness import PROMPT, RouterUnderTest, ask, expected_tokens, router_under_test
 
@@ -36,23 +34,23 @@ async def served(
             max_message_bytes=_MAX_MESSAGE_BYTES,
             interceptors=[ApiKeyInterceptor(api_key)] if api_key else [],
         )
-        stalls = ClientStalls(client_stall_s, router.telemetry)
+        stalls = WriteTimeout(client_stall_s, router.telemetry)
         inference = InferenceService(pipeline=router.pipeline, tokenization=router.tokenization, stalls=stalls)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.grpc)
-        drains = Drains(
+        drains = DrainCommands(
             router=router.member.id,
             fleet=router.fleet,
             connect=open_channel,
             stop=asyncio.Event(),
             drained=asyncio.get_running_loop().create_future(),
         )
-        registry = Registry(url="redis://127.0.0.1:1/0", cluster_name="nobody", lease_s=5.0)  # it does not answer
+        registry = Registry(url="redis://127.0.0.1:1/0", cluster_name="nobody", ttl_s=5.0)  # it does not answer
         admin = AdminService(
             pipeline=router.pipeline,
             fleet=router.fleet,
             migrations=router.migrations,
             drains=drains,
-            scaling=Scaling(ScaleTargets(registry)),
+            scaling=ScaleTargetView(ScaleTargets(registry), router.fleet.set_scale_target),
         )
         admin_pb2_grpc.add_AdminServicer_to_server(admin, server.grpc)
         port = server.bind("127.0.0.1", 0)
@@ -67,7 +65,7 @@ async def served(
 
 def generate_request(max_tokens: int = 8, **fields: object) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(
-        token_ids=wire.pack_ids(PROMPT),
+        token_ids=inference_pb2.TokenIds(ids=PROMPT),
         sampling=inference_pb2.SamplingParams(temperature=0, seed=1),
         stop=inference_pb2.StopConditions(max_tokens=max_tokens),
         **fields,  # type: ignore[arg-type]
@@ -95,44 +93,44 @@ async def test_a_generation_streams_and_ends_with_usage_and_ledger() -> None:
         for job in (prefill.jobs[0], decode.jobs[0]):
             assert (job.cache_salt, job.priority, job.is_batch) == ("tenant", -3, True)
         deltas = [delta for response in responses for delta in response.deltas]
-        tokens = [token_id for delta in deltas for token_id in wire.unpack_ids(delta.token_ids)]
+        tokens = [token_id for delta in deltas for token_id in delta.token_ids]
         assert tokens == expected_tokens(router, ask())
         assert all(response.request_id == "mine" for response in responses)
         assert [logprobs.chosen.token_id for delta in deltas for logprobs in delta.logprobs] == tokens
-        assert deltas[-1].finish_reason == "length"
+        assert deltas[-1].finish_reason == inference_pb2.FINISH_REASON_LENGTH
         usage, ledger = responses[-1].summary.usage, responses[-1].summary.ledger
         assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (4, 8, 3)
         assert sum(phase.duration_s for phase in ledger.phases) == pytest.approx(ledger.wall_s, rel=0.02)
         assert not any(response.HasField("summary") for response in responses[:-1])
 
 
-async def test_a_client_that_asks_for_signs_of_life_gets_them_while_there_is_nothing_else_to_say() -> None:
+async def test_a_client_that_asks_for_keep_alive_messages_gets_them_while_no_token_comes() -> None:
     async with served() as (router, channel):
         worker = await router.add_decode("d0")
         worker.pause_at = 3
         await router.connected()
         call = inference_pb2_grpc.InferenceStub(channel).Generate(
-            generate_request(request_id="mine"), timeout=20, metadata=((ALIVE_KEY, "0.1"),)
+            generate_request(request_id="mine"), timeout=20, metadata=((KEEPALIVE_KEY, "0.1"),)
         )
-        assert dict(await call.initial_metadata())[ALIVE_KEY] == "0.1"
+        assert dict(await call.initial_metadata())[KEEPALIVE_KEY] == "0.1"
         await worker.paused.wait()
         empty = inference_pb2.GenerateResponse(request_id="mine")
         num_signs, num_tokens = 0, 0
         async for response in call:
-            num_tokens += sum(len(wire.unpack_ids(delta.token_ids)) for delta in response.deltas)
+            num_tokens += sum(len(delta.token_ids) for delta in response.deltas)
             num_signs += response == empty
             if num_signs == 2:
                 worker.resumed.set()
         assert (num_tokens, response.HasField("summary")) == (8, True)
 
 
-async def test_nobody_gets_a_sign_of_life_who_did_not_ask_for_it_by_a_number() -> None:
+async def test_only_clients_that_ask_with_a_number_get_keep_alive_messages() -> None:
     async with served() as (router, channel):
         await router.add_decode("d0")
         await router.connected()
-        for metadata in ((), ((ALIVE_KEY, "often"),)):
+        for metadata in ((), ((KEEPALIVE_KEY, "often"),)):
             call = inference_pb2_grpc.InferenceStub(channel).Generate(generate_request(), timeout=20, metadata=metadata)
-            assert ALIVE_KEY not in dict(await call.initial_metadata())
+            assert KEEPALIVE_KEY not in dict(await call.initial_metadata())
             responses = [response async for response in call]
             assert responses.pop(0).HasField("accepted")
             assert all(response.deltas or response.HasField("summary") for response in responses)
@@ -155,15 +153,18 @@ async def test_a_refusal_has_its_status_reason_and_what_to_change(
         assert (refusal.value.code(), reason_of(refusal.value)) == (code, reason)
 
 
-async def test_a_request_without_prompt_or_with_broken_ids_is_refused() -> None:
+async def test_a_request_without_a_prompt_or_with_an_empty_one_is_refused() -> None:
     async with served() as (_, channel):
-        for request in (inference_pb2.GenerateRequest(), inference_pb2.GenerateRequest(token_ids=b"abc")):
+        for request in (
+            inference_pb2.GenerateRequest(),
+            inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds()),
+        ):
             with pytest.raises(grpc.aio.AioRpcError) as refusal:
                 await collect(channel, request)
             assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_malformed_or_oversized_message_is_a_clear_error_and_the_router_goes_on() -> None:
+async def test_a_malformed_or_oversized_message_is_a_clear_error_and_the_router_keeps_serving() -> None:
     async with served() as (router, channel):
         await router.add_decode("d0")
         await router.connected()
@@ -172,12 +173,12 @@ async def test_a_malformed_or_oversized_message_is_a_clear_error_and_the_router_
             await raw(b"\xff\xff\xff", timeout=10).read()
         assert malformed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(grpc.aio.AioRpcError, match="larger than max") as oversized:
-            await collect(channel, inference_pb2.GenerateRequest(token_ids=bytes(_MAX_MESSAGE_BYTES + 4)))
+            await collect(channel, inference_pb2.GenerateRequest(text="x" * (_MAX_MESSAGE_BYTES + 4)))
         assert oversized.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert len(await collect(channel, generate_request())) > 1
 
 
-async def test_overload_tells_when_to_come_back() -> None:
+async def test_a_refusal_for_overload_says_when_to_retry() -> None:
     async with served(max_live_requests=1) as (router, channel):
         decode = await router.add_decode("d0")
         await router.connected()
@@ -193,7 +194,7 @@ async def test_overload_tells_when_to_come_back() -> None:
         await first
 
 
-async def test_the_clients_deadline_comes_back_with_the_phase() -> None:
+async def test_a_passed_deadline_is_reported_with_the_phase() -> None:
     async with served() as (router, channel):
         decode = await router.add_decode("d0")
         await router.connected()
@@ -217,7 +218,7 @@ async def test_a_call_that_is_cancelled_frees_the_worker() -> None:
             await decode.cancelled.wait()
 
 
-async def test_the_api_key_is_asked_for_on_every_method_but_health() -> None:
+async def test_every_method_but_health_needs_the_api_key() -> None:
     async with served(api_key="secret") as (_, channel):
         stub, admin = inference_pb2_grpc.InferenceStub(channel), admin_pb2_grpc.AdminStub(channel)
         for metadata in ((), (("authorization", "Bearer wrong"),), (("authorization", "secret"),)):
@@ -241,11 +242,11 @@ async def test_tokenize_and_detokenize_are_each_others_inverse() -> None:
         tokens = await stub.Tokenize(inference_pb2.TokenizeRequest(text="def f():\n    return 1\n"))
         text = await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=tokens.token_ids))
         assert text.text == "def f():\n    return 1\n"
-        message = inference_pb2.ChatMessage(role="user", content="hi")
+        message = inference_pb2.ChatMessage(role=inference_pb2.CHAT_ROLE_USER, content="hi")
         chat = await stub.Tokenize(inference_pb2.TokenizeRequest(chat=inference_pb2.ChatPrompt(messages=[message])))
-        assert len(wire.unpack_ids(chat.token_ids)) > 1
+        assert len(chat.token_ids) > 1
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=wire.pack_ids([99_999])))
+            await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[99_999]))
         assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert len(router.workers) == 0, "neither needs a worker"
 
@@ -259,7 +260,8 @@ async def test_status_lists_members_with_their_own_figures() -> None:
         assert set(by_name) == {"p0", "d0"}
         for worker in (prefill, decode):
             member = by_name[worker.id.id]
-            assert (member.incarnation, member.role, member.state) == (worker.id.incarnation, worker.role, "ready")
+            assert (member.incarnation, MEMBER_ROLES.word(member.role)) == (worker.id.incarnation, worker.role)
+            assert member.state == admin_pb2.MEMBER_STATE_READY
             assert member.address == worker.address
             assert member.figures["blocks_free"] == 10
             assert member.figures["running"] == 2
@@ -287,9 +289,9 @@ async def test_an_operator_sees_every_live_request_its_phase_and_its_workers() -
         num_tokens = 0
         while num_tokens < 4:
             response = await call.read()
-            num_tokens += sum(len(delta.token_ids) // 4 for delta in response.deltas)
+            num_tokens += sum(len(delta.token_ids) for delta in response.deltas)
         (listed,) = (await admin.Requests(admin_pb2.RequestsRequest(), timeout=5)).requests
-        assert (listed.request_id, listed.phase, listed.num_tokens) == ("mine", "decode", 4)
+        assert (listed.request_id, listed.phase, listed.num_tokens) == ("mine", inference_pb2.REQUEST_PHASE_DECODE, 4)
         assert (listed.prefill_member, listed.decode_member) == (str(prefill.id), str(decode.id))
         assert listed.age_s > 0 and not listed.reasons
         decode.resumed.set()
@@ -298,7 +300,7 @@ async def test_an_operator_sees_every_live_request_its_phase_and_its_workers() -
         assert not (await admin.Requests(admin_pb2.RequestsRequest(), timeout=5)).requests
 
 
-async def test_a_client_that_takes_nothing_loses_its_call_and_leaves_no_place_behind() -> None:
+async def test_a_call_whose_client_reads_nothing_is_cut_and_frees_its_place() -> None:
     async with served(client_stall_s=0.5) as (router, channel):
         await router.add_decode("d0")
         await router.connected()
@@ -308,5 +310,5 @@ async def test_a_client_that_takes_nothing_loses_its_call_and_leaves_no_place_be
             await call.read()
             await router.pipeline.drain()
         assert router.telemetry.value("tandem_stalled_clients_total", surface="grpc") == 1
-        assert router.admission.num_places == 0
+        assert len(router.live_requests) == 0
         call.cancel()

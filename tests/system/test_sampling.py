@@ -60,7 +60,7 @@ async def test_logprobs_are_the_models_own(cluster: LocalCluster, temperature: f
 
 @torch.inference_mode()
 def _logprobs(answer: Answer) -> torch.Tensor:
-    """Teacher forcing by transformers alone. [tokens, vocabulary]"""
+    """Return the log probabilities of transformers under teacher forcing. [tokens, vocabulary]"""
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     logits: torch.Tensor = model(torch.tensor([[*_PROMPT, *answer.token_ids]])).logits[0]
     return logits[len(_PROMPT) - 1 : -1].log_softmax(-1)
@@ -89,7 +89,7 @@ async def test_stop_tokens_wait_for_min_tokens(cluster: LocalCluster) -> None:
     assert stop not in held.token_ids[:7]
 
 
-async def test_ignore_eos_goes_on_past_the_end(cluster: LocalCluster) -> None:
+async def test_ignore_eos_continues_past_the_end_of_sequence(cluster: LocalCluster) -> None:
     """At temperature 2 the model's end comes soon; which seed brings it is looked for, not assumed."""
     eos = int(AutoModelForCausalLM.from_pretrained(DEMO_MODEL).generation_config.eos_token_id)
     for seed in range(40):

@@ -35,7 +35,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 @pytest.fixture
 def tandem(up: Up, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs a client command on that cluster, beside this loop; answers its status and output."""
+    """Run a client command on that cluster beside this loop, and return its status and output."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", up.environment["XDG_RUNTIME_DIR"])
 
     async def command(*arguments: str) -> tuple[int, str]:
@@ -51,7 +51,7 @@ def first_address(up: Up) -> str:
 
 
 def started(client: AsyncClient, number: int) -> AsyncGeneration:
-    """Greedy and sampled ones by turns."""
+    """Start greedy and sampled requests in turn."""
     return client.generate(
         token_ids=range(30, 50 + number),
         max_tokens=MAX_TOKENS,
@@ -68,7 +68,7 @@ def tokens(results: list[Result]) -> list[tuple[int, ...]]:
 
 @asynccontextmanager
 async def streams(client: AsyncClient, count: int) -> AsyncIterator[list["asyncio.Task[Result]"]]:
-    """Each of them past its first tokens."""
+    """Yield streams that are all past their first tokens."""
     generations = [started(client, number) for number in range(count)]
     for generation in generations:
         while (await anext(generation)).first_index < 4:
@@ -81,7 +81,7 @@ async def streams(client: AsyncClient, count: int) -> AsyncIterator[list["asynci
 
 
 async def until_connected(tandem: Command, *names: str) -> None:
-    """The routers may place requests there."""
+    """Wait until the routers may place requests there."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             _, output = await tandem("status", "--json")
@@ -115,7 +115,7 @@ async def test_workers_come_and_go_under_streams_that_lose_no_token(up: Up, tand
         assert {"decode-0", "decode-1"} <= served, "the one that left had streams"
 
 
-async def test_a_client_of_one_address_goes_on_at_the_router_that_it_was_told_of(up: Up) -> None:
+async def test_a_client_of_one_address_resumes_at_a_router_named_by_the_first(up: Up) -> None:
     address = first_address(up)
     async with AsyncClient(address) as client:
         undisturbed = tokens(await asyncio.gather(*(started(client, number).result() for number in range(3))))
@@ -129,7 +129,7 @@ async def test_a_client_of_one_address_goes_on_at_the_router_that_it_was_told_of
         assert (await started(client, 0).result()).token_ids == undisturbed[0]
 
 
-async def test_any_router_lists_what_it_serves_and_drains_the_other(up: Up, tandem: Command) -> None:
+async def test_any_router_lists_its_requests_and_drains_the_other_router(up: Up, tandem: Command) -> None:
     async with AsyncClient(first_address(up), discover=False) as client:
         async with streams(client, 1) as (task,):
             _, output = await tandem("requests", "--json")
@@ -138,7 +138,7 @@ async def test_any_router_lists_what_it_serves_and_drains_the_other(up: Up, tand
         assert (listed["request_id"], listed["phase"]) == (result.request_id, "decode")
         assert listed["decode"].startswith("decode-") and listed["num_tokens"] > 4
     status, output = await tandem("drain", "router-1", "--wait")
-    assert status == 0 and "router-1@" in output and "nothing was left undone" in output
+    assert status == 0 and "router-1@" in output and "all its work was finished or moved" in output
     assert "router-1 was drained; starting it again" in up.until("router-1 was drained")
     up.until("router-1 is back")
 
@@ -147,7 +147,7 @@ async def test_any_router_lists_what_it_serves_and_drains_the_other(up: Up, tand
     ("words", "status", "said"),
     [
         (("drain", "nobody"), 1, ", prefill-0, router-0, router-1"),
-        (("scale", "decode=0"), 2, "every request ends on a decode worker"),
+        (("scale", "decode=0"), 2, "every request needs a decode worker"),
         (("scale", "decode=2", "decode=3"), 2, "given twice"),
         (("scale", "router=2"), 2, "prefill=N or decode=N"),
         (("scale", "decode=-1"), 2, "prefill=N or decode=N"),
@@ -155,7 +155,7 @@ async def test_any_router_lists_what_it_serves_and_drains_the_other(up: Up, tand
         (("drain", "decode-0", "--wait", "--timeout-s", "0"), 2, "--timeout-s must be positive"),
     ],
 )
-async def test_what_cannot_be_is_refused_in_one_line_that_says_what_can(
+async def test_an_impossible_target_is_refused_in_one_line_with_the_possible_ones(
     tandem: Command, words: tuple[str, ...], status: int, said: str
 ) -> None:
     found, output = await tandem(*words)

@@ -14,7 +14,7 @@ from cluster.registry.scale_target import ScaleTarget
 
 @pytest.fixture
 async def registry(redis_url: str, cluster_name: str) -> AsyncIterator[Registry]:
-    registry = Registry(url=redis_url, cluster_name=cluster_name, lease_s=5.0)
+    registry = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=5.0)
     yield registry
     await registry.close()
 
@@ -35,7 +35,7 @@ async def test_without_a_follower_a_target_is_refused_with_what_to_do(registry: 
         await targets.set(None, 3)
 
 
-async def test_a_follower_hears_at_once_what_an_operator_sets_and_the_operator_how_far_it_is(
+async def test_a_follower_receives_a_target_at_once_and_the_operator_its_progress(
     registry: Registry,
 ) -> None:
     targets, follower = ScaleTargets(registry), following(registry)
@@ -52,7 +52,7 @@ async def test_a_follower_hears_at_once_what_an_operator_sets_and_the_operator_h
         assert target.problem == ""
 
 
-async def test_of_two_operators_none_undoes_what_the_other_left_alone(registry: Registry) -> None:
+async def test_concurrent_targets_change_only_the_pools_that_they_name(registry: Registry) -> None:
     targets, follower = ScaleTargets(registry), following(registry)
     await follower.report(reached=1)
     first, second = await targets.set(4, None), await targets.set(None, 5)
@@ -62,9 +62,10 @@ async def test_of_two_operators_none_undoes_what_the_other_left_alone(registry: 
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "said"), [(None, None, "which pool"), (1, 0, "the least is 1"), (300, 1, "0 to 256, not 300")]
+    ("prefill", "decode", "said"),
+    [(None, None, "number of workers of a pool"), (1, 0, "must be at least 1"), (300, 1, "0 to 256, not 300")],
 )
-async def test_what_no_cluster_can_have_is_refused(
+async def test_an_impossible_target_is_refused(
     registry: Registry, prefill: int | None, decode: int | None, said: str
 ) -> None:
     await following(registry).report(reached=1)
@@ -72,7 +73,7 @@ async def test_what_no_cluster_can_have_is_refused(
         await ScaleTargets(registry).set(prefill, decode)
 
 
-async def test_one_follows_at_a_time_and_the_next_one_begins_with_its_own_pools(registry: Registry) -> None:
+async def test_one_process_follows_at_a_time_and_the_next_starts_with_its_own_pools(registry: Registry) -> None:
     first, second = following(registry), following(registry, "second", (2, 2))
     await first.report(reached=1)
     assert await second.report(reached=0) == "first"
@@ -83,7 +84,7 @@ async def test_one_follows_at_a_time_and_the_next_one_begins_with_its_own_pools(
     assert target is not None and (target.prefill, target.decode, target.follower) == (2, 2, "second")
 
 
-async def test_a_registry_that_lost_everything_is_told_the_target_again(
+async def test_a_target_is_written_again_after_redis_lost_its_data(
     registry: Registry, redis_url: str, cluster_name: str
 ) -> None:
     targets, follower = ScaleTargets(registry), following(registry)
@@ -96,7 +97,7 @@ async def test_a_registry_that_lost_everything_is_told_the_target_again(
     assert await targets.read() == ScaleTarget(1, 7, version=2, follower="first", reached=1)
 
 
-async def test_a_follower_whose_lease_lapsed_finds_the_target_as_it_was_set(
+async def test_a_follower_whose_registration_lapsed_finds_the_target_unchanged(
     registry: Registry, redis_url: str, cluster_name: str
 ) -> None:
     targets, follower = ScaleTargets(registry), following(registry)

@@ -1,4 +1,4 @@
-"""Priorities and the batch class with real processes: whoever goes first has it first, and no token changes by it."""
+"""Priorities and the batch class with real processes: a higher priority finishes first, and no token changes."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -14,7 +14,7 @@ _DEADLINE_S = 60.0
 _LONG = tuple(20 + i % 800 for i in range(960))  # fifteen chunks
 
 
-async def test_a_decode_worker_killed_while_it_pulls_costs_no_second_prefill(cluster: LocalCluster) -> None:
+async def test_a_decode_worker_killed_during_a_pull_causes_no_second_prefill(cluster: LocalCluster) -> None:
     request = question(_LONG, max_tokens=8, ignore_eos=True, cache_salt="its importer lives")
     undisturbed = await ask(cluster, request)
     request.cache_salt = "its importer dies"
@@ -35,7 +35,7 @@ async def _num_computed(cluster: LocalCluster) -> float:
 
 
 async def _puller(cluster: LocalCluster, num_computed: float) -> str:
-    """The decode worker that has an import, some of whose blocks are computed."""
+    """Return the decode worker that has an import of which some blocks are computed."""
     async with asyncio.timeout(_DEADLINE_S):
         while True:
             for name in cluster.workers("decode"):

@@ -30,7 +30,8 @@ async def _end(router: RouterUnderTest, task: "asyncio.Task[Answer]") -> Answer:
 
 
 async def _two_prefills(router: RouterUnderTest) -> tuple[ScriptedPrefill, ScriptedPrefill]:
-    """By round-robin the first request is the first one's."""
+    """Add two prefill workers and a decode worker. By round-robin the first request goes to the first prefill
+    worker."""
     workers = await router.add_prefill("p0"), await router.add_prefill("p1")
     await router.add_decode("d0")
     await router.connected()
@@ -44,7 +45,7 @@ async def _two_decodes(router: RouterUnderTest) -> tuple[ScriptedDecode, Scripte
     return workers
 
 
-async def test_a_prefill_worker_that_freezes_before_it_accepts_is_left() -> None:
+async def test_a_prefill_worker_that_freezes_before_accepting_loses_the_request_to_another() -> None:
     async with impatient_router() as router:
         frozen, other = await _two_prefills(router)
         frozen.before_accepting.close()
@@ -56,7 +57,7 @@ async def test_a_prefill_worker_that_freezes_before_it_accepts_is_left() -> None
         assert [len(worker.jobs) for worker in (frozen, other)] == [1, 1]
 
 
-async def test_a_prefill_worker_that_was_asked_in_vain_is_not_waited_for_where_another_answers() -> None:
+async def test_requests_leave_a_suspected_prefill_worker_when_another_answers() -> None:
     async with router_under_test(silence_s=0.6, grace_s=60.0, placement="round-robin") as router:
         frozen, other = await _two_prefills(router)
         frozen.before_first_tokens.close()
@@ -69,7 +70,7 @@ async def test_a_prefill_worker_that_was_asked_in_vain_is_not_waited_for_where_a
         assert frozen.id in router.fleet.connected(), "in doubt, not lost"
 
 
-async def test_a_prefill_worker_is_heard_by_its_heartbeats_and_need_not_be_asked() -> None:
+async def test_a_prefill_worker_that_sends_heartbeats_is_not_asked() -> None:
     async with router_under_test(silence_s=60.0) as router:
         worker = await router.add_prefill("p0")
         await router.add_decode("d0")
@@ -83,7 +84,7 @@ async def test_a_prefill_worker_is_heard_by_its_heartbeats_and_need_not_be_asked
         assert not router.telemetry.value("tandem_false_suspicions_total", role="prefill")
 
 
-async def test_a_prefill_worker_that_was_asked_in_vain_and_answers_again_was_suspected_for_nothing() -> None:
+async def test_a_suspected_prefill_worker_that_answers_counts_as_a_false_suspicion() -> None:
     async with router_under_test(silence_s=0.6, grace_s=60.0) as router:
         worker = await router.add_prefill("p0")
         await router.add_decode("d0")
@@ -98,7 +99,7 @@ async def test_a_prefill_worker_that_was_asked_in_vain_and_answers_again_was_sus
         assert router.telemetry.value("tandem_false_suspicions_total", role="prefill") == 1
 
 
-async def test_a_prefill_worker_that_was_asked_in_vain_is_waited_for_where_there_is_no_other() -> None:
+async def test_a_suspected_prefill_worker_is_waited_for_when_there_is_no_other() -> None:
     async with router_under_test(silence_s=0.6, grace_s=60.0) as router:
         frozen = await router.add_prefill("p0")
         await router.add_decode("d0")
@@ -116,8 +117,8 @@ async def test_a_prefill_worker_that_was_asked_in_vain_is_waited_for_where_there
         assert answer.summary.ledger.reasons == ()
 
 
-async def test_a_router_that_stood_still_itself_takes_no_worker_for_silent(caplog: pytest.LogCaptureFixture) -> None:
-    """What they said meanwhile has not been read when it looks."""
+async def test_a_router_that_was_stopped_suspects_no_worker(caplog: pytest.LogCaptureFixture) -> None:
+    """When the router continues, it has not yet read the messages that workers sent while it was stopped."""
     async with impatient_router() as router:
         await router.add_prefill("p0")
         worker = await router.add_decode("d0")
@@ -132,7 +133,7 @@ async def test_a_router_that_stood_still_itself_takes_no_worker_for_silent(caplo
         assert "stream broke" not in caplog.text
 
 
-async def test_a_prefill_worker_that_freezes_before_the_first_token_is_left() -> None:
+async def test_a_prefill_worker_that_freezes_before_the_first_token_loses_the_request_to_another() -> None:
     async with impatient_router() as router:
         frozen, other = await _two_prefills(router)
         frozen.before_first_tokens.close()
@@ -144,7 +145,7 @@ async def test_a_prefill_worker_that_freezes_before_the_first_token_is_left() ->
         assert answer.summary.ledger.members[0] == str(other.id)
 
 
-async def test_a_prefill_worker_that_only_computes_for_long_is_waited_for() -> None:
+async def test_a_slow_prefill_on_a_live_worker_is_waited_for() -> None:
     async with impatient_router() as router:
         slow, _ = await _two_prefills(router)
         slow.before_first_tokens.close()
@@ -169,7 +170,7 @@ async def test_an_idle_prefill_worker_that_freezes_gets_no_request() -> None:
         await router.connected_to(frozen)
 
 
-async def test_a_start_that_does_not_return_is_left_though_its_worker_lives() -> None:
+async def test_a_start_that_does_not_return_times_out_though_its_worker_lives() -> None:
     async with impatient_router() as router:
         stuck, other = await _two_decodes(router)
         stuck.before_taking.close()
@@ -179,7 +180,7 @@ async def test_a_start_that_does_not_return_is_left_though_its_worker_lives() ->
         await router.connected_to(stuck)  # it answers: it is only that call that it did not
 
 
-async def test_a_decode_worker_that_freezes_before_its_sequences_join_is_left() -> None:
+async def test_a_decode_worker_that_freezes_before_its_sequences_join_loses_them_to_another() -> None:
     async with impatient_router() as router:
         frozen, other = await _two_decodes(router)
         frozen.transfer.close()
@@ -191,7 +192,7 @@ async def test_a_decode_worker_that_freezes_before_its_sequences_join_is_left() 
         assert answer.summary.ledger.members[-1] == str(other.id)
 
 
-async def test_a_decode_worker_that_freezes_between_two_tokens_is_left() -> None:
+async def test_a_decode_worker_that_freezes_between_two_tokens_loses_its_sequences_to_another() -> None:
     async with impatient_router() as router:
         frozen, other = await _two_decodes(router)
         frozen.pause_at = 4

@@ -17,10 +17,8 @@ from typing import Any, TypeAlias
 import grpc
 import pytest
 
-from cluster.protocol import wire
 from cluster.serving.serving import MAX_MESSAGE_BYTES, GrpcServer, open_channel
-from router.grpc_api.client_stalls import ClientStalls
-from router.grpc_api.service import AdminService, ApiKeyInterceptor, InferenceService
+from router.grpc_api.service import AdminService, ApiKeyInterceptor, InferenceService, WriteTimeout
 from router.text.tokenization import Tokenization
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.system.router_harness import DEMO_MODEL, PROMPT, RouterUnderTest, ask, expected_tokens, router_under_test
@@ -34,7 +32,7 @@ Response: TypeAlias = inference_pb2.GenerateResponse
 
 
 class Served:
-    """A router of the one cluster behind its real gRPC server."""
+    """A router of the cluster behind its real gRPC server."""
 
     def __init__(
         self, router: RouterUnderTest, prefill: ScriptedPrefill, decode: ScriptedDecode, channel: grpc.aio.Channel
@@ -72,7 +70,7 @@ async def served(api_key: str = "", **settings: Any) -> AsyncIterator[Served]:
         inference = InferenceService(
             pipeline=router.pipeline,
             tokenization=router.tokenization,
-            stalls=ClientStalls(60.0, router.telemetry),
+            stalls=WriteTimeout(60.0, router.telemetry),
             asks_for_keys=bool(api_key),
         )
         admin: Any = AdminService(
@@ -96,7 +94,7 @@ async def served(api_key: str = "", **settings: Any) -> AsyncIterator[Served]:
 def question(**fields: Any) -> Request:
     asked: dict[str, Any] = {
         "request_id": "mine",
-        "token_ids": wire.pack_ids(PROMPT),
+        "token_ids": inference_pb2.TokenIds(ids=PROMPT),
         "sampling": inference_pb2.SamplingParams(temperature=0, seed=1),
         "stop": inference_pb2.StopConditions(max_tokens=MAX_TOKENS),
     }
@@ -104,21 +102,21 @@ def question(**fields: Any) -> Request:
 
 
 def resuming(request: Request, acceptance: bytes, *token_ids: list[int], number: int = 1) -> Request:
-    """As the client library resumes a request for the `number`th time."""
+    """Return the request as the client library resumes it for the `number`th time."""
     resumed = Request()
     resumed.CopyFrom(request)
-    choices = [inference_pb2.ResumedChoice(token_ids=wire.pack_ids(ids)) for ids in token_ids]
+    choices = [inference_pb2.ResumedChoice(token_ids=ids) for ids in token_ids]
     resume_from = inference_pb2.ResumeFrom(choices=choices, acceptance=acceptance, resume_number=number)
     resumed.resume_from.CopyFrom(resume_from)
     return resumed
 
 
 def tokens(responses: list[Response]) -> list[int]:
-    return [i for response in responses for delta in response.deltas for i in wire.unpack_ids(delta.token_ids)]
+    return [i for response in responses for delta in response.deltas for i in delta.token_ids]
 
 
 class Live:
-    """A client's stream that has begun, and is held before its fourth token."""
+    """A client's stream that has begun and is held before its fourth token."""
 
     def __init__(self, at: Served, call: Any, first: Response) -> None:
         self._at, self._call = at, call
@@ -126,7 +124,7 @@ class Live:
         assert first.request_id == "mine" and self.acceptance and not first.deltas
 
     async def goes_on(self) -> list[int]:
-        """Lets it go on to its end, which is whole."""
+        """Let the stream continue to its end, and check that it is complete."""
         self._at.decode.resumed.set()
         responses = [response async for response in self._call]
         assert responses[-1].HasField("summary")
@@ -158,8 +156,8 @@ async def test_the_acceptance_comes_before_any_worker_answers() -> None:
         call.cancel()
 
 
-async def test_a_client_that_comes_back_to_its_router_takes_its_request_over() -> None:
-    """Its link was cut: the router has not seen the first stream end yet."""
+async def test_a_client_that_reconnects_to_its_router_takes_over_its_request() -> None:
+    """The client's link was cut, and the router has not noticed the end of the first stream."""
     async with served() as router:
         expected = expected_tokens(router.router, ask(max_tokens=MAX_TOKENS))
         live = await live_at(router)
@@ -190,7 +188,7 @@ async def test_a_delayed_call_does_not_end_the_stream_of_a_newer_one() -> None:
         assert await newest.goes_on() == expected[2:]
 
 
-async def test_of_calls_that_take_a_stream_over_together_the_newest_is_served_in_whatever_order_they_come() -> None:
+async def test_of_concurrent_resumptions_the_highest_number_is_served_in_any_order() -> None:
     numbers = [4, 1, LARGEST_NUMBER, 3, 2]
     async with served() as router:
         expected = expected_tokens(router.router, ask(max_tokens=MAX_TOKENS))
@@ -212,7 +210,7 @@ async def test_of_calls_that_take_a_stream_over_together_the_newest_is_served_in
 
 
 async def test_a_delayed_call_is_served_where_no_newer_stream_is_live() -> None:
-    """There is nothing to compare it with. Its client has given it up, so it ends with its connection."""
+    """The router has nothing to compare it with. Its client no longer waits for it, so it ends with its connection."""
     async with served() as first, served() as second:
         expected = expected_tokens(first.router, ask(max_tokens=MAX_TOKENS))
         live = await live_at(first)
@@ -243,8 +241,8 @@ async def test_a_request_that_lost_its_router_before_any_token_keeps_its_turn_el
         await live.goes_on()
 
 
-async def test_nobody_takes_over_a_live_stream_by_its_id() -> None:
-    """What `Requests` lists to every client is of no use."""
+async def test_a_request_id_alone_does_not_take_over_a_live_stream() -> None:
+    """The ids that `Requests` lists to every client do not suffice."""
     async with served() as router:
         expected = expected_tokens(router.router, ask(max_tokens=MAX_TOKENS))
         live = await live_at(router)
@@ -271,7 +269,7 @@ async def test_an_acceptance_of_another_stream_with_the_same_id_prompt_and_param
         assert await live.goes_on() == expected
 
 
-async def test_nobody_keeps_a_request_out_by_taking_its_id_at_the_other_router() -> None:
+async def test_an_id_in_use_at_another_router_does_not_block_a_resumption() -> None:
     async with served() as first, served() as second:
         expected = expected_tokens(first.router, ask(max_tokens=MAX_TOKENS))
         live = await live_at(first)
@@ -304,8 +302,8 @@ async def test_a_mutated_or_shortened_acceptance_is_refused_and_ends_nothing() -
     ("changes", "reason"),
     [
         ({"request_id": "another"}, "acceptance_invalid"),
-        ({"token_ids": wire.pack_ids((*PROMPT, 9))}, "prompt_changed"),
-        ({"token_ids": wire.pack_ids(PROMPT[:-1])}, "prompt_changed"),
+        ({"token_ids": inference_pb2.TokenIds(ids=(*PROMPT, 9))}, "prompt_changed"),
+        ({"token_ids": inference_pb2.TokenIds(ids=PROMPT[:-1])}, "prompt_changed"),
         ({"text": "another"}, "prompt_changed"),
         ({"n": 2}, "request_changed"),
         ({"sampling": inference_pb2.SamplingParams(temperature=1, seed=1)}, "request_changed"),
@@ -329,7 +327,7 @@ async def test_an_acceptance_is_good_for_what_was_accepted_only(changes: dict[st
 
 
 async def test_an_acceptance_belongs_to_the_api_key_of_its_request() -> None:
-    """Routers of one cluster may ask for different keys; a stolen acceptance needs the owner's key too."""
+    """Routers of one cluster may require different keys. A stolen acceptance needs its owner's key too."""
     async with served("owner") as first, served("owner") as second, served("thief") as third, served() as fourth:
         expected = expected_tokens(first.router, ask(max_tokens=MAX_TOKENS))
         live = await live_at(first, api_key="owner")
@@ -344,7 +342,7 @@ async def test_an_acceptance_belongs_to_the_api_key_of_its_request() -> None:
 
 @pytest.mark.parametrize("jump_s", [-30 * 24 * HOUR_S, -5 * HOUR_S, 5 * HOUR_S, 30 * 24 * HOUR_S])
 async def test_a_router_whose_clock_jumps_loses_no_stream(jump_s: float) -> None:
-    """The age of an acceptance decides about the place in the queue alone."""
+    """The age of an acceptance affects only the place in the queue."""
     shift_s = 0.0
     async with served(wall_clock=lambda: time.time() + shift_s) as router:
         expected = expected_tokens(router.router, ask(max_tokens=MAX_TOKENS))
@@ -357,7 +355,7 @@ async def test_a_router_whose_clock_jumps_loses_no_stream(jump_s: float) -> None
         assert router.prefill.jobs[-1].is_interrupted == (jump_s < 0), "late, it waits its turn as a new request"
 
 
-async def test_who_resumes_what_cannot_be_is_refused_and_the_live_stream_goes_on() -> None:
+async def test_an_impossible_resumption_is_refused_and_the_live_stream_continues() -> None:
     async with served() as router:
         expected = expected_tokens(router.router, ask(max_tokens=MAX_TOKENS))
         live = await live_at(router)
@@ -374,7 +372,7 @@ async def test_who_resumes_what_cannot_be_is_refused_and_the_live_stream_goes_on
 
 
 def model_with(tmp_path: Path, name: str, change: Callable[[Path], None]) -> Tokenization:
-    """The demo model's small files, changed."""
+    """Write the demo model's small files with changes."""
     folder = tmp_path / name
     folder.mkdir()
     for file in DEMO_MODEL.iterdir():
@@ -403,7 +401,9 @@ def other_tokenizer(folder: Path) -> None:
     path.write_text(json.dumps(content))
 
 
-CHAT = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content="def f(x):")])
+CHAT = inference_pb2.ChatPrompt(
+    messages=[inference_pb2.ChatMessage(role=inference_pb2.CHAT_ROLE_USER, content="def f(x):")]
+)
 
 
 def resolved_question(first: Response, **prompt: Any) -> Request:
@@ -441,7 +441,7 @@ async def test_a_chat_that_resumes_after_midnight_continues_its_own_prompt(tmp_p
         (other_template, {"chat": CHAT}, "prompt_changed"),
         (other_tokenizer, {"text": "def f(x):"}, "prompt_changed"),
         (other_tokenizer, {"chat": CHAT}, "prompt_changed"),
-        (other_tokenizer, {"token_ids": wire.pack_ids(PROMPT)}, "request_changed"),
+        (other_tokenizer, {"token_ids": inference_pb2.TokenIds(ids=PROMPT)}, "request_changed"),
     ],
 )
 async def test_a_router_that_makes_another_prompt_refuses_to_resume_by_name(
@@ -457,7 +457,7 @@ async def test_a_router_that_makes_another_prompt_refuses_to_resume_by_name(
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_ids_at_the_limit_work_to_their_end_and_when_they_are_resumed(n: int) -> None:
+async def test_ids_of_the_greatest_length_are_served_and_resumed(n: int) -> None:
     async with served() as first, served() as second:
         request = question(request_id="é" * 128, label="l" * 160, n=n)
         responses = await first.answer(request)
@@ -470,8 +470,9 @@ async def test_ids_at_the_limit_work_to_their_end_and_when_they_are_resumed(n: i
             assert await first.refusal(wrong) == (grpc.StatusCode.INVALID_ARGUMENT, "invalid_request")
 
 
-async def test_what_is_admitted_can_be_resumed_with_all_its_tokens() -> None:
-    """At the limit: the request with the most tokens that a router admits fits when it comes back with all of them."""
+async def test_every_admitted_request_can_be_resumed_with_all_its_tokens() -> None:
+    """The request with the most tokens that a router admits fits the message limit when it is resumed with all of
+    them."""
     async with served(max_message_bytes=6000) as first, served(max_message_bytes=6000) as second:
         too_large = question(n=8, stop=inference_pb2.StopConditions(max_tokens=1000))
         call = first.stub.Generate(too_large, timeout=20)
@@ -486,13 +487,17 @@ async def test_what_is_admitted_can_be_resumed_with_all_its_tokens() -> None:
         choices: list[list[int]] = [[] for _ in range(8)]
         for response in responses:
             for delta in response.deltas:
-                choices[delta.choice].extend(wire.unpack_ids(delta.token_ids))
+                choices[delta.choice].extend(delta.token_ids)
         assert [len(choice) for choice in choices] == [most] * 8
         resumed = resuming(request, responses[0].accepted.acceptance, *choices)
         resumed.sampling.CopyFrom(responses[0].accepted.sampling)
         for choice in resumed.resume_from.choices:
-            choice.finish_reason = "length"
-        assert 5000 < resumed.ByteSize() <= 6000
+            choice.finish_reason = inference_pb2.FINISH_REASON_LENGTH
+        largest = inference_pb2.GenerateRequest()
+        largest.CopyFrom(resumed)
+        for choice in largest.resume_from.choices:
+            choice.token_ids[:] = [(1 << 28) - 1] * most  # four bytes each, the most that a token id takes
+        assert resumed.ByteSize() < largest.ByteSize() and 5000 < largest.ByteSize() <= 6000
         assert (await second.answer(resumed))[-1].summary.usage.completion_tokens == 8 * most
         open_length = question(n=8, stop=inference_pb2.StopConditions())
         assert (await first.answer(open_length))[0].accepted.max_tokens == most, "as many as fit, where none are named"

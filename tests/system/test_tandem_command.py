@@ -29,7 +29,7 @@ Command = Callable[..., tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    """One prefill and one decode worker on the demo model, in float32."""
+    """One prefill and one decode worker with the demo model in float32."""
     started = Up(tmp_path_factory.mktemp("up"), "--dtype", "float32")
     started.until("ready http=")
     yield started
@@ -38,7 +38,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 @pytest.fixture
 def tandem(up: Up, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs a client command where that cluster was started last; answers its status and output."""
+    """Run a client command in the directory where that cluster was started last, and return its status and output."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", up.environment["XDG_RUNTIME_DIR"])
 
     def command(*arguments: str) -> tuple[int, str]:
@@ -106,7 +106,7 @@ def test_bench_measures_what_it_sent(tandem: Command) -> None:
     assert 0 < figures["ttft_s"]["p50"] <= figures["e2e_s"]["p50"]
 
 
-def test_doctor_measures_every_way_between_a_pair_and_says_why_not_the_others(tandem: Command) -> None:
+def test_doctor_measures_every_transport_of_a_pair_and_explains_missing_ones(tandem: Command) -> None:
     status, output = tandem("doctor", "--json")
     told = json.loads(output)
     assert status == 0, told
@@ -124,7 +124,7 @@ def test_doctor_measures_every_way_between_a_pair_and_says_why_not_the_others(ta
     assert status == 2 and "no worker nobody" in text
 
 
-def test_requests_beside_a_measurement_are_undisturbed(up: Up, tandem: Command) -> None:
+def test_requests_are_undisturbed_during_a_link_check(up: Up, tandem: Command) -> None:
     address = up.until("ready http=").split("grpc=")[1].strip()
     with Client(address) as client:
 
@@ -149,18 +149,18 @@ def test_requests_beside_a_measurement_are_undisturbed(up: Up, tandem: Command) 
         assert blocks[member]["blocks_held"] == blocks[member]["blocks_quarantined"] == 0
 
 
-def test_what_doctor_measured_is_published(tandem: Command) -> None:
-    """With the decode worker's next heartbeat."""
+def test_figures_of_link_checks_are_published(tandem: Command) -> None:
+    """They arrive with the decode worker's next heartbeat."""
     assert tandem("doctor", "--blocks", "8")[0] == 0
     deadline_s = time.monotonic() + DEADLINE_S
     while True:
         _, output = tandem("status", "--json")
         members = {member["member"]: member for member in json.loads(output)["members"]}
-        pairs = {pair["transport"]: pair for pair in members["decode-0"]["pairs"]}
-        if {"shm", "tcp"} <= set(pairs) or time.monotonic() > deadline_s:
+        links = {link["transport"]: link for link in members["decode-0"]["links"]}
+        if {"shm", "tcp"} <= set(links) or time.monotonic() > deadline_s:
             break
-    assert pairs["tcp"]["bytes_per_s"] > 0 and pairs["tcp"]["latency_s"] >= 0
-    assert pairs["shm"]["exporter"] == f"prefill-0@{members['prefill-0']['incarnation']}"
+    assert links["tcp"]["bytes_per_s"] > 0 and links["tcp"]["latency_s"] >= 0
+    assert links["shm"]["exporter"] == f"prefill-0@{members['prefill-0']['incarnation']}"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_what_doctor_measured_is_published(tandem: Command) -> None:
     [
         (("generate",), "either a prompt or --prompt-token-ids"),
         (("generate", PROMPT, "--temperature", "9"), "temperature"),
-        (("generate", "--prompt-token-ids", "-1"), "token ids"),
+        (("generate", "--prompt-token-ids", "-1"), "token_ids must be integers from 0"),
         (("generate", "--prompt-token-ids", "999999"), "999999"),
         (("generate", PROMPT, "--model", "another"), "another"),
         (("generate", PROMPT, "--address", "nowhere"), "host:port"),
@@ -201,14 +201,14 @@ def test_a_dead_worker_is_replaced_and_ctrl_c_leaves_nothing(tmp_path: Path) -> 
             ends.register(handle, select.POLLIN)
             assert ends.poll(0), "a child is left"
             os.close(handle)
-        with pytest.raises(ConfigError, match="no cluster runs here"):
+        with pytest.raises(ConfigError, match="no cluster runs on this machine"):
             find_address(None, up.environment)
     finally:
         up.end()
 
 
 def answered(client: Client) -> tuple[int, ...]:
-    """Once the router knows the worker's new incarnation; until then it says that there is none."""
+    """Wait until the router knows the worker's new incarnation. Until then it reports that there is none."""
     deadline_s = time.monotonic() + DEADLINE_S
     while True:
         try:
@@ -218,7 +218,7 @@ def answered(client: Client) -> tuple[int, ...]:
                 raise
 
 
-def test_a_port_in_use_is_told_at_once(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_at_once(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -237,20 +237,36 @@ def test_a_port_in_use_is_told_at_once(tmp_path: Path) -> None:
     [
         (("--model", "/nowhere/model"), "there is no such folder"),
         (("--colocated", "1", "--prefill", "1"), "--colocated"),
-        (("--decode", "0"), "at least one decode worker"),
+        (("--decode", "0"), "--decode must be at least 1"),
         (("--block-size", "0"), "--block-size"),
         (("--kv-transports", "pigeon"), "pigeon"),
         (("--redis", "http://127.0.0.1:1"), "--redis must be a URL"),
         (("--redis", "redis://127.0.0.1:1/0"), "cannot reach Redis at 127.0.0.1:1"),
     ],
 )
-def test_a_cluster_that_cannot_be_is_refused_before_it_starts(
+def test_an_impossible_cluster_is_refused_before_it_starts(
     words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["up", "--port", "0", "--grpc-port", "0", *words]) in (1, 2)
     told = capsys.readouterr().err
     assert said in told
     assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("up", "--prefill", "-1"), "--prefill must not be negative, not -1"),
+        (("certs", "/proc/nowhere"), "cannot write to /proc/nowhere"),
+        (("certs", "unused", "--days", "0"), "--days must be at least 1, not 0"),
+        (("estimate", "--model", "/nowhere/model"), "there is no such folder"),
+    ],
+)
+def test_a_wrong_value_is_one_line_that_names_it(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_estimate_needs_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,7 +286,7 @@ def test_an_address_is_taken_from_the_flag_then_the_variable_then_the_last_clust
     assert find_address("g:2", environment | {"TANDEM_ADDRESS": "h:1"}) == "g:2"
 
 
-def test_all_routers_of_the_last_cluster_are_asked_and_each_of_several_addresses_is_looked_at(tmp_path: Path) -> None:
+def test_commands_use_all_routers_of_the_last_cluster_or_every_given_address(tmp_path: Path) -> None:
     environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
     remember(LastCluster("h:7", "h:8", os.getpid(), more_grpc=("h:9",)), environment)
     assert find_address(None, environment) == "h:7,h:9"
@@ -279,7 +295,7 @@ def test_all_routers_of_the_last_cluster_are_asked_and_each_of_several_addresses
         find_address("g:1,g2", environment)
 
 
-def test_of_several_clusters_that_run_here_the_newest_is_asked(tmp_path: Path) -> None:
+def test_commands_address_the_cluster_that_was_started_last(tmp_path: Path) -> None:
     environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
         pass
@@ -289,12 +305,12 @@ def test_of_several_clusters_that_run_here_the_newest_is_asked(tmp_path: Path) -
     forget(os.getpid(), environment)
     assert find_address(None, environment) == "h:1"
     forget(os.getppid(), environment)
-    with pytest.raises(ConfigError, match="no cluster runs here"):
+    with pytest.raises(ConfigError, match="no cluster runs on this machine"):
         find_address(None, environment)
 
 
-def test_a_cluster_that_cannot_be_written_down_runs_all_the_same(tmp_path: Path) -> None:
-    """As on a full disk: it says why, and the commands say what they need."""
+def test_a_cluster_whose_record_cannot_be_written_still_runs(tmp_path: Path) -> None:
+    """The disk may be full, for example. The command reports why, and later commands say which flags they need."""
     (tmp_path / "file").touch()
     environment = {"XDG_RUNTIME_DIR": str(tmp_path / "file")}
     assert str(tmp_path) in remember(LastCluster("h:1", "h:2", os.getpid()), environment)
@@ -303,10 +319,10 @@ def test_a_cluster_that_cannot_be_written_down_runs_all_the_same(tmp_path: Path)
         find_address(None, environment)
 
 
-def test_all_ports_that_are_taken_are_named_with_who_has_them(
+def test_all_ports_in_use_are_named_with_their_owners(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Else whoever starts a second cluster is told of one port after the other."""
+    """Otherwise a user who starts a second cluster would learn of one port after another."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         http, grpc = (server.getsockname()[1] for server in (one, other))
@@ -332,7 +348,8 @@ def test_ctrl_c_while_the_command_is_still_being_imported_is_no_stack_trace() ->
 
 
 def test_children_are_forked_without_the_handlers_of_grpc() -> None:
-    """One in eight was aborted by them before it became its program. gRPC decides when it is imported."""
+    """With the handlers, one child in eight aborted before it became its program. gRPC reads the setting when it is
+    imported."""
     program = (
         "import os, sys\n"
         "class Seen:\n"
@@ -346,7 +363,7 @@ def test_children_are_forked_without_the_handlers_of_grpc() -> None:
     assert subprocess.run(command, cwd=ROOT, timeout=DEADLINE_S, env={"PATH": ""}).returncode == 7
 
 
-def test_workers_share_the_cores_and_pools_are_what_was_asked_for() -> None:
+def test_workers_share_the_cores_and_pools_have_the_configured_sizes() -> None:
     assert [threads_per_worker(cores, 2) for cores in (1, 2, 3, 8)] == [1, 1, 1, 4]
     assert str(pools_from(None, None, None)) == "1 prefill + 1 decode"
     assert str(pools_from(2, 3, None)) == "2 prefill + 3 decode"

@@ -18,7 +18,7 @@ from cluster.registry.registry import Registry
 from cluster.serving.serving import GrpcServer
 from tandem.client import AsyncClient
 from tandem.errors import Unavailable
-from tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tests.certificates import Certificates, client_credentials, load, make_certificates
 from tests.system.local_cluster import LocalCluster
 
@@ -36,7 +36,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 async def tls_cluster(
     redis_url: str, certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[LocalCluster]:
-    """One and one, over tcp: the data path that TLS covers."""
+    """One prefill and one decode worker over tcp, the data path that TLS covers."""
     flags = ("--kv-transports", "tcp", "--num-blocks", "128", "--dtype", "float32", *certificates.flags())
     cluster = LocalCluster(
         redis_url,
@@ -86,7 +86,9 @@ async def test_https_answers(tls_cluster: LocalCluster, certificates: Certificat
     assert answer.status == 200 and body["usage"]["completion_tokens"] == 4, body
 
 
-async def test_outsiders_stay_outside(tls_cluster: LocalCluster, certificates: Certificates) -> None:
+async def test_processes_without_a_certificate_are_refused(
+    tls_cluster: LocalCluster, certificates: Certificates
+) -> None:
     router = tls_cluster.members["router0"].grpc_address
     async with AsyncClient(router) as plaintext:
         with pytest.raises(Unavailable, match="may want TLS"):
@@ -108,12 +110,12 @@ async def test_outsiders_stay_outside(tls_cluster: LocalCluster, certificates: C
 async def test_a_worker_of_another_authority_gets_no_work(
     tls_cluster: LocalCluster, certificates: Certificates, redis_url: str
 ) -> None:
-    """It registers, for it knows the Redis; the router does not speak with it, and says why."""
+    """It can register, because it can reach Redis. The router does not connect to it and logs the reason."""
     credentials = load(certificates.stranger, certificates.other_authority).member_credentials()
     server = GrpcServer(service_names=[], telemetry=Telemetry(), credentials=credentials)
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     await server.start()
-    registry = Registry(url=redis_url, cluster_name=tls_cluster.name, lease_s=60.0)
+    registry = Registry(url=redis_url, cluster_name=tls_cluster.name, ttl_s=60.0)
     decode = next(member for member in await registry.members() if member.role is Role.DECODE)
     stranger = dataclasses.replace(decode, id=MemberId("decode1", "s"), address=address)
     router = tls_cluster.members["router0"]

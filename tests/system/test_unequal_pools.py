@@ -1,5 +1,5 @@
-"""Workers of unequal pools: a request goes only where it fits, waits for a large enough worker while there is none, and
-is never told that it is wrong because a worker is small."""
+"""Workers of unequal pools: a request goes only to workers that can hold it, and waits while none of them can. A small
+worker never makes a request invalid."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,6 +11,7 @@ import pytest
 
 from cluster.errors import NoWorkerLargeEnough, TandemError, WorkerTooSmall
 from cluster.member import Capacity
+from cluster.registry.scale_target import ScaleTarget
 from router.requests import GenerateRequest, ResumedChoice
 from tests.system.migration_stage import Stage, stage
 from tests.system.router_harness import (
@@ -41,7 +42,7 @@ async def _die(router: RouterUnderTest, worker: ScriptedDecode) -> None:
 async def _interrupted(
     request: GenerateRequest, **settings: object
 ) -> AsyncIterator[tuple[RouterUnderTest, ScriptedDecode, "asyncio.Task[Answer]"]]:
-    """A stream whose decode worker, the only large one, died after three tokens; and the small one that is left."""
+    """Yield a stream whose decode worker, the only large one, died after three tokens, and the small worker."""
     async with router_under_test(**settings) as router:
         await router.add_prefill("p0", capacity=LARGE)
         large = await router.add_decode("d0", capacity=LARGE)
@@ -61,13 +62,13 @@ async def _interrupted(
 
 
 async def _waits(router: RouterUnderTest) -> None:
-    """Until a request waits for a large worker."""
+    """Return when a request waits for a large worker."""
     async with asyncio.timeout(10):
         while not router.telemetry.value("tandem_requests_waiting_for_large_worker"):  # noqa: ASYNC110 -- no event tells
             await asyncio.sleep(0)
 
 
-async def test_a_stream_waits_for_a_large_enough_worker_and_goes_on() -> None:
+async def test_a_stream_waits_for_a_large_enough_worker_and_continues() -> None:
     async with _interrupted(request := ask(n=2)) as (router, small, answering):
         await _waits(router)
         await router.add_decode("d2", capacity=LARGE)
@@ -79,7 +80,7 @@ async def test_a_stream_waits_for_a_large_enough_worker_and_goes_on() -> None:
         assert router.telemetry.value("tandem_requests_waiting_for_large_worker") == 0
 
 
-async def test_a_stream_for_which_no_large_worker_comes_ends_by_that_name_at_its_deadline() -> None:
+async def test_a_stream_without_a_large_worker_ends_by_that_reason_at_its_deadline() -> None:
     async with _interrupted(ask(timeout_s=3.0)) as (_, small, answering):
         with pytest.raises(NoWorkerLargeEnough, match=r"4 \+ max_tokens 8 = 12 tokens.* 1 decode worker.*holds 9"):
             async with asyncio.timeout(10):
@@ -105,7 +106,47 @@ async def test_a_request_too_large_for_every_worker_is_refused_at_once_as_the_cl
         assert len(small.jobs) == 1
 
 
-async def test_a_large_worker_that_does_not_answer_now_is_waited_for() -> None:
+async def test_a_router_that_has_just_started_waits_for_a_large_worker_that_may_be_absent() -> None:
+    """The router has read only the small worker so far: Redis may have lost data, or a worker may be restarting."""
+    async with router_under_test(absence_s=30.0) as router:
+        await router.add_decode("d0", capacity=SMALL)
+        await router.connected()
+        answering = asyncio.create_task(answer_to(router, request := ask()))
+        await asyncio.sleep(0)
+        assert not answering.done()
+        await router.add_decode("d1", capacity=LARGE)
+        async with asyncio.timeout(10):
+            assert (await answering).token_ids[0] == expected_tokens(router, request)
+
+
+@pytest.mark.parametrize("target", [ScaleTarget(0, 1), ScaleTarget(0, 2, follower="up", reached=1)])
+async def test_that_wait_ends_when_all_workers_of_the_scale_target_are_registered(target: ScaleTarget) -> None:
+    """At first either no process follows the target, or a worker is missing."""
+    async with router_under_test(absence_s=60.0) as router:
+        await router.add_decode("d0", capacity=SMALL)
+        await router.connected()
+        router.fleet.set_scale_target(target)
+        answering = asyncio.create_task(answer_to(router, ask()))
+        done, _ = await asyncio.wait((answering,), timeout=0.1)
+        assert not done
+        await router.add_decode("d1", capacity=SMALL)
+        router.fleet.set_scale_target(replace(target, follower="up", reached=1))
+        with pytest.raises(NoWorkerLargeEnough):
+            async with asyncio.timeout(10):
+                await answering
+
+
+@pytest.mark.parametrize(("absence_s", "timeout_s"), [(0.3, 30.0), (30.0, 0.3)], ids=["until it knows", "deadline"])
+async def test_that_wait_ends_with_the_same_refusal(absence_s: float, timeout_s: float) -> None:
+    async with router_under_test(absence_s=absence_s) as router:
+        await router.add_decode("d0", capacity=SMALL)
+        await router.connected()
+        with pytest.raises(NoWorkerLargeEnough):
+            async with asyncio.timeout(10):
+                await answer_to(router, ask(timeout_s=timeout_s))
+
+
+async def test_a_suspected_large_worker_is_waited_for() -> None:
     async with router_under_test() as router:
         large = await router.add_decode("d0", capacity=LARGE)
         await router.add_decode("d1", capacity=SMALL)
@@ -119,7 +160,7 @@ async def test_a_large_worker_that_does_not_answer_now_is_waited_for() -> None:
             assert (await answering).token_ids[0] == expected_tokens(router, request)
 
 
-async def test_a_request_that_comes_from_another_router_waits_as_it_did_there() -> None:
+async def test_a_resumed_request_waits_for_a_large_worker_as_before() -> None:
     async with router_under_test() as router:
         await router.add_prefill("p0", capacity=LARGE)
         large = await router.add_decode("d0", capacity=LARGE)
@@ -167,8 +208,8 @@ async def test_placement_and_failover_use_only_workers_that_can_hold_the_request
         assert len(large[0].jobs) >= 6 and decodes["d2"].jobs and decodes["d3"].jobs
 
 
-async def test_a_worker_that_refuses_for_its_size_costs_no_attempt_and_is_not_asked_again() -> None:
-    """It never registered what it holds, so that routers cannot know."""
+async def test_a_refusal_for_size_uses_up_no_attempt_and_the_worker_is_not_asked_again() -> None:
+    """The worker registered no capacity, so routers cannot know it."""
     async with router_under_test(max_attempts=1) as router:
         prefills = [await router.add_prefill(name) for name in ("p0", "p1")]
         decodes = [await router.add_decode(name) for name in ("d0", "d1")]
@@ -200,7 +241,7 @@ async def test_a_prompt_that_no_prefill_worker_can_hold_is_prefilled_by_a_decode
         await router.connected()
         answer = await answer_to(router, request := ask())
         assert answer.token_ids[0] == expected_tokens(router, request)
-        assert answer.summary.ledger.reasons == ("no_large_pair",)
+        assert answer.summary.ledger.reasons == ("no_large_enough_pair",)
         assert prefill.jobs == []
 
 
@@ -211,7 +252,7 @@ async def test_a_hand_off_that_the_watermark_forbids_is_prefilled_by_the_decode_
         await router.connected()
         answer = await answer_to(router, request := ask())
         assert answer.token_ids[0] == expected_tokens(router, request)
-        assert answer.summary.ledger.reasons == ("no_large_pair",)
+        assert answer.summary.ledger.reasons == ("no_large_enough_pair",)
         assert prefill.jobs == []
 
 
@@ -245,7 +286,7 @@ async def test_open_max_tokens_are_what_the_largest_worker_holds(comes_late: boo
         assert accepted.max_tokens == 17
 
 
-async def test_a_ticket_goes_on_only_to_a_decode_worker_that_can_hold_it() -> None:
+async def test_a_ticket_is_reissued_only_to_a_decode_worker_that_can_hold_it() -> None:
     async with router_under_test() as router:
         prefill = await router.add_prefill("p0", capacity=LARGE)
         first = await router.add_decode("d0", capacity=LARGE)
@@ -261,7 +302,7 @@ async def test_a_ticket_goes_on_only_to_a_decode_worker_that_can_hold_it() -> No
         assert small.jobs == [] and len(prefill.jobs) >= 1
 
 
-async def test_a_sequence_is_not_moved_to_where_it_could_not_end() -> None:
+async def test_a_sequence_is_not_moved_to_a_worker_that_cannot_hold_it() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         on.target.capacity = replace(SMALL, num_blocks=5)  # what it has fits there, what it asks for does not
         await on.joined()
@@ -272,7 +313,7 @@ async def test_a_sequence_is_not_moved_to_where_it_could_not_end() -> None:
         assert on.target.jobs == []
 
 
-async def test_what_only_the_leaving_worker_can_hold_stays_until_it_goes() -> None:
+async def test_a_sequence_that_only_the_draining_worker_can_hold_stays_until_it_exits() -> None:
     async with stage() as on:
         on.source.transfer.close()
         on.target.capacity = SMALL
@@ -282,7 +323,7 @@ async def test_what_only_the_leaving_worker_can_hold_stays_until_it_goes() -> No
             await on.source.started.wait()
         on.source.leave(0.0)
         async with asyncio.timeout(10):
-            while not on.router.fleet.leaving():
+            while not on.router.fleet.draining_decodes():
                 await on.router.fleet.changed()
         await answer_to(on.router, ask(max_tokens=4))  # long enough for what would be given up to be given up
         on.source.transfer.open()

@@ -1,4 +1,4 @@
-"""Two real decode workers of unequal pools: the larger is killed under a stream that the smaller cannot hold."""
+"""Two real decode workers of unequal pools: the larger is killed while it runs a stream that only it can hold."""
 
 import asyncio
 import signal
@@ -9,6 +9,9 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from cluster.registry.registry import Registry
+from cluster.registry.scale_registry import Following
+from cluster.registry.scale_target import ScaleTarget
 from cluster.serving.rpc_errors import REASON
 from tandem.v1 import inference_pb2
 from tests.system.asking import ask, asked, question
@@ -17,12 +20,13 @@ from tests.system.local_cluster import LocalCluster
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 _FLAGS = ("--dtype", "float32", "--block-size", "16", "--max-prefill-tokens", "64")
-_BEFORE_DEATH = 20  # tokens that the client has
+_BEFORE_DEATH = 20  # tokens that the client has received
+_ROUTER_AGE_S = 20.0  # well below the 60 s that a router waits for absent workers without a scale target
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def unequal(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
-    """decode0 holds 512 tokens, decode1 128; neither is told a --max-model-len."""
+    """A cluster in which decode0 holds 512 tokens and decode1 128. Neither has a --max-model-len."""
     cluster = LocalCluster(redis_url, tmp_path_factory.mktemp("unequal"))
     sizes = {"prefill0": 32, "decode0": 32, "decode1": 8}
     try:
@@ -42,7 +46,24 @@ def _long(max_tokens: int = 300) -> inference_pb2.GenerateRequest:
     return question(tuple(range(30, 60)), max_tokens=max_tokens, ignore_eos=True)
 
 
-async def test_a_stream_outlives_its_only_large_worker_and_goes_on_when_it_is_back(unequal: LocalCluster) -> None:
+async def test_a_complete_cluster_refuses_a_request_that_no_worker_can_hold_at_once(unequal: LocalCluster) -> None:
+    """The router has just started. The scale target tells it that no worker is absent."""
+    registry = Registry(url=unequal.redis_url, cluster_name=unequal.name, ttl_s=60.0)
+    follower = Following(registry, "test", ScaleTarget(prefill=1, decode=2))
+    try:
+        assert await follower.report(reached=1) == ""
+        async with asyncio.timeout(_ROUTER_AGE_S):
+            with pytest.raises(grpc.aio.AioRpcError, match="holds 512") as refused:
+                await ask(unequal, _long(max_tokens=600))
+    finally:
+        await follower.leave()
+        await registry.close()
+    _is_named(refused.value)
+
+
+async def test_a_stream_outlives_its_only_large_worker_and_continues_when_the_worker_is_back(
+    unequal: LocalCluster,
+) -> None:
     undisturbed = await ask(unequal, _long())
     async with asked(unequal, _long()) as answer:
         await answer.until(_BEFORE_DEATH)
@@ -56,7 +77,7 @@ async def test_a_stream_outlives_its_only_large_worker_and_goes_on_when_it_is_ba
     await unequal.until_free()
 
 
-@pytest.mark.slow  # a request's whole time
+@pytest.mark.slow  # the whole timeout of a request passes
 async def test_without_a_large_worker_the_cluster_is_named_as_too_small(unequal: LocalCluster) -> None:
     await unequal.mend()
     async with unequal.channel() as channel:
@@ -67,9 +88,6 @@ async def test_without_a_large_worker_the_cluster_is_named_as_too_small(unequal:
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await _end(call)
     _is_named(ended.value)
-    with pytest.raises(grpc.aio.AioRpcError, match="holds 512") as refused:
-        await ask(unequal, _long(max_tokens=600))  # more than any worker ever held: refused at once
-    _is_named(refused.value)
     fitting = await ask(unequal, question(tuple(range(30, 60)), max_tokens=20, ignore_eos=True))
     assert fitting.token_ids
     await unequal.until_free()

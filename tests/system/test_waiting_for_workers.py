@@ -18,7 +18,7 @@ from tests.system.test_router_service import collect, generate_request, reason_o
 async def _http(router: RouterUnderTest) -> AsyncIterator[httpx.AsyncClient]:
     app = build_app(
         pipeline=router.pipeline,
-        outboxes=router.outboxes,
+        live_requests=router.live_requests,
         tokenization=router.tokenization,
         telemetry=Telemetry(),
         ready=lambda: router.pipeline.is_ready,
@@ -34,9 +34,9 @@ def _question(max_tokens: int = 8) -> dict[str, object]:
 
 
 async def _waiting(router: RouterUnderTest, number: int) -> None:
-    """Until so many requests are live and wait for a worker."""
+    """Wait until this many requests are live and wait for a worker."""
     async with asyncio.timeout(10):
-        while len(router.admission) < number:  # noqa: ASYNC110 -- a request that waits tells nobody
+        while router.live_requests.num_served < number:  # noqa: ASYNC110 -- a waiting request signals no event
             await asyncio.sleep(0)
 
 
@@ -55,7 +55,7 @@ async def test_requests_of_both_surfaces_wait_for_the_first_decode_worker() -> N
         assert responses[-1].summary.usage.completion_tokens == 8
 
 
-async def test_a_request_waits_again_where_its_only_decode_worker_has_left() -> None:
+async def test_a_request_waits_again_after_its_only_decode_worker_left() -> None:
     async with router_under_test() as router:
         await router.add_prefill("p0")
         leaving = await router.add_decode("d0")

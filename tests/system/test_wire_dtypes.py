@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.kv.layout import LayerShape, lay_out
-from kvtransfer.wire.wire_dtypes import WireDtype
+from kvtransfer.wire.wire_format import WireDtype
 from tests.system.asking import ask, question
 from tests.system.local_cluster import DEMO_MODEL, LocalCluster
 

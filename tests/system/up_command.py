@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Up:
-    """Heard to the last line."""
+    """A running `tandem up` whose output is read to the last line."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
@@ -39,7 +39,7 @@ class Up:
             reader.start()
 
     def until(self, part: str) -> str:
-        """The first line with it, now or to come."""
+        """Return the first line that contains the text, present or future."""
 
         def found() -> str | None:
             return next((line for line in self.lines if part in line), None)
@@ -51,15 +51,15 @@ class Up:
         return line
 
     def children(self) -> dict[str, int]:
-        """Process ids by module or program name."""
+        """Return process ids by module or program name."""
         return {name: pid for name, _, pid in self._children()}
 
     def members(self) -> dict[str, int]:
-        """Process ids by the name that each was started with."""
+        """Return process ids by the name under which each was started."""
         return {member: pid for _, member, pid in self._children() if member}
 
     def end(self) -> int:
-        """However it stands: nothing is left."""
+        """End the command and all its processes, whatever their state."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         try:

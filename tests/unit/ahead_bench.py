@@ -1,23 +1,24 @@
-"""A DecodeBench whose steps are planned ahead, over a device that computes when it likes, in order.
+"""A DecodeBench whose steps are planned ahead, over a device that computes in order at times of its own.
 
-A step may be computed as soon as it is launched, or only when its result is read: what is wrong with what happens
-meanwhile shows in the one or in the other.
+A step may be computed as soon as it is launched, or only when its result is read: an error in the work between them
+shows in one of the two.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from cluster.messages import Inspected
 from decode_worker.scheduling.commands import Command, Event, Frozen, Started
+from engine.scheduling.commands import Inspected
 from engine.scheduling.step import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult
 from tests.unit.decode_bench import DecodeBench, HandOff
 from tests.unit.fake_paged_runner import VOCAB_SIZE, FakePagedRunner
 
 
 class Stream:
-    """What was launched, in order; each step is fed with what the one before it drew. `redraws`: asked for each token
-    that may have been fed, whether it was another one."""
+    """The launched plans in order; each step is fed with the tokens of the step before it. `redraws` is called for each
+    token that may have been fed, and returns whether another token was drawn.
+    """
 
     def __init__(self, runner: FakePagedRunner, redraws: Callable[[], bool] = lambda: False) -> None:
         self._runner = runner
@@ -55,7 +56,7 @@ class Stream:
         return self._results.popleft()
 
     def _empty_what_it_begins(self, chunk: Chunk) -> None:
-        """As a ModelRunner zeroes it."""
+        """Clear the block that the chunk begins, as a ModelRunner zeroes it."""
         begun = chunk.end // self._size
         if chunk.end > begun * self._size >= chunk.start:
             self._runner.written[chunk.block_ids[begun]] = [None] * self._size
@@ -74,8 +75,9 @@ class Stream:
 
 @dataclass
 class AheadBench(DecodeBench):
-    """`may_go_ahead`, `computes`: asked at each step, whether another is planned behind it, and how many steps of those
-    launched the device computes by itself. `redraws`: as of the Stream."""
+    """At each step `may_go_ahead` decides whether another step is planned behind it, and `computes` how many of the
+    launched steps the device computes before a result is read. `redraws` is passed to the Stream.
+    """
 
     may_go_ahead: Callable[[], bool] = lambda: True
     computes: Callable[[], int] = lambda: 0
@@ -117,8 +119,9 @@ class AheadBench(DecodeBench):
             assert rest == [None] * len(rest), "something lies behind the last token that is offered"
 
     def step(self, error: Exception | None = None) -> StepPlan | None:
-        """Until one step more has ended; the next one may then be under way. With an error, that one raises it, and one
-        launched behind it is computed."""
+        """Run until one more step has ended; the next step may then be in flight. With an error, that step raises it,
+        and a step launched after it is computed.
+        """
         if not self.flying:
             self._take_in(self.scheduler.reap(self.now_s)[0])
             events, plan = self.scheduler.plan(self.now_s)
@@ -137,7 +140,7 @@ class AheadBench(DecodeBench):
         return plan
 
     def settle(self) -> None:
-        """Until nothing is under way."""
+        """Run until no step is in flight."""
         while self.flying:
             self._end(None)
 
@@ -152,7 +155,7 @@ class AheadBench(DecodeBench):
         super()._take_in(events)
 
     def _settle_if_all_waits(self) -> None:
-        """What a step tells while a command waits for its end, the outside hears before that is applied."""
+        """While a command waits for a step's end, report the step's events before the command is applied."""
         if not self.scheduler.may_plan_ahead:
             self.settle()
 

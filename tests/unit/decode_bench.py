@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
-from cluster.messages import DecodeJob, FinishReason, Inspect, Inspected, MemberId, Sampling, SequenceStart, TokenStops
+from cluster.messages import DecodeJob, FinishReason, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import NATIVE, keyed_chains, nameless_chains
 from decode_worker.scheduling.commands import (
     AdmitImported,
@@ -17,7 +17,6 @@ from decode_worker.scheduling.commands import (
     Freeze,
     FreezeRefused,
     Frozen,
-    Release,
     Reserve,
     Reserved,
     Started,
@@ -28,13 +27,14 @@ from decode_worker.scheduling.commands import (
     Unreservable,
 )
 from decode_worker.scheduling.limits import DecodeLimits
-from decode_worker.scheduling.preemption_cost import PreemptionCost
 from decode_worker.scheduling.scheduler import DecodeScheduler
 from decode_worker.scheduling.sequences import Sequence
+from decode_worker.scheduling.swapping import PreemptionCost
+from engine.scheduling.commands import Inspect, Inspected, Quiet, Release
 from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.policies import make_policy
+from engine.scheduling.schedule import banned_token_ids, finish_reason
 from engine.scheduling.step import DraftRequest, Sample, StepPlan
-from engine.scheduling.stops import banned_token_ids, finish_reason
 from tests.unit.fake_paged_runner import VOCAB_SIZE, FakePagedRunner, next_token
 
 ROUTER = MemberId("router", "1")
@@ -54,7 +54,7 @@ def limits(**changed: int | float) -> DecodeLimits:
 
 
 def known_lengths(num_output: int = 6) -> LengthPredictor:
-    """Of many that all ended with so many tokens."""
+    """A predictor taught by 100 sequences that all ended after `num_output` tokens."""
     lengths = LengthPredictor()
     for _ in range(100):
         lengths.observe("", 4, num_output, was_cut=False)
@@ -63,7 +63,7 @@ def known_lengths(num_output: int = 6) -> LengthPredictor:
 
 @dataclass
 class Choice:
-    """What a client of one choice has seen."""
+    """The state of one choice as its client sees it."""
 
     job: DecodeJob
     start: SequenceStart
@@ -87,8 +87,8 @@ class HandOff:
 
 
 @dataclass
-class _KnowingGuesser:
-    """Guesses what a serial run would draw, except for every so many."""
+class _KnowingDrafter:
+    """Proposes the tokens that a serial run would draw, except for every `draft_period`-th one."""
 
     bench: "DecodeBench"
     num_made: int = 0
@@ -96,24 +96,24 @@ class _KnowingGuesser:
 
     def propose(self, token_ids: SequenceOf[int], limit: int, num_sequences: int) -> tuple[int, ...]:
         known = tuple(token_ids)
-        guesses: tuple[int, ...] = ()
+        draft_tokens: tuple[int, ...] = ()
         choice = next(c for c in self.bench.choices.values() if (*c.job.prompt_token_ids, *c.output) == known)
         for _ in range(min(limit, 5)):
             self.num_made += 1
-            banned = banned_token_ids(choice.job.stops, len(choice.output) + len(guesses))
-            sample = Sample(choice.start.seed, len(known) + len(guesses), choice.job.sampling, banned)
-            is_right = self.num_made % self.bench.guess_period
-            guesses += (next_token(known + guesses, sample) if is_right else VOCAB_SIZE,)
-        return guesses
+            banned = banned_token_ids(choice.job.stops, len(choice.output) + len(draft_tokens))
+            sample = Sample(choice.start.seed, len(known) + len(draft_tokens), choice.job.sampling, banned)
+            is_right = self.num_made % self.bench.draft_period
+            draft_tokens += (next_token(known + draft_tokens, sample) if is_right else VOCAB_SIZE,)
+        return draft_tokens
 
     def request(self, token_ids: list[int], num_sequences: int) -> DraftRequest | None:
         return None
 
-    def judge(self, num_guesses: int, num_right: int) -> None:
-        assert 0 <= num_right <= num_guesses <= 5
-        self.judged += num_guesses
+    def judge(self, num_draft_tokens: int, num_right: int) -> None:
+        assert 0 <= num_right <= num_draft_tokens <= 5
+        self.judged += num_draft_tokens
 
-    def take(self, num_known: int, guesses: tuple[int, ...]) -> None:
+    def store(self, num_known: int, draft_tokens: tuple[int, ...]) -> None:
         raise AssertionError("nobody was asked to draft")
 
 
@@ -124,7 +124,7 @@ class DecodeBench:
     wire_dtype: str = NATIVE
     policy: str = "fcfs"
     lengths: LengthPredictor | None = None
-    guess_period: int = 0  # every so many guesses one is wrong; 0: nothing is guessed
+    draft_period: int = 0  # every draft_period-th draft token is wrong; 0: speculation is off
     now_s: float = 0.0
     choices: dict[int, Choice] = field(default_factory=dict)
     handoffs: dict[int, HandOff] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class DecodeBench:
             cost=self.cost,
             policy=make_policy(self.policy),
             lengths=self.lengths,
-            new_guesser=(lambda: _KnowingGuesser(self)) if self.guess_period else None,
+            new_drafter=(lambda: _KnowingDrafter(self)) if self.draft_period else None,
         )
         self.runner = FakePagedRunner(self.limits.num_blocks, self.limits.block_size)
         self._next_handle = 0
@@ -216,7 +216,9 @@ class DecodeBench:
         return handoff
 
     def finish(self, handoff: HandOff, *, is_verified: bool = True) -> None:
-        """The importer has read everything: writes it, and admits what did not end with its first token."""
+        """The importer has read everything: write the blocks, and admit the choices that did not end with their first
+        token.
+        """
         assert handoff.block_ids is not None
         del self.handoffs[handoff.handoff_id]
         job, size, token_ids = handoff.job, self.limits.block_size, handoff.token_ids
@@ -257,7 +259,9 @@ class DecodeBench:
         return frozen
 
     def read(self, frozen: Frozen) -> None:
-        """What the ticket's reader finds, at any time: digests cover whole blocks, a tail's unused positions too."""
+        """Check a ticket's blocks as its reader sees them: digests cover whole blocks, with a tail's unused
+        positions.
+        """
         tail_ids = () if frozen.tail is None else (frozen.tail.block_id,)
         content = [list(self.runner.written[block_id]) for block_id in frozen.sealed_block_ids + tail_ids]
         assert self._offered.setdefault(frozen.ticket_id, content) == content, "a leased block has changed"
@@ -267,7 +271,7 @@ class DecodeBench:
         assert self.runner.read(frozen.sealed_block_ids + tail_ids, num_tokens) == frozen.token_ids
 
     def release(self, ticket_id: bytes) -> None:
-        """Its reader has read for the last time."""
+        """End the lease of a ticket after a last read."""
         self.read(self.frozen.pop(ticket_id))
         self.apply(Release(ticket_id))
 
@@ -283,7 +287,7 @@ class DecodeBench:
         return new_handle
 
     def receive(self, source: "DecodeBench", frozen: Frozen, handle: int) -> int:
-        """The sequence goes on here, from what the ticket's reader finds there. Its handle here."""
+        """Continue the sequence on this bench from the blocks of the ticket. Return its handle here."""
         source.read(frozen)
         moving = source.choices[handle]
         new_handle, self._next_handle = self._next_handle, self._next_handle + 1
@@ -317,7 +321,7 @@ class DecodeBench:
         return plan
 
     def run(self, most_steps: int = 10_000) -> list[StepPlan]:
-        """Until there is nothing to compute."""
+        """Run until there is nothing to compute."""
         plans: list[StepPlan] = []
         while (plan := self.step()) is not None:
             plans.append(plan)
@@ -332,6 +336,20 @@ class DecodeBench:
     @property
     def live(self) -> list[int]:
         return [handle for handle, choice in self.choices.items() if not choice.ended]
+
+    def end_all(self) -> None:
+        """Discard all hand-offs, end their reads and run to the end. Assert that no sequence is cut and no block
+        held.
+        """
+        for handoff in list(self.handoffs.values()):
+            if handoff.handoff_id in self.handoffs:
+                self.discard(handoff)
+        self.apply(Quiet(frozenset(self.quarantined)))
+        self.run()
+        self.assert_idle()
+        for choice in self.choices.values():
+            if choice.ended == FinishReason.LENGTH:
+                assert len(choice.output) == choice.job.stops.max_tokens
 
     def assert_idle(self) -> None:
         """Everything ended, and no block is in use."""
@@ -348,7 +366,7 @@ class DecodeBench:
             self.choices[start.handle] = Choice(job, start, list(start.committed_token_ids))
 
     def _first_token(self, handle: int) -> int | None:
-        """What the prefill worker drew; None where it ended the choice."""
+        """The token that the prefill worker drew; None if it ended the choice."""
         token_id, reason = self._expected(self.choices[handle])
         self.choices[handle].output.append(token_id)
         self.choices[handle].ended = reason or ""

@@ -12,7 +12,7 @@ VOCAB_SIZE = 50
 
 
 def next_token(token_ids: Sequence[int], sample: Sample) -> int:
-    """What a serial run draws after these tokens."""
+    """The token that a serial run draws after these tokens."""
     assert sample.position == len(token_ids)
     for attempt in range(1000):
         token_id = hash((tuple(token_ids), sample.seed, attempt)) % VOCAB_SIZE
@@ -46,22 +46,22 @@ class FakePagedRunner:
         return StepResult(tuple(map(self._draw, plan.chunks)))
 
     def _draw(self, chunk: Chunk) -> tuple[DrawnToken, ...]:
-        """With guesses: those that were right, and one more; the wrong ones leave nothing behind."""
+        """Draw a chunk's tokens: the accepted draft tokens and one more. Rejected draft tokens leave no KV."""
         assert len(chunk.block_ids) == -(-chunk.end // self._block_size), "the table ends with the chunk"
-        known = chunk.end - chunk.num_guesses
+        known = chunk.end - chunk.num_draft_tokens
         drawn = []
         for place, sample in enumerate(chunk.samples):
-            token_ids = self.read(chunk.block_ids, known + place if chunk.num_guesses else known)
+            token_ids = self.read(chunk.block_ids, known + place if chunk.num_draft_tokens else known)
             drawn.append(DrawnToken(next_token(token_ids, sample)))
-            if place < chunk.num_guesses and drawn[-1].token_id != chunk.token_ids[place - chunk.num_guesses]:
+            if place < chunk.num_draft_tokens and drawn[-1].token_id != chunk.token_ids[place - chunk.num_draft_tokens]:
                 break
-        if chunk.num_guesses:
+        if chunk.num_draft_tokens:
             for place in range(known + len(drawn) - 1, chunk.end):
                 self.written[chunk.block_ids[place // self._block_size]][place % self._block_size] = None
         return tuple(drawn)
 
     def read(self, block_ids: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-        """The tokens whose KV a table leads to."""
+        """The tokens stored as KV in the blocks of a table."""
         tokens = [self.written[block_ids[p // self._block_size]][p % self._block_size] for p in range(num_tokens)]
         assert None not in tokens, f"position {tokens.index(None)} of {num_tokens} was never written"
         return tuple(token for token in tokens if token is not None)

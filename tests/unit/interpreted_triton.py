@@ -21,7 +21,7 @@ IS_INTERPRETED = bool(importlib.util.find_spec("triton")) and os.environ.get("TR
 
 
 def kernel_device() -> str:
-    """Where a Triton kernel can run: a GPU, or Triton's own interpreter where somebody asked for it."""
+    """The device on which a Triton kernel can run: a GPU, or Triton's interpreter if TRITON_INTERPRET is set."""
     if torch.cuda.is_available():
         return "cuda"
     if IS_INTERPRETED:
@@ -32,7 +32,7 @@ def kernel_device() -> str:
 
 
 def needs_the_interpreter() -> None:
-    """For what no GPU shows, or what a GPU would compile anew for every case."""
+    """Skip a test of behaviour that no GPU shows, or that a GPU would compile again for every case."""
     if kernel_device() != "cpu":
         pytest.skip("runs in Triton's interpreter alone")
 

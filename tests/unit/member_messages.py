@@ -9,16 +9,28 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import Message
 
-from cluster.protocol.field_rules import Many, MemberName, Octets, Part, Real, Rule, Table, Text, Whole, Word
+from cluster.protocol.field_rules import (
+    EnumValue,
+    Flag,
+    Many,
+    MemberName,
+    Octets,
+    Part,
+    Real,
+    Rule,
+    Table,
+    Text,
+    Whole,
+)
 from cluster.protocol.message_rules import RULES
-from tandem.v1 import kv_pb2, worker_pb2
+from tandem.internal.v1 import kv_pb2, worker_pb2
 
 FILES = (worker_pb2, kv_pb2)
 _INTEGERS = (0, 1, -1, -(1 << 31), (1 << 31) - 1, 1 << 31, (1 << 32) - 1, -(1 << 63), (1 << 63) - 1, (1 << 64) - 1)
 _REALS = (0.0, -1.0, 5e-324, 1e-9, 1e9, 1e300, -1e300, float("inf"), float("-inf"), float("nan"))
 _TEXTS = ("", "x", "@", "no-incarnation", "a@b", "\0", "\N{SNOWMAN}" * 3, "x" * 70_000, "-1", "nan")
 _BYTES = (*(b"x" * length for length in (0, 1, 3, 5, 8, 15, 16, 17, 32, 33, 70_001)), b"\xff" * 4)
-_EXAMPLES: dict[tuple[str, str], object] = {("OfferPrefixResponse", "num_blocks"): 1}
+_EXAMPLES: dict[tuple[str, str], object] = {("LeasePrefixResponse", "num_blocks"): 1}
 
 
 def kinds() -> list[type[Message]]:
@@ -78,8 +90,10 @@ def _value(rule: Rule) -> object:
             return "member@1"
         case Octets(least=least, unit=unit):
             return bytes(max(least, unit))
-        case Word(known=known):
-            return max(known, key=str)
+        case EnumValue(names=names):
+            return max(names)
+        case Flag():
+            return True
     raise AssertionError(f"no example of {rule}")
 
 

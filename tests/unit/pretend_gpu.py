@@ -1,10 +1,11 @@
-"""A GPU that is not there: tensors that say they lie on `cuda:0`, and compute on the CPU.
+"""A pretended GPU: tensors whose device is `cuda:0` and that compute on the CPU.
 
-What a real one refuses is refused: tensors of two devices in one operation. What a real one would wait for is noted,
-and refused where nothing may wait: reading a value, sizes that depend on values, copies that are not between pinned
-memory and the device. A graph is recorded operation by operation and replayed over the same memory.
+Operations that a real GPU refuses are refused: tensors of two devices in one operation. Operations for which a real one
+would wait are recorded, and refused where no wait is allowed: reading a value, sizes that depend on values, copies that
+are not between pinned memory and the device. A graph is recorded operation by operation and replayed over the same
+memory.
 
-It knows nothing of streams: everything is done at once, so an order that is missing does not show.
+Streams are not modelled: every operation completes at once, so a missing order does not show.
 """
 
 import contextlib
@@ -34,8 +35,9 @@ _HOST_READS = {aten._local_scalar_dense.default, aten.equal.default}
 
 
 class OnGpu(torch.Tensor):
-    """`inner` holds the values; a view's is a view. Only Python sees the device: a torch without CUDA has no guard for
-    it, so what torch decides by a device before it comes here is decided anew."""
+    """A tensor whose values are in `inner`; a view's `inner` is a view. Only Python sees the device: a torch without
+    CUDA has no guard for it, so decisions that torch makes by device before Python is called are made again here.
+    """
 
     inner: torch.Tensor  # type: ignore[assignment]
     gpu: "PretendGpu"
@@ -142,7 +144,7 @@ class PretendGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._wrapped(func, args, given, made)
 
     def _decomposed(self, func: Any, args: Any, given: dict[str, Any]) -> Any:
-        """In inference mode torch asks for some operations whole that are made of others."""
+        """Decompose operations that torch keeps whole in inference mode."""
         if func.overloadpacket is aten.to:
             named = {**{item.name: value for item, value in zip(func._schema.arguments, args, strict=False)}, **given}
             source = named.pop("self")
@@ -162,7 +164,7 @@ class PretendGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Callable[[], None]]]:
-        """What the device does in here; nothing may wait, and nothing may come from the host."""
+        """Record the operations of the device in this block; they must neither wait nor use host data."""
         work: list[Callable[[], None]] = []
         self._recording = work
         try:
@@ -227,7 +229,7 @@ class PretendGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _wrapped(self, func: Any, args: Any, given: dict[str, Any], made: Any) -> Any:
-        """What is written in place is the tensor that was given."""
+        """Wrap results; an operation in place returns the tensor that was given."""
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = given.get(argument.name) if argument.kwarg_only or position >= len(args) else args[position]

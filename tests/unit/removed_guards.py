@@ -39,7 +39,7 @@ REMOVALS = (
     _without("all_complete", lambda num_complete, num_blocks: True),
     _without("cached_left_alone", lambda num_cached: 0, blocks=(2, 2), prefill_pool=4, cached=True),
     _without("tail_needed", lambda has_ended: False),
-    _without("admitted_when_valid", lambda valid: True, kinds=_only("expiry")),
+    _without("delivered_when_valid", lambda valid: True, kinds=_only("expiry")),
     _without("settled_when_quiet", lambda is_reading: True, kinds=_only("cancel")),
     _without("quarantined_in_flight", lambda destinations: frozenset(), kinds=_only("cancel")),
     _without("proof_of_quiet", lambda completed: True, kinds=_only("death")),

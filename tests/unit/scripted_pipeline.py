@@ -1,6 +1,7 @@
-"""A pipeline whose workers follow a script: the checks, choices and texts are the router's own, only tokens are given.
+"""A pipeline whose workers follow a script: the checks, choices and texts are the router's own; only tokens are
+scripted.
 
-And a real HTTP server to put an app on.
+The module also has a real HTTP server for an app.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ LEDGER = Ledger((Phase("prefill", 0.25), Phase("decode", 0.5)), 0.75, 0.25, ("p@
 
 @dataclass
 class ScriptedPipeline:
-    """Every choice says `script`, the second one backwards, and so on by turns; then EOS."""
+    """Every odd choice generates `script`, every even one its reverse; then EOS."""
 
     tokenization: Tokenization
     script: str = "The quick brown fox."

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from router.text.decoder_steps import byte_level_alphabet
+from router.text.detokenizer import byte_level_alphabet
 
 
 def byte_level() -> Tokenizer:

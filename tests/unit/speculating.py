@@ -1,4 +1,4 @@
-"""Sequences that a runner continues, guesses and all, without a scheduler: what the tests of speculation drive."""
+"""Sequences that a runner continues with draft tokens and without a scheduler, for the tests of speculation."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from engine.kv.layout import LayerShape, lay_out
 from engine.kv.pool import KvPool
 from engine.scheduling.schedule import blocks_for
 from engine.scheduling.step import Chunk, DraftRequest, Sample, StepPlan
-from engine.speculation.drafter import Drafter, Guesser
+from engine.speculation.drafter import Drafter, TokenProposer
 from engine.steps.runner import ModelRunner
 
 BLOCK_SIZE = 8
@@ -34,23 +34,23 @@ def table_runner(table: torch.Tensor, num_blocks: int) -> ModelRunner:
 
 
 @dataclass(slots=True)
-class FixedGuesser:
-    """Always as many guesses, from a drafter of the test's own."""
+class FixedDrafter:
+    """Always proposes `num_draft_tokens` draft tokens, from the test's own proposer."""
 
-    drafter: Drafter
-    num_guesses: int
+    proposer: TokenProposer
+    num_draft_tokens: int
     judged: list[tuple[int, int]] = field(default_factory=list)
 
     def propose(self, token_ids: Sequence[int], limit: int, num_sequences: int) -> tuple[int, ...]:
-        return self.drafter.propose(token_ids, min(limit, self.num_guesses))
+        return self.proposer.propose(token_ids, min(limit, self.num_draft_tokens))
 
     def request(self, token_ids: list[int], num_sequences: int) -> DraftRequest | None:
         return None
 
-    def judge(self, num_guesses: int, num_right: int) -> None:
-        self.judged.append((num_guesses, num_right))
+    def judge(self, num_draft_tokens: int, num_right: int) -> None:
+        self.judged.append((num_draft_tokens, num_right))
 
-    def take(self, num_known: int, guesses: tuple[int, ...]) -> None:
+    def store(self, num_known: int, draft_tokens: tuple[int, ...]) -> None:
         raise AssertionError
 
 
@@ -62,8 +62,8 @@ class Oracle:
     is_right: Iterable[bool]
     vocab_size: int
 
-    def propose(self, token_ids: Sequence[int], max_guesses: int) -> tuple[int, ...]:
-        coming = self.truth[len(token_ids) : len(token_ids) + max_guesses]
+    def propose(self, token_ids: Sequence[int], max_draft_tokens: int) -> tuple[int, ...]:
+        coming = self.truth[len(token_ids) : len(token_ids) + max_draft_tokens]
         picks = zip(coming, self.is_right, strict=False)
         return tuple(token if right else (token + 1) % self.vocab_size for token, right in picks)
 
@@ -75,40 +75,40 @@ class Talk:
     number: int
     token_ids: list[int]
     block_ids: tuple[int, ...]
-    guesser: Guesser | None = None
+    drafter: Drafter | None = None
     seed: int = 0
     sampling: Sampling = field(default_factory=Sampling)
     num_computed: int = 0
-    num_guesses: int = 0
+    num_draft_tokens: int = 0
     num_right: int = 0
 
     def chunk(self, limit: int) -> Chunk:
         known, end = tuple(self.token_ids[self.num_computed :]), len(self.token_ids)
-        guesses: tuple[int, ...] = ()
+        draft_tokens: tuple[int, ...] = ()
         draft = None
-        if self.guesser is not None:
-            guesses = self.guesser.propose(self.token_ids, limit, 1) if self.num_computed else ()
-            draft = self.guesser.request(self.token_ids, 1)
+        if self.drafter is not None:
+            draft_tokens = self.drafter.propose(self.token_ids, limit, 1) if self.num_computed else ()
+            draft = self.drafter.request(self.token_ids, 1)
         return Chunk(
             sequence_id=self.number,
-            token_ids=known + guesses,
+            token_ids=known + draft_tokens,
             start=self.num_computed,
-            block_ids=self.block_ids[: blocks_for(end + len(guesses), BLOCK_SIZE)],
-            samples=tuple(Sample(self.seed, end + index, self.sampling) for index in range(len(guesses) + 1)),
-            num_guesses=len(guesses),
+            block_ids=self.block_ids[: blocks_for(end + len(draft_tokens), BLOCK_SIZE)],
+            samples=tuple(Sample(self.seed, end + index, self.sampling) for index in range(len(draft_tokens) + 1)),
+            num_draft_tokens=len(draft_tokens),
             draft=draft,
         )
 
-    def grow(self, chunk: Chunk, drawn: Sequence[int], guesses: tuple[int, ...] | None) -> None:
+    def grow(self, chunk: Chunk, drawn: Sequence[int], draft_tokens: tuple[int, ...] | None) -> None:
         self.num_computed = len(self.token_ids) + len(drawn) - 1
         self.token_ids += drawn
-        self.num_guesses += chunk.num_guesses
+        self.num_draft_tokens += chunk.num_draft_tokens
         self.num_right += len(drawn) - 1
-        if self.guesser is not None:
-            if chunk.num_guesses:
-                self.guesser.judge(chunk.num_guesses, len(drawn) - 1)
-            if chunk.draft is not None and guesses is not None:
-                self.guesser.take(len(self.token_ids), guesses)
+        if self.drafter is not None:
+            if chunk.num_draft_tokens:
+                self.drafter.judge(chunk.num_draft_tokens, len(drawn) - 1)
+            if chunk.draft is not None and draft_tokens is not None:
+                self.drafter.store(len(self.token_ids), draft_tokens)
 
 
 def talks_of(count: int, prompt: Sequence[int], most_tokens: int) -> list[Talk]:
@@ -120,12 +120,14 @@ def talks_of(count: int, prompt: Sequence[int], most_tokens: int) -> list[Talk]:
 def step(runner: ModelRunner, talks: Sequence[Talk], most_tokens: int) -> None:
     plan = StepPlan(tuple(talk.chunk(most_tokens - len(talk.token_ids) - 1) for talk in talks))
     result = runner.run(plan)
-    for talk, chunk, drawn, guesses in itertools.zip_longest(talks, plan.chunks, result.tokens, result.guesses):
-        talk.grow(chunk, [token.token_id for token in drawn], guesses)
+    for talk, chunk, drawn, draft_tokens in itertools.zip_longest(
+        talks, plan.chunks, result.tokens, result.draft_tokens
+    ):
+        talk.grow(chunk, [token.token_id for token in drawn], draft_tokens)
 
 
 def speak(runner: ModelRunner, talks: Sequence[Talk], most_tokens: int) -> int:
-    """Until every sequence has so many tokens. Answers with the number of steps, summed over the sequences."""
+    """Run until every sequence has `most_tokens` tokens. Return the number of steps, summed over the sequences."""
     num_steps = 0
     while going := [talk for talk in talks if len(talk.token_ids) < most_tokens]:
         step(runner, going, most_tokens)

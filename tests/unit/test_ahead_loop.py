@@ -1,4 +1,4 @@
-"""The step loop over a device whose tokens feed its next step: when the next one is launched, and when it is not."""
+"""The step loop over a device whose tokens feed its next step: the cases in which it launches the next step early."""
 
 import threading
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from queue import SimpleQueue
 import pytest
 
 from cluster.clock import ManualClock, MonotonicClock
-from cluster.messages import DecodeJob, Inspect, Inspected, Sampling, SequenceStart, TokenStops
+from cluster.messages import DecodeJob, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import nameless_chains
 from decode_worker.scheduling.commands import (
     AdmitLocal,
@@ -20,6 +20,7 @@ from decode_worker.scheduling.commands import (
     StepTokens,
 )
 from decode_worker.scheduling.scheduler import DecodeScheduler
+from engine.scheduling.commands import Inspect, Inspected
 from engine.scheduling.step import StepPlan, StepResult
 from engine.steps.step_loop import StepLoop
 from tests.unit.ahead_bench import Stream
@@ -39,7 +40,9 @@ class _Launched:
 
 
 class _Device(FakePagedRunner):
-    """Computes when it is asked for a result. `before_result` is called first, with how many were asked for before."""
+    """A device that computes when its result is read. `before_result` is called first, with the number of earlier
+    results.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
@@ -104,7 +107,7 @@ class _Bench:
         return event
 
     def idle(self) -> Inspected:
-        """Once everything has ended."""
+        """Wait until every sequence has ended, and return an inspection."""
         while True:
             self.loop.post(Inspect(1))
             inspected = self.until(Inspected)
@@ -132,7 +135,7 @@ def test_the_next_step_is_launched_before_the_result_of_the_last_is_read() -> No
     assert len(bench.tokens[1]) == 4
 
 
-def test_tokens_and_their_order_are_those_of_a_loop_that_waits() -> None:
+def test_launching_ahead_gives_the_same_tokens_in_the_same_order() -> None:
     told = []
     for can_feed in (True, False):
         bench = _Bench()
@@ -157,7 +160,7 @@ def test_a_runner_that_computes_at_once_is_never_launched_ahead() -> None:
     assert bench.steps() == ["launch", "result"] * 4
 
 
-def test_a_cancel_under_a_running_step_ends_the_sequence_and_frees_its_blocks_behind_it() -> None:
+def test_a_cancel_during_a_step_frees_the_blocks_after_the_step() -> None:
     bench = _Bench()
     bench.device.before_result = lambda number: (
         bench.loop.post(CancelSequences(ROUTER, frozenset({1}))) if number == 2 else None
@@ -169,7 +172,7 @@ def test_a_cancel_under_a_running_step_ends_the_sequence_and_frees_its_blocks_be
     assert len(bench.tokens[1]) < 6
 
 
-def test_a_sequence_freezes_with_its_last_token_known_and_nothing_under_way() -> None:
+def test_a_sequence_freezes_after_all_launched_steps_have_ended() -> None:
     bench = _Bench()
     bench.device.before_result = lambda number: bench.loop.post(Freeze(b"t", ROUTER, 1)) if number == 2 else None
     bench.admit(1, max_tokens=50)
@@ -182,7 +185,7 @@ def test_a_sequence_freezes_with_its_last_token_known_and_nothing_under_way() ->
     assert bench.device.log.count("launch") == bench.device.log.count("result")
 
 
-def test_commands_stay_in_their_order_behind_one_that_waits() -> None:
+def test_commands_behind_a_waiting_command_keep_their_order() -> None:
     bench = _Bench()
 
     def post(number: int) -> None:
@@ -199,7 +202,7 @@ def test_commands_stay_in_their_order_behind_one_that_waits() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_step_that_fails_before_one_under_way_ends_its_sequences_alone(failing: int) -> None:
+def test_a_failed_step_with_another_in_flight_ends_only_its_own_sequences(failing: int) -> None:
     bench = _Bench()
     bench.device.failing_results = {failing}
     bench.admit(1, max_tokens=6)
@@ -213,7 +216,7 @@ def test_a_step_that_fails_before_one_under_way_ends_its_sequences_alone(failing
     assert len(bench.tokens.get(1, [])) == failing and len(bench.tokens[2]) == 6
 
 
-def test_a_launch_ahead_that_raises_is_told_after_the_step_before_it() -> None:
+def test_a_failed_launch_is_reported_after_the_result_of_the_earlier_step() -> None:
     bench = _Bench()
     bench.device.failing_launches = {2}
     bench.admit(1, max_tokens=6)
@@ -232,7 +235,7 @@ def test_a_launch_ahead_that_raises_is_told_after_the_step_before_it() -> None:
     ]
 
 
-def test_stop_lets_both_steps_end_and_launches_none_behind_them() -> None:
+def test_stop_waits_for_both_steps_in_flight_and_launches_no_other() -> None:
     bench = _Bench()
     entered, may_go = threading.Event(), threading.Event()
 
@@ -252,7 +255,7 @@ def test_stop_lets_both_steps_end_and_launches_none_behind_them() -> None:
     assert len(bench.tokens[1]) == 5
 
 
-def test_progress_tells_of_the_step_that_runs_since_the_one_before_it_ended() -> None:
+def test_progress_reports_the_running_step_from_the_end_of_the_earlier_step() -> None:
     clock = ManualClock(5.0)
     bench = _Bench(clock)
     seen = []

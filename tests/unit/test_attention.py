@@ -1,5 +1,6 @@
-"""Every attention back end computes the same attention, over blocks in any order, as one written out position by
-position; and what a back end cannot do, or the interface does not know, is refused by name."""
+"""Every attention back end computes the same attention, over blocks in any order, as a reference that goes position by
+position. Options that a back end lacks or the interface does not know are refused by name.
+"""
 
 import random
 from dataclasses import dataclass, replace
@@ -159,7 +160,7 @@ def test_every_shape_and_dtype_on_cpu(name: str, shape: str, dtype: str) -> None
 
 @pytest.mark.parametrize("options", ["plain", "all"])
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
-def test_decodes_attend_alike_however_they_are_put_together(
+def test_decodes_attend_alike_in_groups_of_any_size(
     monkeypatch: pytest.MonkeyPatch, options: str, kv_dtype: str | None
 ) -> None:
     monkeypatch.setattr("engine.attention.sdpa._FEW_TOKENS", 8)
@@ -167,7 +168,7 @@ def test_decodes_attend_alike_however_they_are_put_together(
     hold_equal(backend("sdpa"), case, "float32")
 
 
-def test_one_long_sequence_does_not_make_all_others_long() -> None:
+def test_short_sequences_are_not_padded_to_the_longest() -> None:
     assert alike([3, 900, 4], few=0) == [[0], [1], [2]]
     assert alike([4, 900, 5, 7], few=0) == [[0, 2, 3], [1]]
     assert alike([3, 900, 4], few=2700) == [[0, 1, 2]]
@@ -179,7 +180,7 @@ def test_one_long_sequence_does_not_make_all_others_long() -> None:
 
 @pytest.mark.parametrize("name", ["sdpa", "gather"])
 @pytest.mark.parametrize("scores_at_once", [1, 500, 5000])
-def test_queries_attend_alike_however_many_go_together(
+def test_queries_attend_alike_in_groups_of_any_size(
     monkeypatch: pytest.MonkeyPatch, name: str, scores_at_once: int
 ) -> None:
     monkeypatch.setattr("engine.attention.gather._SCORES_AT_ONCE", scores_at_once)
@@ -246,13 +247,13 @@ CUDA_NEEDS = Needs("cuda", "bfloat16", "bfloat16", frozenset({128}), 16, window=
 INSTALLED = tuple(replace(capability, lacks_here=str) for capability in CAPABILITIES)
 
 
-def test_the_best_back_end_that_can_is_chosen() -> None:
+def test_the_best_able_back_end_is_chosen() -> None:
     assert choose("auto", CPU_NEEDS).name == "sdpa"
     assert choose("auto", CUDA_NEEDS, INSTALLED).name == "triton"
     assert choose("gather", CUDA_NEEDS).name == "gather"
 
 
-def test_without_a_compiler_for_its_launches_triton_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_for_its_launches_triton_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "triton")
     monkeypatch.setenv("CC", "some-cc")
     assert choose("auto", CUDA_NEEDS).name == "triton"
@@ -263,7 +264,7 @@ def test_without_a_compiler_for_its_launches_triton_is_passed_over(monkeypatch: 
         choose("triton", CUDA_NEEDS)
 
 
-def test_kv_of_eight_bits_goes_to_a_back_end_that_reads_it() -> None:
+def test_kv_of_eight_bits_is_read_by_a_back_end_that_supports_it() -> None:
     assert choose("auto", replace(CPU_NEEDS, kv_dtype="int8")).name == "sdpa"
     able = replace(INSTALLED[0], name="able", kv_dtypes=ALL_DTYPES)
     unable = replace(able, name="unable", kv_dtypes=NATIVE_DTYPES)
@@ -278,7 +279,7 @@ def test_heads_too_wide_for_the_kernel_fall_back_to_gathering() -> None:
     assert choose("auto", wide).name == "gather"
 
 
-def test_a_forced_back_end_that_cannot_is_refused_with_the_reason() -> None:
+def test_a_forced_back_end_that_is_unable_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="--attention-backend triton: triton runs on cuda, not cpu"):
         choose("triton", CPU_NEEDS)
 
@@ -308,7 +309,7 @@ def test_heads_and_tokens_change_places() -> None:
     assert torch.equal(call(), torch.arange(24.0).view(1, 2, 3, 4).transpose(1, 2))
 
 
-def test_keywords_that_change_nothing_are_taken() -> None:
+def test_keywords_without_effect_are_accepted() -> None:
     call(position_ids=torch.zeros(1, 3), use_cache=False, output_attentions=False, position_bias=None)
 
 
@@ -324,6 +325,6 @@ def test_keywords_that_change_nothing_are_taken() -> None:
         ({"module": torch.nn.Linear(1, 1)}, "which layer"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(keywords: dict[str, object], named: str) -> None:
+def test_unknown_keywords_are_refused_by_name(keywords: dict[str, object], named: str) -> None:
     with pytest.raises(ModelRefused, match=named):
         call(**keywords)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic, and its driver on a clock of its own."""
+"""The benchmark's arithmetic, and its driver under a simulated clock."""
 
 import asyncio
 import json
@@ -14,8 +14,7 @@ from typing import TypeVar
 
 import pytest
 
-from cli.load.latency import Objective, Record, percentile, report, summary
-from cli.load.open_loop import RequestFailed, open_loop
+from cli.load.open_loop import Objective, Record, RequestFailed, open_loop, percentile, report, summary
 from cli.load.workload import Arrival, clipped, poisson, prompt_ids, read_trace, scaled
 from cli.verbs import bench
 from cluster.errors import ConfigError
@@ -31,7 +30,7 @@ def record(scheduled_s: float, *token_times_s: float, error: str = "") -> Record
 
 
 def served_in_turn(arrivals: list[Arrival], service_s: float) -> list[float]:
-    """When each leaves a server that takes the same time for everyone, one after the other (Lindley's recursion)."""
+    """The times at which arrivals leave a server that serves them one by one in constant time (Lindley's recursion)."""
     free_s, ends = 0.0, []
     for arrival in arrivals:
         free_s = max(free_s, arrival.at_s) + service_s
@@ -95,14 +94,14 @@ async def against_fixed_time(arrivals: list[Arrival], service_s: float) -> list[
     return await open_loop(arrivals, send)
 
 
-def test_the_driver_measures_a_queue_to_the_microsecond_and_never_waits_for_it() -> None:
+def test_the_driver_measures_a_queue_to_the_microsecond_and_never_delays_an_arrival() -> None:
     arrivals = poisson(LOAD / SERVICE_S, 2_000, 1, 1, random.Random(2))
     records = in_own_time(against_fixed_time(arrivals, SERVICE_S))
     assert [record.scheduled_s for record in records] == [arrival.at_s for arrival in arrivals]
     assert [record.ended_s for record in records] == pytest.approx(served_in_turn(arrivals, SERVICE_S), abs=1e-6)
 
 
-def test_a_stalled_server_shows_in_every_request_that_was_due_meanwhile() -> None:
+def test_a_stalled_server_delays_every_request_due_during_the_stall() -> None:
     """A closed loop would have sent one request in these ten seconds, and reported one slow answer."""
     arrivals = [Arrival(float(second), 1, 1) for second in range(10)]
 
@@ -154,14 +153,14 @@ def test_goodput_counts_requests_that_meet_both_objectives() -> None:
     assert figures["duration_s"] == 2.0
 
 
-def test_a_run_in_which_everything_failed_still_has_a_report() -> None:
+def test_a_run_in_which_every_request_failed_has_a_report() -> None:
     figures = report([record(0.0, error="unavailable")], Objective())
     assert figures["ttft_s"] == {}
     assert bench.report_text({"model": "m", "clipped": 0, **figures})
 
 
 @pytest.mark.parametrize("count", [2, 3, 10, 101])
-def test_percentiles_are_those_of_linear_interpolation(count: int) -> None:
+def test_percentiles_use_linear_interpolation(count: int) -> None:
     values = [random.Random(count).random() for _ in range(count)]
     expected = statistics.quantiles(values, n=100, method="inclusive")
     assert [percentile(values, share / 100) for share in range(1, 100)] == pytest.approx(expected)
@@ -229,7 +228,7 @@ def test_a_missing_trace_is_named(tmp_path: Path) -> None:
         read_trace(tmp_path / "none.csv", None, random.Random(0))
 
 
-def test_lengths_are_cut_to_what_the_model_holds() -> None:
+def test_lengths_are_cut_to_the_models_maximum() -> None:
     arrivals = [Arrival(0.0, 100, 10), Arrival(0.0, 5000, 10), Arrival(0.0, 1000, 100)]
     fitting, num_clipped = clipped(arrivals, 1024)
     assert [(arrival.prompt_tokens, arrival.output_tokens) for arrival in fitting] == [(100, 10), (1023, 1), (1000, 24)]
@@ -250,7 +249,7 @@ def test_the_same_seed_makes_the_same_run() -> None:
         ("--trace", "x.csv", "--rate", "3"),
     ],
 )
-def test_a_load_that_makes_no_sense_is_refused(words: tuple[str, ...]) -> None:
+def test_impossible_load_settings_are_refused(words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=words[-2]):
         arrivals(*words)
 

@@ -1,4 +1,4 @@
-"""The pool of blocks: no operation leaks one, none is in two states, none is used after it was given away."""
+"""The pool of blocks: no operation leaks a block, no block is in two states, no released block is used."""
 
 import pytest
 from hypothesis import settings
@@ -12,7 +12,7 @@ _ROOT = b"root"
 
 
 def _hashes(tokens: list[int]) -> list[bytes]:
-    """Of blocks of one token each."""
+    """The hashes of blocks of one token each."""
     return [_ROOT + bytes(tokens[: end + 1]) for end in range(len(tokens))]
 
 
@@ -25,7 +25,7 @@ class _Pool(RuleBasedStateMachine):
         self.holders: list[tuple[int, ...]] = []
         self.leases: list[tuple[int, ...]] = []
         self.quarantined: set[int] = set()
-        self.contents: dict[int, bytes] = {}  # what was written to a block, until it is reserved anew
+        self.contents: dict[int, bytes] = {}  # the content of each block until it is reserved again
 
     @rule(num_blocks=st.integers(0, 5))
     def reserve(self, num_blocks: int) -> None:
@@ -40,7 +40,7 @@ class _Pool(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=6))
     def compute(self, tokens: list[int]) -> None:
-        """What a scheduler does with a prompt: use what is there, compute the rest, keep it."""
+        """Treat a prompt as a scheduler does: reuse cached blocks, compute the others, keep all."""
         hashes = _hashes(tokens)
         found = self.pool.find(hashes)
         assert [self.contents[block_id] for block_id in found] == hashes[: len(found)]
@@ -129,10 +129,10 @@ class _Pool(RuleBasedStateMachine):
 
 
 TestTenThousandOperationsLeakNoBlock = _Pool.TestCase
-TestTenThousandOperationsLeakNoBlock.settings = settings(max_examples=100, stateful_step_count=100, deadline=None)
+TestTenThousandOperationsLeakNoBlock.settings = settings(max_examples=100, stateful_step_count=100)
 
 
-def test_a_reservation_is_all_or_nothing() -> None:
+def test_a_reservation_gets_all_its_blocks_or_no_block() -> None:
     pool = BlockPool(3)
 
     assert pool.reserve(4) is None
@@ -154,7 +154,7 @@ def test_a_block_is_leased_until_the_last_of_its_leases_ends() -> None:
     assert pool.state(block_ids[0]) is BlockState.FREE
 
 
-def test_kept_blocks_are_found_until_nothing_else_is_left_to_reserve() -> None:
+def test_cached_blocks_are_found_until_no_other_block_is_left_to_reserve() -> None:
     pool = BlockPool(3)
     block_ids = pool.reserve(2)
     assert block_ids is not None
@@ -170,7 +170,7 @@ def test_kept_blocks_are_found_until_nothing_else_is_left_to_reserve() -> None:
     assert pool.num_evicted == 1
 
 
-def test_what_is_found_counts_once_for_what_is_available() -> None:
+def test_found_blocks_do_not_count_as_available_beside_themselves() -> None:
     pool = BlockPool(3)
     block_ids = pool.reserve(2)
     assert block_ids is not None
@@ -209,7 +209,7 @@ def test_a_leased_block_is_not_free_when_its_last_reference_goes() -> None:
 
 
 @pytest.mark.parametrize("operation", ["release", "share", "lease", "end_lease", "quarantine", "end_quarantine"])
-def test_an_illegal_operation_raises_with_the_blocks_story(operation: str) -> None:
+def test_an_illegal_operation_raises_with_the_history_of_the_block(operation: str) -> None:
     pool = BlockPool(2)
     block_ids = pool.reserve(1)
     assert block_ids is not None

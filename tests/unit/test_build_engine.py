@@ -1,5 +1,6 @@
-"""From settings to an engine: where the model comes from, how long and how many its sequences may be, what it is equal
-to, and one clear line for everything that cannot be."""
+"""Building an engine from settings: where the model comes from, the length and number of its sequences, its
+fingerprint, and one clear line for every refusal.
+"""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from engine.kv.layout import lay_out
 from engine.model.estimate import estimate, read_config
 from engine.model.fingerprint import config_digest, weights_digest
 from engine.model.loading import load
-from kvtransfer.wire.wire_dtypes import WireDtype
+from kvtransfer.wire.wire_format import WireDtype
 from tests.golden.families import FAMILIES
 
 KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4  # layers, K and V, heads, dim, float32
@@ -47,7 +48,7 @@ def rewrite(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_the_start_says_how_much_fits(folder: Path, engines: list[Engine]) -> None:
+def test_the_report_gives_the_tokens_and_sequences_that_fit(folder: Path, engines: list[Engine]) -> None:
     engines.append(build_engine(settings(folder, max_model_len=100)))
 
     assert engines[0].pool.num_blocks == 16
@@ -71,7 +72,7 @@ def test_a_given_length_that_the_pool_cannot_hold_is_refused_with_both_numbers(f
         build_engine(settings(folder, num_blocks=4, max_model_len=100))
 
 
-def test_a_default_length_is_cut_to_the_pool_and_said(folder: Path, engines: list[Engine]) -> None:
+def test_a_default_length_is_cut_to_the_pool_and_reported(folder: Path, engines: list[Engine]) -> None:
     engines.append(build_engine(settings(folder, num_blocks=4)))
 
     assert engines[0].model_info.max_model_len == 64
@@ -101,7 +102,7 @@ def test_a_folder_without_weights_is_refused_in_one_line(folder: Path) -> None:
     assert "\n" not in refusal.value.message
 
 
-def test_a_hub_name_that_cannot_be_had_is_refused_in_one_line() -> None:
+def test_a_hub_name_that_cannot_be_downloaded_is_refused_in_one_line() -> None:
     with pytest.raises(ModelRefused, match="configuration cannot be read") as refusal:
         load(EngineSettings(model="nobody/no-such-model", device="cpu"))
     assert "\n" not in refusal.value.message
@@ -114,7 +115,7 @@ def test_an_encoder_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
-def test_a_gpu_that_is_not_there_is_named(folder: Path) -> None:
+def test_a_missing_gpu_is_named(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"--device cuda: .* sees no CUDA device"):
         load(settings(folder, device="cuda"))
 
@@ -139,13 +140,13 @@ def test_without_a_generation_config_the_models_end_token_counts(folder: Path) -
     assert load(settings(folder)).info.eos_token_ids == frozenset({9})
 
 
-def test_the_generation_config_proposes_sampling(folder: Path) -> None:
+def test_the_generation_config_gives_default_sampling(folder: Path) -> None:
     assert load(settings(folder)).info.default_sampling == Sampling()
     rewrite(folder / "generation_config.json", do_sample=True, temperature=0.6, top_p=0.9, top_k=20)
     assert load(settings(folder)).info.default_sampling == Sampling(temperature=0.6, top_k=20, top_p=0.9)
 
 
-def test_dummy_weights_need_a_config_only_and_are_the_same_everywhere(folder: Path, engines: list[Engine]) -> None:
+def test_dummy_weights_need_only_a_config_and_are_equal_in_every_build(folder: Path, engines: list[Engine]) -> None:
     (folder / "model.safetensors").unlink()
     for _ in range(2):
         engines.append(build_engine(settings(folder, load_format="dummy")))
@@ -176,7 +177,7 @@ def test_another_configuration_over_the_same_weights_has_another_fingerprint(fol
     assert config_digest(before.config) != config_digest(after.config)
 
 
-def test_where_a_model_lies_is_no_part_of_its_fingerprint(
+def test_the_path_of_a_model_is_no_part_of_its_fingerprint(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
@@ -188,7 +189,7 @@ def test_where_a_model_lies_is_no_part_of_its_fingerprint(
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_the_estimate_from_the_config_is_what_the_pool_takes(tmp_path: Path, name: str) -> None:
+def test_the_estimate_from_the_config_equals_the_size_of_the_pools_blocks(tmp_path: Path, name: str) -> None:
     FAMILIES[name].save(tmp_path)
     layout = load(settings(tmp_path)).layout
     config = read_config(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Canary generations over real schedulers and step threads: what is wrong is found, and nobody else notices."""
+"""Canary generations over real schedulers and step threads: wrong tokens are found, and no request notices a canary."""
 
 import asyncio
 import threading
@@ -8,31 +8,32 @@ from typing import Any
 
 import pytest
 
-from cluster.canary import Canaries, CanaryJudge, Flight, Outcome
 from cluster.clock import MonotonicClock
-from cluster.messages import Inspect, Inspected, MemberId, PrefillJob, Sampling, TokenStops
+from cluster.messages import MemberId, PrefillJob, Sampling, TokenStops
+from cluster.observe.stand_still import StuckLimits
 from cluster.observe.telemetry import Telemetry
-from cluster.observe.watchdog import StuckLimits
 from cluster.protocol.hashing import nameless_chains
 from cluster.serving.serving import GrpcServer
-from cluster.worker_health import WorkerHealth
-from decode_worker.canary import DecodeCanary
 from decode_worker.scheduling.limits import DecodeLimits
 from decode_worker.scheduling.scheduler import DecodeScheduler
+from engine.scheduling.commands import Inspect, Inspected
 from engine.scheduling.step import DrawnToken, StepPlan, StepResult
 from engine.steps.step_loop import StepLoop
-from prefill_worker.canary import PrefillCanary
 from prefill_worker.scheduling import commands as prefill_commands
 from prefill_worker.scheduling.limits import PrefillLimits
 from prefill_worker.scheduling.scheduler import PrefillScheduler
 from tests.unit.fake_paged_runner import VOCAB_SIZE, FakePagedRunner
+from worker.canary import Canaries, CanaryJudge, CanaryRunner, Outcome
+from worker.decode_canary import DecodeCanary
+from worker.health import WorkerHealth
+from worker.prefill_canary import PrefillCanary
 
 _DEADLINE_S = 30.0
 _NUM_BLOCKS, _BLOCK_SIZE = 16, 16
 
 
 class Device(FakePagedRunner):
-    """Computes what it should, unless it is told not to."""
+    """The device computes correctly until a test makes it compute wrong tokens."""
 
     def __init__(self) -> None:
         super().__init__(_NUM_BLOCKS, _BLOCK_SIZE)
@@ -73,7 +74,7 @@ class Bench:
             telemetry=self.telemetry,
             end_work=self.ended.append,
         )
-        guarded: Flight = flight
+        guarded: CanaryRunner = flight
         self.canaries = Canaries(
             guarded,
             interval_s=60.0,
@@ -140,7 +141,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     bench.close()
 
 
-async def test_a_canary_leaves_nothing_and_nobody_hears_of_it(bench: Bench) -> None:
+async def test_a_canary_leaves_no_block_and_sends_no_event(bench: Bench) -> None:
     assert [await bench.canaries.fly() for _ in range(3)] == [Outcome.OK] * 3
 
     inspected = await bench.inspect()
@@ -151,7 +152,7 @@ async def test_a_canary_leaves_nothing_and_nobody_hears_of_it(bench: Bench) -> N
     assert bench.health.problem == ""
 
 
-async def test_a_device_that_computes_something_else_makes_the_worker_unhealthy_until_it_is_right_again(
+async def test_wrong_canary_tokens_make_the_worker_unhealthy_until_they_are_right_again(
     bench: Bench,
 ) -> None:
     await bench.canaries.fly()
@@ -165,7 +166,7 @@ async def test_a_device_that_computes_something_else_makes_the_worker_unhealthy_
     assert bench.health.problem == ""
 
 
-async def test_one_wrong_answer_is_asked_again_before_anybody_is_told(bench: Bench) -> None:
+async def test_a_single_wrong_canary_is_repeated_before_the_worker_is_unhealthy(bench: Bench) -> None:
     await bench.canaries.fly()
 
     bench.device.num_wrong = 1
@@ -176,7 +177,7 @@ async def test_one_wrong_answer_is_asked_again_before_anybody_is_told(bench: Ben
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_canary_that_does_not_end_in_time_makes_the_worker_unhealthy_and_leaves_nothing(role: str) -> None:
+async def test_a_late_canary_makes_the_worker_unhealthy_and_leaves_no_block(role: str) -> None:
     bench = Bench(role, timeout_s=0.05)
     try:
         bench.device.may_go.clear()
@@ -189,7 +190,7 @@ async def test_a_canary_that_does_not_end_in_time_makes_the_worker_unhealthy_and
         bench.close()
 
 
-async def test_real_work_meanwhile_goes_on_and_the_canary_says_nothing() -> None:
+async def test_real_work_continues_beside_a_canary_and_only_its_events_are_sent() -> None:
     bench = Bench("prefill")
     try:
         bench.device.may_go.clear()
@@ -205,7 +206,7 @@ async def test_real_work_meanwhile_goes_on_and_the_canary_says_nothing() -> None
         bench.close()
 
 
-def test_who_was_not_alone_proves_nothing() -> None:
+def test_a_canary_computed_beside_other_work_is_not_judged() -> None:
     judge = CanaryJudge()
     assert judge.judge((9, 9), was_alone=False) is Outcome.DISTURBED
     assert judge.judge((1, 2), was_alone=True) is Outcome.OK

@@ -1,5 +1,6 @@
-"""How large the pool is: as it was said, or what a GPU has left beside everything else; and both numbers where that is
-too little."""
+"""The size of the pool: as configured, or the rest of the GPU's memory; an error gives both numbers when that is too
+little.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -13,18 +14,18 @@ from engine.build import build_engine
 from engine.kv import capacity
 from engine.kv.capacity import CONTEXT_BYTES, MARGIN_BYTES, GpuMemory
 from engine.kv.layout import LayerShape, lay_out
-from engine.kv.pool_memory import host_bytes, take_pool
+from engine.kv.pool import allocate_pool, host_bytes
 from engine.model.memory_profile import largest_step
-from kvtransfer.wire.wire_dtypes import WireDtype
+from kvtransfer.wire.wire_format import WireDtype
 from tests.golden.families import FAMILIES
 
 GIB = 1 << 30
 LAYOUT = lay_out([LayerShape(8, 128, 128)] * 32, 16, "bfloat16")  # 2 MiB a block, 128 KiB a token
-# Of 80 GiB 72 may be used; 20 + 3 + the margin's 1 + the context's 1 are.
+# 72 of 80 GiB may be used; weights, step, margin and context use 20 + 3 + 1 + 1.
 MEMORY = GpuMemory(total=80 * GIB, weights=20 * GIB, largest_step=3 * GIB, free=59 * GIB)
 
 
-def test_the_pool_gets_what_all_else_leaves_of_the_share() -> None:
+def test_the_pool_gets_the_rest_of_the_share_of_gpu_memory() -> None:
     assert MARGIN_BYTES == CONTEXT_BYTES == GIB
     sized = capacity.measured(EngineSettings(), MEMORY, LAYOUT)
     assert capacity.num_blocks(sized, LAYOUT) == 47 * GIB // LAYOUT.block_bytes
@@ -32,20 +33,20 @@ def test_the_pool_gets_what_all_else_leaves_of_the_share() -> None:
     assert capacity.num_blocks(half, LAYOUT) == 15 * GIB // LAYOUT.block_bytes
 
 
-def test_workers_that_share_a_gpu_have_equal_parts_whoever_is_there_first() -> None:
-    """What the other one has taken already is no longer free, and is not counted against this one's part."""
+def test_workers_that_share_a_gpu_get_equal_parts_in_any_order_of_start() -> None:
+    """Memory that the other worker has already allocated is not free, and does not count against this worker's part."""
     for free in (59 * GIB, 21 * GIB):
         memory = dataclasses.replace(MEMORY, num_sharing=2, free=free)
         sized = capacity.measured(EngineSettings(), memory, LAYOUT)
         assert capacity.num_blocks(sized, LAYOUT) == 11 * GIB // LAYOUT.block_bytes
 
 
-def test_the_pool_is_never_larger_than_what_is_free_beside_a_step() -> None:
+def test_the_pool_is_never_larger_than_the_memory_free_beside_a_step() -> None:
     sized = capacity.measured(EngineSettings(), dataclasses.replace(MEMORY, free=30 * GIB), LAYOUT)
     assert capacity.num_blocks(sized, LAYOUT) == 26 * GIB // LAYOUT.block_bytes
 
 
-def test_the_wire_copy_is_paid_from_the_same_memory() -> None:
+def test_the_wire_copy_counts_against_the_same_memory() -> None:
     wire = WireDtype("int8")
     sized = capacity.measured(EngineSettings(), MEMORY, LAYOUT, wire)
     assert capacity.num_blocks(sized, LAYOUT, wire) == 47 * GIB // (LAYOUT.block_bytes + wire.copy_bytes(LAYOUT))
@@ -61,7 +62,7 @@ def test_the_wire_copy_is_paid_from_the_same_memory() -> None:
         (EngineSettings(max_model_len=500_000), r"leaves 47\.00 GiB .* 500000 tokens takes 61\.04 GiB"),
     ],
 )
-def test_too_little_for_one_sequence_is_refused_with_every_number(settings: EngineSettings, said: str) -> None:
+def test_too_little_memory_for_one_sequence_is_refused_with_every_number(settings: EngineSettings, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refusal:
         capacity.measured(settings, MEMORY, LAYOUT)
     for part in ("weights take 20.00 GiB", "step 3.00 GiB", "59.00 GiB of it free", "--max-num-seqs"):
@@ -81,7 +82,7 @@ def test_only_a_gpu_without_a_given_size_is_measured() -> None:
     assert capacity.with_pool_memory(EngineSettings(), "cpu").kv_cache_memory == "256MiB"
 
 
-def test_a_length_is_what_the_model_has_until_the_pool_is_measured_and_then_what_fits() -> None:
+def test_max_model_len_is_the_models_until_the_pool_is_measured_and_then_fits_the_pool() -> None:
     assert capacity.max_model_len(EngineSettings(), LAYOUT, 1 << 20) == 1 << 20
     sized = capacity.measured(EngineSettings(), MEMORY, LAYOUT)
     assert capacity.max_model_len(sized, LAYOUT, 1 << 20) == 47 * GIB // LAYOUT.block_bytes * 16
@@ -111,7 +112,7 @@ def test_the_largest_step_runs(tmp_path: Path) -> None:
     assert [len(tokens) for tokens in result.tokens] == [1] * 5
 
 
-def test_a_share_of_a_gpu_given_to_a_cpu_is_told(tmp_path: Path) -> None:
+def test_gpu_memory_utilization_on_a_cpu_is_reported_as_without_effect(tmp_path: Path) -> None:
     FAMILIES["llama"].save(tmp_path)
     engine = build_engine(
         EngineSettings(model=str(tmp_path), dtype="float32", device="cpu", num_blocks=8, gpu_memory_utilization=0.5)
@@ -126,13 +127,13 @@ def test_a_pool_larger_than_the_host_is_refused_at_the_start_with_both_numbers()
     with pytest.raises(
         ConfigError, match=rf"{num_blocks} blocks takes .* this host has {most / GIB:.2f} GiB: give less"
     ):
-        take_pool(LAYOUT, num_blocks, "cpu")
+        allocate_pool(LAYOUT, num_blocks, "cpu")
 
 
 @pytest.mark.cuda
 @pytest.mark.whole_gpu
 def test_a_measured_pool_leaves_room_for_the_largest_step(tmp_path: Path) -> None:
-    """What other processes take beside it is theirs: they come and go."""
+    """The memory of other processes is not counted: they come and go."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     FAMILIES["llama"].save(tmp_path)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import pytest
@@ -33,8 +34,6 @@ from tandem.results import (
     TokenLogprob,
     Usage,
     WorkerTime,
-    pack_ids,
-    unpack_ids,
 )
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
@@ -44,7 +43,7 @@ Delta = inference_pb2.ChoiceDelta
 SUMMARY = inference_pb2.Summary(
     usage=inference_pb2.Usage(prompt_tokens=3, completion_tokens=5, cached_tokens=1),
     ledger=inference_pb2.Ledger(
-        phases=[inference_pb2.Phase(name="prefill", duration_s=0.25)],
+        phases=[inference_pb2.Phase(phase=inference_pb2.REQUEST_PHASE_PREFILL, duration_s=0.25)],
         wall_s=0.5,
         ttft_s=0.25,
         members=["p@1", "d@2"],
@@ -58,18 +57,22 @@ TWO_CHOICES = [
     Response(
         request_id="r",
         accepted=inference_pb2.AcceptedRequest(max_tokens=5, acceptance=b"signed"),
-        deltas=[Delta(choice=0, token_ids=pack_ids([7]), text="a"), Delta(choice=1)],
+        deltas=[Delta(choice=0, token_ids=[7], text="a"), Delta(choice=1)],
     ),
-    Response(deltas=[Delta(choice=1, token_ids=pack_ids([8, 9]), text="bc", finish_reason="stop", stop_cause="!")]),
-    Response(deltas=[Delta(choice=0, first_index=1, token_ids=pack_ids([10, 11]), text="")]),
-    Response(deltas=[Delta(choice=0, first_index=3, text="de", finish_reason="length")]),
+    Response(
+        deltas=[
+            Delta(choice=1, token_ids=[8, 9], text="bc", finish_reason=inference_pb2.FINISH_REASON_STOP, stop_cause="!")
+        ]
+    ),
+    Response(deltas=[Delta(choice=0, first_index=1, token_ids=[10, 11], text="")]),
+    Response(deltas=[Delta(choice=0, first_index=3, text="de", finish_reason=inference_pb2.FINISH_REASON_LENGTH)]),
     Response(summary=SUMMARY),
 ]
 
 
 @dataclass
 class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
-    """Says `responses`, then fails with `failure`, or holds until the client leaves."""
+    """A router that sends `responses`, then fails with `failure`, or holds until the client disconnects."""
 
     responses: list[Response] = field(default_factory=lambda: list(TWO_CHOICES))
     failure: Callable[[grpc.ServicerContext], None] | None = None
@@ -90,7 +93,7 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
 
     def Tokenize(self, request: inference_pb2.TokenizeRequest, context: grpc.ServicerContext) -> object:
         self._note(request, context)
-        return inference_pb2.TokenizeResponse(token_ids=pack_ids([1, 2, 2**32 - 1]))
+        return inference_pb2.TokenizeResponse(token_ids=[1, 2, 2**32 - 1])
 
     def Detokenize(self, request: inference_pb2.DetokenizeRequest, context: grpc.ServicerContext) -> object:
         self._note(request, context)
@@ -186,15 +189,15 @@ def test_every_option_reaches_the_router() -> None:
     assert (request.request_id, request.model, request.n, request.logprobs) == ("mine", "m", 3, 0)
     assert request.HasField("logprobs") and request.cache_salt == "tenant"
     assert (request.priority, request.is_batch) == (-2, True)
-    assert unpack_ids(request.token_ids) == (1, 2**32 - 1)
+    assert tuple(request.token_ids.ids) == (1, 2**32 - 1)
     sampling, stop = request.sampling, request.stop
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 4, 0.25, 0.125)
     assert sampling.seed == 2**64 - 1
     assert (stop.max_tokens, stop.min_tokens, stop.ignore_eos, list(stop.stop)) == (5, 2, True, ["\n"])
-    assert unpack_ids(stop.stop_token_ids) == (9,)
+    assert tuple(stop.stop_token_ids) == (9,)
 
 
-def test_what_is_left_out_stays_unset() -> None:
+def test_omitted_options_stay_unset_in_the_request() -> None:
     with router() as (servicer, address), Client(address) as client:
         generation = client.generate("")
         generation.result()
@@ -210,11 +213,13 @@ def test_messages_make_a_conversation() -> None:
     with router() as (servicer, address), Client(address) as client:
         client.generate(messages=[{"role": "user", "content": "hi"}]).result()
         assert client.tokenize(messages=[{"role": "user", "content": "hi"}]) == (1, 2, 2**32 - 1)
-    expected = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
+    expected = inference_pb2.ChatPrompt(
+        messages=[inference_pb2.ChatMessage(role=inference_pb2.CHAT_ROLE_USER, content="hi")]
+    )
     assert [request.chat for request in servicer.seen] == [expected, expected]  # type: ignore[attr-defined]
 
 
-def test_what_cannot_be_sent_is_refused_here() -> None:
+def test_invalid_arguments_are_refused_by_the_client() -> None:
     with Client("127.0.0.1:1") as client:
         for wrong in (
             lambda: client.generate(),
@@ -227,18 +232,48 @@ def test_what_cannot_be_sent_is_refused_here() -> None:
             lambda: client.generate("a", n=0),
             lambda: client.tokenize(),
         ):
-            with pytest.raises(ValueError, match=r"exactly one|token ids|name|(seed|max_tokens|n) must be from"):
+            with pytest.raises(ValueError, match=r"exactly one|token_ids must|name|(seed|max_tokens|n) must be from"):
                 wrong()
         with pytest.raises(TypeError, match="unknown options: temprature"):
             client.generate("a", temprature=1)  # type: ignore[call-arg]
 
 
-def test_logprobs_arrive_with_their_rivals() -> None:
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([1, 2], {}, r"prompt must be a str, not list: pass token ids as token_ids=\[\.\.\.\]"),
+        (None, {"token_ids": "ab"}, "token_ids must be a sequence of integers"),
+        (None, {"token_ids": 7}, "token_ids must be a sequence of integers"),
+        ("a", {"stop_token_ids": ["x"]}, "stop_token_ids must be a sequence of integers"),
+        ("a", {"max_tokens": "8"}, "max_tokens must be an integer, not str"),
+        ("a", {"temperature": "hot"}, "temperature must be a number, not str"),
+        ("a", {"model": 1}, "model must be a str, not int"),
+        ("a", {"stop": 1}, "stop must be a str or a sequence of str"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_by_name(prompt: object, options: dict[str, Any], message: str) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=message):
+        client.generate(prompt, **options)  # type: ignore[arg-type]
+
+
+def test_an_unknown_role_of_a_message_is_refused_with_the_known_roles() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(ValueError, match="use one of system, user, assistant"):
+        client.generate(messages=[{"role": "tool", "content": "x"}])
+
+
+def test_an_unknown_finish_reason_is_an_error_with_its_number() -> None:
+    newer = Delta(token_ids=[7], finish_reason=9)  # type: ignore[arg-type]
+    with router(responses=[Response(deltas=[newer])]) as (_, address), Client(address) as client:
+        with pytest.raises(InternalError, match="9 is no FinishReason: known are stop, length"):
+            client.generate("x").result()
+
+
+def test_logprobs_arrive_with_the_alternatives_of_each_token() -> None:
     token = inference_pb2.TokenLogprob
     position = inference_pb2.PositionLogprobs(
         chosen=token(token_id=7, logprob=-0.5), top=[token(token_id=6, logprob=-0.25), token(token_id=7, logprob=-0.5)]
     )
-    delta = Delta(token_ids=pack_ids([7]), logprobs=[position], finish_reason="stop")
+    delta = Delta(token_ids=[7], logprobs=[position], finish_reason=inference_pb2.FINISH_REASON_STOP)
     with (
         router(responses=[Response(deltas=[delta]), Response(summary=SUMMARY)]) as (_, address),
         Client(address) as client,
@@ -248,7 +283,7 @@ def test_logprobs_arrive_with_their_rivals() -> None:
     assert result.choices[0].logprobs == (PositionLogprobs(TokenLogprob(7, -0.5), rivals),)
 
 
-def test_text_tokens_and_models_can_be_asked_for() -> None:
+def test_the_client_tokenizes_detokenizes_and_lists_models() -> None:
     with router() as (_, address), Client(address) as client:
         assert client.tokenize("x") == (1, 2, 2**32 - 1)
         assert client.detokenize([1]) == "é"
@@ -281,7 +316,7 @@ def test_the_key_and_the_deadline_travel_with_each_call() -> None:
         (grpc.StatusCode.INTERNAL, InternalError),
     ],
 )
-def test_errors_carry_message_reason_and_when_to_come_back(code: grpc.StatusCode, kind: type[TandemError]) -> None:
+def test_errors_carry_message_reason_and_retry_time(code: grpc.StatusCode, kind: type[TandemError]) -> None:
     failure = aborting(code, "what to change", reason="the_reason", retry_after_s="1.500")
     with router(failure=failure, responses=[]) as (_, address), Client(address) as client:
         with pytest.raises(kind, match="what to change") as raised:
@@ -299,7 +334,7 @@ def test_a_failure_in_mid_stream_comes_after_the_deltas() -> None:
             next(generation)
 
 
-def test_nobody_there_is_unavailable() -> None:
+def test_an_address_without_a_router_is_unavailable() -> None:
     with Client("127.0.0.1:1") as client:
         with pytest.raises(Unavailable) as raised:
             client.generate("x").result()
@@ -308,7 +343,7 @@ def test_nobody_there_is_unavailable() -> None:
             client.models()
 
 
-def test_a_deadline_that_passes_is_told() -> None:
+def test_a_passed_deadline_raises_deadline_exceeded() -> None:
     with (
         router(hold=True) as (_, address),
         Client(address) as client,
@@ -317,23 +352,23 @@ def test_a_deadline_that_passes_is_told() -> None:
         client.generate("x", timeout_s=0.2).result()
 
 
-def test_a_repeated_or_missing_token_is_never_handed_over() -> None:
+def test_a_repeated_or_missing_token_is_never_delivered() -> None:
     for index in (0, 2):
-        broken = [TWO_CHOICES[0], Response(deltas=[Delta(choice=0, first_index=index, token_ids=pack_ids([1]))])]
+        broken = [TWO_CHOICES[0], Response(deltas=[Delta(choice=0, first_index=index, token_ids=[1])])]
         with router(responses=broken) as (_, address), Client(address) as client:
             generation = client.generate("x")
             assert (next(generation).text, next(generation).text) == ("a", "")
-            with pytest.raises(InternalError, match="1 came before"):
+            with pytest.raises(InternalError, match="1 tokens were received"):
                 next(generation)
 
 
-def test_a_stream_without_a_summary_is_no_result() -> None:
+def test_a_stream_without_a_summary_is_an_error() -> None:
     with router(responses=TWO_CHOICES[:-1]) as (_, address), Client(address) as client:
         with pytest.raises(InternalError, match="without its summary"):
             client.generate("x").result()
 
 
-def test_leaving_a_generation_cancels_it() -> None:
+def test_leaving_the_block_of_a_generation_cancels_the_request() -> None:
     with router(hold=True) as (servicer, address), Client(address) as client:
         with client.generate("x") as generation:
             next(generation)
@@ -342,7 +377,7 @@ def test_leaving_a_generation_cancels_it() -> None:
             list(generation)
 
 
-def test_dropping_a_generation_cancels_it() -> None:
+def test_garbage_collecting_a_generation_cancels_the_request() -> None:
     with router(hold=True) as (servicer, address), Client(address) as client:
         for _ in client.generate("x"):
             break
@@ -375,7 +410,7 @@ async def test_many_async_generations_run_at_once() -> None:
     assert {result.text for result in results} == {"ade"}
 
 
-async def test_the_async_client_tells_errors_alike() -> None:
+async def test_the_async_client_raises_the_same_errors() -> None:
     failure = aborting(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", reason="queue_full", retry_after_s="2.000")
     with router(failure=failure, responses=[]) as (_, address):
         async with AsyncClient(address) as client:
@@ -384,7 +419,7 @@ async def test_the_async_client_tells_errors_alike() -> None:
     assert (raised.value.reason, raised.value.retry_after_s) == ("queue_full", 2.0)
 
 
-async def test_leaving_an_async_generation_cancels_it() -> None:
+async def test_leaving_the_block_of_an_async_generation_cancels_the_request() -> None:
     with router(hold=True) as (servicer, address):
         async with AsyncClient(address) as client:
             async with client.generate("x") as generation:

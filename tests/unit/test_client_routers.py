@@ -1,4 +1,6 @@
-"""A client that knows several routers: whom it asks, and how a generation goes on when one dies under it."""
+"""A client that knows several routers: the order in which it tries them, and how a generation continues when one
+dies.
+"""
 
 import asyncio
 import threading
@@ -8,7 +10,6 @@ import pytest
 
 from tandem.client import AsyncClient, Client
 from tandem.errors import Cancelled, InvalidRequest, Unavailable
-from tandem.results import unpack_ids
 from tandem.v1 import inference_pb2
 from tests.unit.test_client import TWO_CHOICES, Response, ScriptedRouter, aborting, generation_request, router
 
@@ -16,17 +17,17 @@ NOBODY = "127.0.0.1:1"
 
 
 def the_rest(num_known: int) -> list[Response]:
-    """What another router says after the first messages of TWO_CHOICES."""
+    """The messages of TWO_CHOICES that another router sends after the first ones."""
     return TWO_CHOICES[num_known:]
 
 
 def gone(context: grpc.ServicerContext) -> None:
-    """As a killed router: a status without a word of Tandem's."""
+    """Abort as a killed router does: with a gRPC status and without Tandem's details."""
     context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 
 
 @pytest.mark.parametrize("num_known", [1, 2, 3, 4])
-def test_a_generation_goes_on_at_another_router(num_known: int) -> None:
+def test_a_generation_continues_at_another_router(num_known: int) -> None:
     with (
         router(responses=TWO_CHOICES[:num_known], failure=gone) as (_, dying),
         router(responses=the_rest(num_known)) as (second, other),
@@ -40,14 +41,14 @@ def test_a_generation_goes_on_at_another_router(num_known: int) -> None:
         before = [delta for response in TWO_CHOICES[:num_known] for delta in response.deltas]
         for number, choice in enumerate(request.resume_from.choices):
             came = [delta for delta in before if delta.choice == number]
-            assert choice.token_ids == b"".join(delta.token_ids for delta in came)
+            assert list(choice.token_ids) == [token_id for delta in came for token_id in delta.token_ids]
             assert choice.num_characters == sum(len(delta.text) for delta in came)
         second.responses = TWO_CHOICES
         client.generate("y").result()
         assert generation_request(second).text == "y", "the one that answers is asked first from then on"
 
 
-async def test_an_async_generation_goes_on_at_another_router() -> None:
+async def test_an_async_generation_continues_at_another_router() -> None:
     with (
         router(responses=TWO_CHOICES[:3], failure=gone) as (_, dying),
         router(responses=the_rest(3)) as (second, other),
@@ -55,11 +56,11 @@ async def test_an_async_generation_goes_on_at_another_router() -> None:
         async with AsyncClient([dying, other]) as client:
             result = await client.generate("x", n=2).result()
     assert [choice.text for choice in result.choices] == ["ade", "bc"]
-    assert [unpack_ids(c.token_ids) for c in generation_request(second).resume_from.choices] == [(7, 10, 11), (8, 9)]
+    assert [tuple(c.token_ids) for c in generation_request(second).resume_from.choices] == [(7, 10, 11), (8, 9)]
 
 
-def test_the_same_router_is_asked_again_when_there_is_no_other() -> None:
-    """Each time it says one message more and breaks."""
+def test_the_only_router_is_tried_again_after_a_loss() -> None:
+    """At each attempt the router sends one more message and breaks."""
     said = 0
 
     class Restarting(ScriptedRouter):
@@ -86,28 +87,28 @@ class Frozen(ScriptedRouter):
         return super().ListModels(request, context)
 
 
-def test_a_router_that_does_not_answer_is_passed_over_after_the_silence() -> None:
+def test_a_router_that_does_not_answer_is_skipped_after_the_keepalive_timeout() -> None:
     with router(kind=Frozen) as (_, frozen), router() as (answering, other):
-        with Client([frozen, other], silence_s=0.2) as client:
+        with Client([frozen, other], keepalive_timeout_s=0.2) as client:
             assert client.models()[0].id == "m"
             assert client.tokenize("x")[:2] == (1, 2)
         assert len(answering.seen) == 2, "the one that answers is asked first from then on"
 
 
-async def test_a_router_that_does_not_answer_is_passed_over_on_an_event_loop_too() -> None:
+async def test_the_async_client_skips_a_router_that_does_not_answer() -> None:
     with router(kind=Frozen) as (_, frozen), router() as (_, other):
-        async with AsyncClient([frozen, other], silence_s=0.2) as client:
+        async with AsyncClient([frozen, other], keepalive_timeout_s=0.2) as client:
             assert (await client.models())[0].id == "m"
 
 
-def test_the_last_router_has_all_the_time_that_is_left() -> None:
-    """A slow one answers, where nobody else can."""
-    with router() as (servicer, address), Client([NOBODY, address], silence_s=1.0) as client:
+def test_the_last_router_gets_all_the_remaining_time() -> None:
+    """A slow router can still respond when no other router is left."""
+    with router() as (servicer, address), Client([NOBODY, address], keepalive_timeout_s=1.0) as client:
         client.models()
         assert 25.0 < servicer.remaining_s < 29.5  # gRPC sends 29 s rounded up
 
 
-def test_a_router_that_was_never_there_is_passed_over_for_every_call() -> None:
+def test_a_missing_router_is_skipped_for_every_call() -> None:
     with router() as (_, address), Client([NOBODY, address]) as client:
         assert client.models()[0].id == "m"
         assert client.generate("x").result().text == "ade"
@@ -116,7 +117,7 @@ def test_a_router_that_was_never_there_is_passed_over_for_every_call() -> None:
         assert client.detokenize([1]) == "é"
 
 
-async def test_a_router_that_was_never_there_is_passed_over_by_the_async_client_too() -> None:
+async def test_the_async_client_skips_a_missing_router_for_every_call() -> None:
     with router() as (_, address):
         async with AsyncClient([NOBODY, address]) as client:
             assert (await client.models())[0].id == "m"
@@ -128,7 +129,7 @@ async def test_a_router_that_was_never_there_is_passed_over_by_the_async_client_
                 await client.generate("x").result()
 
 
-def test_a_refusal_is_told_and_asked_of_nobody_else() -> None:
+def test_a_refusal_is_raised_and_no_other_router_is_tried() -> None:
     failure = aborting(grpc.StatusCode.INVALID_ARGUMENT, "n must be", reason="invalid_request")
     with (
         router(responses=TWO_CHOICES[:1], failure=failure) as (_, address),
@@ -154,7 +155,7 @@ def test_closing_ends_the_wait_for_a_router() -> None:
 
 @pytest.mark.parametrize("closed", ["the generation", "its client"])
 async def test_closing_ends_an_async_wait_for_a_router_or_its_answer(closed: str) -> None:
-    """Whichever it is: the reader is told so, not cancelled."""
+    """The reader gets an error of Tandem's in both cases; its task is not cancelled."""
     with router(responses=TWO_CHOICES[:1], hold=True) as (servicer, address):
         client = AsyncClient(address)
         generation = client.generate("x", n=2)

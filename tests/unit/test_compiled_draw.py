@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(scope="module", params=[512, 256, 128], ids="{}-bits".format)
 def compiled(request: pytest.FixtureRequest) -> CompiledDraw:
-    """With each width of registers that this processor has, down to what every x86-64 has."""
+    """Compiled drawing at each register width of this processor, down to the width that every x86-64 has."""
     try:
         return CompiledDraw(load_library(), widest=request.param)
     except NotCompiled as why:
@@ -95,7 +95,7 @@ def unequal_logits_of_equal_scores(x: torch.Tensor) -> torch.Tensor:
     ],
     ids=lambda shape: shape.__name__,
 )
-def test_every_token_is_the_one_that_torch_draws(
+def test_compiled_drawing_gives_every_token_that_torch_draws(
     compiled: CompiledDraw, shape: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     dice, generator = random.Random(7), torch.Generator().manual_seed(7)
@@ -109,7 +109,7 @@ def test_every_token_is_the_one_that_torch_draws(
             assert torch.equal(logits, before)
 
 
-def test_so_it_is_over_a_large_vocabulary(compiled: CompiledDraw) -> None:
+def test_compiled_drawing_over_a_large_vocabulary_gives_the_tokens_of_torch(compiled: CompiledDraw) -> None:
     logits = 2.5 * torch.randn(6, 49_152, generator=torch.Generator().manual_seed(3))
     kinds = [Sampling(1.0), Sampling(1.0, top_p=0.95), Sampling(1.0, top_k=50), Sampling(0.8, 50, 0.95, 0.02)]
     kinds += [Sampling(2.0, top_p=0.999), Sampling(1.0, top_k=30_000, top_p=0.9)]
@@ -118,8 +118,8 @@ def test_so_it_is_over_a_large_vocabulary(compiled: CompiledDraw) -> None:
     assert drawn(compiled, logits, samples) == by_torch(logits, samples)
 
 
-def test_filters_keep_all_that_they_should_and_nothing_else(compiled: CompiledDraw) -> None:
-    """Over many positions every kept token comes up, ties at the threshold by their ids."""
+def test_filters_keep_exactly_the_tokens_of_top_k_top_p_and_min_p(compiled: CompiledDraw) -> None:
+    """Every kept token is drawn at some of the 4000 positions; ties at the threshold are broken by token id."""
     logits = torch.tensor([0.3, 1.9, -0.5, 1.2, 1.9, 0.0, 0.8, 1.9, -0.2, 0.5]).expand(4000, -1)
     for sampling, kept in (
         (Sampling(1.0, top_k=2), {1, 4}),
@@ -140,7 +140,9 @@ def test_rows_may_be_one_row_and_have_any_stride(compiled: CompiledDraw) -> None
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_it_cannot_say_is_left_to_torch(compiled: CompiledDraw, bad: float, temperature: float) -> None:
+def test_logits_that_compiled_drawing_cannot_handle_are_left_to_torch(
+    compiled: CompiledDraw, bad: float, temperature: float
+) -> None:
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(1))
     logits[1, 40] = bad
     samples = [Sample(row, 2, Sampling(temperature)) for row in range(3)]
@@ -151,15 +153,15 @@ def test_what_it_cannot_say_is_left_to_torch(compiled: CompiledDraw, bad: float,
     assert compiled(torch.zeros(3, 100, dtype=torch.float64), samples) is None
 
 
-def test_bans_of_what_is_no_token_are_nothing(compiled: CompiledDraw) -> None:
-    """Nor a write beside the row."""
+def test_bans_of_ids_outside_the_vocabulary_have_no_effect(compiled: CompiledDraw) -> None:
+    """Such bans also cause no write outside the row."""
     logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(1))
     samples = [Sample(1, 2, Sampling(1.0), frozenset({-1, 100, 1 << 40}))]
 
     assert drawn(compiled, logits, samples) == drawn(compiled, logits, [Sample(1, 2, Sampling(1.0))])
 
 
-def test_the_log_probabilities_are_those_of_the_logits_as_they_came(compiled: CompiledDraw) -> None:
+def test_log_probabilities_are_computed_from_the_unfiltered_logits(compiled: CompiledDraw) -> None:
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(1))
     samples = [Sample(row, 2, Sampling(0.5, top_k=5, num_logprobs=3), frozenset({row})) for row in range(3)]
 
@@ -178,7 +180,9 @@ def drawing_of(folder: Path, **others: object) -> tuple[str, list[int]]:
     return line, [token.token_id for token in tokens]
 
 
-def test_an_engine_of_any_model_draws_by_it_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_of_any_model_uses_compiled_drawing_and_reports_the_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     try:
         load_library()
     except NotCompiled as why:

@@ -1,4 +1,4 @@
-"""Which models the kernels take over, what they refuse with which words, and that an engine serves either way."""
+"""Which models the compiled kernels run, the reasons they give for others, and that an engine serves in both cases."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -22,9 +22,8 @@ from engine.decoders.layer_parts import GELU_TANH
 from engine.decoders.not_compiled import NotCompiled
 from engine.decoders.recognise import Decoder, recognise
 from engine.kv.pool import KvPool
-from engine.model.dummy import dummy_model
 from engine.model.load_check import difference
-from engine.model.loading import load
+from engine.model.loading import dummy_model, load
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from tests.golden.families import BLOCK_SIZE, FAMILIES
 
@@ -68,7 +67,7 @@ def settings(folder: Path, **others: object) -> EngineSettings:
 
 
 def forward_line(engine: Engine) -> str:
-    """Of its report; the engine has computed a step and is closed."""
+    """Return the line of the engine's report on its forward; the engine has computed a step and is closed."""
     assert 0 <= engine.runner.run(STEP).tokens[0][0].token_id < 128
     engine.pool.close()
     (line,) = [line for line in engine.report if line.startswith("forward: ")]
@@ -76,7 +75,7 @@ def forward_line(engine: Engine) -> str:
 
 
 @needs_kernels
-def test_an_engine_says_that_it_is_compiled(folder: Path) -> None:
+def test_a_compiled_engine_reports_its_forward(folder: Path) -> None:
     assert forward_line(build_engine(settings(folder))) == "forward: compiled (llama, 2 layers)"
 
 
@@ -89,27 +88,27 @@ def test_an_engine_says_that_it_is_compiled(folder: Path) -> None:
         ({"kv_cache_dtype": "int8"}, "the pool keeps KV in int8"),
     ],
 )
-def test_an_engine_says_why_it_is_not(folder: Path, others: dict[str, object], why: str) -> None:
+def test_a_plain_engine_reports_the_reason(folder: Path, others: dict[str, object], why: str) -> None:
     assert forward_line(build_engine(settings(folder, **others))) == f"forward: plain ({why})"
 
 
-def test_an_engine_serves_where_nothing_can_be_compiled(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_serves_without_a_compiler(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert forward_line(build_engine(settings(folder))) == "forward: plain (no compiler found)"
 
 
 @needs_kernels
-def test_a_processor_with_matrix_units_is_asked_for_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_processor_with_amx_the_kernels_run_only_if_set_to_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     assert "AMX" in forward_line(build_engine(settings(folder, cpu_kernels="auto")))
     assert "compiled" in forward_line(build_engine(settings(folder, cpu_kernels="on")))
 
 
 @needs_kernels
-def test_weights_are_held_once(folder: Path) -> None:
+def test_weights_are_in_memory_once(folder: Path) -> None:
     loaded = load(settings(folder))
     pool = KvPool(loaded.layout, 16)
     compiled_forward(settings(folder), loaded, pool)
@@ -156,7 +155,7 @@ def without_key_norms(decoder: Decoder) -> Decoder:
         ("qwen3", without_key_norms),
     ],
 )
-def test_a_model_taken_for_another_is_noticed(
+def test_a_model_recognised_as_another_architecture_is_noticed(
     name: str, changed: Callable[[Decoder], Decoder], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     loaded = load(settings(saved(name, tmp_path_factory.mktemp(name)), num_blocks=64))
@@ -215,7 +214,7 @@ def extended(model: PreTrainedModel) -> None:
         (extended, "LlamaAttention is made of q_proj, k_proj, v_proj, o_proj, gate"),
     ],
 )
-def test_what_was_put_into_a_model_is_named(change: Callable[[PreTrainedModel], None], why: str) -> None:
+def test_a_changed_model_is_refused_with_the_change(change: Callable[[PreTrainedModel], None], why: str) -> None:
     model = built()
     recognise(model)
     change(model)
@@ -240,14 +239,14 @@ def test_what_was_put_into_a_model_is_named(change: Callable[[PreTrainedModel], 
         (transformers.CohereConfig, {}, "CohereDecoderLayer has norms in places of its own|is no RMS norm"),
     ],
 )
-def test_a_model_that_computes_more_is_named(
+def test_a_model_that_computes_more_is_refused_by_name(
     config_type: Callable[..., PreTrainedConfig], others: dict[str, object], why: str
 ) -> None:
     with pytest.raises(NotCompiled, match=why):
         recognise(built(config_type, **others))
 
 
-def test_a_model_built_as_none_before_is_named() -> None:
+def test_an_unknown_architecture_is_refused_by_name() -> None:
     model = built()
     del model.model.norm
     with pytest.raises(NotCompiled, match="LlamaModel is no list of layers and a norm"):
@@ -258,6 +257,6 @@ def test_a_model_built_as_none_before_is_named() -> None:
 
 
 @needs_kernels
-def test_too_little_memory_to_pack(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_to_pack_weights_falls_back_to_plain(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.cpu.compile._available_bytes", lambda: 1000)
     assert "packing takes 0 MiB for a moment" in forward_line(build_engine(settings(folder)))

@@ -1,4 +1,4 @@
-"""Settings: one name as flag, variable and file key; anything wrong is refused before anything starts."""
+"""Settings: one name serves as flag, variable and file key; a wrong setting is refused before the process starts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -54,19 +54,19 @@ def test_one_file_serves_routers_and_workers(tmp_path: Path) -> None:
     assert load_config(RouterConfig, {"config": file}, {}).grpc_port == 7
 
 
-def test_an_unknown_key_of_the_file_is_named_with_what_was_meant(tmp_path: Path) -> None:
+def test_an_unknown_key_of_the_file_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
     file = tmp_path / "tandem.yaml"
     file.write_text("model: m\nblok_size: 8\n")
     with pytest.raises(ConfigError, match="unknown key 'blok_size'; did you mean block_size"):
         load_config(WorkerConfig, {"config": file}, {})
 
 
-def test_an_unknown_variable_is_named_with_what_was_meant() -> None:
+def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"unknown variable TANDEM_BLOK_SIZE.*did you mean block_size"):
         _worker(["--model", "m"], {"TANDEM_BLOK_SIZE": "8"})
 
 
-def test_an_unknown_flag_ends_the_process_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_flag_ends_the_process_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parse_arguments(WorkerConfig, "prefill_worker", ["--model", "m", "--blok-size", "8"])
     assert end.value.code == 2
@@ -86,7 +86,7 @@ def test_an_unknown_flag_ends_the_process_before_it_starts(capsys: pytest.Captur
         ("model: m\ndtype: float31\n", "dtype must be one of auto, float32"),
     ],
 )
-def test_a_file_that_says_nothing_sensible_is_refused(tmp_path: Path, content: str, said: str) -> None:
+def test_a_malformed_settings_file_is_refused(tmp_path: Path, content: str, said: str) -> None:
     file = tmp_path / "tandem.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError, match=said):
@@ -125,7 +125,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("read_timeout_s", 0.0),
         ("read_stall_timeout_s", 0.0),
         ("watermark", 1.0),
-        ("member_lease_s", 0.0),
+        ("registration_ttl_s", 0.0),
         ("member_id", "a@b"),
         ("cluster_name", ""),
         ("port", 65536),
@@ -152,17 +152,17 @@ def test_a_routers_setting_out_of_its_range_is_refused_and_named(name: str) -> N
 
 
 @pytest.mark.parametrize("config_type", [WorkerConfig, RouterConfig])
-def test_a_process_without_a_model_says_what_is_missing(config_type: type[WorkerConfig] | type[RouterConfig]) -> None:
+def test_a_process_without_a_model_names_the_missing_flag(config_type: type[WorkerConfig] | type[RouterConfig]) -> None:
     with pytest.raises(ConfigError, match="--model is needed"):
         load_config(config_type, {}, {})
 
 
-def test_the_model_is_called_by_its_folder_unless_told_otherwise() -> None:
+def test_the_model_name_is_its_folder_unless_set() -> None:
     assert _worker(["--model", "/models/tiny/"]).model_name == "tiny"
     assert _worker(["--model", "/models/tiny", "--served-model-name", "mine"]).model_name == "mine"
 
 
-def test_the_echo_shows_what_was_changed_and_no_secret() -> None:
+def test_the_echo_shows_changed_settings_and_no_secret() -> None:
     config = load_config(RouterConfig, {"model": "m", "api_key": "hunter2", "port": 9}, {})
     assert echo(config) == "model=m port=9 api_key=***"
 
@@ -184,6 +184,13 @@ def test_the_echo_shows_where_redis_is_and_not_its_password(url: str, shown: str
 )
 def test_sizes_are_read_with_their_unit(text: str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("name", ["kv_cache_memory", "swap_space", "prefix_disk_space", "prefix_host_memory"])
+@pytest.mark.parametrize("text", ["3XB", "-1"])
+def test_a_wrong_size_is_refused_with_its_flag(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be .*{text}"):
+        load_config(WorkerConfig, {"model": "m", name: text}, {})
 
 
 def test_lengths_given_to_tandem_up_reach_every_process() -> None:

@@ -1,4 +1,4 @@
-"""What sequences share they only read: a block that a step writes is in one sequence's table, and in nobody's cache."""
+"""Shared blocks are only read: a block that a step writes is in one sequence's table, and in no cache."""
 
 from collections import Counter
 
@@ -39,7 +39,7 @@ def test_choices_and_requests_that_share_blocks_write_only_to_their_own() -> Non
     bench.assert_idle()
 
 
-def test_what_the_cache_has_is_never_written() -> None:
+def test_cached_blocks_are_never_written() -> None:
     bench = DecodeBench(limits())
     prompt = range(1, 3 * _BLOCK_SIZE + 2)
     for number in range(6):

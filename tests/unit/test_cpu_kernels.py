@@ -319,7 +319,7 @@ def test_a_product_equals_float32_for_any_number_of_rows(
         assert close(y, F.linear(x.float(), weight.float(), added), 1e-5), rows
 
 
-def test_a_rows_product_has_the_same_bits_alone_and_among_others(kernels: ctypes.CDLL) -> None:
+def test_the_product_of_a_row_has_the_same_bits_alone_and_among_others(kernels: ctypes.CDLL) -> None:
     decoder = Decoder(kernels, Shape())
     product = packed(decoder, torch.randn(100, 1200).bfloat16(), None)
     x = torch.randn(70, 1200).bfloat16()
@@ -336,7 +336,7 @@ def test_a_rows_product_has_the_same_bits_alone_and_among_others(kernels: ctypes
 
 
 @pytest.mark.parametrize("width", [1, 15, 64, 100, 576])
-def test_rms_norm_equals_float32_before_it_is_rounded(kernels: ctypes.CDLL, width: int) -> None:
+def test_rms_norm_equals_float32_up_to_the_final_rounding(kernels: ctypes.CDLL, width: int) -> None:
     x, weight = torch.randn(5, width) * 0.01, torch.randn(width)  # small enough for eps to tell
     y = torch.zeros(5, width, dtype=torch.bfloat16)
     kernels.td_rms_norm(x.data_ptr(), 5, width, weight.data_ptr(), 1e-5, y.data_ptr())
@@ -424,9 +424,7 @@ def test_a_step_equals_the_decoder_in_float32(kernels: ctypes.CDLL, family: str)
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [1, 7, 64, 100])
-def test_a_sequence_has_the_same_bits_however_it_is_cut_into_chunks(
-    kernels: ctypes.CDLL, family: str, size: int
-) -> None:
+def test_a_sequence_has_the_same_bits_in_chunks_of_any_size(kernels: ctypes.CDLL, family: str, size: int) -> None:
     shape = FAMILIES[family]
     decoder = Decoder(kernels, shape)
     (whole,) = chunks_of([(0, 170)], shape).chunks

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from tests.unit.test_digest_triton import kernel_device, random_blocks
+from tests.unit.test_digest_kernel import kernel_device, random_blocks
 
 pytestmark = pytest.mark.cuda
 
 
 @pytest.mark.parametrize("block_bytes", [16, 37, 4100, 16_384, 2 * 16_384 + 16])
-def test_blocks_are_copied_wherever_they_go_and_nothing_else_is_touched(block_bytes: int) -> None:
+def test_blocks_are_copied_to_any_place_and_no_other_byte_changes(block_bytes: int) -> None:
     device = kernel_device()
     from kvtransfer.transports.cuda.copies import copy_blocks
 
@@ -22,7 +22,7 @@ def test_blocks_are_copied_wherever_they_go_and_nothing_else_is_touched(block_by
     assert torch.equal(target.cpu(), expected)
 
 
-def test_no_blocks_are_no_copy() -> None:
+def test_copying_no_blocks_changes_no_byte() -> None:
     device = kernel_device()
     from kvtransfer.transports.cuda.copies import copy_blocks
 

@@ -1,5 +1,6 @@
-"""A pool in GPU pages that are exported as a file: nothing is left behind when the driver refuses a step, and on a GPU
-the pool is what any other pool is."""
+"""A pool in GPU pages that are exported as a file: no allocation is left behind when the driver refuses a step, and on
+a GPU the pool behaves as any other pool.
+"""
 
 import gc
 import os
@@ -136,7 +137,7 @@ def num_files() -> int:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_step_that_the_driver_refuses_leaves_nothing_behind(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_refused_by_the_driver_frees_all_earlier_allocations(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver(step)
     install(monkeypatch, driver)
     before = num_files()
@@ -160,7 +161,7 @@ def test_pages_stay_mapped_as_long_as_the_region_lives(monkeypatch: pytest.Monke
     assert not driver.mapped and not driver.reserved
 
 
-def test_a_device_that_exports_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_export_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeDriver(exports=False))
     with pytest.raises(NotExportable, match="does not export"):
         cuda_memory._allocate(1000, 0)
@@ -177,7 +178,7 @@ def test_another_process_maps_the_pages_for_reading_only() -> None:
 @pytest.mark.parametrize(
     "step", ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
 )
-def test_pages_that_cannot_be_mapped_are_let_go(step: str) -> None:
+def test_pages_that_cannot_be_mapped_are_released(step: str) -> None:
     driver, before = FakeDriver(step), num_files()
     with pytest.raises(DriverRefused, match="CUDA_ERROR_2"):
         cuda_access._import_for_reading(driver, os.memfd_create("pages"), GRANULARITY, 0)
@@ -200,7 +201,7 @@ def test_a_gpu_pool_is_exported_and_zero() -> None:
 @pytest.mark.cuda
 @pytest.mark.whole_gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_pages_that_are_let_go_can_be_had_again() -> None:
+def test_released_pages_can_be_allocated_again() -> None:
     """More in turn than the device has. What is free at one moment counts other processes, too."""
     num_bytes = torch.cuda.mem_get_info()[1] // 8
     for _ in range(9):

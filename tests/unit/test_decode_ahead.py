@@ -1,15 +1,16 @@
-"""Steps planned while one runs: every sequence as if it ran alone, no block freed under a step that writes to it, and
-nothing behind the last token of what is offered."""
+"""Steps planned while one runs: every sequence runs as if alone, no block is freed under a step that writes to it, and
+no announced block contains positions after the last token.
+"""
 
 import random
 from collections.abc import Callable
 
 import pytest
 
-from cluster.messages import DecodeJob, FinishReason
+from cluster.messages import DecodeJob
 from cluster.settings.engine_settings import SCHEDULING_POLICIES
-from decode_worker.scheduling.commands import OfferPrefix, Quiet, Release
-from decode_worker.scheduling.flights import Flights
+from decode_worker.scheduling.steps_in_flight import StepsInFlight
+from engine.scheduling.commands import LeasePrefix, Quiet, Release
 from engine.scheduling.step import BlockSwap, StepPlan
 from tests.unit.ahead_bench import AheadBench
 from tests.unit.decode_bench import HandOff, known_lengths, limits
@@ -20,7 +21,7 @@ _NUM_TURNS = 90
 
 
 class _Play:
-    """Everything that the outside can ask, at random, between and during steps that are planned ahead or not."""
+    """Random calls of every command, between and during steps that are planned ahead or not."""
 
     def __init__(self, seed: int) -> None:
         self.dice = dice = random.Random(seed)
@@ -38,7 +39,7 @@ class _Play:
             wire_dtype=dice.choice(["native", "int8"]),
             policy=dice.choice(["fcfs", "fcfs", *SCHEDULING_POLICIES]),
             lengths=known_lengths() if dice.random() < 0.3 else None,
-            guess_period=dice.choice([0] * 9 + [3]),
+            draft_period=dice.choice([0] * 9 + [3]),
         )
         self.bench.cost.copy_s_per_block, self.bench.cost.compute_s_per_token = 1.0, dice.choice([0.5, 9.0])
         eagerness, self.num_computed = dice.choice([0.5, 0.95, 1.0]), dice.choice([(0,), (0, 1, 2), (2,)])
@@ -119,7 +120,7 @@ class _Play:
             self.bench.release(self.dice.choice(list(self.bench.frozen)))
 
     def offer(self) -> None:
-        """Of a prefix, or of one that was offered before the end."""
+        """Lease a prefix, or end the lease of an earlier one."""
         if self.offered and self.dice.random() < 0.5:
             self.bench.apply(Release(self.offered.pop()))
             return
@@ -127,14 +128,14 @@ class _Play:
         chain.extend(range(1, 11))
         ticket_id = b"prefix %d" % self.dice.getrandbits(60)
         self.offered.add(ticket_id)
-        self.bench.apply(OfferPrefix(ticket_id, tuple(chain.hashes), 1))
+        self.bench.apply(LeasePrefix(ticket_id, tuple(chain.hashes), 1))
 
     def fail(self) -> None:
         if self.dice.random() < 0.1:
             self.bench.step(RuntimeError("out of memory"))
 
     def end(self) -> None:
-        """Once the outside has let go of what it holds, everything comes to its end."""
+        """After all hand-offs and leases are released, every sequence ends."""
         bench = self.bench
         for ticket_id in list(bench.frozen):
             bench.release(ticket_id)
@@ -145,15 +146,7 @@ class _Play:
         for ticket_id in self.offered:
             bench.apply(Release(ticket_id))
         bench.run()
-        for handoff in list(bench.handoffs.values()):
-            if handoff.handoff_id in bench.handoffs:
-                bench.discard(handoff)
-        bench.apply(Quiet(frozenset(bench.quarantined)))
-        bench.run()
-        bench.assert_idle()
-        for choice in bench.choices.values():
-            if choice.ended == FinishReason.LENGTH:
-                assert len(choice.output) == choice.job.stops.max_tokens
+        bench.end_all()
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -162,7 +155,7 @@ def test_any_schedule_planned_ahead_gives_every_sequence_its_serial_tokens_and_l
         _Play(seed).play(_NUM_TURNS)
 
 
-def test_what_parts_or_copies_is_settled_before_anything_is_planned_behind_it() -> None:
+def test_no_step_is_planned_ahead_of_a_step_that_forks_or_copies() -> None:
     bench = AheadBench(limits())
     bench.admit(bench.job(range(1, 11), num_choices=4, max_tokens=8))
     found = []
@@ -175,7 +168,7 @@ def test_what_parts_or_copies_is_settled_before_anything_is_planned_behind_it() 
 
 
 @pytest.mark.parametrize("moves", [{"swaps_out": (BlockSwap(0, 0),)}, {"swaps_in": (BlockSwap(0, 0),)}])
-def test_what_is_swapped_is_settled_before_anything_is_planned_behind_it(moves: dict[str, tuple[BlockSwap]]) -> None:
-    flights = Flights()
-    flights.begin(StepPlan((), **moves), (), 0.0)  # type: ignore[arg-type]
-    assert flights.only is not None and not flights.only.is_open
+def test_no_step_is_planned_ahead_of_a_step_that_swaps(moves: dict[str, tuple[BlockSwap]]) -> None:
+    steps = StepsInFlight()
+    steps.begin(StepPlan((), **moves), (), 0.0)  # type: ignore[arg-type]
+    assert steps.only is not None and not steps.only.may_plan_ahead

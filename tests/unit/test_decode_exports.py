@@ -1,4 +1,6 @@
-"""Between a decode worker's step thread and its exporter: whoever is first, a frozen one's ticket comes to its end."""
+"""Between a decode worker's step thread and its exporter, the ticket of a frozen sequence ends in any order of
+events.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,125 +8,20 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from cluster.clock import ManualClock
-from cluster.errors import NotFound, TooManyFrozen
+from cluster.errors import DuplicateRequest, NotFound, TooManyFrozen
 from cluster.messages import MemberId
-from cluster.protocol import kv_wire, tickets, wire
+from cluster.protocol import tickets, wire
 from cluster.protocol.hashing import hash_prompt
-from cluster.settings.transfer_settings import TransferSettings
-from decode_worker.exports import MAX_FROZEN, Exports, FreezeOrder, FrozenSequence
-from decode_worker.scheduling import commands
-from kvtransfer.exporter.export_call import ExportCall
-from kvtransfer.exporter.exporter import Exporter
-from kvtransfer.transports.loopback import LoopbackExporter, LoopbackNetwork
-from kvtransfer.wire.wire_format import NativeFormat
-from tandem.v1 import kv_pb2
-from tests.contract.handoff_rig import EXPORTER, IMPORTER, KEY, LAYOUT, Counters
-from tests.contract.kv_pools import random_pool
-from tests.unit.decode_bench import ROUTER, DecodeBench, limits
-
-_ATTEMPT = 3
-
-
-class Worker:
-    """A real scheduler and a real exporter. Commands wait until the test lets them through, as a step makes them."""
-
-    def __init__(self) -> None:
-        self.bench = DecodeBench(limits())
-        self.clock = ManualClock()
-        self.posted: list[commands.Command] = []
-        pool = random_pool(64, seed=1)
-        self.exporter = Exporter(
-            member=EXPORTER,
-            address="nowhere:1",
-            wire=NativeFormat(pool),
-            layout=LAYOUT,
-            key=KEY,
-            settings=TransferSettings(attach_timeout_s=60.0),
-            transports=[LoopbackExporter(memory=pool, network=LoopbackNetwork())],
-            release=lambda ticket_id: self.exports.release(ticket_id),
-            clock=self.clock,
-            counters=Counters(),
-        )
-        self.forgotten: asyncio.Queue[tuple[MemberId, int]] = asyncio.Queue()
-        self.exports = Exports(
-            exporter=self.exporter,
-            cluster_key=KEY,
-            post=self.posted.append,
-            on_forgotten=lambda router, handle: self.forgotten.put_nowait((router, handle)),
-            word_s=0.01,
-        )
-        (self.handle,) = self.bench.admit(self.bench.job(range(1, 7), max_tokens=20))
-        self.bench.step()
-        self.bench.step()
-
-    @property
-    def order(self) -> FreezeOrder:
-        return FreezeOrder(ROUTER, self.handle, _ATTEMPT, IMPORTER)
-
-    def pass_commands(self) -> None:
-        """The step thread takes them in, and what it tells arrives."""
-        while self.posted:
-            for event in self.bench.scheduler.apply(self.posted.pop(0), 0.0):
-                self.tell(event)
-
-    def tell(self, event: commands.Event) -> None:
-        match event:
-            case commands.Frozen():
-                self.exports.on_frozen(event)
-            case commands.FreezeRefused():
-                self.exports.on_freeze_refused(event)
-            case commands.Thawed() | commands.ThawRefused():
-                self.exports.on_thawed(event)
-
-    async def asked(self) -> "asyncio.Task[FrozenSequence]":
-        """A freeze that is on its way to the step thread."""
-        task = asyncio.create_task(self.exports.freeze(self.order))
-        await asyncio.sleep(0)
-        return task
-
-    async def frozen(self) -> FrozenSequence:
-        task = await self.asked()
-        self.pass_commands()
-        return await task
-
-    def another(self) -> FreezeOrder:
-        """One more sequence that decodes here."""
-        (handle,) = self.bench.admit(self.bench.job(range(1, 7), max_tokens=20))
-        self.bench.step()
-        self.bench.step()
-        return FreezeOrder(ROUTER, handle, _ATTEMPT, IMPORTER)
-
-    def cancel(self) -> None:
-        """As the service does it."""
-        self.posted.append(commands.CancelSequences(ROUTER, frozenset({self.handle})))
-        self.exports.forget(ROUTER, frozenset({self.handle}))
-
-    def blocks(self) -> dict[str, int]:
-        return {state: number for state, number in self.bench.inspect().blocks.items() if number and state != "free"}
-
-    async def attach(self, signed: bytes) -> tuple[ExportCall, list[kv_pb2.ExporterMessage]]:
-        """What an importer is told, up to Finished: the digests are known then."""
-        call = self.exporter.open_call(str(IMPORTER))
-        ticket = kv_pb2.SignedTicket.FromString(signed)
-        endpoints = {"loopback": b""}
-        attach = kv_pb2.Attach(
-            ticket=ticket, transports=["loopback"], layout=kv_wire.fingerprint_to_wire(LAYOUT), endpoints=endpoints
-        )
-        self.exporter.attach(call, attach)
-        told = []
-        async with asyncio.timeout(10):
-            async for message in call.messages():
-                told.append(message)
-                if message.WhichOneof("message") in ("finished", "refused"):
-                    break
-        return call, told
+from decode_worker.exports import MAX_FROZEN, FreezeOrder
+from tests.contract.handoff_rig import IMPORTER, KEY
+from tests.unit.decode_bench import ROUTER
+from tests.unit.frozen_worker import ATTEMPT, FrozenWorker
 
 
 @pytest_asyncio.fixture
-async def worker() -> AsyncIterator[Worker]:
+async def worker() -> AsyncIterator[FrozenWorker]:
     """Ends with every ticket released and every block accounted for."""
-    worker = Worker()
+    worker = FrozenWorker()
     await worker.exporter.start()
     yield worker
     worker.pass_commands()
@@ -134,17 +31,19 @@ async def worker() -> AsyncIterator[Worker]:
     assert worker.bench.inspect().blocks["leased"] == 0
 
 
-async def test_the_ticket_is_for_all_tokens_but_the_last_and_names_its_importer(worker: Worker) -> None:
+async def test_the_ticket_is_for_all_tokens_but_the_last_and_names_its_importer(worker: FrozenWorker) -> None:
     frozen = await worker.frozen()
 
     ticket = tickets.verify(frozen.signed_ticket, KEY, importer=str(IMPORTER))
     tokens = (*range(1, 7), worker.bench.choices[worker.handle].output[0])
-    assert (ticket.num_tokens, ticket.num_choices, ticket.attempt) == (7, 1, _ATTEMPT)
+    assert (ticket.num_tokens, ticket.num_choices, ticket.attempt) == (7, 1, ATTEMPT)
     assert ticket.prompt_hash == hash_prompt(KEY, tokens)
     assert frozen.num_output == 2
 
 
-async def test_everything_is_offered_at_once_and_decoding_goes_on_from_the_last_token(worker: Worker) -> None:
+async def test_all_blocks_are_announced_at_once_and_decoding_continues_from_the_last_token(
+    worker: FrozenWorker,
+) -> None:
     call, told = await worker.attach((await worker.frozen()).signed_ticket)
 
     *_, finished = [message.finished for message in told]
@@ -155,7 +54,7 @@ async def test_everything_is_offered_at_once_and_decoding_goes_on_from_the_last_
     worker.exporter.end_call(call)
 
 
-async def test_a_cancel_before_the_step_thread_has_frozen_it(worker: Worker) -> None:
+async def test_a_cancel_before_the_freeze_ends_leaves_no_ticket_and_no_block(worker: FrozenWorker) -> None:
     task = await worker.asked()
     (freeze,) = worker.posted
     worker.posted.clear()
@@ -170,7 +69,7 @@ async def test_a_cancel_before_the_step_thread_has_frozen_it(worker: Worker) -> 
     assert worker.blocks() in ({}, {"cached": 1})
 
 
-async def test_a_cancel_gives_the_ticket_back_at_once_when_nobody_has_attached(worker: Worker) -> None:
+async def test_a_cancel_ends_a_ticket_without_an_importer_at_once(worker: FrozenWorker) -> None:
     await worker.frozen()
 
     worker.cancel()
@@ -179,7 +78,7 @@ async def test_a_cancel_gives_the_ticket_back_at_once_when_nobody_has_attached(w
     assert worker.blocks() in ({}, {"cached": 1})
 
 
-async def test_a_cancel_while_an_importer_reads_leaves_it_its_lease(worker: Worker) -> None:
+async def test_a_cancel_keeps_the_lease_of_an_importer_that_reads(worker: FrozenWorker) -> None:
     call, _ = await worker.attach((await worker.frozen()).signed_ticket)
 
     worker.cancel()
@@ -191,31 +90,56 @@ async def test_a_cancel_while_an_importer_reads_leaves_it_its_lease(worker: Work
     assert worker.blocks() in ({}, {"cached": 1})
 
 
-async def test_a_thaw_withdraws_the_ticket(worker: Worker) -> None:
+async def test_a_thaw_withdraws_the_ticket(worker: FrozenWorker) -> None:
     frozen = await worker.frozen()
 
-    thawing = asyncio.create_task(worker.exports.thaw(ROUTER, worker.handle, 99))
+    thawing = asyncio.create_task(worker.thaw(99))
     await asyncio.sleep(0)
     worker.pass_commands()
     await thawing
-    worker.exports.forget(ROUTER, frozenset({worker.handle}))  # as the service does it
     worker.pass_commands()
+    assert worker.handles() == {99}
 
     _, told = await worker.attach(frozen.signed_ticket)
     assert told[0].refused.reason == "unknown_ticket"
     assert "leased" not in worker.blocks()
 
 
-async def test_what_is_not_frozen_cannot_be_thawed(worker: Worker) -> None:
-    thawing = asyncio.create_task(worker.exports.thaw(ROUTER, worker.handle, 99))
+async def test_a_sequence_that_is_not_frozen_cannot_be_thawed(worker: FrozenWorker) -> None:
+    thawing = asyncio.create_task(worker.thaw(99))
     await asyncio.sleep(0)
     worker.pass_commands()
 
     with pytest.raises(NotFound, match="not frozen"):
         await thawing
+    assert worker.handles() == {worker.handle}
 
 
-async def test_a_second_freeze_of_one_sequence_is_refused(worker: Worker) -> None:
+async def test_a_thaw_ends_the_old_handle_when_its_router_does_not_wait(worker: FrozenWorker) -> None:
+    """Otherwise the old handle stays until the grace after the ticket's end, and counts as a frozen sequence."""
+    await worker.frozen()
+    thawing = asyncio.create_task(worker.thaw(99))
+    await asyncio.sleep(0)
+    thawing.cancel()
+    await asyncio.gather(thawing, return_exceptions=True)
+    worker.pass_commands()
+
+    assert worker.handles() == {99} and len(worker.exports) == 0
+    worker.cancel(99)
+    worker.pass_commands()
+    await worker.until_nothing_is_held()
+
+
+async def test_a_thaw_to_a_handle_in_use_is_refused_and_has_no_effect(worker: FrozenWorker) -> None:
+    other = worker.decoding()
+    await worker.frozen()
+    with pytest.raises(DuplicateRequest, match="in use"):
+        await worker.thaw(other)
+    assert worker.handles() == {worker.handle, other} and worker.posted == []
+    worker.cancel(worker.handle, other)
+
+
+async def test_a_second_freeze_of_one_sequence_is_refused(worker: FrozenWorker) -> None:
     first = await worker.asked()
 
     with pytest.raises(NotFound, match="frozen already"):
@@ -224,8 +148,8 @@ async def test_a_second_freeze_of_one_sequence_is_refused(worker: Worker) -> Non
     assert (await first).num_output == 2
 
 
-async def test_a_refused_sequence_can_be_asked_for_again(worker: Worker) -> None:
-    strange = FreezeOrder(ROUTER, 77, _ATTEMPT, MemberId("d9", "x"))
+async def test_a_refused_freeze_can_be_requested_again(worker: FrozenWorker) -> None:
+    strange = FreezeOrder(ROUTER, 77, ATTEMPT, MemberId("d9", "x"))
     for _ in range(2):
         task = asyncio.create_task(worker.exports.freeze(strange))
         await asyncio.sleep(0)
@@ -235,7 +159,7 @@ async def test_a_refused_sequence_can_be_asked_for_again(worker: Worker) -> None
     assert len(worker.exports) == 0
 
 
-async def test_a_router_that_does_not_wait_for_the_answer_still_has_the_last_word(worker: Worker) -> None:
+async def test_a_router_that_does_not_wait_for_the_response_can_still_end_its_sequence(worker: FrozenWorker) -> None:
     task = await worker.asked()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -248,7 +172,7 @@ async def test_a_router_that_does_not_wait_for_the_answer_still_has_the_last_wor
     assert worker.blocks() in ({}, {"cached": 1})
 
 
-async def test_a_ticket_nobody_came_for_ends_and_the_sequence_stays_frozen(worker: Worker) -> None:
+async def test_a_sequence_stays_frozen_when_its_ticket_expires(worker: FrozenWorker) -> None:
     call, _ = await worker.attach((await worker.frozen()).signed_ticket)
     worker.clock.advance(10.0)  # past its lease
     worker.exporter.reap()
@@ -260,18 +184,52 @@ async def test_a_ticket_nobody_came_for_ends_and_the_sequence_stays_frozen(worke
     worker.exporter.end_call(call)
 
 
-async def test_a_sequence_whose_router_never_says_what_becomes_of_it_does_not_wait_for_ever(worker: Worker) -> None:
+async def test_a_frozen_sequence_ends_within_the_grace_after_its_ticket(
+    worker: FrozenWorker,
+) -> None:
     frozen = await worker.frozen()
     worker.exporter.end_call((await worker.attach(frozen.signed_ticket))[0])
-    worker.clock.advance(10.0)  # a lease: for so long another one may come for it
+    worker.clock.advance(10.0)  # past the lease: until then another importer may attach
     worker.exporter.reap()
 
-    async with asyncio.timeout(10):
-        assert await worker.forgotten.get() == (ROUTER, worker.handle)
+    await worker.until_nothing_is_held()
 
 
-async def test_a_worker_freezes_at_most_four_at_a_time_for_all_routers(worker: Worker) -> None:
-    orders = [worker.order, *(worker.another() for _ in range(MAX_FROZEN))]
+async def test_a_router_that_reconnects_without_sequences_ends_its_old_sequences(worker: FrozenWorker) -> None:
+    """A frozen sequence sends nothing that would show the router that it is still on this worker."""
+    another_routers = MemberId("router", "2")
+    stream = await worker.connect(has_no_sequences=False)
+    await worker.frozen()
+    came_back = await worker.connect(has_no_sequences=False)
+    assert worker.handles() == {worker.handle}
+    other = await worker.connect(has_no_sequences=True, router=another_routers)
+    assert worker.handles() == {worker.handle}
+
+    anew = await worker.connect(has_no_sequences=True)
+
+    assert not worker.handles() and worker.exporter.num_live_tickets == 0
+    assert worker.telemetry.value("tandem_decode_router_gone_total", reason="began_again") == 1
+    worker.pass_commands()
+    await worker.until_nothing_is_held()
+    for listening in (stream, came_back, other, anew):
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+
+
+async def test_sequences_end_when_the_stream_of_their_router_does_not_come_back(worker: FrozenWorker) -> None:
+    stream = await worker.connect(has_no_sequences=False)
+    await worker.frozen()
+    stream.cancel()
+    await asyncio.gather(stream, return_exceptions=True)
+    assert worker.handles() == {worker.handle}, "it may come back"
+
+    await worker.until_nothing_is_held()
+    assert worker.telemetry.value("tandem_decode_router_gone_total", reason="stream_ended") == 1
+
+
+async def test_a_worker_freezes_at_most_four_at_a_time_for_all_routers(worker: FrozenWorker) -> None:
+    handles = [worker.handle, *(worker.decoding() for _ in range(MAX_FROZEN))]
+    orders = [FreezeOrder(ROUTER, handle, ATTEMPT, IMPORTER) for handle in handles]
     freezing = [asyncio.create_task(worker.exports.freeze(order)) for order in orders]
     await asyncio.sleep(0)
     with pytest.raises(TooManyFrozen, match="4 sequences are frozen here"):
@@ -286,7 +244,5 @@ async def test_a_worker_freezes_at_most_four_at_a_time_for_all_routers(worker: W
     await asyncio.sleep(0)
     worker.pass_commands()
     assert (await last).num_output
-    for order in orders[1:]:
-        worker.posted.append(commands.CancelSequences(ROUTER, frozenset({order.handle})))
-        worker.exports.forget(ROUTER, frozenset({order.handle}))
+    worker.cancel(*handles[1:])
     worker.pass_commands()

@@ -1,6 +1,7 @@
-"""Decodes from graphs: the same logits as without, whatever step follows which; idle rows touch no sequence's block.
+"""Decodes from graphs have the same logits as plain ones, in any order of steps; idle rows write to no sequence's
+block.
 
-On the CPU a graph is played by calling what it would have recorded, over the same tensors in place.
+On the CPU a graph is replayed by calling the recorded computation over the same tensors in place.
 """
 
 import dataclasses
@@ -13,8 +14,7 @@ import torch
 
 from cluster.messages import Sampling
 from cluster.settings.engine_settings import EngineSettings
-from engine.attention.dense import attend_dense
-from engine.attention.gather import GatherBackend
+from engine.attention.gather import GatherBackend, attend_dense
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.attention.registry import Capability
 from engine.batch import PackedBatch
@@ -120,7 +120,7 @@ def random_decodes(dice: random.Random, count: int) -> StepPlan:
     return StepPlan(tuple(chunks))
 
 
-def test_any_decodes_after_any_others_are_what_they_are_without_graphs(bench: Bench) -> None:
+def test_decodes_from_graphs_have_the_logits_of_plain_decodes_in_any_order(bench: Bench) -> None:
     dice = random.Random(5)
     for _ in range(25):
         plan = random_decodes(dice, dice.randint(1, MAX_SEQS))
@@ -129,7 +129,7 @@ def test_any_decodes_after_any_others_are_what_they_are_without_graphs(bench: Be
         assert torch.allclose(bench.pools[1].tensor, bench.pools[0].tensor, atol=1e-5)
 
 
-def test_idle_rows_write_to_the_spare_block_alone(bench: Bench) -> None:
+def test_idle_rows_write_only_to_the_spare_block(bench: Bench) -> None:
     before = bench.pools[1].tensor.clone()
     plan = StepPlan((Chunk(0, (5,), 3, (7,), SAMPLE), Chunk(0, (6,), 9, (2, 30), SAMPLE), Chunk(0, (6,), 1, (9,))))
     bench.graphed.logits(plan)
@@ -137,14 +137,14 @@ def test_idle_rows_write_to_the_spare_block_alone(bench: Bench) -> None:
     assert changed == [7, 9, 30]
 
 
-def test_longer_chunks_and_larger_steps_are_computed_as_before(bench: Bench) -> None:
+def test_longer_chunks_and_larger_steps_are_computed_without_graphs(bench: Bench) -> None:
     chunk = StepPlan((Chunk(0, (1, 2, 3), 0, (4,), SAMPLE), Chunk(0, (6,), 1, (9,), SAMPLE)))
     larger = StepPlan(tuple(Chunk(0, (row + 1,), 0, (row,), SAMPLE) for row in range(MAX_SEQS + 2)))
     for plan in (chunk, larger):
         assert torch.allclose(bench.graphed.logits(plan), bench.plain.logits(plan), atol=1e-5)
 
 
-def test_what_cannot_be_captured_is_computed_as_before_and_said(loaded: LoadedModel) -> None:
+def test_sizes_that_cannot_be_captured_are_computed_plainly_and_reported(loaded: LoadedModel) -> None:
     pool = KvPool(loaded.layout, NUM_BLOCKS, num_spare=1)
     calls = []
 

@@ -1,4 +1,4 @@
-"""A sequence that leaves a decode worker, or stays after all: its tokens are those of a serial run, no block leaks."""
+"""Sequences that are frozen, then moved or thawed: their tokens are those of a serial run, and no block leaks."""
 
 import pytest
 from hypothesis import settings
@@ -21,7 +21,7 @@ class _AnyMigration(_AnySchedule):
 
     def decoding_handles(self) -> list[int]:
         batch = self.bench.scheduler._batch
-        return [handle for handle in self.bench.live if batch.decodes(self.bench.sequence(handle))]
+        return [handle for handle in self.bench.live if batch.can_freeze(self.bench.sequence(handle))]
 
     @precondition(lambda self: self.decoding_handles())
     @rule(data=st.data())
@@ -31,7 +31,7 @@ class _AnyMigration(_AnySchedule):
     @precondition(lambda self: self.decoding_handles())
     @rule(data=st.data())
     def freeze_and_thaw(self, data: st.DataObject) -> None:
-        """It goes on here while the ticket's reader still reads."""
+        """The sequence continues on this worker while the ticket's reader still reads."""
         handle = data.draw(st.sampled_from(self.decoding_handles()))
         self.bench.freeze(handle)
         self.bench.thaw(handle)
@@ -63,9 +63,7 @@ class _AnyMigration(_AnySchedule):
 
 
 TestSequencesThatMoveGiveTheirSerialTokensAndLeakNoBlock = _AnyMigration.TestCase
-TestSequencesThatMoveGiveTheirSerialTokensAndLeakNoBlock.settings = settings(
-    max_examples=100, stateful_step_count=50, deadline=None
-)
+TestSequencesThatMoveGiveTheirSerialTokensAndLeakNoBlock.settings = settings(max_examples=100, stateful_step_count=50)
 
 
 def _running(bench: DecodeBench, *, prompt: int = 6, num_choices: int = 1, max_tokens: int = 20) -> list[int]:
@@ -99,8 +97,8 @@ def test_a_frozen_sequence_is_in_no_step_and_keeps_its_blocks() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "num_valid"), [(6, 3), (7, 0)])
-def test_what_is_leased_is_what_was_computed(prompt: int, num_valid: int) -> None:
-    """The token drawn last is not: its KV is computed where the sequence goes on."""
+def test_a_frozen_sequence_leases_all_computed_tokens(prompt: int, num_valid: int) -> None:
+    """The last drawn token is not leased: the worker that continues the sequence computes its KV."""
     bench = DecodeBench(limits())
     frozen = _frozen(bench, *_running(bench, prompt=prompt))
 
@@ -109,7 +107,7 @@ def test_what_is_leased_is_what_was_computed(prompt: int, num_valid: int) -> Non
     assert len(frozen.sealed_block_ids) == (prompt + 1) // 4
 
 
-def test_a_cancelled_one_is_free_when_its_reader_has_gone() -> None:
+def test_a_cancelled_frozen_sequence_is_freed_when_its_reader_ends() -> None:
     bench = DecodeBench(limits())
     (moving,) = _running(bench)
     frozen = _frozen(bench, moving)
@@ -122,7 +120,7 @@ def test_a_cancelled_one_is_free_when_its_reader_has_gone() -> None:
     bench.assert_idle()
 
 
-def test_a_lease_that_ends_first_takes_nothing_from_the_frozen_sequence() -> None:
+def test_a_frozen_sequence_keeps_its_blocks_when_its_lease_ends() -> None:
     bench = DecodeBench(limits())
     (moving,) = _running(bench)
     bench.release(_frozen(bench, moving).ticket_id)
@@ -133,7 +131,7 @@ def test_a_lease_that_ends_first_takes_nothing_from_the_frozen_sequence() -> Non
     bench.assert_idle()
 
 
-def test_thawed_it_goes_on_under_its_new_handle_as_if_nothing_had_been() -> None:
+def test_a_thawed_sequence_continues_under_its_new_handle_without_copies() -> None:
     bench = DecodeBench(limits())
     (moving,) = _running(bench, max_tokens=9)
     bench.release(_frozen(bench, moving).ticket_id)
@@ -146,7 +144,7 @@ def test_thawed_it_goes_on_under_its_new_handle_as_if_nothing_had_been() -> None
     bench.assert_idle()
 
 
-def test_a_thawed_sequence_does_not_write_into_what_is_still_being_read() -> None:
+def test_a_thawed_sequence_copies_its_tail_while_an_importer_still_reads() -> None:
     bench = DecodeBench(limits())
     (moving,) = _running(bench)
     frozen = _frozen(bench, moving)
@@ -162,7 +160,7 @@ def test_a_thawed_sequence_does_not_write_into_what_is_still_being_read() -> Non
     bench.assert_idle()
 
 
-def test_where_there_is_no_block_for_the_copy_a_younger_one_gives_it() -> None:
+def test_a_younger_sequence_is_preempted_when_a_thaw_lacks_a_block_for_its_tail() -> None:
     bench = DecodeBench(limits(num_blocks=3))
     (moving,) = _running(bench, prompt=2, max_tokens=3)
     (younger,) = bench.admit(bench.job(range(1, 8), max_tokens=2))
@@ -194,7 +192,7 @@ def test_choices_of_one_prompt_move_one_by_one() -> None:
     bench.assert_idle()
 
 
-def test_choices_that_have_not_parted_yet_are_refused_one_step_later_they_are_not() -> None:
+def test_a_choice_can_be_frozen_one_step_after_its_tail_is_its_own() -> None:
     bench = DecodeBench(limits())
     handles = bench.admit(bench.job(range(1, 11), num_choices=3, max_tokens=12))
     bench.step()
@@ -207,7 +205,7 @@ def test_choices_that_have_not_parted_yet_are_refused_one_step_later_they_are_no
     bench.read(shared)
 
 
-def test_what_does_not_decode_here_is_refused_by_name() -> None:
+def test_a_freeze_or_thaw_of_a_sequence_that_does_not_decode_is_refused() -> None:
     bench = DecodeBench(limits(max_num_seqs=1, max_prefill_tokens=4))
     (running,) = bench.admit(bench.job([1, 2], max_tokens=30))
     bench.step()
@@ -226,7 +224,7 @@ def test_what_does_not_decode_here_is_refused_by_name() -> None:
     assert "does not decode here" in str(bench.refused_moves[0].error)
 
 
-def test_a_prompt_that_lacks_one_token_is_no_decoding_sequence() -> None:
+def test_a_prompt_that_lacks_its_last_token_cannot_be_frozen() -> None:
     bench = DecodeBench(limits(max_prefill_tokens=4))
     handles = bench.admit(bench.job(range(1, 6), num_choices=2, max_tokens=4))
     bench.step()
@@ -236,7 +234,7 @@ def test_a_prompt_that_lacks_one_token_is_no_decoding_sequence() -> None:
     bench.assert_idle()
 
 
-def test_a_sequence_that_ended_first_is_not_found() -> None:
+def test_a_sequence_that_ended_before_its_freeze_is_not_found() -> None:
     bench = DecodeBench(limits())
     (handle,) = _running(bench, max_tokens=2)
 
@@ -245,7 +243,7 @@ def test_a_sequence_that_ended_first_is_not_found() -> None:
     bench.assert_idle()
 
 
-def test_a_thaw_to_a_handle_in_use_changes_nothing() -> None:
+def test_a_thaw_to_a_handle_in_use_leaves_the_sequence_frozen() -> None:
     bench = DecodeBench(limits())
     (moving,), (other,) = _running(bench), _running(bench)
     frozen = _frozen(bench, moving)
@@ -259,7 +257,7 @@ def test_a_thaw_to_a_handle_in_use_changes_nothing() -> None:
     bench.assert_idle()
 
 
-def test_a_deadline_ends_a_frozen_sequence_and_a_thawed_one_under_its_new_name() -> None:
+def test_a_deadline_ends_a_frozen_sequence_and_a_thawed_one_under_its_new_handle() -> None:
     bench = DecodeBench(limits())
     frozen_one, thawed_one = (
         bench.admit(bench.job([1, 2, 3], max_tokens=50, timeout_s=timeout_s))[0] for timeout_s in (5.0, 6.0)
@@ -277,7 +275,7 @@ def test_a_deadline_ends_a_frozen_sequence_and_a_thawed_one_under_its_new_name()
     bench.assert_idle()
 
 
-def test_a_slot_that_was_given_away_meanwhile_is_waited_for() -> None:
+def test_a_thawed_sequence_waits_when_its_slot_is_in_use() -> None:
     bench = DecodeBench(limits(max_num_seqs=1))
     (moving,) = _running(bench)
     bench.release(_frozen(bench, moving).ticket_id)
@@ -294,8 +292,8 @@ def test_a_slot_that_was_given_away_meanwhile_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", range(1, 10))
-def test_moved_to_another_worker_it_gives_the_tokens_of_a_serial_run(num_tokens: int) -> None:
-    """At every distance from a block's boundary."""
+def test_a_sequence_moved_to_another_worker_draws_the_tokens_of_a_serial_run(num_tokens: int) -> None:
+    """The lengths cover every distance from a block's boundary."""
     source, target = DecodeBench(limits()), DecodeBench(limits())
     (moving,) = source.admit(source.job(range(1, 6), max_tokens=20))
     for _ in range(num_tokens):

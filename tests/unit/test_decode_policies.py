@@ -1,11 +1,13 @@
-"""The policy's order in the decode worker: who takes whose slot and blocks, and that nobody loses a token by it."""
+"""The order of the policies in the decode worker: which sequence takes the slot and blocks of which; no token is
+lost.
+"""
 
 from dataclasses import replace
 
 import pytest
 
 from cluster.messages import FinishReason
-from decode_worker.scheduling.growth import Future, most_growth
+from decode_worker.scheduling.watermark import PredictedGrowth, peak_growth
 from tests.unit.decode_bench import DecodeBench, known_lengths, limits
 
 
@@ -15,7 +17,7 @@ def _ended(bench: DecodeBench) -> set[str]:
     return {choice.ended for choice in bench.choices.values()}
 
 
-def test_who_ranks_first_takes_the_slot_and_the_other_one_keeps_its_blocks() -> None:
+def test_a_higher_ranked_sequence_takes_the_slot_and_the_displaced_one_keeps_its_blocks() -> None:
     bench = DecodeBench(limits(max_num_seqs=1), policy="priority")
     (low,) = bench.admit(bench.job([1, 2, 3], max_tokens=20, priority=1))
     for _ in range(3):
@@ -33,7 +35,7 @@ def test_who_ranks_first_takes_the_slot_and_the_other_one_keeps_its_blocks() -> 
 
 
 @pytest.mark.parametrize(("num_swap_slots", "num_again"), [(0, 6), (8, 0)])
-def test_where_blocks_are_short_too_it_takes_them_and_the_other_one_goes_on_later(
+def test_a_higher_ranked_sequence_takes_scarce_blocks_and_the_preempted_one_continues_later(
     num_swap_slots: int, num_again: int
 ) -> None:
     bench = DecodeBench(limits(num_blocks=5, num_swap_slots=num_swap_slots), policy="priority", prefix_caching=False)
@@ -51,7 +53,7 @@ def test_where_blocks_are_short_too_it_takes_them_and_the_other_one_goes_on_late
     assert figures["tokens_computed"] == 3 + 11 + 15 + 3 + num_again
 
 
-def test_a_hand_off_that_ranks_first_is_granted_its_blocks_after_the_step_that_copies_them() -> None:
+def test_a_higher_ranked_hand_off_gets_blocks_after_the_step_that_swaps_their_content_out() -> None:
     bench = DecodeBench(limits(num_blocks=5, num_swap_slots=8), policy="priority", prefix_caching=False)
     (low,) = bench.admit(bench.job([1, 2, 3], max_tokens=15, priority=1))
     for _ in range(6):
@@ -68,7 +70,7 @@ def test_a_hand_off_that_ranks_first_is_granted_its_blocks_after_the_step_that_c
     assert len(bench.choices[low].output) == 15
 
 
-def test_of_two_hand_offs_that_wait_the_one_whose_request_is_older_is_granted_first() -> None:
+def test_the_waiting_hand_off_of_the_older_request_gets_its_blocks_first() -> None:
     bench = DecodeBench(limits(num_blocks=5), prefix_caching=False)
     bench.admit(bench.job([1, 2, 3, 4, 5], max_tokens=3))
     bench.step()
@@ -84,7 +86,7 @@ def test_of_two_hand_offs_that_wait_the_one_whose_request_is_older_is_granted_fi
     assert _ended(bench) == {FinishReason.LENGTH}
 
 
-def test_fcfs_displaces_nobody() -> None:
+def test_fcfs_displaces_no_sequence() -> None:
     bench = DecodeBench(limits(max_num_seqs=1))
     (first,) = bench.admit(bench.job([1, 2, 3], max_tokens=20, priority=1))
     bench.step()
@@ -97,7 +99,7 @@ def test_fcfs_displaces_nobody() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "shortest", "mlfq"])
-def test_the_batch_class_gives_way_to_anything(policy: str) -> None:
+def test_the_batch_class_yields_to_every_other_request(policy: str) -> None:
     bench = DecodeBench(limits(num_blocks=6, max_num_seqs=2), policy=policy)
     batch = bench.admit(bench.job([1, 2, 3], max_tokens=14, is_batch=True))
     batch += bench.admit(bench.job([1, 2, 4], max_tokens=14, is_batch=True))
@@ -114,22 +116,8 @@ def test_the_batch_class_gives_way_to_anything(policy: str) -> None:
     assert _ended(bench) == {FinishReason.LENGTH}
 
 
-def test_a_batch_that_was_formed_is_joined_by_nobody_until_it_has_ended() -> None:
-    bench = DecodeBench(limits(max_num_seqs=3, max_prefill_tokens=5), policy="static")
-    group = [bench.admit(bench.job([1, 2, place, 4], max_tokens=3 + 5 * place))[0] for place in range(3)]
-    late = bench.admit(bench.job([9, 9], max_tokens=2))[0]
-
-    while any(not bench.choices[handle].ended for handle in group):
-        assert not bench.choices[late].started
-        bench.step()
-
-    bench.step()
-    assert bench.choices[late].started
-    assert _ended(bench) == {FinishReason.LENGTH}
-
-
-def test_what_runs_is_predicted_to_grow_into_stays_free() -> None:
-    """Six tokens each: three sequences of one block will need two each."""
+def test_blocks_that_running_sequences_are_predicted_to_need_stay_free() -> None:
+    """Each sequence has six tokens: three sequences of one block will need two each."""
     bench = DecodeBench(limits(num_blocks=5), lengths=known_lengths(6))
     handles = [bench.admit(bench.job([place, 2, 3], max_tokens=6))[0] for place in range(3)]
 
@@ -140,7 +128,7 @@ def test_what_runs_is_predicted_to_grow_into_stays_free() -> None:
     assert bench.inspect().figures["preemptions"] == 0
 
 
-def test_what_outlives_its_prediction_preempts_and_nothing_is_lost() -> None:
+def test_a_sequence_longer_than_predicted_preempts_and_no_token_is_lost() -> None:
     bench = DecodeBench(limits(num_blocks=6, num_swap_slots=10), lengths=known_lengths(2))
     for place in range(4):
         bench.admit(bench.job([place, 2, 3], max_tokens=15))
@@ -150,7 +138,7 @@ def test_what_outlives_its_prediction_preempts_and_nothing_is_lost() -> None:
 
 
 @pytest.mark.parametrize("num_handoffs", [0, 9])
-def test_hand_offs_leave_a_prompt_that_waits_before_them_room_to_grow(num_handoffs: int) -> None:
+def test_hand_offs_leave_room_to_grow_for_an_older_waiting_prompt(num_handoffs: int) -> None:
     bench = DecodeBench(limits(num_blocks=8), lengths=known_lengths(12), prefix_caching=False)
     bench.admit(bench.job([1, 2, 3], max_tokens=12))
     bench.step()
@@ -164,7 +152,7 @@ def test_hand_offs_leave_a_prompt_that_waits_before_them_room_to_grow(num_handof
     assert bench.steps == 6  # with and without them
 
 
-def test_a_hand_off_that_could_never_grow_as_predicted_is_granted_where_nothing_runs() -> None:
+def test_a_hand_off_predicted_to_outgrow_the_pool_is_granted_when_no_sequence_runs() -> None:
     bench = DecodeBench(limits(num_blocks=8), lengths=known_lengths(20))
 
     handoff = bench.reserve(bench.job(range(1, 5), num_choices=4, max_tokens=20))
@@ -172,12 +160,12 @@ def test_a_hand_off_that_could_never_grow_as_predicted_is_granted_where_nothing_
     assert handoff.block_ids is not None
 
 
-def test_growth_is_what_is_needed_at_the_worst_moment() -> None:
-    """The one that ends first gives its blocks to the others."""
-    short, long = Future(4, 5, 1), Future(4, 13, 1)
+def test_predicted_growth_is_the_number_of_blocks_at_the_worst_moment() -> None:
+    """The sequence that ends first gives its blocks to the others."""
+    short, long = PredictedGrowth(4, 5, 1), PredictedGrowth(4, 13, 1)
 
-    assert most_growth([long], 4) == 3
-    assert most_growth([short, long], 4) == 2  # at the short one's end 2 + 2 blocks, at the other's 4, of 2 now
-    assert most_growth([Future(4, 11, 1), long], 4) == 6  # 4 + 4, of 2 now
-    assert most_growth([Future(40, 5, 10), long], 4) == 2
-    assert most_growth([], 4) == 0
+    assert peak_growth([long], 4) == 3
+    assert peak_growth([short, long], 4) == 2  # at the short one's end 2 + 2 blocks, at the other's 4, of 2 now
+    assert peak_growth([PredictedGrowth(4, 11, 1), long], 4) == 6  # 4 + 4, of 2 now
+    assert peak_growth([PredictedGrowth(40, 5, 10), long], 4) == 2
+    assert peak_growth([], 4) == 0

@@ -1,4 +1,4 @@
-"""The decode worker's decisions: every sequence as if it ran alone, no block lost, nobody waits for ever."""
+"""The decode worker's decisions: every sequence runs as if alone, no block is lost, no sequence waits for ever."""
 
 from collections.abc import Callable
 
@@ -13,22 +13,14 @@ from cluster.errors import (
     InternalError,
     InvalidRequest,
     QueueFull,
+    StepFailed,
     TandemError,
     WorkerTooSmall,
 )
 from cluster.messages import DecodeJob, FinishReason
 from cluster.settings.engine_settings import SCHEDULING_POLICIES
-from decode_worker.scheduling.commands import (
-    AdmitImported,
-    AdmitLocal,
-    Failed,
-    OfferPrefix,
-    PrefixOffered,
-    Quiet,
-    Release,
-    Started,
-    StepTokens,
-)
+from decode_worker.scheduling.commands import AdmitImported, AdmitLocal, Failed, Started, StepTokens
+from engine.scheduling.commands import LeasePrefix, PrefixLeased, Quiet, Release
 from tests.unit.decode_bench import DecodeBench, HandOff, known_lengths, limits
 from tests.unit.fake_paged_runner import num_tokens
 
@@ -43,7 +35,9 @@ _STANDINGS = st.tuples(st.integers(-1, 1), st.sampled_from([False, False, True])
 
 
 class _AnySchedule(RuleBasedStateMachine):
-    """Arrivals, hand-offs that come, fail and linger, cancels, failing steps and deadlines, over pools too small."""
+    """Arrivals, hand-offs that arrive, fail and linger, cancels, failing steps and deadlines, over pools that are too
+    small.
+    """
 
     @initialize(
         num_blocks=st.integers(4, 14),
@@ -56,7 +50,7 @@ class _AnySchedule(RuleBasedStateMachine):
         is_computing_dear=st.booleans(),
         policy=st.sampled_from(["fcfs", *SCHEDULING_POLICIES]),
         is_predicting=st.booleans(),
-        guess_period=st.sampled_from([0, 0, 1, 3, 50]),
+        draft_period=st.sampled_from([0, 0, 1, 3, 50]),
     )
     def start(
         self,
@@ -70,7 +64,7 @@ class _AnySchedule(RuleBasedStateMachine):
         is_computing_dear: bool,
         policy: str,
         is_predicting: bool,
-        guess_period: int,
+        draft_period: int,
     ) -> None:
         self.bench = DecodeBench(
             limits(
@@ -85,9 +79,9 @@ class _AnySchedule(RuleBasedStateMachine):
             wire_dtype=wire_dtype,
             policy=policy,
             lengths=known_lengths() if is_predicting else None,
-            guess_period=guess_period,
+            draft_period=draft_period,
         )
-        # As dear as four tokens: what has one open block is computed again.
+        # A copy costs as much as four tokens: a sequence with one open block is computed again.
         self.bench.cost.copy_s_per_block = 1.0
         self.bench.cost.compute_s_per_token = 9.0 if is_computing_dear else 0.5
 
@@ -184,20 +178,12 @@ class _AnySchedule(RuleBasedStateMachine):
             self.bench.step()
 
     def teardown(self) -> None:
-        """Once the outside has let go of what it holds, everything comes to its end."""
+        """After all hand-offs and leases are released, every sequence ends."""
         if not hasattr(self, "bench"):
             return
         bench = self.bench
         bench.run()
-        for handoff in list(bench.handoffs.values()):
-            if handoff.handoff_id in bench.handoffs:
-                bench.discard(handoff)
-        bench.apply(Quiet(frozenset(bench.quarantined)))
-        bench.run()
-        bench.assert_idle()
-        for choice in bench.choices.values():
-            if choice.ended == "length":
-                assert len(choice.output) == choice.job.stops.max_tokens
+        bench.end_all()
 
     def _granted(self) -> list[HandOff]:
         return [handoff for handoff in self.bench.handoffs.values() if handoff.block_ids is not None]
@@ -205,7 +191,7 @@ class _AnySchedule(RuleBasedStateMachine):
 
 TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock = _AnySchedule.TestCase
 TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock.settings = settings(
-    max_examples=250, stateful_step_count=40, deadline=None
+    max_examples=250, stateful_step_count=40
 )
 
 
@@ -219,7 +205,7 @@ def _imported(bench: DecodeBench, job: DecodeJob) -> list[int]:
     return [start.handle for start in job.sequences]
 
 
-def test_a_late_joiner_is_in_the_next_step() -> None:
+def test_an_admitted_sequence_joins_the_next_step() -> None:
     bench = DecodeBench(limits())
     bench.admit(bench.job(range(1, 9), max_tokens=50))
     for _ in range(5):
@@ -234,7 +220,7 @@ def test_a_late_joiner_is_in_the_next_step() -> None:
     bench.assert_idle()
 
 
-def test_a_sequence_leaves_in_the_step_it_ends() -> None:
+def test_a_sequence_leaves_the_batch_in_the_step_of_its_end() -> None:
     bench = DecodeBench(limits())
     short, long = bench.admit(bench.job([1, 2], max_tokens=2)) + bench.admit(bench.job([3, 4], max_tokens=4))
     bench.step()
@@ -281,7 +267,7 @@ def test_choices_that_never_fit_together_run_one_by_one() -> None:
     assert bench.failures == []
 
 
-def test_a_long_prompt_does_not_hold_back_decodes() -> None:
+def test_a_long_prompt_does_not_delay_decodes() -> None:
     bench = DecodeBench(limits())
     decoding = [handle for _ in range(4) for handle in bench.admit(bench.job([1, 2], max_tokens=40))]
     bench.step()
@@ -309,7 +295,7 @@ def test_with_a_backlog_steps_carry_exactly_the_budget() -> None:
     assert sum(size == bench.limits.max_prefill_tokens for size in sizes) >= 0.95 * len(sizes)
 
 
-def test_a_prompt_advances_where_as_many_decode_as_the_budget_has_tokens() -> None:
+def test_a_prompt_advances_even_if_decodes_use_the_whole_budget() -> None:
     bench = DecodeBench(limits(max_prefill_tokens=3))
     for _ in range(4):
         _imported(bench, bench.job([1, 2, 3], max_tokens=60))
@@ -321,7 +307,7 @@ def test_a_prompt_advances_where_as_many_decode_as_the_budget_has_tokens() -> No
     assert bench.choices[late].output
 
 
-def test_the_youngest_is_preempted_and_its_output_goes_on_seamlessly() -> None:
+def test_the_youngest_sequence_is_preempted_and_later_continues_its_output() -> None:
     bench = DecodeBench(limits(num_blocks=6))
     old, young = bench.admit(bench.job([1, 2, 3], max_tokens=17)) + bench.admit(bench.job([4, 5, 6], max_tokens=17))
 
@@ -338,7 +324,7 @@ def test_the_youngest_is_preempted_and_its_output_goes_on_seamlessly() -> None:
     assert bench.choices[young].ended == FinishReason.LENGTH
 
 
-def test_a_crowd_in_a_tiny_pool_ends_without_computing_everything_again_and_again() -> None:
+def test_many_sequences_in_a_tiny_pool_recompute_few_tokens() -> None:
     bench = DecodeBench(limits(num_blocks=8, block_size=2))
     for place in range(12):
         bench.admit(bench.job(range(1, 4 + place % 5), max_tokens=9))
@@ -367,7 +353,7 @@ def test_a_preempted_sequence_comes_back_before_younger_ones() -> None:
     bench.assert_idle()
 
 
-def test_a_hand_off_reserves_all_at_once_and_the_oldest_first() -> None:
+def test_hand_offs_reserve_all_their_blocks_at_once_the_oldest_first() -> None:
     bench = DecodeBench(limits(num_blocks=10))
     holder = bench.reserve(bench.job(range(1, 25)))
     large = bench.reserve(bench.job(range(1, 21)))
@@ -378,7 +364,7 @@ def test_a_hand_off_reserves_all_at_once_and_the_oldest_first() -> None:
     assert (len(large.block_ids or ()), len(small.block_ids or ())) == (5, 1)
 
 
-def test_a_hand_off_leaves_the_watermark() -> None:
+def test_a_hand_off_leaves_the_watermark_of_blocks_free() -> None:
     bench = DecodeBench(limits(num_blocks=10, watermark=0.2))
 
     first = bench.reserve(bench.job(range(1, 29)))
@@ -404,7 +390,7 @@ def test_younger_local_prompts_do_not_overtake_a_hand_off() -> None:
         assert bench.step() is not None
 
 
-def test_imports_do_not_keep_an_older_local_prompt_from_its_slots() -> None:
+def test_imports_do_not_delay_an_older_local_prompt() -> None:
     bench = DecodeBench(limits(max_num_seqs=2))
     bench.admit(bench.job([1, 2], max_tokens=3))
     bench.admit(bench.job([1, 2], max_tokens=6))
@@ -417,7 +403,7 @@ def test_imports_do_not_keep_an_older_local_prompt_from_its_slots() -> None:
         assert bench.step() is not None
 
 
-def test_a_prompt_that_lacks_blocks_keeps_no_slot_from_a_younger_import() -> None:
+def test_a_prompt_that_lacks_blocks_does_not_delay_a_younger_import() -> None:
     bench = DecodeBench(limits(num_blocks=10, max_num_seqs=2), prefix_caching=False)
     bench.admit(bench.job(range(1, 9), max_tokens=30))
     (short,) = bench.admit(bench.job([5], max_tokens=12))
@@ -434,7 +420,7 @@ def test_a_prompt_that_lacks_blocks_keeps_no_slot_from_a_younger_import() -> Non
     bench.assert_idle()
 
 
-def test_a_prompt_larger_than_the_watermark_leaves_starts_where_nothing_runs() -> None:
+def test_a_prompt_that_exceeds_the_watermark_starts_when_no_sequence_runs() -> None:
     bench = DecodeBench(limits(num_blocks=10, watermark=0.5))
     running, large = bench.admit(bench.job([1, 2], max_tokens=5)) + bench.admit(bench.job(range(1, 33), max_tokens=5))
     bench.step()
@@ -445,7 +431,7 @@ def test_a_prompt_larger_than_the_watermark_leaves_starts_where_nothing_runs() -
     bench.assert_idle()
 
 
-def test_a_running_sequence_that_cannot_grow_waits_for_the_hand_off_that_holds_the_rest() -> None:
+def test_a_running_sequence_that_cannot_grow_waits_for_the_hand_off_that_holds_the_other_blocks() -> None:
     bench = DecodeBench(limits(num_blocks=4))
     (running,) = bench.admit(bench.job([1, 2, 3], max_tokens=9))
     bench.step()
@@ -459,7 +445,7 @@ def test_a_running_sequence_that_cannot_grow_waits_for_the_hand_off_that_holds_t
     bench.assert_idle()
 
 
-def test_quarantined_blocks_are_reserved_by_nobody_until_they_are_quiet() -> None:
+def test_quarantined_blocks_are_not_reserved_until_their_reads_have_ended() -> None:
     bench = DecodeBench(limits(num_blocks=4))
     handoff = bench.reserve(bench.job(range(1, 13)))
     assert handoff.block_ids is not None
@@ -487,7 +473,7 @@ def test_choices_that_ended_with_their_first_token_do_not_join_and_free_their_ta
     bench.scheduler.check()
 
 
-def test_a_hand_off_whose_choices_all_ended_frees_everything() -> None:
+def test_a_hand_off_with_only_ended_choices_frees_all_blocks() -> None:
     bench = DecodeBench(limits())
     job = bench.job([1, 2, 3, 4, 5], num_choices=2, max_tokens=1)
 
@@ -502,7 +488,7 @@ def test_a_hand_off_whose_choices_all_ended_frees_everything() -> None:
     [
         lambda ids: (ids[:1], ids[1:2]),  # a tail is missing
         lambda ids: (ids[:1], (ids[1], ids[1])),  # two choices on one tail
-        lambda ids: ((60,), ids[1:]),  # a block of somebody else
+        lambda ids: ((60,), ids[1:]),  # a block of another hand-off
     ],
 )
 def test_an_import_that_does_not_match_its_job_is_refused_and_freed(
@@ -562,7 +548,7 @@ def test_a_stop_token_ends_a_sequence_but_not_before_min_tokens() -> None:
 
 
 @pytest.mark.parametrize("num_committed", [1, 4, 9])
-def test_a_resumed_sequence_draws_the_tokens_it_would_have_drawn(num_committed: int) -> None:
+def test_a_resumed_sequence_draws_the_tokens_of_an_uninterrupted_run(num_committed: int) -> None:
     bench = DecodeBench(limits())
     whole = bench.job([1, 2, 3, 4, 5], max_tokens=10)
     seed = whole.sequences[0].seed
@@ -594,12 +580,12 @@ def _complete(bench: DecodeBench) -> DecodeJob:
 @pytest.mark.parametrize(
     ("make", "num_blocks", "error", "text"),
     [
-        (_too_long, 64, WorkerTooSmall, "201 tokens; this worker takes at most 200"),
-        (_longer_than_the_pool, 10, WorkerTooSmall, "42 tokens; this worker takes at most 41"),
+        (_too_long, 64, WorkerTooSmall, "201 tokens; this worker holds at most 200"),
+        (_longer_than_the_pool, 10, WorkerTooSmall, "42 tokens; this worker holds at most 41"),
         (_complete, 64, InvalidRequest, "max_tokens 3 already"),
     ],
 )
-def test_what_can_never_be_served_is_refused_with_the_numbers(
+def test_a_job_that_can_never_be_served_is_refused_with_the_numbers(
     make: Callable[[DecodeBench], DecodeJob], num_blocks: int, error: type[TandemError], text: str
 ) -> None:
     bench = DecodeBench(limits(num_blocks=num_blocks))
@@ -611,7 +597,7 @@ def test_what_can_never_be_served_is_refused_with_the_numbers(
     bench.assert_idle()
 
 
-def test_what_just_fits_the_pool_is_served() -> None:
+def test_a_sequence_that_just_fits_the_pool_is_served() -> None:
     bench = DecodeBench(limits(num_blocks=10))
     (handle,) = bench.admit(bench.job([1, 2], max_tokens=39))
 
@@ -636,7 +622,7 @@ def test_a_full_queue_and_a_handle_in_use_are_refused() -> None:
     bench.assert_idle()
 
 
-def test_a_deadline_frees_everything_and_names_its_phase() -> None:
+def test_an_exceeded_deadline_frees_all_blocks_and_names_its_phase() -> None:
     bench = DecodeBench(limits(max_num_seqs=1))
     bench.admit(bench.job([1, 2, 3], max_tokens=30, timeout_s=5.0))
     bench.admit(bench.job([1, 2, 3], max_tokens=30, timeout_s=9.0))
@@ -655,7 +641,7 @@ def test_a_deadline_frees_everything_and_names_its_phase() -> None:
     assert bench.scheduler.reap(20.0) == ((), None)
 
 
-def test_a_failing_step_ends_its_sequences_only() -> None:
+def test_a_failed_step_ends_only_its_own_sequences() -> None:
     bench = DecodeBench(limits(max_num_seqs=2))
     hit = bench.admit(bench.job([1, 2], num_choices=2, max_tokens=9))
     (spared,) = bench.admit(bench.job([3, 4], max_tokens=9))
@@ -665,12 +651,13 @@ def test_a_failing_step_ends_its_sequences_only() -> None:
 
     (failed,) = bench.failures
     assert failed.handles == tuple(hit) and "RuntimeError: the device is gone" in str(failed.error)
+    assert isinstance(failed.error, StepFailed)
     bench.run()
     assert bench.choices[spared].ended == FinishReason.LENGTH
     bench.assert_idle()
 
 
-def test_started_tells_the_time_in_the_queue_and_tokens_name_their_step() -> None:
+def test_started_events_carry_the_queue_time_and_tokens_carry_their_step() -> None:
     bench = DecodeBench(limits(max_num_seqs=1))
     first, second = bench.job([1, 2], max_tokens=1), bench.job([3, 4], max_tokens=1)
     scheduler = bench.scheduler
@@ -689,16 +676,16 @@ def test_started_tells_the_time_in_the_queue_and_tokens_name_their_step() -> Non
     assert [tokens.step for _, tokens in told if isinstance(tokens, StepTokens)] == [1, 2]
 
 
-def test_inspection_names_a_leaked_block_and_ends_nothing() -> None:
+def test_inspection_names_a_leaked_block_and_ends_no_sequence() -> None:
     bench = DecodeBench(limits())
-    bench.scheduler._batch.pool.reserve(1)  # nobody accounts for it
+    bench.scheduler._batch.pool.reserve(1)  # no user accounts for it
 
     violation = bench.inspect().violation
 
     assert violation == "users account for 0 references to block 0 (held, 1 references): ...reserve"
 
 
-def test_a_prefix_that_is_here_is_reserved_with_its_content_and_not_moved() -> None:
+def test_a_cached_prefix_is_reserved_with_its_content_and_not_moved() -> None:
     bench = DecodeBench(limits())
     _imported(bench, bench.job(range(1, 19), max_tokens=4))
 
@@ -711,7 +698,7 @@ def test_a_prefix_that_is_here_is_reserved_with_its_content_and_not_moved() -> N
     assert bench.inspect().figures["tokens_cached"] == 12
 
 
-def test_what_was_generated_is_found_by_the_next_turn_of_a_conversation() -> None:
+def test_generated_tokens_are_cached_for_the_next_turn_of_a_conversation() -> None:
     bench = DecodeBench(limits())
     (first,) = _imported(bench, bench.job(range(1, 10), max_tokens=8))
     bench.run()
@@ -741,7 +728,7 @@ def test_a_granted_prefix_is_neither_evicted_nor_reused_while_the_rest_is_moved(
     bench.assert_idle()
 
 
-def test_the_watermark_counts_only_what_is_not_here_yet() -> None:
+def test_the_watermark_counts_only_blocks_that_are_not_cached() -> None:
     bench = DecodeBench(limits(num_blocks=10, watermark=0.2))
     holder = bench.reserve(bench.job(range(1, 21), max_tokens=2))
     bench.finish(holder)
@@ -753,7 +740,7 @@ def test_the_watermark_counts_only_what_is_not_here_yet() -> None:
     assert foreign.block_ids is None
 
 
-def test_a_local_prompt_computes_only_what_is_not_here() -> None:
+def test_a_local_prompt_computes_only_tokens_that_are_not_cached() -> None:
     bench = DecodeBench(limits())
     bench.admit(bench.job(range(1, 18), max_tokens=2))
     bench.run()
@@ -766,7 +753,7 @@ def test_a_local_prompt_computes_only_what_is_not_here() -> None:
     bench.assert_idle()
 
 
-def test_a_preempted_sequence_finds_what_it_had_computed_if_nobody_took_it() -> None:
+def test_a_preempted_sequence_reuses_its_blocks_that_are_still_cached() -> None:
     bench = DecodeBench(limits(num_blocks=6))
     bench.admit(bench.job([1, 2, 3], max_tokens=17))
     (young,) = bench.admit(bench.job([4, 5, 6], max_tokens=17))
@@ -798,7 +785,7 @@ def test_quantised_kv_is_found_by_hand_offs_of_its_wire_dtype_only() -> None:
     bench.assert_idle()
 
 
-def test_an_import_that_is_refused_or_discarded_leaves_nothing_to_be_found() -> None:
+def test_a_refused_or_discarded_import_leaves_no_cached_block() -> None:
     bench = DecodeBench(limits())
     discarded = bench.reserve(bench.job(range(1, 18), max_tokens=2))
     bench.discard(discarded)
@@ -811,7 +798,7 @@ def test_an_import_that_is_refused_or_discarded_leaves_nothing_to_be_found() -> 
     assert handoff.num_cached == 0
 
 
-def test_tenants_share_no_prefix_here() -> None:
+def test_tenants_share_no_prefix_in_a_decode_worker() -> None:
     bench = DecodeBench(limits())
     _imported(bench, bench.job(range(1, 18), max_tokens=2, salt="a"))
 
@@ -819,7 +806,7 @@ def test_tenants_share_no_prefix_here() -> None:
     assert bench.reserve(bench.job(range(1, 18), salt="a")).num_cached == 4
 
 
-def test_a_prefix_is_offered_to_other_workers_and_pinned_until_released() -> None:
+def test_a_prefix_leased_to_another_worker_is_pinned_until_released() -> None:
     bench = DecodeBench(limits(num_blocks=6))
     (handle,) = _imported(bench, bench.job(range(1, 10), max_tokens=8))
     bench.run()
@@ -827,11 +814,11 @@ def test_a_prefix_is_offered_to_other_workers_and_pinned_until_released() -> Non
     chain = bench.new_chain("", "native")
     chain.extend(known)
 
-    (few,) = bench.scheduler.apply(OfferPrefix(b"few", tuple(chain.hashes), 5), 0.0)
-    (offered,) = bench.scheduler.apply(OfferPrefix(b"ticket", tuple(chain.hashes), 4), 0.0)
+    (few,) = bench.scheduler.apply(LeasePrefix(b"few", tuple(chain.hashes), 5), 0.0)
+    (offered,) = bench.scheduler.apply(LeasePrefix(b"ticket", tuple(chain.hashes), 4), 0.0)
 
-    assert isinstance(few, PrefixOffered) and few.block_ids == ()
-    assert isinstance(offered, PrefixOffered) and bench.runner.read(offered.block_ids, 16) == known[:16]
+    assert isinstance(few, PrefixLeased) and few.block_ids == ()
+    assert isinstance(offered, PrefixLeased) and bench.runner.read(offered.block_ids, 16) == known[:16]
     bench.admit(bench.job(range(30, 35), max_tokens=4))
     bench.run()
     assert bench.runner.read(offered.block_ids, 16) == known[:16]

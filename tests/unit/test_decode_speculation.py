@@ -1,4 +1,4 @@
-"""Guesses in the decode worker: the tokens of a serial run in fewer steps, at nobody's expense."""
+"""Draft tokens in the decode worker: the tokens of a serial run in fewer steps, at no other sequence's expense."""
 
 from dataclasses import dataclass, replace
 
@@ -10,26 +10,26 @@ from decode_worker.scheduling.commands import AdmitLocal, StepTokens
 from decode_worker.scheduling.scheduler import DecodeScheduler
 from engine.scheduling.step import Runner, Sample, StepPlan, StepResult
 from engine.speculation.acceptance import Acceptance
-from engine.speculation.drafter import DraftedGuesser
+from engine.speculation.drafter import ModelDrafter
 from tests.unit.decode_bench import DecodeBench, limits
 from tests.unit.fake_paged_runner import FakePagedRunner, next_token
 
 
-def test_right_guesses_give_the_same_tokens_in_fewer_steps() -> None:
-    bench = DecodeBench(limits(), guess_period=1000)
+def test_accepted_draft_tokens_give_the_same_tokens_in_fewer_steps() -> None:
+    bench = DecodeBench(limits(), draft_period=1000)
     (handle,) = bench.admit(bench.job([1, 2, 3], max_tokens=25))
 
     plans = bench.run()
 
-    assert len(plans) == 1 + 24 // 6  # five guesses and one more in each step after the prompt's
+    assert len(plans) == 1 + 24 // 6  # five draft tokens and one more in each step after the prompt's
     figures = bench.inspect().figures
-    assert (figures["guesses"], figures["guesses_accepted"], figures["tokens_drawn"]) == (20, 20, 25)
+    assert (figures["draft_tokens"], figures["draft_tokens_accepted"], figures["tokens_drawn"]) == (20, 20, 25)
     assert len(bench.choices[handle].output) == 25
     bench.assert_idle()
 
 
-def test_wrong_guesses_cost_no_block_and_no_token() -> None:
-    bench = DecodeBench(limits(), guess_period=1)
+def test_rejected_draft_tokens_cost_no_block_and_no_token() -> None:
+    bench = DecodeBench(limits(), draft_period=1)
     (handle,) = bench.admit(bench.job([1, 2, 3], max_tokens=25))
 
     while bench.live:
@@ -38,15 +38,15 @@ def test_wrong_guesses_cost_no_block_and_no_token() -> None:
         assert bench.inspect().blocks["held"] == (-(-num_computed // 4) if bench.live else 0)
 
     figures = bench.inspect().figures
-    assert figures["guesses_accepted"] == 0 < figures["guesses"]
+    assert figures["draft_tokens_accepted"] == 0 < figures["draft_tokens"]
     bench.assert_idle()
 
 
-def test_a_stop_among_the_accepted_ends_the_sequence_there() -> None:
+def test_a_stop_token_among_accepted_draft_tokens_ends_the_sequence() -> None:
     stops = range(0, 50, 7)
     outputs = []
-    for guess_period in (0, 1000):
-        bench = DecodeBench(limits(num_blocks=300), guess_period=guess_period)
+    for draft_period in (0, 1000):
+        bench = DecodeBench(limits(num_blocks=300), draft_period=draft_period)
         handles = [bench.admit(bench.job([place], max_tokens=40, min_tokens=6, stops=stops))[0] for place in range(30)]
         bench.run()
         bench.assert_idle()
@@ -58,18 +58,18 @@ def test_a_stop_among_the_accepted_ends_the_sequence_there() -> None:
     assert len({len(output) % 6 for output in outputs[1]}) > 3  # they ended anywhere in a run
 
 
-def test_no_guess_goes_past_the_last_token() -> None:
-    bench = DecodeBench(limits(), guess_period=1000)
+def test_no_draft_token_goes_past_the_last_token() -> None:
+    bench = DecodeBench(limits(), draft_period=1000)
     bench.admit(bench.job([1, 2, 3], max_tokens=6))
 
     plans = bench.run()
 
-    assert [plan.chunks[0].num_guesses for plan in plans] == [0, 4]
+    assert [plan.chunks[0].num_draft_tokens for plan in plans] == [0, 4]
     bench.assert_idle()
 
 
-def test_guesses_take_no_block_that_somebody_waits_for() -> None:
-    bench = DecodeBench(limits(num_blocks=5), guess_period=1000)
+def test_speculation_reserves_no_block_that_a_hand_off_waits_for() -> None:
+    bench = DecodeBench(limits(num_blocks=5), draft_period=1000)
     bench.admit(bench.job([1, 2, 3], max_tokens=12))
     bench.step()
     handoff = bench.reserve(bench.job(range(1, 20)))
@@ -77,13 +77,14 @@ def test_guesses_take_no_block_that_somebody_waits_for() -> None:
 
     plan = bench.step()
 
-    assert plan is not None and plan.chunks[0].num_guesses == 0  # the last place of its block is the newest token's
+    assert plan is not None
+    assert plan.chunks[0].num_draft_tokens == 0  # the newest token has the last position of its block
     assert bench.inspect().figures["preemptions"] == 0
     bench.run()
 
 
-def test_a_full_step_leaves_no_room_for_guesses() -> None:
-    bench = DecodeBench(limits(max_prefill_tokens=8), guess_period=1000)
+def test_a_full_step_leaves_no_room_for_draft_tokens() -> None:
+    bench = DecodeBench(limits(max_prefill_tokens=8), draft_period=1000)
     bench.admit(bench.job([1, 2, 3], max_tokens=30))
     bench.step()
     (long,) = bench.admit(bench.job(range(1, 40), max_tokens=2))
@@ -94,8 +95,8 @@ def test_a_full_step_leaves_no_room_for_guesses() -> None:
 
 
 @pytest.mark.parametrize("num_steps", range(1, 5))
-def test_a_sequence_that_guesses_moves_with_accepted_tokens_only(num_steps: int) -> None:
-    source, target = DecodeBench(limits(), guess_period=4), DecodeBench(limits(), guess_period=3)
+def test_a_sequence_with_draft_tokens_moves_with_accepted_tokens_only(num_steps: int) -> None:
+    source, target = DecodeBench(limits(), draft_period=4), DecodeBench(limits(), draft_period=3)
     (moving,) = source.admit(source.job(range(1, 6), max_tokens=30))
     for _ in range(num_steps):
         source.step()
@@ -116,7 +117,7 @@ def test_a_sequence_that_guesses_moves_with_accepted_tokens_only(num_steps: int)
 
 @dataclass
 class _DraftingRunner:
-    """Drafts what will be drawn, for whoever asks."""
+    """A runner whose draft model proposes the tokens that will be drawn."""
 
     runner: Runner
     seed: int
@@ -128,18 +129,18 @@ class _DraftingRunner:
             drafted: tuple[int, ...] = ()
             if chunk.draft is not None:
                 known = (*chunk.draft.token_ids, *(token.token_id for token in drawn))
-                for _ in range(chunk.draft.max_guesses):
+                for _ in range(chunk.draft.max_draft_tokens):
                     sample = Sample(self.seed, len(known) + len(drafted), chunk.samples[0].sampling)
                     drafted += (next_token(known + drafted, sample),)
             drafts.append(drafted)
-        return replace(result, guesses=tuple(drafts))
+        return replace(result, draft_tokens=tuple(drafts))
 
 
-def test_what_the_runner_drafts_is_guessed_in_the_next_step() -> None:
+def test_tokens_drafted_by_the_runner_are_verified_in_the_next_step() -> None:
     bench = DecodeBench(limits())
     job = bench.job([1, 2, 3], max_tokens=13)
     scheduler = DecodeScheduler(
-        bench.limits, new_chain=nameless_chains(), new_guesser=lambda: DraftedGuesser(Acceptance(3, 16))
+        bench.limits, new_chain=nameless_chains(), new_drafter=lambda: ModelDrafter(Acceptance(3, 16))
     )
     runner = _DraftingRunner(FakePagedRunner(bench.limits.num_blocks, 4), job.sequences[0].seed)
     scheduler.apply(AdmitLocal(job), 0.0)

@@ -1,9 +1,9 @@
-"""Preemption with swap space: nothing is computed twice where copying is cheaper, no slot leaks, tokens are serial."""
+"""Preemption with swap space: no token is computed twice where copying is cheaper, no slot leaks, tokens are serial."""
 
 import pytest
 
 from cluster.messages import FinishReason
-from decode_worker.scheduling.preemption_cost import PreemptionCost
+from decode_worker.scheduling.swapping import PreemptionCost
 from engine.scheduling.step import StepPlan
 from tests.unit.decode_bench import DecodeBench, limits
 from tests.unit.fake_paged_runner import num_tokens
@@ -24,7 +24,7 @@ def _two_that_outgrow_the_pool(bench: DecodeBench) -> tuple[int, int]:
     return old, young
 
 
-def test_a_swapped_sequence_goes_on_where_it_was_and_computes_nothing_again() -> None:
+def test_a_swapped_sequence_continues_without_computing_a_token_again() -> None:
     bench = DecodeBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False)
     old, young = _two_that_outgrow_the_pool(bench)
 
@@ -42,7 +42,7 @@ def test_a_swapped_sequence_goes_on_where_it_was_and_computes_nothing_again() ->
     bench.assert_idle()
 
 
-def test_without_room_in_the_swap_space_it_is_computed_again() -> None:
+def test_a_preempted_sequence_is_recomputed_when_the_swap_space_is_full() -> None:
     bench = DecodeBench(limits(num_blocks=6, num_swap_slots=2), prefix_caching=False)
     _two_that_outgrow_the_pool(bench)
 
@@ -55,7 +55,7 @@ def test_without_room_in_the_swap_space_it_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize(("compute_s_per_token", "swapped"), [(0.1, 0), (10.0, 1)])
-def test_what_is_cheaper_is_done_and_counted(compute_s_per_token: float, swapped: int) -> None:
+def test_preemption_swaps_or_recomputes_whichever_is_cheaper(compute_s_per_token: float, swapped: int) -> None:
     bench = DecodeBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False)
     bench.cost.copy_s_per_block, bench.cost.compute_s_per_token = 1.0, compute_s_per_token
     _two_that_outgrow_the_pool(bench)
@@ -67,7 +67,7 @@ def test_what_is_cheaper_is_done_and_counted(compute_s_per_token: float, swapped
     bench.assert_idle()
 
 
-def test_a_step_that_fails_leaves_nothing_in_the_slots_it_should_have_filled() -> None:
+def test_a_failed_step_frees_the_swap_slots_reserved_for_it() -> None:
     bench = DecodeBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False)
     old, young = _two_that_outgrow_the_pool(bench)
     while len(bench.choices[old].output) < 10:
@@ -82,7 +82,7 @@ def test_a_step_that_fails_leaves_nothing_in_the_slots_it_should_have_filled() -
     bench.assert_idle()
 
 
-def test_a_failed_step_that_brings_one_back_ends_it_and_frees_its_slots() -> None:
+def test_a_failed_swap_in_ends_the_sequence_and_frees_its_slots() -> None:
     bench = DecodeBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False)
     old, young = _two_that_outgrow_the_pool(bench)
     _until_preempted(bench)
@@ -107,7 +107,7 @@ def test_a_swapped_sequence_that_is_cancelled_frees_its_slots_at_once() -> None:
     bench.assert_idle()
 
 
-def test_what_others_hold_is_not_copied_and_found_again() -> None:
+def test_blocks_shared_with_other_sequences_are_not_swapped_out_and_are_reused() -> None:
     bench = DecodeBench(limits(num_blocks=8, num_swap_slots=8))
     handles = bench.admit(bench.job(range(1, 13), num_choices=3, max_tokens=11))
 
@@ -120,7 +120,7 @@ def test_what_others_hold_is_not_copied_and_found_again() -> None:
     bench.assert_idle()
 
 
-def test_what_was_shared_and_is_gone_is_computed_again() -> None:
+def test_shared_blocks_that_were_freed_are_computed_again() -> None:
     bench = DecodeBench(limits(num_blocks=9, num_swap_slots=8))
     (old,) = bench.admit(bench.job(range(30, 41), max_tokens=24))  # will need every block
     first, second, third = bench.admit(bench.job(range(1, 13), num_choices=3, max_tokens=20))
@@ -137,7 +137,7 @@ def test_what_was_shared_and_is_gone_is_computed_again() -> None:
 
 
 def test_an_imported_sequence_comes_back_with_the_bytes_that_were_imported() -> None:
-    """Also its open tail: it is what was moved, not what this worker would have computed."""
+    """The open tail comes back too: its bytes are the imported ones, which this worker would not have computed."""
     bench = DecodeBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False, wire_dtype="int8")
     bench.admit(bench.job([1, 2, 3], max_tokens=17))
     handoff = bench.reserve(bench.job([4, 5, 6], max_tokens=17))
@@ -151,7 +151,7 @@ def test_an_imported_sequence_comes_back_with_the_bytes_that_were_imported() -> 
     bench.assert_idle()
 
 
-def test_a_prompt_that_is_preempted_half_way_goes_on_with_its_rest() -> None:
+def test_a_half_computed_prompt_continues_after_preemption() -> None:
     bench = DecodeBench(limits(num_blocks=12, num_swap_slots=20, max_prefill_tokens=5), prefix_caching=False)
     (old,) = bench.admit(bench.job([1, 2, 3], max_tokens=30))
     bench.step()
@@ -166,7 +166,7 @@ def test_a_prompt_that_is_preempted_half_way_goes_on_with_its_rest() -> None:
     bench.assert_idle()
 
 
-def test_rates_follow_what_steps_took() -> None:
+def test_preemption_cost_follows_the_measured_times_of_steps() -> None:
     cost = PreemptionCost()
     assert cost.is_swap_cheaper(num_blocks=100, num_tokens=1)  # nothing was measured
 
@@ -180,8 +180,8 @@ def test_rates_follow_what_steps_took() -> None:
     assert cost.is_swap_cheaper(num_blocks=1, num_tokens=3) and not cost.is_swap_cheaper(num_blocks=1, num_tokens=1)
 
 
-def test_a_step_that_only_copies_says_nothing_about_computing() -> None:
-    """It used to divide by its number of tokens, and the worker ended."""
+def test_a_step_without_tokens_does_not_change_the_cost_of_computing() -> None:
+    """A division by the number of tokens once ended the worker here."""
     cost = PreemptionCost()
     cost.observe_compute(0, 0, 0.01)
     assert cost.compute_s_per_token is None

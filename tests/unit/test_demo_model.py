@@ -1,4 +1,4 @@
-"""What the demo model promises to everything that loads it: its size, its files, its figures, its sense."""
+"""The demo model's promises to its users: size, files, recorded figures, sensible output."""
 
 import ast
 import importlib.util
@@ -97,7 +97,7 @@ def test_loss_on_python_the_model_never_read_is_near_the_recorded_one(model: Pre
 
 @settings(max_examples=50)
 @given(st.text())
-def test_any_text_survives_the_tokenizer(text: str) -> None:
+def test_decoding_the_demo_models_tokens_gives_the_text_back(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text).ids, skip_special_tokens=False) == text
 
 
@@ -129,7 +129,7 @@ def test_chat_template_renders_messages_as_comments() -> None:
 
 
 @pytest.mark.parametrize("header", HEADERS)
-def test_header_is_continued_by_something_that_parses_as_python(model: PreTrainedModel, header: str) -> None:
+def test_a_function_header_is_continued_by_text_that_parses_as_python(model: PreTrainedModel, header: str) -> None:
     text = header + greedy(model, header, tokens=64)
     lines = text.splitlines()
     written = header.count("\n") + 1
@@ -155,7 +155,7 @@ def test_ngram_probabilities_sum_to_one_in_seen_and_unseen_contexts() -> None:
         assert np.exp(rows).sum() == pytest.approx(1.0)
 
 
-def test_ngram_prefers_what_followed_before() -> None:
+def test_ngram_prefers_a_continuation_seen_before() -> None:
     model = load_example("ngram").KneserNey(np.array([1, 2, 3] * 50), order=3, vocab_size=5)
     likely, unlikely = model.log_probs(np.array([1, 2, 3])), model.log_probs(np.array([1, 2, 4]))
     assert likely[0] > np.log(0.9)

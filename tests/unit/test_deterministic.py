@@ -28,7 +28,7 @@ from engine.scheduling.schedule import blocks_for
 from engine.scheduling.step import Chunk, DrawnToken, Sample, StepPlan
 from engine.steps.runner import ModelRunner
 from tests.golden.families import FAMILIES
-from tests.unit.speculating import BLOCK_SIZE, FixedGuesser, Oracle, TableForward, speak, talks_of
+from tests.unit.speculating import BLOCK_SIZE, FixedDrafter, Oracle, TableForward, speak, talks_of
 from tests.unit.test_attention import OPTIONS, SHAPES, hold_equal, make_case
 
 DRAWN = 9  # tokens of each sequence
@@ -129,19 +129,19 @@ def test_tokens_do_not_depend_on_company_chunks_or_worker(family: str, kernels: 
 
 
 @pytest.mark.parametrize("kernels", ["on", "off"])
-def test_guesses_change_no_token_in_16_bits(kernels: str, tmp_path: Path) -> None:
+def test_draft_tokens_change_no_token_in_16_bits(kernels: str, tmp_path: Path) -> None:
     FAMILIES["llama"].save(tmp_path)
     engine = engine_of(tmp_path, cpu_kernels=kernels)
-    plain, guessing = (talks_of(6, [5, 9, 11, 4] * 4, 60) for _ in range(2))
-    for talk in (*plain, *guessing):
+    plain, speculating = (talks_of(6, [5, 9, 11, 4] * 4, 60) for _ in range(2))
+    for talk in (*plain, *speculating):
         talk.sampling = Sampling(temperature=0.5)
     steps = speak(engine.runner, plain, 60)
     dice = random.Random(2)
-    for truth, talk in zip(plain, guessing, strict=True):
+    for truth, talk in zip(plain, speculating, strict=True):
         is_right = (dice.random() < 0.7 for _ in itertools.count())
-        talk.guesser = FixedGuesser(Oracle(truth.token_ids, is_right, vocab_size=128), 4)
-    assert speak(engine.runner, guessing, 60) < steps / 2
-    assert [talk.token_ids for talk in guessing] == [talk.token_ids for talk in plain]
+        talk.drafter = FixedDrafter(Oracle(truth.token_ids, is_right, vocab_size=128), 4)
+    assert speak(engine.runner, speculating, 60) < steps / 2
+    assert [talk.token_ids for talk in speculating] == [talk.token_ids for talk in plain]
     engine.pool.close()
 
 
@@ -176,7 +176,7 @@ def test_kv_that_changes_on_its_way_is_refused(config_type: type[WorkerConfig] |
 
 
 class Changed(TableForward):
-    """A model whose logits depend on the last token, and on what should not matter."""
+    """A model whose logits depend on the last token, and on a property of the step that should have no effect."""
 
     def __init__(self, change: Callable[[torch.Tensor, PackedBatch], torch.Tensor]) -> None:
         super().__init__(torch.randn(50, 50, generator=torch.Generator().manual_seed(1)))
@@ -191,7 +191,7 @@ def runner_of(change: Callable[[torch.Tensor, PackedBatch], torch.Tensor]) -> tu
     return ModelRunner(Changed(change), pool), pool
 
 
-def test_the_check_passes_what_depends_on_nothing_else() -> None:
+def test_the_check_passes_a_model_whose_logits_do_not_depend_on_the_step() -> None:
     runner, pool = runner_of(lambda logits, _: logits)
     pool.raw.fill_(7)
     assert check(runner, pool, 50, 128) == check(runner, pool, 50, 128)
@@ -207,7 +207,7 @@ def test_the_check_passes_what_depends_on_nothing_else() -> None:
         lambda logits, batch: logits + 1e-6 * (batch.logit_rows[:, None] == batch.input_ids.shape[1] - 1),  # the last
     ],
 )
-def test_the_check_finds_what_depends_on_the_step(
+def test_the_check_refuses_a_model_whose_logits_depend_on_the_step(
     change: Callable[[torch.Tensor, PackedBatch], torch.Tensor],
 ) -> None:
     runner, pool = runner_of(change)
@@ -246,14 +246,14 @@ def test_a_row_of_a_fixed_product_has_the_same_bits_at_every_place(dtype: torch.
     assert fixed(rows[:0]).shape == (0, 40)
 
 
-def test_a_number_of_rows_that_computes_otherwise_is_not_used() -> None:
+def test_a_number_of_rows_with_other_bits_is_not_used() -> None:
     def product(rows: torch.Tensor) -> torch.Tensor:
         return rows * (1 + 1e-6 * (len(rows) == 32))
 
     assert agreeing_counts(product, torch.rand(128, 4), "it") == (8, 128)
 
 
-def test_a_product_whose_rows_depend_on_their_place_is_refused() -> None:
+def test_a_product_whose_rows_depend_on_their_position_is_refused() -> None:
     def product(rows: torch.Tensor) -> torch.Tensor:
         return rows + 1e-6 * (torch.arange(len(rows)) == len(rows) - 1)[:, None]
 
@@ -303,8 +303,8 @@ def test_fixed_tiles_read_16_and_8_bits(kv_dtype: str | None) -> None:
     hold_equal(FixedTilesBackend(True), case, "bfloat16")
 
 
-def test_a_window_reads_no_tiles_that_it_has_left_behind() -> None:
-    """And what lies there does not matter, even where it is not a number."""
+def test_a_sliding_window_reads_no_tiles_before_its_start() -> None:
+    """The values there have no effect even if they are not numbers."""
     case = make_case(SHAPES["grouped"], OPTIONS["plain"], "float32", "cpu")
     options = replace(case.options, sliding_window=4)
     chunk = Chunk(0, (1,), 300, tuple(range(38)))

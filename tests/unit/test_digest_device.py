@@ -1,4 +1,4 @@
-"""Digests on a GPU that is played here: the same as on the host, by one copy to the host and one wait."""
+"""Digests on a pretended GPU equal those on the host, with one copy to the host and one wait."""
 
 import importlib.util
 import sys
@@ -9,17 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvtransfer.digest import definitions as digest
-from kvtransfer.digest.definitions import (
-    DEFINITIONS,
-    FOLDED,
-    SUMS,
-    DigestDefinition,
+from kvtransfer import digests
+from kvtransfer.digests import (
+    NUM_SUMS,
+    PIECE_BYTES,
+    coefficients,
     digest_blocks,
     digest_tensor,
     folded,
+    pieces_of,
+    wide_product,
 )
-from kvtransfer.digest.piece_sums import NUM_SUMS, PIECE_BYTES, coefficients, pieces_of, wide_product
 from tests.unit.interpreted_triton import IS_INTERPRETED
 from tests.unit.pretend_gpu import DEVICE, OnGpu, PretendGpu
 from tests.unit.pretend_gpu import gpu as gpu
@@ -61,35 +61,33 @@ def launches(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int
         event = SimpleNamespace(synchronize=lambda: gpu.wait("event"))
         yield SimpleNamespace(record_event=lambda: event)
 
-    monkeypatch.setitem(sys.modules, "kvtransfer.digest.triton_sums", SimpleNamespace(piece_sums=piece_sums))
-    monkeypatch.setattr(digest, "side_stream", side_stream)
-    monkeypatch.setattr(digest, "_device_coefficients", lambda device, fold: OnGpu(coefficients(fold).t().contiguous()))
+    monkeypatch.setitem(sys.modules, "kvtransfer.digest_kernel", SimpleNamespace(piece_sums=piece_sums))
+    monkeypatch.setattr(digests, "side_stream", side_stream)
+    monkeypatch.setattr(
+        digests, "_device_coefficients", lambda device, fold: OnGpu(coefficients(fold).t().contiguous())
+    )
     return made
 
 
-@pytest.mark.parametrize("definition", DEFINITIONS, ids=lambda definition: definition.name)
 @pytest.mark.parametrize("block_ids", [(4, 0, 4), (1, 2, 3), (2,), ()])
 def test_a_pools_blocks_are_digested_as_on_the_host_behind_one_wait(
-    gpu: PretendGpu, launches: list[tuple[int, int]], block_ids: Sequence[int], definition: DigestDefinition
+    gpu: PretendGpu, launches: list[tuple[int, int]], block_ids: Sequence[int]
 ) -> None:
     blocks = blocks_of(POOL_BYTES)
-    expected = digest_blocks(_Pool(blocks), block_ids, definition)
-    assert digest_blocks(_Pool(OnGpu(blocks)), block_ids, definition) == expected
+    expected = digest_blocks(_Pool(blocks), block_ids)
+    assert digest_blocks(_Pool(OnGpu(blocks)), block_ids) == expected
     assert gpu.waits == (["event"] if block_ids else [])
 
 
 @pytest.mark.parametrize(
     ("num_bytes", "rows"), [(1, [1]), (2 * 8192, [16_384]), (65_536, [65_536, 512]), (2 << 20, [2 << 20, 16_384])]
 )
-def test_what_comes_to_the_host_of_a_block_is_at_most_128_bytes(
+def test_at_most_128_bytes_per_block_are_copied_to_the_host(
     gpu: PretendGpu, launches: list[tuple[int, int]], num_bytes: int, rows: list[int]
 ) -> None:
     blocks = blocks_of(num_bytes)
-    assert digest_tensor(OnGpu(blocks), FOLDED) == digest_tensor(blocks, FOLDED)
+    assert digest_tensor(OnGpu(blocks)) == digest_tensor(blocks)
     assert launches == [(5, row_bytes) for row_bytes in rows]
-    launches.clear()
-    assert digest_tensor(OnGpu(blocks), SUMS) == digest_tensor(blocks, SUMS)
-    assert launches == [(5, num_bytes)]
 
 
 def test_any_number_of_a_pools_blocks_is_summed_by_the_same_kernels(
@@ -102,22 +100,22 @@ def test_any_number_of_a_pools_blocks_is_summed_by_the_same_kernels(
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    from kvtransfer.digest import triton_sums as digest_triton
+    from kvtransfer import digest_kernel
 
-    kernel, variants = digest_triton._sum_pieces, set[str]()
+    kernel, variants = digest_kernel._sum_pieces, set[str]()
     bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
 
     class Noted:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             return lambda *given, **options: variants.add(str(bind(*given, **options)[1:]))
 
-    monkeypatch.setattr(digest_triton, "_sum_pieces", Noted())
+    monkeypatch.setattr(digest_kernel, "_sum_pieces", Noted())
     raw = torch.zeros((3, 65_536), dtype=torch.uint8, device=DEVICE)
 
     def summed(rows: torch.Tensor, num_blocks: int, fold: int) -> torch.Tensor:
         factors = OnGpu(coefficients(fold).t().contiguous())
-        return digest_triton.piece_sums(rows, torch.arange(num_blocks, device=DEVICE), factors)
+        return digest_kernel.piece_sums(rows, torch.arange(num_blocks, device=DEVICE), factors)
 
     for num_blocks in (1, 2, 3, 15, 16, 17, 32, 100):
-        folded(summed(raw, num_blocks, 0), FOLDED, lambda rows, fold: summed(rows, len(rows), fold))
+        folded(summed(raw, num_blocks, 0), lambda rows, fold: summed(rows, len(rows), fold))
     assert len(variants) == 2

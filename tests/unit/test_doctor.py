@@ -1,4 +1,4 @@
-"""What `tandem doctor` makes of what it found."""
+"""The conclusions of `tandem doctor` from its findings."""
 
 import argparse
 import json
@@ -6,18 +6,20 @@ import json
 import pytest
 
 from cli.machine import Finding, look
-from cli.pair_report import PairReport, report, unmeasured
 from cli.verbs import doctor
+from cli.verbs.doctor import PairReport, report, unmeasured
 from cluster.errors import ConfigError
-from kvtransfer.importer.pairs import DOES_NOT_REACH
-from tandem.v1 import admin_pb2, worker_pb2
+from kvtransfer.importer.links import DOES_NOT_REACH
+from tandem.enum_words import MEMBER_ROLES
+from tandem.internal.v1 import worker_pb2
+from tandem.v1 import admin_pb2
 
 BOTH = ("shm", "tcp")
 
 
-def answer(**paths: float | str) -> worker_pb2.MeasurePairResponse:
+def answer(**paths: float | str) -> worker_pb2.CheckLinkResponse:
     """Best first: GB/s, or why not."""
-    message = worker_pb2.MeasurePairResponse(num_bytes=1 << 20)
+    message = worker_pb2.CheckLinkResponse(num_bytes=1 << 20)
     for transport, found in paths.items():
         if isinstance(found, str):
             message.paths.add(transport=transport, reason=found)
@@ -26,35 +28,35 @@ def answer(**paths: float | str) -> worker_pb2.MeasurePairResponse:
     return message
 
 
-def test_the_first_way_that_works_is_the_chosen_one() -> None:
+def test_the_first_transport_that_works_is_chosen() -> None:
     told = report("d0", "p0", answer(shm=8.0, tcp=1.0, nccl="no GPU"), shared=BOTH)
     assert (told.chosen, told.problems, told.advice) == ("shm", (), "")
     lines = told.as_text().splitlines()
-    assert lines[0] == "d0 reads p0, 1 MiB at most at once"
+    assert lines[0] == "d0 reads p0, at most 1 MiB at once"
     assert [line.split()[:4] for line in lines[2:4]] == [["shm", "yes", "8.00", "50"], ["tcp", "-", "1.00", "50"]]
     assert lines[4].split(maxsplit=4)[-1] == "no GPU"
 
 
-def test_a_way_that_both_have_and_that_breaks_is_a_problem() -> None:
+def test_a_common_transport_that_fails_is_a_problem() -> None:
     told = report("d0", "p0", answer(shm="mapping the pool: denied", tcp=1.0), shared=BOTH)
     assert told.chosen == "tcp"
     assert told.problems == ("shm: mapping the pool: denied",)
     assert "problem: shm: mapping the pool: denied" in told.as_text()
 
 
-def test_hosts_apart_and_transports_that_one_lacks_are_no_problem() -> None:
+def test_different_hosts_and_transports_that_one_worker_lacks_are_no_problem() -> None:
     told = report("d0", "p0", answer(shm=f"on p0: {DOES_NOT_REACH}", tcp=1.0, nccl="on d0: no GPU"), shared=BOTH)
     assert told.problems == ()
     assert told.chosen == "tcp"
 
 
-def test_a_pair_without_any_way_is_a_problem() -> None:
+def test_a_pair_without_a_common_transport_is_a_problem() -> None:
     told = report("d0", "p0", answer(shm=f"on p0: {DOES_NOT_REACH}"), shared=("shm",))
     assert told.chosen == ""
     assert told.problems == ("no transport works between them: prompts are prefilled on the decode worker",)
 
 
-def test_a_way_that_comes_later_and_is_much_faster_is_pointed_out() -> None:
+def test_a_later_transport_that_is_much_faster_is_reported() -> None:
     assert report("d0", "p0", answer(shm=1.0, tcp=1.4), shared=BOTH).advice == ""
     assert (
         report("d0", "p0", answer(shm=1.0, tcp=2.0), shared=BOTH).advice
@@ -62,10 +64,10 @@ def test_a_way_that_comes_later_and_is_much_faster_is_pointed_out() -> None:
     )
 
 
-def test_this_machine_can_run_the_tests_and_is_told_so() -> None:
+def test_doctor_finds_no_problem_on_this_machine() -> None:
     findings = {finding.subject: finding for finding in look()}
     assert not [finding for finding in findings.values() if finding.is_problem and finding.subject != "CUDA"]
-    assert findings["transport tcp"].text.startswith("works here")
+    assert findings["transport tcp"].text.startswith("works on this machine")
     assert findings["torch"].text.startswith("2.")
 
 
@@ -80,7 +82,7 @@ def test_this_machine_can_run_the_tests_and_is_told_so() -> None:
     ],
 )
 @pytest.mark.parametrize("as_json", [True, False])
-def test_the_exit_status_says_whether_something_is_wrong(
+def test_the_exit_status_is_1_if_there_is_any_problem(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     machine: list[Finding],
@@ -98,19 +100,23 @@ def test_the_exit_status_says_whether_something_is_wrong(
         assert json.loads(output)["router"] == "r:1"
 
 
-def test_a_worker_that_cannot_be_asked_makes_a_problem_of_its_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_worker_is_a_problem_of_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TANDEM_TLS_CA", raising=False)
-    importer = admin_pb2.MemberStatus(member_id="d0", incarnation="1", role="decode", address="127.0.0.1:1")
-    exporter = admin_pb2.MemberStatus(member_id="p0", incarnation="1", role="prefill", address="127.0.0.1:1")
+    importer = admin_pb2.MemberStatus(
+        member_id="d0", incarnation="1", role=admin_pb2.MEMBER_ROLE_DECODE, address="127.0.0.1:1"
+    )
+    exporter = admin_pb2.MemberStatus(
+        member_id="p0", incarnation="1", role=admin_pb2.MEMBER_ROLE_PREFILL, address="127.0.0.1:1"
+    )
     arguments = argparse.Namespace(address="127.0.0.1:2", tls_ca=None, tls_cert=None, tls_key=None, blocks=0)
     told = doctor._measured(importer, exporter, arguments)
     assert (told.importer, told.exporter, told.paths) == ("d0", "p0", ())
     assert "127.0.0.1:1" in told.problems[0]
 
 
-def test_every_decode_worker_is_paired_with_every_prefill_worker_or_the_two_that_were_named() -> None:
+def test_doctor_checks_every_pair_of_workers_or_the_named_pair() -> None:
     roles = {"r": "router", "p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
-    members = [admin_pb2.MemberStatus(member_id=name, role=role) for name, role in roles.items()]
+    members = [admin_pb2.MemberStatus(member_id=name, role=MEMBER_ROLES.number(role)) for name, role in roles.items()]
     pairs = [(importer.member_id, exporter.member_id) for importer, exporter in doctor._wanted(members, None)]
     assert pairs == [("d0", "p0"), ("d0", "p1"), ("d1", "p0"), ("d1", "p1")]
     ((importer, exporter),) = doctor._wanted(members, ["d0", "d1"])
@@ -119,6 +125,6 @@ def test_every_decode_worker_is_paired_with_every_prefill_worker_or_the_two_that
         list(doctor._wanted(members, ["d0", "r"]))
 
 
-def test_a_report_is_whole_in_json() -> None:
+def test_the_json_report_is_complete() -> None:
     told: PairReport = report("d0", "p0", answer(tcp=1.0), shared=BOTH)
     assert json.loads(json.dumps(told.as_json()))["paths"][0]["transport"] == "tcp"

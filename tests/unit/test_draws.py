@@ -1,4 +1,6 @@
-"""Drawing in parts: the tokens are those of one draw over all rows, whatever the parts, and no part is too large."""
+"""Drawing in parts: the tokens equal those of one draw over all rows for every size of parts, and no part is too
+large.
+"""
 
 import pytest
 import torch
@@ -11,22 +13,22 @@ from engine.steps.sampler import draw
 VOCAB = 50
 
 
-def chunk(*positions: int, num_guesses: int = 0) -> Chunk:
+def chunk(*positions: int, num_draft_tokens: int = 0) -> Chunk:
     """`positions` of its samples."""
     sampling = Sampling(temperature=1.0, top_p=0.9, num_logprobs=2)
     samples = tuple(
         Sample(seed=place, position=position, sampling=sampling) for place, position in enumerate(positions)
     )
-    return Chunk(0, (1, 2, 3, 4), 0, (0,), samples, num_guesses)
+    return Chunk(0, (1, 2, 3, 4), 0, (0,), samples, num_draft_tokens)
 
 
-# Three choices of one prompt, a prompt that is not over, a token, two guesses and what follows, five choices.
-PLAN = StepPlan((chunk(4, 4, 4), chunk(), chunk(9), chunk(5, 6, 7, num_guesses=2), chunk(1, 1, 1, 1, 1)))
+# Three choices of one prompt, a prompt that is not over, a token, two draft tokens and what follows, five choices.
+PLAN = StepPlan((chunk(4, 4, 4), chunk(), chunk(9), chunk(5, 6, 7, num_draft_tokens=2), chunk(1, 1, 1, 1, 1)))
 ROWS = [0, 0, 0, 1, 2, 3, 4, 5, 5, 5, 5, 5]
 
 
 @pytest.mark.parametrize("most_rows", [1, 2, 3, 5, 100])
-def test_parts_change_no_token_and_hold_no_more_rows_than_they_may(most_rows: int) -> None:
+def test_drawing_in_parts_changes_no_token_and_bounds_the_rows_of_a_part(most_rows: int) -> None:
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
     samples = [sample for planned in PLAN.chunks for sample in planned.samples]
     found = list(parts(logits, PLAN, most_elements=most_rows * VOCAB + VOCAB - 1))
@@ -37,7 +39,7 @@ def test_parts_change_no_token_and_hold_no_more_rows_than_they_may(most_rows: in
 
 
 @pytest.mark.parametrize("most_rows", [1, 5, 100])
-def test_a_step_gives_the_same_tokens_however_it_is_drawn(monkeypatch: pytest.MonkeyPatch, most_rows: int) -> None:
+def test_a_step_gives_the_same_tokens_for_every_size_of_parts(monkeypatch: pytest.MonkeyPatch, most_rows: int) -> None:
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr("engine.steps.draws._ELEMENTS_AT_ONCE", most_rows * VOCAB)
     samples = [sample for planned in PLAN.chunks for sample in planned.samples]
@@ -50,5 +52,5 @@ def test_rows_of_ordinary_steps_are_not_copied() -> None:
     assert rows.data_ptr() == logits.data_ptr()
 
 
-def test_a_step_that_ends_no_prompt_draws_nothing() -> None:
+def test_a_step_that_ends_no_prompt_draws_no_token() -> None:
     assert StepDraws(torch.empty(0, VOCAB), StepPlan((chunk(),))).read() == []

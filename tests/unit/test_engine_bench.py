@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.engine_limits import Limits, Rates, roofline
-from benchmarks.engine_parties import alone
-from benchmarks.engine_shapes import MODELS, Load, ModelShape
-from benchmarks.engine_steps import build, measure
-from benchmarks.engine_table import Row, Sample, StepParts, rates_table, steps_table
+from benchmarks.engine.limits import Limits, Rates, roofline
+from benchmarks.engine.parties import alone
+from benchmarks.engine.shapes import MODELS, Load, ModelShape
+from benchmarks.engine.steps import build, measure
+from benchmarks.engine.table import Row, Sample, StepParts, rates_table, steps_table
 
 _LOAD = Load(sequences=4, tokens_in=100, tokens_out=11)
 
@@ -58,7 +58,7 @@ def test_a_steps_parts_are_measured_on_a_real_engine(tmp_path: Path) -> None:
     assert 0 < parts.pack_s + parts.forward_s + parts.draw_s < parts.run_s
 
 
-def test_those_who_wait_stand_still() -> None:
+def test_waiting_parties_of_the_benchmark_are_stopped() -> None:
     with spinning() as waiting, spinning() as running:
         parties = [Standing(waiting.pid), Standing(running.pid)]
         with alone(parties[1], parties):
@@ -106,12 +106,12 @@ def eventually_state(pid: int, wanted: str) -> bool:
 
 
 def cells(table: list[str]) -> list[str]:
-    """Of the last line."""
+    """The cells of the table's last line."""
     return [cell.strip() for cell in table[-1].strip("|").split("|")]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_the_arithmetic_counts_what_the_model_has(model: ModelShape, tmp_path: Path) -> None:
+def test_the_arithmetic_counts_the_parameters_of_the_model(model: ModelShape, tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(model.save(tmp_path / model.name))
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]

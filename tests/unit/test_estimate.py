@@ -16,7 +16,7 @@ LLAMA_3_70B = {
 }
 
 
-def test_gpt2_at_its_full_length() -> None:
+def test_the_kv_of_gpt2_at_its_full_length_takes_36_mib() -> None:
     assert estimate(GPT2, "float16").request_bytes(1024) == 37_748_736
 
 
@@ -35,7 +35,7 @@ def test_requests_take_whole_blocks() -> None:
     assert kv.num_sequences(63 * kv.bytes_per_token, num_tokens=17, block_size=16) == 1
 
 
-def test_auto_is_the_checkpoints_dtype_and_float32_where_it_names_none() -> None:
+def test_auto_is_the_checkpoints_dtype_and_float32_without_one() -> None:
     assert estimate(LLAMA_3_70B).dtype == "bfloat16"
     assert estimate(GPT2).dtype == "float32"
 
@@ -45,12 +45,12 @@ def test_latent_attention_counts_k_and_v_apart() -> None:
     assert estimate(config, "float16").bytes_per_token == 32 * 32 * (192 + 128) * 2
 
 
-def test_a_nested_text_config_counts() -> None:
+def test_the_text_config_of_a_multimodal_model_is_used() -> None:
     assert estimate({"text_config": GPT2}, "float16") == estimate(GPT2, "float16")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
-def test_eight_bits_count_their_scales(dtype: str) -> None:
+def test_kv_of_eight_bits_includes_its_scales(dtype: str) -> None:
     kv = estimate(LLAMA_3_70B, kv_cache_dtype=dtype)
     assert kv.bytes_per_token == 160 * 1024 + 80 * 2 * 8 * 2  # codes; a scale of two bytes for K and V of each head
     assert kv.request_bytes(100, block_size=16) == 112 * kv.bytes_per_token

@@ -1,4 +1,6 @@
-"""Which order of eviction keeps what comes back: on recorded conversations, and on made ones that differ from them."""
+"""The order of eviction that keeps the blocks that are used again: on recorded conversations, and on made ones that
+differ from them.
+"""
 
 import heapq
 import itertools
@@ -31,8 +33,9 @@ def _recorded() -> tuple[_Prompts, list[int]]:
 
 
 def _made(seed: int, *, num_prompts: int, another_turn: float, reading: float) -> _Prompts:
-    """Conversations over a few system prompts: a turn is followed by another one with this chance, after so many
-    prompts of others."""
+    """Made conversations over a few system prompts: another turn follows with probability `another_turn`, after a
+    number of other prompts drawn from `reading`.
+    """
     dice, fresh = random.Random(seed), itertools.count()
     beginnings = [[next(fresh) for _ in range(dice.randrange(1, 6))] for _ in range(8)]
     coming: list[tuple[float, int, list[int]]] = []
@@ -77,7 +80,7 @@ def _share(hits: Sequence[int], prompts: Sequence[Sequence[int]]) -> float:
 @_needs_trace
 @pytest.mark.parametrize(("num_blocks", "blocks_hit", "tokens_hit"), [(60_000, 0.289, 0.294), (12_000, 0.222, 0.226)])
 def test_hit_rates_of_lru_on_real_conversations(num_blocks: int, blocks_hit: float, tokens_hit: float) -> None:
-    """The first pool holds everything: no cache finds more."""
+    """The first pool holds all blocks: no cache has a higher hit rate."""
     prompts, lengths = _recorded()
     hits = _recorded_hits(num_blocks, "lru")
 
@@ -89,7 +92,7 @@ def test_hit_rates_of_lru_on_real_conversations(num_blocks: int, blocks_hit: flo
 @_needs_trace
 @pytest.mark.parametrize(("num_blocks", "lru", "value"), [(3_000, 0.061, 0.116), (12_000, 0.222, 0.234)])
 def test_the_least_valuable_beats_lru_on_real_conversations(num_blocks: int, lru: float, value: float) -> None:
-    """In both halves: what was chosen was chosen by the first one."""
+    """The advantage holds in both halves; the policy was chosen on the first half alone."""
     prompts, _ = _recorded()
     by_lru, by_value = (_recorded_hits(num_blocks, eviction) for eviction in ("lru", "value"))
 
@@ -99,26 +102,26 @@ def test_the_least_valuable_beats_lru_on_real_conversations(num_blocks: int, lru
         assert sum(by_value[half]) > sum(by_lru[half])
 
 
-def test_the_least_valuable_beats_lru_where_conversations_go_on_after_many_others() -> None:
+def test_the_least_valuable_beats_lru_where_conversations_continue_after_many_others() -> None:
     prompts = _made(1, num_prompts=1000, another_turn=0.75, reading=200)
     assert sum(_hits(prompts, 3_000, "value")) > 1.2 * sum(_hits(prompts, 3_000, "lru"))
 
 
 def test_the_least_valuable_is_nearly_lru_where_lru_is_right() -> None:
-    """Short breaks between turns, and room for nearly all that come back."""
+    """The breaks between turns are short, and nearly all reused blocks fit."""
     prompts = _made(2, num_prompts=1000, another_turn=0.5, reading=60)
     assert sum(_hits(prompts, 3_000, "value")) > 0.97 * sum(_hits(prompts, 3_000, "lru"))
 
 
-def test_before_anything_was_learnt_the_oldest_goes_first() -> None:
+def test_without_statistics_the_oldest_block_is_evicted_first() -> None:
     eviction = LeastValuable(1000)
     for number in range(100):
         eviction.park(number, b"%d" % number)
     assert list(itertools.islice(eviction.candidates(), 100)) == list(range(100))
 
 
-def test_what_is_used_again_only_when_it_is_old_is_kept_until_then() -> None:
-    """Every tenth block comes back after 300 others, and twice as many as fit come in between."""
+def test_blocks_that_are_reused_at_a_great_age_are_kept_until_then() -> None:
+    """Every tenth block is used again after 300 others; the blocks in between are twice as many as fit."""
     blocks: Iterator[int] = itertools.count(1_000_000)
     prompts = [[turn % 300 if turn % 10 == 0 else next(blocks)] for turn in range(6000)]
     assert sum(_hits(prompts, 150, "lru")) == 0
@@ -136,7 +139,7 @@ def test_the_value_of_an_age_is_the_best_rate_over_all_times_to_keep(chances: li
         assert value == pytest.approx(max(rates, default=0.0))
 
 
-def test_any_use_of_a_pool_leaves_it_whole_and_evicts_ends_before_beginnings() -> None:
+def test_random_use_keeps_the_pool_consistent_and_evicts_children_before_parents() -> None:
     dice, pool = random.Random(5), BlockPool(40)
     held: list[tuple[int, ...]] = []
     for _ in range(1500):

@@ -1,4 +1,6 @@
-"""Steps launched behind steps whose tokens nobody has read: tokens and KV of steps that wait, to the last bit."""
+"""Steps launched before the tokens of the step before them are read: tokens and KV equal those of steps that wait, bit
+by bit.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -121,13 +123,15 @@ def test_async_scheduling_is_turned_off_by_its_flag(gpu: PretendGpu, build: Call
 
 
 @pytest.mark.parametrize("most", [1, 1000])
-def test_a_step_that_is_drawn_in_parts_feeds_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+def test_a_step_that_is_drawn_in_parts_feeds_no_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
     monkeypatch.setattr("engine.steps.draws._ELEMENTS_AT_ONCE", most)
     assert engine.runner.start(next(steps(None))).can_feed == (most == 1000)
 
 
-def test_a_launch_that_fails_leaves_nothing_on_its_way(gpu: PretendGpu, build: Callable[..., Engine]) -> None:
-    """Its blocks are freed next, and an import may write to them beside the engine's stream."""
+def test_a_failed_launch_waits_for_its_stream(gpu: PretendGpu, build: Callable[..., Engine]) -> None:
+    """The step's blocks are freed next, and an import may write to them beside the engine's stream."""
     engine = build(cuda_graphs="off")
     assert isinstance(engine.runner, LaunchingRunner)
 
@@ -140,7 +144,7 @@ def test_a_launch_that_fails_leaves_nothing_on_its_way(gpu: PretendGpu, build: C
     assert gpu.waits[-1] == "stream"
 
 
-def test_a_swap_space_changes_nothing_where_nothing_is_swapped(engine: Engine) -> None:
+def test_steps_without_swaps_can_feed_the_next_step_beside_a_swap_space(engine: Engine) -> None:
     runner = _Launching(engine.runner.forward, engine.pool)
     launched = SwappingLauncher(runner, HostBlocks(engine.pool, 1)).launch(next(steps(None)))
     assert isinstance(launched, Feeding) and launched.can_feed
@@ -187,31 +191,29 @@ def served(engine: Engine, *, feeds: bool) -> dict[int, list[int]]:
         stops = TokenStops(12, 0, frozenset(range(handle, 64, 7)))
         start = (SequenceStart(handle, handle),)
         loop.post(AdmitLocal(DecodeJob("r", 0, ROUTER, PROMPTS[handle % 3], WAYS[handle % 3], stops, start, None, 1e6)))
-    loop._run()  # in this thread, which is the one that has the pretended GPU
+    loop._run()  # in this thread, which has the pretended GPU
     assert not fatal
     assert bool(runner.num_behind) == feeds
     return tokens
 
 
-def test_a_model_served_ahead_says_what_it_says_in_turn(engine: Engine) -> None:
+def test_a_model_served_ahead_gives_the_tokens_of_a_model_served_in_turn(engine: Engine) -> None:
     engine.pool.raw.zero_()
     assert served(engine, feeds=True) == served(engine, feeds=False)
 
 
-def test_tokens_that_are_drawn_again_change_nothing_but_the_number_of_steps(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A nucleus wider than what is looked at first: the step behind it was fed with another token."""
+def test_redrawn_tokens_are_the_tokens_of_steps_that_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A nucleus is wider than the first window of logits, so the next step was fed with another token."""
     expected = served(engine, feeds=False)
     redrawn = noting_redrawn(monkeypatch)
     assert served(engine, feeds=True) == expected
     assert redrawn
 
 
-def test_on_a_gpu_they_are_drawn_again_from_their_own_logits(
+def test_on_a_gpu_tokens_are_redrawn_from_their_own_logits(
     engine: Engine, gpu: PretendGpu, build: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step behind them has overwritten those that graphs write to."""
+    """The next step has overwritten the logits that graphs write to."""
     expected = served(engine, feeds=False)
     on_gpu = build()
     assert on_gpu.report[-1].startswith("cuda graphs: 3 sizes")

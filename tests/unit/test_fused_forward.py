@@ -1,8 +1,10 @@
-"""The fused forward says what the model says, refuses what it does not know, and leaves the model's weights in one
-place. On the CPU its operations are torch's own; the kernels are held against those."""
+"""The fused forward computes the model's logits, refuses models it does not support, and keeps the weights in one
+place. On the CPU its operations are torch's own; the kernels are compared with those.
+"""
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from engine.decoders.not_compiled import NotCompiled
 from engine.kv.pool import KvPool
 from engine.model.loaded import LoadedModel
 from engine.model.loading import load
+from engine.scheduling.step import StepPlan
 from engine.steps.runner import ModelRunner
 from tests.golden.families import BLOCK_SIZE, FAMILIES
 from tests.unit.interpreted_triton import kernel_device
@@ -33,7 +36,7 @@ def loaded(name: str, folder: Path, **changes: object) -> LoadedModel:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3"])
-def test_a_family_is_fused_and_says_what_it_said(name: str, tmp_path: Path) -> None:
+def test_a_fused_family_keeps_its_logits_and_merges_its_weights(name: str, tmp_path: Path) -> None:
     model = loaded(name, tmp_path)
     fused, _ = fused_decoder(model, chunk_tokens=20)  # which compares the two
     first = next(layer for layer in fused.layers)
@@ -47,10 +50,29 @@ class _ForgetfulOps(TorchOps):
         return super().gate(gate_up, GELU_TANH if activation == SILU else SILU)
 
 
-def test_what_says_something_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_forward_with_other_logits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.cuda.fused_forward._ops", lambda device: _ForgetfulOps())
     with pytest.raises(NotCompiled, match="fused, its logits differ from the model's own"):
         fused_decoder(loaded("llama", tmp_path), chunk_tokens=20)
+
+
+# Two roundings of equal size: medians over 130 rows whose errors scatter by half of their size differ by a tenth. What
+# serves keeps the residual in float32 and errs by 0.71 to 0.83 of what the model in bfloat16 does (sixteen draws of
+# weights of two families), a wrong operation by more than fifty times.
+_SPREAD = 1.25
+
+
+def typical_error(logits: torch.Tensor, exact: torch.Tensor) -> float:
+    """The median row's distance from the exact logits `[rows, vocabulary]`, relative to their size."""
+    return float(((logits - exact).norm(dim=1) / exact.norm(dim=1)).median())
+
+
+def own_logits(model: LoadedModel, plans: Sequence[StepPlan]) -> torch.Tensor:
+    """The plain forward's logits `[rows, vocabulary]`, over a separate pool."""
+    pool = KvPool(model.layout, NUM_BLOCKS)
+    logits = torch.cat([ModelRunner(model.forward(pool), pool).logits(plan).float() for plan in plans])
+    pool.close()
+    return logits
 
 
 @pytest.mark.parametrize(
@@ -73,21 +95,24 @@ def test_what_says_something_else_is_not_used(tmp_path: Path, monkeypatch: pytes
         ),
     ],
 )
-def test_the_report_says_what_serves(
+def test_the_report_names_the_forward_that_serves_and_its_logits_are_as_exact_as_the_models_own(
     dtype: str, others: dict[str, object], lines: tuple[str, ...], tmp_path: Path
 ) -> None:
+    exact = loaded("llama", tmp_path, dtype="float32")
     model = loaded("llama", tmp_path, dtype=dtype)
+    exact.model.load_state_dict(model.model.state_dict())
+    dice = random.Random(1)
+    plans = [random_decodes(dice, 8) for _ in range(20)]
+    expected, own = (own_logits(one, plans) for one in (exact, model))
     given = {"model": str(tmp_path), "dtype": dtype, "device": "cpu", "cuda_graphs": "off"}
     pool = KvPool(model.layout, NUM_BLOCKS, num_spare=1)
     settings = EngineSettings(**given | others)  # type: ignore[arg-type]
     forward, report = gpu_forward(settings, model, pool, forwards(settings, model))
 
     assert report == lines
-    plan = random_decodes(random.Random(1), 3)
-    expected = ModelRunner(model.forward(pool), pool).logits(plan).float()
-    error = (ModelRunner(forward, pool).logits(plan).float() - expected).norm() / expected.norm()
-    assert error < 4 * torch.finfo(torch.bfloat16).eps
+    ours = torch.cat([ModelRunner(forward, pool).logits(plan).float() for plan in plans])
     pool.close()
+    assert typical_error(ours, expected) <= _SPREAD * typical_error(own, expected)
 
 
 class _BrokenOps(TorchOps):
@@ -110,7 +135,9 @@ def test_a_kernel_that_fails_leaves_the_plain_forward(tmp_path: Path, monkeypatc
         ("gpt2", {}, "is no list of layers and a norm"),
     ],
 )
-def test_what_it_does_not_know_is_said(name: str, changes: dict[str, object], why: str, tmp_path: Path) -> None:
+def test_an_unsupported_model_is_refused_with_the_reason(
+    name: str, changes: dict[str, object], why: str, tmp_path: Path
+) -> None:
     with pytest.raises(NotCompiled, match=why):
         fused_decoder(loaded(name, tmp_path, **changes), chunk_tokens=20)
 
@@ -145,7 +172,9 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 
 def are_near(ours: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
-    """What lies between two roundings of one sum: in bfloat16 a last place, in float32 the order of the sum."""
+    """Whether two results differ by at most two roundings of one sum: a last place in bfloat16, the order of the sum in
+    float32.
+    """
     return torch.allclose(ours.float(), expected.float(), rtol=2.0**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 

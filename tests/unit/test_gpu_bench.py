@@ -1,12 +1,12 @@
-"""The GPU's benchmark runs where there is none, in small; its limits are the arithmetic of the model."""
+"""The GPU's benchmark runs in small without a GPU; its limits are the arithmetic of the model."""
 
 from collections.abc import Callable
 
 import pytest
 
-from benchmarks.gpu_engine import _arguments, run, table
-from benchmarks.gpu_shapes import TINY_LOADS, Work, llama_8b
-from benchmarks.gpu_step_loop import Decodes, step_times_s
+from benchmarks.gpu.engine import _arguments, run, table
+from benchmarks.gpu.shapes import TINY_LOADS, Work, llama_8b
+from benchmarks.gpu.step_loop import Decodes, step_times_s
 from engine.build import Engine
 from engine.scheduling.step import StepPlan, StepResult
 from engine.steps.runner import StartedStep
@@ -16,7 +16,7 @@ from tests.unit.test_pretend_gpu import build, gpu, on_cpu
 __all__ = ["build", "gpu", "on_cpu"]
 
 
-def test_the_benchmark_runs_in_small() -> None:
+def test_the_gpu_benchmark_runs_with_a_small_model() -> None:
     result = run(_arguments(["--tiny", "--device", "cpu", "--block-size", "8"]), TINY_LOADS)
 
     loops = ["decode", "decode, worker's loop", "decode, worker's loop, nothing ahead"]
@@ -30,7 +30,7 @@ def test_the_benchmark_runs_in_small() -> None:
     assert "| decode | 5 |" in table(result)
 
 
-def test_the_limits_are_those_of_an_8b_llama() -> None:
+def test_the_limits_match_the_arithmetic_of_an_8b_llama() -> None:
     work = Work.of(llama_8b())
 
     assert work.layer_params + work.head_params == pytest.approx(7.5e9, rel=0.01)  # without the embedding's 0.5e9
@@ -39,7 +39,7 @@ def test_the_limits_are_those_of_an_8b_llama() -> None:
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_in_a_workers_loop_steps_are_fed_where_they_are_planned_ahead(
+def test_steps_of_a_workers_loop_are_fed_only_when_planned_ahead(
     ahead: bool, gpu: PretendGpu, build: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()

@@ -1,4 +1,4 @@
-"""The check of a GPU: what it takes for a failure, and that a run that is cut or crashes still tells what it has."""
+"""The check of a GPU: which outcomes are failures; a run that is cut or crashes still reports its results."""
 
 import importlib.metadata
 import json
@@ -12,20 +12,20 @@ from random import Random
 
 import pytest
 
-from benchmarks.conversation_lengths import draw_lengths
+from benchmarks.gpu.conversation_lengths import draw_lengths
 from benchmarks.gpu_check import imported, inventory, tests_run
 from benchmarks.gpu_check.__main__ import _ended, _run, _started
 from benchmarks.gpu_check.inventory import NEEDED, OPTIONAL, Inventory, broken_stubs
 from benchmarks.gpu_check.kept_reports import Kept
 from benchmarks.gpu_check.report import Outcome, Report, Verdict
 from benchmarks.gpu_check.said import condensed
-from benchmarks.gpu_check.sections import SECONDS_LEFT, Means, Section, sections
+from benchmarks.gpu_check.sections import SECONDS_LEFT, CheckSetup, Section, sections
 from benchmarks.gpu_check.slimmed import slim
 from benchmarks.gpu_check.tests_run import read_account
 
 FOREVER_S = 1e12
 ROOT = Path(__file__).parents[2]
-# Of what such a machine has (docs/gpu.md), what our wheels need.
+# The packages that a GPU machine has (docs/gpu.md) and that our wheels need.
 COMES_WITH_TORCH = {"anyio", "click", "grpcio", "h11", "httpx", "idna", "protobuf", "psutil", "pytest", "setuptools"}
 
 
@@ -52,13 +52,13 @@ def skipped(name: str, reason: str) -> Kept:
         "runs in Triton's interpreter alone",
     ],
 )
-def test_a_test_may_skip_for_want_of_a_wheel(reason: str, tmp_path: Path) -> None:
+def test_a_test_may_skip_when_a_wheel_is_missing(reason: str, tmp_path: Path) -> None:
     outcome = read_account(kept(tmp_path, passed("a"), skipped("b", reason))).outcome("golden")
     assert outcome.verdict is Verdict.PASSED
     assert f"- left out: cuda/test_golden.py::b: {reason}" in outcome.lines
 
 
-def test_a_test_that_skips_for_anything_else_is_a_failure_and_so_is_nothing_run(tmp_path: Path) -> None:
+def test_a_skip_without_a_missing_wheel_and_an_empty_test_run_are_failures(tmp_path: Path) -> None:
     outcome = read_account(kept(tmp_path, passed("a"), skipped("b", "needs a GPU"))).outcome("golden")
     assert outcome.verdict is Verdict.FAILED
     assert "- **skipped** cuda/test_golden.py::b: needs a GPU" in outcome.lines
@@ -84,7 +84,7 @@ def test_hangs():
 """
 
 
-def test_a_run_of_tests_that_is_cut_tells_every_test_that_ended_with_its_traceback_and_where_it_stood(
+def test_an_aborted_test_run_reports_ended_tests_with_tracebacks_and_the_stack_of_the_hanging_test(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
@@ -150,8 +150,8 @@ def test_tests_that_want_the_whole_gpu_wait_for_each_other(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_process_whose_gpu_is_lost_leaves_its_tests_to_another(tmp_path: Path) -> None:
-    """A context that a kernel broke fails every test after it, and hides which one it was."""
+def test_tests_of_a_process_with_a_broken_gpu_context_run_in_another_process(tmp_path: Path) -> None:
+    """A context that a kernel broke fails every later test in the process and so hides the test that broke it."""
     (tmp_path / "test_lost.py").write_text(LOST)
     reports = tmp_path / "kept.jsonl"
     command = tests_run.command(sys.executable, [str(tmp_path / "test_lost.py")], reports, marker="", num_processes=2)
@@ -162,7 +162,7 @@ def test_a_process_whose_gpu_is_lost_leaves_its_tests_to_another(tmp_path: Path)
     assert len(account.passed) == 7
 
 
-def test_a_needed_package_a_stub_a_module_or_the_gpu_that_is_missing_is_a_failure_and_an_optional_one_is_told() -> None:
+def test_missing_requirements_fail_the_check_and_a_missing_optional_package_is_reported() -> None:
     assert broken_stubs() == []
     versions = dict.fromkeys((*NEEDED, *OPTIONAL), "1.0")
     good = Inventory(versions, "a GPU", ())
@@ -180,13 +180,13 @@ def test_a_needed_package_a_stub_a_module_or_the_gpu_that_is_missing_is_a_failur
         assert broken.can_begin(needs_gpu=True) is can_begin
 
 
-def test_a_module_that_cannot_be_imported_is_told_with_its_error() -> None:
+def test_a_module_that_cannot_be_imported_is_reported_with_its_error() -> None:
     (problem,) = imported.broken(["json", "no_such_module"])
     assert problem.startswith("no_such_module: ") and "No module named 'no_such_module'" in problem
 
 
-def test_what_travels_needs_nothing_that_neither_travels_nor_comes_with_torch() -> None:
-    """A wheel that grew a need would be seen on the GPU's machine only."""
+def test_copied_wheels_depend_only_on_copied_wheels_and_packages_that_come_with_torch() -> None:
+    """A new dependency of a wheel would otherwise be noticed only on the GPU's machine."""
     names = re.search(r"^WHEEL_NAMES \?= ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.M)
     assert names is not None
     travelling = {word.partition("==")[0] for word in names[1].replace("\\", " ").split()}
@@ -199,7 +199,7 @@ def test_what_travels_needs_nothing_that_neither_travels_nor_comes_with_torch() 
         assert needs <= travelling | COMES_WITH_TORCH, name
 
 
-def test_a_wheel_is_slimmed_of_what_is_not_used_and_its_record_says_so(tmp_path: Path) -> None:
+def test_a_slimmed_wheel_lacks_unused_files_and_its_record_does_not_list_them(tmp_path: Path) -> None:
     wheel = tmp_path / "nixl_cu13-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as whole:
         whole.writestr("nixl_cu13/__init__.py", "used = True\n")
@@ -220,7 +220,7 @@ def program(source: str, budget_s: float = 60.0) -> Section:
     return Section("told", (sys.executable, "-c", source), budget_s, told)
 
 
-def test_a_section_that_hangs_is_cut_and_one_that_crashes_says_how(tmp_path: Path) -> None:
+def test_a_hanging_section_is_cut_and_a_crashed_section_reports_status_and_last_lines(tmp_path: Path) -> None:
     pausing = "print('so far', flush=True); import signal; signal.pause()"
     hanging = _run(program(pausing, budget_s=1.0), tmp_path, FOREVER_S)
     assert (hanging.verdict, "so far" in hanging.lines) == (Verdict.CUT, True)
@@ -257,21 +257,21 @@ import signal; signal.pause()
 """
 
 
-def test_of_a_section_that_is_cut_also_the_processes_that_it_started_say_where_they_stand() -> None:
-    """A worker hangs, and whoever started it waits: as `tandem up` has them, in sessions of their own."""
+def test_child_processes_of_a_cut_section_report_their_stacks() -> None:
+    """A worker hangs and its parent waits; as under `tandem up`, each process has a session of its own."""
     section = Section("told", (sys.executable, "-c", WITH_A_WORKER, WORKER), 60.0, told)
     process = _started(section, 60.0)
     assert process.stdout is not None and "up" in process.stdout.readline()
     assert "in waits_for_the_device" in _ended(process)
 
 
-def test_a_section_is_told_how_long_it_has(tmp_path: Path) -> None:
+def test_a_section_receives_the_seconds_it_has_left(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("")
     section = Section("told", (sys.executable, "-c", "import sys; print(sys.argv[1])", SECONDS_LEFT), 60.0, told)
     assert 0 < float(_run(section, tmp_path, FOREVER_S).lines[0]) < 60
 
 
-def test_a_package_for_another_cuda_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_for_another_cuda_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inventory, "version", lambda name: {"cupy-cuda12x": "14.2.0", "nixl-cu13": "1.5"}.get(name, ""))
     found = [inventory.found_version(name) for name in ("cupy-cuda13x", "nixl-cu13", "nvidia-nccl-cu13")]
     assert found == ["14.2.0 (cupy-cuda12x)", "1.5", ""]
@@ -283,7 +283,7 @@ def test_a_gpu_that_torch_sees_is_there_also_without_the_drivers_tool(monkeypatc
     assert inventory.device("no GPU (CUDA 13.0)") == ""
 
 
-def test_what_was_found_is_on_disk_after_every_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_on_disk_after_every_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = Report(tmp_path, {"commit": "0000"})
     for number, verdict in enumerate((Verdict.PASSED, Verdict.MISSED, Verdict.CUT)):
         report.add(Outcome(f"section {number}", verdict, ("a line",), {"figure": number}))
@@ -295,7 +295,7 @@ def test_what_was_found_is_on_disk_after_every_section(tmp_path: Path, capsys: p
 
 
 def test_every_file_that_has_a_cuda_test_is_in_a_section(tmp_path: Path) -> None:
-    commands = [word for section in sections(Means("python", tmp_path, False)) for word in section.command]
+    commands = [word for section in sections(CheckSetup("python", tmp_path, False)) for word in section.command]
     marked = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")
@@ -304,7 +304,7 @@ def test_every_file_that_has_a_cuda_test_is_in_a_section(tmp_path: Path) -> None
     assert marked <= set(commands)
 
 
-def test_lengths_are_those_of_conversations() -> None:
+def test_drawn_lengths_have_the_means_of_the_conversation_trace() -> None:
     dice = Random(3)
     drawn = [draw_lengths(dice) for _ in range(20_000)]
     assert sum(prompt for prompt, _ in drawn) / len(drawn) == pytest.approx(1_155, rel=0.2)
@@ -313,7 +313,7 @@ def test_lengths_are_those_of_conversations() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_the_whole_check_runs_in_small(tmp_path: Path) -> None:
+def test_the_whole_gpu_check_runs_with_a_small_model(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "benchmarks.gpu_check", "--tiny", "--minutes", "24", "--output", str(tmp_path))
     ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -326,8 +326,10 @@ def test_the_whole_check_runs_in_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("hand_off", "verdict"), [(0.81, Verdict.PASSED), (0.79, Verdict.MISSED)])
-def test_the_goal_of_the_copy_is_that_of_whole_hand_offs(hand_off: float, verdict: Verdict, tmp_path: Path) -> None:
-    (section,) = (each for each in sections(Means("python3", tmp_path, is_tiny=False)) if "cuda_ipc" in each.command)
+def test_the_copy_has_the_same_goal_as_whole_hand_offs(hand_off: float, verdict: Verdict, tmp_path: Path) -> None:
+    (section,) = (
+        each for each in sections(CheckSetup("python3", tmp_path, is_tiny=False)) if "cuda_ipc" in each.command
+    )
     (tmp_path / "cuda_ipc").mkdir()
     figures = {"data_path_ratio": 0.95, "hand_off_ratio": hand_off}
     cells = [
@@ -356,7 +358,7 @@ Extension modules: numpy, torch
 RuntimeError: the exporter's process ended""".splitlines()
 
 
-def test_of_stacks_a_reader_gets_the_threads_that_are_in_our_code_and_what_was_said_around_them() -> None:
+def test_condensed_stacks_keep_threads_in_our_code_and_the_lines_around_them() -> None:
     said = [line for line in condensed(STACKS, "/here") if line]
     assert said[:2] == ["loading the weights", "Fatal Python error: Aborted"]
     assert '  File "/here/engine/build.py", line 53 in build_engine' in said

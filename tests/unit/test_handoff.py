@@ -8,14 +8,14 @@ import pytest
 from cluster.errors import HandOffReason
 from cluster.messages import Epoch, MemberId
 from kvtransfer.protocol import export_machine as exporting
-from kvtransfer.protocol import import_events
 from kvtransfer.protocol import import_machine as importing
-from kvtransfer.protocol.export_machine import Export
+from kvtransfer.protocol import import_state
+from kvtransfer.protocol.export_machine import ExporterState
 from kvtransfer.protocol.handoff import (
     Accepted,
     Attach,
     ExporterMessage,
-    Failed,
+    ExportFailed,
     Finished,
     FirstToken,
     ImporterMessage,
@@ -28,14 +28,14 @@ from kvtransfer.protocol.handoff import (
     Settled,
     Tail,
 )
-from kvtransfer.protocol.import_events import FallBackReason
-from kvtransfer.protocol.import_machine import Import, ImportPhase, ImportPlan
+from kvtransfer.protocol.import_machine import HandOffPlan, ImporterPhase, ImporterState
+from kvtransfer.protocol.import_state import FallBackReason
 from kvtransfer.protocol.leases import IllegalMove, LeasePhase, LeasePolicy
 
 EXPORTER = MemberId("prefill-0", "a")
 EPOCH = Epoch(EXPORTER, b"ticket", 1)
 STALE = Epoch(MemberId("prefill-0", "before"), b"ticket", 1)
-PLAN = ImportPlan(
+PLAN = HandOffPlan(
     epoch=EPOCH,
     num_sealed=2,
     num_choices=2,
@@ -55,19 +55,19 @@ FINISHED = Finished(EPOCH, TOKENS, 35, b"prompt", TAIL)
 
 
 class _Importer:
-    """An import machine with what it has asked for."""
+    """An import machine with the effects that it has requested."""
 
-    def __init__(self, plan: ImportPlan = PLAN) -> None:
-        self.state: Import
+    def __init__(self, plan: HandOffPlan = PLAN) -> None:
+        self.state: ImporterState
         self.state, actions = importing.begin(plan, 0.0)
         self.actions = list(actions)
 
-    def hear(self, *messages: ExporterMessage, now_s: float = 0.0) -> tuple[import_events.Action, ...]:
-        return self.feed(*(import_events.FromExporter(message) for message in messages), now_s=now_s)
+    def hear(self, *messages: ExporterMessage, now_s: float = 0.0) -> tuple[import_state.Action, ...]:
+        return self.feed(*(import_state.FromExporter(message) for message in messages), now_s=now_s)
 
-    def feed(self, *events: import_events.Event, now_s: float = 0.0) -> tuple[import_events.Action, ...]:
+    def feed(self, *events: import_state.Event, now_s: float = 0.0) -> tuple[import_state.Action, ...]:
         """The actions that these events led to."""
-        fresh: list[import_events.Action] = []
+        fresh: list[import_state.Action] = []
         for event in events:
             self.state, actions = importing.advance(self.state, event, now_s)
             fresh += actions
@@ -75,10 +75,10 @@ class _Importer:
         return tuple(fresh)
 
 
-def _as_one(*messages: ExporterMessage) -> tuple[import_events.FromExporter, ...]:
-    """What the driver feeds when they come in one message."""
+def _as_one(*messages: ExporterMessage) -> tuple[import_state.FromExporter, ...]:
+    """The events that the driver feeds for exporter messages received together."""
     return tuple(
-        import_events.FromExporter(message, is_followed=place < len(messages))
+        import_state.FromExporter(message, is_followed=place < len(messages))
         for place, message in enumerate(messages, 1)
     )
 
@@ -86,7 +86,7 @@ def _as_one(*messages: ExporterMessage) -> tuple[import_events.FromExporter, ...
 def _pulling() -> _Importer:
     importer = _Importer()
     importer.hear(ACCEPTED)
-    importer.feed(import_events.Reserved((10, 11, 12, 13)))
+    importer.feed(import_state.Reserved((10, 11, 12, 13)))
     return importer
 
 
@@ -99,47 +99,47 @@ def _reading() -> _Importer:
 def _settling() -> _Importer:
     importer = _reading()
     importer.hear(FINISHED)
-    importer.feed(import_events.ReadCompleted(0, (b"d0", b"d1")), import_events.ReadCompleted(1, (b"d2",)))
-    assert importer.state.phase is ImportPhase.SETTLING
+    importer.feed(import_state.ReadCompleted(0, (b"d0", b"d1")), import_state.ReadCompleted(1, (b"d2",)))
+    assert importer.state.phase is ImporterPhase.SETTLING
     return importer
 
 
 def test_all_blocks_and_tails_are_reserved_in_one_step_before_the_first_read() -> None:
     importer = _Importer()
 
-    assert importer.hear(Sealed(EPOCH, 0, BLOCKS), ACCEPTED) == (import_events.Reserve(4),)
-    assert importer.feed(import_events.Reserved((10, 11, 12, 13))) == (import_events.StartRead(0, (40, 41), (10, 11)),)
+    assert importer.hear(Sealed(EPOCH, 0, BLOCKS), ACCEPTED) == (import_state.Reserve(4),)
+    assert importer.feed(import_state.Reserved((10, 11, 12, 13))) == (import_state.StartRead(0, (40, 41), (10, 11)),)
 
 
 def test_blocks_are_pulled_while_prefill_is_still_running() -> None:
     importer = _pulling()
 
-    assert importer.hear(Sealed(EPOCH, 0, BLOCKS[:1])) == (import_events.StartRead(0, (40,), (10,)),)
+    assert importer.hear(Sealed(EPOCH, 0, BLOCKS[:1])) == (import_state.StartRead(0, (40,), (10,)),)
     assert importer.hear(Sealed(EPOCH, 1, BLOCKS[1:])) == ()  # one read at a time
-    assert importer.feed(import_events.ReadCompleted(0, (b"d0",))) == (import_events.StartRead(1, (41,), (11,)),)
+    assert importer.feed(import_state.ReadCompleted(0, (b"d0",))) == (import_state.StartRead(1, (41,), (11,)),)
 
 
-def test_one_read_serves_all_that_was_offered_in_one_message() -> None:
+def test_all_blocks_announced_in_one_message_are_read_at_once() -> None:
     importer = _pulling()
 
     assert importer.feed(*_as_one(Sealed(EPOCH, 0, BLOCKS), FINISHED)) == (
-        import_events.StartRead(0, (40, 41, 42), (10, 11, 12)),
+        import_state.StartRead(0, (40, 41, 42), (10, 11, 12)),
     )
 
 
 @pytest.mark.parametrize("last", [Sealed(STALE, 0, BLOCKS), ACCEPTED], ids=["of another epoch", "a duplicate"])
-def test_reads_begin_with_the_last_of_several_messages_whatever_it_is(last: ExporterMessage) -> None:
+def test_reads_begin_after_the_last_of_several_messages(last: ExporterMessage) -> None:
     importer = _pulling()
 
-    assert importer.feed(*_as_one(Sealed(EPOCH, 0, BLOCKS), last)) == (import_events.StartRead(0, (40, 41), (10, 11)),)
+    assert importer.feed(*_as_one(Sealed(EPOCH, 0, BLOCKS), last)) == (import_state.StartRead(0, (40, 41), (10, 11)),)
 
 
 def test_every_choice_reads_its_own_copy_of_the_tail() -> None:
     importer = _reading()
     importer.hear(replace(FINISHED, first_tokens=(FirstToken(7, False), FirstToken(8, False))))
 
-    assert importer.feed(import_events.ReadCompleted(0, (b"d0", b"d1"))) == (
-        import_events.StartRead(1, (42, 42), (12, 13)),
+    assert importer.feed(import_state.ReadCompleted(0, (b"d0", b"d1"))) == (
+        import_state.StartRead(1, (42, 42), (12, 13)),
     )
 
 
@@ -147,36 +147,34 @@ def test_tail_of_a_choice_that_ended_is_not_read() -> None:
     importer = _reading()
     importer.hear(FINISHED)
 
-    assert importer.feed(import_events.ReadCompleted(0, (b"d0", b"d1"))) == (import_events.StartRead(1, (42,), (12,)),)
+    assert importer.feed(import_state.ReadCompleted(0, (b"d0", b"d1"))) == (import_state.StartRead(1, (42,), (12,)),)
 
 
-def test_prompt_that_the_pool_has_whole_reads_its_tail_and_settles() -> None:
+def test_fully_cached_prompt_reads_only_its_tail_and_settles() -> None:
     importer = _Importer()
     importer.hear(ACCEPTED)
 
-    assert importer.feed(import_events.Reserved((10, 11, 12, 13), num_cached=2)) == ()
-    assert importer.hear(Sealed(EPOCH, 0, BLOCKS), FINISHED) == (import_events.StartRead(0, (42,), (12,)),)
-    assert importer.feed(import_events.ReadCompleted(0, (b"d2",))) == (import_events.Send(Settle(EPOCH, Outcome.OK)),)
-    assert importer.hear(Settled(EPOCH, True))[0] == import_events.Admit((10, 11), (12, 13), TOKENS, 2, 1)
+    assert importer.feed(import_state.Reserved((10, 11, 12, 13), num_cached=2)) == ()
+    assert importer.hear(Sealed(EPOCH, 0, BLOCKS), FINISHED) == (import_state.StartRead(0, (42,), (12,)),)
+    assert importer.feed(import_state.ReadCompleted(0, (b"d2",))) == (import_state.Send(Settle(EPOCH, Outcome.OK)),)
+    assert importer.hear(Settled(EPOCH, True))[0] == import_state.Deliver((10, 11), (12, 13), TOKENS, 2, 1)
 
 
-def test_prompt_that_the_pool_has_whole_and_that_has_no_tail_settles_without_a_read() -> None:
+def test_fully_cached_prompt_without_a_tail_settles_without_a_read() -> None:
     importer = _Importer(replace(PLAN, num_tail_valid=0, num_tokens=32))
     importer.hear(ACCEPTED)
-    importer.feed(import_events.Reserved((10, 11), num_cached=2))
+    importer.feed(import_state.Reserved((10, 11), num_cached=2))
 
-    assert importer.hear(replace(FINISHED, num_tokens=32, tail=None)) == (
-        import_events.Send(Settle(EPOCH, Outcome.OK)),
-    )
+    assert importer.hear(replace(FINISHED, num_tokens=32, tail=None)) == (import_state.Send(Settle(EPOCH, Outcome.OK)),)
 
 
-def test_blocks_are_admitted_only_after_a_valid_settle() -> None:
+def test_blocks_are_delivered_only_after_a_valid_settle() -> None:
     importer = _settling()
-    assert importer.actions[-1] == import_events.Send(Settle(EPOCH, Outcome.OK))
+    assert importer.actions[-1] == import_state.Send(Settle(EPOCH, Outcome.OK))
 
     assert importer.hear(Settled(EPOCH, True)) == (
-        import_events.Admit((10, 11), (12, 13), TOKENS, 0, 3),
-        import_events.Close(),
+        import_state.Deliver((10, 11), (12, 13), TOKENS, 0, 3),
+        import_state.Close(),
     )
     assert importer.state.is_over
 
@@ -185,9 +183,9 @@ def test_invalid_settle_drops_the_blocks() -> None:
     importer = _settling()
 
     assert importer.hear(Settled(EPOCH, False)) == (
-        import_events.GiveUp(HandOffReason.LEASE_LAPSED),
-        import_events.Discard(frozenset()),
-        import_events.Close(),
+        import_state.ReportFailure(HandOffReason.LEASE_LAPSED),
+        import_state.Discard(frozenset()),
+        import_state.Close(),
     )
 
 
@@ -196,9 +194,9 @@ def test_no_answer_to_settle_counts_as_invalid() -> None:
     deadline_s = importer.state.next_deadline_s
     assert deadline_s == 6.0
 
-    actions = importer.feed(import_events.Tick(), now_s=deadline_s)
+    actions = importer.feed(import_state.Tick(), now_s=deadline_s)
 
-    assert import_events.Discard(frozenset()) in actions
+    assert import_state.Discard(frozenset()) in actions
     assert importer.hear(Settled(EPOCH, True)) == ()
 
 
@@ -206,124 +204,124 @@ def test_cached_blocks_are_not_pulled() -> None:
     importer = _Importer()
     importer.hear(ACCEPTED, Sealed(EPOCH, 0, BLOCKS))
 
-    actions = importer.feed(import_events.Reserved((10, 11, 12, 13), num_cached=1))
+    actions = importer.feed(import_state.Reserved((10, 11, 12, 13), num_cached=1))
 
-    assert actions == (import_events.StartRead(0, (41,), (11,)),)
+    assert actions == (import_state.StartRead(0, (41,), (11,)),)
 
 
 def test_blocks_that_do_not_verify_are_pulled_again_once() -> None:
     importer = _reading()
 
-    again = importer.feed(import_events.ReadCompleted(0, (b"d0", b"wrong")))
-    failed = importer.feed(import_events.ReadCompleted(1, (b"wrong",)))
+    again = importer.feed(import_state.ReadCompleted(0, (b"d0", b"wrong")))
+    failed = importer.feed(import_state.ReadCompleted(1, (b"wrong",)))
 
-    assert again == (import_events.StartRead(1, (41,), (11,)),)
-    assert [action.reason for action in failed if isinstance(action, import_events.GiveUp)] == [
+    assert again == (import_state.StartRead(1, (41,), (11,)),)
+    assert [action.reason for action in failed if isinstance(action, import_state.ReportFailure)] == [
         HandOffReason.DIGEST_MISMATCH
     ]
 
 
-def test_destinations_of_a_read_in_flight_are_quarantined_until_it_completes() -> None:
+def test_destinations_of_a_read_in_flight_are_quarantined_until_the_read_completes() -> None:
     importer = _reading()
 
-    assert importer.feed(import_events.Cancel()) == (
-        import_events.GiveUp(HandOffReason.CANCELLED),
-        import_events.Discard(frozenset({10, 11})),
+    assert importer.feed(import_state.Cancel()) == (
+        import_state.ReportFailure(HandOffReason.CANCELLED),
+        import_state.Discard(frozenset({10, 11})),
     )
-    assert importer.feed(import_events.ReadCompleted(0, (b"d0", b"d1"))) == (
-        import_events.Quiet(frozenset({10, 11})),
-        import_events.Send(Settle(EPOCH, Outcome.UNNEEDED, HandOffReason.CANCELLED)),
-        import_events.Close(),
+    assert importer.feed(import_state.ReadCompleted(0, (b"d0", b"d1"))) == (
+        import_state.ReleaseQuarantined(frozenset({10, 11})),
+        import_state.Send(Settle(EPOCH, Outcome.UNNEEDED, HandOffReason.CANCELLED)),
+        import_state.Close(),
     )
 
 
 def test_dead_read_that_does_not_end_has_its_channel_destroyed_at_quarantine_s() -> None:
     importer = _reading()
-    importer.feed(import_events.Cancel(), now_s=1.0)
+    importer.feed(import_state.Cancel(), now_s=1.0)
     assert importer.state.next_deadline_s == 11.0
-    assert importer.feed(import_events.Tick(), now_s=10.9) == ()
+    assert importer.feed(import_state.Tick(), now_s=10.9) == ()
 
-    assert importer.feed(import_events.Tick(), now_s=11.0) == (import_events.DestroyChannel(),)
-    assert import_events.Quiet(frozenset({10, 11})) in importer.feed(import_events.ChannelDestroyed())
-    assert importer.state.phase is ImportPhase.ENDED
+    assert importer.feed(import_state.Tick(), now_s=11.0) == (import_state.DestroyChannel(),)
+    assert import_state.ReleaseQuarantined(frozenset({10, 11})) in importer.feed(import_state.ChannelDestroyed())
+    assert importer.state.phase is ImporterPhase.ENDED
 
 
 def test_worker_reports_unhealthy_when_destroying_does_not_help() -> None:
     importer = _reading()
-    importer.feed(import_events.Cancel())
-    importer.feed(import_events.Tick(), now_s=10.0)
+    importer.feed(import_state.Cancel())
+    importer.feed(import_state.Tick(), now_s=10.0)
 
-    assert importer.feed(import_events.Tick(), now_s=20.0) == (import_events.ReportUnhealthy(),)
+    assert importer.feed(import_state.Tick(), now_s=20.0) == (import_state.ReportUnhealthy(),)
     assert importer.state.next_deadline_s is None
 
 
-def test_failed_read_proves_nothing() -> None:
+def test_failed_read_may_still_write_to_its_blocks() -> None:
     importer = _reading()
 
-    actions = importer.feed(import_events.ReadFailed(0, "connection reset"))
+    actions = importer.feed(import_state.ReadFailed(0, "connection reset"))
 
     assert actions == (
-        import_events.GiveUp(HandOffReason.READ_FAILED, "connection reset"),
-        import_events.Discard(frozenset({10, 11})),
-        import_events.DestroyChannel(),
+        import_state.ReportFailure(HandOffReason.READ_FAILED, "connection reset"),
+        import_state.Discard(frozenset({10, 11})),
+        import_state.DestroyChannel(),
     )
-    assert importer.state.phase is ImportPhase.DRAINING
+    assert importer.state.phase is ImporterPhase.DRAINING
 
 
 def _with_alternative() -> _Importer:
     importer = _Importer()
     importer.hear(replace(ACCEPTED, num_alternatives=1))
-    importer.feed(import_events.Reserved((10, 11, 12, 13)))
+    importer.feed(import_state.Reserved((10, 11, 12, 13)))
     importer.hear(Sealed(EPOCH, 0, BLOCKS))
     return importer
 
 
-def test_failed_read_goes_on_by_another_transport_once_the_first_is_proven_quiet() -> None:
+def test_failed_read_falls_back_once_the_first_transport_is_proven_quiet() -> None:
     importer = _with_alternative()
 
-    assert importer.feed(import_events.ReadFailed(0, "reset")) == (import_events.DestroyChannel(),)
+    assert importer.feed(import_state.ReadFailed(0, "reset")) == (import_state.DestroyChannel(),)
     assert importer.hear(FINISHED) == ()  # nothing is read before
-    assert importer.feed(import_events.ChannelDestroyed()) == (
-        import_events.FallBack(FallBackReason.READ_FAILED),
-        import_events.StartRead(1, (40, 41, 42), (10, 11, 12)),
+    assert importer.feed(import_state.ChannelDestroyed()) == (
+        import_state.FallBack(FallBackReason.READ_FAILED),
+        import_state.StartRead(1, (40, 41, 42), (10, 11, 12)),
     )
-    assert importer.feed(import_events.ReadFailed(1, "reset"))[0] == import_events.GiveUp(
+    assert importer.feed(import_state.ReadFailed(1, "reset"))[0] == import_state.ReportFailure(
         HandOffReason.READ_FAILED, "reset"
     )
 
 
-def test_channel_that_does_not_open_leaves_nothing_to_wait_for() -> None:
+def test_channel_that_does_not_open_leaves_no_block_to_quarantine() -> None:
     importer = _with_alternative()
 
-    assert importer.feed(import_events.OpenFailed(0)) == (
-        import_events.FallBack(FallBackReason.OPEN_FAILED),
-        import_events.StartRead(1, (40, 41), (10, 11)),
+    assert importer.feed(import_state.OpenFailed(0)) == (
+        import_state.FallBack(FallBackReason.OPEN_FAILED),
+        import_state.StartRead(1, (40, 41), (10, 11)),
     )
-    assert importer.feed(import_events.OpenFailed(1, "no route")) == (
-        import_events.GiveUp(HandOffReason.READ_FAILED, "no route"),
-        import_events.Discard(frozenset()),
-        import_events.Send(Settle(EPOCH, Outcome.FAILED, HandOffReason.READ_FAILED)),
-        import_events.Close(),
+    assert importer.feed(import_state.OpenFailed(1, "no route")) == (
+        import_state.ReportFailure(HandOffReason.READ_FAILED, "no route"),
+        import_state.Discard(frozenset()),
+        import_state.Send(Settle(EPOCH, Outcome.FAILED, HandOffReason.READ_FAILED)),
+        import_state.Close(),
     )
 
 
-def test_read_past_its_deadline_goes_on_by_another_transport() -> None:
+def test_read_past_its_deadline_falls_back_to_another_transport() -> None:
     importer = _with_alternative()
 
-    assert importer.feed(import_events.Tick(), now_s=30.0) == (import_events.DestroyChannel(),)
-    assert importer.feed(import_events.ReadCompleted(0, (b"d0", b"d1")), now_s=30.5) == ()  # too late
-    assert importer.feed(import_events.ChannelDestroyed(), now_s=31.0)[0] == import_events.FallBack(
+    assert importer.feed(import_state.Tick(), now_s=30.0) == (import_state.DestroyChannel(),)
+    assert importer.feed(import_state.ReadCompleted(0, (b"d0", b"d1")), now_s=30.5) == ()  # too late
+    assert importer.feed(import_state.ChannelDestroyed(), now_s=31.0)[0] == import_state.FallBack(
         FallBackReason.READ_TIMEOUT
     )
 
 
-def test_cancel_while_a_broken_channel_is_destroyed_quarantines_what_it_may_write() -> None:
+def test_cancel_while_a_broken_channel_is_destroyed_quarantines_its_destinations() -> None:
     importer = _with_alternative()
-    importer.feed(import_events.ReadFailed(0))
+    importer.feed(import_state.ReadFailed(0))
 
-    assert import_events.Discard(frozenset({10, 11})) in importer.feed(import_events.Cancel())
-    assert import_events.Quiet(frozenset({10, 11})) in importer.feed(import_events.ChannelDestroyed())
-    assert importer.state.phase is ImportPhase.ENDED
+    assert import_state.Discard(frozenset({10, 11})) in importer.feed(import_state.Cancel())
+    assert import_state.ReleaseQuarantined(frozenset({10, 11})) in importer.feed(import_state.ChannelDestroyed())
+    assert importer.state.phase is ImporterPhase.ENDED
 
 
 @pytest.mark.parametrize(
@@ -337,13 +335,13 @@ def test_cancel_while_a_broken_channel_is_destroyed_quarantines_what_it_may_writ
     ],
     ids=["tokens", "choices", "no tail", "tail length", "prompt"],
 )
-def test_kv_of_something_else_is_refused(finished: Finished, reason: HandOffReason) -> None:
+def test_kv_of_another_prompt_is_refused(finished: Finished, reason: HandOffReason) -> None:
     importer = _pulling()
 
     actions = importer.hear(finished)
 
-    assert [action.reason for action in actions if isinstance(action, import_events.GiveUp)] == [reason]
-    assert actions[-2:] == (import_events.Send(Settle(EPOCH, Outcome.FAILED, reason)), import_events.Close())
+    assert [action.reason for action in actions if isinstance(action, import_state.ReportFailure)] == [reason]
+    assert actions[-2:] == (import_state.Send(Settle(EPOCH, Outcome.FAILED, reason)), import_state.Close())
 
 
 @pytest.mark.parametrize(
@@ -352,21 +350,21 @@ def test_kv_of_something_else_is_refused(finished: Finished, reason: HandOffReas
         (Settled(EPOCH, True), HandOffReason.PROTOCOL),
         (Sealed(EPOCH, 0, (RemoteBlock(40, b"other"),)), HandOffReason.PROTOCOL),
         (Sealed(EPOCH, 1, BLOCKS), HandOffReason.COUNT_MISMATCH),
-        (Failed(EPOCH, HandOffReason.PREFILL_FAILED, "out of memory"), HandOffReason.PREFILL_FAILED),
+        (ExportFailed(EPOCH, HandOffReason.PREFILL_FAILED, "out of memory"), HandOffReason.PREFILL_FAILED),
     ],
     ids=["settled unasked", "block changed", "too many blocks", "failed"],
 )
 def test_peer_that_breaks_the_order_or_fails_ends_the_handoff(message: ExporterMessage, reason: HandOffReason) -> None:
     actions = _reading().hear(message)
 
-    assert [action.reason for action in actions if isinstance(action, import_events.GiveUp)] == [reason]
+    assert [action.reason for action in actions if isinstance(action, import_state.ReportFailure)] == [reason]
 
 
 def test_messages_of_another_epoch_are_dropped() -> None:
     importer = _settling()
 
-    assert importer.hear(Settled(STALE, True), Failed(STALE, HandOffReason.CANCELLED)) == ()
-    assert importer.state.phase is ImportPhase.SETTLING
+    assert importer.hear(Settled(STALE, True), ExportFailed(STALE, HandOffReason.CANCELLED)) == ()
+    assert importer.state.phase is ImporterPhase.SETTLING
 
 
 def test_duplicates_and_any_order_are_harmless() -> None:
@@ -374,24 +372,24 @@ def test_duplicates_and_any_order_are_harmless() -> None:
     late, early = Sealed(EPOCH, 1, BLOCKS[1:]), Sealed(EPOCH, 0, BLOCKS[:1])
     importer.hear(FINISHED, late, late, ACCEPTED, FINISHED, ACCEPTED, early, early)
 
-    actions = importer.feed(import_events.Reserved((10, 11, 12, 13)))
+    actions = importer.feed(import_state.Reserved((10, 11, 12, 13)))
 
-    assert actions == (import_events.StartRead(0, (40, 41, 42), (10, 11, 12)),)
+    assert actions == (import_state.StartRead(0, (40, 41, 42), (10, 11, 12)),)
 
 
 def test_reservation_that_crosses_with_a_cancel_is_left_to_the_discard() -> None:
     importer = _Importer()
     importer.hear(ACCEPTED)
 
-    assert import_events.Discard(frozenset()) in importer.feed(import_events.Cancel())
-    assert importer.feed(import_events.Reserved((10, 11, 12, 13))) == ()
+    assert import_state.Discard(frozenset()) in importer.feed(import_state.Cancel())
+    assert importer.feed(import_state.Reserved((10, 11, 12, 13))) == ()
 
 
-def test_importer_renews_while_it_waits_and_reads() -> None:
+def test_importer_renews_its_lease_while_waiting_and_reading() -> None:
     importer = _pulling()
     assert importer.state.next_deadline_s == 2.0
 
-    assert importer.feed(import_events.Tick(), now_s=2.0) == (import_events.Send(Renew(EPOCH)),)
+    assert importer.feed(import_state.Tick(), now_s=2.0) == (import_state.Send(Renew(EPOCH)),)
     assert importer.state.next_deadline_s == 4.0
 
 
@@ -402,33 +400,33 @@ def test_every_wait_of_the_importer_has_a_deadline_and_ends(make: Callable[[], _
         deadline_s = importer.state.next_deadline_s
         if deadline_s is None:
             break
-        importer.feed(import_events.Tick(), now_s=deadline_s)
-        if import_events.DestroyChannel() in importer.actions and not importer.state.is_over:
-            importer.feed(import_events.ChannelDestroyed(), now_s=deadline_s)
+        importer.feed(import_state.Tick(), now_s=deadline_s)
+        if import_state.DestroyChannel() in importer.actions and not importer.state.is_over:
+            importer.feed(import_state.ChannelDestroyed(), now_s=deadline_s)
 
-    assert importer.state.phase is ImportPhase.ENDED
+    assert importer.state.phase is ImporterPhase.ENDED
 
 
 def test_lost_exporter_is_not_settled_with() -> None:
-    actions = _pulling().feed(import_events.CallEnded())
+    actions = _pulling().feed(import_state.CallEnded())
 
     assert actions == (
-        import_events.GiveUp(HandOffReason.EXPORTER_LOST),
-        import_events.Discard(frozenset()),
-        import_events.Close(),
+        import_state.ReportFailure(HandOffReason.EXPORTER_LOST),
+        import_state.Discard(frozenset()),
+        import_state.Close(),
     )
 
 
 def test_illegal_event_raises_with_the_history() -> None:
     with pytest.raises(IllegalMove, match=r"read 5 completed.*Accepted:attaching > Reserved:reserving"):
-        _pulling().feed(import_events.ReadCompleted(5, (b"",)))
+        _pulling().feed(import_state.ReadCompleted(5, (b"",)))
 
 
 class _Exporter:
-    """An export machine with what it has asked for."""
+    """An export machine with the effects that it has requested."""
 
     def __init__(self) -> None:
-        self.state: Export = exporting.export(EXPORTER, b"ticket", 1, LeasePolicy(6.0, 60.0, 30.0))
+        self.state: ExporterState = exporting.export(EXPORTER, b"ticket", 1, LeasePolicy(6.0, 60.0, 30.0))
 
     def hear(self, message: ImporterMessage, *, call: int = 1, now_s: float = 0.0) -> tuple[exporting.Action, ...]:
         return self.feed(exporting.FromImporter(call, message), now_s=now_s)
@@ -450,7 +448,7 @@ def _attached() -> _Exporter:
     return exporter
 
 
-def test_blocks_are_offered_as_they_are_sealed() -> None:
+def test_blocks_are_announced_as_soon_as_sealed() -> None:
     exporter = _Exporter()
 
     assert exporter.hear(Attach(EPOCH)) == (exporting.Send(1, ACCEPTED),)
@@ -458,7 +456,7 @@ def test_blocks_are_offered_as_they_are_sealed() -> None:
     assert exporter.feed(FINISH) == (exporting.Send(1, FINISHED),)
 
 
-def test_late_importer_hears_everything_at_once() -> None:
+def test_late_importer_receives_all_messages_at_once() -> None:
     exporter = _Exporter()
     exporter.feed(SEAL)
     exporter.feed(FINISH)
@@ -484,25 +482,25 @@ def test_settling_releases_the_blocks_exactly_once() -> None:
     assert again == (exporting.Send(1, Settled(EPOCH, True)),)
 
 
-def test_lapsed_lease_releases_the_blocks_and_tells_the_importer() -> None:
+def test_expired_lease_releases_the_blocks_and_notifies_the_importer() -> None:
     exporter = _attached()
     exporter.feed(FINISH)
 
     assert exporter.feed(exporting.Tick(), now_s=6.0) == (
-        exporting.Send(1, Failed(EPOCH, HandOffReason.LEASE_LAPSED)),
+        exporting.Send(1, ExportFailed(EPOCH, HandOffReason.LEASE_LAPSED)),
         exporting.AttemptEnded(1, LeasePhase.LAPSED, was_valid=False),
         exporting.Release(),
     )
     assert exporter.hear(Settle(EPOCH, Outcome.OK), now_s=6.0) == (exporting.Send(1, Settled(EPOCH, False)),)
 
 
-def test_ok_before_the_prefill_is_done_is_not_believed() -> None:
+def test_settling_ok_before_the_prefill_is_done_is_invalid() -> None:
     sent = _attached().hear(Settle(EPOCH, Outcome.OK))
 
     assert exporting.Send(1, Settled(EPOCH, False)) in sent
 
 
-def test_replayed_ticket_is_refused_and_harms_nobody() -> None:
+def test_replayed_ticket_is_refused_and_the_first_importer_continues() -> None:
     exporter = _attached()
     before = exporter.state
 
@@ -529,10 +527,12 @@ def test_messages_of_another_incarnation_are_dropped() -> None:
     assert exporter.state.leases.is_live
 
 
-def test_failed_prefill_keeps_what_is_being_read_until_the_importer_settles() -> None:
+def test_failed_prefill_keeps_its_blocks_until_the_importer_settles() -> None:
     exporter = _attached()
 
-    assert exporter.feed(FAIL) == (exporting.Send(1, Failed(EPOCH, HandOffReason.PREFILL_FAILED, "out of memory")),)
+    assert exporter.feed(FAIL) == (
+        exporting.Send(1, ExportFailed(EPOCH, HandOffReason.PREFILL_FAILED, "out of memory")),
+    )
     assert exporting.Release() in exporter.hear(Settle(EPOCH, Outcome.FAILED))
 
 
@@ -543,7 +543,7 @@ def test_prefill_that_fails_before_its_first_block_releases_at_once() -> None:
     assert exporter.feed(FAIL)[-1] == exporting.Release()
 
 
-def test_lost_importers_blocks_stay_for_another_as_long_as_a_lease() -> None:
+def test_blocks_of_a_lost_importer_stay_for_another_importer_for_one_lease() -> None:
     exporter = _attached()
 
     assert exporter.feed(exporting.CallEnded(2)) == ()
@@ -552,7 +552,7 @@ def test_lost_importers_blocks_stay_for_another_as_long_as_a_lease() -> None:
     assert exporter.feed(exporting.Tick(), now_s=7.0)[-1] == exporting.Release()
 
 
-def test_another_importer_gets_everything_that_a_lost_one_had_been_told() -> None:
+def test_next_importer_receives_all_messages_that_a_lost_importer_had_received() -> None:
     exporter, second = _attached(), replace(EPOCH, attempt=2)
     exporter.feed(FINISH)
     exporter.feed(exporting.CallEnded(1))
@@ -567,14 +567,14 @@ def test_another_importer_gets_everything_that_a_lost_one_had_been_told() -> Non
 
 
 @pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.UNNEEDED])
-def test_importer_that_needs_nothing_more_releases_the_blocks_at_once(outcome: Outcome) -> None:
+def test_settling_without_success_releases_the_blocks_at_once(outcome: Outcome) -> None:
     exporter = _attached()
     exporter.feed(FINISH)
 
     assert exporter.hear(Settle(EPOCH, outcome))[-1] == exporting.Release()
 
 
-def test_ticket_that_was_given_up_does_not_wait_for_another_importer() -> None:
+def test_withdrawn_ticket_does_not_wait_for_another_importer() -> None:
     exporter = _attached()
     exporter.feed(FINISH)
     exporter.feed(exporting.Fail(HandOffReason.CANCELLED))
@@ -582,7 +582,7 @@ def test_ticket_that_was_given_up_does_not_wait_for_another_importer() -> None:
     assert exporting.Release() in exporter.feed(exporting.CallEnded(1))
 
 
-def test_giving_up_a_vacant_ticket_releases_its_blocks() -> None:
+def test_withdrawing_a_ticket_without_an_importer_releases_its_blocks() -> None:
     exporter = _attached()
     exporter.feed(FINISH)
     exporter.hear(Settle(EPOCH, Outcome.FAILED))
@@ -619,6 +619,6 @@ def test_prefill_that_goes_on_after_its_release_is_ignored() -> None:
     assert exporter.feed(FINISH) == ()
 
 
-def test_blocks_out_of_the_tickets_order_are_our_own_fault() -> None:
+def test_sealing_blocks_out_of_the_tickets_order_is_an_internal_error() -> None:
     with pytest.raises(IllegalMove, match="SealBlocks"):
         _Exporter().feed(exporting.SealBlocks(1, BLOCKS[1:]))

@@ -1,15 +1,14 @@
-"""The exploration's own pool of blocks gives and takes as the decode worker's does."""
+"""The exploration's own pool of blocks reserves and frees as the decode worker's does."""
 
 import random
 from dataclasses import replace
 
 import pytest
 
-from decode_worker.scheduling.claims import claim_of
 from decode_worker.scheduling.commands import Reserve
-from decode_worker.scheduling.reservations import Reservations
+from decode_worker.scheduling.reservations import Reservations, block_request_of
 from engine.kv.block_pool import BlockPool
-from kvtransfer.protocol import import_events
+from kvtransfer.protocol import import_state
 from tests.unit.handoff_model.machines import Do, Post
 from tests.unit.handoff_model.model import Model
 from tests.unit.handoff_model.scenario import DECODED, FREE, Scenario, World
@@ -22,11 +21,11 @@ _CACHED = replace(_SCENARIO, decode_pool=2, cached=True)
 
 
 class _Twin:
-    """The production pool and reservations, told what the model's machines want done."""
+    """The production pool and reservations, driven by the actions of the model's machines."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
-        self.num_shared = 2 if scenario.cached else 0  # each prompt's first block, which somebody else keeps
+        self.num_shared = 2 if scenario.cached else 0  # each prompt's first block, which another user keeps
         self.pool = BlockPool(scenario.decode_pool + self.num_shared)
         shared = self.pool.reserve(self.num_shared) or ()
         for ticket, block_id in enumerate(shared):
@@ -38,16 +37,16 @@ class _Twin:
 
     def apply(self, handoff: int, action: Do) -> None:
         match action:
-            case import_events.Reserve(num_blocks):
-                self._reservations.claim(
-                    claim_of(Reserve(handoff, num_blocks, (bytes([handoff]),)), handoff, 0.0, 1, None)
+            case import_state.Reserve(num_blocks):
+                self._reservations.add(
+                    block_request_of(Reserve(handoff, num_blocks, (bytes([handoff]),)), handoff, 0.0, 1, None)
                 )
-            case import_events.Discard(quarantined):
+            case import_state.Discard(quarantined):
                 self._reservations.discard(handoff, frozenset(self._translated(handoff, quarantined)))
-            case import_events.Quiet(block_ids):
+            case import_state.ReleaseQuarantined(block_ids):
                 self.pool.end_quarantine(self._translated(handoff, block_ids))
-            case import_events.Admit():
-                grant = self._reservations.take(handoff)
+            case import_state.Deliver():
+                grant = self._reservations.pop_grant(handoff)
                 assert grant is not None
                 self._decoding[handoff] = grant.block_ids
             case _:
@@ -58,7 +57,7 @@ class _Twin:
 
     def grant(self, world: Draft) -> None:
         for grant in self._reservations.grant(lambda claim: self._scenario.watermark):
-            handoff = grant.claim.handoff_id
+            handoff = grant.request.handoff_id
             self._ours[handoff] = grant.block_ids
             self._model_ids[handoff] = world.granted[handoff]
             assert len(grant.block_ids) == len(world.granted[handoff]), "the model has not granted it"
@@ -71,7 +70,7 @@ class _Twin:
 
 @pytest.mark.parametrize("scenario", [_SCENARIO, _CACHED], ids=["nothing cached", "first blocks cached"])
 @pytest.mark.parametrize("seed", range(40))
-def test_model_gives_and_takes_blocks_as_the_decode_worker_does(
+def test_the_model_reserves_and_frees_blocks_as_the_decode_worker_does(
     seed: int, scenario: Scenario, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted: list[tuple[int, Do]] = []

@@ -18,8 +18,8 @@ KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
-def test_hashes_stay_what_they_are() -> None:
-    """Members of different versions compare them: a change is a new protocol version."""
+def test_hashes_never_change() -> None:
+    """Members of different versions compare hashes: a change of the hash is a new protocol version."""
     assert hash_prompt(KEY, [1, 2, 3]).hex() == "bd3aba358d7ba575fbf84c5384ccee65"
     assert [block.hex() for block in hash_blocks(KEY, [1, 2, 3, 4, 5], 2)] == [
         "a3008a37d448f5dbc5599c440b9718f9",
@@ -28,7 +28,7 @@ def test_hashes_stay_what_they_are() -> None:
 
 
 @given(IDS, IDS)
-def test_equal_prompts_and_only_they_hash_equal(first: list[int], second: list[int]) -> None:
+def test_prompts_hash_equal_exactly_if_they_are_equal(first: list[int], second: list[int]) -> None:
     assert (hash_prompt(KEY, first) == hash_prompt(KEY, second)) == (first == second)
     assert len(hash_prompt(KEY, first)) == HASH_BYTES
 
@@ -39,14 +39,14 @@ def test_only_full_blocks_have_a_hash(ids: list[int], block_size: int) -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=8, max_size=24), st.data())
-def test_a_block_hash_covers_everything_up_to_it(ids: list[int], data: st.DataObject) -> None:
+def test_a_block_hash_covers_all_tokens_up_to_its_end(ids: list[int], data: st.DataObject) -> None:
     changed_at = data.draw(st.integers(0, len(ids) - 1))
     changed = [*ids[:changed_at], ids[changed_at] + 1, *ids[changed_at + 1 :]]
     before, after = list(hash_blocks(KEY, ids, 4)), list(hash_blocks(KEY, changed, 4))
     assert [a == b for a, b in zip(before, after, strict=True)] == [i < changed_at // 4 for i in range(len(before))]
 
 
-def test_another_key_another_tenant_or_another_use_gives_another_hash() -> None:
+def test_a_hash_differs_by_key_tenant_and_use() -> None:
     ids = [1, 2, 3, 4]
     roots = [
         hash_root(KEY),
@@ -63,7 +63,7 @@ def test_another_key_another_tenant_or_another_use_gives_another_hash() -> None:
 
 
 @given(st.lists(st.integers(0, 9), max_size=30), st.lists(st.integers(0, 9), max_size=10), st.integers(1, 4))
-def test_a_growing_chain_names_blocks_as_if_it_had_seen_them_at_once(
+def test_a_chain_grown_in_steps_has_the_hashes_of_a_whole_chain(
     ids: list[int], more: list[int], block_size: int
 ) -> None:
     new_chain = keyed_chains(KEY, block_size)
@@ -79,7 +79,7 @@ def test_a_growing_chain_names_blocks_as_if_it_had_seen_them_at_once(
     assert apart.parent_of(0) == hash_root(KEY, salt="tenant")
 
 
-def test_where_nothing_is_shared_no_block_has_a_name() -> None:
+def test_without_prefix_sharing_blocks_have_no_hash() -> None:
     chain = nameless_chains()("tenant", "native")
     chain.extend(range(100))
     assert chain.hashes == chain.copy().hashes == []
@@ -90,7 +90,7 @@ def test_a_chain_can_be_continued_block_by_block() -> None:
     assert hash_block(KEY, first, [3, 4]) == second
 
 
-def test_an_id_that_is_no_token_is_an_error() -> None:
+def test_an_invalid_token_id_is_an_error() -> None:
     with pytest.raises(ValueError, match="32 bits"):
         hash_prompt(KEY, [-1])
     with pytest.raises(ValueError, match="block_size"):

@@ -1,4 +1,4 @@
-"""What a process says of its health while its event loop is busy, dead, draining or stuck: seen through real gRPC."""
+"""A process's health responses while its event loop is busy, dead, draining or stuck: seen through real gRPC."""
 
 import asyncio
 import threading
@@ -9,8 +9,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.observe.health import LIVENESS, READINESS, HealthPort, HealthStatus, LoopWatch
-from cluster.observe.stacks import stack_of
-from cluster.observe.watchdog import StuckLimits
+from cluster.observe.logs import stack_of
+from cluster.observe.stand_still import StuckLimits
 
 _DEADLINE_S = 30.0
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -19,10 +19,10 @@ _PATIENT = StuckLimits(timeout_s=60.0, exit_s=60.0)
 
 
 class Looped:
-    """A health port whose event loop runs on a thread of its own, and stands still when it is told to."""
+    """A health port whose event loop runs on a thread of its own, and stops when a test calls `stand_still`."""
 
     def __init__(self, limits: StuckLimits) -> None:
-        self.status = HealthStatus(["tandem.v1.Worker"])
+        self.status = HealthStatus(["tandem.internal.v1.Worker"])
         self.port = HealthPort(self.status, host="127.0.0.1", port=0, limits=limits)
         self.go_on, self.stands = threading.Event(), threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -71,39 +71,39 @@ def looped() -> Iterator[Looped]:
     looped.close()
 
 
-def test_who_is_busy_answers_at_once_and_truly(looped: Looped) -> None:
+def test_a_busy_process_answers_health_checks_at_once(looped: Looped) -> None:
     looped.status.is_ready = True
     looped.stand_still()
 
-    assert {name: looped.says(name) for name in ("", READINESS, LIVENESS, "tandem.v1.Worker")} == {
+    assert {name: looped.says(name) for name in ("", READINESS, LIVENESS, "tandem.internal.v1.Worker")} == {
         "": True,
         READINESS: True,
         LIVENESS: True,
-        "tandem.v1.Worker": True,
+        "tandem.internal.v1.Worker": True,
     }
 
 
-def test_who_starts_or_drains_is_alive_and_not_ready(looped: Looped) -> None:
+def test_a_starting_or_draining_process_is_alive_and_not_ready(looped: Looped) -> None:
     assert (looped.says(LIVENESS), looped.says(READINESS), looped.says("")) == (True, False, False)
 
 
-def test_who_has_a_problem_is_neither(looped: Looped) -> None:
+def test_a_process_with_a_problem_is_neither_alive_nor_ready(looped: Looped) -> None:
     looped.status.is_ready, looped.status.problem = True, "step 7 has run for more than 60 s"
     assert (looped.says(LIVENESS), looped.says(READINESS), looped.says("")) == (False, False, False)
     looped.status.problem = ""
     assert (looped.says(LIVENESS), looped.says(READINESS)) == (True, True)
 
 
-def test_a_service_that_is_not_there_is_not_found(looped: Looped) -> None:
+def test_an_unknown_service_is_not_found(looped: Looped) -> None:
     with pytest.raises(grpc.RpcError) as failure:
         looped.says("tandem.v1.Nobody")
     assert failure.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_a_loop_that_stands_still_is_told_from_a_busy_one_and_ends_the_process(
+def test_an_event_loop_that_stands_still_is_logged_and_ends_the_process(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The watch alone: what it does at the end, this process must survive."""
+    """The test runs the watch alone, because the end of the watch would end the test's process."""
     stands, go_on, ended, watches = threading.Event(), threading.Event(), threading.Event(), []
 
     async def main() -> None:
@@ -125,10 +125,10 @@ def test_a_loop_that_stands_still_is_told_from_a_busy_one_and_ends_the_process(
     assert "go_on.wait(_DEADLINE_S)" in caplog.text, "where it stands is in the log"
 
 
-def test_where_a_thread_stands_is_told_and_nothing_of_one_that_has_ended() -> None:
+def test_stack_of_returns_the_stack_of_a_live_thread_and_no_text_for_an_ended_one() -> None:
     ended = threading.Thread(target=lambda: None)
     ended.start()
     ended.join(_DEADLINE_S)
-    assert "test_where_a_thread_stands" in stack_of(threading.get_ident())
+    assert "test_stack_of_returns" in stack_of(threading.get_ident())
     assert stack_of(ended.ident) == ""
     assert stack_of(None) == ""

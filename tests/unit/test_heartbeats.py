@@ -1,10 +1,10 @@
 """Heartbeats that routers follow by a call of their own."""
 
-from cluster.observe.heartbeats import HeartbeatFeed
-from tandem.v1 import worker_pb2
+from tandem.internal.v1 import worker_pb2
+from worker.heartbeats import HeartbeatFeed
 
 
-async def test_a_router_that_reads_slowly_hears_the_latest_heartbeat_only() -> None:
+async def test_a_router_that_reads_slowly_gets_only_the_latest_heartbeat() -> None:
     feed = HeartbeatFeed()
     feed.beat(worker_pb2.Heartbeat(step=1))
     calls = [feed.follow(), feed.follow()]
@@ -15,7 +15,7 @@ async def test_a_router_that_reads_slowly_hears_the_latest_heartbeat_only() -> N
     assert [(await anext(call)).step for call in calls] == [3, 3]
 
 
-async def test_a_worker_that_leaves_ends_the_call() -> None:
+async def test_a_draining_worker_ends_the_heartbeat_call() -> None:
     feed = HeartbeatFeed()
     feed.beat(worker_pb2.Heartbeat(step=1))
     call = feed.follow()

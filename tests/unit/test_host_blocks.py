@@ -1,8 +1,7 @@
-"""Swap space on a real pool: bytes come back as they were, and a swapped sequence goes on with its own tokens."""
+"""Swap space on a real pool: bytes come back unchanged, and a swapped sequence continues with its own tokens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,27 +13,19 @@ from cluster.settings.engine_settings import EngineSettings
 from decode_worker.scheduling.commands import AdmitLocal, StepTokens
 from decode_worker.scheduling.limits import DecodeLimits
 from decode_worker.scheduling.scheduler import DecodeScheduler
-from engine.build import Engine, build_engine
+from engine.build import Engine
 from engine.kv.host_blocks import HostBlocks, SwappingRunner, open_host_blocks, with_swaps
 from engine.scheduling.step import BlockSwap, Launched, Launcher, Runner, StepPlan, StepResult
-from tests.golden.families import FAMILIES
-
-BLOCK_SIZE = 8
+from tests.unit.tiny_engine import BLOCK_SIZE, tiny_engine
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    folder: Path = tmp_path_factory.mktemp("llama")
-    FAMILIES["llama"].save(folder)
-    settings = EngineSettings(
-        model=str(folder), dtype="float32", device="cpu", block_size=BLOCK_SIZE, num_blocks=24, max_model_len=64
-    )
-    engine = build_engine(settings)
-    yield engine
-    engine.pool.close()
+    with tiny_engine(tmp_path_factory.mktemp("llama")) as engine:
+        yield engine
 
 
-def test_blocks_come_back_byte_for_byte_wherever_they_lay(engine: Engine) -> None:
+def test_swapped_blocks_come_back_byte_for_byte_at_any_place(engine: Engine) -> None:
     runner = SwappingRunner(engine.runner, HostBlocks(engine.pool, 4))
     engine.pool.raw.random_(0, 256)
     before = engine.pool.raw.clone()
@@ -52,7 +43,7 @@ def test_blocks_come_back_byte_for_byte_wherever_they_lay(engine: Engine) -> Non
 
 
 def _outputs(engine: Engine, num_blocks: int, num_slots: int) -> tuple[dict[int, list[int]], dict[str, float]]:
-    """Of three greedy sequences whose KV needs 15 blocks in the end."""
+    """The outputs and figures of three greedy sequences whose KV needs 15 blocks in the end."""
     limits = DecodeLimits(
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
@@ -83,7 +74,7 @@ def _outputs(engine: Engine, num_blocks: int, num_slots: int) -> tuple[dict[int,
 
 
 @pytest.mark.parametrize(("num_slots", "way"), [(12, "swapped_in"), (0, "recomputed")])
-def test_a_preempted_sequence_draws_the_tokens_of_one_that_was_not(engine: Engine, num_slots: int, way: str) -> None:
+def test_a_preempted_sequence_draws_the_tokens_of_an_undisturbed_one(engine: Engine, num_slots: int, way: str) -> None:
     undisturbed, _ = _outputs(engine, num_blocks=24, num_slots=0)
     preempted, figures = _outputs(engine, num_blocks=7, num_slots=num_slots)
 
@@ -92,7 +83,7 @@ def test_a_preempted_sequence_draws_the_tokens_of_one_that_was_not(engine: Engin
     assert all(len(output) == 26 for output in preempted.values())
 
 
-def test_a_launched_step_swaps_before_it_computes_and_tells_how_long(engine: Engine) -> None:
+def test_a_launched_step_swaps_before_computing_and_reports_the_time(engine: Engine) -> None:
     launcher = with_swaps(_Launcher(engine.runner), HostBlocks(engine.pool, 4))
     assert isinstance(launcher, Launcher)
     assert not isinstance(with_swaps(engine.runner, HostBlocks(engine.pool, 4)), Launcher)
@@ -125,7 +116,7 @@ class _Launcher:
         return _Later(self.runner, plan)
 
 
-def test_swapping_that_the_host_has_no_memory_for_is_off_and_says_so(engine: Engine) -> None:
+def test_without_host_memory_swapping_is_off_with_the_reason(engine: Engine) -> None:
     assert open_host_blocks(engine.pool, 0) == (None, "swap: off (--swap-space 0)")
     none, line = open_host_blocks(engine.pool, 1 << 60)
     assert none is None and "the host gave no" in line
@@ -134,8 +125,8 @@ def test_swapping_that_the_host_has_no_memory_for_is_off_and_says_so(engine: Eng
     assert few.copy_s_per_block() > 0
 
 
-def test_swap_space_is_a_size_or_nothing() -> None:
+def test_swap_space_must_be_a_size() -> None:
     assert EngineSettings(swap_space="0").swap_bytes == 0
     assert EngineSettings(swap_space="2MiB").swap_bytes == 1 << 21
-    with pytest.raises(ConfigError, match="size"):
+    with pytest.raises(ConfigError, match="--swap-space must be"):
         EngineSettings(swap_space="-1")

@@ -1,6 +1,7 @@
-"""HTTP clients that do not read, do not ask, or come in numbers: each costs a bounded time and place.
+"""HTTP clients that do not read, do not send their request, or open too many connections: each uses a bounded time and
+place.
 
-The router's own HTTP server and edge; what is behind them streams without end.
+The tests run the router's own HTTP server and edge over an application that streams without end.
 """
 
 import asyncio
@@ -14,9 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import Overloaded
 from cluster.observe.telemetry import Telemetry
-from router.http.accept import HttpLimits
 from router.http.edge import Edge, while_connected
-from router.http.server import HttpServer
+from router.http.server import HttpLimits, HttpServer
 
 _MAX_BYTES = 10_000
 _HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -79,7 +79,7 @@ async def _served(
             await serving
 
 
-async def test_a_client_that_takes_nothing_is_given_up_and_its_connection_is_gone() -> None:
+async def test_a_client_that_does_not_read_times_out_and_its_connection_is_closed() -> None:
     async with _served(client_stall_s=0.3) as (endless, telemetry, connect):
         with closing(connect()) as client:
             client.sendall(_GET)
@@ -91,7 +91,7 @@ async def test_a_client_that_takes_nothing_is_given_up_and_its_connection_is_gon
 
 
 def _read_to_its_end(client: socket.socket) -> None:
-    """What the kernels still hold, and then that nobody is there."""
+    """Read what the kernel still holds, then the end of the connection."""
     try:
         while client.recv(1 << 16):
             pass
@@ -99,7 +99,7 @@ def _read_to_its_end(client: socket.socket) -> None:
         pass
 
 
-async def test_a_request_that_never_comes_to_its_end_costs_its_connection() -> None:
+async def test_an_incomplete_request_times_out_and_its_connection_is_closed() -> None:
     async with _served(limits=HttpLimits(head_s=0.3, request_s=0.3)) as (endless, _, connect):
         with closing(connect()) as silent, closing(connect()) as slow:
             slow.sendall(_HEAD + b"content-length: 500\r\n\r\nabc")
@@ -110,7 +110,7 @@ async def test_a_request_that_never_comes_to_its_end_costs_its_connection() -> N
         assert endless.num_inside == 0
 
 
-async def test_connections_past_the_bound_are_closed_and_counted_and_the_others_go_on() -> None:
+async def test_connections_above_the_bound_are_closed_and_counted_and_the_others_continue() -> None:
     async with _served(max_connections=2) as (_, telemetry, connect):
         with closing(connect()) as first, closing(connect()) as second:
             for client in (first, second):
@@ -122,7 +122,7 @@ async def test_connections_past_the_bound_are_closed_and_counted_and_the_others_
             assert await asyncio.to_thread(first.recv, 10)
 
 
-async def test_bodies_that_are_coming_in_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_bodies_in_progress_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.http.edge._MAX_BODIES", 1)
     async with _served() as (_, _, connect):
         with closing(connect()) as first, closing(connect()) as second:
@@ -137,7 +137,7 @@ async def test_bodies_that_are_coming_in_are_bounded_together(monkeypatch: pytes
             assert b"200 OK" in await asyncio.to_thread(other.recv, 100)
 
 
-async def test_a_body_of_brackets_is_refused_before_it_is_parsed() -> None:
+async def test_a_body_with_too_many_brackets_is_refused_before_parsing() -> None:
     async with _served() as (_, _, connect):
         with closing(connect()) as client:
             client.sendall(_HEAD + b"content-length: 9000\r\n\r\n" + b"[" * 9000)

@@ -1,10 +1,11 @@
-"""An inspection finds blocks that no living owner holds, and takes no release on its way for a leak."""
+"""An inspection finds blocks without a living owner, and does not report a release in flight as a leak."""
 
 import asyncio
 from collections.abc import Iterable
 
-from cluster.messages import Inspect, Inspected
-from cluster.worker_service import Inspections
+from engine.scheduling.commands import Inspect, Inspected
+from engine.steps.questions import Questions
+from worker.service import Inspections
 
 
 class _Worker:
@@ -15,13 +16,14 @@ class _Worker:
         self.releases: list[str] = []  # posted, and applied before the next inspection
         self.violation = ""
         self.num_asked = 0
-        self.inspections = Inspections(self._post, lambda: self.alive)
+        self._questions = Questions(self._post)
+        self.inspections = Inspections(self._questions, lambda: self.alive)
 
     def _post(self, command: Inspect) -> None:
         self.num_asked += 1
         self.holders -= set(self.releases)
         event = Inspected(command.inspection_id, {"held": 1}, {}, self.violation, frozenset(self.holders))
-        asyncio.get_running_loop().call_soon(self.inspections.on_inspected, event)
+        asyncio.get_running_loop().call_soon(self._questions.settle, (event,))
 
     async def end(self, name: str) -> None:
         """An owner releases, and is gone, while an inspection is on its way."""
@@ -29,19 +31,19 @@ class _Worker:
         self.alive.discard(name)
 
 
-async def test_blocks_whose_owner_is_gone_are_a_violation() -> None:
+async def test_blocks_without_a_living_owner_are_a_violation() -> None:
     worker = _Worker("hand-off 1", "hand-off 2", "ticket ab", alive=["hand-off 1"])
     examined = await worker.inspections.examine()
     assert examined.violation == "no living owner holds the blocks of hand-off 2, ticket ab"
 
 
-async def test_holders_that_all_live_cost_one_question() -> None:
+async def test_an_inspection_with_only_live_owners_needs_one_question() -> None:
     worker = _Worker("hand-off 1", alive=["hand-off 1", "hand-off 2"])
     assert (await worker.inspections.examine()).violation == ""
     assert worker.num_asked == 1
 
 
-async def test_a_release_on_its_way_is_no_leak() -> None:
+async def test_a_release_in_flight_is_no_leak() -> None:
     worker = _Worker("hand-off 1", alive=["hand-off 1"])
     examining = asyncio.create_task(worker.inspections.examine())
     await asyncio.sleep(0)  # the question is out
@@ -50,7 +52,7 @@ async def test_a_release_on_its_way_is_no_leak() -> None:
     assert worker.num_asked == 2
 
 
-async def test_what_check_found_goes_first() -> None:
+async def test_a_violation_found_by_check_is_reported_first() -> None:
     worker = _Worker("hand-off 1")
     worker.violation = "states sum to 3"
     assert (await worker.inspections.examine()).violation == "states sum to 3"

@@ -1,4 +1,4 @@
-"""What the interpreter is mended for, and what a watched launch refuses: kernels that are wrong on purpose."""
+"""The corrections of the interpreter, and the launches that the watch refuses: kernels that are wrong on purpose."""
 
 # ruff: noqa: ANN001, ANN202  (a kernel's arguments have Triton's types)
 
@@ -59,7 +59,7 @@ def test_arithmetic_between_narrow_numbers_is_refused() -> None:
     _double[(1,)](torch.ones(16), N=16)
 
 
-def test_a_place_outside_the_launchs_tensors_is_refused() -> None:
+def test_an_address_outside_the_launchs_tensors_is_refused() -> None:
     whole = torch.zeros(64)
     _copy[(2,)](whole[:32], whole[32:], 0, N=16)
     for source, target in ((whole[:31], whole[32:]), (whole[:32], whole[33:])):
@@ -67,14 +67,14 @@ def test_a_place_outside_the_launchs_tensors_is_refused() -> None:
             _copy[(2,)](source, target, 0, N=16)
 
 
-def test_two_programs_may_write_one_place_only_alike() -> None:
+def test_two_programs_may_write_the_same_address_only_with_the_same_bits() -> None:
     target = torch.zeros(16, dtype=torch.int32)
     _number[(2,)](target, N=16, DIFFER=0)
     with pytest.raises(AssertionError, match="16 places are written by two programs"):
         _number[(2,)](target, N=16, DIFFER=1)
 
 
-def test_no_program_reads_what_another_one_writes() -> None:
+def test_a_launch_whose_programs_read_what_others_write_is_refused() -> None:
     states = torch.zeros(48)
     _copy[(2,)](states, states, 0, N=16)
     with pytest.raises(AssertionError, match="16 places are read by one program and written by another"):

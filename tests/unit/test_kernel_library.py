@@ -22,7 +22,7 @@ long td_supported(void) {{ return {supported}; }}
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty one, and sources of its own."""
+    """An empty cache folder, with sources for this test alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(library, "_SOURCES", tmp_path / "sources")
@@ -52,7 +52,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_compiler
-def test_it_is_built_once_and_found_again(cache: Path) -> None:
+def test_the_library_is_built_once_and_reused(cache: Path) -> None:
     assert load_kernels().td_supported() == 1
     built = [(path.name, path.stat().st_mtime_ns) for path in cache.iterdir()]
     assert load_kernels().td_supported() == 1
@@ -62,7 +62,7 @@ def test_it_is_built_once_and_found_again(cache: Path) -> None:
 
 
 @needs_compiler
-def test_other_sources_are_another_library(cache: Path) -> None:
+def test_changed_sources_build_another_library(cache: Path) -> None:
     load_kernels()
     (library._SOURCES / "more.h").write_text("/* nothing */")
     load_kernels()
@@ -70,7 +70,7 @@ def test_other_sources_are_another_library(cache: Path) -> None:
 
 
 @needs_compiler
-def test_workers_that_start_at_once_leave_one(cache: Path) -> None:
+def test_workers_that_start_at_once_leave_one_library(cache: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
         loaded = [future.result() for future in [threads.submit(load_kernels) for _ in range(4)]]
     assert [kernels.td_supported() for kernels in loaded] == [1] * 4
@@ -78,7 +78,7 @@ def test_workers_that_start_at_once_leave_one(cache: Path) -> None:
 
 
 @needs_compiler
-def test_where_there_is_no_compiler_the_one_beside_the_sources_is_taken(
+def test_without_a_compiler_the_library_beside_the_sources_is_loaded(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(str(library._SOURCES)) == 0
@@ -87,7 +87,7 @@ def test_where_there_is_no_compiler_the_one_beside_the_sources_is_taken(
     assert not cache.exists()
 
 
-def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(cache))
     with pytest.raises(NotCompiled, match=r"^no compiler found$"):
         load_kernels()
@@ -96,7 +96,7 @@ def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         load_kernels()
 
 
-def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
+def test_a_failed_compilation_is_quoted_and_leaves_no_file(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = '[ "$1" = --version ] || { echo "In file x.h" >&2; echo "kernels.c:1: error: no such thing" >&2; exit 1; }'
@@ -106,28 +106,28 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
     assert list(cache.iterdir()) == []
 
 
-def test_no_sources(cache: Path) -> None:
+def test_missing_sources_are_named(cache: Path) -> None:
     (library._SOURCES / "kernels.c").unlink()
     with pytest.raises(NotCompiled, match="sources are not installed"):
         load_kernels()
 
 
 @needs_compiler
-def test_a_processor_that_cannot_run_them(cache: Path) -> None:
+def test_a_processor_without_the_instructions_is_named(cache: Path) -> None:
     write_source(supported=0)
     with pytest.raises(NotCompiled, match="this processor has no AVX-512 BF16"):
         load_kernels()
 
 
 @needs_compiler
-def test_another_version_of_the_contract(cache: Path) -> None:
+def test_a_library_of_another_contract_version_is_refused(cache: Path) -> None:
     write_source(version=library.VERSION + 1)
     with pytest.raises(NotCompiled, match="another version"):
         load_kernels()
 
 
 @needs_compiler
-def test_what_others_may_write_is_not_loaded(cache: Path) -> None:
+def test_a_library_that_other_users_may_write_is_not_loaded(cache: Path) -> None:
     load_kernels()
     (built,) = cache.iterdir()
     for path in (built, cache, cache.parent):
@@ -139,7 +139,7 @@ def test_what_others_may_write_is_not_loaded(cache: Path) -> None:
     load_kernels()
 
 
-def test_no_folder_for_the_cache(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_folder_for_the_cache_is_named(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setenv("CC", compiler(tmp_path, "exit 0"))
@@ -147,7 +147,7 @@ def test_no_folder_for_the_cache(cache: Path, tmp_path: Path, monkeypatch: pytes
         load_kernels()
 
 
-def test_what_it_is_built_from_is_installed() -> None:
+def test_the_kernels_sources_are_installed() -> None:
     root = Path(__file__).parents[2]
     patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["engine.cpu"]
     sources = [path for path in (root / "engine" / "cpu").iterdir() if path.suffix in (".c", ".h")]

@@ -126,7 +126,7 @@ def written_out(case: Case, unit: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What the back end makes lies between guards that nobody touches."""
+    """Allocate the back end's tensors between guards that no kernel may touch."""
     wholes: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     plain = torch.Tensor.new_empty
@@ -177,13 +177,13 @@ EDGES = (1, 63, 64, 65, 127, 128, 129, 2047, 2048, 2049)
 
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "fp8"])
-def test_decodes_at_the_edges_of_parts(kv_dtype: str | None) -> None:
+def test_decodes_with_contexts_at_the_edges_of_parts_equal_float64(kv_dtype: str | None) -> None:
     hold_equal(Shape(kv_dtype=kv_dtype), [(1, length - 1) for length in EDGES])
 
 
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 5000])
-def test_decodes_and_chunks_with_windows_around_a_tile(window: int) -> None:
+def test_windows_around_the_size_of_a_tile_equal_float64(window: int) -> None:
     chunks = [(1, length - 1) for length in (1, 64, 65, 200)] + [(70, 0), (9, 130), (66, 63)]
     hold_equal(Shape(window=window), chunks)
 
@@ -194,14 +194,14 @@ def test_decodes_and_chunks_with_windows_around_a_tile(window: int) -> None:
     [(1, 2, 64), (2, 2, 80), (3, 1, 96), (4, 1, 112), (5, 1, 128), (6, 1, 64), (7, 1, 80), (8, 1, 256)],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_groups_and_widths_of_heads(group: int, kv_heads: int, dim: int, dtype: str) -> None:
+def test_every_group_size_and_width_of_heads_equals_float64(group: int, kv_heads: int, dim: int, dtype: str) -> None:
     shape = Shape(group, kv_heads, dim, dim, block_size=16, dtype=dtype)
     hold_equal(shape, [(1, 0), (1, 99), (19, 0), (7, 45)])
 
 
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
-def test_blocks_of_every_size_with_the_last_one_partly_filled(block_size: int) -> None:
+def test_blocks_of_every_size_with_a_partly_filled_tail_equal_float64(block_size: int) -> None:
     filled = (block_size - 1, block_size, block_size + 1, 2 * block_size + 3)
     chunks = [(1, length - 1) for length in filled] + [(5, block_size - 3), (block_size // 2, block_size + 1)]
     hold_equal(Shape(block_size=block_size, kv_dtype="int8"), chunks)
@@ -209,7 +209,7 @@ def test_blocks_of_every_size_with_the_last_one_partly_filled(block_size: int) -
 
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_everything_that_a_layer_may_ask_for_at_once(dtype: str) -> None:
+def test_all_attention_options_at_once_equal_float64(dtype: str) -> None:
     shape = Shape(3, 2, 24, 16, 8, dtype, "int8", window=70, softcap=2.5, sinks=True)
     hold_equal(shape, [(1, 0), (1, 64), (1, 300), (40, 0), (21, 77), (2, 6)])
 
@@ -221,23 +221,23 @@ def test_a_chunk_that_begins_in_the_middle_of_a_block_sees_the_cached_prefix() -
 
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize(("window", "start"), [(None, 61), (None, 62), (None, 63), (126, 128), (127, 128), (128, 128)])
-def test_the_first_tile_of_columns_that_not_all_rows_see(window: int | None, start: int) -> None:
-    """64 queries to a tile: one position more or less decides whether it is masked."""
+def test_the_first_tile_that_not_all_rows_attend_to_equals_float64(window: int | None, start: int) -> None:
+    """A tile has 64 queries: one position more or less decides whether the tile is masked."""
     hold_equal(Shape(window=window), [(70, start)])
 
 
 @pytest.mark.usefixtures("guarded")
-def test_a_part_whose_scores_are_far_above_all_others() -> None:
+def test_a_part_with_scores_far_above_all_others_equals_float64() -> None:
     hold_equal(Shape(sharpness=1600.0), [(1, length - 1) for length in (128, 192, 256, 320)])
 
 
 @pytest.mark.usefixtures("guarded")
-def test_one_long_sequence_beside_many_short_ones() -> None:
+def test_one_long_sequence_beside_many_short_ones_equals_float64() -> None:
     hold_equal(Shape(1, 1), [(1, 32_767), *[(1, 0)] * 255])
 
 
 def test_blocks_beyond_two_to_the_31_elements_are_read_and_written() -> None:
-    """Of a pool whose other pages are never touched."""
+    """The other pages of this pool are never touched."""
     from engine.attention.triton_paged import TritonBackend
     from engine.cuda.triton_ops import TritonOps
 
@@ -284,12 +284,12 @@ def drawn_case(dice: random.Random) -> tuple[Shape, list[tuple[int, int]]]:
 
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("seed", range(12))
-def test_steps_drawn_at_random(seed: int) -> None:
+def test_random_steps_equal_float64(seed: int) -> None:
     hold_equal(*drawn_case(random.Random(seed)), seed)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("seed", range(100, 300))
-def test_many_more_steps_drawn_at_random(seed: int) -> None:
+def test_many_more_random_steps_equal_float64(seed: int) -> None:
     hold_equal(*drawn_case(random.Random(seed)), seed)

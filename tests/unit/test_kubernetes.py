@@ -1,4 +1,4 @@
-"""The Kubernetes base says what the processes understand, and the committed render is what it gives."""
+"""The Kubernetes base uses the flags of the processes, and the committed render equals the output of kustomize."""
 
 import re
 import shutil
@@ -31,7 +31,7 @@ def _deployments() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-def test_committed_render_is_what_kustomize_gives() -> None:
+def test_the_committed_render_equals_the_output_of_kustomize() -> None:
     rendered = subprocess.run(
         ["kubectl", "kustomize", str(_KUBERNETES / "base")], capture_output=True, text=True, check=True, timeout=60
     ).stdout
@@ -95,7 +95,7 @@ def test_pods_have_longer_to_end_than_a_drain_takes() -> None:
 
 
 def test_every_member_is_restarted_by_liveness_and_routed_to_by_readiness() -> None:
-    """On the port whose answers need neither the event loop nor a certificate."""
+    """The probes use the port that needs neither the event loop nor a certificate."""
     for name, item in _deployments().items():
         if re.search("redis", name):
             continue

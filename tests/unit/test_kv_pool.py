@@ -39,7 +39,7 @@ def test_a_uniform_block_has_the_axes_layer_kv_token_head_dim() -> None:
     pool.close()
 
 
-def test_layers_that_differ_share_no_byte_and_leave_none_unused(pool: KvPool) -> None:
+def test_different_layers_share_no_byte_and_leave_no_byte_unused(pool: KvPool) -> None:
     views = [view for layer in pool.layers for view in layer]
     for number, view in enumerate(views, start=1):
         view.add_(number)
@@ -55,7 +55,7 @@ def test_sizes_follow_from_the_table(layout: BlockLayout) -> None:
     assert [layout.num_blocks_for(tokens) for tokens in (0, 1, 4, 5)] == [0, 1, 1, 2]
 
 
-def test_whatever_changes_a_bytes_meaning_changes_the_digest(layout: BlockLayout) -> None:
+def test_a_change_of_any_bytes_meaning_changes_the_layout_digest(layout: BlockLayout) -> None:
     others = [
         lay_out(UNEVEN, block_size=8, dtype="float32"),
         lay_out(UNEVEN, block_size=4, dtype="bfloat16"),
@@ -88,7 +88,7 @@ def test_codes_and_scales_share_no_byte_and_lie_inside_their_block(dtype: str, b
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
-def test_eight_bits_take_little_more_than_half_of_sixteen(dtype: str) -> None:
+def test_kv_of_eight_bits_takes_little_more_than_half_of_sixteen(dtype: str) -> None:
     shapes = [LayerShape(8, 128, 128)] * 32
     halved = lay_out(shapes, 16, dtype).block_bytes / lay_out(shapes, 16, "bfloat16").block_bytes
     assert 0.5 < halved < 0.51
@@ -108,14 +108,14 @@ def test_zeroed_positions_are_zero_in_every_layer_and_no_others(dtype: str) -> N
     pool.close()
 
 
-def test_raw_is_the_same_memory(pool: KvPool) -> None:
+def test_the_raw_view_shares_the_memory_of_the_layers(pool: KvPool) -> None:
     assert int(pool.raw.count_nonzero()) == 0
     pool.tensor[3] = 1.5
     assert pool.raw[3].view(torch.float32).eq(1.5).all()
     assert int(pool.raw[2].count_nonzero()) == 0
 
 
-def test_another_mapping_of_the_memfd_sees_what_the_pool_writes(pool: KvPool) -> None:
+def test_the_pools_writes_are_visible_in_another_mapping_of_the_memfd(pool: KvPool) -> None:
     assert pool.memfd is not None
     num_bytes = pool.num_blocks * pool.block_bytes
     assert os.fstat(pool.memfd).st_size == num_bytes

@@ -1,11 +1,11 @@
-"""A decode worker that leaves waits until its routers have been sent what it had to say."""
+"""A decode worker that leaves waits until its last messages to its routers are sent."""
 
 import asyncio
 from contextlib import aclosing
 
 from cluster.messages import MemberId
 from decode_worker.streams import RouterStreams
-from tandem.v1 import worker_pb2
+from tandem.internal.v1 import worker_pb2
 
 _ROUTER = MemberId("router", "1")
 _LAST = worker_pb2.WorkerMessage(step=worker_pb2.StepOutput(step=7))
@@ -17,7 +17,7 @@ async def _is_pending(work: "asyncio.Task[None]") -> bool:
     return not work.done()
 
 
-async def test_all_is_said_when_the_last_message_is_written_and_not_when_it_is_taken() -> None:
+async def test_a_leaving_worker_waits_until_its_last_message_is_written() -> None:
     streams, connection = RouterStreams(grace_s=60.0, on_gone=lambda _: None), object()
     stream = streams.connect(_ROUTER, connection)
     streams.send(_ROUTER, _LAST)
@@ -33,7 +33,7 @@ async def test_all_is_said_when_the_last_message_is_written_and_not_when_it_is_t
         await asyncio.gather(following, return_exceptions=True)
 
 
-async def test_a_router_that_may_come_back_is_waited_for_and_one_that_is_gone_is_not() -> None:
+async def test_a_leaving_worker_waits_for_a_router_that_may_reconnect_but_not_for_a_removed_one() -> None:
     streams, connection = RouterStreams(grace_s=60.0, on_gone=lambda _: None), object()
     streams.connect(_ROUTER, connection)
     streams.send(_ROUTER, _LAST)

@@ -1,4 +1,4 @@
-"""The step loop over a device that computes on its own: what is done between a step's launch and its result."""
+"""The step loop over a device that computes asynchronously: the work between a step's launch and its result."""
 
 import threading
 
@@ -25,7 +25,7 @@ class _Launched:
 
 
 class _Device(FakePagedRunner):
-    """Computes when it is asked for the result; fails the launches it is told to."""
+    """A device that computes when its result is read; it fails the launches that the test asks for."""
 
     def __init__(self, log: list[str]) -> None:
         super().__init__(8, 4)
@@ -68,7 +68,7 @@ class _Bench:
             self.ended.set()
 
     def prefill(self, num_tokens: int) -> None:
-        """Until it has ended, one way or the other."""
+        """Submit a prompt and wait until it has ended or failed."""
         self.ended.clear()
         tokens = tuple(range(1, num_tokens + 1))
         job = PrefillJob("request", 0, tokens, Sampling(), TokenStops(9), (7,), 0, MemberId("decode", "1"), 1e6)
@@ -78,7 +78,7 @@ class _Bench:
         assert self.ended.wait(_DEADLINE_S)
 
 
-def test_a_steps_events_go_out_once_the_next_step_is_on_its_way() -> None:
+def test_a_steps_events_are_sent_after_the_launch_of_the_next_step() -> None:
     bench = _Bench()
     bench.prefill(24)
     assert bench.loop.stop(_DEADLINE_S)
@@ -89,7 +89,7 @@ def test_a_steps_events_go_out_once_the_next_step_is_on_its_way() -> None:
     assert not bench.errors and not bench.fatal
 
 
-def test_a_launch_that_raises_ends_its_sequences_and_the_loop_goes_on() -> None:
+def test_a_launch_that_raises_ends_its_sequences_and_the_loop_continues() -> None:
     bench = _Bench()
     bench.device.failing = 1
     bench.prefill(3)

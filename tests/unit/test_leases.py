@@ -1,4 +1,4 @@
-"""Leases on a ticket's blocks: when they start, how long they hold, what ends them."""
+"""Leases on a ticket's blocks: when they start, how long they last, and the events that end them."""
 
 import pytest
 from hypothesis import given
@@ -37,13 +37,13 @@ def test_lease_starts_with_the_first_sealed_block() -> None:
     assert leases.next_deadline_s == 35.0
 
 
-def test_lease_of_a_late_importer_starts_when_it_attaches() -> None:
+def test_lease_of_a_late_importer_starts_at_the_attach() -> None:
     leases, _ = rules.attach(rules.seal(offer(POLICY, 1), 0.0), 1, 40.0)
 
     assert leases.next_deadline_s == 45.0
 
 
-def test_ticket_nobody_attached_to_ends_by_its_own_deadline_counted_from_its_first_block() -> None:
+def test_ticket_without_an_importer_ends_by_its_own_deadline_counted_from_its_first_block() -> None:
     leases = rules.seal(offer(POLICY, 1), 100.0)
 
     before, _ = rules.reap(leases, 159.9)
@@ -54,7 +54,7 @@ def test_ticket_nobody_attached_to_ends_by_its_own_deadline_counted_from_its_fir
     assert lapsed == ()
 
 
-def test_attaching_after_the_attach_deadline_is_refused_whether_or_not_it_was_reaped() -> None:
+def test_attaching_after_the_attach_deadline_is_refused_before_and_after_reaping() -> None:
     leases = rules.seal(offer(POLICY, 1), 0.0)
     reaped, _ = rules.reap(leases, 60.0)
 
@@ -85,7 +85,7 @@ def test_renewal_does_not_extend_beyond_the_maximum() -> None:
     assert not rules.settle(leases, 1, 12.0)[1]
 
 
-def test_renewal_does_not_revive_a_lease_that_nobody_has_reaped_yet() -> None:
+def test_renewal_does_not_revive_an_expired_lease_that_was_not_reaped() -> None:
     leases = rules.renew(_running(), 1, 5.0)
 
     assert not rules.settle(leases, 1, 5.0)[1]
@@ -104,14 +104,14 @@ def test_settling_twice_gives_the_first_answer() -> None:
     assert rules.settle(late, 1, 0.0) == (late, False)
 
 
-def test_settling_before_anything_is_sealed_confirms_nothing() -> None:
+def test_settling_before_the_first_sealed_block_is_not_valid() -> None:
     leases, valid = rules.settle(_attached(), 1, 0.0)
 
     assert not valid
     assert not leases.is_live
 
 
-def test_attempt_attaches_once() -> None:
+def test_an_attempt_can_attach_only_once() -> None:
     settled, _ = rules.settle(_running(), 1, 1.0)
 
     for leases in (_attached(), _running(), settled):
@@ -131,7 +131,7 @@ def test_blocks_stay_pinned_until_the_last_attempt_ends() -> None:
     assert not leases.is_live
 
 
-def test_reissuing_withdraws_attempts_that_nobody_attached_with() -> None:
+def test_reissuing_withdraws_attempts_without_an_importer() -> None:
     leases = rules.reissue(offer(POLICY, 1), 2, 0.0)
 
     assert rules.attach(leases, 1, 0.0)[1] is HandOffReason.UNKNOWN_TICKET
@@ -146,7 +146,7 @@ def test_after_the_last_lease_there_is_no_new_attempt() -> None:
         rules.reissue(ended, 2, 5.0)
 
 
-def test_importer_that_leaves_without_settling_ends_its_lease() -> None:
+def test_importer_that_disconnects_without_settling_ends_its_lease() -> None:
     leases = rules.end(_running(), 1)
 
     assert not leases.is_live
@@ -171,14 +171,14 @@ def test_vacant_ticket_goes_to_another_importer_with_a_lease_of_its_own() -> Non
     assert leases.find(1) == Lease(1, LeasePhase.SETTLED)
 
 
-def test_importer_that_is_lost_before_anything_is_sealed_leaves_a_vacancy_too() -> None:
+def test_importer_lost_before_the_first_sealed_block_leaves_a_vacancy() -> None:
     vacant = rules.seal(rules.vacate(_attached(), 1, 0.0), 3.0)
 
     assert rules.can_reissue(vacant, 2)
     assert vacant.next_deadline_s == 5.0
 
 
-def test_lapsed_lease_leaves_no_vacancy() -> None:
+def test_expired_lease_leaves_no_vacancy() -> None:
     leases = rules.vacate(_running(), 1, 5.0)
 
     assert _phase(leases) is LeasePhase.LAPSED
@@ -186,7 +186,7 @@ def test_lapsed_lease_leaves_no_vacancy() -> None:
     assert not rules.can_reissue(leases, 2)
 
 
-def test_ticket_is_not_vacant_while_another_attempt_goes_on() -> None:
+def test_ticket_is_not_vacant_while_another_attempt_runs() -> None:
     leases, _ = rules.attach(rules.reissue(_running(), 2, 1.0), 2, 1.0)
 
     assert rules.vacate(leases, 1, 2.0).vacant_until_s is None
@@ -227,7 +227,7 @@ def _apply(leases: TicketLeases, operation: str, attempt: int, now_s: float) -> 
 
 
 @given(st.lists(st.tuples(_OPERATIONS, st.integers(1, 3), st.floats(0.0, 10.0)), max_size=40))
-def test_whatever_happens_leases_keep_their_promises(story: list[tuple[str, int, float]]) -> None:
+def test_leases_keep_their_invariants_for_any_sequence_of_events(story: list[tuple[str, int, float]]) -> None:
     leases, now_s = offer(POLICY, 1), 0.0
     started_s: dict[int, float] = {}
     for operation, attempt, waited_s in story:
@@ -248,7 +248,7 @@ def test_whatever_happens_leases_keep_their_promises(story: list[tuple[str, int,
                 assert now_s < old.deadline_s
         assert before.is_pinned or not leases.is_pinned, "an ended ticket came back"
 
-    for _ in range(4):  # an end comes by itself: whatever has a deadline needs nobody
+    for _ in range(4):  # every lease ends at its deadline without an event
         deadline_s = leases.next_deadline_s
         if deadline_s is not None:
             leases, _ = rules.reap(leases, deadline_s)

@@ -1,4 +1,4 @@
-"""Lengths are predicted from those that ended, and corrected by what a sequence has outlived."""
+"""Lengths are predicted from sequences that have ended, and corrected by a sequence's length so far."""
 
 import random
 
@@ -18,7 +18,7 @@ def taught(lengths: list[int], *, quantile: float = 0.5, tenant: str = "", num_p
     return predictor
 
 
-def test_nothing_is_predicted_before_enough_has_ended() -> None:
+def test_no_length_is_predicted_before_eight_sequences_have_ended() -> None:
     predictor = taught([50] * 7)
     assert predictor.predict("", 100, 0, NO_CAP) == 0
     predictor.observe("", 100, 50, was_cut=False)
@@ -26,14 +26,14 @@ def test_nothing_is_predicted_before_enough_has_ended() -> None:
 
 
 @pytest.mark.parametrize(("quantile", "length"), [(0.25, 50), (0.5, 100), (0.9, 180)])
-def test_the_asked_share_ends_within_its_prediction(quantile: float, length: int) -> None:
+def test_the_chosen_quantile_of_sequences_ends_within_its_prediction(quantile: float, length: int) -> None:
     lengths = list(range(1, 201))
     random.Random(1).shuffle(lengths)
     predicted = taught(lengths, quantile=quantile).predict("", 100, 0, NO_CAP)
     assert length / BIN <= predicted <= length * BIN * 1.1
 
 
-def test_a_sequence_that_outlives_its_prediction_is_compared_with_those_that_did() -> None:
+def test_a_sequence_past_its_prediction_is_compared_with_equally_long_ones() -> None:
     predictor = taught([10, 10, 10, 1000] * 25)
     assert 10 <= predictor.predict("", 100, 0, NO_CAP) <= 10 * BIN
     assert 1000 <= predictor.predict("", 100, 20, NO_CAP) <= 1000 * BIN
@@ -46,37 +46,37 @@ def test_a_prediction_is_longer_than_the_sequence_and_never_over_its_cap(num_out
     assert predictor.predict("", 100, num_output, num_output + 1) == num_output + 1
 
 
-def test_lengths_beyond_the_last_bin_are_as_long_as_they_are() -> None:
+def test_lengths_beyond_the_last_bin_are_not_cut() -> None:
     predictor = taught([3 << 20] * 20)
     assert predictor.predict("", 100, 2 << 20, 1 << 30) > 2 << 20
 
 
-def test_who_lives_longer_than_anyone_before_is_taken_to_live_as_long_again() -> None:
+def test_a_sequence_longer_than_any_before_is_predicted_to_double() -> None:
     assert taught([50] * 20).predict("", 100, 999, NO_CAP) == 2000
 
 
-def test_what_was_cut_off_does_not_count_as_short() -> None:
+def test_a_sequence_cut_by_its_limit_does_not_count_as_short() -> None:
     predictor = LengthPredictor()
     for length, was_cut in [(64, True), (64, True), (64, True), (1000, False)] * 25:
         predictor.observe("", 100, length, was_cut=was_cut)
     assert 1000 <= predictor.predict("", 100, 0, NO_CAP) <= 1000 * BIN
 
 
-def test_those_who_were_cut_off_where_others_ended_did_not_outlive_them() -> None:
+def test_sequences_cut_where_others_ended_do_not_raise_the_prediction() -> None:
     predictor = LengthPredictor(0.9)
     for was_cut in [True, False] * 30:
         predictor.observe("", 100, 64, was_cut=was_cut)
     assert predictor.predict("", 100, 0, NO_CAP) == 64
 
 
-def test_where_all_were_cut_off_more_than_they_had_is_expected() -> None:
+def test_when_all_sequences_were_cut_the_prediction_is_at_least_their_length() -> None:
     predictor = LengthPredictor()
     for _ in range(20):
         predictor.observe("", 100, 64, was_cut=True)
     assert predictor.predict("", 100, 0, NO_CAP) >= 64
 
 
-def test_tenants_and_prompt_lengths_are_told_apart() -> None:
+def test_each_tenant_and_prompt_length_has_its_own_prediction() -> None:
     predictor = LengthPredictor()
     for _ in range(20):
         predictor.observe("summaries", 4000, 20, was_cut=False)
@@ -87,7 +87,7 @@ def test_tenants_and_prompt_lengths_are_told_apart() -> None:
     assert predictor.predict("stories", 60, 0, NO_CAP) <= 500 * BIN
 
 
-def test_a_kind_that_is_not_known_is_taken_for_the_next_wider_one() -> None:
+def test_an_unknown_kind_of_request_uses_the_next_wider_kind() -> None:
     predictor = LengthPredictor()
     for _ in range(20):
         predictor.observe("known", 4000, 20, was_cut=False)
@@ -96,14 +96,14 @@ def test_a_kind_that_is_not_known_is_taken_for_the_next_wider_one() -> None:
     assert predictor.predict("new", 60, 0, NO_CAP) >= 500  # everyone's, of such prompts
 
 
-def test_lengths_that_change_are_followed() -> None:
+def test_predictions_follow_a_change_of_lengths() -> None:
     predictor = taught([50] * 2000)
     for _ in range(1000):
         predictor.observe("", 100, 800, was_cut=False)
     assert predictor.predict("", 100, 0, NO_CAP) >= 800
 
 
-def test_tenants_are_forgotten_in_the_order_in_which_they_fell_silent() -> None:
+def test_the_least_recently_active_tenant_is_evicted_first() -> None:
     predictor = taught([50] * 20, tenant="heard of")
     taught_too = taught([50] * 20, tenant="silent")
     for number in range(400):
@@ -116,7 +116,7 @@ def test_tenants_are_forgotten_in_the_order_in_which_they_fell_silent() -> None:
     assert taught_too.predict("silent", 100, 0, NO_CAP) >= 800
 
 
-def test_on_the_conversation_trace_nine_in_ten_end_within_nine_tenths() -> None:
+def test_on_the_conversation_trace_nine_in_ten_sequences_end_within_the_90_percent_prediction() -> None:
     """Each is predicted from those before it alone."""
     predictor, within, num_predicted = LengthPredictor(0.9), 0, 0
     for row in conversation_rows(4000):

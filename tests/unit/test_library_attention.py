@@ -1,7 +1,7 @@
-"""The back ends that call a library: what they hand to it describes the step.
+"""The back ends that call a library: their calls describe the step.
 
 The libraries run on GPUs only. Stand-ins with the signatures of FlashInfer 0.6 and of torch's `varlen_attn` compute
-plainly what they are asked for, so every number that is handed over counts.
+plainly from their arguments, so every number that is handed over counts.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cluster.errors import ConfigError
-from engine.attention.dense import attend_dense
+from engine.attention.gather import attend_dense
 from engine.attention.interface import AttentionOptions
 from engine.attention.registry import AttentionBackend, choose
 from engine.batch import PackedBatch
@@ -44,7 +44,7 @@ def attend_pages(
 
 
 class FlashInferWrapper:
-    """What is planned is what is run: like the real ones, `run` sees queries and K and V only."""
+    """Run what was planned: like the real wrapper, `run` receives queries and K and V only."""
 
     def __init__(self, workspace: torch.Tensor, kv_layout: str, *, use_cuda_graph: bool = False, **others: Any) -> None:
         assert kv_layout == "NHD" and not workspace.any()
@@ -105,13 +105,13 @@ def flashinfer_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[AttentionBac
 
 
 @pytest.mark.parametrize("options", ["plain", "window", "softcap"])
-def test_flashinfer_is_told_what_the_step_is(flashinfer_backend: AttentionBackend, options: str) -> None:
+def test_flashinfer_receives_the_shape_of_the_step(flashinfer_backend: AttentionBackend, options: str) -> None:
     case = make_case(SHAPES["grouped"], OPTIONS[options], "float32", "cpu")
     hold_equal(flashinfer_backend, case, "float32")
 
 
 def decodes_of(batch: PackedBatch) -> tuple[PackedBatch, torch.Tensor]:
-    """Its one-token chunks alone, and which rows they are."""
+    """The one-token chunks of a batch alone, and their rows in it."""
     members = [index for index, length in enumerate(batch.query_lens) if length == 1]
     rows = batch.query_starts[members]
     count = len(members)
@@ -126,7 +126,7 @@ def decodes_of(batch: PackedBatch) -> tuple[PackedBatch, torch.Tensor]:
     ), rows
 
 
-def test_flashinfer_plans_a_graph_anew_for_every_replay(flashinfer_backend: Any) -> None:
+def test_flashinfer_plans_a_graph_again_for_every_replay(flashinfer_backend: Any) -> None:
     """Kinds of layers met at the capture are planned by `prepare`; a replay calls no `attend`."""
     case = make_case(SHAPES["grouped"], PLAIN, "float32", "cpu")
     batch, rows = decodes_of(case.batch)
@@ -176,7 +176,7 @@ def varlen_stand_in(
 
 
 @pytest.mark.parametrize("options", ["plain", "window"])
-def test_varlen_is_told_what_the_step_is(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_receives_the_shape_of_the_step(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.attention import varlen
 
     monkeypatch.setattr(varlen, "varlen_attn", varlen_stand_in)
@@ -194,12 +194,12 @@ def test_varlen_is_told_what_the_step_is(options: str, monkeypatch: pytest.Monke
         ("varlen", {"block_size": 512}, "knows no softcap, knows no sinks"),
     ],
 )
-def test_what_a_library_cannot_do_is_said(name: str, changes: dict[str, Any], reason: str) -> None:
+def test_the_missing_ability_of_a_library_is_named(name: str, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         choose(name, dataclasses.replace(CUDA_NEEDS, **changes))
 
 
-def test_a_missing_wheel_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wheel_is_a_named_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     plain = dataclasses.replace(CUDA_NEEDS, sinks=False, softcap=False)
     with pytest.raises(ConfigError, match="needs the package flashinfer, which is not installed"):

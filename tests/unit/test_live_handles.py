@@ -1,4 +1,4 @@
-"""How each sequence came to a decode worker is reported with its start, whatever becomes of its siblings."""
+"""The origin of each sequence at a decode worker is reported with its start, even when other choices are cancelled."""
 
 from cluster.messages import MemberId
 from decode_worker import router_messages
@@ -9,7 +9,7 @@ _ROUTER = MemberId("router", "1")
 
 
 def _arrived(*handles: int) -> LiveHandles:
-    """Choices of one prompt whose KV has come; their first tokens are ten times their handles."""
+    """Choices of one prompt whose KV has been imported; their first tokens are ten times their handles."""
     live = LiveHandles(max_waiting_jobs=4)
     live.add_job(_ROUTER, handles)
     for handle in handles:
@@ -17,7 +17,7 @@ def _arrived(*handles: int) -> LiveHandles:
     return live
 
 
-async def test_a_choice_that_is_cancelled_during_the_first_step_hides_no_other_ones_first_token() -> None:
+async def test_a_choice_cancelled_during_the_first_step_hides_no_other_first_token() -> None:
     live = _arrived(1, 2, 3)
     live.remove(_ROUTER, frozenset({2}), 0.0)
 
@@ -30,13 +30,13 @@ async def test_a_choice_that_is_cancelled_during_the_first_step_hides_no_other_o
     assert (started.transport, started.kv_bytes) == ("tcp", 4096)
 
 
-async def test_a_start_of_which_every_choice_was_cancelled_reports_none() -> None:
+async def test_a_start_with_only_cancelled_choices_reports_no_sequence() -> None:
     live = _arrived(1, 2)
     live.remove(_ROUTER, frozenset({1, 2}), 0.0)
     assert live.begin(_ROUTER, (1, 2), 1.0) == {}
 
 
-async def test_a_prompt_that_is_prefilled_here_has_no_first_tokens_to_compare() -> None:
+async def test_a_prompt_prefilled_by_the_decode_worker_has_no_first_tokens_to_compare() -> None:
     live = LiveHandles(max_waiting_jobs=4)
     live.add_job(_ROUTER, (1, 2))
     event = commands.Started(_ROUTER, (1, 2), queue_s=0.5, num_cached=0)

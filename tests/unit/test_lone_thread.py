@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.transports.lone_thread import LoneThread
+from kvtransfer.transports.nccl.link import LoneThread
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 20.0
 
 
-def test_calls_run_in_order_and_their_errors_go_to_whoever_waits() -> None:
+def test_calls_run_in_order_and_raise_their_errors_to_their_callers() -> None:
     thread = LoneThread("test", idle=lambda: None, idle_s=60.0)
     names: list[str] = []
     futures = [thread.submit(lambda: names.append(threading.current_thread().name)) for _ in range(3)]
@@ -26,7 +26,7 @@ def test_calls_run_in_order_and_their_errors_go_to_whoever_waits() -> None:
     thread.end()
 
 
-def test_what_has_not_begun_can_be_cancelled_and_what_was_asked_before_the_end_is_done() -> None:
+def test_waiting_call_can_be_cancelled_and_calls_before_the_end_run() -> None:
     thread, begun, go_on = LoneThread("test", idle=lambda: None, idle_s=60.0), threading.Event(), threading.Event()
 
     def hold() -> bool:
@@ -41,7 +41,7 @@ def test_what_has_not_begun_can_be_cancelled_and_what_was_asked_before_the_end_i
     assert held.result(DEADLINE_S) and last.result(DEADLINE_S) == 2
 
 
-def test_it_looks_around_when_nothing_is_asked() -> None:
+def test_idle_callback_runs_without_calls() -> None:
     looked = threading.Event()
     thread = LoneThread("test", idle=looked.set, idle_s=0.001)
     assert looked.wait(DEADLINE_S)
@@ -51,7 +51,7 @@ def test_it_looks_around_when_nothing_is_asked() -> None:
 def test_a_call_that_hangs_does_not_keep_the_process_alive() -> None:
     program = (
         "import threading\n"
-        "from kvtransfer.transports.lone_thread import LoneThread\n"
+        "from kvtransfer.transports.nccl.link import LoneThread\n"
         "begun = threading.Event()\n"
         "thread = LoneThread('stuck', idle=begun.set, idle_s=60.0)\n"
         "thread.submit(lambda: (begun.set(), threading.Event().wait()))\n"

@@ -1,4 +1,6 @@
-"""Members of different versions: which protocol two of them speak, and what is read of a newer one's entry."""
+"""Members of different versions: the protocol that two of them speak, and the fields read from a newer member's
+entry.
+"""
 
 import json
 from dataclasses import replace
@@ -13,7 +15,7 @@ from cluster.registry.registration import refuse_unequal
 
 FINGERPRINT = LayoutFingerprint("weights", "config", "float32", "table")
 VERSIONS = [(1, 1), (1, 2), (2, 2), (2, 3)]
-# What each speaks with each, by their place in VERSIONS; None: they never pair.
+# The protocol that each two members of VERSIONS speak, by index; None: they never exchange KV.
 COMMON: list[list[int | None]] = [
     [1, 1, None, None],
     [1, 2, 2, 2],
@@ -50,7 +52,7 @@ def test_two_members_speak_the_newest_version_that_both_understand(ours: int, th
 
 @pytest.mark.parametrize("ours", range(4))
 @pytest.mark.parametrize("theirs", range(4))
-def test_workers_pair_exactly_where_they_have_a_version_in_common(ours: int, theirs: int) -> None:
+def test_workers_exchange_kv_only_with_a_common_protocol_version(ours: int, theirs: int) -> None:
     one, other = member("d0", VERSIONS[ours]), member("d1", VERSIONS[theirs])
     can_pair = COMMON[ours][theirs] is not None
     assert one.may_exchange_kv(other) == other.may_exchange_kv(one) == can_pair
@@ -61,20 +63,20 @@ def test_workers_pair_exactly_where_they_have_a_version_in_common(ours: int, the
             refuse_unequal(one, (other,))
 
 
-def test_the_protocol_says_nothing_about_the_layout() -> None:
+def test_a_common_protocol_does_not_imply_a_common_kv_layout() -> None:
     fine_tune = replace(member("d1", (1, 2)), fingerprint=replace(FINGERPRINT, weights="other"))
     assert fine_tune.speaks_with(member()) and not fine_tune.may_exchange_kv(member())
 
 
 @pytest.mark.parametrize("versions", [(0, 1), (2, 1), (-1, -1)])
-def test_what_is_no_range_of_versions_is_refused(versions: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="no range"):
+def test_an_invalid_range_of_versions_is_refused(versions: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="not a range"):
         ProtocolRange(*versions)
     with pytest.raises(ValueError, match="not a member"):
         from_json(record(protocol_oldest=versions[0], protocol_newest=versions[1]))
 
 
-def test_what_a_newer_member_says_besides_is_passed_over() -> None:
+def test_unknown_fields_of_a_newer_member_are_ignored() -> None:
     values = json.loads(to_json(member()))
     values["zone"] = {"name": "a"}
     for part in ("id", "fingerprint", "capacity"):
@@ -82,11 +84,11 @@ def test_what_a_newer_member_says_besides_is_passed_over() -> None:
     assert from_json(json.dumps(values)) == member()
 
 
-def test_a_state_of_a_newer_version_is_one_in_which_a_member_gets_no_new_work() -> None:
+def test_a_member_in_an_unknown_state_gets_no_new_work() -> None:
     assert from_json(record(state="evacuating")) == member().with_state(MemberState.DRAINING)
 
 
-def test_a_member_of_a_role_that_nobody_here_knows_is_left_out() -> None:
+def test_a_member_with_an_unknown_role_is_refused() -> None:
     with pytest.raises(ValueError, match="not a member"):
         from_json(record(role="encoder"))
 
@@ -97,9 +99,7 @@ def test_a_member_of_a_role_that_nobody_here_knows_is_left_out() -> None:
 @pytest.mark.parametrize(
     "place", [*json.loads(to_json(member())), "capacity.*", "fingerprint.*", "id.*", "transports.*"]
 )
-def test_an_entry_with_any_value_out_of_its_bounds_is_read_or_refused_and_nothing_else(
-    place: str, value: object
-) -> None:
+def test_any_wrong_value_of_an_entry_is_read_within_bounds_or_refused(place: str, value: object) -> None:
     whole = json.loads(to_json(member()))
     outer, _, inner = place.partition(".")
     if not inner:
@@ -120,6 +120,6 @@ def test_an_entry_with_any_value_out_of_its_bounds_is_read_or_refused_and_nothin
 
 
 @pytest.mark.parametrize("text", ["", "[]", "1", "null", '{"id": 3}', "[" * 100_000, '{"capacity": NaN}'])
-def test_what_is_no_entry_is_refused(text: str) -> None:
+def test_text_that_is_no_entry_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a member"):
         from_json(text)

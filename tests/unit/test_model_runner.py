@@ -1,31 +1,22 @@
-"""What a step leaves in the pool and gives back, on a small real model."""
+"""The pool and the tokens after a step, on a small real model."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from cluster.messages import Sampling
-from cluster.settings.engine_settings import EngineSettings
-from engine.build import Engine, build_engine
+from engine.build import Engine
 from engine.scheduling.step import BlockCopy, Chunk, DrawnToken, Sample, StepPlan
-from tests.golden.families import FAMILIES
+from tests.unit.tiny_engine import BLOCK_SIZE, tiny_engine
 
-BLOCK_SIZE = 8
 TOKEN_IDS = tuple(range(1, 21))  # two blocks and a half
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    folder: Path = tmp_path_factory.mktemp("llama")
-    FAMILIES["llama"].save(folder)
-    settings = EngineSettings(
-        model=str(folder), dtype="float32", device="cpu", block_size=BLOCK_SIZE, num_blocks=24, max_model_len=64
-    )
-    engine = build_engine(settings)
-    yield engine
-    engine.pool.close()
+    with tiny_engine(tmp_path_factory.mktemp("llama")) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -55,7 +46,7 @@ def test_positions_after_the_last_token_are_zero(engine: Engine) -> None:
     assert zero_positions(engine, 5) == zero_positions(engine, 2) == [False] * BLOCK_SIZE
 
 
-def test_a_tail_stays_zeroed_and_keeps_its_tokens_as_it_grows(engine: Engine) -> None:
+def test_a_growing_tail_keeps_its_tokens_and_stays_zero_after_them(engine: Engine) -> None:
     engine.runner.run(StepPlan((Chunk(1, TOKEN_IDS[:18], 0, (5, 2, 11)),)))
     before = engine.pool.tensor[11].clone()
     engine.runner.run(StepPlan((Chunk(1, TOKEN_IDS[18:19], 18, (5, 2, 11), (sample(19),)),)))
@@ -72,7 +63,7 @@ def test_a_step_writes_to_no_other_block(engine: Engine) -> None:
     assert engine.pool.tensor[others].eq(9.0).all()
 
 
-def test_chunks_write_what_one_pass_writes(engine: Engine) -> None:
+def test_chunks_write_the_kv_of_a_single_pass(engine: Engine) -> None:
     engine.runner.run(StepPlan((whole_prompt((0, 1, 2)),)))
     for begin, end in ((0, 3), (3, 16), (16, 17), (17, 20)):
         engine.runner.run(StepPlan((Chunk(1, TOKEN_IDS[begin:end], begin, (9, 7, 8)),)))
@@ -112,13 +103,13 @@ def test_a_copied_tail_continues_as_the_original_does(engine: Engine) -> None:
     assert torch.equal(engine.pool.tensor[6], engine.pool.tensor[2])
 
 
-def test_a_plan_of_copies_alone_computes_nothing_else(engine: Engine) -> None:
+def test_a_plan_of_copies_alone_computes_no_token(engine: Engine) -> None:
     engine.pool.tensor[3] = 4.0
     assert engine.runner.run(StepPlan((), (BlockCopy(3, 8),))).tokens == ()
     assert engine.pool.tensor[8].eq(4.0).all()
 
 
-def test_what_lies_in_foreign_blocks_never_reaches_a_sequence(engine: Engine) -> None:
+def test_values_in_blocks_of_others_never_reach_a_sequence(engine: Engine) -> None:
     engine.pool.tensor.fill_(float("nan"))
     long = whole_prompt((5, 2, 11), sample(20))
     engine.runner.run(StepPlan((long,)))

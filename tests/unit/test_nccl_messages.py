@@ -1,4 +1,4 @@
-"""The control connection of an NCCL pair: every message arrives as it was sent, and nonsense is told."""
+"""The control connection of an NCCL link: every message arrives unchanged, and invalid bytes raise a named error."""
 
 import socket
 import struct
@@ -35,7 +35,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield one, other
 
 
-def test_messages_arrive_as_they_were_sent(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_nccl_messages_arrive_unchanged_and_in_order(ends: tuple[socket.socket, socket.socket]) -> None:
     for message in EXAMPLES:
         messages.send(ends[0], message)
     assert [messages.receive_message(ends[1]) for _ in EXAMPLES] == EXAMPLES
@@ -43,7 +43,7 @@ def test_messages_arrive_as_they_were_sent(ends: tuple[socket.socket, socket.soc
     assert messages.receive_message(ends[1]) is None
 
 
-def test_a_refusal_is_told_apart_from_a_failure(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_refusal_and_failure_raise_different_errors(ends: tuple[socket.socket, socket.socket]) -> None:
     messages.send(ends[0], Refused("not now"))
     with pytest.raises(messages.Refusal, match="not now"):
         messages.expect(ends[1], Ready)
@@ -66,7 +66,9 @@ def test_a_refusal_is_told_apart_from_a_failure(ends: tuple[socket.socket, socke
         struct.pack("<4sBI", b"TNC1", 3, 1) + b"\xff",
     ],
 )
-def test_nonsense_is_refused_without_waiting_for_more(raw: bytes, ends: tuple[socket.socket, socket.socket]) -> None:
+def test_an_invalid_header_is_refused_without_waiting_for_a_body(
+    raw: bytes, ends: tuple[socket.socket, socket.socket]
+) -> None:
     ends[0].sendall(raw)
     with pytest.raises(TransportError):
         messages.receive_message(ends[1])
@@ -74,7 +76,7 @@ def test_nonsense_is_refused_without_waiting_for_more(raw: bytes, ends: tuple[so
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(kind=st.integers(1, 7), body=st.binary(max_size=200))
-def test_no_body_breaks_the_reader(kind: int, body: bytes) -> None:
+def test_random_bodies_raise_only_named_errors(kind: int, body: bytes) -> None:
     one, other = socket.socketpair()
     with one, other:
         one.sendall(struct.pack("<4sBI", b"TNC1", kind, len(body)) + body)

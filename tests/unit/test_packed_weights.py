@@ -1,4 +1,4 @@
-"""Packed weights compute what plain ones do, and what cannot be packed stays as it is."""
+"""Packed weights compute the same as plain ones, and layers that cannot be packed stay plain."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ needs_bfloat16 = pytest.mark.skipif(
 
 @needs_bfloat16
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_every_family_says_the_same_with_packed_weights(
+def test_every_family_computes_the_same_logits_with_packed_weights(
     name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_weights, "_MIN_FEATURES", 1)  # these models are small
@@ -39,14 +39,14 @@ def test_every_family_says_the_same_with_packed_weights(
     errors = [
         float((one - other).norm() / (other - other.mean()).norm()) for one, other in zip(packed, plain, strict=True)
     ]
-    allowed = 2 * torch.finfo(torch.bfloat16).eps * len(loaded.layout.layers) ** 0.5  # as the probe at load allows
+    allowed = 2 * torch.finfo(torch.bfloat16).eps * len(loaded.layout.layers) ** 0.5  # as the load check allows
     assert sorted(errors)[len(errors) // 2] <= allowed  # the median: a mixture's near-tie may fall otherwise in one row
 
 
 @needs_bfloat16
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 65, 512])
-def test_one_layer_whatever_the_number_of_rows(num_rows: int, bias: bool) -> None:
+def test_a_packed_layer_equals_the_plain_one_for_any_number_of_rows(num_rows: int, bias: bool) -> None:
     linear = nn.Linear(320, 192, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
     rows = torch.randn(1, num_rows, 320, dtype=torch.bfloat16)
     output = PackedLinear(linear)(rows)
@@ -54,7 +54,7 @@ def test_one_layer_whatever_the_number_of_rows(num_rows: int, bias: bool) -> Non
     torch.testing.assert_close(output, linear(rows))
 
 
-def test_float32_and_what_only_looks_like_a_linear_layer_stay() -> None:
+def test_float32_layers_and_subclasses_of_linear_are_not_packed() -> None:
     class Scaled(nn.Linear):
         def forward(self, rows: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(rows)
@@ -76,7 +76,7 @@ class _Borrowing(nn.Module):
 
 
 @needs_bfloat16
-def test_a_weight_that_the_model_reads_itself_stays() -> None:
+def test_a_weight_that_the_model_reads_itself_is_not_packed() -> None:
     model = _Borrowing().requires_grad_(False)
     rows = torch.randn(2, 128, dtype=torch.bfloat16)
     plain = model(rows)
@@ -86,7 +86,7 @@ def test_a_weight_that_the_model_reads_itself_stays() -> None:
     torch.testing.assert_close(model(rows), plain)
 
 
-def test_a_weight_that_only_looks_like_bfloat16_stays() -> None:
+def test_a_weight_that_only_looks_like_bfloat16_is_not_packed() -> None:
     class Quantised(torch.Tensor):
         pass
 
@@ -98,7 +98,9 @@ def test_a_weight_that_only_looks_like_bfloat16_stays() -> None:
 
 
 @needs_bfloat16
-def test_a_layer_that_comes_out_different_is_left_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_computes_otherwise_when_packed_is_not_packed_and_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     linear = nn.Linear(128, 128, dtype=torch.bfloat16).requires_grad_(False)
     model = nn.Sequential(linear)
     monkeypatch.setattr(PackedLinear, "forward", lambda self, rows: torch.zeros(len(rows), 128, dtype=torch.bfloat16))
@@ -107,7 +109,7 @@ def test_a_layer_that_comes_out_different_is_left_and_said(monkeypatch: pytest.M
 
 
 @needs_bfloat16
-def test_an_engine_says_what_it_packed(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_an_engine_reports_its_packed_weights(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("llama")
     FAMILIES["llama"].save(folder)
 
@@ -124,7 +126,7 @@ def test_an_engine_says_what_it_packed(tmp_path_factory: pytest.TempPathFactory)
 
 
 def _logits(loaded: LoadedModel) -> list[torch.Tensor]:
-    """Of every sampled row of a staggered run, in order."""
+    """The logits of every sampled row of a staggered run, in order."""
     pool = KvPool(loaded.layout, num_blocks())
     runner = ModelRunner(loaded.forward(pool), pool)
     sequences = make_sequences(seed=1, vocab_size=loaded.info.vocab_size)

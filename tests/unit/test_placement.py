@@ -1,9 +1,9 @@
-"""Placement: who gets a request, and that every request gets somebody as long as there is a decode worker."""
+"""Placement: the workers that serve a request, and that every request gets workers while there is a decode worker."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.messages import MemberId, PairFigure
+from cluster.messages import LinkSpeed, MemberId
 from router.policies.placement import (
     SECOND_LOOK_EVERY,
     SLOW_MARGIN_S,
@@ -35,12 +35,12 @@ def test_the_least_loaded_of_each_pool_form_the_pair() -> None:
     assert names(LeastLoaded().choose(prefills, decodes, facts())) == ("p1", "d0")
 
 
-def test_load_that_other_routers_brought_counts() -> None:
+def test_load_from_other_routers_counts() -> None:
     decodes = [load("d0", 1, waiting=4, running=4), load("d1", 3)]
     assert names(LeastLoaded().choose([], decodes, facts())) == (None, "d1")
 
 
-def test_equals_take_turns() -> None:
+def test_equal_pairs_are_chosen_in_turn() -> None:
     for chosen in (LeastLoaded(), PrefixAware(), RoundRobin()):
         prefills, decodes = [load("p0"), load("p1")], [load("d0"), load("d1"), load("d2")]
         pairs = [names(chosen.choose(prefills, decodes, facts())) for _ in range(12)]
@@ -48,19 +48,19 @@ def test_equals_take_turns() -> None:
         assert {name: sum(name in pair for pair in pairs) for name in ("d0", "d1", "d2")} == {"d0": 4, "d1": 4, "d2": 4}
 
 
-def test_round_robin_looks_at_no_load() -> None:
+def test_round_robin_ignores_load() -> None:
     turns, decodes = RoundRobin(), [load("d0", 100), load("d1")]
     assert [names(turns.choose([], decodes, facts()))[1] for _ in range(4)] == ["d0", "d1", "d0", "d1"]
 
 
-def test_only_equal_fingerprints_pair() -> None:
+def test_only_workers_with_equal_fingerprints_form_a_pair() -> None:
     prefills = [load("p0", pairing="a"), load("p1", 9, pairing="b")]
     decodes = [load("d1", 9, pairing="b")]
     assert names(LeastLoaded().choose(prefills, decodes, facts())) == ("p1", "d1")
     assert names(LeastLoaded().choose(prefills[:1], decodes, facts())) == (None, "d1")
 
 
-def test_who_failed_this_request_is_the_last_choice() -> None:
+def test_a_worker_that_failed_this_request_is_the_last_choice() -> None:
     prefills, decodes = [load("p0"), load("p1", 50)], [load("d0"), load("d1", 50)]
     assert names(LeastLoaded().choose(prefills, decodes, facts("p0", "d0"))) == ("p1", "d1")
     assert names(LeastLoaded().choose(prefills[:1], decodes[:1], facts("p0", "d0"))) == ("p0", "d0")
@@ -68,8 +68,8 @@ def test_who_failed_this_request_is_the_last_choice() -> None:
 
 def measured(name: str, assigned: int = 0, **bytes_per_s: float) -> WorkerLoad:
     """A decode worker that has read of these exporters so fast; a prompt of 10 tokens has 1 MB of KV."""
-    pairs = [PairFigure(MemberId(exporter, "1"), "tcp", rate, 0.0) for exporter, rate in bytes_per_s.items()]
-    return WorkerLoad(MemberId(name, "1"), "a", assigned, pairs=tuple(pairs), kv_bytes_per_token=1e5)
+    links = [LinkSpeed(MemberId(exporter, "1"), "tcp", rate, 0.0) for exporter, rate in bytes_per_s.items()]
+    return WorkerLoad(MemberId(name, "1"), "a", assigned, links=tuple(links), kv_bytes_per_token=1e5)
 
 
 def chosen_of(prefills: list[WorkerLoad], decodes: list[WorkerLoad], times: int = 6) -> set[tuple[str | None, str]]:
@@ -77,7 +77,7 @@ def chosen_of(prefills: list[WorkerLoad], decodes: list[WorkerLoad], times: int 
     return {names(turns.choose(prefills, decodes, facts())) for _ in range(times)}
 
 
-def test_of_equally_loaded_pairs_the_faster_one_wins() -> None:
+def test_the_faster_of_equally_loaded_pairs_is_chosen() -> None:
     prefills = [load("p0"), load("p1")]
     assert chosen_of(prefills, [measured("d0", p0=1e7, p1=1e9)]) == {("p1", "d0")}
     assert chosen_of(prefills[:1], [measured("d0", p0=1e7), measured("d1", p0=1e9)]) == {("p0", "d1")}
@@ -87,28 +87,28 @@ def test_a_fast_link_does_not_outweigh_a_queue() -> None:
     assert chosen_of([load("p0")], [measured("d0", p0=1e7), measured("d1", 1, p0=1e9)]) == {("p0", "d0")}
 
 
-def test_small_differences_of_speed_let_equals_take_turns() -> None:
+def test_pairs_with_small_differences_of_speed_are_chosen_in_turn() -> None:
     prefills = [load("p0"), load("p1")]
     assert chosen_of(prefills, [measured("d0", p0=1e8, p1=1.7e8)]) == {("p0", "d0"), ("p1", "d0")}
-    both_quick = [measured("d0", p0=1e6 / SLOW_MARGIN_S, p1=1e12)]  # one ten times the other, and nobody would notice
+    both_quick = [measured("d0", p0=1e6 / SLOW_MARGIN_S, p1=1e12)]  # one ten times the other, below the margin
     assert chosen_of(prefills, both_quick) == {("p0", "d0"), ("p1", "d0")}
 
 
-def test_a_pair_that_nobody_measured_is_tried() -> None:
+def test_a_pair_without_a_measurement_is_tried() -> None:
     assert chosen_of([load("p0"), load("p1")], [measured("d0", p0=1e9)]) == {("p0", "d0"), ("p1", "d0")}
     assert chosen_of([load("p0"), load("p1")], [measured("d0", p0=1e7)]) == {("p0", "d0"), ("p1", "d0")}
 
 
-def test_the_first_figure_of_an_exporter_is_the_one_that_counts() -> None:
-    slow_way = PairFigure(MemberId("p0", "1"), "tcp", 1e3, 0.0)
+def test_only_the_first_figure_of_an_exporter_counts() -> None:
+    slow_way = LinkSpeed(MemberId("p0", "1"), "tcp", 1e3, 0.0)
     shm_first = measured("d0", p0=1e9)
-    both = WorkerLoad(shm_first.member, "a", 0, pairs=(*shm_first.pairs, slow_way), kv_bytes_per_token=1e5)
+    both = WorkerLoad(shm_first.member, "a", 0, links=(*shm_first.links, slow_way), kv_bytes_per_token=1e5)
     assert chosen_of([load("p0")], [both, measured("d1", p0=1e9)]) == {("p0", "d0"), ("p0", "d1")}
 
 
 def test_latency_counts_for_short_prompts() -> None:
-    near = WorkerLoad(MemberId("d0", "1"), "a", 0, pairs=(PairFigure(MemberId("p0", "1"), "tcp", 1e9, 0.0),))
-    far = WorkerLoad(MemberId("d1", "1"), "a", 0, pairs=(PairFigure(MemberId("p0", "1"), "tcp", 1e9, 0.5),))
+    near = WorkerLoad(MemberId("d0", "1"), "a", 0, links=(LinkSpeed(MemberId("p0", "1"), "tcp", 1e9, 0.0),))
+    far = WorkerLoad(MemberId("d1", "1"), "a", 0, links=(LinkSpeed(MemberId("p0", "1"), "tcp", 1e9, 0.5),))
     assert chosen_of([load("p0")], [near, far]) == {("p0", "d0")}
 
 
@@ -117,46 +117,46 @@ def placements(prefills: list[WorkerLoad], decodes: list[WorkerLoad], times: int
     return [names(chosen.choose(prefills, decodes, facts())) for _ in range(times)]
 
 
-def test_a_slow_pair_is_looked_at_again_now_and_then() -> None:
+def test_a_slow_pair_is_tried_again_now_and_then() -> None:
     decodes = [measured("d0", p0=1e9, p1=1e7)]  # a millisecond, and a tenth of a second
     chosen = placements([load("p0"), load("p1")], decodes, 3 * SECOND_LOOK_EVERY)
     looks = [turn for turn, pair in enumerate(chosen) if pair == ("p1", "d0")]
     assert looks == [SECOND_LOOK_EVERY * n - 1 for n in (1, 2, 3)]
 
 
-def test_slow_pairs_are_looked_at_by_turns() -> None:
+def test_slow_pairs_are_tried_in_turn() -> None:
     decodes = [measured("d0", p0=1e9, p1=1e7, p2=2e7)]
     chosen = placements([load("p0"), load("p1"), load("p2")], decodes, 4 * SECOND_LOOK_EVERY)
     assert [pair[0] for pair in chosen if pair[0] != "p0"] == ["p1", "p2", "p1", "p2"]
 
 
-def test_no_client_waits_seconds_for_a_second_look() -> None:
+def test_no_client_waits_seconds_for_a_new_measurement() -> None:
     decodes = [measured("d0", p0=1e9, p1=5e5)]  # two seconds
     assert set(placements([load("p0"), load("p1")], decodes, 3 * SECOND_LOOK_EVERY)) == {("p0", "d0")}
 
 
-def test_a_pair_that_is_passed_over_gets_nothing_while_there_is_another() -> None:
+def test_an_excluded_pair_is_not_chosen_while_there_is_another() -> None:
     d0, p0, p1 = MemberId("d0", "1"), MemberId("p0", "1"), MemberId("p1", "1")
     for chosen in (LeastLoaded(), PrefixAware(), RoundRobin()):
-        facts = RequestFacts(10, 10, 1, passed_over={(p0, d0)})
+        facts = RequestFacts(10, 10, 1, excluded_pairs={(p0, d0)})
         assert names(chosen.choose([load("p0"), load("p1", 9)], [load("d0")], facts)) == ("p1", "d0")
         assert names(chosen.choose([load("p0")], [load("d0"), load("d1", 9)], facts)) == ("p0", "d1")
-        avoiding = RequestFacts(10, 10, 1, frozenset({p1}), passed_over={(p0, d0)})
+        avoiding = RequestFacts(10, 10, 1, frozenset({p1}), excluded_pairs={(p0, d0)})
         assert names(chosen.choose([load("p0"), load("p1")], [load("d0")], avoiding)) == ("p1", "d0")
 
 
-def test_where_every_pair_is_passed_over_decode_prefills() -> None:
+def test_a_decode_worker_prefills_when_every_pair_is_excluded() -> None:
     pairs = {(MemberId("p0", "1"), MemberId(name, "1")) for name in ("d0", "d1")}
-    facts = RequestFacts(10, 10, 1, passed_over=pairs)
+    facts = RequestFacts(10, 10, 1, excluded_pairs=pairs)
     assert names(LeastLoaded().choose([load("p0")], [load("d0", 3), load("d1")], facts)) == (None, "d1")
 
 
 def cached(**tokens: int) -> RequestFacts:
-    """A prompt of 100 tokens, so many of which these prefill workers have."""
+    """A prompt of 100 tokens with the given numbers of tokens cached by these prefill workers."""
     return RequestFacts(100, 10, 1, cached_tokens={MemberId(name, "1"): number for name, number in tokens.items()})
 
 
-def test_a_prompt_goes_where_most_of_it_is_cached() -> None:
+def test_a_prompt_goes_to_the_worker_with_its_longest_cached_prefix() -> None:
     prefills, chosen = [load("p0"), load("p1"), load("p2")], PrefixAware()
     for _ in range(3):
         assert names(chosen.choose(prefills, [load("d0")], cached(p1=64, p2=32))) == ("p1", "d0")
@@ -168,7 +168,7 @@ def test_a_cached_prefix_is_not_worth_a_longer_queue() -> None:
     assert names(PrefixAware().choose([load("p0", 1), load("p1", 1)], decodes, facts)) == ("p1", "d0")
 
 
-def test_who_failed_the_request_is_not_chosen_for_its_prefix() -> None:
+def test_a_worker_that_failed_the_request_is_not_chosen_for_its_prefix() -> None:
     facts = RequestFacts(100, 10, 1, frozenset({MemberId("p1", "1")}), {MemberId("p1", "1"): 96})
     assert names(PrefixAware().choose([load("p0"), load("p1")], [load("d0")], facts)) == ("p0", "d0")
 
@@ -201,4 +201,4 @@ def test_a_placement_is_always_a_pair_that_was_offered(
             decode = next(worker for worker in decodes if worker.member == placement.decode)
             if placement.prefill is not None:
                 prefill = next(worker for worker in prefills if worker.member == placement.prefill)
-                assert prefill.pairing == decode.pairing
+                assert prefill.kv_format == decode.kv_format

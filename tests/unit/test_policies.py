@@ -1,4 +1,4 @@
-"""Who goes first, as each policy has it. A rank is a pure function of what is known of the work."""
+"""The order of work under each policy. A rank is a pure function of the facts about the work."""
 
 from dataclasses import replace
 
@@ -14,7 +14,6 @@ from engine.scheduling.policies import (
     Priorities,
     ShortestFirst,
     SkipJoinMlfq,
-    StaticBatching,
     Work,
     displaces,
     full_rank,
@@ -71,20 +70,16 @@ def test_no_two_displace_each_other(policy: Policy, one: Work, other: Work, now_
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=SCHEDULING_POLICIES)
-def test_whatever_the_policy_the_batch_class_gives_way(policy: Policy) -> None:
+def test_the_batch_class_yields_under_every_policy(policy: Policy) -> None:
     batch, other = replace(WORK, is_batch=True, priority=-9, deadline_s=1.0), replace(WORK, arrival=1, num_prompt=9000)
     assert displaces(policy, other, batch, 0.0)
     assert not displaces(policy, batch, other, 0.0)
 
 
-@pytest.mark.parametrize("name", ["fcfs", "static", "static-sorted"])
-def test_a_policy_that_does_not_preempt_displaces_nobody_else(name: str) -> None:
+@pytest.mark.parametrize("name", ["fcfs"])
+def test_a_policy_without_preemption_displaces_no_work(name: str) -> None:
     first = replace(WORK, arrival=0, num_prompt=1)
     assert not displaces(make_policy(name), first, replace(WORK, arrival=99, num_prompt=9000), 0.0)
-
-
-def test_only_static_batching_is_static() -> None:
-    assert [policy.name for policy in POLICIES if policy.is_static] == ["static", "static-sorted"]
 
 
 def test_first_come_is_first_served() -> None:
@@ -93,23 +88,17 @@ def test_first_come_is_first_served() -> None:
     assert in_order(FirstCome(), aged(WORK, 2, 5.0), aged(WORK, 1, 5.0)) == [1, 2]
 
 
-def test_first_come_is_who_came_first_to_the_cluster_and_not_to_this_worker() -> None:
+def test_first_come_orders_by_arrival_at_the_cluster_and_not_at_the_worker() -> None:
     here, from_one_that_died = aged(WORK, 1, 5.0), aged(WORK, 2, 1.0)
     assert in_order(FirstCome(), here, from_one_that_died) == [2, 1]
 
 
-def test_first_come_goes_on_with_what_was_begun_before_it_begins_anything() -> None:
+def test_first_come_serves_resumed_work_before_new_work() -> None:
     begun = [replace(aged(WORK, arrival, 9.0 - arrival), is_resumed=True) for arrival in (3, 4)]
     assert in_order(FirstCome(), aged(WORK, 1, 0.0), *begun, aged(WORK, 2, 1.0)) == [4, 3, 1, 2]
 
 
-def test_sorted_static_batches_take_the_arrivals_of_a_window_by_length() -> None:
-    works = [replace(WORK, arrival=arrival, num_prompt=100 - arrival) for arrival in range(6)]
-    assert in_order(StaticBatching("static-sorted", window=3), *works) == [2, 1, 0, 5, 4, 3]
-    assert in_order(StaticBatching(), *works) == [0, 1, 2, 3, 4, 5]
-
-
-def test_shortest_first_counts_what_is_left_of_prompt_and_prediction() -> None:
+def test_shortest_first_counts_the_remaining_prompt_and_predicted_tokens() -> None:
     long_prompt = replace(WORK, arrival=0, num_prompt=80 * PROMPT_TOKENS_PER_OUTPUT, predicted_tokens=10)
     long_output = replace(WORK, arrival=1, predicted_tokens=100)
     nearly_done = replace(long_output, arrival=2, num_done=WORK.num_prompt + 95)
@@ -117,14 +106,14 @@ def test_shortest_first_counts_what_is_left_of_prompt_and_prediction() -> None:
     assert in_order(ShortestFirst(), unknown, long_output, long_prompt, nearly_done) == [2, 0, 1, 3]
 
 
-def test_one_that_outlived_its_prediction_has_a_token_to_go() -> None:
+def test_work_past_its_prediction_counts_as_one_remaining_token() -> None:
     outlived = replace(WORK, arrival=0, predicted_tokens=10, num_done=WORK.num_prompt + 500)
     at_its_end = replace(outlived, num_done=WORK.num_prompt + 9)
     assert ShortestFirst().rank(outlived, 0.0) == ShortestFirst().rank(at_its_end, 0.0)
 
 
 @pytest.mark.parametrize("policy", [ShortestFirst(), Priorities()], ids=lambda policy: policy.name)
-def test_with_age_the_last_becomes_the_first(policy: Policy) -> None:
+def test_ageing_lets_the_last_ranked_work_become_the_first(policy: Policy) -> None:
     last = replace(WORK, arrival=0, num_prompt=8000, predicted_tokens=2000, priority=5)
     urgent = replace(WORK, predicted_tokens=1)
     assert in_order(policy, last, aged(urgent, 1, 10.0), now_s=10.0) == [1, 0]
@@ -132,8 +121,10 @@ def test_with_age_the_last_becomes_the_first(policy: Policy) -> None:
 
 
 @given(one=WORKS, other=WORKS, now_s=TIMES, later_s=TIMES)
-def test_ageing_never_turns_two_around_that_both_wait(one: Work, other: Work, now_s: float, later_s: float) -> None:
-    """They would take each other's place again and again."""
+def test_ageing_never_swaps_the_order_of_two_waiting_requests(
+    one: Work, other: Work, now_s: float, later_s: float
+) -> None:
+    """Otherwise they would displace each other again and again."""
     for policy in (ShortestFirst(), Priorities()):
         before, after = (policy.rank(one, t)[0] - policy.rank(other, t)[0] for t in (now_s, later_s))
         assert before == pytest.approx(after, abs=1e-3)
@@ -152,7 +143,7 @@ def test_the_earliest_deadline_goes_first() -> None:
 @pytest.mark.parametrize(
     ("num_prompt", "level"), [(1, 0), (255, 0), (256, 1), (511, 1), (512, 2), (8000, 5), (10**6, 7)]
 )
-def test_a_job_joins_the_level_whose_quantum_holds_its_prompt(num_prompt: int, level: int) -> None:
+def test_a_job_joins_the_first_mlfq_level_with_a_quantum_for_its_prompt(num_prompt: int, level: int) -> None:
     assert SkipJoinMlfq().level(replace(WORK, num_prompt=num_prompt)) == level
     # The same once the prompt is computed: it was what the level was chosen for.
     assert SkipJoinMlfq().level(replace(WORK, num_prompt=num_prompt, num_done=num_prompt)) == level
@@ -161,12 +152,12 @@ def test_a_job_joins_the_level_whose_quantum_holds_its_prompt(num_prompt: int, l
 @pytest.mark.parametrize(
     ("num_output", "level"), [(0, 0), (23, 0), (24, 1), (87, 1), (88, 2), (215, 2), (216, 3), (10**6, 7)]
 )
-def test_each_quantum_used_up_leads_a_level_down(num_output: int, level: int) -> None:
+def test_each_used_quantum_moves_work_one_level_down(num_output: int, level: int) -> None:
     """32 tokens, then 64, 128, ...; the prompt's 64 count as 8."""
     assert mlfq_at(64, num_output) == level
 
 
-def test_who_waits_rises_level_by_level() -> None:
+def test_waiting_work_rises_one_mlfq_level_at_a_time() -> None:
     assert [mlfq_at(64, 300, waited_s=waited_s) for waited_s in (0.0, 9.9, 10.0, 20.0, 30.0, 99.0)] == [
         3,
         3,
@@ -177,7 +168,7 @@ def test_who_waits_rises_level_by_level() -> None:
     ]
 
 
-def test_who_has_risen_stays_there_for_a_quantum() -> None:
+def test_risen_work_stays_at_its_mlfq_level_for_a_quantum() -> None:
     def level(num_since_wait: int) -> int:
         return mlfq_at(64, 300 + num_since_wait, waited_s=20.0, num_since_wait=num_since_wait)
 

@@ -1,4 +1,4 @@
-"""Which workers are started and retired to reach a target."""
+"""The workers that are started and retired to reach a target."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from cli.local.pool_plan import PoolPlan, Slot, pool_plan
 from cluster.errors import ConfigError
 from cluster.messages import Role
 from cluster.registry.scale_target import ScaleTarget
-from cluster.worker_loads import load
+from worker.loads import load
 
 
 def slots(*names: str) -> list[Slot]:
@@ -25,12 +25,12 @@ def plan(staying: str, target: tuple[int, int], *, leaving: str = "", **busy: fl
     return [str(slot) for slot in found.starts], [str(slot) for slot in found.retires]
 
 
-def test_pools_that_are_as_they_should_be_are_left_alone() -> None:
+def test_pools_at_their_target_size_are_not_changed() -> None:
     found = pool_plan(slots("prefill-0", "decode-0", "decode-4"), [], ScaleTarget(1, 2), {})
     assert found == PoolPlan() and not found
 
 
-def test_new_workers_take_the_lowest_free_names_and_never_one_that_is_still_leaving() -> None:
+def test_new_workers_get_the_lowest_free_names_and_never_the_name_of_a_draining_worker() -> None:
     assert plan("prefill-0 decode-1", (2, 4), leaving="decode-0") == (
         ["decode-2", "decode-3", "decode-4", "prefill-1"],
         [],
@@ -43,17 +43,17 @@ def test_the_least_busy_worker_is_retired_and_of_idle_ones_the_newest() -> None:
     assert plan("prefill-0 decode-0", (0, 1), prefill_0=99) == ([], ["prefill-0"])
 
 
-def test_one_that_leaves_already_counts_as_gone() -> None:
+def test_a_draining_worker_does_not_count() -> None:
     assert plan("decode-1", (0, 1), leaving="decode-0") == ([], [])
     assert plan("decode-1", (0, 2), leaving="decode-0") == (["decode-2"], [])
 
 
-def test_blocks_that_requests_hold_and_requests_that_wait_make_a_worker_busy() -> None:
+def test_blocks_in_use_and_waiting_requests_make_a_worker_busy() -> None:
     assert load({"blocks_free": 10, "blocks_cached": 5, "running": 2}) == 0
     assert load({"blocks_free": 7, "blocks_held": 3, "blocks_leased": 2, "waiting": 4}) == 9
 
 
-def test_a_slot_is_read_from_its_name() -> None:
+def test_a_slot_is_parsed_from_its_name() -> None:
     assert Slot.parse("prefill-12") == Slot(Role.PREFILL, 12)
 
 

@@ -1,4 +1,6 @@
-"""A prefill worker takes so many calls at once, and refuses one more before it asks anybody for anything."""
+"""A prefill worker accepts a bounded number of calls, and refuses another call before any question to the step
+thread.
+"""
 
 import asyncio
 from typing import Any
@@ -29,7 +31,7 @@ class _Exporter:
 
 
 def _service(steps: _Steps, telemetry: Telemetry) -> PrefillService:
-    parts: dict[str, Any] = dict.fromkeys(("prefixes", "pulls", "tiers", "feed", "heartbeats", "inspections"))
+    parts: dict[str, Any] = dict.fromkeys(("pulls", "tiers", "cache_events", "follow_heartbeats"))
     return PrefillService(
         steps=steps,  # type: ignore[arg-type]
         exporter=_Exporter(),  # type: ignore[arg-type]
@@ -47,7 +49,7 @@ def _call(service: PrefillService) -> Any:
     return service.Prefill(wire.prefill_job_to_wire(_JOB), None)  # type: ignore[arg-type]
 
 
-async def test_one_call_too_many_is_refused_before_the_step_thread_hears_of_it() -> None:
+async def test_a_prefill_call_beyond_the_limit_is_refused_before_the_step_thread() -> None:
     steps, telemetry = _Steps(), Telemetry()
     service = _service(steps, telemetry)
     waiting = [asyncio.create_task(anext(_call(service))) for _ in range(2)]

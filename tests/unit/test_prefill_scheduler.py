@@ -12,17 +12,18 @@ from cluster.errors import (
     Cancelled,
     DeadlineExceeded,
     Draining,
-    InternalError,
     InvalidRequest,
     QueueFull,
+    StepFailed,
     WorkerTooSmall,
 )
-from cluster.messages import FinishReason, Inspect, Inspected, MemberId, PrefillJob, Sampling, TokenStops
+from cluster.messages import FinishReason, MemberId, PrefillJob, Sampling, TokenStops
 from cluster.protocol.hashing import NATIVE, BlockChain, keyed_chains, nameless_chains
 from cluster.settings.engine_settings import SCHEDULING_POLICIES
+from engine.scheduling.commands import Inspect, Inspected, LeasePrefix, PrefixLeased, Quiet, Release, Tail
 from engine.scheduling.policies import make_policy
+from engine.scheduling.schedule import banned_token_ids, finish_reason
 from engine.scheduling.step import Sample, StepPlan
-from engine.scheduling.stops import banned_token_ids, finish_reason
 from prefill_worker.scheduling.commands import (
     Accepted,
     AdmitPull,
@@ -33,16 +34,11 @@ from prefill_worker.scheduling.commands import (
     Failed,
     Finished,
     Leave,
-    OfferPrefix,
-    PrefixOffered,
     PullReserved,
-    Quiet,
     Refused,
-    Release,
     ReservePull,
     Sealed,
     Submit,
-    Tail,
 )
 from prefill_worker.scheduling.limits import PrefillLimits
 from prefill_worker.scheduling.scheduler import PrefillScheduler
@@ -83,7 +79,7 @@ def _job(
 
 @dataclass
 class _Prefill:
-    """What the outside knows about one ticket."""
+    """The events received for one ticket."""
 
     job: PrefillJob
     sealed: tuple[int, ...] = ()
@@ -106,7 +102,7 @@ class _Prefill:
 
 @dataclass
 class _Pull:
-    """What the importer of a prefix knows."""
+    """The importer's view of one pulled prefix."""
 
     token_ids: tuple[int, ...]
     chain: BlockChain
@@ -169,7 +165,7 @@ class _Bench:
         return pull_id
 
     def finish_pull(self, pull_id: int) -> None:
-        """The importer has read and verified everything."""
+        """End a pull whose blocks the importer has read and verified."""
         pull = self.pulls.pop(pull_id)
         assert pull.block_ids is not None
         for place, token_id in enumerate(pull.token_ids):
@@ -188,7 +184,7 @@ class _Bench:
         chain = self.new_chain("", NATIVE)
         chain.extend(token_ids)
         self.offered[ticket_id] = (), token_ids
-        self.apply(OfferPrefix(ticket_id, tuple(chain.hashes), min_blocks))
+        self.apply(LeasePrefix(ticket_id, tuple(chain.hashes), min_blocks))
         return ticket_id
 
     def end_offer(self, ticket_id: bytes) -> None:
@@ -260,7 +256,7 @@ class _Bench:
                     assert self.runner.read(block_ids[:num_cached], len(found)) == found
                     for block_id in block_ids[num_cached:]:
                         self.runner.scribble(block_id, mark=pull_id + 1)
-                case PrefixOffered(ticket_id, block_ids):
+                case PrefixLeased(ticket_id, block_ids):
                     self.offered[ticket_id] = block_ids, self.offered[ticket_id][1]
                 case Accepted() | Inspected():
                     pass
@@ -399,9 +395,7 @@ class _AnySchedule(RuleBasedStateMachine):
 
 
 TestAnyScheduleKeepsLeasedBlocksAndLeaksNone = _AnySchedule.TestCase
-TestAnyScheduleKeepsLeasedBlocksAndLeaksNone.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None
-)
+TestAnyScheduleKeepsLeasedBlocksAndLeaksNone.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 def test_blocks_are_sealed_chunk_by_chunk_before_the_prompt_is_done() -> None:
@@ -436,8 +430,8 @@ def test_leased_blocks_stay_until_release_and_only_until_then() -> None:
     bench.assert_none_in_use()
 
 
-def test_tickets_that_nobody_takes_hold_prompts_back_until_the_queue_refuses_and_says_when_to_come_back() -> None:
-    """Decode is full: prefill does not run ahead of it by more than its own pool."""
+def test_unclaimed_tickets_block_prefill_until_the_full_queue_refuses_with_a_retry_time() -> None:
+    """Decode is full: prefill runs ahead of it by no more than its own pool."""
     bench = _Bench(num_blocks=6, max_queue=2, prefix_caching=False)
     first, second = (bench.submit(_job(range(1, 11))) for _ in range(2))
     bench.now_s = 3.0
@@ -461,7 +455,7 @@ def test_tickets_that_nobody_takes_hold_prompts_back_until_the_queue_refuses_and
     bench.assert_none_in_use()
 
 
-def test_a_prompt_nobody_comes_for_frees_everything_when_it_is_done() -> None:
+def test_a_prompt_without_an_importer_frees_all_blocks_at_its_end() -> None:
     bench = _Bench()
     ticket_id = bench.submit(_job(range(1, 11), imported=False))
 
@@ -483,7 +477,7 @@ def test_a_released_ticket_that_still_runs_is_finished_without_leases() -> None:
     bench.assert_none_in_use()
 
 
-def test_a_prompt_reserves_whole_and_nobody_overtakes() -> None:
+def test_a_prompt_reserves_all_its_blocks_at_once_and_later_prompts_do_not_overtake() -> None:
     bench = _Bench(num_blocks=10, prefix_caching=False)
     first = bench.submit(_job(range(1, 25)))
     large, small = bench.submit(_job(range(1, 25))), bench.submit(_job([1, 2]))
@@ -498,7 +492,7 @@ def test_a_prompt_reserves_whole_and_nobody_overtakes() -> None:
     assert bench.tickets[large].finished and bench.tickets[small].finished
 
 
-def test_what_another_worker_lost_goes_before_all_that_came_later_and_behind_what_runs() -> None:
+def test_a_prompt_lost_at_another_worker_goes_before_younger_requests_and_after_running_prompts() -> None:
     bench = _Bench(max_prefill_tokens=16)
     running = bench.submit(_job(range(32)))
     bench.step()
@@ -533,7 +527,7 @@ def test_a_step_holds_at_most_max_num_seqs_prompts() -> None:
     assert [len(plan.chunks) for plan in bench.run()] == [3, 3, 2]
 
 
-def test_cancel_frees_what_was_not_sealed_and_release_the_rest() -> None:
+def test_cancel_frees_unsealed_blocks_and_release_frees_sealed_blocks() -> None:
     bench = _Bench()
     running, waiting = bench.submit(_job(range(1, 101))), bench.submit(_job(range(1, 31)))
     bench.step()
@@ -581,7 +575,7 @@ def test_the_first_token_obeys_the_stop_rules_at_its_index(
     assert finished is not None and finished.tokens[0].finish_reason is expected
 
 
-def test_too_long_empty_and_too_many_are_refused() -> None:
+def test_prompts_that_are_too_long_empty_or_too_many_are_refused() -> None:
     bench = _Bench(num_blocks=10, max_queue=1)
     bench.submit(_job(range(41)))
     bench.submit(_job([]))
@@ -590,12 +584,12 @@ def test_too_long_empty_and_too_many_are_refused() -> None:
 
     too_long, empty, full = (refused.error for refused in bench.refused)
 
-    assert isinstance(too_long, WorkerTooSmall) and "41 tokens" in str(too_long) and "holds 40" in str(too_long)
+    assert isinstance(too_long, WorkerTooSmall) and "41 tokens" in str(too_long) and "holds at most 40" in str(too_long)
     assert isinstance(empty, InvalidRequest)
     assert isinstance(full, QueueFull) and "--max-queue is 1" in str(full)
 
 
-def test_a_deadline_names_the_phase_it_passed_in() -> None:
+def test_an_exceeded_deadline_names_the_phase_of_the_prompt() -> None:
     bench = _Bench(max_num_seqs=1)
     running = bench.submit(_job(range(1, 101), timeout_s=3.0))
     waiting = bench.submit(_job(range(1, 101), timeout_s=2.0))
@@ -622,7 +616,7 @@ def test_a_failing_step_ends_its_prompts_only_and_keeps_their_leases() -> None:
     bench.step(RuntimeError("the device is gone"))
 
     error = bench.tickets[hit].error
-    assert isinstance(error, InternalError) and "RuntimeError: the device is gone" in str(error)
+    assert isinstance(error, StepFailed) and "RuntimeError: the device is gone" in str(error)
     assert bench.inspect().blocks["leased"] == 4
     bench.run()
     assert bench.tickets[spared].finished is not None
@@ -642,7 +636,7 @@ def test_finished_accounts_for_queue_and_prefill_time() -> None:
     assert finished is not None and (finished.queue_s, finished.prefill_s) == (2.0, 5.0)
 
 
-def test_a_prompt_that_begins_like_one_before_computes_only_the_rest() -> None:
+def test_a_prompt_with_a_cached_prefix_computes_only_the_rest() -> None:
     bench = _Bench()
     first = bench.submit(_job(range(1, 31)))
     bench.run()
@@ -658,7 +652,7 @@ def test_a_prompt_that_begins_like_one_before_computes_only_the_rest() -> None:
     assert bench.inspect().figures["tokens_cached"] == 20
 
 
-def test_what_is_cached_is_offered_before_the_first_chunk_is_computed() -> None:
+def test_cached_blocks_are_announced_before_the_first_chunk_is_computed() -> None:
     bench = _Bench()
     bench.submit(_job(range(1, 31)))
     bench.run()
@@ -705,7 +699,7 @@ def test_a_block_that_two_tickets_have_pinned_stays_until_both_are_released() ->
     bench.assert_none_in_use()
 
 
-def test_cached_blocks_make_room_for_another_prompt_but_not_those_in_use() -> None:
+def test_only_unused_cached_blocks_are_evicted_for_another_prompt() -> None:
     bench = _Bench(num_blocks=10, max_prefill_tokens=4)
     for start in (1, 30):
         bench.release(bench.submit(_job(range(start, start + 17), imported=False)))
@@ -731,7 +725,7 @@ def test_tenants_share_no_prefix() -> None:
         assert finished is not None and finished.num_cached == num_cached
 
 
-def test_what_a_cancelled_or_failed_prefill_had_sealed_is_found_by_the_next() -> None:
+def test_blocks_sealed_by_a_cancelled_or_failed_prefill_are_reused_by_the_next() -> None:
     bench = _Bench()
     cancelled = bench.submit(_job(range(1, 49), imported=False))
     bench.step()
@@ -747,7 +741,7 @@ def test_what_a_cancelled_or_failed_prefill_had_sealed_is_found_by_the_next() ->
     assert finished is not None and finished.num_cached == 16
 
 
-def test_without_prefix_caching_nothing_is_found_or_kept() -> None:
+def test_without_prefix_caching_no_block_is_reused_or_cached() -> None:
     bench = _Bench(prefix_caching=False)
     for _ in range(2):
         ticket_id = bench.submit(_job(range(1, 31), imported=False))
@@ -757,7 +751,7 @@ def test_without_prefix_caching_nothing_is_found_or_kept() -> None:
     assert bench.inspect().blocks["free"] == bench.num_blocks
 
 
-def test_a_pulled_prefix_is_found_by_the_prompt_that_it_was_pulled_for() -> None:
+def test_a_prompt_reuses_the_prefix_pulled_for_it() -> None:
     bench = _Bench()
     bench.finish_pull(bench.pull(range(1, 17)))
 
@@ -769,7 +763,7 @@ def test_a_pulled_prefix_is_found_by_the_prompt_that_it_was_pulled_for() -> None
     assert finished is not None and finished.num_cached == 16
 
 
-def test_a_pull_shares_what_is_here_and_takes_nothing_that_a_waiting_prompt_needs() -> None:
+def test_a_pull_reuses_cached_blocks_and_reserves_no_block_that_a_waiting_prompt_needs() -> None:
     bench = _Bench(num_blocks=10, max_num_seqs=1, max_prefill_tokens=4)
     bench.submit(_job(range(30, 50), imported=False))
     bench.submit(_job(range(60, 76), imported=False))
@@ -785,7 +779,7 @@ def test_a_pull_shares_what_is_here_and_takes_nothing_that_a_waiting_prompt_need
     bench.assert_none_in_use()
 
 
-def test_an_offer_pins_what_is_here_until_it_is_released_and_too_little_pins_nothing() -> None:
+def test_an_offered_prefix_is_pinned_until_released_and_a_too_short_one_is_not_pinned() -> None:
     bench = _Bench(num_blocks=6)
     bench.submit(_job(range(1, 14), imported=False))
     bench.run()
@@ -801,7 +795,7 @@ def test_an_offer_pins_what_is_here_until_it_is_released_and_too_little_pins_not
     bench.assert_none_in_use()
 
 
-def test_one_that_leaves_finishes_what_it_has_begun_and_gives_back_the_rest() -> None:
+def test_a_draining_worker_finishes_begun_prompts_and_refuses_waiting_and_new_ones() -> None:
     bench = _Bench(max_prefill_tokens=16)
     begun, waiting = bench.submit(_job(range(40))), bench.submit(_job(range(100, 140)))
     bench.step()

@@ -1,10 +1,10 @@
-"""Which cached block goes first, and how those who follow the cache hear of it. Hit rates: test_eviction.py."""
+"""The order of eviction in the prefix cache, and its cache events. Hit rates: test_eviction.py."""
 
 from collections.abc import Callable
 
 import pytest
 
-from cluster.messages import PrefixNews
+from cluster.messages import CacheEvents
 from engine.kv.eviction import Eviction, LeastRecentlyUsed, LeastValuable
 from engine.kv.prefix_cache import CacheEvent, PrefixCache
 
@@ -12,7 +12,7 @@ _ROOT = b"root"
 
 
 def _cached(*chains: bytes) -> PrefixCache:
-    """Blocks of one letter each, numbered in order of appearance; each chain was let go after the one before."""
+    """Blocks of one letter each, numbered in order of appearance. The chains are released in the given order."""
     cache = PrefixCache(LeastRecentlyUsed())
     numbers: dict[bytes, int] = {}
     for chain in chains:
@@ -28,21 +28,21 @@ def _cached(*chains: bytes) -> PrefixCache:
 
 
 def _evicted(cache: PrefixCache) -> list[bytes]:
-    """All that is idle, in the order in which it goes."""
+    """Evict all idle blocks; return their hashes in order of eviction."""
     while cache.num_idle:
         cache.evict()
     events = cache.events_since(0)
     assert events is not None
-    return [event.block_hash for event in events if not event.is_added]
+    return [event.block_hash for event in events if not event.is_stored]
 
 
-def test_the_least_recently_used_goes_first_and_children_before_parents() -> None:
+def test_the_least_recently_used_block_is_evicted_first_and_children_before_parents() -> None:
     assert _evicted(_cached(b"ab", b"xyz")) == [b"ab", b"a", b"xyz", b"xy", b"x"]
     assert _evicted(_cached(b"abc", b"abd")) == [b"abc", b"abd", b"ab", b"a"]
     assert _evicted(_cached(b"abd", b"x", b"abc")) == [b"abd", b"x", b"abc", b"ab", b"a"]
 
 
-def test_a_parent_that_was_let_go_before_its_child_still_goes_after_it() -> None:
+def test_a_parent_block_is_evicted_after_its_child() -> None:
     cache = PrefixCache(LeastRecentlyUsed())
     for number, block_hash in enumerate((b"a", b"ab", b"abc", b"x")):
         cache.add(number, block_hash, block_hash[:-1] or _ROOT)
@@ -53,7 +53,7 @@ def test_a_parent_that_was_let_go_before_its_child_still_goes_after_it() -> None
 
 
 @pytest.mark.parametrize("eviction", [LeastRecentlyUsed, lambda: LeastValuable(100)])
-def test_what_is_used_again_while_it_was_to_go_stays(eviction: Callable[[], Eviction]) -> None:
+def test_a_block_used_again_is_not_evicted(eviction: Callable[[], Eviction]) -> None:
     cache = PrefixCache(eviction())
     for number in range(4):
         cache.add(number, b"abcd"[: number + 1], b"abcd"[:number] or _ROOT)
@@ -69,7 +69,7 @@ def test_what_is_used_again_while_it_was_to_go_stays(eviction: Callable[[], Evic
     cache.check(in_use={0, 1, 2})
 
 
-def test_a_parent_whose_children_are_all_in_use_is_given_up_rather_than_nothing() -> None:
+def test_a_parent_block_is_evicted_if_only_its_children_are_in_use_and_no_other_block_is_idle() -> None:
     cache = PrefixCache(LeastRecentlyUsed())
     cache.add(0, b"a", _ROOT)
     cache.add(1, b"ab", b"a")
@@ -82,21 +82,20 @@ def test_a_parent_whose_children_are_all_in_use_is_given_up_rather_than_nothing(
     cache.check(in_use={1, 2})
 
 
-def test_a_block_has_one_content() -> None:
+def test_a_block_never_changes_its_content() -> None:
     cache = _cached(b"a")
     with pytest.raises(AssertionError, match="two contents"):
         cache.add(0, b"b", _ROOT)
 
 
-def test_followers_hear_every_change_by_number_or_that_they_missed_some() -> None:
+def test_events_since_a_number_are_complete_or_reported_as_lost() -> None:
     cache = _cached(b"ab")
     cache.evict()
 
     assert cache.events_since(1) == (CacheEvent(1, b"ab", True), CacheEvent(2, b"ab", False))
     assert cache.events_since(3) == ()
     assert cache.events_since(4) is None
-    snapshot = cache.snapshot()
-    assert (snapshot.next_number, snapshot.block_hashes) == (3, (b"a",))
+    assert cache.changes_since(None) == CacheEvents(0, 3, stored=(b"a",), cleared=True)
 
     for number in range(5000):
         cache.add(10 + number, b"%d" % number, _ROOT)
@@ -105,7 +104,7 @@ def test_followers_hear_every_change_by_number_or_that_they_missed_some() -> Non
     assert len(cache.events_since(5003 - 4096) or ()) == 4096
 
 
-def test_news_is_what_differs_now() -> None:
+def test_cache_events_contain_net_changes() -> None:
     cache = _cached(b"a")
     cache.add(7, b"x", _ROOT)
     cache.park(7)
@@ -113,11 +112,11 @@ def test_news_is_what_differs_now() -> None:
         cache.evict()
     cache.add(0, b"y", _ROOT)
 
-    assert cache.news_since(0) == PrefixNews(0, 5, added=(b"y",))  # the others came and went
-    assert cache.news_since(1) == PrefixNews(1, 5, added=(b"y",), evicted=(b"a",))
-    assert cache.news_since(5) == PrefixNews(5, 5, added=())
-    everything = PrefixNews(0, 5, added=(b"y",), is_snapshot=True)
-    assert cache.news_since(None) == everything == cache.news_since(6)
+    assert cache.changes_since(0) == CacheEvents(0, 5, stored=(b"y",))  # the others came and went
+    assert cache.changes_since(1) == CacheEvents(1, 5, stored=(b"y",), removed=(b"a",))
+    assert cache.changes_since(5) == CacheEvents(5, 5, stored=())
+    everything = CacheEvents(0, 5, stored=(b"y",), cleared=True)
+    assert cache.changes_since(None) == everything == cache.changes_since(6)
 
 
 def test_check_finds_a_block_in_use_that_could_be_evicted() -> None:

@@ -1,4 +1,4 @@
-"""Pulling a prefix helps or does nothing: whatever fails, the prompt is computed, and the holder left alone a while."""
+"""A pull is best-effort: when it fails, the prompt is computed and the source is avoided for a while."""
 
 import asyncio
 import itertools
@@ -10,15 +10,17 @@ import grpc
 import pytest
 
 from cluster.clock import ManualClock
-from cluster.errors import HandOffFailed, HandOffReason
-from cluster.messages import MemberId, PrefixHolder
+from cluster.errors import HandOffFailed, HandOffReason, Overloaded, TandemError
+from cluster.messages import MemberId, PrefixSource
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol.hashing import keyed_chains
-from kvtransfer.importer.block_source import BlockSource
-from kvtransfer.importer.exporter_channels import ExporterChannels
-from kvtransfer.importer.importer import Expected, Imported
-from kvtransfer.importer.pairs import PairBook
-from prefill_worker.prefixes.prefix_pulls import PrefixPulls, PullMeans
+from cluster.serving.rpc_errors import ErrorInterceptor
+from engine.steps.questions import Questions
+from kvtransfer.importer.calls import GrpcChannelPool
+from kvtransfer.importer.importer import ExpectedPrompt, ImportedBlocks
+from kvtransfer.importer.links import LinkTable
+from kvtransfer.memory import BlockSource
+from prefill_worker.prefixes.prefix_pulls import PrefixPulls, PullResources
 from prefill_worker.scheduling.commands import (
     AdmitPull,
     Command,
@@ -29,41 +31,44 @@ from prefill_worker.scheduling.commands import (
     ReservePull,
 )
 from prefill_worker.scheduling.rates import RunningRate
-from tandem.v1 import kv_pb2, kv_pb2_grpc
+from tandem.internal.v1 import kv_pb2, kv_pb2_grpc
 from tests.prefill_jobs import prefill_job
 
 _BLOCK = 4
-_ME, _HOLDER = MemberId("me", "1"), MemberId("holder", "1")
+_ME, _SOURCE = MemberId("me", "1"), MemberId("source", "1")
 _TOKENS = tuple(range(41))
 
 
-class _Holder(kv_pb2_grpc.KvTransferServicer):
-    """Has ten blocks of anything that is asked for."""
+class _Source(kv_pb2_grpc.KvTransferServicer):
+    """A source with ten blocks of every requested prefix."""
 
     num_blocks = 10
-    offer: kv_pb2.OfferPrefixResponse | None = None  # in place of what it has
+    response: kv_pb2.LeasePrefixResponse | None = None  # in place of what it has
+    refusal: TandemError | None = None
 
     def __init__(self) -> None:
-        self.asked: list[kv_pb2.OfferPrefixRequest] = []
+        self.asked: list[kv_pb2.LeasePrefixRequest] = []
 
-    async def OfferPrefix(self, request: kv_pb2.OfferPrefixRequest, context: object) -> kv_pb2.OfferPrefixResponse:
+    async def LeasePrefix(self, request: kv_pb2.LeasePrefixRequest, context: object) -> kv_pb2.LeasePrefixResponse:
         self.asked.append(request)
-        if self.offer is not None:
-            return self.offer
-        return kv_pb2.OfferPrefixResponse(ticket=b"ticket" if self.num_blocks else b"", num_blocks=self.num_blocks)
+        if self.refusal is not None:
+            raise self.refusal
+        if self.response is not None:
+            return self.response
+        return kv_pb2.LeasePrefixResponse(ticket=b"ticket" if self.num_blocks else b"", num_blocks=self.num_blocks)
 
 
 @dataclass
 class _Importer:
-    """Reserves, and then does as it is told."""
+    """An importer that reserves blocks and then calls `then`, hangs or returns."""
 
     then: Callable[[], None] = lambda: None
     hangs: bool = False
-    expected: list[Expected] = field(default_factory=list)
+    expected: list[ExpectedPrompt] = field(default_factory=list)
 
     async def import_blocks(
-        self, *, handoff_id: int, signed_ticket: bytes, expected: Expected, blocks: BlockSource
-    ) -> Imported:
+        self, *, handoff_id: int, signed_ticket: bytes, expected: ExpectedPrompt, blocks: BlockSource
+    ) -> ImportedBlocks:
         self.expected.append(expected)
         try:
             reservation = await blocks.reserve(handoff_id, expected.num_tokens // _BLOCK)
@@ -73,23 +78,24 @@ class _Importer:
         except (HandOffFailed, asyncio.CancelledError):
             blocks.discard(handoff_id, frozenset())
             raise
-        return Imported(reservation.block_ids, (), (), "tcp", reservation.num_cached, 0, 0.0, 0.0)
+        return ImportedBlocks(reservation.block_ids, (), (), "tcp", reservation.num_cached, 0, 0.0, 0.0)
 
 
 class _Bench:
     def __init__(self, address: str, importer: _Importer, num_here: int = 0, has_room: bool = True) -> None:
         self.posted: list[Command] = []
+        self.questions = Questions(self._post)
         self.clock = ManualClock()
         self.telemetry = Telemetry()
         self.address = address
         self._num_here, self._has_room = num_here, has_room
-        self.channels = ExporterChannels(grpc.aio.insecure_channel)
+        self.channels = GrpcChannelPool(grpc.aio.insecure_channel)
         self.compute = RunningRate()
         self.compute.note(100, 100.0)  # one token a second: pulling is worth nearly anything
-        means = PullMeans(
+        means = PullResources(
             member=_ME,
             importer=importer,  # type: ignore[arg-type]  # a stand-in with the one method that is used
-            pairs=PairBook(("tcp",)),
+            links=LinkTable(("tcp",)),
             channels=self.channels,
             block_size=_BLOCK,
             block_bytes=100,
@@ -99,12 +105,12 @@ class _Bench:
             clock=self.clock,
             telemetry=self.telemetry,
         )
-        self.pulls = PrefixPulls(means, self._post)
+        self.pulls = PrefixPulls(means, self.questions)
 
-    async def fetch(self, holder: MemberId = _HOLDER) -> int:
-        job = prefill_job(_TOKENS, max_tokens=4, prefix_holders=(PrefixHolder(holder, self.address, 40),))
+    async def fetch(self, source: MemberId = _SOURCE) -> int:
+        job = prefill_job(_TOKENS, max_tokens=4, prefix_sources=(PrefixSource(source, self.address, 40),))
         async with asyncio.timeout(30):
-            return await self.pulls.fetch(job)
+            return await self.pulls.pull(job)
 
     def outcome(self, name: str) -> float:
         return self.telemetry.value("tandem_prefix_pulls_total", outcome=name)
@@ -113,16 +119,16 @@ class _Bench:
         self.posted.append(command)
         match command:
             case FindPrefix(question_id):
-                self.pulls.on_event(PrefixFound(question_id, self._num_here))
+                self.questions.settle((PrefixFound(question_id, self._num_here),))
             case ReservePull(pull_id, block_hashes):
                 blocks = tuple(range(len(block_hashes))) if self._has_room else None
-                self.pulls.on_event(PullReserved(pull_id, blocks, min(self._num_here, len(block_hashes))))
+                self.questions.settle((PullReserved(pull_id, blocks, min(self._num_here, len(block_hashes))),))
 
 
 @asynccontextmanager
-async def _served(holder: _Holder) -> AsyncIterator[str]:
-    server = grpc.aio.server()
-    kv_pb2_grpc.add_KvTransferServicer_to_server(holder, server)
+async def _served(source: _Source) -> AsyncIterator[str]:
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(Telemetry())])  # as in every worker's server
+    kv_pb2_grpc.add_KvTransferServicer_to_server(source, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:
@@ -131,17 +137,17 @@ async def _served(holder: _Holder) -> AsyncIterator[str]:
         await server.stop(None)
 
 
-async def test_what_the_holder_has_is_imported_under_the_hash_that_covers_it_and_kept() -> None:
-    holder, importer = _Holder(), _Importer()
-    async with _served(holder) as address:
+async def test_a_pulled_prefix_is_imported_under_its_last_hash_and_cached() -> None:
+    source, importer = _Source(), _Importer()
+    async with _served(source) as address:
         bench = _Bench(address, importer, num_here=3)
         assert await bench.fetch() == (10 - 3) * _BLOCK
         await bench.pulls.close()
 
     chain = keyed_chains(b"key", _BLOCK)("", "native")
     chain.extend(_TOKENS)
-    assert holder.asked[0].block_hashes == b"".join(chain.hashes) and holder.asked[0].importer == str(_ME)
-    assert importer.expected == [Expected(40, chain.hashes[9], 0)]
+    assert source.asked[0].block_hashes == b"".join(chain.hashes) and source.asked[0].importer == str(_ME)
+    assert importer.expected == [ExpectedPrompt(40, chain.hashes[9], 0)]
     assert bench.posted[-1] == AdmitPull(1, chain.parent_of(0), tuple(chain.hashes))
     assert bench.outcome("ok") == 1
 
@@ -155,49 +161,58 @@ def _refuse() -> None:
     [(_Importer(then=_refuse), "digest_mismatch"), (_Importer(hangs=True), "late")],
     ids=["a digest differs", "it takes longer than computing"],
 )
-async def test_a_pull_that_fails_computes_and_leaves_the_holder_alone_for_a_while(
-    importer: _Importer, outcome: str
-) -> None:
-    holder = _Holder()
-    async with _served(holder) as address:
+async def test_after_a_failed_pull_the_source_is_avoided_for_ten_seconds(importer: _Importer, outcome: str) -> None:
+    source = _Source()
+    async with _served(source) as address:
         bench = _Bench(address, importer)
-        bench.compute.note(10**9, 1.0)  # computing is quick: the shortest deadline
-        bench.compute.note(10**9, 1.0)
+        if importer.hangs:  # computing is quick: the shortest timeout
+            bench.compute.note(10**9, 1.0)
+            bench.compute.note(10**9, 1.0)
         assert await bench.fetch() == 0
         assert isinstance(bench.posted[-1], DiscardPull)
         assert bench.outcome(outcome) == 1
 
         assert await bench.fetch() == 0
-        assert len(holder.asked) == 1
+        assert len(source.asked) == 1
         bench.clock.advance(60.0)
         await bench.fetch()
-        assert len(holder.asked) == 2
+        assert len(source.asked) == 2
         await bench.pulls.close()
 
 
-async def test_a_holder_that_is_gone_or_has_too_little_costs_nothing_but_the_question() -> None:
+async def test_a_refused_pull_counts_the_refusals_reason() -> None:
+    source = _Source()
+    source.refusal = Overloaded("this worker looks up 64 prefixes for other workers, the most it allows at once")
+    async with _served(source) as address:
+        bench = _Bench(address, _Importer())
+        assert await bench.fetch() == 0
+        assert (bench.outcome("overloaded"), bench.outcome("unreachable")) == (1, 0)
+        await bench.pulls.close()
+
+
+async def test_a_source_without_enough_blocks_costs_one_call() -> None:
     gone = _Bench("127.0.0.1:1", _Importer())
     assert await gone.fetch() == 0
     assert gone.outcome("unreachable") == 1
     await gone.pulls.close()
 
-    holder = _Holder()
-    holder.num_blocks = 0
-    async with _served(holder) as address:
+    source = _Source()
+    source.num_blocks = 0
+    async with _served(source) as address:
         empty = _Bench(address, _Importer())
         assert await empty.fetch() == 0
         assert empty.outcome("gone") == 1
         await empty.pulls.close()
 
 
-async def test_without_room_or_with_itself_as_holder_nothing_is_pulled() -> None:
-    holder = _Holder()
-    async with _served(holder) as address:
+async def test_a_worker_without_free_blocks_or_with_itself_as_source_does_not_pull() -> None:
+    source = _Source()
+    async with _served(source) as address:
         full = _Bench(address, _Importer(), has_room=False)
         assert await full.fetch() == 0
         assert full.outcome("not_enough_blocks") == 1
-        assert await full.fetch(holder=_ME) == 0
-        assert len(holder.asked) == 1
+        assert await full.fetch(source=_ME) == 0
+        assert len(source.asked) == 1
         await full.pulls.close()
 
 
@@ -206,9 +221,9 @@ async def test_an_offer_that_contradicts_itself_or_the_question_is_refused_and_t
     ticket: bytes, num_blocks: int
 ) -> None:
     """A ticket for no blocks used to raise IndexError out of `fetch`, which ended the request's prefill."""
-    holder, importer = _Holder(), _Importer()
-    holder.offer = kv_pb2.OfferPrefixResponse(ticket=ticket, num_blocks=num_blocks)
-    async with _served(holder) as address:
+    source, importer = _Source(), _Importer()
+    source.response = kv_pb2.LeasePrefixResponse(ticket=ticket, num_blocks=num_blocks)
+    async with _served(source) as address:
         bench = _Bench(address, importer)
         assert await bench.fetch() == 0
         assert bench.outcome("malformed_message") == 1

@@ -1,5 +1,6 @@
-"""The engine on a GPU that is not there: a step mixes no tensors of two devices, waits for nothing but its tokens, and
-draws what a CPU draws, from graphs and without. With Triton and TRITON_INTERPRET=1 its kernels take part."""
+"""The engine on a pretended GPU: a step mixes no tensors of two devices, waits for nothing but its tokens, and draws a
+CPU's tokens, with and without graphs. With Triton and TRITON_INTERPRET=1 its kernels take part.
+"""
 
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from cluster.messages import Sampling
 from cluster.settings.engine_settings import EngineSettings
 from engine import build as engine_build
 from engine.attention import registry
-from engine.attention.dense import attend_dense
+from engine.attention.gather import attend_dense
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.attention.registry import ALL_DTYPES, Capability
 from engine.batch import PackedBatch, pack
@@ -105,7 +106,7 @@ def settings(folder: Path, **changes: object) -> EngineSettings:
 
 
 def plans() -> Iterator[StepPlan]:
-    """A prompt beside a decode, decodes alone, a copied block, guesses that will be wrong; all ways of sampling."""
+    """A prompt beside a decode, decodes alone, a copied block, rejected draft tokens; every sampling method."""
     ways = (Sampling(), Sampling(0.8, top_p=0.9), Sampling(0.7, top_k=20, min_p=0.02, num_logprobs=3))
 
     def sampled(row: int, position: int, count: int = 1) -> tuple[Sample, ...]:
@@ -116,8 +117,8 @@ def plans() -> Iterator[StepPlan]:
     yield StepPlan((Chunk(0, (5,), 11, (0, 1), sampled(0, 11)), Chunk(1, (6,), 1, (4,), sampled(1, 1))))
     third = Chunk(2, (8,), 0, (7,), sampled(2, 0))
     yield StepPlan((Chunk(0, (5,), 12, (0, 9), sampled(0, 12)), third), copies=(BlockCopy(1, 9),))
-    guessing = Chunk(1, (7, 1, 2, 3), 2, (4,), sampled(1, 2, 4), num_guesses=3)
-    yield StepPlan((Chunk(0, (5,), 13, (0, 9), sampled(0, 13)), guessing))
+    speculating = Chunk(1, (7, 1, 2, 3), 2, (4,), sampled(1, 2, 4), num_draft_tokens=3)
+    yield StepPlan((Chunk(0, (5,), 13, (0, 9), sampled(0, 13)), speculating))
     yield StepPlan(tuple(Chunk(row, (2,), 14, (2 * row, 2 * row + 1), sampled(row, 14)) for row in range(3)))
 
 
@@ -127,7 +128,7 @@ def drawn(runner: ModelRunner) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class OnCpu:
-    """What a CPU draws, and its pool behind it."""
+    """The tokens that a CPU draws, and its pool afterwards."""
 
     folder: Path
     tokens: list[list[int]]
@@ -136,7 +137,7 @@ class OnCpu:
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> OnCpu:
-    """Before there is any GPU: at its first model `transformers` looks once at what is there."""
+    """Built before there is any GPU, because `transformers` looks for devices once, at its first model."""
     folder = tmp_path_factory.mktemp("llama")
     FAMILIES["llama"].save(folder)
     engine = build_engine(settings(folder))
@@ -180,7 +181,7 @@ def build(
 
 
 @pytest.mark.parametrize("graphs", ["auto", "off"])
-def test_a_step_waits_for_nothing_and_draws_what_a_cpu_draws(
+def test_a_step_never_synchronizes_and_draws_the_tokens_of_a_cpu(
     on_cpu: OnCpu, gpu: PretendGpu, build: Callable[..., Engine], graphs: str
 ) -> None:
     engine = build(cuda_graphs=graphs)
@@ -192,8 +193,8 @@ def test_a_step_waits_for_nothing_and_draws_what_a_cpu_draws(
     assert isinstance(pool, OnGpu) and torch.allclose(pool.inner, on_cpu.pool, atol=1e-4)
 
 
-def test_a_fused_step_waits_for_nothing_from_graphs_and_without(gpu: PretendGpu, build: Callable[..., Engine]) -> None:
-    """In bfloat16: which tokens those are is the probe's business, which has compared their logits."""
+def test_a_fused_step_never_synchronizes_with_and_without_graphs(gpu: PretendGpu, build: Callable[..., Engine]) -> None:
+    """The step runs in bfloat16; the load check has compared the logits, so this test does not compare tokens."""
     for graphs in ("auto", "off"):
         engine = build(cuda_graphs=graphs, dtype="bfloat16")
         assert "forward: fused, 2 layers" in engine.report
@@ -202,10 +203,10 @@ def test_a_fused_step_waits_for_nothing_from_graphs_and_without(gpu: PretendGpu,
         engine.pool.close()
 
 
-def test_the_pool_takes_memory_when_weights_are_where_they_stay(
+def test_the_pool_is_allocated_after_weights_are_merged(
     build: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Merging weights takes memory for a while, and what torch keeps of it the driver cannot give to the pool."""
+    """Merging weights needs extra memory for a while, and the driver cannot give the pool what torch keeps of it."""
     done: list[str] = []
 
     def noting(name: str, plain: Callable[..., object]) -> Callable[..., object]:
@@ -216,14 +217,14 @@ def test_the_pool_takes_memory_when_weights_are_where_they_stay(
         return call
 
     noted = ((gpu_forward, "fused_decoder"), (torch.cuda, "empty_cache"))
-    for owner, name in (*noted, (cuda_memory, "_allocate"), (engine_build, "take_pool")):
+    for owner, name in (*noted, (cuda_memory, "_allocate"), (engine_build, "allocate_pool")):
         monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
     build(dtype="bfloat16").pool.close()
-    assert "fused_decoder" in done[: done.index("take_pool")]
-    assert done[done.index("take_pool") + 1 :][:2] == ["empty_cache", "_allocate"]
+    assert "fused_decoder" in done[: done.index("allocate_pool")]
+    assert done[done.index("allocate_pool") + 1 :][:2] == ["empty_cache", "_allocate"]
 
 
-def test_what_a_gpu_refuses_or_waits_for_is_seen(gpu: PretendGpu) -> None:
+def test_the_pretended_gpu_refuses_mixed_devices_and_detects_synchronization(gpu: PretendGpu) -> None:
     ours, theirs = torch.ones(3, device=DEVICE), torch.ones(3)
     with pytest.raises(RuntimeError, match="same device"):
         ours + theirs

@@ -1,5 +1,6 @@
-"""What a worker on a GPU may be asked for beside plain steps, on a GPU that is not there: each draws a CPU's tokens,
-and waits for nothing but those, or where it says so."""
+"""The other work of a worker on a pretended GPU beside plain steps: each path draws a CPU's tokens and waits for
+nothing but its tokens, unless the test names another wait.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ CHOICES = (Sampling(), Sampling(0.9, num_logprobs=4), Sampling(0.7, top_p=0.95, 
 
 
 def choices() -> Iterator[StepPlan]:
-    """A prompt whose end several choices are drawn from, then a step of each, with log-probabilities."""
+    """A prompt from whose end several choices are drawn, then a step of each, with log-probabilities."""
     samples = tuple(Sample(which, 9, way) for which, way in enumerate(CHOICES))
     yield StepPlan((Chunk(0, tuple(range(20, 29)), 0, (3, 4), samples),))
     chunks = (
@@ -41,21 +42,21 @@ def said(runner: ModelRunner) -> list[tuple[int, list[tuple[int, float]]]]:
     return [(each.token_id, list(each.logprobs.top) if each.logprobs else []) for each in tokens]
 
 
-def guessed(runner: ModelRunner) -> list[tuple[tuple[int, ...], ...]]:
-    """What the draft model answers while a sequence grows by a token a step."""
+def drafted(runner: ModelRunner) -> list[tuple[tuple[int, ...], ...]]:
+    """The draft model's proposals while a sequence grows by one token a step."""
     known, answers = list(range(1, 8)), []
     for position in range(7, 11):
         start = 0 if position == 7 else position - 1
         request = DraftRequest(list(known), 3)
         chunk = Chunk(5, tuple(known[start:]), start, (0, 1), (Sample(5, position, Sampling()),), draft=request)
         result = runner.run(StepPlan((chunk,)))
-        answers.append(result.guesses)
+        answers.append(result.draft_tokens)
         known.append(result.tokens[0][0].token_id)
     return answers
 
 
 def with_draft(engine: Engine, folder: Path, device: str) -> Engine:
-    own = {"device": device, "speculation": "draft", "draft_model": str(folder), "num_guesses": 3}
+    own = {"device": device, "speculation": "draft", "draft_model": str(folder), "num_draft_tokens": 3}
     return with_draft_model(settings(folder, **own), engine)
 
 
@@ -64,20 +65,20 @@ class Expected:
     of_bits: dict[str, list[list[int]]]
     deterministic: list[list[int]]
     choices: list[tuple[int, list[tuple[int, float]]]]
-    guesses: list[tuple[tuple[int, ...], ...]]
+    draft_tokens: list[tuple[tuple[int, ...], ...]]
     mixture: list[list[int]]
     mixture_folder: Path
 
 
 @pytest.fixture(scope="module")
 def expected(on_cpu: OnCpu, tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    """Before there is any GPU."""
+    """The results on a CPU, computed before there is any GPU."""
     mixture = tmp_path_factory.mktemp("mixtral")
     FAMILIES["mixtral"].save(mixture)
 
     def answered(ask: Callable[[ModelRunner], object], folder: Path = on_cpu.folder, **changes: object) -> object:
         engine = build_engine(settings(folder, **changes))
-        if ask is guessed:
+        if ask is drafted:
             engine = with_draft(engine, folder, "cpu")
         found = ask(engine.runner)
         engine.pool.close()
@@ -87,7 +88,7 @@ def expected(on_cpu: OnCpu, tmp_path_factory: pytest.TempPathFactory) -> Expecte
         {bits: answered(drawn, kv_cache_dtype=bits) for bits in EIGHT_BITS},  # type: ignore[misc]
         answered(drawn, deterministic="on"),  # type: ignore[arg-type]
         answered(said),  # type: ignore[arg-type]
-        answered(guessed),  # type: ignore[arg-type]
+        answered(drafted),  # type: ignore[arg-type]
         answered(drawn, mixture),  # type: ignore[arg-type]
         mixture,
     )
@@ -101,7 +102,7 @@ def test_kv_of_eight_bits(expected: Expected, gpu: PretendGpu, build: Callable[.
         assert drawn(engine.runner) == expected.of_bits[bits]
 
 
-def test_deterministic_steps_wait_for_their_tables_and_nothing_else(
+def test_deterministic_steps_synchronize_only_to_copy_their_tables(
     expected: Expected, gpu: PretendGpu, build: Callable[..., Engine]
 ) -> None:
     engine = build(deterministic="on")
@@ -122,15 +123,15 @@ def test_several_choices_with_log_probabilities(
         assert [value for _, value in best] == pytest.approx([value for _, value in wanted], abs=1e-4)
 
 
-def test_a_draft_model_guesses_what_it_guesses_on_a_cpu(
+def test_a_draft_model_on_a_gpu_proposes_the_tokens_of_a_cpu(
     expected: Expected, on_cpu: OnCpu, gpu: PretendGpu, build: Callable[..., Engine]
 ) -> None:
     engine = with_draft(build(), on_cpu.folder, "cuda:0")
     with gpu.no_waits():
-        assert guessed(engine.runner) == expected.guesses
+        assert drafted(engine.runner) == expected.draft_tokens
 
 
-def test_a_mixture_that_cannot_be_captured_says_so_and_draws_its_tokens(
+def test_a_mixture_that_cannot_be_captured_is_reported_and_draws_the_tokens_of_a_cpu(
     expected: Expected, gpu: PretendGpu, build: Callable[..., Engine]
 ) -> None:
     engine = build(model=str(expected.mixture_folder))
@@ -157,7 +158,7 @@ def test_swapped_blocks_come_back_by_copies_between_pinned_memory_and_the_device
     assert set(gpu.waits) == {"stream"}  # their time is to be known
 
 
-def test_the_pool_gets_what_a_profiling_run_leaves(
+def test_the_pool_gets_the_memory_that_a_profiling_run_leaves(
     gpu: PretendGpu, build: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     total, step = CONTEXT_BYTES + MARGIN_BYTES + (64 << 20), 8 << 20

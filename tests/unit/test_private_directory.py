@@ -1,23 +1,27 @@
-"""Directories of sockets: held as long as their process lives, removed by whoever comes after one that was killed."""
+"""Directories of sockets: a directory is kept as long as its process lives, and removed by the next process after a
+kill.
+"""
 
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from kvtransfer.transports.shm.private_directory import PrivateDirectory
+from kvtransfer.transports.shm.descriptor_server import PrivateDirectory
 
 _HOLDER = """
 import sys
 from pathlib import Path
-from kvtransfer.transports.shm.private_directory import PrivateDirectory
+from kvtransfer.transports.shm.descriptor_server import PrivateDirectory
 directory = PrivateDirectory(Path(sys.argv[1]))
 print(directory.path, flush=True)
 sys.stdin.read()
 """
 
 
-def test_a_killed_process_s_directory_is_removed_by_the_next_one_and_a_living_one_s_stays(tmp_path: Path) -> None:
+def test_the_directory_of_a_killed_process_is_removed_at_the_next_start_and_that_of_a_live_one_stays(
+    tmp_path: Path,
+) -> None:
     killed, living = _holder(tmp_path), _holder(tmp_path)
     try:
         left = _path_of(killed)
@@ -36,20 +40,20 @@ def test_a_killed_process_s_directory_is_removed_by_the_next_one_and_a_living_on
             process.communicate()
 
 
-def test_what_has_no_lock_is_not_ours_to_remove(tmp_path: Path) -> None:
+def test_directory_without_a_lock_is_not_removed(tmp_path: Path) -> None:
     somebody_elses = tmp_path / "tandem-kv-of-theirs"
     somebody_elses.mkdir()
     PrivateDirectory(tmp_path).remove()
     assert somebody_elses.is_dir()
 
 
-def test_others_may_not_look_into_it(tmp_path: Path) -> None:
+def test_other_users_cannot_read_the_directory(tmp_path: Path) -> None:
     directory = PrivateDirectory(tmp_path)
     assert directory.path.stat().st_mode & 0o077 == 0
     directory.remove()
 
 
-def test_where_the_usual_place_has_too_long_a_path_it_is_in_tmp(tmp_path: Path) -> None:
+def test_a_directory_with_too_long_a_path_is_created_in_tmp(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     directory = PrivateDirectory(deep)

@@ -1,4 +1,4 @@
-"""How a process ends, as whoever started it sees it."""
+"""How a process ends, as its parent sees it."""
 
 import asyncio
 import gc
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
         (WorkerLost("what to change"), ExitStatus.CRASHED),
     ],
 )
-def test_a_known_error_is_one_line_and_a_status(
+def test_a_known_error_is_logged_in_one_line_and_sets_the_exit_status(
     error: TandemError, status: ExitStatus, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def main() -> None:
@@ -57,13 +57,13 @@ def test_an_unknown_error_is_logged_with_its_stack(caplog: pytest.LogCaptureFixt
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [RuntimeError]
 
 
-def test_the_ready_line_is_for_whoever_started_us(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ready_line_is_printed_for_the_parent_process(capsys: pytest.CaptureFixture[str]) -> None:
     announce_ready(grpc="127.0.0.1:7", member="p0")
     assert capsys.readouterr().out == "ready grpc=127.0.0.1:7 member=p0\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals) -> None:
+def test_the_first_signal_requests_a_stop_and_the_second_kills(number: signal.Signals) -> None:
     program = (
         "import asyncio\nfrom cluster.process import run_process, stop_requested\n"
         "async def main():\n"
@@ -80,7 +80,7 @@ def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals) -> No
         assert process.wait(DEADLINE_S) == 128 + number
 
 
-def test_a_process_that_was_asked_to_stop_ends_well() -> None:
+def test_a_process_stopped_by_sigterm_ends_with_status_ok() -> None:
     async def main() -> None:
         stop = stop_requested()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -90,7 +90,7 @@ def test_a_process_that_was_asked_to_stop_ends_well() -> None:
     assert run_process("it", lambda: started) == ExitStatus.OK
 
 
-def test_what_lasts_is_left_alone_by_the_collector() -> None:
+def test_the_garbage_collector_skips_objects_built_at_the_start() -> None:
     before = gc.get_freeze_count()
     try:
         with lasting():

@@ -1,7 +1,10 @@
-"""How the client goes on when its router is lost: what it asks, of whom, when, and when it gives up."""
+"""The client's retries after it has lost its router: the request it sends, the router it tries, its waits and its
+limit.
+"""
 
 import pytest
 
+from tandem.enum_words import FINISH_REASONS
 from tandem.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -13,7 +16,6 @@ from tandem.errors import (
     Unavailable,
 )
 from tandem.progress import Progress
-from tandem.results import pack_ids, unpack_ids
 from tandem.routers import addresses
 from tandem.v1 import inference_pb2
 
@@ -28,7 +30,11 @@ ACCEPTED = inference_pb2.AcceptedRequest(
 
 def delta(choice: int, first_index: int, token_ids: tuple[int, ...], text: str = "", reason: str = "") -> Response:
     grown = inference_pb2.ChoiceDelta(
-        choice=choice, first_index=first_index, token_ids=pack_ids(token_ids), text=text, finish_reason=reason
+        choice=choice,
+        first_index=first_index,
+        token_ids=token_ids,
+        text=text,
+        finish_reason=FINISH_REASONS.number(reason),
     )
     return Response(deltas=[grown])
 
@@ -41,164 +47,166 @@ def progress(num_routers: int = 2, n: int = 1, draw: float = 1.0, router: str = 
 
 def begun(num_routers: int = 2) -> Progress:
     started = progress(num_routers)
-    assert started.take(Response(request_id="r", accepted=ACCEPTED)) == []
-    started.take(delta(0, 0, (5, 6), "ab"))
+    assert started.add(Response(request_id="r", accepted=ACCEPTED)) == []
+    started.add(delta(0, 0, (5, 6), "ab"))
     return started
 
 
-def test_another_router_is_told_what_is_there_and_what_the_first_one_chose() -> None:
+def test_a_resumed_request_carries_received_tokens_and_accepted_sampling_to_another_router() -> None:
     generation = progress(n=3)
-    generation.take(Response(deltas=delta(0, 0, (5, 6), "aé").deltas, accepted=ACCEPTED))
-    generation.take(delta(2, 0, (7,), "b", reason="stop"))
-    generation.lost(LOST, 0.0)
+    generation.add(Response(deltas=delta(0, 0, (5, 6), "aé").deltas, accepted=ACCEPTED))
+    generation.add(delta(2, 0, (7,), "b", reason="stop"))
+    generation.on_lost(LOST, 0.0)
     asked = generation.request
     assert (generation.router, asked.request_id, asked.text, asked.n) == ("b", "r", "x", 3)
     assert (asked.sampling, asked.stop.max_tokens) == (ACCEPTED.sampling, 9)
-    has = [(unpack_ids(c.token_ids), c.num_characters, c.finish_reason) for c in asked.resume_from.choices]
+    has = [
+        (tuple(c.token_ids), c.num_characters, FINISH_REASONS.word(c.finish_reason)) for c in asked.resume_from.choices
+    ]
     assert has == [((5, 6), 2, ""), ((), 0, ""), ((7,), 1, "stop")]
     assert asked.resume_from.acceptance == b"signed"
 
 
 def test_an_accepted_request_is_resumed_before_its_first_token() -> None:
     generation = progress()
-    generation.take(Response(request_id="r", accepted=ACCEPTED))
+    generation.add(Response(request_id="r", accepted=ACCEPTED))
     for _ in range(3):
-        generation.lost(LOST, 0.0)
+        generation.on_lost(LOST, 0.0)
     asked = generation.request
     assert (asked.request_id, asked.resume_from.acceptance) == ("r", b"signed")
-    assert [unpack_ids(choice.token_ids) for choice in asked.resume_from.choices] == [()]
+    assert [tuple(choice.token_ids) for choice in asked.resume_from.choices] == [()]
 
 
-def test_every_resumption_has_a_higher_number_than_those_before() -> None:
-    """Also after progress: a delayed call may be older than the last token."""
+def test_every_resumption_has_a_higher_number_than_all_earlier_ones() -> None:
+    """The number grows even after progress, because a delayed call may be older than the last token."""
     generation, numbers = begun(), []
     for index in range(2, 5):
         for error in (LOST, Overloaded("full", reason="overloaded")):
-            generation.lost(error, 0.0)
+            generation.on_lost(error, 0.0)
             numbers.append(generation.request.resume_from.resume_number)
-        generation.take(Response(request_id="r", accepted=ACCEPTED))
-        generation.take(delta(0, index, (7,)))
+        generation.add(Response(request_id="r", accepted=ACCEPTED))
+        generation.add(delta(0, index, (7,)))
     assert numbers == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("num_routers", [1, 2])
-def test_a_call_whose_number_is_taken_is_made_again_with_a_higher_one(num_routers: int) -> None:
+def test_a_call_with_a_superseded_resume_number_is_repeated_with_a_higher_number(num_routers: int) -> None:
     """A proxy sent the call twice: the router serves its first copy, and the client reads the refusal of the second."""
     generation = begun(num_routers)
-    generation.lost(LOST, 0.0)
+    generation.on_lost(LOST, 0.0)
     for number in (2, 3, 4):
-        generation.lost(InvalidRequest("a newer stream is live", reason="resume_superseded"), 0.0)
+        generation.on_lost(InvalidRequest("a newer stream is live", reason="resume_superseded"), 0.0)
         assert generation.request.resume_from.resume_number == number
 
 
-def test_a_stream_that_another_call_took_over_is_lost_for_good() -> None:
+def test_a_stream_taken_over_by_another_call_is_not_resumed() -> None:
     """No call of this generation does that to its own newest one, so another client has its acceptance."""
     generation = begun()
-    generation.lost(LOST, 0.0)
+    generation.on_lost(LOST, 0.0)
     taken = Cancelled("the client has come back for this request on another stream", reason="cancelled")
     with pytest.raises(Cancelled):
-        generation.lost(taken, 0.0)
+        generation.on_lost(taken, 0.0)
 
 
 def test_an_acceptance_alone_does_not_shorten_the_waits() -> None:
-    """Else routers that accept a request and cannot serve it would be asked without pause."""
+    """Otherwise the client would retry routers that accept a request and cannot serve it without a pause."""
     generation = begun()
     waits_s = []
     for _ in range(3):
-        waits_s.append(generation.lost(LOST, 0.0))
-        generation.take(Response(request_id="r", accepted=ACCEPTED))
+        waits_s.append(generation.on_lost(LOST, 0.0))
+        generation.add(Response(request_id="r", accepted=ACCEPTED))
     assert waits_s == [0.1, 0.2, 0.4]
 
 
-def test_what_was_lost_before_its_acceptance_begins_again_as_it_was() -> None:
+def test_a_request_lost_before_its_acceptance_is_sent_again_unchanged() -> None:
     generation = progress()
-    generation.take(Response(request_id="r"))  # a sign of life
-    generation.lost(LOST, 0.0)
+    generation.add(Response(request_id="r"))  # a sign of life
+    generation.on_lost(LOST, 0.0)
     assert not generation.request.HasField("resume_from")
     assert generation.request.request_id == "r"
 
 
-def test_an_id_that_is_still_live_after_a_loss_is_left_for_another() -> None:
+def test_after_a_loss_a_request_whose_id_is_still_live_is_sent_with_a_new_id() -> None:
     """The router has not seen yet that the link of this client broke."""
     generation = progress(request_id="i" * 128)
-    generation.lost(LOST, 0.0)
+    generation.on_lost(LOST, 0.0)
     live = InvalidRequest("belongs to a live request", reason="duplicate_request")
     router = generation.router
-    assert generation.lost(live, 0.0) == 0.0
+    assert generation.on_lost(live, 0.0) == 0.0
     assert (generation.router, generation.request.request_id) == (router, "i" * 126 + ".2")
-    generation.lost(live, 0.0)
-    generation.take(Response(deltas=delta(0, 0, (5,), "a", "length").deltas, accepted=ACCEPTED))
-    generation.take(Response(summary=inference_pb2.Summary()))
+    generation.on_lost(live, 0.0)
+    generation.add(Response(deltas=delta(0, 0, (5,), "a", "length").deltas, accepted=ACCEPTED))
+    generation.add(Response(summary=inference_pb2.Summary()))
     assert generation.result().request_id == generation.request.request_id == "i" * 126 + ".3"
 
 
-def test_an_id_that_is_live_from_the_start_is_the_callers_mistake() -> None:
+def test_a_duplicate_id_is_an_error_at_the_first_call_and_after_three_new_ids() -> None:
     live = InvalidRequest("belongs to a live request", reason="duplicate_request")
     with pytest.raises(InvalidRequest):
-        progress().lost(live, 0.0)
+        progress().on_lost(live, 0.0)
     generation = progress()
-    generation.lost(LOST, 0.0)
+    generation.on_lost(LOST, 0.0)
     for _ in range(3):
-        generation.lost(live, 0.0)
+        generation.on_lost(live, 0.0)
     with pytest.raises(InvalidRequest):
-        generation.lost(live, 0.0)
+        generation.on_lost(live, 0.0)
 
 
 @pytest.mark.parametrize("reason", ["prompt_changed", "request_changed"])
-def test_a_router_that_makes_another_request_of_it_is_passed_over_once_each(reason: str) -> None:
+def test_a_router_that_resolves_the_request_differently_is_skipped_and_the_last_refusal_raises(reason: str) -> None:
     generation, refusal = begun(num_routers=3), InvalidRequest("another prompt", reason=reason)
-    generation.lost(LOST, 0.0)
-    generation.lost(refusal, 0.0)
+    generation.on_lost(LOST, 0.0)
+    generation.on_lost(refusal, 0.0)
     assert generation.router == "c"
     with pytest.raises(InvalidRequest, match="another prompt"):
-        generation.lost(refusal, 0.0)
+        generation.on_lost(refusal, 0.0)
 
 
 def test_tokens_without_an_acceptance_cannot_be_resumed() -> None:
     generation = progress()
-    generation.take(delta(0, 0, (5,), "a"))
+    generation.add(delta(0, 0, (5,), "a"))
     with pytest.raises(Unavailable, match="Socket closed"):
-        generation.lost(LOST, 0.0)
+        generation.on_lost(LOST, 0.0)
 
 
-def test_what_comes_after_a_loss_joins_what_came_before() -> None:
+def test_tokens_after_a_lost_stream_are_appended_to_tokens_before() -> None:
     generation = begun()
-    generation.lost(LOST, 0.0)
-    generation.take(delta(0, 2, (7,), "c", reason="length"))
-    generation.take(Response(summary=inference_pb2.Summary()))
+    generation.on_lost(LOST, 0.0)
+    generation.add(delta(0, 2, (7,), "c", reason="length"))
+    generation.add(Response(summary=inference_pb2.Summary()))
     choice = generation.result().choices[0]
     assert (choice.token_ids, choice.text, choice.finish_reason) == ((5, 6, 7), "abc", "length")
 
 
-def test_a_router_that_begins_anew_gives_only_what_is_new() -> None:
-    """One that is older than resuming, in whatever portions it speaks."""
+def test_a_router_that_restarts_the_answer_yields_only_new_tokens() -> None:
+    """A router older than resuming sends the whole answer again, in portions of any size."""
     generation = begun()
-    generation.lost(LOST, 0.0)
-    assert generation.take(delta(0, 0, (5,), "a")) == []
-    (grown,) = generation.take(delta(0, 1, (6, 7), "bc", reason="length"))
+    generation.on_lost(LOST, 0.0)
+    assert generation.add(delta(0, 0, (5,), "a")) == []
+    (grown,) = generation.add(delta(0, 1, (6, 7), "bc", reason="length"))
     assert (grown.first_index, grown.token_ids, grown.text, grown.finish_reason) == (2, (7,), "c", "length")
 
 
 @pytest.mark.parametrize(
     ("response", "named"),
     [
-        (delta(0, 3, (7,)), "continues at token 3, 2 came before"),
-        (delta(0, 1, (6,)), "continues at token 1, 2 came before"),
+        (delta(0, 3, (7,)), "continues at token 3, but 2 tokens were received"),
+        (delta(0, 1, (6,)), "continues at token 1, but 2 tokens were received"),
         (delta(0, 0, (5, 9)), "other tokens"),
     ],
 )
-def test_a_gap_or_another_token_is_an_error_and_never_handed_over(response: Response, named: str) -> None:
+def test_a_gap_or_a_changed_token_is_an_error_and_never_delivered(response: Response, named: str) -> None:
     generation = begun()
-    generation.lost(LOST, 0.0)
+    generation.on_lost(LOST, 0.0)
     with pytest.raises(InternalError, match=named):
-        generation.take(response)
+        generation.add(response)
 
 
-def test_a_choice_does_not_go_on_after_its_end() -> None:
+def test_a_choice_gets_no_token_after_its_end() -> None:
     generation = begun()
-    generation.take(delta(0, 2, (7,), "c", reason="stop"))
+    generation.add(delta(0, 2, (7,), "c", reason="stop"))
     with pytest.raises(InternalError, match="after its end"):
-        generation.take(delta(0, 3, (8,)))
+        generation.add(delta(0, 3, (8,)))
 
 
 @pytest.mark.parametrize(
@@ -213,70 +221,70 @@ def test_a_choice_does_not_go_on_after_its_end() -> None:
         Unavailable("no worker can hold it", reason="no_worker_large_enough"),
     ],
 )
-def test_what_a_router_says_is_wrong_is_not_asked_again(error: TandemError) -> None:
+def test_an_error_caused_by_the_request_is_not_retried(error: TandemError) -> None:
     generation = begun()
-    generation.lost(LOST, 0.0)
+    generation.on_lost(LOST, 0.0)
     with pytest.raises(type(error)) as raised:
-        generation.lost(error, 0.0)
+        generation.on_lost(error, 0.0)
     assert raised.value is error
 
 
-def test_before_anything_came_each_router_is_asked_once() -> None:
+def test_before_the_first_response_each_router_is_tried_once() -> None:
     generation = progress(num_routers=3, router="b")
     asked = [generation.router]
     for _ in range(2):
-        generation.lost(LOST, 0.0)
+        generation.on_lost(LOST, 0.0)
         asked.append(generation.router)
     assert asked == ["b", "c", "a"]
     with pytest.raises(Unavailable, match="Socket closed"):
-        generation.lost(LOST, 0.0)
+        generation.on_lost(LOST, 0.0)
 
 
-def test_a_router_that_says_the_cluster_cannot_is_believed_once_each() -> None:
+def test_an_unavailable_cluster_is_retried_at_most_once_per_router() -> None:
     generation, error = begun(), Unavailable("both pools are gone", reason="worker_lost")
-    generation.lost(error, 0.0)
+    generation.on_lost(error, 0.0)
     with pytest.raises(Unavailable, match="both pools"):
-        generation.lost(error, 0.0)
+        generation.on_lost(error, 0.0)
 
 
 @pytest.mark.parametrize(
     "error", [LOST, Unavailable("leaving", reason="draining"), Overloaded("full", reason="overloaded")]
 )
-def test_what_has_begun_goes_on_until_its_deadline_with_growing_waits(error: TandemError) -> None:
+def test_a_begun_generation_is_retried_until_its_deadline_with_growing_waits(error: TandemError) -> None:
     generation = begun()
-    generation.lost(LOST, 0.0)
+    generation.on_lost(LOST, 0.0)
     now_s, waits_s, routers = 0.0, [], []
     while now_s < 98:
-        waits_s.append(generation.lost(error, now_s))
+        waits_s.append(generation.on_lost(error, now_s))
         routers.append(generation.router)
         now_s += waits_s[-1]
     with pytest.raises(DeadlineExceeded, match=error.message):
-        generation.lost(error, now_s)
+        generation.on_lost(error, now_s)
     assert waits_s[:4] == [0.2, 0.4, 0.8, 1.6]
     assert set(waits_s[4:]) == {2.0}
     assert routers[:4] == ["a", "b", "a", "b"]
 
 
-def test_a_wait_is_drawn_so_that_clients_of_one_router_do_not_come_at_once() -> None:
+def test_waits_have_jitter_so_that_clients_of_one_router_do_not_retry_at_once() -> None:
     early, late = progress(draw=0.0), progress(draw=0.5)
-    assert (early.lost(LOST, 0.0), late.lost(LOST, 0.0)) == (0.0, 0.05)
+    assert (early.on_lost(LOST, 0.0), late.on_lost(LOST, 0.0)) == (0.0, 0.05)
 
 
-def test_an_overloaded_router_is_asked_no_sooner_than_it_said() -> None:
+def test_an_overloaded_router_is_retried_no_sooner_than_its_retry_after() -> None:
     generation = begun()
-    generation.lost(LOST, 0.0)
-    assert generation.lost(Overloaded("full", reason="overloaded", retry_after_s=3.0), 0.0) == 3.2
+    generation.on_lost(LOST, 0.0)
+    assert generation.on_lost(Overloaded("full", reason="overloaded", retry_after_s=3.0), 0.0) == 3.2
 
 
-def test_an_answer_makes_the_next_loss_a_first_one() -> None:
+def test_received_tokens_reset_the_retry_wait() -> None:
     generation = begun()
     for _ in range(4):
-        generation.lost(LOST, 0.0)
-    generation.take(delta(0, 2, (7,)))
-    assert generation.lost(LOST, 0.0) == 0.1
+        generation.on_lost(LOST, 0.0)
+    generation.add(delta(0, 2, (7,)))
+    assert generation.on_lost(LOST, 0.0) == 0.1
 
 
-def test_addresses_come_with_commas_or_in_a_list() -> None:
+def test_router_addresses_may_be_separated_by_commas_or_in_a_list() -> None:
     assert addresses("a:1") == ("a:1",)
     assert addresses("a:1, b:2,") == addresses(["a:1", "b:2"]) == ("a:1", "b:2")
     for nothing in ("", ","):

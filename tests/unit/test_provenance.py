@@ -1,10 +1,13 @@
-"""A block that came from another worker and was not verified is known as such wherever its content goes."""
+"""A block that came from another worker without verification stays marked as unverified in every place of its
+content.
+"""
 
 from cluster.messages import MemberId
 from cluster.protocol.hashing import NATIVE, keyed_chains
-from decode_worker.scheduling.commands import OfferPrefix as OfferFromDecode
-from decode_worker.scheduling.commands import PrefixOffered as OfferedByDecode
 from engine.kv.block_pool import BlockPool
+from engine.scheduling.commands import LeasePrefix, PrefixLeased, Release
+from engine.scheduling.commands import LeasePrefix as OfferFromDecode
+from engine.scheduling.commands import PrefixLeased as OfferedByDecode
 from engine.scheduling.policies import make_policy
 from prefill_worker.scheduling import commands
 from prefill_worker.scheduling.limits import PrefillLimits
@@ -59,13 +62,13 @@ class _Prefill:
         self.scheduler.apply(commands.AdmitPull(1, chain.parent_of(0), self.hashes, self.unverified), 0.0)
 
 
-def test_a_pulled_prefix_is_offered_with_what_was_not_verified() -> None:
+def test_a_prefix_ticket_names_its_unverified_blocks() -> None:
     prefill = _Prefill(unverified_places=(0, 2))
-    (offered,) = prefill.scheduler.apply(commands.OfferPrefix(b"t", prefill.hashes, 1), 0.0)
-    assert offered == commands.PrefixOffered(b"t", prefill.block_ids, prefill.unverified)
+    (offered,) = prefill.scheduler.apply(LeasePrefix(b"t", prefill.hashes, 1), 0.0)
+    assert offered == PrefixLeased(b"t", prefill.block_ids, prefill.unverified)
 
 
-def test_a_prompt_that_begins_with_a_pulled_prefix_hands_it_over_as_not_verified() -> None:
+def test_an_unverified_prefix_of_a_prompt_is_handed_over_as_unverified() -> None:
     prefill = _Prefill(unverified_places=(1,))
     prefill.scheduler.apply(
         commands.Submit(b"t", prefill_job(_TOKENS, max_tokens=4, importer=MemberId("d0", "1"))), 0.0
@@ -75,11 +78,11 @@ def test_a_prompt_that_begins_with_a_pulled_prefix_hands_it_over_as_not_verified
     assert plan is not None and sealed.block_ids == prefill.block_ids and sealed.unverified == prefill.unverified
 
 
-def test_only_what_was_verified_is_lent_to_the_tiers() -> None:
+def test_unverified_blocks_are_copied_to_the_tiers_with_their_provenance() -> None:
     prefill = _Prefill(unverified_places=(2,))
-    (lent,) = prefill.scheduler.apply(commands.LendPrefix(b"t", prefill.hashes, 0), 0.0)
-    assert lent == commands.PrefixLent(b"t", prefill.block_ids[:2])
-    prefill.scheduler.apply(commands.Release(b"t"), 0.0)
+    (leased,) = prefill.scheduler.apply(commands.LeaseForCopy(b"t", prefill.hashes, 0), 0.0)
+    assert leased == commands.LeasedForCopy(b"t", prefill.block_ids, prefill.unverified)
+    prefill.scheduler.apply(Release(b"t"), 0.0)
     prefill.scheduler.check()
 
 
@@ -89,7 +92,7 @@ def _imported(bench: DecodeBench, *, is_verified: bool, num_output: int = 12) ->
     return handoff.job.sequences[0].handle
 
 
-def test_a_sequence_moves_on_with_what_it_had_from_elsewhere_and_nobody_verified() -> None:
+def test_a_migrated_sequence_keeps_its_unverified_blocks() -> None:
     for is_verified in (True, False):
         bench = DecodeBench(limits(num_blocks=16))
         handle = _imported(bench, is_verified=is_verified)
@@ -102,7 +105,7 @@ def test_a_sequence_moves_on_with_what_it_had_from_elsewhere_and_nobody_verified
         bench.release(frozen.ticket_id)
 
 
-def test_blocks_of_a_cache_keep_their_provenance_for_the_next_who_asks() -> None:
+def test_cached_blocks_keep_their_provenance() -> None:
     bench = DecodeBench(limits(num_blocks=16))
     handle = _imported(bench, is_verified=False)
     sealed = bench.sequence(handle).block_ids[:1]
@@ -113,7 +116,7 @@ def test_blocks_of_a_cache_keep_their_provenance_for_the_next_who_asks() -> None
     assert offered == OfferedByDecode(b"p", sealed, frozenset(sealed))
 
 
-def test_swapped_blocks_come_back_as_unverified_as_they_left() -> None:
+def test_swapped_blocks_keep_their_provenance() -> None:
     bench = DecodeBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False)
     handles = [_imported(bench, is_verified=False) for _ in range(2)]
     while not (plan := bench.step()) or not plan.swaps_in:

@@ -1,4 +1,4 @@
-"""KV of 8 bits: every element comes back near itself, whatever its size; a block means the same in every pool."""
+"""KV of 8 bits: every element is restored with a small error at any magnitude; a block means the same in every pool."""
 
 import itertools
 from collections.abc import Iterator
@@ -16,18 +16,19 @@ from engine.build import Engine, build_engine
 from engine.kv.layout import LayerShape, lay_out
 from engine.kv.quantised_kv import quantise, restore
 from engine.scheduling.step import Chunk, Sample, StepPlan
-from kvtransfer.wire.wire_dtypes import WireDtype
+from kvtransfer.wire.wire_format import WireDtype
 from tests.golden.families import FAMILIES
 
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-# Of a vector's largest element. int8: half a step, and bfloat16's rounding of the step. fp8: half of e4m3's last bit.
+# The error as a share of a vector's largest element. int8: half a step, and bfloat16's rounding of the step; fp8: half
+# of e4m3's last bit.
 MOST_ERROR = {"int8": 0.5 / 127 * (1 + 2**-8), "fp8": 2**-4 * (1 + 2**-8)}
 BLOCK_SIZE = 8
 
 
 @pytest.mark.parametrize("name", CODES)
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 3e4, 1e30])
-def test_an_element_comes_back_near_itself(name: str, size: float) -> None:
+def test_a_restored_element_has_a_small_error(name: str, size: float) -> None:
     states = torch.randn(512, 3, 32, generator=torch.Generator().manual_seed(1)) * size
     codes, scales = quantise(states, CODES[name])
     back = restore(codes, scales, torch.float32)
@@ -56,7 +57,7 @@ def test_a_vector_of_zeros_has_zero_bytes(name: str) -> None:
 
 @pytest.mark.parametrize("name", CODES)
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_stays_visibly_wrong_and_in_its_own_vector(name: str, bad: float) -> None:
+def test_vector_with_a_value_that_is_not_finite_is_restored_as_not_finite(name: str, bad: float) -> None:
     states = torch.ones(3, 8)
     states[1, 5] = bad
     back = restore(*quantise(states, CODES[name]), torch.float32)
@@ -109,7 +110,7 @@ def prefill(engine: Engine, block_ids: tuple[int, ...], cuts: tuple[int, ...]) -
     return logits[0]
 
 
-def test_how_a_prompt_is_cut_decides_nothing(engine: Engine) -> None:
+def test_chunks_of_a_prompt_do_not_change_its_logits(engine: Engine) -> None:
     engine.pool.raw.fill_(7)
     whole = prefill(engine, (3, 9, 1), (20,))
     cut = prefill(engine, (12, 2, 5), (1, 7, 8, 19, 20))
@@ -135,7 +136,7 @@ def test_a_block_means_the_same_in_another_pool(engine: Engine, folder: Path) ->
     other.pool.close()
 
 
-def test_workers_that_keep_kv_otherwise_refuse_each_other(folder: Path) -> None:
+def test_workers_with_different_kv_dtypes_refuse_each_other(folder: Path) -> None:
     engines = [build(folder, kv_cache_dtype) for kv_cache_dtype in ("auto", "int8", "fp8")]
     native, int8, fp8 = (engine.fingerprint for engine in engines)
     assert (native.dtype, int8.dtype, fp8.dtype) == ("float32", "float32 with int8 KV", "float32 with fp8 KV")
@@ -146,7 +147,7 @@ def test_workers_that_keep_kv_otherwise_refuse_each_other(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", CODES)
-def test_what_is_quantised_already_is_not_quantised_again_for_the_wire(kv_cache_dtype: str) -> None:
+def test_quantised_pool_refuses_a_quantised_wire(kv_cache_dtype: str) -> None:
     wire = WireDtype("int8")
     with pytest.raises(ConfigError, match=f"--kv-wire-dtype must be native: .*{kv_cache_dtype}"):
         wire.copy_bytes(lay_out([LayerShape(2, 32, 32)], 16, kv_cache_dtype))

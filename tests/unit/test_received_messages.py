@@ -10,13 +10,14 @@ from google.protobuf.message import Message
 
 from cluster.errors import HandOffFailed, MalformedMessage
 from cluster.messages import Epoch, MemberId
-from cluster.protocol import kv_wire, pair_wire, prefix_news, tickets, wire
+from cluster.protocol import cache_events, kv_wire, tickets, wire
+from cluster.protocol.hashing import split_hashes
 from cluster.protocol.message_rules import RULES
 from cluster.protocol.received import checked
-from kvtransfer.exporter import prefix_offers
 from kvtransfer.wire import handoff_wire
 from router.fleet import decode_events
-from tandem.v1 import kv_pb2, worker_pb2
+from tandem.internal.v1 import kv_pb2, worker_pb2
+from tandem.v1 import admin_pb2
 from tests.unit.member_messages import examples, kinds, mutations
 
 KEY = b"k" * 32
@@ -46,22 +47,22 @@ def _after_check(convert: Callable[[Any], object]) -> Callable[[Any], object]:
     return lambda message: convert(checked(message))
 
 
-# What the receiver makes of a message; of the others it reads the fields as they are, after the check.
+# The receiver's conversion of each message; of other messages it reads the fields directly, after the check.
 CONVERSIONS: Mapping[type[Message], Callable[[Any], object]] = {
     worker_pb2.PrefillRequest: wire.prefill_job_from_wire,
     worker_pb2.StartRequest: wire.decode_job_from_wire,
-    worker_pb2.PrefixNews: prefix_news.from_wire,
+    worker_pb2.CacheEvents: cache_events.from_wire,
     worker_pb2.FirstTokens: _after_check(lambda m: [wire.sampled_token_from_wire(token) for token in m.tokens]),
     worker_pb2.StepOutput: _after_check(lambda m: list(decode_events.tokens_of(m))),
     worker_pb2.SequenceStarted: _after_check(lambda m: wire.unpack_ids(m.first_token_ids)),
     worker_pb2.CancelSequences: _after_check(lambda m: wire.unpack_ids(m.handles)),
-    worker_pb2.Heartbeat: _after_check(lambda m: pair_wire.figures_from_wire(m.pairs)),
+    worker_pb2.Heartbeat: _after_check(lambda m: wire.link_speeds_from_wire(m.links)),
     kv_pb2.Ticket: _ticket,
     kv_pb2.ImporterMessage: _importer_message,
     kv_pb2.ExporterMessage: _exporter_message,
     kv_pb2.Epoch: _after_check(kv_wire.epoch_from_wire),
     kv_pb2.LayoutFingerprint: _after_check(kv_wire.fingerprint_from_wire),
-    kv_pb2.OfferPrefixRequest: _after_check(lambda m: prefix_offers._hashes(m.block_hashes)),
+    kv_pb2.LeasePrefixRequest: _after_check(lambda m: split_hashes(m.block_hashes)),
 }
 
 
@@ -72,7 +73,7 @@ def test_every_field_of_every_message_between_members_has_a_rule() -> None:
 
 
 @pytest.mark.parametrize("kind", kinds(), ids=lambda kind: str(kind.DESCRIPTOR.name))
-def test_a_field_out_of_its_bounds_is_refused_by_name_and_by_nothing_else(kind: type[Message]) -> None:
+def test_a_field_out_of_its_bounds_raises_only_the_named_error(kind: type[Message]) -> None:
     convert = CONVERSIONS.get(kind, checked)
     num_refused = 0
     for example in examples(kind):
@@ -92,7 +93,7 @@ def test_a_field_out_of_its_bounds_is_refused_by_name_and_by_nothing_else(kind: 
 
 
 def _assert_within_bounds(value: object, what: str) -> None:
-    """As far as a type tells: what is counted is not negative, and what is measured is finite."""
+    """Check the bounds that follow from the type: no count is negative, and every measured value is finite."""
     if isinstance(value, float):
         assert math.isfinite(value), what
     elif isinstance(value, int):
@@ -110,11 +111,11 @@ def _assert_within_bounds(value: object, what: str) -> None:
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        (kv_pb2.OfferPrefixResponse(ticket=b"x", num_blocks=0), "num_blocks must be 0 exactly without a ticket"),
-        (kv_pb2.OfferPrefixResponse(num_blocks=2), "num_blocks must be 0 exactly without a ticket"),
+        (kv_pb2.LeasePrefixResponse(ticket=b"x", num_blocks=0), "num_blocks must be 0 exactly without a ticket"),
+        (kv_pb2.LeasePrefixResponse(num_blocks=2), "num_blocks must be 0 exactly without a ticket"),
         (worker_pb2.StepOutput(handles=bytes(8), token_ids=bytes(4), indices=bytes(8)), "equally long"),
         (worker_pb2.SequenceStarted(handles=[1, 2], first_token_ids=bytes(4)), "one for each of 2 handles"),
-        (worker_pb2.PrefixNews(first_number=2, next_number=1), "next_number must not be less"),
+        (worker_pb2.CacheEvents(first_number=2, next_number=1), "next_number must not be less"),
     ],
 )
 def test_fields_that_do_not_fit_each_other_are_refused(message: Message, said: str) -> None:
@@ -122,12 +123,60 @@ def test_fields_that_do_not_fit_each_other_are_refused(message: Message, said: s
         checked(message)
 
 
+def test_an_offer_of_a_prefix_names_at_most_65536_blocks() -> None:
+    request = kv_pb2.LeasePrefixRequest(request_id="r", importer="me@1", block_hashes=bytes(16 * 65_536))
+    checked(request)
+    request.block_hashes += bytes(16)
+    with pytest.raises(MalformedMessage, match="block_hashes"):
+        checked(request)
+
+
 def test_a_short_list_of_logprobs_is_refused() -> None:
-    """It used to raise IndexError at the first token without an entry."""
+    """Such a list once raised IndexError at the first token without an entry."""
     step = worker_pb2.StepOutput(handles=bytes(8), token_ids=bytes(8), indices=bytes(8))
     step.logprobs.add().chosen.token_id = 1
     with pytest.raises(MalformedMessage, match=r"StepOutput: logprobs must be none or one for each of 2 tokens, not 1"):
         checked(step)
+
+
+def _enum_fields() -> list[tuple[type[Message], str]]:
+    """Every field of an enum type in a message between members."""
+    return [(kind, field.name) for kind in kinds() for field in kind.DESCRIPTOR.fields if field.enum_type is not None]
+
+
+def test_an_unknown_value_of_an_enum_is_refused_with_the_names_of_the_known_values() -> None:
+    for kind, name in _enum_fields():
+        enum = kind.DESCRIPTOR.fields_by_name[name].enum_type
+        assert enum is not None
+        for unknown in (len(enum.values), -1, (1 << 31) - 1):
+            (message,) = examples(kind)
+            setattr(message, name, unknown)
+            received = kind.FromString(message.SerializeToString())
+            with pytest.raises(MalformedMessage, match=f"{name} must be one of .*, not {unknown}") as caught:
+                checked(received)
+            assert enum.values[1].name in caught.value.message
+
+
+def test_an_unset_enum_is_refused_where_the_message_needs_a_value() -> None:
+    may_be_unset = set()
+    for kind, name in _enum_fields():
+        (message,) = examples(kind)
+        message.ClearField(name)
+        try:
+            checked(message)
+        except MalformedMessage:
+            continue
+        may_be_unset.add((kind.DESCRIPTOR.name, name))
+    assert len(_enum_fields()) == 5
+    # A token that does not end its sequence, and an answer to a caller that did not wait.
+    assert may_be_unset == {("SampledToken", "finish_reason"), ("DrainWorkerResponse", "outcome")}
+
+
+def test_a_drain_response_with_the_outcome_lost_is_refused() -> None:
+    with pytest.raises(
+        MalformedMessage, match="outcome must be one of DRAIN_OUTCOME_UNSPECIFIED, DRAIN_OUTCOME_DRAINED"
+    ):
+        checked(worker_pb2.DrainWorkerResponse(outcome=admin_pb2.DRAIN_OUTCOME_LOST))
 
 
 def test_an_error_shows_the_beginning_of_a_long_value() -> None:

@@ -1,4 +1,4 @@
-"""The log of repeated test runs: what is read from it, and which runs are left."""
+"""The log of repeated test runs: the runs read from it, and the runs that remain."""
 
 from dataclasses import replace
 
@@ -17,17 +17,17 @@ JUNIT = """<?xml version="1.0" encoding="utf-8"?><testsuites name="pytest tests"
 </testsuite></testsuites>"""  # noqa: E501
 
 
-def test_what_the_log_has_of_this_code_is_not_done_again() -> None:
+def test_runs_in_the_log_of_this_code_are_not_repeated() -> None:
     log = [RUN, replace(RUN, kind="loaded"), replace(RUN, code="other"), replace(RUN, commit="c1")]
     assert left_to_do(log, "code", (QUIET, LOADED)) == [QUIET, LOADED]
     assert left_to_do(log, "new", (QUIET, LOADED)) == [QUIET] * 3 + [LOADED] * 2
 
 
-def test_more_runs_than_wanted_leave_nothing() -> None:
+def test_more_runs_than_wanted_leave_no_run_to_do() -> None:
     assert left_to_do([RUN] * 4, "code", (QUIET,)) == []
 
 
-def test_a_line_reads_back_as_it_was_written() -> None:
+def test_a_line_of_the_log_reads_back_unchanged() -> None:
     assert read_log([RUN.to_line(), "\n", replace(RUN, failures=()).to_line()]) == [RUN, replace(RUN, failures=())]
 
 
@@ -46,7 +46,7 @@ def test_outcomes_are_counted_and_failures_named_by_their_first_line() -> None:
     )
 
 
-def test_a_line_in_the_log_makes_no_other_code() -> None:
+def test_a_line_in_the_log_does_not_change_the_digest_of_the_code() -> None:
     tree = "100644 blob aaaa\tcluster/keys.py\n100644 blob bbbb\tbenchmarks/results/test_repeat.jsonl\n"
     assert code_digest(tree) == code_digest(tree.replace("bbbb", "cccc"))
     assert code_digest(tree) != code_digest(tree.replace("aaaa", "cccc"))

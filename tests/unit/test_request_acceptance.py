@@ -1,4 +1,6 @@
-"""Acceptances: who may resume which request, with what, and that no clock takes the right away."""
+"""Acceptances: which request they allow a client to resume, with which parameters; a wrong clock does not revoke
+one.
+"""
 
 import dataclasses
 from dataclasses import replace
@@ -13,7 +15,7 @@ from cluster.errors import (
     RequestChanged,
 )
 from cluster.messages import Sampling
-from cluster.settings.lengths import LengthLimits
+from cluster.request_size import LengthLimits
 from router.request.request_acceptance import (
     ACCEPTANCE_BYTES,
     Acceptance,
@@ -66,7 +68,7 @@ def token() -> bytes:
     return AcceptanceSigner(b"key").sign("r", accepted())
 
 
-def test_every_router_of_the_cluster_reads_what_one_of_them_signed(token: bytes) -> None:
+def test_every_router_of_the_cluster_verifies_acceptances_of_the_others(token: bytes) -> None:
     acceptance = AcceptanceSigner(b"key").shown(resumed(token))
     assert acceptance == accepted()
     assert acceptance.resolved(resumed(token), PROMPT, MODEL) == resolve(REQUEST, PROMPT, MODEL)
@@ -74,7 +76,7 @@ def test_every_router_of_the_cluster_reads_what_one_of_them_signed(token: bytes)
     assert len(token) == ACCEPTANCE_BYTES
 
 
-def test_no_byte_of_it_can_be_changed(token: bytes) -> None:
+def test_an_acceptance_with_any_changed_byte_is_refused(token: bytes) -> None:
     for place in range(len(token)):
         for bit in range(8):
             changed = bytearray(token)
@@ -83,7 +85,7 @@ def test_no_byte_of_it_can_be_changed(token: bytes) -> None:
                 AcceptanceSigner(b"key").shown(resumed(bytes(changed)))
 
 
-def test_a_part_of_it_or_more_than_it_is_refused(token: bytes) -> None:
+def test_an_acceptance_that_is_too_short_or_too_long_is_refused(token: bytes) -> None:
     for length in range(1, len(token)):
         with pytest.raises(AcceptanceInvalid):
             AcceptanceSigner(b"key").shown(resumed(token[:length]))
@@ -94,7 +96,7 @@ def test_a_part_of_it_or_more_than_it_is_refused(token: bytes) -> None:
         AcceptanceSigner(b"key").shown(resumed(b""))
 
 
-def test_it_is_good_for_one_request_id_of_one_cluster_and_one_api_key(token: bytes) -> None:
+def test_an_acceptance_holds_for_one_request_id_one_cluster_and_one_api_key(token: bytes) -> None:
     with pytest.raises(AcceptanceInvalid):
         AcceptanceSigner(b"another").shown(resumed(token))
     with pytest.raises(AcceptanceInvalid):
@@ -135,7 +137,7 @@ def test_another_prompt_is_refused_by_name(token: bytes, prompt: tuple[int, ...]
     ],
     ids=str,
 )
-def test_other_parameters_than_those_accepted_are_refused_by_name(token: bytes, changes: dict[str, object]) -> None:
+def test_changed_parameters_are_refused_by_name(token: bytes, changes: dict[str, object]) -> None:
     acceptance = AcceptanceSigner(b"key").shown(resumed(token))
     with pytest.raises(RequestChanged, match="AcceptedRequest"):
         acceptance.resolved(resumed(token, **changes), PROMPT, MODEL)
@@ -162,7 +164,7 @@ def test_the_parameters_digest_covers_every_field_of_a_resolved_request() -> Non
     assert _parameters_digest(resolved, replace(MODEL, name="n")) != digest
 
 
-def test_a_router_with_other_model_files_or_another_model_is_found_out(token: bytes) -> None:
+def test_a_router_with_another_model_or_other_model_files_refuses_the_acceptance(token: bytes) -> None:
     acceptance = AcceptanceSigner(b"key").shown(resumed(token))
     for model in (
         replace(MODEL, eos_token_ids=frozenset({1})),
@@ -174,7 +176,7 @@ def test_a_router_with_other_model_files_or_another_model_is_found_out(token: by
 
 
 def test_the_values_that_were_accepted_hold_under_other_defaults_and_limits() -> None:
-    """What the first router resolved goes to the client in 32-bit floats, and comes back."""
+    """The values that the first router resolved go to the client as 32-bit floats, and come back."""
     acceptance = accepted(replace(REQUEST, stop=StopConditions()))
     as_accepted = SamplingParams(temperature=0.699999988079071, top_k=0, top_p=0.949999988079071, min_p=0.0, seed=3)
     request = replace(REQUEST, sampling=as_accepted, stop=StopConditions(max_tokens=97))
@@ -188,14 +190,14 @@ def test_the_values_that_were_accepted_hold_under_other_defaults_and_limits() ->
 
 
 @pytest.mark.parametrize("shift_us", [-1000 * HOUR_US, -5 * HOUR_US, 0, 5 * HOUR_US, 1000 * HOUR_US])
-def test_a_clock_that_jumps_takes_no_right_away(token: bytes, shift_us: int) -> None:
+def test_an_acceptance_stays_valid_when_a_clock_jumps(token: bytes, shift_us: int) -> None:
     """`shown` takes no time at all. Only the place in the queue depends on it."""
     acceptance = AcceptanceSigner(b"key").shown(resumed(token))
     assert acceptance.resolved(resumed(token), PROMPT, MODEL)
     assert acceptance.is_recent(NOW_US + shift_us) == (shift_us <= 0)
 
 
-def test_a_deadline_beyond_all_time_is_one() -> None:
+def test_a_deadline_too_late_to_encode_is_cut() -> None:
     acceptance = accept(
         REQUEST, resolve(REQUEST, PROMPT, MODEL), MODEL, stream_id=b"s" * 16, rendered_at_us=NOW_US, timeout_s=1e300
     )

@@ -1,5 +1,6 @@
-"""One rule says which requests a worker can hold: workers refuse by it, and routers choose by it. What it admits runs
-to its end alone on the worker; what it refuses could not."""
+"""One rule decides which requests a worker can hold: workers refuse by it, and routers choose by it. An admitted
+request runs to its end alone on the worker; a refused one could not.
+"""
 
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from cluster.member import Capacity, Member, from_json, to_json
 from cluster.messages import MemberId, Role
 from cluster.protocol.hashing import keyed_chains
 from cluster.request_size import (
+    LengthLimits,
     RequestSize,
     decode_shortage,
     handoff_shortage,
@@ -19,7 +21,6 @@ from cluster.request_size import (
     prefill_shortage,
     too_large,
 )
-from cluster.settings.lengths import LengthLimits
 from decode_worker.scheduling.limits import DecodeLimits
 from prefill_worker.scheduling.commands import Accepted, Finished, Refused, Submit
 from prefill_worker.scheduling.limits import PrefillLimits
@@ -56,9 +57,9 @@ def capacity(**changed: int) -> Capacity:
     return Capacity(**(values | changed))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(DECODE_LIMITS, SIZES)
-def test_a_decode_worker_runs_to_its_end_exactly_what_routers_take_it_for(
+def test_a_decode_worker_finishes_exactly_the_requests_that_fit_by_the_routers_rule(
     worker: DecodeLimits, size: RequestSize
 ) -> None:
     bench = DecodeBench(worker)
@@ -77,9 +78,11 @@ def test_a_decode_worker_runs_to_its_end_exactly_what_routers_take_it_for(
         assert all(len(bench.choices[start.handle].output) == size.max_tokens for start in job.sequences)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(DECODE_LIMITS, SIZES)
-def test_a_decode_worker_imports_exactly_what_routers_take_it_for(worker: DecodeLimits, size: RequestSize) -> None:
+def test_a_decode_worker_imports_exactly_the_requests_that_fit_by_the_routers_rule(
+    worker: DecodeLimits, size: RequestSize
+) -> None:
     bench = DecodeBench(worker)
     starts = bench.job(range(1, size.num_prompt + 1), max_tokens=size.max_tokens, num_choices=size.num_choices)
     known = tuple(1 + place % 40 for place in range(size.num_committed))
@@ -99,9 +102,9 @@ def test_a_decode_worker_imports_exactly_what_routers_take_it_for(worker: Decode
             assert bench.failures == []
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(SIZES, LENGTHS, st.integers(1, 6), st.integers(1, 4), st.integers(1, 24))
-def test_a_prefill_worker_computes_exactly_what_routers_take_it_for(
+def test_a_prefill_worker_computes_exactly_the_requests_that_fit_by_the_routers_rule(
     size: RequestSize, lengths: LengthLimits, num_blocks: int, block_size: int, max_model_len: int
 ) -> None:
     worker = PrefillLimits(
@@ -134,9 +137,7 @@ def test_a_prefill_worker_computes_exactly_what_routers_take_it_for(
 
 
 @given(st.lists(DECODE_LIMITS, min_size=1, max_size=3), st.integers(1, 24))
-def test_most_output_is_what_the_largest_worker_takes_and_not_one_token_more(
-    workers: list[DecodeLimits], num_prompt: int
-) -> None:
+def test_most_output_is_exactly_the_limit_of_the_largest_worker(workers: list[DecodeLimits], num_prompt: int) -> None:
     most = most_output([worker.capacity for worker in workers], num_prompt)
 
     def fits(num_output: int) -> bool:
@@ -146,10 +147,10 @@ def test_most_output_is_what_the_largest_worker_takes_and_not_one_token_more(
     assert not fits(most + 1)
 
 
-def test_one_token_more_than_the_pool_holds_fits_since_the_last_tokens_kv_is_never_computed() -> None:
+def test_a_request_may_be_one_token_longer_than_the_pool_since_the_last_tokens_kv_is_not_computed() -> None:
     assert most_tokens(capacity()) == 41
     assert decode_shortage(capacity(), RequestSize(2, 39)) == ""
-    assert "takes at most 41" in decode_shortage(capacity(), RequestSize(2, 40))
+    assert "holds at most 41" in decode_shortage(capacity(), RequestSize(2, 40))
 
 
 def test_every_choice_needs_a_copy_of_a_last_block_that_is_not_full() -> None:
@@ -158,7 +159,7 @@ def test_every_choice_needs_a_copy_of_a_last_block_that_is_not_full() -> None:
     assert "needs 11 blocks" in handoff_shortage(capacity(), RequestSize(34, 2, num_choices=3))
 
 
-def test_a_watermark_is_kept_from_hand_offs_and_not_from_the_workers_own_prefills() -> None:
+def test_the_watermark_limits_hand_offs_and_not_the_workers_own_prefills() -> None:
     marked, size = capacity(num_watermark_blocks=2), RequestSize(33, 2)
     assert "at most 8" in handoff_shortage(marked, size)
     assert decode_shortage(marked, size) == ""
@@ -166,7 +167,9 @@ def test_a_watermark_is_kept_from_hand_offs_and_not_from_the_workers_own_prefill
 
 def test_a_resumed_prompt_counts_the_tokens_that_its_client_has() -> None:
     assert prefill_shortage(capacity(), RequestSize(30, 20, num_committed=10)) == ""
-    assert "41 tokens; this worker holds 40" in prefill_shortage(capacity(), RequestSize(30, 20, num_committed=11))
+    assert "41 tokens; this worker holds at most 40" in prefill_shortage(
+        capacity(), RequestSize(30, 20, num_committed=11)
+    )
 
 
 def test_the_error_names_the_largest_worker_and_the_flags_to_raise() -> None:
@@ -178,7 +181,7 @@ def test_the_error_names_the_largest_worker_and_the_flags_to_raise() -> None:
     assert "--max-model-len" in too_large(RequestSize(60, 40), [capacity(max_model_len=30)]).message
 
 
-def test_what_a_worker_registers_is_what_it_refuses_by() -> None:
+def test_a_worker_registers_the_limits_by_which_it_refuses() -> None:
     worker = replace(limits(num_blocks=10, watermark=0.3, max_model_len=77), lengths=LengthLimits(7, 5))
     member = Member(
         id=MemberId("d", "1"), role=Role.DECODE, address="", model="m", capacity=worker.capacity, transports=("tcp",)

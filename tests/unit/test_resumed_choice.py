@@ -1,4 +1,4 @@
-"""A choice goes on at another router from the tokens and characters that the client has, as if nothing had been."""
+"""A choice continues at another router from the tokens and characters that the client has, without a visible gap."""
 
 from functools import cache
 from pathlib import Path
@@ -44,7 +44,7 @@ def new_choice(stop: tuple[str, ...] = (), max_tokens: int = MOST_TOKENS, min_to
 
 
 def drawn(choice: Choice, token_ids: list[int], max_tokens: int = MOST_TOKENS) -> list[ChoiceDelta]:
-    """What the client gets for these, until the choice ends; a worker says the end by its tokens."""
+    """The client's deltas for these tokens until the choice ends; a worker marks the end at its last token."""
     deltas = []
     for token_id in token_ids:
         if choice.ended:
@@ -78,7 +78,7 @@ def ids(text: str) -> list[int]:
 HALVES = ids("a 世界 🙂é")  # most of its tokens end in half a character
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(0, 1023), min_size=1, max_size=MOST_TOKENS + 4),
     st.integers(0, MOST_TOKENS),
@@ -88,7 +88,7 @@ HALVES = ids("a 世界 🙂é")  # most of its tokens end in half a character
 @example(HALVES, len(HALVES) - 2, ("🙂é",), 0)
 @example(HALVES, 4, (), 0)
 @example([*ids("self.return"), EOS], 2, ("return",), 0)
-def test_wherever_the_router_dies_the_client_gets_what_it_would_have_got(
+def test_a_client_gets_the_same_text_wherever_its_router_dies(
     token_ids: list[int], cut: int, stop: tuple[str, ...], min_tokens: int
 ) -> None:
     undisturbed = drawn(new_choice(stop, min_tokens=min_tokens), token_ids)
@@ -110,7 +110,7 @@ def test_wherever_the_router_dies_the_client_gets_what_it_would_have_got(
         (ids("x = 1\n\ny"), ("\n",), FinishReason.STOP, "\n"),
     ],
 )
-def test_an_end_that_alone_was_missed_is_told_without_a_token(
+def test_a_missed_end_is_delivered_without_a_token(
     token_ids: list[int], stop: tuple[str, ...], reason: FinishReason, cause: str | None
 ) -> None:
     deltas = drawn(new_choice(stop), token_ids)
@@ -122,7 +122,7 @@ def test_an_end_that_alone_was_missed_is_told_without_a_token(
     assert (missed.first_index, missed.text) == (len(tokens), text[-1:])
 
 
-def test_a_choice_that_the_client_saw_end_stays_ended_and_says_nothing_more() -> None:
+def test_a_choice_that_the_client_received_to_its_end_is_not_continued() -> None:
     resumed = new_choice()
     assert resumed.resume(ResumedChoice((5, 6), 0, FinishReason.LENGTH)) is None
     assert resumed.ended and resumed.num_committed == 2
@@ -137,6 +137,6 @@ def test_a_choice_that_the_client_saw_end_stays_ended_and_says_nothing_more() ->
         (ResumedChoice((), 1), "1 characters, its tokens make 0"),
     ],
 )
-def test_what_no_router_can_have_said_is_refused(has: ResumedChoice, named: str) -> None:
+def test_a_resumption_that_no_router_can_have_produced_is_refused(has: ResumedChoice, named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         new_choice().resume(has)

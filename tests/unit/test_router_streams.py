@@ -1,11 +1,11 @@
-"""A router that does not read costs its decode worker a bounded number of bytes, and nobody else anything."""
+"""A router that does not read costs its decode worker a bounded number of bytes, and costs other routers nothing."""
 
 import asyncio
 from contextlib import aclosing
 
 from cluster.messages import MemberId
 from decode_worker.streams import RouterStreams
-from tandem.v1 import worker_pb2
+from tandem.internal.v1 import worker_pb2
 
 _STOPPED, _READING = MemberId("stopped", "1"), MemberId("reading", "1")
 _STEP = worker_pb2.WorkerMessage(step=worker_pb2.StepOutput(step=1, token_ids=bytes(100_000)))
@@ -15,7 +15,7 @@ def _beat(step: int) -> worker_pb2.WorkerMessage:
     return worker_pb2.WorkerMessage(heartbeat=worker_pb2.Heartbeat(step=step))
 
 
-async def test_a_router_that_does_not_read_is_given_up_after_so_many_bytes_and_others_are_not() -> None:
+async def test_only_a_router_that_does_not_read_is_dropped_after_32_mib_of_waiting_messages() -> None:
     gone: list[MemberId] = []
     streams = RouterStreams(grace_s=60.0, on_gone=gone.append)
     streams.connect(_STOPPED, object())
@@ -34,7 +34,7 @@ async def test_a_router_that_does_not_read_is_given_up_after_so_many_bytes_and_o
     assert streams.get(_READING) is reading
 
 
-async def test_heartbeats_for_a_router_that_does_not_read_do_not_pile_up_and_the_latest_is_the_one_it_hears() -> None:
+async def test_a_router_that_does_not_read_gets_only_the_latest_heartbeat() -> None:
     streams = RouterStreams(grace_s=60.0, on_gone=lambda _: None)
     connection = object()
     stream = streams.connect(_STOPPED, connection)

@@ -1,4 +1,4 @@
-"""Which routers a client knows, and how it hears of them."""
+"""The list of routers that a client keeps: configured addresses and those named in responses."""
 
 from collections.abc import Callable, MutableSequence
 from typing import Any
@@ -40,7 +40,7 @@ def told(*addresses: str) -> list[tuple[str, str]]:
     return [("other", "x"), (ROUTERS_KEY, ",".join(addresses))]
 
 
-def test_the_routers_that_an_answer_names_are_known_and_dialled_when_they_are_needed() -> None:
+def test_routers_named_in_a_response_are_stored_and_dialled_when_needed() -> None:
     known, dialled = routers("a:1")
     known.learn("a:1", told("a:1", "c:1", "b:1"))
     assert known.known() == ("a:1", "b:1", "c:1")
@@ -50,7 +50,7 @@ def test_the_routers_that_an_answer_names_are_known_and_dialled_when_they_are_ne
     assert dialled.addresses == ["a:1", "c:1"]
 
 
-def test_who_is_named_no_more_is_forgotten_and_who_was_given_never() -> None:
+def test_routers_no_longer_named_are_removed_and_configured_routers_are_kept() -> None:
     known, _ = routers("a:1", "b:1")
     known.learn("a:1", told("a:1", "c:1"))
     known.learn("c:1", told("c:1", "d:1"))
@@ -59,7 +59,7 @@ def test_who_is_named_no_more_is_forgotten_and_who_was_given_never() -> None:
     assert known.known() == ("a:1", "b:1")
 
 
-def test_a_router_behind_another_address_is_not_known_twice() -> None:
+def test_a_router_behind_another_address_is_not_stored_twice() -> None:
     known, _ = routers("balancer:1")
     known.learn("balancer:1", told("10.0.0.1:1", "10.0.0.2:1"))
     assert known.known() == ("balancer:1", "10.0.0.2:1")
@@ -77,20 +77,20 @@ def test_the_loopback_of_another_machine_is_not_ours() -> None:
 
 
 @pytest.mark.parametrize("metadata", [None, [], [("other", "x")], [(ROUTERS_KEY, "")]])
-def test_an_answer_that_names_none_changes_nothing(metadata: list[tuple[str, str]] | None) -> None:
+def test_a_response_that_names_no_router_does_not_change_the_list(metadata: list[tuple[str, str]] | None) -> None:
     known, _ = routers("a:1")
     known.learn("a:1", told("a:1", "b:1"))
     known.learn("a:1", metadata)
     assert known.known() == ("a:1", "b:1")
 
 
-def test_who_does_not_want_to_be_told_knows_the_given_ones_alone() -> None:
+def test_without_discovery_only_the_configured_routers_are_used() -> None:
     known, _ = routers("a:1", discover=False)
     known.learn("a:1", told("a:1", "b:1"))
     assert known.known() == ("a:1",)
 
 
-def test_a_call_begins_with_the_one_that_answered_last() -> None:
+def test_a_call_begins_with_the_router_that_answered_last() -> None:
     known, _ = routers("a:1", "b:1")
     known.learn("a:1", told("a:1", "c:1"))
     known.first = "c:1"
@@ -99,7 +99,7 @@ def test_a_call_begins_with_the_one_that_answered_last() -> None:
     assert list(known.in_turn()) == ["a:1", "b:1", "c:1"]
 
 
-def test_channels_to_routers_long_gone_are_given_up_before_they_are_too_many() -> None:
+def test_the_oldest_channels_to_removed_routers_are_closed_beyond_a_bound() -> None:
     known, dialled = routers("a:1")
     closed = []
     for number in range(200):

@@ -1,4 +1,4 @@
-"""Branches end together, and leave the task that ran them as it was: its deadline still ends it."""
+"""Branches end together and do not change the task that ran them: its deadline still ends it."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -39,7 +39,7 @@ async def test_the_first_error_is_raised_and_ends_the_others() -> None:
 
 
 async def test_a_deadline_ends_a_task_whose_branch_failed_before() -> None:
-    """As a request whose moved sequence was lost, and that waits for another worker until its deadline."""
+    """The case occurs when a migrated sequence is lost and its request waits for another worker until its deadline."""
 
     async def attempt_and_wait() -> None:
         with pytest.raises(ValueError, match="one branch"):

@@ -84,7 +84,7 @@ def test_draws_follow_the_softmax_at_the_temperature(temperature: float) -> None
     assert _chi_square(counts, dict(enumerate(probabilities)), 20_000) < _limit(13)
 
 
-def test_draws_over_seeds_follow_the_softmax_too() -> None:
+def test_draws_over_seeds_follow_the_softmax() -> None:
     logits = torch.linspace(-1.0, 2.0, 9)
     samples = [Sample(seed, 5, Sampling(1.0)) for seed in range(20_000)]
 
@@ -105,7 +105,7 @@ def test_neighbouring_positions_and_seeds_are_independent() -> None:
         assert _chi_square(counts, dict.fromkeys(range(36), 1 / 36), len(places)) < _limit(36)
 
 
-def test_an_unlikely_token_keeps_its_share() -> None:
+def test_an_unlikely_token_is_drawn_with_its_probability() -> None:
     counts = Counter(_over_positions([0.0, math.log(1e-4)], Sampling(1.0), num_draws=40_000))
 
     assert 0 < counts[1] < 14
@@ -127,7 +127,7 @@ def test_an_unlikely_token_keeps_its_share() -> None:
     ],
     ids=lambda sampling: f"k{sampling.top_k}-p{sampling.top_p}-m{sampling.min_p}-t{sampling.temperature}",
 )
-def test_filters_keep_exactly_the_tokens_they_promise(sampling: Sampling) -> None:
+def test_the_samplers_filters_keep_exactly_the_promised_tokens(sampling: Sampling) -> None:
     logits = [0.3, 1.9, -0.5, 1.2, 1.9, 0.0, 0.8, 1.9, -0.2, 0.5]
 
     drawn = set(_over_positions(logits, sampling, num_draws=4000))
@@ -179,7 +179,7 @@ def test_the_same_seed_position_and_logits_give_the_same_token_in_any_row_and_ba
     assert [_tokens(logits[row : row + 1], samples[row : row + 1])[0] for row in range(64)] == together
 
 
-def test_rows_are_independent_of_how_many_are_computed_at_once() -> None:
+def test_a_rows_token_does_not_depend_on_the_number_of_rows() -> None:
     logits = torch.zeros(5, 1 << 20)
     samples = [Sample(row, 1, Sampling(1.0)) for row in range(5)]
 
@@ -198,7 +198,7 @@ def test_different_seeds_and_positions_differ() -> None:
     assert len(set(by_seed)) > 40 and len(set(by_position)) > 40
 
 
-def test_temperature_zero_is_the_lowest_of_the_best() -> None:
+def test_temperature_zero_draws_the_lowest_id_among_the_best_tokens() -> None:
     logits = torch.tensor([[1.0, 4.0, 4.0, 0.0], [2.0, 2.0, 2.0, 2.0]])
 
     assert _tokens(logits, [Sample(1, 1, Sampling())] * 2) == [1, 0]
@@ -222,7 +222,7 @@ def test_banned_tokens_are_never_drawn_whatever_the_settings() -> None:
     assert set(drawn[0::4]) == set(drawn[2::4]) == {1}
 
 
-def test_logprobs_are_those_of_the_logits_as_they_came() -> None:
+def test_logprobs_are_computed_from_the_unfiltered_logits() -> None:
     generator = torch.Generator().manual_seed(8)
     logits = torch.randn(4, 30, generator=generator)
     wanted = [None, 0, 3, 30]
@@ -264,7 +264,7 @@ def test_a_nucleus_wider_than_the_first_look_has_the_log_probability_of_its_toke
 
 
 @pytest.mark.cuda
-def test_a_gpu_draws_what_a_cpu_draws() -> None:
+def test_a_gpu_draws_the_tokens_of_a_cpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
     logits = 2 * torch.randn(512, 5000, generator=torch.Generator().manual_seed(2))

@@ -5,9 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.messages import FinishReason, TokenStops
-from engine.scheduling.deadlines import Deadlines
-from engine.scheduling.schedule import ChunkBudget, blocks_for, sealed_blocks, tail_length
-from engine.scheduling.stops import banned_token_ids, finish_reason
+from engine.scheduling.schedule import (
+    ChunkBudget,
+    Deadlines,
+    banned_token_ids,
+    blocks_for,
+    finish_reason,
+    sealed_blocks,
+    tail_length,
+)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +57,7 @@ def test_stop_tokens_are_held_back_until_min_tokens_and_max_tokens_ends() -> Non
     assert finish_reason(stops, 8, 3) is FinishReason.LENGTH
 
 
-def test_deadlines_are_due_in_time_once_and_never_for_what_was_discarded() -> None:
+def test_deadlines_are_due_once_and_never_after_a_discard() -> None:
     deadlines: Deadlines[str] = Deadlines()
     for name, deadline_s in (("late", 9.0), ("early", 3.0), ("gone", 2.0)):
         deadlines.add(name, deadline_s)

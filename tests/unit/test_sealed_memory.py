@@ -10,10 +10,10 @@ import pytest
 
 from cluster.memory.sealed_memory import allocate_sealed, has_fixed_size
 from engine.kv.pool import KvPool
-from kvtransfer.wire.wire_copy import WireCopy
+from kvtransfer.wire.quantised import WireCopy
 from tests.contract.kv_pools import random_pool
 
-# What a process can try with a descriptor that was opened for reading. It prints one line per attempt that succeeds.
+# The attempts of a process with a descriptor opened for reading. It prints one line per attempt that succeeds.
 _ATTEMPTS = """
 import fcntl, mmap, os, sys
 given, num_bytes = int(sys.argv[1]), int(sys.argv[2])
@@ -87,7 +87,7 @@ def test_a_kernel_without_the_write_seal_still_fixes_the_size(monkeypatch: pytes
         os.close(descriptor)
 
 
-def test_a_file_that_its_owner_can_cut_has_no_fixed_size() -> None:
+def test_a_file_that_its_owner_can_truncate_has_no_fixed_size() -> None:
     unsealed = os.memfd_create("test")
     read_end, write_end = os.pipe()
     try:

@@ -1,4 +1,4 @@
-"""What every gRPC server of Tandem does, shown on a real server and channel."""
+"""The behaviour of every gRPC server of Tandem, shown on a real server and channel."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Service(inference_pb2_grpc.InferenceServicer):
-    """Does what a test tells it to."""
+    """A service whose behaviour each test sets."""
 
     def __init__(self) -> None:
         self.act: Callable[[], Awaitable[None]] = self.nothing
@@ -107,7 +107,7 @@ def every_error() -> list[errors.TandemError]:
     return [*plain, errors.HandOffFailed(errors.HandOffReason.LEASE_LAPSED, "too late")]
 
 
-async def test_every_error_arrives_as_it_was_raised(served: Served) -> None:
+async def test_every_error_arrives_with_its_type_and_message(served: Served) -> None:
     for error in every_error():
         served.raises(error)
         failure = await served.failure()
@@ -131,7 +131,7 @@ async def test_an_error_that_a_package_derived_for_itself_arrives_as_its_kind(se
     assert arrived.message == "number 3"
 
 
-async def test_an_error_in_mid_stream_arrives_after_what_was_sent(served: Served) -> None:
+async def test_an_error_in_mid_stream_arrives_after_the_sent_messages(served: Served) -> None:
     served.raises(errors.WorkerLost("gone"))
     call = served.stub.Generate(inference_pb2.GenerateRequest(), timeout=DEADLINE_S)
     assert (await call.read()).request_id == "first"
@@ -174,7 +174,7 @@ async def test_an_oversized_message_is_refused_with_both_sizes() -> None:
     await served.server.stop(0)
 
 
-async def test_a_client_that_goes_away_releases_what_its_call_held(served: Served) -> None:
+async def test_the_server_releases_a_calls_resources_when_its_client_cancels(served: Served) -> None:
     async def hold() -> None:
         await asyncio.Event().wait()
 
@@ -201,8 +201,8 @@ asyncio.run(main())
 
 
 @pytest.mark.slow  # keepalive's 15 s
-async def test_a_frozen_client_releases_what_its_call_held(served: Served) -> None:
-    """As a frozen router does its sequences: its connection stands, and it takes nothing and says nothing."""
+async def test_the_server_releases_a_calls_resources_when_its_client_freezes(served: Served) -> None:
+    """The connection of a stopped process stands, but the process neither receives nor sends."""
 
     async def hold() -> None:
         await asyncio.Event().wait()
@@ -221,7 +221,7 @@ async def test_a_frozen_client_releases_what_its_call_held(served: Served) -> No
         await reader.wait()
 
 
-async def test_an_interceptor_may_refuse_like_a_service() -> None:
+async def test_an_interceptor_may_refuse_a_call_with_a_named_error() -> None:
     class Doorman(grpc.aio.ServerInterceptor):
         async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
             raise errors.Unauthenticated("send the key")
@@ -241,7 +241,7 @@ async def test_an_interceptor_may_refuse_like_a_service() -> None:
     assert type(error_from_rpc(stream.value)) is errors.Unauthenticated
 
 
-async def test_nobody_there_is_unavailable_and_a_deadline_is_a_deadline(served: Served) -> None:
+async def test_a_missing_server_is_unavailable_and_a_passed_deadline_is_deadline_exceeded(served: Served) -> None:
     async def hold() -> None:
         await asyncio.Event().wait()
 
@@ -279,7 +279,7 @@ async def test_health_follows_readiness(served: Served) -> None:
     watch.cancel()
 
 
-async def test_who_drains_is_alive_and_who_has_a_problem_is_not(served: Served) -> None:
+async def test_a_draining_process_is_alive_and_a_process_with_a_problem_is_not(served: Served) -> None:
     async def states() -> dict[str, bool]:
         names = (LIVENESS, READINESS, "", "tandem.v1.Inference")
         return {name: await is_serving(served.channel, timeout_s=DEADLINE_S, service=name) for name in names}
@@ -295,7 +295,7 @@ async def test_who_drains_is_alive_and_who_has_a_problem_is_not(served: Served) 
     assert await states() == alive_only
 
 
-async def test_reflection_lists_what_is_served(served: Served) -> None:
+async def test_reflection_lists_the_served_services(served: Served) -> None:
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     stub = reflection_pb2_grpc.ServerReflectionStub(served.channel)
     async for answer in stub.ServerReflectionInfo(iter([request]), timeout=DEADLINE_S):
@@ -315,16 +315,16 @@ async def test_a_graceful_stop_lets_a_call_finish(served: Served) -> None:
     await asyncio.wait_for(began.wait(), DEADLINE_S)
     stopping = asyncio.create_task(served.server.stop(DEADLINE_S))
     finish.set()
-    assert (await call).token_ids == b"kept"
+    assert (await call).token_ids == [*b"kept"]
     await stopping
 
 
-def test_addresses_of_both_families_are_written_as_grpc_reads_them() -> None:
+def test_ipv4_and_ipv6_addresses_are_written_as_grpc_reads_them() -> None:
     assert join_address("127.0.0.1", 5) == "127.0.0.1:5"
     assert join_address("::1", 5) == "[::1]:5"
 
 
-async def test_one_call_too_many_is_refused_and_there_is_room_again_when_one_has_ended() -> None:
+async def test_a_call_beyond_the_limit_is_refused_until_another_call_has_ended() -> None:
     served = Served(max_calls=1)
     await served.server.start()
     held = asyncio.Event()

@@ -1,5 +1,5 @@
-"""Clients that connect and do not ask, of HTTP and gRPC, plain and over TLS: each has a limited time, and all together
-the bound. Seen through real sockets only, so that it holds for any server behind HttpServer.
+"""Clients that connect and send no request, over HTTP and gRPC, plain and TLS: each has a limited time, and all
+together a bound. The tests use real sockets only, so the promise holds for any server behind HttpServer.
 """
 
 import asyncio
@@ -18,8 +18,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.observe.telemetry import Telemetry
 from cluster.serving import serving
 from cluster.serving.serving import _SERVER_OPTIONS
-from router.http.accept import HttpLimits
-from router.http.server import HttpServer
+from router.http.server import HttpLimits, HttpServer
 from tests.certificates import Certificates, make_certificates
 
 _DEADLINE_S = 60.0
@@ -81,7 +80,7 @@ def _shaken(client: socket.socket) -> socket.socket:
 
 
 def _is_open(client: socket.socket) -> bool:
-    """Reads what a server says by itself, and its end."""
+    """Read all bytes that the server has sent, and return whether the connection is still open."""
     while select.select([client], [], [], 0)[0]:
         try:
             if not client.recv(1 << 16):
@@ -112,9 +111,7 @@ async def _num_open(clients: list[socket.socket]) -> int:
 
 @_SURFACES
 @pytest.mark.parametrize("says", ["nothing", "a part"])
-async def test_silent_connections_keep_to_the_bound_and_a_good_client_is_served_meanwhile(
-    is_tls: bool, says: str
-) -> None:
+async def test_silent_connections_are_bounded_while_other_clients_are_served(is_tls: bool, says: str) -> None:
     said = b"" if says == "nothing" else _client_hello()[:50] if is_tls else _GET[:10]
     async with _served(is_tls, HttpLimits(_DEADLINE_S, _DEADLINE_S, _DEADLINE_S), _BOUND) as (port, telemetry):
         with ExitStack() as open_clients:
@@ -135,7 +132,7 @@ async def test_silent_connections_keep_to_the_bound_and_a_good_client_is_served_
 
 
 @_SURFACES
-async def test_every_wait_for_a_client_ends(is_tls: bool) -> None:
+async def test_every_wait_for_a_clients_bytes_times_out(is_tls: bool) -> None:
     hello = _client_hello()
     silences: dict[str, Callable[[socket.socket], socket.socket]] = {"says nothing": lambda client: client}
     said = {"half a request line": _GET[:10], "a head without an end": _GET[:-2]}
@@ -186,7 +183,7 @@ def _end_of_dripping(port: int, data: bytes) -> bool:
 
 @pytest.mark.parametrize("is_tls", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("handshake_ms", [300, 60_000])
-async def test_silent_grpc_connections_keep_to_the_bound_and_end(
+async def test_silent_grpc_connections_are_bounded_and_closed(
     is_tls: bool, handshake_ms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "grpc.server_handshake_timeout_ms" in dict(_SERVER_OPTIONS)

@@ -1,5 +1,6 @@
-"""Never out of memory: over the smallest pools there are, everything that is asked is served, or refused at admission
-with the numbers. Nothing waits for ever, raises, or keeps a block."""
+"""Never out of memory: over the smallest pools, every job is served, or refused at admission with the numbers. No job
+waits for ever, raises, or keeps a block.
+"""
 
 import random
 import re
@@ -10,11 +11,12 @@ import pytest
 from cluster.errors import WorkerTooSmall
 from cluster.messages import MemberId, PrefillJob
 from cluster.protocol.hashing import keyed_chains
+from cluster.request_size import LengthLimits
 from cluster.settings.engine_settings import SCHEDULING_POLICIES
-from cluster.settings.lengths import LengthLimits
 from decode_worker.scheduling.limits import DecodeLimits
+from engine.scheduling.commands import Release
 from engine.scheduling.policies import make_policy
-from prefill_worker.scheduling.commands import Accepted, Event, Finished, Refused, Release, Submit
+from prefill_worker.scheduling.commands import Accepted, Event, Finished, Refused, Submit
 from prefill_worker.scheduling.limits import PrefillLimits
 from prefill_worker.scheduling.scheduler import PrefillScheduler
 from tests.prefill_jobs import prefill_job
@@ -41,7 +43,7 @@ def tokens(dice: random.Random) -> list[int]:
 
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
 @pytest.mark.parametrize("seed", range(25))
-def test_decoding_ends_whatever_is_asked(policy: str, seed: int) -> None:
+def test_every_decode_job_in_a_small_pool_ends_or_is_refused_with_the_numbers(policy: str, seed: int) -> None:
     dice = random.Random(seed)
     bench = DecodeBench(smallest(dice), policy=policy)
     handoffs: list[HandOff] = []
@@ -74,7 +76,7 @@ def test_decoding_ends_whatever_is_asked(policy: str, seed: int) -> None:
 
 
 def finish_granted(bench: DecodeBench, handoffs: list[HandOff]) -> int:
-    """Those whose blocks are there arrive. How many did."""
+    """Finish the hand-offs whose blocks are reserved. Return their number."""
     granted = [handoff for handoff in handoffs if handoff.block_ids is not None]
     for handoff in granted:
         handoffs.remove(handoff)
@@ -83,7 +85,9 @@ def finish_granted(bench: DecodeBench, handoffs: list[HandOff]) -> int:
 
 
 def is_refused(bench: DecodeBench, handoff: HandOff) -> bool:
-    """With how many it needs and how many there are: a router then computes the prompt here instead."""
+    """Whether the hand-off was refused with the number of blocks it needs; a router then computes the prompt on this
+    worker.
+    """
     needed = f"needs {bench.limits.num_needed(len(handoff.token_ids), len(handoff.job.sequences))} blocks"
     return any(
         refused.handoff_id == handoff.handoff_id and needed in refused.error.message
@@ -93,7 +97,7 @@ def is_refused(bench: DecodeBench, handoff: HandOff) -> bool:
 
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
 @pytest.mark.parametrize("seed", range(5))
-def test_prefilling_ends_whatever_is_asked(policy: str, seed: int) -> None:
+def test_every_prefill_job_in_a_small_pool_ends_or_is_refused_with_the_numbers(policy: str, seed: int) -> None:
     dice = random.Random(seed)
     size = smallest(dice)
     scheduler = PrefillScheduler(
@@ -162,18 +166,18 @@ def limited_prefill() -> PrefillScheduler:
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        (prefill_job([1] * 6, max_tokens=7), "6 tokens; at most 5"),
-        (prefill_job([1] * 5, max_tokens=8), "max_tokens is 8; at most 7"),
+        (prefill_job([1] * 6, max_tokens=7), "6 tokens; --max-input-length allows at most 5"),
+        (prefill_job([1] * 5, max_tokens=8), "max_tokens is 8; --max-output-length allows at most 7"),
         (prefill_job([1] * 9, max_tokens=7, num_committed=4), ""),  # a second try: the rest is its own output
     ],
 )
-def test_a_prefill_worker_holds_the_operators_lengths_too(job: PrefillJob, said: str) -> None:
+def test_a_prefill_worker_enforces_the_operators_lengths(job: PrefillJob, said: str) -> None:
     (event,) = limited_prefill().apply(Submit(b"1", job), 0.0)
     assert isinstance(event, Refused if said else Accepted)
     assert not isinstance(event, Refused) or said in event.error.message
 
 
-def test_a_decode_worker_holds_the_operators_lengths_too() -> None:
+def test_a_decode_worker_enforces_the_operators_lengths() -> None:
     bench = DecodeBench(replace(limits(), lengths=LengthLimits(max_input_length=5, max_output_length=7)))
     bench.admit(bench.job([1] * 6, max_tokens=7))
     bench.admit(bench.job([1] * 5, max_tokens=8))

@@ -1,4 +1,4 @@
-"""Guessing changes how fast tokens come, never which: through the real runner, on models whose answers are known."""
+"""Speculation changes the speed and never the tokens: the real runner, on models whose output is known."""
 
 import itertools
 import random
@@ -14,12 +14,12 @@ from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.scheduling.step import Chunk, DrawnToken, StepPlan, StepResult
 from engine.speculation.acceptance import Acceptance, tokens_per_step
-from engine.speculation.drafter import TextGuesser
+from engine.speculation.drafter import TextDrafter
 from engine.speculation.prompt_lookup import PromptLookup
 from engine.speculation.step_cost import fixed_rows
 from engine.steps import runner
 from tests.golden.families import FAMILIES
-from tests.unit.speculating import BLOCK_SIZE, FixedGuesser, Oracle, Talk, speak, step, table_runner, talks_of
+from tests.unit.speculating import BLOCK_SIZE, FixedDrafter, Oracle, Talk, speak, step, table_runner, talks_of
 
 VOCAB = 6
 TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3)) * 1.5
@@ -27,10 +27,10 @@ MOST_TOKENS = 5  # of the sequences whose distribution is looked at: one of prom
 
 
 class Stubborn:
-    """Guesses the same, whatever comes."""
+    """Always proposes the same draft tokens."""
 
-    def propose(self, token_ids: Sequence[int], max_guesses: int) -> tuple[int, ...]:
-        return (2, 2, 4)[:max_guesses]
+    def propose(self, token_ids: Sequence[int], max_draft_tokens: int) -> tuple[int, ...]:
+        return (2, 2, 4)[:max_draft_tokens]
 
 
 @pytest.fixture(scope="module")
@@ -46,32 +46,32 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 def prompts() -> list[list[int]]:
-    """Two that repeat themselves, and one that does not."""
+    """Two prompts with repetitions, and one without."""
     return [[5, 9, 11, 4] * 5, [*range(30, 40)] * 2, list(range(60, 83))]
 
 
-def conversations(guessing: bool) -> list[Talk]:
+def conversations(speculating: bool) -> list[Talk]:
     talks = []
     for index, prompt in enumerate(prompts()):
-        guesser = TextGuesser(PromptLookup(), Acceptance(4, 16)) if guessing else None
-        talks.append(Talk(index, prompt, tuple(range(index * 12, index * 12 + 12)), guesser))
+        drafter = TextDrafter(PromptLookup(), Acceptance(4, 16)) if speculating else None
+        talks.append(Talk(index, prompt, tuple(range(index * 12, index * 12 + 12)), drafter))
     return talks
 
 
-def test_greedy_tokens_are_those_without_guesses(tiny: Engine) -> None:
-    plain, guessing = conversations(False), conversations(True)
+def test_greedy_tokens_equal_those_without_draft_tokens(tiny: Engine) -> None:
+    plain, speculating = conversations(False), conversations(True)
     steps = speak(tiny.runner, plain, 90)
-    fewer_steps = speak(tiny.runner, guessing, 90)
+    fewer_steps = speak(tiny.runner, speculating, 90)
 
-    assert [talk.token_ids for talk in guessing] == [talk.token_ids for talk in plain]
+    assert [talk.token_ids for talk in speculating] == [talk.token_ids for talk in plain]
     assert fewer_steps < steps
-    assert 0 < sum(talk.num_right for talk in guessing) < sum(talk.num_guesses for talk in guessing)
+    assert 0 < sum(talk.num_right for talk in speculating) < sum(talk.num_draft_tokens for talk in speculating)
 
 
-def test_after_every_step_nothing_is_left_of_a_wrong_guess(tiny: Engine) -> None:
+def test_after_every_step_the_kv_of_rejected_draft_tokens_is_zero(tiny: Engine) -> None:
     tiny.pool.tensor.fill_(9.0)  # what earlier sequences left behind
     talk = conversations(True)[0]
-    talk.guesser = TextGuesser(_Wrong(), Acceptance(4, 16))
+    talk.drafter = TextDrafter(_Wrong(), Acceptance(4, 16))
     num_wrong = 0
     while len(talk.token_ids) < 60:
         step(tiny.runner, [talk], 60)
@@ -86,23 +86,23 @@ def test_after_every_step_nothing_is_left_of_a_wrong_guess(tiny: Engine) -> None
                     assert view[talk.block_ids[block], :num_valid].ne(0).any(dim=(1, 2)).all()
                 for block in beyond:
                     assert view[block].eq(9.0).all() or view[block].eq(0).all()
-        num_wrong = talk.num_guesses - talk.num_right
+        num_wrong = talk.num_draft_tokens - talk.num_right
     assert num_wrong > 10
 
 
 class _Wrong:
     """Right now and then, by chance."""
 
-    def propose(self, token_ids: Sequence[int], max_guesses: int) -> tuple[int, ...]:
-        return tuple((token_ids[-1] + 7 * index) % 128 for index in range(max_guesses))
+    def propose(self, token_ids: Sequence[int], max_draft_tokens: int) -> tuple[int, ...]:
+        return tuple((token_ids[-1] + 7 * index) % 128 for index in range(max_draft_tokens))
 
 
-def guessed_outcomes(num_sequences: int) -> torch.Tensor:
-    """How often the second and the third of four drawn tokens were each of the VOCAB ** 2 pairs."""
+def speculated_outcomes(num_sequences: int) -> torch.Tensor:
+    """Count for each of the VOCAB ** 2 pairs how often it was the second and third of four drawn tokens."""
     runner = table_runner(TABLE, num_sequences)
     talks = talks_of(num_sequences, [0], MOST_TOKENS)
     for talk in talks:
-        talk.sampling, talk.guesser = Sampling(temperature=1.0), TextGuesser(Stubborn(), Acceptance(3, 16))
+        talk.sampling, talk.drafter = Sampling(temperature=1.0), TextDrafter(Stubborn(), Acceptance(3, 16))
     speak(runner, talks, MOST_TOKENS)
     counts = torch.zeros(VOCAB, VOCAB)
     for talk in talks:
@@ -124,24 +124,24 @@ HIGHEST_G = 76.0  # of chi-square with 35 degrees of freedom, one draw in 10,000
 
 
 def test_sampled_tokens_have_the_models_distribution() -> None:
-    assert g_statistic(guessed_outcomes(2000)) < HIGHEST_G
+    assert g_statistic(speculated_outcomes(2000)) < HIGHEST_G
 
 
 def test_the_distribution_test_sees_a_biased_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One guess in ten is believed though another token was drawn."""
+    """One draft token in ten is accepted although another token was drawn."""
     real, dice = runner._accepted, random.Random(1)
 
     def credulous(chunk: Chunk, drawn: tuple[DrawnToken, ...]) -> tuple[DrawnToken, ...]:
-        if chunk.num_guesses and dice.random() < 0.1:
-            drawn = (DrawnToken(chunk.token_ids[-chunk.num_guesses]), *drawn[1:])
+        if chunk.num_draft_tokens and dice.random() < 0.1:
+            drawn = (DrawnToken(chunk.token_ids[-chunk.num_draft_tokens]), *drawn[1:])
         return real(chunk, drawn)
 
     monkeypatch.setattr(runner, "_accepted", credulous)
-    assert g_statistic(guessed_outcomes(2000)) > HIGHEST_G
+    assert g_statistic(speculated_outcomes(2000)) > HIGHEST_G
 
 
-@pytest.mark.parametrize(("rate", "num_guesses"), [(0.3, 2), (0.6, 4), (0.8, 4), (0.9, 8)])
-def test_tokens_per_step_follow_from_acceptance(rate: float, num_guesses: int) -> None:
+@pytest.mark.parametrize(("rate", "num_draft_tokens"), [(0.3, 2), (0.6, 4), (0.8, 4), (0.9, 8)])
+def test_tokens_per_step_follow_from_acceptance(rate: float, num_draft_tokens: int) -> None:
     length, num_sequences = 240, 12
     runner = table_runner(TABLE, 12 * 30)
     truths = talks_of(num_sequences, [0], length)
@@ -152,11 +152,11 @@ def test_tokens_per_step_follow_from_acceptance(rate: float, num_guesses: int) -
     speak(runner, truths, length)
     for truth, talk in zip(truths, talks, strict=True):
         is_right = (dice.random() < rate for _ in itertools.count())
-        talk.guesser = FixedGuesser(Oracle(truth.token_ids, is_right, VOCAB), num_guesses)
-    # The prompt's step draws one token without guesses, and the last ones are cut by the length.
+        talk.drafter = FixedDrafter(Oracle(truth.token_ids, is_right, VOCAB), num_draft_tokens)
+    # The prompt's step draws one token without draft tokens, and the last ones are cut by the length.
     num_steps, num_drawn = 0, 0
     speak(runner, talks, 2)
-    while all(len(talk.token_ids) + num_guesses < length for talk in talks):
+    while all(len(talk.token_ids) + num_draft_tokens < length for talk in talks):
         before = sum(len(talk.token_ids) for talk in talks)
         step(runner, talks, length)
         num_steps += len(talks)
@@ -164,24 +164,25 @@ def test_tokens_per_step_follow_from_acceptance(rate: float, num_guesses: int) -
     assert all(
         talk.token_ids == truth.token_ids[: len(talk.token_ids)] for talk, truth in zip(talks, truths, strict=True)
     )
-    assert num_drawn / num_steps == pytest.approx(tokens_per_step(rate, num_guesses), rel=0.05)
-    assert tokens_per_step(rate, num_guesses) == pytest.approx((1 - rate ** (num_guesses + 1)) / (1 - rate))
+    assert num_drawn / num_steps == pytest.approx(tokens_per_step(rate, num_draft_tokens), rel=0.05)
+    assert tokens_per_step(rate, num_draft_tokens) == pytest.approx((1 - rate ** (num_draft_tokens + 1)) / (1 - rate))
 
 
-def test_a_banned_token_is_drawn_behind_no_guess() -> None:
-    """min_tokens holds at every position of a run: a stop token is guessed, and not believed."""
+def test_a_banned_token_is_drawn_after_no_draft_token() -> None:
+    """min_tokens holds at every position of a step: a proposed stop token is rejected."""
     table = torch.zeros(VOCAB, VOCAB)
     table[:, 2] = 9.0  # what everything is followed by, unless it is banned
     runner = table_runner(table, 1)
     talk = talks_of(1, [0], 8)[0]
-    talk.guesser = TextGuesser(Stubborn(), Acceptance(3, 16))
+    talk.drafter = TextDrafter(Stubborn(), Acceptance(3, 16))
     step(runner, [talk], 8)
     chunk = talk.chunk(3)
-    assert chunk.num_guesses == 3
+    assert chunk.num_draft_tokens == 3
     first, second, *free = chunk.samples
     banned = tuple(replace(sample, banned_token_ids=frozenset({4})) for sample in (first, second))
     (drawn,) = runner.run(StepPlan((replace(chunk, samples=(*banned, *free)),))).tokens
-    assert [token.token_id for token in drawn] == [2, 2, 2]  # the third guess was the stop token: 2 is drawn there
+    # The third draft token was the stop token: 2 is drawn there.
+    assert [token.token_id for token in drawn] == [2, 2, 2]
     banned = tuple(replace(sample, banned_token_ids=frozenset({2})) for sample in (first, second))
     (drawn,) = runner.run(StepPlan((replace(chunk, samples=(*banned, *free)),))).tokens
     assert [token.token_id for token in drawn] == [0]  # the first was
@@ -204,7 +205,7 @@ class _Ticks:
         return self.now_s
 
 
-def test_what_a_step_does_once_is_measured_in_rows(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fixed_cost_of_a_step_is_measured_in_rows(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.pool.tensor.zero_()
     assert fixed_rows(tiny, _Ticks(tiny, monkeypatch)) == pytest.approx(5)
     assert not tiny.pool.raw.any()

@@ -1,4 +1,4 @@
-"""The draft model: what it guesses stands on the tokens that are known, whatever was guessed, forgotten or evicted."""
+"""The draft model: its tokens follow from the known tokens, whatever was rejected, dropped or evicted before."""
 
 import random
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from engine.build import build_engine
 from engine.scheduling.step import Chunk, DraftRequest, DrawnToken, Sample, StepPlan
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.draft_model import DraftLimits, DraftModel, build_draft_model, with_draft_model
-from engine.speculation.drafter import DraftedGuesser
+from engine.speculation.drafter import ModelDrafter
 from engine.steps.runner import ModelRunner
 from tests.golden.families import FAMILIES
 from tests.unit.fake_paged_runner import FakePagedRunner, next_token, num_tokens
@@ -29,56 +29,57 @@ def draft_model(num_blocks: int = 64, max_tokens: int = 512, max_model_len: int 
     return DraftModel(FakePagedRunner(num_blocks, BLOCK_SIZE), limits)
 
 
-def asked(sequence_id: int, known: Sequence[int], max_guesses: int) -> Chunk:
+def asked(sequence_id: int, known: Sequence[int], max_draft_tokens: int) -> Chunk:
     """The chunk of a step that computed the last known token; it draws one more."""
     sample = Sample(sequence_id, len(known), Sampling())
     return Chunk(
-        sequence_id, (known[-1],), len(known) - 1, (0,), (sample,), draft=DraftRequest(list(known), max_guesses)
+        sequence_id, (known[-1],), len(known) - 1, (0,), (sample,), draft=DraftRequest(list(known), max_draft_tokens)
     )
 
 
-def expected(seed: int, known: Sequence[int], num_guesses: int) -> tuple[int, ...]:
-    """What a serial run of the draft model draws after these tokens."""
+def expected(seed: int, known: Sequence[int], num_draft_tokens: int) -> tuple[int, ...]:
+    """The tokens that a serial run of the draft model draws after these tokens."""
     tokens = list(known)
-    for _ in range(num_guesses):
+    for _ in range(num_draft_tokens):
         tokens.append(next_token(tokens, Sample(seed, len(tokens), Sampling())))
     return tuple(tokens[len(known) :])
 
 
 def drafted(model: DraftModel, asks: Sequence[tuple[int, Sequence[int], int, int]]) -> tuple[tuple[int, ...], ...]:
-    """Of each (sequence, known tokens, the token drawn in the step, most guesses)."""
+    """The draft tokens for each (sequence, known tokens, the token drawn in the step, most draft tokens)."""
     chunks = tuple(asked(sequence, known, most) for sequence, known, _, most in asks)
     return model.draft(StepPlan(chunks), [(DrawnToken(token),) for _, _, token, _ in asks])
 
 
-def test_guesses_follow_the_drawn_token_and_each_other() -> None:
+def test_draft_tokens_follow_the_drawn_token_and_each_other() -> None:
     model = draft_model()
-    guesses = drafted(model, [(1, [4, 5, 6], 7, 4), (2, [9] * 20, 8, 2)])
-    assert guesses == (expected(1, [4, 5, 6, 7], 4), expected(2, [*[9] * 20, 8], 2))
+    draft_tokens = drafted(model, [(1, [4, 5, 6], 7, 4), (2, [9] * 20, 8, 2)])
+    assert draft_tokens == (expected(1, [4, 5, 6, 7], 4), expected(2, [*[9] * 20, 8], 2))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_wrong_guesses_are_forgotten_and_right_ones_kept(seed: int) -> None:
-    """A sequence grows by some of its guesses and a token of its own, asking for other numbers each time."""
+def test_rejected_draft_tokens_are_dropped_and_accepted_ones_kept(seed: int) -> None:
+    """A sequence grows by some of its draft tokens and another token, and requests a different number each time."""
     model, dice = draft_model(), random.Random(seed)
     known = [dice.randrange(50) for _ in range(11)]
     for _ in range(40):
         drawn, most = dice.randrange(50), dice.randrange(1, 5)
-        (guesses,) = drafted(model, [(1, known, drawn, most)])
+        (draft_tokens,) = drafted(model, [(1, known, drawn, most)])
         known.append(drawn)
-        assert guesses == expected(1, known, most)
-        known += guesses[: dice.randrange(len(guesses) + 1)]
-        known += [dice.randrange(50) for _ in range(dice.choice((0, 0, 3)))]  # steps in which nobody asked
+        assert draft_tokens == expected(1, known, most)
+        known += draft_tokens[: dice.randrange(len(draft_tokens) + 1)]
+        known += [dice.randrange(50) for _ in range(dice.choice((0, 0, 3)))]  # steps without a request
 
 
-def test_only_what_is_new_is_computed() -> None:
+def test_the_draft_model_computes_only_new_tokens() -> None:
     runner = FakePagedRunner(64, BLOCK_SIZE)
     model = DraftModel(runner, DraftLimits(64, BLOCK_SIZE, 1000, 512))
-    (guesses,) = drafted(model, [(1, [*range(40)], 3, 4)])
+    (draft_tokens,) = drafted(model, [(1, [*range(40)], 3, 4)])
     assert sum(num_tokens(plan) for plan in runner.plans) == 41 + 3
     runner.plans.clear()
-    drafted(model, [(1, [*range(40), 3, *guesses], 5, 4)])  # all four were right
-    assert sum(num_tokens(plan) for plan in runner.plans) == 2 + 3  # the fourth guess itself had not been computed
+    drafted(model, [(1, [*range(40), 3, *draft_tokens], 5, 4)])  # all four were right
+    # The fourth draft token itself had not been computed.
+    assert sum(num_tokens(plan) for plan in runner.plans) == 2 + 3
 
 
 def test_the_sequences_of_a_step_are_drafted_together() -> None:
@@ -88,71 +89,73 @@ def test_the_sequences_of_a_step_are_drafted_together() -> None:
     assert [len(plan.chunks) for plan in runner.plans] == [3, 3, 2, 2]
 
 
-def test_a_long_backlog_is_read_over_several_steps_and_stays_silent_until_then() -> None:
+def test_a_long_backlog_is_computed_over_several_steps_before_the_first_draft_tokens() -> None:
     model, known = draft_model(max_tokens=10), list(range(24))
     answers = []
     for token in (30, 31, 32, 33):
-        (guesses,) = drafted(model, [(1, known, token, 2)])
+        (draft_tokens,) = drafted(model, [(1, known, token, 2)])
         known.append(token)
-        answers.append(guesses)
+        answers.append(draft_tokens)
     assert answers[:2] == [(), ()]
     assert answers[2] == expected(1, known[:-1], 2) and answers[3] == expected(1, known, 2)
 
 
-def test_a_full_pool_forgets_the_sequence_asked_about_the_longest_ago() -> None:
+def test_a_full_draft_pool_evicts_the_sequence_drafted_longest_ago() -> None:
     model = draft_model(num_blocks=4)  # two sequences of two blocks
     for sequence in (1, 2, 3):
-        (guesses,) = drafted(model, [(sequence, [sequence] * 10, 7, 2)])
-        assert guesses == expected(sequence, [*[sequence] * 10, 7], 2)
+        (draft_tokens,) = drafted(model, [(sequence, [sequence] * 10, 7, 2)])
+        assert draft_tokens == expected(sequence, [*[sequence] * 10, 7], 2)
     assert model.num_held == 2
-    (guesses,) = drafted(model, [(1, [1] * 11, 7, 2)])  # forgotten, computed anew
-    assert guesses == expected(1, [*[1] * 11, 7], 2)
+    (draft_tokens,) = drafted(model, [(1, [1] * 11, 7, 2)])  # evicted, computed again
+    assert draft_tokens == expected(1, [*[1] * 11, 7], 2)
 
 
-def test_what_the_pool_cannot_hold_beside_the_others_of_the_step_gets_no_guess() -> None:
+def test_a_sequence_without_room_beside_the_others_of_its_step_gets_no_draft_tokens() -> None:
     model = draft_model(num_blocks=4)
     asks = [(sequence, [sequence] * 10, 7, 2) for sequence in (1, 2, 3)]
-    assert [len(guesses) for guesses in drafted(model, asks)] == [2, 2, 0]
-    assert [len(guesses) for guesses in drafted(model, [(9, [1] * 400, 7, 2)])] == [0]
+    assert [len(draft_tokens) for draft_tokens in drafted(model, asks)] == [2, 2, 0]
+    assert [len(draft_tokens) for draft_tokens in drafted(model, [(9, [1] * 400, 7, 2)])] == [0]
 
 
-def test_nothing_is_guessed_beyond_the_draft_models_own_length() -> None:
+def test_no_draft_token_exceeds_the_draft_models_maximum_length() -> None:
     model = draft_model(max_model_len=14)
-    assert [len(guesses) for guesses in drafted(model, [(1, [1] * 11, 7, 4)])] == [2]
-    assert [len(guesses) for guesses in drafted(model, [(1, [1] * 13, 7, 4)])] == [0]
+    assert [len(draft_tokens) for draft_tokens in drafted(model, [(1, [1] * 11, 7, 4)])] == [2]
+    assert [len(draft_tokens) for draft_tokens in drafted(model, [(1, [1] * 13, 7, 4)])] == [0]
 
 
-def test_a_step_without_requests_brings_no_guesses() -> None:
+def test_a_step_without_requests_returns_no_draft_tokens() -> None:
     chunk = replace(asked(1, [1, 2], 3), draft=None)
     assert draft_model().draft(StepPlan((chunk,)), [(DrawnToken(5),)]) == ((),)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_model_equal_to_the_target_is_always_right(temperature: float) -> None:
-    """Sampled guesses too: both draw a position with the same noise."""
+    """This holds with sampling too: both models draw a position with the same noise."""
     runner = drafting_runner(TABLE, TABLE)
     talks = talks_of(4, [0, 1], 60)
     for talk in talks:
-        talk.sampling, talk.guesser = Sampling(temperature=temperature), DraftedGuesser(Acceptance(4, 16))
+        talk.sampling, talk.drafter = Sampling(temperature=temperature), ModelDrafter(Acceptance(4, 16))
     speak(runner, talks, 60)
-    assert sum(talk.num_right for talk in talks) == sum(talk.num_guesses for talk in talks) > 100
+    assert sum(talk.num_right for talk in talks) == sum(talk.num_draft_tokens for talk in talks) > 100
 
 
-def test_sampled_tokens_are_those_without_a_draft_model() -> None:
-    """Whose guesses are right now and then, and much more often than by noises of their own."""
-    plain, guessing = talks_of(8, [0, 1], 60), talks_of(8, [0, 1], 60)
+def test_sampled_tokens_equal_those_without_a_draft_model() -> None:
+    """The draft tokens are accepted much more often than with independent noise, and not always."""
+    plain, speculating = talks_of(8, [0, 1], 60), talks_of(8, [0, 1], 60)
     noise = torch.randn(TABLE.shape, generator=torch.Generator().manual_seed(9))
     runner = drafting_runner(TABLE, TABLE + noise)
-    for talk in (*plain, *guessing):
+    for talk in (*plain, *speculating):
         talk.sampling = Sampling(temperature=1.0)
-    for talk in guessing:
-        talk.guesser = DraftedGuesser(Acceptance(4, 16))
+    for talk in speculating:
+        talk.drafter = ModelDrafter(Acceptance(4, 16))
     speak(table_runner(TABLE, 8 * 8), plain, 60)
-    speak(runner, guessing, 60)
-    assert [talk.token_ids for talk in guessing] == [talk.token_ids for talk in plain]
-    num_right, num_guesses = (sum(getattr(talk, name) for talk in guessing) for name in ("num_right", "num_guesses"))
+    speak(runner, speculating, 60)
+    assert [talk.token_ids for talk in speculating] == [talk.token_ids for talk in plain]
+    num_right, num_draft_tokens = (
+        sum(getattr(talk, name) for talk in speculating) for name in ("num_right", "num_draft_tokens")
+    )
     collision = float((TABLE.softmax(-1) * (TABLE + noise).softmax(-1)).sum(-1).mean())  # two noises agree so often
-    assert 1.5 * collision < num_right / num_guesses < 1
+    assert 1.5 * collision < num_right / num_draft_tokens < 1
 
 
 def drafting_runner(table: torch.Tensor, draft_table: torch.Tensor) -> ModelRunner:
@@ -174,19 +177,19 @@ def settings(folder: Path, **others: object) -> EngineSettings:
 
 
 def test_a_real_draft_model_changes_no_greedy_token(tmp_path: Path) -> None:
-    """The target drafts for itself: what its draft KV holds, and what is left of wrong guesses, decides its guesses."""
+    """The target model is its own draft model, so a wrong token in its KV after a rejection would change the output."""
     FAMILIES["llama"].save(tmp_path)
     engine = build_engine(settings(tmp_path))
-    plain, guessing = talks_of(3, [5, 9, 11, 4], 60), talks_of(3, [5, 9, 11, 4], 60)
-    for talk in (*plain, *guessing):
+    plain, speculating = talks_of(3, [5, 9, 11, 4], 60), talks_of(3, [5, 9, 11, 4], 60)
+    for talk in (*plain, *speculating):
         talk.token_ids += [talk.number + 20, talk.number + 90]
     speak(engine.runner, plain, 60)
     with_draft = with_draft_model(settings(tmp_path, speculation="draft", draft_model=str(tmp_path)), engine)
     assert any(line.startswith(f"draft model: {tmp_path.name}, KV of ") for line in with_draft.report)
-    for talk in guessing:
-        talk.guesser = DraftedGuesser(Acceptance(4, 16))
-    steps = speak(engine.runner, guessing, 60)
-    assert [talk.token_ids for talk in guessing] == [talk.token_ids for talk in plain]
+    for talk in speculating:
+        talk.drafter = ModelDrafter(Acceptance(4, 16))
+    steps = speak(engine.runner, speculating, 60)
+    assert [talk.token_ids for talk in speculating] == [talk.token_ids for talk in plain]
     assert steps < 3 * 54 / 3
     engine.pool.close()
 
@@ -195,6 +198,6 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     FAMILIES["llama"].save(tmp_path)
     target = build_engine(settings(tmp_path))
     other = replace(target, model_info=replace(target.model_info, vocab_size=512))
-    with pytest.raises(ConfigError, match=r"knows 128 tokens and the model 512"):
+    with pytest.raises(ConfigError, match=r"has 128 tokens and the model 512"):
         build_draft_model(settings(tmp_path, speculation="draft", draft_model=str(tmp_path)), other)
     target.pool.close()

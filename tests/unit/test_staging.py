@@ -1,4 +1,4 @@
-"""Host tensors go to a device by one copy, and arrive as they were."""
+"""Host tensors go to a device by one copy and arrive unchanged."""
 
 import torch
 
@@ -9,7 +9,7 @@ from engine.staging import to_host, together_to_device
 CHUNKS = (Chunk(1, (5, 6, 7), 4, (3, 1)), Chunk(2, (9,), 0, (2,)))
 
 
-def test_tensors_of_any_shape_arrive_as_they_were() -> None:
+def test_tensors_of_any_shape_arrive_unchanged_by_one_copy() -> None:
     sent = [torch.arange(6).view(2, 3), torch.arange(0), torch.tensor([[7]])]
     arrived = together_to_device(sent, torch.device("cpu"))
 
@@ -17,7 +17,7 @@ def test_tensors_of_any_shape_arrive_as_they_were() -> None:
     assert len({tensor.untyped_storage().data_ptr() for tensor in arrived}) == 1
 
 
-def test_a_placed_batch_is_the_packed_one() -> None:
+def test_a_placed_batch_equals_the_packed_batch() -> None:
     packed = pack(CHUNKS, 4, torch.device("cpu"))
     placed = _placed(packed, torch.device("cpu"))
 
@@ -26,6 +26,6 @@ def test_a_placed_batch_is_the_packed_one() -> None:
         assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs
 
 
-def test_what_is_on_the_host_is_not_copied() -> None:
+def test_tensors_on_the_host_are_not_copied() -> None:
     tensor = torch.ones(3)
     assert to_host([tensor])[0] is tensor

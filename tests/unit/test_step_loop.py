@@ -1,5 +1,6 @@
 """The thread that drives a scheduler: answers from any thread, survives a failing step, stops on a broken invariant."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from queue import SimpleQueue
@@ -7,12 +8,22 @@ from queue import SimpleQueue
 import pytest
 
 from cluster.clock import ManualClock, MonotonicClock
-from cluster.errors import DeadlineExceeded
-from cluster.messages import Inspect, Inspected, MemberId, PrefillJob, Sampling, TokenStops
+from cluster.errors import DeadlineExceeded, Unavailable
+from cluster.messages import MemberId, PrefillJob, Sampling, TokenStops
 from cluster.protocol.hashing import nameless_chains
+from engine.scheduling.commands import Inspect, Inspected, Release
 from engine.scheduling.step import StepPlan, StepResult
 from engine.steps.step_loop import StepLoop
-from prefill_worker.scheduling.commands import Cancel, Command, Event, Failed, Finished, Release, Sealed, Submit
+from prefill_worker.scheduling.commands import (
+    AwaitCacheEvents,
+    Cancel,
+    Command,
+    Event,
+    Failed,
+    Finished,
+    Sealed,
+    Submit,
+)
 from prefill_worker.scheduling.limits import PrefillLimits
 from prefill_worker.scheduling.scheduler import PrefillScheduler
 from tests.unit.fake_paged_runner import FakePagedRunner
@@ -33,7 +44,9 @@ class _CountingScheduler(PrefillScheduler):
 
 
 class _HeldRunner(FakePagedRunner):
-    """Computes a step when it is let, and fails those it is told to."""
+    """A runner that waits for the test's permission before a step, and fails steps for which the test queued an
+    error.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
@@ -114,7 +127,7 @@ def test_a_command_becomes_steps_and_steps_become_events(bench: _Bench) -> None:
     assert bench.loop.progress.steps == 3
 
 
-def test_an_idle_loop_turns_only_when_something_comes(bench: _Bench) -> None:
+def test_an_idle_loop_wakes_only_for_a_command(bench: _Bench) -> None:
     for _ in range(50):
         bench.inspect()
 
@@ -151,7 +164,7 @@ def test_a_cancel_during_a_step_takes_effect_before_the_next(bench: _Bench) -> N
     assert len(bench.runner.plans) == 1
 
 
-def test_a_failing_step_is_reported_once_and_the_loop_goes_on(bench: _Bench) -> None:
+def test_a_failing_step_is_reported_once_and_the_loop_continues(bench: _Bench) -> None:
     bench.runner.errors.put(RuntimeError("the device is gone"))
     bench.submit(b"1", 3)
     assert isinstance(failed := bench.until(Failed), Failed) and failed.ticket_id == b"1"
@@ -163,7 +176,7 @@ def test_a_failing_step_is_reported_once_and_the_loop_goes_on(bench: _Bench) -> 
     assert bench.fatal.empty()
 
 
-def test_a_broken_invariant_ends_the_loop_and_is_told(bench: _Bench) -> None:
+def test_a_broken_invariant_ends_the_loop_and_is_reported(bench: _Bench) -> None:
     bench.scheduler.broken = True
     bench.submit(b"1", 3)
 
@@ -173,7 +186,7 @@ def test_a_broken_invariant_ends_the_loop_and_is_told(bench: _Bench) -> None:
     assert bench.step_errors == []
 
 
-def test_a_deadline_wakes_a_loop_that_waits(bench: _Bench) -> None:
+def test_a_deadline_wakes_a_waiting_loop(bench: _Bench) -> None:
     bench.submit(b"1", 32)
     bench.until(Finished)
     bench.submit(b"2", 32, timeout_s=0.05)  # its blocks are leased to the first
@@ -184,7 +197,7 @@ def test_a_deadline_wakes_a_loop_that_waits(bench: _Bench) -> None:
     assert bench.inspect().figures["waiting"] == 0
 
 
-def test_stop_waits_for_the_step_that_runs_but_not_for_ever(bench: _Bench) -> None:
+def test_stop_waits_for_the_running_step_up_to_its_timeout(bench: _Bench) -> None:
     bench.runner.may_go.clear()
     bench.submit(b"1", 32)
     assert bench.runner.entered.wait(_DEADLINE_S)
@@ -197,7 +210,7 @@ def test_stop_waits_for_the_step_that_runs_but_not_for_ever(bench: _Bench) -> No
     assert len(bench.runner.plans) == 1
 
 
-def test_progress_tells_when_the_last_step_ended() -> None:
+def test_progress_reports_the_end_of_the_last_step() -> None:
     clock = ManualClock(5.0)
     bench = _Bench(clock)
     bench.runner.may_go.clear()
@@ -211,3 +224,27 @@ def test_progress_tells_when_the_last_step_ended() -> None:
 
     assert bench.loop.stop(_DEADLINE_S)
     assert (bench.loop.progress.last_step_s, bench.loop.progress.busy_since_s) == (7.0, None)
+
+
+async def test_a_caller_on_the_event_loop_gets_the_step_threads_answer(bench: _Bench) -> None:
+    asking = asyncio.create_task(bench.loop.ask(Inspect(7)))
+    event = await asyncio.to_thread(bench.events.get, timeout=_DEADLINE_S)
+    assert bench.loop.settle((event,)) == ()
+    assert (await asking).inspection_id == 7
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+async def test_the_end_of_the_step_thread_fails_a_waiting_caller(bench: _Bench, breaks: bool) -> None:
+    bench.runner.may_go.clear()
+    bench.submit(b"1", 6)
+    assert await asyncio.to_thread(bench.runner.entered.wait, _DEADLINE_S)
+    asking = asyncio.create_task(bench.loop.ask(AwaitCacheEvents(1, 10**6)))
+    await asyncio.sleep(0)
+    bench.scheduler.broken = breaks  # an invariant, at the turn after this step
+    if not breaks:
+        stopping = asyncio.create_task(asyncio.to_thread(bench.loop.stop, _DEADLINE_S))
+    bench.runner.may_go.set()
+    with pytest.raises(Unavailable, match="step thread has ended"):
+        async with asyncio.timeout(_DEADLINE_S):
+            await asking
+    assert breaks or await stopping

@@ -1,4 +1,4 @@
-"""Supervision: a worker that is wanted always has somebody who connects to it again."""
+"""Supervision: a worker that is registered always has a task that connects to it again."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ _DEADLINE_S = 10.0
 
 
 class _Served:
-    """Fails so many times, then serves until told that the worker is lost."""
+    """Fail `num_failures` times, then serve until the test sets `lost`."""
 
     def __init__(self, num_failures: int = 0) -> None:
         self.num_failures = num_failures
@@ -30,7 +30,7 @@ class _Served:
         return "told to"
 
 
-async def test_an_error_of_our_own_costs_a_pause_and_not_the_worker() -> None:
+async def test_an_internal_error_costs_a_pause_and_does_not_lose_the_worker() -> None:
     async with ScriptedPrefill("p0", Store()) as worker:
         served = _Served(num_failures=3)
         supervisors = Supervisors(connect=open_channel, is_wanted=lambda _: True, pause_s=0.001)
@@ -43,7 +43,7 @@ async def test_an_error_of_our_own_costs_a_pause_and_not_the_worker() -> None:
             await supervisors.close()
 
 
-async def test_a_worker_that_comes_back_while_its_supervisor_ends_gets_another_one() -> None:
+async def test_a_worker_that_registers_while_its_supervisor_ends_gets_a_new_supervisor() -> None:
     async with ScriptedPrefill("p0", Store()) as worker:
         served, answers = _Served(), iter([True, False, True, True])  # wanted; not any more; and just then again
         supervisors = Supervisors(connect=open_channel, is_wanted=lambda _: next(answers, True), pause_s=0.001)

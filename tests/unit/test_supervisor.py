@@ -1,4 +1,4 @@
-"""Children that are kept alive, shown on real ones."""
+"""The supervisor restarts its child processes, shown on real ones."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cli.local.child import ChildSpec
-from cli.local.supervisor import Patience, Supervisor
+from cli.local.supervisor import RestartLimits, Supervisor
 from cluster.errors import ConfigError, Unavailable
 
 DEADLINE_S = 30.0
@@ -30,7 +30,7 @@ WILL_NOT_LEAVE = (
 
 
 class Watched:
-    """A supervisor and what it said."""
+    """A supervisor and its messages."""
 
     def __init__(self) -> None:
         self.said: asyncio.Queue[str] = asyncio.Queue()
@@ -39,7 +39,7 @@ class Watched:
         self.supervisor = Supervisor(
             say=self.said.put_nowait,
             echo=self._echo,
-            patience=Patience(first_backoff_s=0.01, max_backoff_s=0.02, first_starts=3),
+            limits=RestartLimits(first_backoff_s=0.01, max_backoff_s=0.02, first_starts=3),
         )
 
     def _echo(self, name: str, line: str) -> None:
@@ -62,7 +62,7 @@ async def watched() -> AsyncIterator[Watched]:
     assert not [pid for pid in pids.values() if Path(f"/proc/{pid}").exists()]
 
 
-async def test_a_child_is_ready_when_it_says_so_with_what_it_says(watched: Watched) -> None:
+async def test_a_ready_child_returns_the_values_of_its_ready_line(watched: Watched) -> None:
     watched.supervisor.start([child("one", STAY)])
     assert await watched.ready("one") == {"port": "7", "name": "x"}
 
@@ -78,15 +78,15 @@ async def test_a_dead_child_is_started_again_and_reported_with_its_last_lines(wa
         "sys.exit(7)\n"
     )
     watched.supervisor.start([child("one", dies_once, str(tmp_path / "mark"))])
-    obituary = await watched.told()
-    assert "one ended with status 7; starting it again" in obituary
-    assert "one | line 29" in obituary
-    assert "line 9\n" not in obituary  # the last twenty
+    end_report = await watched.told()
+    assert "one ended with status 7; starting it again" in end_report
+    assert "one | line 29" in end_report
+    assert "line 9\n" not in end_report  # the last twenty
     assert await watched.told() == "one is back"
     assert ("one", "line 0") in watched.log
 
 
-async def test_a_killed_child_comes_back_as_another_process(watched: Watched) -> None:
+async def test_a_killed_child_is_restarted_as_a_new_process(watched: Watched) -> None:
     watched.supervisor.start([child("one", STAY)])
     await watched.ready("one")
     first = watched.supervisor.pids()["one"]
@@ -96,7 +96,7 @@ async def test_a_killed_child_comes_back_as_another_process(watched: Watched) ->
     assert watched.supervisor.pids()["one"] != first
 
 
-async def test_refused_settings_end_the_whole_with_the_childs_message(watched: Watched) -> None:
+async def test_refused_settings_end_the_supervisor_with_the_childs_message(watched: Watched) -> None:
     program = "import sys\nsys.exit(print('one: config: no such model', file=sys.stderr) or 2)"
     watched.supervisor.start([child("one", program), child("two", STAY)])
     with pytest.raises(ConfigError, match="no such model"):
@@ -106,22 +106,20 @@ async def test_refused_settings_end_the_whole_with_the_childs_message(watched: W
     assert watched.said.empty()  # a restart would not help
 
 
-async def test_a_program_that_is_not_there_ends_the_whole(watched: Watched) -> None:
+async def test_a_missing_program_ends_the_supervisor(watched: Watched) -> None:
     watched.supervisor.start([ChildSpec("one", ("/nowhere/program",))])
     with pytest.raises(FileNotFoundError):
         await watched.ready("one")
 
 
-async def test_a_child_that_never_comes_up_ends_the_whole(watched: Watched) -> None:
+async def test_a_child_that_never_starts_ends_the_supervisor(watched: Watched) -> None:
     watched.supervisor.start([child("one", "raise SystemExit(1)")])
-    with pytest.raises(Unavailable, match="did not start in 3 tries"):
+    with pytest.raises(Unavailable, match="did not become ready in 3 starts"):
         await watched.ready("one")
     assert watched.said.qsize() == 2
 
 
-async def test_a_later_config_error_is_one_more_death_of_a_child_that_once_worked(
-    watched: Watched, tmp_path: Path
-) -> None:
+async def test_a_config_error_of_a_child_that_once_worked_restarts_the_child(watched: Watched, tmp_path: Path) -> None:
     program = (
         "import pathlib, sys, signal\n"
         "mark = pathlib.Path(sys.argv[1])\n"
@@ -138,7 +136,7 @@ async def test_a_later_config_error_is_one_more_death_of_a_child_that_once_worke
     assert await watched.told() == "one is back"
 
 
-async def test_a_stop_lets_a_child_finish_and_starts_it_no_more(watched: Watched) -> None:
+async def test_a_stop_lets_a_child_finish_and_does_not_restart_it(watched: Watched) -> None:
     finishes = (
         "import signal, sys\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('finished', flush=True)))\n"
@@ -151,7 +149,7 @@ async def test_a_stop_lets_a_child_finish_and_starts_it_no_more(watched: Watched
     assert watched.said.empty()
 
 
-async def test_a_child_that_will_not_leave_is_killed_after_the_grace(watched: Watched) -> None:
+async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(watched: Watched) -> None:
     watched.supervisor.start([child("one", WILL_NOT_LEAVE)])
     await watched.ready("one")
     await watched.supervisor.stop(["one"], 0.05)
@@ -165,21 +163,19 @@ LEAVES = (
 )
 
 
-@pytest.mark.parametrize(
-    ("status", "said"), [(0, "was drained; starting"), (5, "had work left that goes on elsewhere")]
-)
-async def test_a_child_that_somebody_else_asked_to_leave_is_replaced_and_no_crash(
+@pytest.mark.parametrize(("status", "said"), [(0, "was drained; starting"), (5, "was drained with work left")])
+async def test_a_child_terminated_from_outside_is_replaced_and_not_reported_as_a_crash(
     watched: Watched, status: int, said: str
 ) -> None:
     watched.supervisor.start([child("one", LEAVES, str(status))])
     await watched.ready("one")
     os.kill(watched.supervisor.pids()["one"], signal.SIGTERM)
-    obituary = await watched.told()
-    assert said in obituary and "lines" not in obituary
+    end_report = await watched.told()
+    assert said in end_report and "lines" not in end_report
     assert await watched.told() == "one is back"
 
 
-async def test_a_retired_child_leaves_in_order_and_its_name_is_free(watched: Watched) -> None:
+async def test_a_retired_child_ends_in_order_and_its_name_is_free(watched: Watched) -> None:
     watched.supervisor.start([child("one", LEAVES, "0")])
     await watched.ready("one")
     watched.supervisor.retire("one", DEADLINE_S)
@@ -191,7 +187,7 @@ async def test_a_retired_child_leaves_in_order_and_its_name_is_free(watched: Wat
     assert watched.supervisor.staying() == {"one": True}
 
 
-async def test_a_retired_child_that_will_not_leave_is_killed_and_one_that_is_between_two_lives_is_forgotten(
+async def test_a_retired_child_is_killed_if_it_ignores_sigterm_and_removed_if_it_is_restarting(
     watched: Watched,
 ) -> None:
     watched.supervisor.start([child("stays", WILL_NOT_LEAVE)])
@@ -206,8 +202,8 @@ async def test_a_retired_child_that_will_not_leave_is_killed_and_one_that_is_bet
     assert watched.supervisor.staying() == {}
 
 
-async def test_a_child_that_leaves_already_is_not_asked_again_when_the_whole_stops(watched: Watched) -> None:
-    """A second signal would end it at once, with its work in hand."""
+async def test_a_child_that_is_ending_gets_no_second_signal_at_the_stop(watched: Watched) -> None:
+    """A second signal would end the child at once and lose its work."""
     counts = (
         "import signal, sys\n"
         "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\n"
@@ -227,7 +223,7 @@ async def test_a_child_that_leaves_already_is_not_asked_again_when_the_whole_sto
     assert watched.log == [("one", "asked")]
 
 
-async def test_an_added_child_that_never_comes_up_is_tried_again_and_ends_nothing(watched: Watched) -> None:
+async def test_an_added_child_that_never_starts_is_retried_and_ends_no_other(watched: Watched) -> None:
     watched.supervisor.start([child("one", STAY)])
     await watched.ready("one")
     watched.supervisor.add(child("two", "raise SystemExit(2)"))
@@ -237,7 +233,7 @@ async def test_an_added_child_that_never_comes_up_is_tried_again_and_ends_nothin
     assert watched.supervisor.staying() == {"one": True, "two": False}
 
 
-async def test_arguments_of_the_first_life_are_kept_for_the_next(watched: Watched) -> None:
+async def test_a_restarted_child_keeps_arguments_set_after_its_start(watched: Watched) -> None:
     program = "import signal, sys\nprint('ready', 'got=' + ','.join(sys.argv[1:]), flush=True)\nsignal.pause()\n"
     watched.supervisor.start([child("one", program, "--port=0")])
     assert await watched.ready("one") == {"got": "--port=0"}
@@ -255,7 +251,7 @@ async def test_a_ctrl_c_in_the_terminal_does_not_reach_the_children(watched: Wat
     assert os.getsid(watched.supervisor.pids()["one"]) != os.getsid(0)
 
 
-def test_children_die_with_the_parent_however_it_dies() -> None:
+def test_children_die_with_a_killed_parent() -> None:
     parent_program = (
         "import asyncio, sys\n"
         "from cli.local.child import ChildSpec\n"

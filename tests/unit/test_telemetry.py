@@ -1,4 +1,4 @@
-"""What a process publishes about itself: figures and log lines."""
+"""The metrics and log lines that a process publishes."""
 
 import io
 import json
@@ -12,7 +12,7 @@ from cluster.observe.metrics import METRICS, Kind
 from cluster.observe.telemetry import Telemetry
 
 
-def test_what_was_counted_is_what_prometheus_reads() -> None:
+def test_prometheus_reads_the_counted_values() -> None:
     telemetry = Telemetry()
     telemetry.count("tandem_decode_tokens_total", 5)
     telemetry.count("tandem_decode_tokens_total")
@@ -26,13 +26,13 @@ def test_what_was_counted_is_what_prometheus_reads() -> None:
     assert telemetry.value("tandem_ttft_seconds") == 1
 
 
-def test_two_workers_in_one_process_count_apart() -> None:
+def test_two_workers_in_one_process_have_separate_counts() -> None:
     first, second = Telemetry(), Telemetry()
     first.count("tandem_decode_tokens_total")
     assert (first.value("tandem_decode_tokens_total"), second.value("tandem_decode_tokens_total")) == (1, 0)
 
 
-def test_a_process_publishes_no_zeros_of_what_others_count() -> None:
+def test_a_process_publishes_only_metrics_that_were_counted_in_it() -> None:
     telemetry = Telemetry()
     assert telemetry.render() == b""
     telemetry.count("tandem_decode_tokens_total", 0)
@@ -40,7 +40,7 @@ def test_a_process_publishes_no_zeros_of_what_others_count() -> None:
     assert b"tandem_requests" not in telemetry.render()
 
 
-def test_an_undeclared_figure_or_label_is_an_error() -> None:
+def test_an_undeclared_metric_or_label_is_an_error() -> None:
     telemetry = Telemetry()
     with pytest.raises(KeyError):
         telemetry.count("tandem_made_up_total")
@@ -84,7 +84,7 @@ def log_lines() -> Iterator[io.StringIO]:
     root.handlers, root.level = handlers, level
 
 
-def test_a_line_of_the_log_carries_the_request_and_the_numbers(log_lines: io.StringIO) -> None:
+def test_a_log_line_contains_the_request_id_and_the_numbers(log_lines: io.StringIO) -> None:
     configure_logs("info", "text", log_lines)
     logging.getLogger("tandem.router").info("admitted", extra={"request_id": "r1", "prompt_tokens": 12, "wait_s": 0.25})
     logging.getLogger("tandem.router").debug("not shown")
@@ -94,13 +94,13 @@ def test_a_line_of_the_log_carries_the_request_and_the_numbers(log_lines: io.Str
     )
 
 
-def test_what_a_library_marks_its_records_with_is_not_logged(log_lines: io.StringIO) -> None:
+def test_attributes_that_a_library_adds_to_log_records_are_not_logged(log_lines: io.StringIO) -> None:
     configure_logs("info", "text", log_lines)
     logging.getLogger("tandem.router").info("admitted", extra={"_marked_by": "a library"})
     assert log_lines.getvalue().endswith("INFO tandem.router admitted\n")
 
 
-def test_a_client_cannot_write_a_log_line_of_its_own(log_lines: io.StringIO) -> None:
+def test_a_clients_text_cannot_start_a_new_log_line(log_lines: io.StringIO) -> None:
     configure_logs("info", "text", log_lines)
     logging.getLogger("tandem.router").info("prompt\nof", extra={"request_id": 'x\n2026 ERROR "all is lost'})
     assert len(log_lines.getvalue().splitlines()) == 1

@@ -44,7 +44,7 @@ CUTS = st.lists(st.integers(0, 40), max_size=6)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "demo_model"])
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(data=st.data(), cuts=CUTS)
 def test_streamed_text_equals_decoding_everything_at_once(name: str, data: st.DataObject, cuts: list[int]) -> None:
     tokenizer, _ = family(name)
@@ -56,12 +56,12 @@ def test_streamed_text_equals_decoding_everything_at_once(name: str, data: st.Da
     assert "".join(pieces) + stream.flush() == tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(TOKEN_IDS)
 @example([0xE2, 0x82, 0xAC])  # one character over three tokens
 @example([0xF0, 0x9F, 0xF0, 0x9F, 0x98, 0x80])  # an unfinished character, then a whole one
 @example([0xFF] * 20)
-def test_what_was_sent_is_never_taken_back(token_ids: list[int]) -> None:
+def test_streamed_text_is_always_a_prefix_of_the_whole_text(token_ids: list[int]) -> None:
     tokenizer, _ = family("byte_level")
     whole = tokenizer.decode(token_ids, skip_special_tokens=True)
     stream, sent = new_stream("byte_level"), ""
@@ -71,7 +71,7 @@ def test_what_was_sent_is_never_taken_back(token_ids: list[int]) -> None:
         assert whole.startswith(sent)
 
 
-def test_half_a_character_is_held_until_it_is_whole() -> None:
+def test_half_a_character_is_held_until_the_rest_arrives() -> None:
     stream = new_stream("byte_level")
     assert [stream.push([byte]).text for byte in "é€😀".encode()] == ["", "é", "", "", "€", "", "", "", "😀"]
 
@@ -88,7 +88,7 @@ def test_an_unfinished_character_appears_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece", "word_piece", "demo_model"])
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(data=st.data(), cuts=CUTS)
 def test_text_ends_where_the_first_stop_string_begins(name: str, data: st.DataObject, cuts: list[int]) -> None:
     tokenizer, _ = family(name)
@@ -128,13 +128,13 @@ def _drain(stream: TextStream, pushed: list[list[int]]) -> tuple[str, str | None
     return text + stream.flush(), None, num_used
 
 
-def test_only_what_may_begin_a_stop_string_is_held() -> None:
+def test_only_text_that_may_begin_a_stop_string_is_held() -> None:
     stream = new_stream("byte_level", stop=("</s>", "\n\n"))
     assert [stream.push([ord(c)]).text for c in "a</sb<<"] == ["a", "", "", "", "</sb", "", "<"]
     assert stream.flush() == "<"
 
 
-def test_a_stop_string_inside_a_token_voids_the_tokens_behind_it() -> None:
+def test_a_stop_string_inside_a_token_discards_later_tokens() -> None:
     tokens = [ord("x"), token_id("byte_level", "hello"), ord("y"), ord("z")]
     delta = new_stream("byte_level", stop=("ll",)).push(tokens)
     assert (delta.text, delta.stopped_by, delta.num_tokens_used) == ("xhe", "ll", 2)
@@ -166,8 +166,8 @@ def test_a_model_without_a_tokenizer_has_empty_text() -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
-def test_a_text_that_nothing_settles_costs_the_same_for_every_token(name: str) -> None:
-    """A hundred thousand invalid bytes: decoding from the last settled character would take hours."""
+def test_invalid_bytes_cost_constant_time_per_token(name: str) -> None:
+    """With a hundred thousand invalid bytes, decoding from the last valid character would take hours."""
     byte = 0xFF if name == "byte_level" else token_id(name, "<0xFF>")
     stream = new_stream(name, stop=("\ufffd" * 50 + "!",))
     assert stream.push([byte] * 100_000).text + stream.flush() == "\ufffd" * 100_000
@@ -180,7 +180,7 @@ def test_a_decoder_that_cannot_be_streamed_is_refused_by_name() -> None:
         Vocabulary(tokenizer)
 
 
-def test_token_bytes_are_what_a_token_adds() -> None:
+def test_token_bytes_are_the_bytes_that_a_token_adds_to_the_text() -> None:
     _, byte_tokens = family("byte_level")
     assert byte_tokens.token_bytes(0xE2) == b"\xe2"
     assert byte_tokens.token_bytes(token_id("byte_level", "<|end|>")) == b"<|end|>"

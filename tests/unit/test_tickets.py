@@ -1,4 +1,4 @@
-"""Tickets: only the cluster makes them, only their importer uses them, and not for ever."""
+"""Tickets are made only by the cluster, are used only by their importer, and expire."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import pytest
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import MemberId, Ticket
 from cluster.protocol import tickets
-from tandem.v1 import kv_pb2
+from tandem.internal.v1 import kv_pb2
 
 KEY = b"k" * 32
 IMPORTER = MemberId("d0", "b2")
@@ -31,7 +31,7 @@ def _refusal(signed: bytes, *, key: bytes = KEY, importer: MemberId = IMPORTER) 
     return caught.value.handoff_reason
 
 
-def test_a_signed_ticket_comes_back_as_it_was() -> None:
+def test_a_verified_ticket_equals_the_signed_one() -> None:
     assert tickets.verify(tickets.sign(TICKET, KEY), KEY, importer=str(IMPORTER)) == TICKET
 
 
@@ -40,7 +40,7 @@ def test_another_key_is_a_bad_signature() -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xff\xff\xff", b"ticket"])
-def test_what_is_no_ticket_is_a_bad_signature(garbage: bytes) -> None:
+def test_bytes_that_are_no_ticket_have_a_bad_signature(garbage: bytes) -> None:
     assert _refusal(garbage) is HandOffReason.BAD_SIGNATURE
 
 
@@ -60,7 +60,7 @@ def test_an_expired_ticket_is_refused_after_a_minute_of_leeway() -> None:
     assert caught.value.handoff_reason is HandOffReason.TICKET_EXPIRED
 
 
-def test_another_importer_is_foreign_and_so_is_its_successor() -> None:
+def test_another_importer_or_another_incarnation_is_foreign() -> None:
     signed = tickets.sign(TICKET, KEY)
     assert _refusal(signed, importer=MemberId("d1", "b2")) is HandOffReason.FOREIGN_TICKET
     assert _refusal(signed, importer=MemberId("d0", "c3")) is HandOffReason.FOREIGN_TICKET
@@ -73,6 +73,6 @@ def test_a_reissued_ticket_differs_in_attempt_and_importer_only() -> None:
     assert tickets.verify(signed, KEY, importer=str(other)) == expected
 
 
-def test_nobody_reissues_without_the_key() -> None:
+def test_a_ticket_signed_with_another_key_is_not_reissued() -> None:
     with pytest.raises(HandOffFailed):
         tickets.reissue(tickets.sign(TICKET, b"x" * 32), KEY, attempt=2, importer=IMPORTER)

@@ -1,4 +1,4 @@
-"""Whatever is raised while blocks move between the pool and its tiers, every block, slot and lease comes back."""
+"""After any exception while blocks move between the pool and its tiers, every block, slot and lease is released."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.kv.block_pool import BlockState
-from prefill_worker.prefixes import prefix_tiers
+from prefill_worker.prefixes import tiers
 from prefill_worker.scheduling import commands
 from tests.faults.injection import AwaitFaults, SubmitFaults, When, Where
 from tests.prefill_jobs import prefill_job
@@ -17,7 +17,7 @@ _ERRORS = (MemoryError, OSError, RuntimeError)
 
 
 async def _fetch_and_store(bench: TierBench) -> None:
-    """One prompt comes back from disk and host memory, and is computed as far as it does not."""
+    """Fetch one prompt from disk and host memory, and compute the blocks that are missing."""
     job = prefill_job(prompt(1))
     chain = bench.tiers.chain(job)
     with contextlib.suppress(asyncio.CancelledError):
@@ -35,7 +35,7 @@ async def _until_threads_rest(bench: TierBench) -> None:
 
 
 async def _check(bench: TierBench) -> None:
-    """Nothing is held, nothing is pinned, no slot is lost; and the tiers go on working."""
+    """Assert that no block, pin or slot is held, and that the tiers still work."""
     await _until_threads_rest(bench)
     bench.scheduler.check()
     bench.index.check()
@@ -99,7 +99,7 @@ async def test_a_fetch_that_fails_is_counted_and_its_prompt_is_computed(
     def exhausted(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(bench.tiers._means.copies, "fetch", exhausted)
+    monkeypatch.setattr(bench.tiers._resources.storage, "fetch", exhausted)
     assert await bench.ask(*prompt(1)) == 0
     assert bench.outcomes("fetch") == {"failed": 3}
     await bench.tiers.close()
@@ -108,14 +108,14 @@ async def test_a_fetch_that_fails_is_counted_and_its_prompt_is_computed(
 async def test_leases_that_are_granted_in_the_turn_of_their_time_limit_are_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a process that was stopped for longer than the limit: answer and limit are due at once."""
+    """The case occurs in a process that was stopped for longer than the limit: answer and limit are due at once."""
     bench = await _filled(tmp_path)
     loop, stopped_s = asyncio.get_running_loop(), 0.0
-    real_time, real_post = loop.time, bench.tiers._post
+    real_time, real_post = loop.time, bench.questions.post
     monkeypatch.setattr(loop, "time", lambda: real_time() + stopped_s)
 
     def post(command: commands.Command) -> None:
-        if isinstance(command, commands.LendPrefix):
+        if isinstance(command, commands.LeaseForCopy):
             loop.call_soon(stop, command)
         else:
             real_post(command)
@@ -125,7 +125,7 @@ async def test_leases_that_are_granted_in_the_turn_of_their_time_limit_are_relea
         stopped_s += 60.0
         real_post(command)  # the answer is the first thing of the next turn, the limit the second
 
-    monkeypatch.setattr(bench.tiers, "_post", post)
+    monkeypatch.setattr(bench.questions, "post", post)
     job = prefill_job(prompt(4))
     bench.compute_prompt(job)
     bench.tiers.store(bench.tiers.chain(job))
@@ -135,10 +135,21 @@ async def test_leases_that_are_granted_in_the_turn_of_their_time_limit_are_relea
 
 
 async def test_a_store_that_waits_for_a_hung_step_thread_ends_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_tiers, "_CLOSE_S", 0.05)
+    monkeypatch.setattr(tiers, "_CLOSE_TIMEOUT_S", 0.05)
     bench = TierBench()
     chain = bench.tiers.chain(prefill_job(prompt(1)))
-    monkeypatch.setattr(bench.tiers, "_post", lambda command: None)  # nothing is answered
+    monkeypatch.setattr(bench.questions, "post", lambda command: None)  # nothing is answered
     bench.tiers.store(chain)
     await bench.tiers.close()
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "store prefix"]
+
+
+@pytest.mark.parametrize("where", [Where.NOT_SUBMITTED, Where.SUBMITTED_ALL_THE_SAME])
+@pytest.mark.parametrize("submission", [0, 1])
+async def test_tiers_close_in_order_where_no_thread_can_be_started(
+    submission: int, where: Where, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = await _filled(tmp_path)
+    SubmitFaults(submission, RuntimeError, where).install(monkeypatch)
+    await bench.tiers.close()
+    bench.scheduler.check()

@@ -1,4 +1,6 @@
-"""Where blocks lie under the pool: what is used stays longest, and no slot or file is counted twice, whatever fails."""
+"""The places of blocks below the pool: recently used blocks stay longest, and failures never lose or double a slot or
+file.
+"""
 
 import random
 from collections.abc import Sequence
@@ -25,7 +27,7 @@ def _is_in_host(index: TierIndex, block_hash: bytes) -> bool:
     return place.slot is not None
 
 
-def test_the_least_recently_used_goes_to_disk_and_is_read_from_there() -> None:
+def test_the_least_recently_used_block_is_demoted_and_read_from_disk() -> None:
     index = TierIndex(2, 2)
     _store(index, _A, _B)
     index.end_read(index.begin_read([_A]))
@@ -33,13 +35,13 @@ def test_the_least_recently_used_goes_to_disk_and_is_read_from_there() -> None:
     assert [_is_in_host(index, h) for h in (_A, _B, _C)] == [True, False, True]
 
 
-def test_a_chains_end_goes_before_its_beginning() -> None:
+def test_the_end_of_a_chain_is_dropped_before_its_beginning() -> None:
     index = TierIndex(3, 9)
     _store(index, _A, _B, _C)
     assert _store(index, _D) == [(_D, _C)]
 
 
-def test_what_is_read_from_disk_comes_back_to_host_memory_when_it_is_stored_again_and_its_file_stays() -> None:
+def test_a_block_on_disk_is_stored_in_host_memory_again_and_its_file_stays() -> None:
     index = TierIndex(1, 2)
     _store(index, _A)
     _store(index, _B)
@@ -48,12 +50,12 @@ def test_what_is_read_from_disk_comes_back_to_host_memory_when_it_is_stored_agai
     assert (index.num_in_host, index.num_on_disk) == (1, 2)
 
 
-def test_files_make_room_for_files_and_without_disk_the_oldest_is_gone() -> None:
+def test_the_oldest_file_is_dropped_and_without_disk_the_oldest_block() -> None:
     index = TierIndex(1, 1)
     _store(index, _A)
     _store(index, _B)
     (store,) = index.begin_store([_C])
-    assert (store.demoted, store.given_up) == (_B, (_A,))
+    assert (store.demoted, store.dropped) == (_B, (_A,))
     index.end_store(store, is_stored=True, is_demoted=True)
     assert index.num_held([_A]) == 0
 
@@ -63,7 +65,7 @@ def test_files_make_room_for_files_and_without_disk_the_oldest_is_gone() -> None
     assert index.num_held([_A]) == 0
 
 
-def test_what_is_being_read_keeps_its_slot() -> None:
+def test_a_block_that_is_read_keeps_its_slot() -> None:
     index = TierIndex(1, 0)
     _store(index, _A)
     places = index.begin_read([_A])
@@ -72,7 +74,7 @@ def test_what_is_being_read_keeps_its_slot() -> None:
     assert len(index.begin_store([_B])) == 1
 
 
-def test_what_is_being_copied_is_not_read_and_not_stored_twice() -> None:
+def test_a_block_that_is_copied_in_is_not_read_and_not_stored_twice() -> None:
     index = TierIndex(2, 0)
     (store,) = index.begin_store([_A])
     assert index.num_held([_A]) == 0
@@ -81,7 +83,7 @@ def test_what_is_being_copied_is_not_read_and_not_stored_twice() -> None:
     assert index.num_held([_A]) == 1
 
 
-def test_a_block_that_could_not_be_read_is_not_held_any_more() -> None:
+def test_a_block_that_could_not_be_read_leaves_the_tiers() -> None:
     index = TierIndex(2, 2)
     _store(index, _A, _B)
     places = index.begin_read([_A, _B])
@@ -90,7 +92,7 @@ def test_a_block_that_could_not_be_read_is_not_held_any_more() -> None:
     assert index.num_held([_A, _B]) == 1
 
 
-def test_a_hole_ends_what_can_be_read() -> None:
+def test_a_read_ends_at_the_first_gap() -> None:
     index = TierIndex(2, 0)
     _store(index, _A)
     _store(index, _C)
@@ -98,14 +100,14 @@ def test_a_hole_ends_what_can_be_read() -> None:
     assert [place.block_hash for place in index.begin_read([_A, _B, _C])] == [_A]
 
 
-def test_an_earlier_runs_files_count_and_too_many_are_given_up_the_oldest_first() -> None:
+def test_files_of_an_earlier_run_are_kept_up_to_the_limit_the_newest_first() -> None:
     index = TierIndex(1, 2)
-    assert index.found([_A, _B, _C]) == (_A,)
+    assert index.add_files([_A, _B, _C]) == (_A,)
     assert index.num_held([_B, _C]) == 2
     assert index.only_in_host() == ()
 
 
-def test_at_the_end_what_was_used_last_goes_to_disk_first_as_far_as_it_has_room() -> None:
+def test_at_shutdown_the_most_recently_used_blocks_go_to_disk_first() -> None:
     index = TierIndex(3, 2)
     _store(index, _A)
     _store(index, _B)
@@ -114,7 +116,7 @@ def test_at_the_end_what_was_used_last_goes_to_disk_first_as_far_as_it_has_room(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_of_copies_and_failures_loses_no_slot(seed: int) -> None:
+def test_no_order_of_copies_and_failures_loses_a_slot(seed: int) -> None:
     dice, index = random.Random(seed), TierIndex(5, 4)
     chains = [tuple(bytes([chain, n]) * 8 for n in range(dice.randrange(1, 8))) for chain in range(6)]
     storing, reading = list[Store](), list[Sequence[Place]]()

@@ -1,4 +1,4 @@
-"""TLS between members and to clients: who comes in, who does not, and what they are told."""
+"""TLS between members and to clients: which callers are accepted, and the reason that a refused caller receives."""
 
 import asyncio
 import dataclasses
@@ -14,14 +14,14 @@ import pytest
 
 from cli import health
 from cli.__main__ import main
-from cli.certificates import Pair
 from cli.local.last_cluster import LastCluster, find_tls_ca, remember
+from cli.verbs.certs import Pair
 from cluster.errors import ConfigError
 from cluster.observe.telemetry import Telemetry
 from cluster.serving.serving import GrpcServer, is_serving, open_channel
 from cluster.serving.tls import ClusterTls, load_tls
 from cluster.settings.config import RouterConfig
-from router.fleet.direct_check import silence
+from router.fleet.supervision import health_problem
 from tandem.channel import open_async_channel
 from tandem.client import AsyncClient
 from tandem.errors import Unavailable
@@ -48,29 +48,29 @@ async def serving(credentials: grpc.ServerCredentials | None) -> AsyncIterator[s
 
 
 async def refusal(channel: grpc.aio.Channel) -> str:
-    """Why it does not answer; empty when it does."""
+    """Return the reason why the server does not answer, or an empty text when it answers."""
     try:
-        return await silence(channel)
+        return await health_problem(channel)
     finally:
         await channel.close()
 
 
-async def test_members_of_one_authority_reach_each_other(certificates: Certificates) -> None:
+async def test_members_of_the_same_authority_reach_each_other(certificates: Certificates) -> None:
     tls = certificates.loaded()
     async with serving(tls.member_credentials()) as address, open_channel(address, tls) as channel:
         assert await is_serving(channel, timeout_s=DEADLINE_S)
 
 
-async def test_a_member_of_another_authority_is_refused_by_either_side(certificates: Certificates) -> None:
+async def test_a_member_of_another_authority_is_refused_by_both_sides(certificates: Certificates) -> None:
     ours, theirs = certificates.loaded(), load(certificates.stranger, certificates.other_authority)
     async with serving(ours.member_credentials()) as address:
         assert "not of an authority" in await refusal(open_channel(address, theirs))
-        # Even one that takes our word for ours cannot show a certificate that we trust.
+        # A client that does not verify our certificate still has no certificate that we trust.
         gullible = client_credentials(certificates.authority, certificates.stranger)
         assert "closed the connection" in await refusal(grpc.aio.secure_channel(address, gullible))
 
 
-async def test_a_member_port_wants_a_certificate_and_no_plaintext(certificates: Certificates) -> None:
+async def test_a_member_port_refuses_plaintext_and_callers_without_a_certificate(certificates: Certificates) -> None:
     async with serving(certificates.loaded().member_credentials()) as address:
         without = client_credentials(certificates.authority)
         assert "closed the connection" in await refusal(grpc.aio.secure_channel(address, without))
@@ -87,7 +87,7 @@ async def test_a_client_needs_no_certificate_but_the_authority(certificates: Cer
         assert "may want TLS" in await refusal(open_async_channel(address))
 
 
-async def test_the_client_library_says_what_is_wrong(certificates: Certificates) -> None:
+async def test_the_client_library_names_a_server_without_tls_and_a_missing_file(certificates: Certificates) -> None:
     async with serving(None) as address:
         async with AsyncClient(address, tls_ca=str(certificates.authority.cert)) as client:
             with pytest.raises(Unavailable, match="it does not speak TLS"):
@@ -105,10 +105,10 @@ async def test_the_client_library_says_what_is_wrong(certificates: Certificates)
         (lambda made: made.stranger, "not of an authority that is trusted here"),
     ],
 )
-async def test_a_caller_hears_what_is_wrong_with_a_members_certificate(
+async def test_a_caller_gets_the_reason_why_a_members_certificate_is_refused(
     certificates: Certificates, wrong: Callable[[Certificates], Pair], said: str
 ) -> None:
-    """Of one that did not look at its own certificate before it started."""
+    """The member started without a check of its own certificate."""
     ours, pair = certificates.loaded(), wrong(certificates)
     careless = dataclasses.replace(ours, cert=pair.cert.read_bytes(), key=pair.key.read_bytes())
     async with serving(careless.member_credentials()) as address:
@@ -127,14 +127,14 @@ async def test_a_caller_hears_what_is_wrong_with_a_members_certificate(
         (lambda made: Pair(made.member.cert, Path("/nowhere/key")), "cannot read --tls-key /nowhere/key"),
     ],
 )
-def test_a_certificate_that_nobody_would_accept_is_refused_at_start(
+def test_a_certificate_that_other_members_would_refuse_is_refused_at_start(
     certificates: Certificates, wrong: Callable[[Certificates], Pair], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         load(wrong(certificates), certificates.authority)
 
 
-def test_the_advertised_host_is_the_one_that_must_be_named(certificates: Certificates) -> None:
+def test_the_certificate_must_name_the_advertised_host(certificates: Certificates) -> None:
     load(certificates.elsewhere, certificates.authority, host="elsewhere.example")
     with pytest.raises(ConfigError, match=r"does not name 10\.0\.0\.7"):
         load(certificates.member, certificates.authority, host="10.0.0.7")
@@ -151,11 +151,11 @@ def test_without_files_there_is_no_tls() -> None:
         RouterConfig(model="-", tls_ca="ca.crt")
 
 
-def test_a_key_is_not_in_what_is_logged(certificates: Certificates) -> None:
+def test_a_private_key_is_not_in_the_logged_settings(certificates: Certificates) -> None:
     assert "PRIVATE" not in repr(certificates.loaded())
 
 
-async def test_sockets_of_members_check_each_other(certificates: Certificates) -> None:
+async def test_sockets_of_members_verify_certificates_on_both_sides(certificates: Certificates) -> None:
     ours, theirs = certificates.loaded(), load(certificates.stranger, certificates.other_authority)
     assert await echoed(ours.server_context(), ours.client_context()) == b"hello"
     with pytest.raises(ssl.SSLError):
@@ -191,7 +191,9 @@ def test_the_authority_is_taken_from_the_flag_then_the_variable_then_the_last_cl
     assert find_tls_ca("/b", "h:1", environment | {"TANDEM_TLS_CA": "/a"}) == "/b"
 
 
-def test_tandem_certs_makes_what_members_need(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tandem_certs_writes_private_keys_and_certificates_that_members_accept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["certs", str(tmp_path), "--host", "10.0.0.7", "--name", "node"]) == 0
     assert f"--tls-cert {tmp_path}/node.crt" in capsys.readouterr().out
     ca = (tmp_path / "ca.crt").read_bytes()

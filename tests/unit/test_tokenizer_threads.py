@@ -1,4 +1,6 @@
-"""Long texts are tokenized beside the event loop, a few at a time, and one that is far too long hardly at all."""
+"""Long texts are tokenized beside the event loop on a few threads; of a text that is far too long only the beginning
+is.
+"""
 
 import asyncio
 import threading
@@ -9,8 +11,7 @@ import pytest
 
 from cluster.errors import Overloaded, PromptTooLong
 from router.requests import ChatMessage
-from router.text.tokenization import Tokenization
-from router.text.tokenizer_threads import TokenizerThreads
+from router.text.tokenization import Tokenization, TokenizerThreads
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 _LINE = "def f(x):\n    return x\n"
@@ -21,8 +22,8 @@ def demo() -> Tokenization:
     return Tokenization.load(str(DEMO_MODEL))
 
 
-async def test_the_event_loop_goes_on_while_a_long_text_is_tokenized(demo: Tokenization) -> None:
-    """Where the library kept Python's lock, one gap would be as long as the whole."""
+async def test_the_event_loop_keeps_running_while_a_long_text_is_tokenized(demo: Tokenization) -> None:
+    """If the library held Python's lock, one gap would be as long as the whole run."""
     threads, text = TokenizerThreads(), _LINE * 6_000
     began_s = last_s = time.perf_counter()
     longest_s = 0.0
@@ -35,7 +36,7 @@ async def test_the_event_loop_goes_on_while_a_long_text_is_tokenized(demo: Token
     assert longest_s < 0.5 * (last_s - began_s)
 
 
-async def test_no_more_run_than_there_are_threads_and_one_that_leaves_while_it_waits_never_runs() -> None:
+async def test_texts_run_on_a_bounded_number_of_threads_and_a_cancelled_waiting_text_never_runs() -> None:
     threads, began, inside, go = TokenizerThreads(1), list[int](), threading.Event(), threading.Event()
 
     def work(number: int) -> int:
@@ -53,7 +54,7 @@ async def test_no_more_run_than_there_are_threads_and_one_that_leaves_while_it_w
     assert began == [0, 2]
 
 
-async def test_a_caller_that_leaves_keeps_its_thread_until_the_text_is_done() -> None:
+async def test_a_cancelled_callers_thread_is_busy_until_its_text_is_done() -> None:
     threads, go, inside = TokenizerThreads(1), threading.Event(), threading.Event()
 
     def work(number: int) -> int:
@@ -73,7 +74,7 @@ async def test_a_caller_that_leaves_keeps_its_thread_until_the_text_is_done() ->
     assert await second == 2
 
 
-async def test_one_waiting_text_too_many_is_refused_with_when_to_come_back() -> None:
+async def test_a_waiting_text_beyond_the_bound_is_refused_with_a_retry_time() -> None:
     threads, go = TokenizerThreads(1, max_waiting=1), threading.Event()
     tasks = [asyncio.create_task(threads.run(go.wait, 20.0)) for _ in range(2)]
     for _ in range(10):
@@ -85,13 +86,13 @@ async def test_one_waiting_text_too_many_is_refused_with_when_to_come_back() -> 
     assert await asyncio.gather(*tasks) == [True, True]
 
 
-def test_a_prompt_far_too_long_is_judged_by_its_beginning(demo: Tokenization) -> None:
+def test_a_prompt_that_is_far_too_long_is_refused_by_tokenizing_only_its_beginning(demo: Tokenization) -> None:
     text = _LINE * 170_000  # eight seconds, if it were looked through
     for encode in (demo.encode_prompt, lambda text: demo.encode_chat([ChatMessage("user", text)], 0)):
         with pytest.raises(PromptTooLong, match="the first 16384 of the prompt's"):
             encode(text)
 
 
-def test_a_prompt_of_few_tokens_is_taken_whole_however_many_characters_it_has(demo: Tokenization) -> None:
+def test_a_prompt_of_few_tokens_is_encoded_whole_for_any_number_of_characters(demo: Tokenization) -> None:
     for text in (_LINE * 3, _LINE * 700):  # the second is a little too long: resolve says by how many tokens
         assert demo.encode_prompt(text) == demo.encode(text)

@@ -1,4 +1,4 @@
-"""What is particular to the Triton kernel: contexts read in parts, KV of 8 bits, and that it compiles for real GPUs."""
+"""The Triton kernel's own features: contexts read in parts, KV of 8 bits, and compilation for real GPUs."""
 
 import importlib.util
 import os
@@ -22,7 +22,7 @@ LEAST_PART = 64  # of these heads' tile of columns
 
 
 def long_case(lens: list[int], device: str) -> tuple[torch.Tensor, LayerKv, PackedBatch]:
-    """One decode per context, each drawn from its own length: the same in whatever company."""
+    """One decode per context; its values depend only on its length, so they are equal beside any other decodes."""
     layout = lay_out([SHAPE] * 2, BLOCK_SIZE, "float32")
     counts = [layout.num_blocks_for(length) for length in lens]
     pool = KvPool(layout, sum(counts), device)
@@ -67,7 +67,7 @@ def gathered(lens: list[int], options: AttentionOptions) -> torch.Tensor:
     ],
     ids=["plain", "all"],
 )
-def test_a_context_read_in_parts_is_the_context(options: AttentionOptions) -> None:
+def test_a_context_read_in_parts_gives_the_result_of_the_whole(options: AttentionOptions) -> None:
     kernel_device()
     lens = [300, 3, 64, 65, 129]
     on_device = options
@@ -77,7 +77,7 @@ def test_a_context_read_in_parts_is_the_context(options: AttentionOptions) -> No
 
 
 def test_a_sequence_gets_the_same_bits_beside_any_other() -> None:
-    """Alone, 60 tokens are read whole; beside 700, every context goes through the parts and their merge."""
+    """A context of 60 tokens alone is read whole; beside one of 700, every context is read in parts that are merged."""
     options = AttentionOptions(0.25)
     beside = triton_output([60, 700, 200], options)
     assert torch.equal(triton_output([60], options)[0], beside[0])
@@ -85,7 +85,7 @@ def test_a_sequence_gets_the_same_bits_beside_any_other() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_kv_of_eight_bits_is_restored_as_it_is_read(dtype: torch.dtype) -> None:
+def test_kv_of_eight_bits_is_restored_while_the_kernel_reads(dtype: torch.dtype) -> None:
     device = kernel_device()
     if device == "cuda" and dtype is torch.float8_e4m3fn and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs capability 8.9: Triton converts e4m3 from there on")
@@ -101,7 +101,7 @@ def test_kv_of_eight_bits_is_restored_as_it_is_read(dtype: torch.dtype) -> None:
     assert (ours - GatherBackend().attend(query, plain, batch, options)).abs().max() < 1e-5
 
 
-# What the kernel's arguments are, by name; the others are whole numbers.
+# The types of the kernel's arguments by name; the others are whole numbers.
 POINTERS = {
     **dict.fromkeys(("query", "output", "sinks"), "*{dtype}"),
     **dict.fromkeys(("keys", "values"), "*{kv}"),
@@ -150,7 +150,7 @@ def test_the_kernels_compile_without_a_device(arch: int, rows: int, parts: int, 
 
 
 @pytest.mark.slow
-def test_what_a_first_run_launches_is_found_and_compiles() -> None:
+def test_the_kernels_that_a_first_run_launches_are_found_and_compile() -> None:
     if not importlib.util.find_spec("triton") or os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("needs Triton, which comes with torch's CUDA wheels, and not its interpreter")
     from triton.backends.compiler import GPUTarget

@@ -1,4 +1,4 @@
-"""What may be asked: each refusal says which value, and what it may be."""
+"""Validation of requests: each refusal names the value and its allowed range."""
 
 import math
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 
 from cluster.errors import InvalidRequest, NoTokenizer, PromptTooLong
 from cluster.messages import Sampling
-from cluster.settings.lengths import LengthLimits
+from cluster.request_size import LengthLimits
 from router.request.validation import check, resolve
 from router.requests import GenerateRequest, ResumedChoice, SamplingParams, StopConditions, TokenPrompt
 from router.text.model_files import ModelInfo
@@ -70,7 +70,7 @@ def test_sampling_out_of_range_is_refused_by_name_and_value(sampling: SamplingPa
         (replace(REQUEST, stop=StopConditions(stop_token_ids=(50,))), "token id 50.*0 to 49"),
     ],
 )
-def test_other_values_out_of_range_are_refused_by_name(request_: GenerateRequest, named: str) -> None:
+def test_lengths_and_counts_out_of_range_are_refused_by_name(request_: GenerateRequest, named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         check(request_, MODEL)
 
@@ -80,13 +80,13 @@ def test_stop_strings_need_a_tokenizer() -> None:
         check(replace(REQUEST, stop=StopConditions(stop=("x",))), replace(MODEL, has_tokenizer=False))
 
 
-def test_unsaid_sampling_is_the_models_and_said_wins() -> None:
+def test_the_models_sampling_applies_unless_the_request_sets_its_own() -> None:
     assert resolve(REQUEST, (1,), MODEL).sampling == MODEL.default_sampling
     said = replace(REQUEST, sampling=SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0), logprobs=3)
     assert resolve(said, (1,), MODEL).sampling == Sampling(0.0, 0, 1.0, 0.0, 3)
 
 
-def test_unsaid_max_tokens_is_what_the_context_leaves() -> None:
+def test_the_default_of_max_tokens_is_the_rest_of_the_context() -> None:
     assert resolve(REQUEST, (1,) * 99, MODEL).stops.max_tokens == 1
     assert resolve(REQUEST, (1,) * 40, MODEL).stops.max_tokens == 60
     with_default = replace(MODEL, default_max_tokens=7)
@@ -94,23 +94,23 @@ def test_unsaid_max_tokens_is_what_the_context_leaves() -> None:
     assert resolve(REQUEST, (1,) * 97, with_default).stops.max_tokens == 3
 
 
-def test_a_prompt_too_long_is_told_both_numbers() -> None:
+def test_a_prompt_that_is_too_long_is_refused_with_both_numbers() -> None:
     with pytest.raises(PromptTooLong, match=r"100 tokens.*99"):
         resolve(REQUEST, (1,) * 100, MODEL)
     with pytest.raises(PromptTooLong, match=r"60 tokens.*41.*100.*at most 40"):
         resolve(replace(REQUEST, stop=StopConditions(max_tokens=41)), (1,) * 60, MODEL)
 
 
-def test_the_operators_own_lengths_are_told_with_the_numbers() -> None:
+def test_requests_past_the_operators_lengths_are_refused_with_the_numbers() -> None:
     limited = replace(MODEL, lengths=LengthLimits(max_input_length=20, max_output_length=30))
-    with pytest.raises(PromptTooLong, match=r"21 tokens; at most 20"):
+    with pytest.raises(PromptTooLong, match=r"21 tokens; --max-input-length allows at most 20"):
         resolve(REQUEST, (1,) * 21, limited)
-    with pytest.raises(InvalidRequest, match=r"max_tokens is 31; at most 30"):
+    with pytest.raises(InvalidRequest, match=r"max_tokens is 31; --max-output-length allows at most 30"):
         resolve(replace(REQUEST, stop=StopConditions(max_tokens=31)), (1,) * 20, limited)
     assert resolve(replace(REQUEST, stop=StopConditions(max_tokens=30)), (1,) * 20, limited).stops.max_tokens == 30
 
 
-def test_unsaid_max_tokens_is_what_every_limit_leaves() -> None:
+def test_the_default_of_max_tokens_obeys_every_limit() -> None:
     limited = replace(MODEL, lengths=LengthLimits(max_output_length=30))
     assert resolve(REQUEST, (1,) * 40, limited).stops.max_tokens == 30
     assert resolve(REQUEST, (1,) * 90, limited).stops.max_tokens == 10
@@ -124,7 +124,7 @@ def test_token_ids_outside_the_vocabulary_are_named(token_id: int) -> None:
         resolve(REQUEST, (1, token_id), MODEL)
 
 
-def test_eos_stops_unless_ignored_and_only_the_clients_own_stop_tokens_are_told() -> None:
+def test_eos_stops_unless_ignored_and_only_the_clients_stop_tokens_are_named() -> None:
     stop = StopConditions(stop_token_ids=(7,))
     resolved = resolve(replace(REQUEST, stop=stop), (1,), MODEL)
     assert resolved.stops.stop_token_ids == {2, 3, 7}
@@ -133,7 +133,7 @@ def test_eos_stops_unless_ignored_and_only_the_clients_own_stop_tokens_are_told(
     assert ignoring.stops.stop_token_ids == {7}
 
 
-def test_choices_have_different_seeds_fixed_by_the_requests() -> None:
+def test_the_seed_of_a_request_fixes_a_different_seed_for_each_choice() -> None:
     seeds = resolve(replace(REQUEST, n=4, sampling=SamplingParams(seed=1)), (1,), MODEL).seeds
     again = resolve(replace(REQUEST, n=8, sampling=SamplingParams(seed=1)), (1,), MODEL).seeds
     other = resolve(replace(REQUEST, n=4, sampling=SamplingParams(seed=2)), (1,), MODEL).seeds
@@ -142,12 +142,12 @@ def test_choices_have_different_seeds_fixed_by_the_requests() -> None:
     assert all(0 <= seed < 1 << 64 for seed in seeds)
 
 
-def test_without_a_seed_two_requests_differ() -> None:
+def test_two_requests_without_a_seed_get_different_seeds() -> None:
     assert resolve(REQUEST, (1,), MODEL).seeds != resolve(REQUEST, (1,), MODEL).seeds
 
 
-def test_what_a_request_was_accepted_as_resolves_to_the_same_anywhere() -> None:
-    """Where the operator's defaults, or the seed that was drawn, would differ."""
+def test_accepted_values_resolve_alike_at_every_router() -> None:
+    """The accepted values replace the operator's defaults and the drawn seed, which would differ."""
     first = resolve(replace(REQUEST, n=3), (1, 2), MODEL)
     accepted = first.accepted(b"")
     again = replace(REQUEST, n=3, sampling=accepted.sampling, stop=StopConditions(max_tokens=accepted.max_tokens))

@@ -1,12 +1,12 @@
-"""Which blocks of a hand-off are verified, by mode."""
+"""The blocks of a hand-off that are verified in each mode."""
 
 import random
 
 import pytest
 
 from cluster.observe.telemetry import Telemetry
-from kvtransfer.protocol.verification import VerifyMode, unverified_places
-from kvtransfer.telemetry import TelemetryCounters
+from kvtransfer.counters import TelemetryCounters
+from kvtransfer.digests import VerifyMode, unverified_places
 
 
 def _verified(mode: VerifyMode, num_cached: int, num_sealed: int, num_blocks: int, seed: int = 0) -> set[int]:
@@ -16,20 +16,22 @@ def _verified(mode: VerifyMode, num_cached: int, num_sealed: int, num_blocks: in
     return set(range(num_blocks)) - unverified
 
 
-def test_all_and_off_are_what_they_say() -> None:
+def test_mode_all_verifies_every_block_and_mode_off_no_block() -> None:
     assert _verified(VerifyMode.ALL, 0, 40, 41) == set(range(41))
     assert _verified(VerifyMode.OFF, 0, 40, 41) == set()
 
 
 @pytest.mark.parametrize(("num_cached", "num_sealed", "num_blocks"), [(0, 1, 1), (7, 8, 10), (0, 0, 1), (8, 8, 9)])
-def test_a_sample_always_takes_something_that_is_read(num_cached: int, num_sealed: int, num_blocks: int) -> None:
+def test_mode_sample_verifies_at_least_one_block_of_each_read(
+    num_cached: int, num_sealed: int, num_blocks: int
+) -> None:
     for seed in range(50):
         assert any(
             place >= num_cached for place in _verified(VerifyMode.SAMPLE, num_cached, num_sealed, num_blocks, seed)
         )
 
 
-def test_a_sample_is_one_in_sixteen_and_another_every_time() -> None:
+def test_mode_sample_verifies_one_in_sixteen_blocks_drawn_again_each_time() -> None:
     samples = [frozenset(_verified(VerifyMode.SAMPLE, 32, 352, 352, seed) - set(range(32))) for seed in range(200)]
 
     assert {len(sample) for sample in samples} == {20}
@@ -40,7 +42,7 @@ def test_a_sample_is_one_in_sixteen_and_another_every_time() -> None:
 @pytest.mark.parametrize(
     ("mode", "said"), [(VerifyMode.ALL, ""), (VerifyMode.SAMPLE, "one in 16"), (VerifyMode.OFF, "no KV block")]
 )
-def test_what_is_not_verified_is_said_at_start_and_shown(
+def test_verify_mode_is_logged_at_start_and_shown_as_a_metric(
     mode: VerifyMode, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     telemetry = Telemetry()

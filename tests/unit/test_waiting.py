@@ -1,4 +1,4 @@
-"""How product code waits."""
+"""The ways of waiting that product code must not use."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ["tandem", "cluster", "engine", "kvtransfer", "prefill_worker", "decode_worker", "router", "cli", "deploy"]
+PACKAGES = [
+    "tandem",
+    "cluster",
+    "engine",
+    "kvtransfer",
+    "prefill_worker",
+    "decode_worker",
+    "worker",
+    "router",
+    "cli",
+    "deploy",
+]
 
 
 @pytest.mark.parametrize(
@@ -16,7 +27,7 @@ PACKAGES = ["tandem", "cluster", "engine", "kvtransfer", "prefill_worker", "deco
         ("time", "sleep", "an event with a deadline"),
     ],
 )
-def test_nobody_waits_in_a_way_that_cannot_be_ended(module: str, function: str, instead: str) -> None:
+def test_product_code_uses_no_wait_that_cannot_be_cancelled(module: str, function: str, instead: str) -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for package in PACKAGES

@@ -1,4 +1,4 @@
-"""Jobs that wait at a decode worker are bounded before the step thread has seen one of them."""
+"""The number of jobs that wait at a decode worker is bounded before the step thread receives them."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from decode_worker.waiting_jobs import WaitingJobs
 _ROUTER, _OTHER = MemberId("router", "1"), MemberId("other", "1")
 
 
-def test_one_too_many_is_refused_until_one_has_begun() -> None:
+def test_a_job_beyond_the_limit_is_refused_until_a_waiting_job_has_begun() -> None:
     waiting = WaitingJobs(2)
     waiting.add(_ROUTER, (1,))
     waiting.add(_OTHER, (1,))
@@ -29,7 +29,7 @@ def test_a_job_waits_until_all_its_sequences_have_begun_or_ended_and_counts_once
     assert len(waiting) == 0
 
 
-def test_retry_after_follows_how_fast_jobs_begin() -> None:
+def test_retry_after_follows_the_rate_at_which_jobs_begin() -> None:
     waiting, now_s = WaitingJobs(1), 0.0
     for handle in range(50):
         waiting.add(_ROUTER, (handle,))

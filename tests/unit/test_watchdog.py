@@ -1,14 +1,15 @@
-"""When a step counts as stuck: long enough, watched all the while, and never for what was not the step's fault."""
+"""When a step counts as stuck: after its limit under constant watch, and never while the whole process was stopped."""
 
 import pytest
 
-from cluster.observe.watchdog import StandStill, StepSight, StepWatchdog, StuckLimits, Verdict
+from cluster.observe.stand_still import StandStill, StuckLimits, Verdict
+from worker.watchdog import StepSight, StepWatchdog
 
 _LIMITS = StuckLimits(timeout_s=10.0, exit_s=5.0)
 
 
 class Watched:
-    """A watchdog that is asked once per look until a time."""
+    """A watchdog that looks at regular intervals until a given time."""
 
     def __init__(self) -> None:
         self.dog = StepWatchdog(_LIMITS)
@@ -30,7 +31,7 @@ def step(number: int = 7, *, longest_step_s: float = 0.1) -> StepSight:
 IDLE = StepSight(is_alive=True, is_busy=False, steps=7, longest_step_s=0.1)
 
 
-def test_a_step_is_stuck_after_its_limit_and_hopeless_after_as_much_as_it_may_have_more() -> None:
+def test_a_step_is_stuck_after_its_limit_and_hopeless_after_the_grace() -> None:
     watched = Watched()
     assert watched.until(9.0, step()) is Verdict.WELL
     assert watched.until(2.0, step()) is Verdict.STUCK
@@ -38,21 +39,21 @@ def test_a_step_is_stuck_after_its_limit_and_hopeless_after_as_much_as_it_may_ha
     assert watched.until(3.0, step()) is Verdict.HOPELESS
 
 
-def test_a_step_that_ends_after_all_makes_everything_well() -> None:
+def test_a_stuck_step_that_ends_makes_the_worker_well() -> None:
     watched = Watched()
     assert watched.until(12.0, step(7)) is Verdict.STUCK
     assert watched.until(0.0, step(8)) is Verdict.WELL
     assert watched.until(9.0, step(8)) is Verdict.WELL
 
 
-def test_a_step_that_was_stuck_gives_those_that_follow_no_more_time() -> None:
+def test_a_stuck_step_does_not_raise_the_limit_of_later_steps() -> None:
     watched = Watched()
     assert watched.until(12.0, step(7)) is Verdict.STUCK
     assert watched.until(9.0, step(8, longest_step_s=12.5)) is Verdict.WELL
     assert watched.until(2.0, step(8, longest_step_s=12.5)) is Verdict.STUCK
 
 
-def test_many_short_steps_are_never_one_long_one() -> None:
+def test_many_short_steps_do_not_count_as_one_long_step() -> None:
     watched = Watched()
     assert {watched.until(3.0, step(number)) for number in range(1, 20)} == {Verdict.WELL}
 
@@ -74,7 +75,7 @@ def test_a_worker_of_long_steps_may_take_longer_within_bounds(longest_step_s: fl
     assert watched.until(2.0, step(longest_step_s=longest_step_s)) is Verdict.STUCK
 
 
-def test_a_process_that_was_stopped_as_a_whole_wakes_up_well() -> None:
+def test_a_process_that_was_stopped_is_well_when_it_continues() -> None:
     watched = Watched()
     assert watched.until(3.0, step()) is Verdict.WELL
     watched.now_s += 3600.0
@@ -83,7 +84,7 @@ def test_a_process_that_was_stopped_as_a_whole_wakes_up_well() -> None:
 
 
 @pytest.mark.parametrize("before", [step(7), IDLE])
-def test_a_step_in_which_the_process_was_stopped_is_no_measure_of_those_that_follow(before: StepSight) -> None:
+def test_a_step_during_which_the_process_was_stopped_does_not_raise_the_limit(before: StepSight) -> None:
     watched = Watched()
     watched.until(3.0, before)
     watched.now_s += 3600.0
@@ -98,7 +99,7 @@ def test_a_dead_step_thread_is_hopeless_at_once() -> None:
     assert Watched().until(0.0, StepSight(False, False, 7, 0.1)) is Verdict.HOPELESS
 
 
-def test_what_has_never_moved_has_not_stood_still() -> None:
+def test_a_counter_without_a_value_does_not_stand_still() -> None:
     still = StandStill(look_s=1.0)
     assert still.look(3, 50.0) == 0.0
     assert still.look(3, 51.0) == 1.0

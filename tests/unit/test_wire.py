@@ -1,4 +1,4 @@
-"""Wire messages and the values inside Tandem say the same."""
+"""Wire messages and the values inside Tandem are equal after conversion."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from cluster.messages import (
     LayoutFingerprint,
     MemberId,
     PrefillJob,
-    PrefixHolder,
+    PrefixSource,
     SampledToken,
     Sampling,
     SequenceStart,
@@ -20,7 +20,7 @@ from cluster.messages import (
     TokenStops,
 )
 from cluster.protocol import kv_wire, wire
-from tandem.v1 import worker_pb2
+from tandem.internal.v1 import worker_pb2
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -53,7 +53,7 @@ PREFILL_JOBS = st.builds(
     importer=st.none() | MEMBERS,
     timeout_s=TIMEOUT,
     cache_salt=st.text(max_size=5),
-    prefix_holders=st.lists(st.builds(PrefixHolder, MEMBERS, NAME, COUNT), max_size=2).map(tuple),
+    prefix_sources=st.lists(st.builds(PrefixSource, MEMBERS, NAME, COUNT), max_size=2).map(tuple),
     priority=I32,
     is_batch=st.booleans(),
     age_s=st.floats(0, 1e6),
@@ -82,7 +82,7 @@ DECODE_JOBS = st.builds(
 
 
 @given(IDS)
-def test_packed_ids_come_back_as_they_were(ids: tuple[int, ...]) -> None:
+def test_unpacked_ids_equal_the_packed_ones(ids: tuple[int, ...]) -> None:
     assert wire.unpack_ids(wire.pack_ids(ids)) == ids
 
 
@@ -121,7 +121,7 @@ def test_a_sampled_token_survives_the_wire(token: SampledToken) -> None:
 
 def test_ticket_epoch_and_fingerprint_survive_the_wire() -> None:
     ticket = Ticket(b"t" * 16, MemberId("p0", "a"), "h:1", MemberId("d0", "b"), "r", 3, 17, b"h" * 16, 2, 1.5)
-    fingerprint = LayoutFingerprint("w", "c", "float32", "t", 2, 1, "native", 7)
+    fingerprint = LayoutFingerprint("w", "c", "float32", "t", "int8", 7)
     assert kv_wire.ticket_from_wire(kv_wire.ticket_to_wire(ticket)) == ticket
     assert kv_wire.epoch_from_wire(kv_wire.epoch_to_wire(ticket.epoch)) == ticket.epoch
     assert kv_wire.fingerprint_from_wire(kv_wire.fingerprint_to_wire(fingerprint)) == fingerprint
@@ -143,7 +143,7 @@ def _valid_prefill() -> worker_pb2.PrefillRequest:
         ("timeout_s", 0.0, "timeout_s"),
     ],
 )
-def test_a_malformed_prefill_is_refused_by_what_is_wrong(field: str, value: object, said: str) -> None:
+def test_a_malformed_prefill_is_refused_with_the_wrong_field(field: str, value: object, said: str) -> None:
     message = _valid_prefill()
     setattr(message, field, value)
     with pytest.raises(MalformedMessage, match=said):
@@ -160,7 +160,7 @@ def test_a_prefill_without_choices_or_without_room_is_refused() -> None:
         wire.prefill_job_from_wire(without_room)
 
 
-def test_two_sequences_of_one_handle_are_refused() -> None:
+def test_two_sequences_with_the_same_handle_are_refused() -> None:
     sequences = (SequenceStart(7, 1), SequenceStart(7, 2))
     job = DecodeJob("r", 1, MemberId("a", "b"), (1,), Sampling(), TokenStops(4), sequences, None, 1.0)
     with pytest.raises(MalformedMessage, match="handles"):

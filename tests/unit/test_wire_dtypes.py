@@ -1,4 +1,4 @@
-"""Wire dtypes: how small, how exact, what of a block they touch, and what becomes of numbers that are none."""
+"""Wire dtypes: size, error, which positions of a block are touched, and numbers that are not finite."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from cluster.errors import ConfigError
 from engine.kv.layout import BlockLayout, LayerShape, lay_out
 from engine.kv.pool import TORCH_DTYPES, KvPool
-from kvtransfer.wire.wire_dtypes import WireDtype
-from kvtransfer.wire.wire_format import NativeFormat, WireFormat
+from kvtransfer.wire.wire_format import NativeFormat, WireDtype, WireFormat
 
 QUANTISED = ("int8", "fp8", "int4")
 BLOCK_SIZE = 16
@@ -57,7 +56,7 @@ def test_wire_bytes_with_scales_against_16_bits(model: str, block_size: int, wir
 
 
 @pytest.mark.parametrize("wire_dtype", QUANTISED)
-def test_what_travels_is_as_long_as_was_said(wire_dtype: str) -> None:
+def test_encoded_blocks_have_the_announced_size(wire_dtype: str) -> None:
     pool = pool_of(SMALL)
     wire = WireDtype(wire_dtype)
     memory = wire.format(pool, SMALL).memory
@@ -73,10 +72,11 @@ def test_native_travels_from_the_pool_itself() -> None:
     assert wire.copy_bytes(SMALL) == 0
 
 
-# Of a group's largest magnitude (8 bits: half a step of a scale that may be twice too wide) or of its range.
+# The error as a share of the group's largest magnitude (8 bits: half a step of a scale that may be twice too wide)
+# or of its range.
 @pytest.mark.parametrize(("wire_dtype", "share"), [("int8", 1 / 127), ("fp8", 1 / 16), ("int4", 1.125 / 30)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_no_element_is_further_off_than_its_groups_scale_allows(wire_dtype: str, share: float, dtype: str) -> None:
+def test_the_error_of_every_element_is_within_the_scale_of_its_group(wire_dtype: str, share: float, dtype: str) -> None:
     layout = lay_out([LayerShape(2, 32, 32)] * 2, BLOCK_SIZE, dtype)
     pool = pool_of(layout)
     target = round_trip(pool, wire_dtype)
@@ -95,7 +95,7 @@ def test_no_element_is_further_off_than_its_groups_scale_allows(wire_dtype: str,
 
 @pytest.mark.parametrize("wire_dtype", QUANTISED)
 @pytest.mark.parametrize("layout", [SMALL, UNLIKE, SMALL_BLOCKS], ids=["small", "unlike", "small blocks"])
-def test_every_element_of_any_layout_arrives_near_itself(wire_dtype: str, layout: BlockLayout) -> None:
+def test_every_element_of_any_layout_arrives_with_a_small_error(wire_dtype: str, layout: BlockLayout) -> None:
     pool = pool_of(layout)
     target = round_trip(pool, wire_dtype)
     off = (target.tensor.float() - pool.tensor.float()).abs()
@@ -105,13 +105,13 @@ def test_every_element_of_any_layout_arrives_near_itself(wire_dtype: str, layout
 
 @pytest.mark.parametrize("wire_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_second_hand_off_in_8_bits_changes_nothing_more(wire_dtype: str, dtype: str) -> None:
+def test_a_second_hand_off_in_8_bits_changes_no_further_bit(wire_dtype: str, dtype: str) -> None:
     once = round_trip(pool_of(lay_out([LayerShape(2, 16, 16)], BLOCK_SIZE, dtype)), wire_dtype)
     twice = round_trip(once, wire_dtype)
     assert torch.equal(once.raw, twice.raw)
 
 
-def test_ten_hand_offs_in_4_bits_are_little_worse_than_one() -> None:
+def test_ten_hand_offs_in_4_bits_have_little_more_error_than_one() -> None:
     pool = pool_of(SMALL)
     once = moved = round_trip(pool, "int4")
     for _ in range(9):
@@ -124,8 +124,8 @@ def test_ten_hand_offs_in_4_bits_are_little_worse_than_one() -> None:
 
 
 @pytest.mark.parametrize(("wire_dtype", "limit"), [("int8", 0.01), ("fp8", 0.05), ("int4", 0.1)])
-def test_a_channel_of_k_far_from_zero_costs_the_others_nothing(wire_dtype: str, limit: float) -> None:
-    """Some models have keys with a few such channels, for every token."""
+def test_a_channel_of_k_far_from_zero_does_not_raise_the_error_of_others(wire_dtype: str, limit: float) -> None:
+    """The keys of some models have a few such channels, for every token."""
     pool = pool_of(lay_out([LayerShape(2, 32, 32)] * 2, BLOCK_SIZE, "float32"))
     for keys, _ in pool.layers:
         keys[:, :, :, 5] += 100
@@ -136,7 +136,7 @@ def test_a_channel_of_k_far_from_zero_costs_the_others_nothing(wire_dtype: str, 
         assert float(off) < limit
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     wire_dtype=st.sampled_from(QUANTISED),
     layout=st.sampled_from([SMALL, UNLIKE]),
@@ -161,8 +161,8 @@ def test_only_the_named_blocks_are_touched_in_any_order(
 
 
 @pytest.mark.parametrize("wire_dtype", QUANTISED)
-def test_the_same_block_gives_the_same_bytes_wherever_it_lies(wire_dtype: str) -> None:
-    """So a digest taken for one ticket holds for another, and a slot that is written again does not change."""
+def test_the_same_block_gives_the_same_bytes_at_every_place(wire_dtype: str) -> None:
+    """A digest taken for one ticket therefore holds for another, and a slot that is written again does not change."""
     pool, other = pool_of(SMALL), KvPool(SMALL, 9)
     other.raw[[8, 0, 4]] = pool.raw[[1, 2, 5]]
     formats = [WireDtype(wire_dtype).format(one, SMALL) for one in (pool, other)]
@@ -174,7 +174,7 @@ def test_the_same_block_gives_the_same_bytes_wherever_it_lies(wire_dtype: str) -
 
 @pytest.mark.parametrize("wire_dtype", QUANTISED)
 @pytest.mark.parametrize("num_used", [0, 1, 7, 15])
-def test_unused_positions_stay_zero_and_cost_the_used_ones_nothing(wire_dtype: str, num_used: int) -> None:
+def test_unused_positions_stay_zero_and_do_not_raise_the_error_of_used_ones(wire_dtype: str, num_used: int) -> None:
     """A tail of keys far from zero is no worse than a full block of them."""
     pool = pool_of(SMALL, 2)
     for keys, values in pool.layers:
@@ -191,7 +191,7 @@ def test_unused_positions_stay_zero_and_cost_the_used_ones_nothing(wire_dtype: s
 
 @pytest.mark.parametrize("wire_dtype", QUANTISED)
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
-def test_a_group_that_is_not_finite_arrives_as_nan_and_no_other(wire_dtype: str, broken: float) -> None:
+def test_only_a_group_that_is_not_finite_arrives_as_nan(wire_dtype: str, broken: float) -> None:
     pool = pool_of(SMALL, 3)
     keys, values = pool.layers[1]
     keys[1, 3, 0, 5] = broken
@@ -232,7 +232,7 @@ def test_bytes_of_any_kind_can_be_decoded(wire_dtype: str) -> None:
 
 
 @pytest.mark.parametrize("wire_dtype", QUANTISED)
-def test_blocks_that_cannot_be_grouped_are_refused_with_what_to_change(wire_dtype: str) -> None:
+def test_blocks_that_cannot_be_grouped_are_refused_with_the_block_size_to_set(wire_dtype: str) -> None:
     layout = lay_out([LayerShape(1, 10, 10)], 5, "bfloat16")
     with pytest.raises(ConfigError, match=r"50 elements of 5 tokens cannot be divided.* --block-size of 32 they can"):
         WireDtype(wire_dtype).copy_bytes(layout)

@@ -11,9 +11,9 @@ from cluster.settings.config import WorkerConfig
 from engine.kv.layout import LayerShape, lay_out
 from engine.kv.pool import KvPool
 from engine.scheduling.step import DrawnToken, StepResult
-from prefill_worker.prefixes.block_files import BlockFiles
-from prefill_worker.prefixes.prefix_tiers import PrefixTiers, TierMeans
-from prefill_worker.prefixes.tier_opening import open_tiers
+from engine.steps.questions import Questions
+from prefill_worker.prefixes.tier_storage import BlockFiles
+from prefill_worker.prefixes.tiers import PrefixTiers, TierResources, open_tiers
 from prefill_worker.scheduling import commands
 from prefill_worker.scheduling.limits import PrefillLimits
 from prefill_worker.scheduling.rates import RunningRate
@@ -28,10 +28,11 @@ BLOCK_BYTES = lay_out([LayerShape(1, 8, 8)], BLOCK_SIZE, "float32").block_bytes
 class TierBench:
     """A prefill worker without a model: a computed block is filled with a number of its prompt's tokens."""
 
-    def __init__(self, disk: Path | None = None, *, slots: int = 16, files: int = 16) -> None:
+    def __init__(self, disk: Path | None = None, *, slots: int = 16, files: int = 16, kv_verify: str = "off") -> None:
         self.pool = KvPool(lay_out([LayerShape(1, 8, 8)], BLOCK_SIZE, "float32"), _NUM_BLOCKS)
         config = WorkerConfig(
             model="m",
+            kv_verify=kv_verify,
             prefix_host_memory=str(slots * BLOCK_BYTES),
             prefix_disk=str(disk) if disk is not None else "",
             prefix_disk_space=str(files * BlockFiles.file_bytes(BLOCK_BYTES)),
@@ -48,13 +49,14 @@ class TierBench:
             ),
             new_chain=chains,
         )
-        self.index, copies = open_tiers(config, self.pool, LAYOUT)
+        self.index, storage = open_tiers(config, self.pool, LAYOUT)
         self.telemetry, self.compute = Telemetry(), RunningRate()
         self.compute.note(1.0, 1.0)  # slow: any copy is worth it
-        means = TierMeans(
-            self.index, copies, chains, BLOCK_SIZE, BLOCK_BYTES, self.compute, itertools.count(), self.telemetry
+        self.questions = Questions(self._post)
+        resources = TierResources(
+            self.index, storage, chains, BLOCK_SIZE, BLOCK_BYTES, self.compute, itertools.count(), self.telemetry
         )
-        self.tiers = PrefixTiers(means, self._post)
+        self.tiers = PrefixTiers(resources, self.questions)
 
     async def ask(self, *tokens: int) -> int:
         """Prefills a prompt; how many tokens were found. What was found must be what was computed."""
@@ -69,7 +71,7 @@ class TierBench:
         return finished.num_cached
 
     def outcomes(self, action: str) -> dict[str, float]:
-        names = ("ok", "damaged", "unreadable", "unwritable", "dropped", "late", "no_room", "failed")
+        names = ("ok", "damaged", "unverified", "unreadable", "unwritable", "dropped", "late", "no_room", "failed")
         values = {n: self.telemetry.value("tandem_prefix_tier_blocks_total", action=action, outcome=n) for n in names}
         return {name: value for name, value in values.items() if value}
 
@@ -88,8 +90,7 @@ class TierBench:
 
     def _post(self, command: commands.Command) -> None:
         for event in self.scheduler.apply(command, 0.0):
-            if isinstance(event, commands.PrefixLent | commands.PrefixFound | commands.PullReserved):
-                asyncio.get_running_loop().call_soon(self.tiers.on_event, event)
+            asyncio.get_running_loop().call_soon(self.questions.settle, (event,))
 
     async def stored(self) -> None:
         while tasks := [task for task in asyncio.all_tasks() if task.get_name() == "store prefix"]:

@@ -1,6 +1,6 @@
-"""One GPU's view of another process's pool: mapping its exported pages, and copying blocks out of them.
+"""One GPU's access to another process's pool: maps its exported pages and copies blocks out of them.
 
-Owns its stream. Called on transports' threads, never on the event loop: a copy is waited for.
+It owns its stream. Call it on transports' threads, never on the event loop, because it waits for copies.
 """
 
 import os
@@ -13,35 +13,35 @@ import numpy as np
 import torch
 
 from cluster.memory.cuda_pages import DriverRefused, checked, map_pages, unmap
+from kvtransfer.device import use_device
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportError
-from kvtransfer.transports.cuda.thread import use_device
 
 
 class Mapping(Protocol):
-    """Pages of another process. Unmapped when nothing refers to it any more."""
+    """Mapped pages of another process. They are unmapped when nothing refers to this object any more."""
 
     @property
     def address(self) -> int: ...
 
 
 class PoolAccess(Protocol):
-    """What `cuda_ipc` needs of a device: two implementations, CUDA's and the tests'."""
+    """What `cuda_ipc` needs of a device. CUDA and the tests implement it."""
 
     def device(self) -> str:
-        """Names the GPU of the local pool."""
+        """Return the name of the local pool's GPU."""
         ...
 
     def reaches(self, device: str) -> bool:
-        """May a GPU of this name read the local pool? True where only trying can tell."""
+        """Return whether a GPU of this name may read the local pool; True if only an attempt can tell."""
         ...
 
     def map(self, file: int, num_bytes: int) -> Mapping:
-        """For reading. Takes `file` over. Raises TransportError."""
+        """Map a file for reading and close it. Raises TransportError."""
         ...
 
     def copy(self, source: Mapping, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
-        """Into the local pool; done, and visible to the device, when it returns."""
+        """Copy blocks into the local pool. When it returns they are visible to the device."""
         ...
 
 
@@ -81,8 +81,9 @@ class CudaAccess:
             raise TransportError(str(error)) from error
 
     def copy(self, source: Mapping, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
-        """On a stream of its own: neither waits for the engine's steps, nor they for it. Nobody uses the destination,
-        and the source was completed before it was offered."""
+        """Copy on a stream of its own, so that the copy and the engine's steps do not wait for each other.
+
+        The destination is not in use, and the source was complete before it was offered."""
         from kvtransfer.transports.cuda.copies import copy_blocks
 
         with self._lock, torch.cuda.device(self._index):
@@ -96,7 +97,7 @@ class CudaAccess:
 
 
 def _import_for_reading(driver: Any, file: int, num_bytes: int, index: int) -> int:
-    """The address. Takes `file` over. Raises DriverRefused."""
+    """Map the pages and return their address. It closes `file`. Raises DriverRefused."""
     kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     try:
         handle = checked(driver.cuMemImportFromShareableHandle(file, kind))

@@ -35,8 +35,10 @@ def _copy_words(  # type: ignore[no-untyped-def]
 
 
 def copy_blocks(source_address: int, source_ids: torch.Tensor, target: torch.Tensor, target_ids: torch.Tensor) -> None:
-    """Blocks `source_ids` of the pool at `source_address` to `target_ids` of `target` (torch.uint8, [num_blocks,
-    block_bytes], contiguous); ids are torch.int64. Enqueued on the current stream."""
+    """Copy blocks `source_ids` of the pool at `source_address` to blocks `target_ids` of `target`.
+
+    `target` is torch.uint8, [num_blocks, block_bytes], contiguous; ids are torch.int64. The copy is enqueued on the
+    current stream."""
     assert target.is_contiguous() and len(source_ids) == len(target_ids)
     addresses_and_size = (source_address, target.data_ptr(), target.shape[1])
     is_aligned = all(number % _ALIGNMENT == 0 for number in addresses_and_size)

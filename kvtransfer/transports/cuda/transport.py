@@ -1,9 +1,8 @@
-"""CUDA IPC: GPUs of one host. The exporter's pages are handed over as a file, mapped for reading by the importer, and
-copied from device to device.
+"""CUDA IPC: GPUs of one host. The importer maps the exporter's pages for reading and copies from device to device.
 
-What a dead exporter leaves behind is settled by how its pool was made: pages exported by CUDA's virtual memory
-management live as long as somebody has them mapped. A copy in flight when the exporter dies reads what was sealed, and
-ends. The connection over which the file came ends with the exporter; that ends the mapping, and so the pages.
+The pages are passed as a file. CUDA's virtual memory management keeps exported pages while any process maps them, so a
+copy in flight when the exporter dies reads what was sealed, and ends. The connection that carried the file ends with
+the exporter; that ends the mapping, and so the pages.
 
 A copy cannot be stopped and always ends by itself; destroying its channel waits for it.
 """
@@ -18,35 +17,35 @@ from dataclasses import dataclass
 
 from cluster.messages import Epoch
 from kvtransfer.memory import ExportedMemory, PoolMemory
-from kvtransfer.transports.base import TransportError, TransportMeans
+from kvtransfer.transports.base import TransportError, TransportSetup
 from kvtransfer.transports.cuda.access import CudaAccess, Mapping, PoolAccess
-from kvtransfer.transports.host.sockets import joined
 from kvtransfer.transports.shm.descriptor_server import DescriptorServer, is_open, parse_endpoint, receive_descriptor
 from kvtransfer.transports.shm.transport import host_identity
+from kvtransfer.transports.sockets import joined
 
 NAME = "cuda_ipc"
 
 _GEOMETRY = struct.Struct("<QQQ")  # number of blocks, bytes per block, bytes of the file
 
 
-def unavailable(means: TransportMeans) -> str:
-    memory = means.memory
+def unavailable(setup: TransportSetup) -> str:
+    memory = setup.memory
     if not isinstance(memory, ExportedMemory):
         return "what travels does not lie in exported GPU memory"
     return memory.why_no_cuda_file
 
 
-def exporter(means: TransportMeans) -> "CudaIpcExporter":
-    assert isinstance(means.memory, ExportedMemory)
-    return CudaIpcExporter(memory=means.memory, access=CudaAccess(means.memory))
+def exporter(setup: TransportSetup) -> "CudaIpcExporter":
+    assert isinstance(setup.memory, ExportedMemory)
+    return CudaIpcExporter(memory=setup.memory, access=CudaAccess(setup.memory))
 
 
-def importer(means: TransportMeans) -> "CudaIpcImporter":
-    return CudaIpcImporter(memory=means.memory, access=CudaAccess(means.memory))
+def importer(setup: TransportSetup) -> "CudaIpcImporter":
+    return CudaIpcImporter(memory=setup.memory, access=CudaAccess(setup.memory))
 
 
 class CudaIpcExporter:
-    """Hands the pool's file to importers of admitted epochs."""
+    """Passes the pool's file to importers of admitted epochs."""
 
     def __init__(self, *, memory: ExportedMemory, access: PoolAccess) -> None:
         assert memory.cuda_file is not None, memory.why_no_cuda_file
@@ -65,8 +64,8 @@ class CudaIpcExporter:
         host, _, device = importer_endpoint.rpartition(b" ")
         return host == host_identity() and self._access.reaches(device.decode(errors="replace"))
 
-    def admit(self, epoch: Epoch) -> bytes:
-        return self._server.admit(epoch)
+    def grant(self, epoch: Epoch) -> bytes:
+        return self._server.grant(epoch)
 
     def revoke(self, epoch: Epoch) -> None:
         self._server.revoke(epoch)
@@ -77,7 +76,7 @@ class CudaIpcExporter:
 
 @dataclass(frozen=True, slots=True)
 class _RemotePool:
-    """One exporter's pool as this process has it mapped, and the connection that lives as long as the exporter."""
+    """One exporter's pool as this process maps it, and the connection that lives as long as the exporter."""
 
     connection: socket.socket
     mapping: Mapping
@@ -101,13 +100,13 @@ class CudaIpcImporter:
 
     @property
     def num_mappings(self) -> int:
-        """Exporters whose memory this process holds at the moment."""
+        """Return the number of exporters whose memory this process maps."""
         return len(self._pools)
 
     def endpoint(self) -> bytes:
         return self._endpoint
 
-    async def open(self, epoch: Epoch, exporter_endpoint: bytes) -> "CudaIpcChannel":
+    async def open_channel(self, epoch: Epoch, exporter_endpoint: bytes) -> "CudaIpcChannel":
         path, token = parse_endpoint(exporter_endpoint)
         pool = self._pools.get(path)
         if pool is None or not is_open(pool.connection):
@@ -140,7 +139,7 @@ class CudaIpcImporter:
         return pool
 
     def _checked(self, geometry: bytes, file: int) -> tuple[int, int]:
-        """(number of blocks, bytes of the file)"""
+        """Return (number of blocks, bytes of the file)."""
         if len(geometry) == _GEOMETRY.size:
             num_blocks, block_bytes, num_bytes = _GEOMETRY.unpack(geometry)
             if block_bytes == self._block_bytes and num_blocks * block_bytes <= num_bytes:
@@ -149,7 +148,7 @@ class CudaIpcImporter:
         raise TransportError(f"the exporter's pool is not of blocks of {self._block_bytes} bytes")
 
     def _unmap(self, path: str) -> None:
-        """Copies still in flight keep the memory until they are done."""
+        """Drop the mapping. Copies in flight keep the memory until they are done."""
         pool = self._pools.pop(path, None)
         if pool is not None:
             asyncio.get_running_loop().remove_reader(pool.connection)
@@ -188,5 +187,5 @@ class CudaIpcChannel:
             await joined(self._read)
         self._ended(self)
 
-    async def release(self) -> None:
+    async def finish(self) -> None:
         await self.destroy()

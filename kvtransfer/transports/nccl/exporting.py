@@ -1,5 +1,7 @@
-"""The exporter's half of `nccl`: rank 0 of every pair. Owns its listening socket and a thread per importer, in which
-that pair's calls of the library are made; one that hangs takes its thread and nothing else with it.
+"""The exporter's side of `nccl`: rank 0 of every link.
+
+It owns its listening socket and one thread per importer, which makes all calls into the library for that link. A call
+that hangs blocks only its own thread.
 """
 
 import contextlib
@@ -16,12 +18,11 @@ from dataclasses import dataclass
 from cluster.messages import Epoch
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportError
-from kvtransfer.transports.host.connection_threads import ConnectionThreads
-from kvtransfer.transports.host.sockets import tune
 from kvtransfer.transports.nccl import messages
+from kvtransfer.transports.nccl.communicator_life import CommunicatorLife, CommunicatorLimits
 from kvtransfer.transports.nccl.library import EXPORTER_RANK, NcclFailed, NcclLibrary, Piece
 from kvtransfer.transports.nccl.link import NcclLink
-from kvtransfer.transports.nccl.pair import PairLife, PairLimits
+from kvtransfer.transports.sockets import ConnectionThreads, tune
 
 NAME = "nccl"
 
@@ -31,22 +32,22 @@ ENDPOINT = struct.Struct(f"<{messages.TOKEN_BYTES}sH")  # token, port; then the 
 IMPORTER = struct.Struct(f"<{messages.IDENTITY_BYTES}sI")  # which start of which importer, NCCL's version; then the GPU
 
 _MAX_CONNECTIONS = 128
-_MAX_LIVES = 1024  # pairs whose history is kept
+_MAX_LIVES = 1024  # links whose history is kept
 
 
 @dataclass
-class _Pair:
-    """What is known of one start of one importer."""
+class _PeerLink:
+    """What the exporter knows about one importer process."""
 
-    life: PairLife
+    life: CommunicatorLife
     link: NcclLink | None = None
 
 
 class NcclExporter:
-    """Sends the runs of blocks that importers of admitted epochs ask for, in the order in which they ask."""
+    """Sends the runs of blocks that importers of admitted epochs request, in the order of their requests."""
 
     def __init__(
-        self, *, memory: PoolMemory, library: NcclLibrary, host: str, advertise_host: str, limits: PairLimits
+        self, *, memory: PoolMemory, library: NcclLibrary, host: str, advertise_host: str, limits: CommunicatorLimits
     ) -> None:
         self._raw = memory.raw  # keeps the bytes where they are as long as a thread may read them
         self._num_blocks, self._block_bytes = memory.num_blocks, memory.block_bytes
@@ -54,8 +55,8 @@ class NcclExporter:
         self._host, self._advertise_host = host, advertise_host
         self._tokens: dict[tuple[bytes, int], bytes] = {}  # by (ticket id, attempt)
         self._slot = threading.Lock()
-        self._lock = threading.Lock()  # over _pairs
-        self._pairs: OrderedDict[bytes, _Pair] = OrderedDict()  # by importer, the longest unused first
+        self._lock = threading.Lock()  # over _peers
+        self._peers: OrderedDict[bytes, _PeerLink] = OrderedDict()  # by importer, the longest unused first
         self._threads = ConnectionThreads("kv-nccl", serve=self._serve, max_connections=_MAX_CONNECTIONS)
 
     @property
@@ -63,11 +64,11 @@ class NcclExporter:
         return NAME
 
     async def start(self) -> None:
-        """Raises OSError when the host cannot be bound to."""
+        """Start to listen. Raises OSError if the host cannot be bound to."""
         self._threads.start(self._host)
 
     def reachable(self, importer_endpoint: bytes) -> bool:
-        """One version of NCCL, two GPUs, and no failure lately."""
+        """Return whether both sides have one version of NCCL and two GPUs, and the link is not in backoff."""
         if len(importer_endpoint) < IMPORTER.size:
             return False
         importer, version = IMPORTER.unpack_from(importer_endpoint)
@@ -78,10 +79,10 @@ class NcclExporter:
         except NcclFailed:
             return False
         with self._lock:
-            pair = self._pairs.get(importer)
-        return pair is None or pair.life.is_promising(time.monotonic())
+            peer = self._peers.get(importer)
+        return peer is None or peer.life.is_promising(time.monotonic())
 
-    def admit(self, epoch: Epoch) -> bytes:
+    def grant(self, epoch: Epoch) -> bytes:
         key = (epoch.ticket_id, epoch.attempt)
         token = self._tokens.setdefault(key, secrets.token_bytes(messages.TOKEN_BYTES))
         return ENDPOINT.pack(token, self._threads.port) + self._advertise_host.encode()
@@ -90,13 +91,13 @@ class NcclExporter:
         self._tokens.pop((epoch.ticket_id, epoch.attempt), None)
 
     async def close(self) -> None:
-        """Waits for threads that hang in the library only so long."""
+        """Close the links. Threads that hang in the library are waited for only up to `abort_s`."""
         await self._threads.stop_accepting()
         with self._lock:
-            pairs = list(self._pairs.values())
-        for pair in pairs:
-            if pair.link is not None:
-                pair.link.poison("the exporter is closing")
+            peers = list(self._peers.values())
+        for peer in peers:
+            if peer.link is not None:
+                peer.link.poison("the exporter is closing")
         await self._threads.end_connections(self._limits.abort_s)
 
     def _serve(self, connection: socket.socket) -> None:
@@ -104,11 +105,11 @@ class NcclExporter:
         connection.settimeout(self._limits.agree_s)
         try:
             hello = messages.expect(connection, messages.Hello)
-            self._serve_pair(hello, connection)
+            self._serve_link(hello, connection)
         except TransportError as error:  # an importer that does not keep to the protocol
             _LOG.debug("nccl: a connection ended: %s", error)
 
-    def _serve_pair(self, hello: messages.Hello, connection: socket.socket) -> None:
+    def _serve_link(self, hello: messages.Hello, connection: socket.socket) -> None:
         if not self._is_admitted(hello.entry):
             return messages.send(connection, messages.Refused("the exporter does not know this epoch"))
         link = self._new_link(hello.importer, connection)
@@ -126,14 +127,14 @@ class NcclExporter:
             link.abort("the importer is gone", failed=False)
 
     def _new_link(self, importer: bytes, connection: socket.socket) -> NcclLink:
-        """In place of the importer's last one, which it left or it would not make another."""
+        """Make a link that replaces the importer's last one, which the importer has given up."""
         with self._lock:
-            pair = self._pairs.setdefault(importer, _Pair(PairLife(self._limits)))
-            self._pairs.move_to_end(importer)
-            while len(self._pairs) > _MAX_LIVES:
-                self._pairs.popitem(last=False)
-            last, pair.link = pair.link, NcclLink(connection, self._library, pair.life, self._slot)
-            link = pair.link
+            peer = self._peers.setdefault(importer, _PeerLink(CommunicatorLife(self._limits)))
+            self._peers.move_to_end(importer)
+            while len(self._peers) > _MAX_LIVES:
+                self._peers.popitem(last=False)
+            last, peer.link = peer.link, NcclLink(connection, self._library, peer.life, self._slot)
+            link = peer.link
         if last is not None:
             last.poison("the importer made a new connection")
             last.quiet.wait(self._limits.abort_s)
@@ -144,7 +145,7 @@ class NcclExporter:
         try:
             link.begin()
         except TransportError as error:
-            raise messages.Refusal(f"this pair is left alone: {error}") from error
+            raise messages.Refusal(f"this link is not used now: {error}") from error
         try:
             version = self._library.version()
             if hello.version != version:
@@ -163,7 +164,7 @@ class NcclExporter:
         link.warmed()
 
     def _answer(self, link: NcclLink) -> bool:
-        """One read. False: the importer has ended the connection."""
+        """Answer one read. Return False if the importer has ended the connection."""
         connection = link.connection
         connection.settimeout(None)  # it may ask again at any time; keepalive finds dead hosts
         read = messages.receive_message(connection)

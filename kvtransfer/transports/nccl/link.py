@@ -1,32 +1,79 @@
-"""One control connection and the communicator behind it, as the thread that owns both drives them.
+"""One control connection to a peer and the NCCL communicator behind it, driven by the thread that owns both.
 
-Every call blocks that thread, up to the deadline of its step; `poison` and the questions may come from any thread. What
-the exporter and the importer say to each other stands in their own files.
+Every call blocks that thread, up to the deadline of its step; `poison` and the queries may come from any thread. The
+messages of the exporter and the importer are in their own files. `LoneThread` runs calls that may never return: an
+executor's threads are joined when the interpreter ends, this thread is abandoned.
 """
 
 import contextlib
+import queue
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
 
 from kvtransfer.transports.base import TransportError
-from kvtransfer.transports.host.sockets import shut_down
+from kvtransfer.transports.nccl.communicator_life import CommunicatorLife, CommunicatorState, IllegalMove
 from kvtransfer.transports.nccl.library import Communicator, NcclFailed, NcclLibrary, Piece
-from kvtransfer.transports.nccl.pair import IllegalMove, PairLife, PairState
+from kvtransfer.transports.sockets import shut_down
 
+_Result = TypeVar("_Result")
 _MAX_GROUP = 512  # operations
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.00005, 0.002
 
 
-class NcclLink:
-    """Owns the connection, the communicator and, from `begin` until it has ended, the moves of the pair's life."""
+class LoneThread:
+    """Runs calls one after the other on a daemon thread until `end`."""
 
-    def __init__(self, connection: socket.socket, library: NcclLibrary, life: PairLife, slot: threading.Lock) -> None:
-        """`slot`: held by the one transfer in this direction that the device makes at a time, whatever the pair. An
-        exporter takes it before it says that it sends, an importer when the exporter has said so: whoever holds an
-        importer's slot is being served, so nobody waits in a circle."""
+    def __init__(self, name: str, *, idle: Callable[[], None], idle_s: float) -> None:
+        """`idle` is called after `idle_s` without a call. It must not raise."""
+        self._idle, self._idle_s = idle, idle_s
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, call: Callable[[], _Result]) -> "Future[_Result]":
+        """Queue a call. A call that has not begun can be cancelled."""
+        future: Future[_Result] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001  (the future's owner handles it)
+                future.set_exception(error)
+
+        self._calls.put(run)
+        return future
+
+    def end(self) -> None:
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                call = self._calls.get(timeout=self._idle_s)
+            except queue.Empty:
+                self._idle()
+                continue
+            if call is None:
+                return
+            call()
+
+
+class NcclLink:
+    """Owns the connection, the communicator and, from `begin` to its end, the moves of the communicator's life."""
+
+    def __init__(
+        self, connection: socket.socket, library: NcclLibrary, life: CommunicatorLife, slot: threading.Lock
+    ) -> None:
+        """`slot` is held by the one transfer per direction that the device makes at a time, on any link.
+
+        An exporter acquires it before it announces that it sends, an importer when it receives that announcement. So
+        the holder of an importer's slot is always being served, and no circle of waits can form."""
         self.connection = connection
         self._library, self._life, self._slot = library, life, slot
         self._lock = threading.Lock()  # over the moves of `life`
@@ -37,12 +84,12 @@ class NcclLink:
 
     @property
     def is_usable(self) -> bool:
-        """A transfer may be asked for."""
+        """Return whether a transfer may be requested."""
         with self._lock:
-            return self._owns_life and self._life.state in (PairState.IDLE, PairState.TRANSFERRING)
+            return self._owns_life and self._life.state in (CommunicatorState.IDLE, CommunicatorState.TRANSFERRING)
 
     def begin(self) -> None:
-        """Raises TransportError when the pair is to be left alone."""
+        """Begin a communicator. Raises TransportError during a backoff."""
         with self._lock:
             try:
                 self._life.begin(time.monotonic())
@@ -51,18 +98,18 @@ class NcclLink:
             self._owns_life = True
 
     def agreed(self) -> None:
-        """Both sides want the communicator."""
+        """Record that both sides want the communicator."""
         self._move(lambda: self._life.agreed(time.monotonic()))
 
     def withdraw(self) -> None:
-        """One side does not, and nothing is wrong; the link has ended."""
+        """End the link because one side refused, which is not a failure."""
         with self._lock:
-            if self._owns_life and self._life.state is PairState.AGREEING:
+            if self._owns_life and self._life.state is CommunicatorState.AGREEING:
                 self._life.withdraw()
         self.abort("")
 
     def connect(self, unique_id: bytes, rank: int) -> None:
-        """Initialises and warms. Raises TransportError."""
+        """Initialise and warm the communicator. Raises TransportError."""
         try:
             self._communicator = self._library.connect(unique_id, rank)
             self._move(lambda: self._life.initialised(time.monotonic()))
@@ -72,13 +119,13 @@ class NcclLink:
             raise TransportError(f"NCCL: {error}") from error
 
     def warmed(self) -> None:
-        """The other side has its end of it too."""
+        """Record that the other side has finished its part too."""
         self._move(self._life.warmed)
 
     def send(self, number: int, pieces: Sequence[Piece], announce: Callable[[], None]) -> None:
-        """`announce` tells the other side that sending begins. Raises TransportError, OSError."""
+        """Send pieces. `announce` tells the other side that sending begins. Raises TransportError, OSError."""
         self._move(lambda: self._life.start_transfer(number, time.monotonic()))
-        self._take_slot()
+        self._acquire_slot()
         try:
             announce()
             self._perform(pieces, lambda communicator, group: communicator.send(group))
@@ -87,9 +134,9 @@ class NcclLink:
         self._move(self._life.end_transfer)
 
     def receive(self, number: int, pieces: Sequence[Piece]) -> None:
-        """The other side has said that it sends. Raises TransportError."""
+        """Receive pieces after the other side announced that it sends. Raises TransportError."""
         self._move(lambda: self._life.start_transfer(number, time.monotonic()))
-        self._take_slot()
+        self._acquire_slot()
         try:
             self._perform(pieces, lambda communicator, group: communicator.receive(group))
         finally:
@@ -101,7 +148,7 @@ class NcclLink:
         return self._life.number + 1
 
     def time_left_s(self) -> float | None:
-        """Until this step's deadline. Raises TransportError when it has passed."""
+        """Return the time until this step's deadline. Raises TransportError when it has passed."""
         deadline_s = self._life.deadline_s
         if deadline_s is None:
             return None
@@ -111,7 +158,7 @@ class NcclLink:
         return left_s
 
     def poison(self, why: str) -> None:
-        """Ends what is under way: the owning thread notices between two looks at the device."""
+        """End the work in progress. The owning thread notices it the next time that it polls the device."""
         with self._lock:
             if self._owns_life:
                 self._life.poison(why)
@@ -119,12 +166,13 @@ class NcclLink:
         shut_down(self.connection)
 
     def abort(self, why: str, *, failed: bool = True) -> None:
-        """For the owning thread. When it returns the communicator is aborted, its stream empty and the connection
-        closed: the proof of quiet. It never returns if the library does not: then nothing is proven, and whoever waits
-        has a deadline."""
+        """Abort, on the owning thread. When it returns, nothing of the communicator can write any more.
+
+        The communicator is aborted then, its stream empty and the connection closed. It never returns if the library
+        does not; its callers have timeouts."""
         self.poison(why)
         with self._lock:
-            must_abort = self._owns_life and self._life.state is PairState.POISONED
+            must_abort = self._owns_life and self._life.state is CommunicatorState.POISONED
             if must_abort:
                 self._life.abort(time.monotonic())
         if must_abort:
@@ -135,16 +183,17 @@ class NcclLink:
         self._end()
 
     def look(self) -> None:
-        """For the owning thread when nothing is asked of it: a peer that is gone ends the link."""
+        """End the link if the peer is gone. The owning thread calls it while idle."""
         if not self.quiet.is_set() and (self._poisoned.is_set() or self._peer_is_gone()):
             self.abort("the peer is gone", failed=False)
 
-    def _take_slot(self) -> None:
+    def _acquire_slot(self) -> None:
         if not self._slot.acquire(timeout=self.time_left_s() or -1):
             raise TransportError("other transfers on this device did not end in time")
 
     def _perform(self, pieces: Sequence[Piece], begin: Callable[[Communicator, Sequence[Piece]], None]) -> None:
-        """Group by group: the library's queue of work never fills up, so no call waits in it for the peer."""
+        """Perform the transfer group by group, so that the library's queue never fills and no call blocks on the
+        peer."""
         communicator = self._communicator
         assert communicator is not None
         try:
@@ -155,7 +204,7 @@ class NcclLink:
             raise TransportError(f"NCCL: {error}") from error
 
     def _wait(self, communicator: Communicator) -> None:
-        """Until everything that was begun is done."""
+        """Wait until all started work is done."""
         poll_s = _SHORTEST_POLL_S
         while not communicator.is_done():
             self.time_left_s()
@@ -188,7 +237,7 @@ class NcclLink:
         self.quiet.set()
 
     def _peer_is_gone(self) -> bool:
-        """Looks without waiting, whatever the socket's timeout."""
+        """Return whether the peer has ended the connection, without waiting."""
         try:
             poll = select.poll()
             poll.register(self.connection, select.POLLIN)

@@ -1,4 +1,4 @@
-"""What the two sides of an NCCL pair say to each other over their control connection, and its form in bytes.
+"""The messages that the two sides of an NCCL link exchange over their control connection, and their form in bytes.
 
 The importer asks and the exporter answers, one exchange at a time:
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvtransfer.transports.base import TransportError
-from kvtransfer.transports.host.sockets import receive
+from kvtransfer.transports.sockets import receive
 
 UNIQUE_ID_BYTES = 128
 TOKEN_BYTES = 16
@@ -28,12 +28,12 @@ _MAX_BYTES = _RUN.size * _MAX_RUNS + 256
 
 
 class Refusal(TransportError):
-    """The peer will not, for a reason that says nothing against the pair."""
+    """The peer refuses, for a reason that is not a failure of the link."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Which epoch asks, and what proves that it was admitted."""
+    """The epoch of a request, and the token that proves that it was admitted."""
 
     ticket_id: bytes
     attempt: int
@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbouring blocks of the exporter's pool."""
+    """Consecutive blocks of the exporter's pool."""
 
     first_block: int
     num_blocks: int
@@ -72,7 +72,7 @@ class UniqueId:
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """The first message has arrived: from here on calls find their connections built."""
+    """The first message has arrived, so the connections are built."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The blocks follow by NCCL, unless there is a refusal."""
+    """The answer to a Read. Unless it has a refusal, the blocks follow by NCCL."""
 
     ticket_id: bytes
     attempt: int
@@ -98,13 +98,13 @@ _Expected = TypeVar("_Expected", bound=Message)
 
 
 def send(connection: socket.socket, message: Message) -> None:
-    """Raises OSError."""
+    """Send one message. Raises OSError."""
     kind, body = _pack(message)
     connection.sendall(_HEADER.pack(_MAGIC, kind, len(body)) + body)
 
 
 def receive_message(connection: socket.socket) -> Message | None:
-    """None when the peer ended the connection between two messages. Raises OSError, TransportError."""
+    """Return the next message, or None at the end of the connection. Raises OSError, TransportError."""
     header = receive(connection, _HEADER.size)
     if header is None:
         return None
@@ -121,7 +121,7 @@ def receive_message(connection: socket.socket) -> Message | None:
 
 
 def expect(connection: socket.socket, kind: type[_Expected]) -> _Expected:
-    """The next message, which must be of this kind. Raises OSError, TransportError."""
+    """Return the next message, which must be of this kind. Raises OSError, TransportError."""
     message = receive_message(connection)
     if isinstance(message, kind):
         return message

@@ -1,6 +1,7 @@
-"""One NIXL agent over UCX, without its progress thread: registered memory, a peer, reads, and its own destruction.
+"""One NIXL agent over UCX without its progress thread: registered memory, a peer, reads, and its destruction.
 
-Owns every call into the library. Not thread-safe: its user makes the calls of one agent one at a time.
+The agent makes every call into the library. It is not thread-safe: its user makes one call at a time. `Pace` says how
+long a thread that polls an agent rests between two polls.
 """
 
 import contextlib
@@ -19,27 +20,50 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtransfer.transports.cuda.thread import use_device
+from kvtransfer.device import use_device
 
+_SPIN_S = 0.001
+_SHORTEST_REST_S = 50e-6
 # The meta package chooses by torch's CUDA version; a wheel for either alone serves host memory just as well.
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 _LOAD_HINT = "install the extra `nixl`"
-
 # Only reads that need nothing of the exporter's processor. What UCX emulates over messages (plain TCP, shared memory
 # where the kernel forbids reading another process) aborts the exporter when a reader goes away in mid-read. The
 # environment has the last word: UCX_PROTO_EMULATION_ENABLE=y.
 _UCX_SETTINGS = "PROTO_EMULATION_ENABLE=n"
-
 Descriptors = npt.NDArray[np.uint64]  # [pieces, 3]: address, bytes, device
 _Answer = TypeVar("_Answer")
 
 
+class Pace:
+    """The rest between two polls of one polling thread.
+
+    It is zero shortly after an event and then doubles up to a bound."""
+
+    def __init__(self, longest_rest_s: float) -> None:
+        self._longest_rest_s = longest_rest_s
+        self._rest_s = _SHORTEST_REST_S
+        self._busy_until_s = 0.0
+
+    def hurry(self, now_s: float) -> None:
+        """Poll without rest for a short time, because something happened or is about to."""
+        self._busy_until_s = now_s + _SPIN_S
+        self._rest_s = _SHORTEST_REST_S
+
+    def rest_s(self, now_s: float) -> float:
+        """Return the rest before the next poll; 0 for none."""
+        if now_s < self._busy_until_s:
+            return 0.0
+        rest_s, self._rest_s = self._rest_s, min(2 * self._rest_s, self._longest_rest_s)
+        return rest_s
+
+
 class NixlError(Exception):
-    """The library refused, or reports that a transfer failed."""
+    """The library refused or reports a failed transfer."""
 
 
 def why_not_loadable() -> str:
-    """Empty when the library can be used."""
+    """Return why the library cannot be used; empty if it can."""
     try:
         _api()
     except ImportError as error:
@@ -49,7 +73,7 @@ def why_not_loadable() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Rows of equal size in this process's memory or in another's."""
+    """Rows of equal size, in this process's memory or in another's."""
 
     address: int
     num_rows: int
@@ -58,7 +82,7 @@ class Region:
 
     @classmethod
     def of(cls, rows: torch.Tensor) -> "Region":
-        """`rows`: [num_rows, row_bytes], contiguous."""
+        """Return the region of `rows`: [num_rows, row_bytes], contiguous."""
         assert rows.is_contiguous() and rows.element_size() == 1
         device = rows.device.index if rows.is_cuda else None
         return cls(rows.data_ptr(), rows.shape[0], rows.shape[1], device)
@@ -77,10 +101,11 @@ class Region:
 
 
 class NixlAgent:
-    """Lives from its first line to `destroy`, after which nothing of it can touch memory."""
+    """One agent. After `destroy` nothing of it can touch memory."""
 
     def __init__(self, name: str, device: int | None) -> None:
-        """`device`: the GPU whose memory it is to move; then the thread that calls this makes all its other calls, too.
+        """`device` is the GPU whose memory the agent moves; then one thread must make all calls of the agent.
+
         Raises NixlError, ImportError."""
         api = _api()
         if device is not None:
@@ -93,20 +118,20 @@ class NixlAgent:
         self._num_reads = 0
 
     def register(self, region: Region) -> None:
-        """Pins it where the network needs that. Raises NixlError."""
+        """Register memory, which pins it if the network needs that. Raises NixlError."""
         whole = np.array([[region.address, region.num_rows * region.row_bytes, region.device or 0]], dtype=np.uint64)
         _called(lambda: self._agent.register_memory(whole, region.kind))
 
     def metadata(self) -> bytes:
-        """Name, addresses and keys of registered memory: a plain length-prefixed binary format."""
+        """Return name, addresses and keys of registered memory in a plain length-prefixed binary format."""
         return bytes(_called(self._agent.get_agent_metadata))
 
     def connect(self, metadata: bytes) -> None:
-        """Contacts nobody yet. Raises NixlError."""
+        """Add the peer without contacting it. Raises NixlError."""
         self._peer = _called(lambda: self._agent.add_remote_agent(metadata)).decode()
 
     def start_read(self, there: tuple[Region, Descriptors], here: tuple[Region, Descriptors]) -> int:
-        """Its number, for `is_complete`. Raises NixlError."""
+        """Start a read and return its number, for `is_complete`. Raises NixlError."""
         (source, source_pieces), (target, target_pieces) = there, here
         self._num_reads += 1
         number = self._num_reads
@@ -122,7 +147,7 @@ class NixlAgent:
         return number
 
     def is_complete(self, number: int) -> bool:
-        """Makes progress. Every byte has arrived. Raises NixlError."""
+        """Make progress and return whether every byte has arrived. Raises NixlError."""
         handle = self._reads.get(number)
         if handle is not None:
             _called(lambda: self._settle(number, self._agent.check_xfer_state(handle)))
@@ -133,16 +158,16 @@ class NixlAgent:
             self._reads.pop(number).release()
 
     def make_progress(self) -> None:
-        """For reads by others: UCX answers some of them, and every new connection, in here. Raises NixlError."""
+        """Make progress for reads by others: UCX answers some of them, and every new connection, in this call. Raises
+        NixlError."""
         _called(self._agent.get_new_notifs)
 
     def destroy(self) -> None:
-        """When it returns, no read of this agent can write any more: its endpoints, their sockets, shared segments and
-        queue pairs are gone and its memory is deregistered. Cancelling would prove nothing, a release of running
-        reads neither: only that the agent's own memory is freed does.
+        """Destroy the agent. When it returns, no read of it can write any more.
 
-        Raises NixlError when the library still holds it.
-        """
+        Its endpoints, sockets, shared segments and queue pairs are gone then and its memory is deregistered. Neither
+        cancelling nor releasing a running read would prove that; only the end of the agent's own object does. Raises
+        NixlError when the library still holds the agent."""
         agent, self._agent = self._agent, None
         while self._reads:
             _, handle = self._reads.popitem()
@@ -166,13 +191,15 @@ def _called(call: Callable[[], _Answer]) -> _Answer:
 
 @cache
 def _errors() -> tuple[type[Exception], ...]:
-    """What the library raises; its own classes have no base of their own."""
+    """Return the exceptions that the library raises; its own classes have no common base."""
     own = [kind for kind in vars(_api().nixlBind).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     return (*own, RuntimeError, ValueError)
 
 
 def _api() -> ModuleType:
-    """Raises ImportError. The library's import prints to standard output and silences logging's own errors: undone."""
+    """Import the library. Raises ImportError.
+
+    The import prints to standard output and turns `logging.raiseExceptions` off, which is undone here."""
     for package in _PACKAGES:
         if importlib.util.find_spec(package) is not None:
             raise_exceptions = logging.raiseExceptions

@@ -1,38 +1,94 @@
-"""The exporter's half of `nixl`: a registered pool, a table of admitted epochs, and a thread that makes progress.
+"""The exporter's side of `nixl`: a registered pool, a table of admitted epochs, and a thread that makes progress.
 
-The network reads the pool without asking this process, so it cannot refuse a single read: whoever has the metadata can
-read until the agent is gone. What is promised instead: the metadata travels only in the answer to a signed ticket; an
-importer compares its token with the table, read the same one-sided way, before its first block; a block that was given
-to somebody else while it was read shows in the lease and in the digest.
+The network reads the pool without this process, which therefore cannot refuse a single read: a process that has the
+metadata can read until the agent is destroyed. The promises are instead: the metadata travels only in the answer to a
+signed ticket; an importer compares its token with the table, which it reads in the same one-sided way, before its first
+block; a block that was reused while it was read is found by the lease and by the digest.
+
+`NixlEndpoint` is what an importer receives: fixed fields and the agent's own binary metadata, under a checksum, so that
+damaged bytes never reach the library.
 """
 
 import asyncio
+import hashlib
+import hmac
 import logging
 import secrets
+import struct
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 import torch
 
 from cluster.messages import Epoch
 from kvtransfer.memory import PoolMemory
-from kvtransfer.transports.nixl.agent import NixlAgent, NixlError, Region
-from kvtransfer.transports.nixl.endpoint import MAGIC, TOKEN_BYTES, NixlEndpoint
-from kvtransfer.transports.nixl.pace import Pace
+from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.nixl.agent import NixlAgent, NixlError, Pace, Region
 
+MAGIC = b"NKV1"
+TOKEN_BYTES = 16
+_CHECKSUM_BYTES = 16
+# slot, token; pool: address, blocks, bytes per block, device or -1; admissions: address, slots; bytes of metadata.
+_FIELDS = struct.Struct(f"<I{TOKEN_BYTES}sQQQiQII")
+_MAX_METADATA_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
-
 _NUM_SLOTS = 8192
 _LONGEST_REST_S = 0.002
 _WORKING_S = 10e-6  # of processor time in one poll: it moved something
 
 
+@dataclass(frozen=True, slots=True)
+class NixlEndpoint:
+    slot: int
+    token: bytes
+    pool: Region
+    admissions: Region
+    metadata: bytes
+
+    def pack(self) -> bytes:
+        pool, admissions = self.pool, self.admissions
+        device = -1 if pool.device is None else pool.device
+        fields = _FIELDS.pack(
+            self.slot,
+            self.token,
+            pool.address,
+            pool.num_rows,
+            pool.row_bytes,
+            device,
+            admissions.address,
+            admissions.num_rows,
+            len(self.metadata),
+        )
+        body = fields + self.metadata
+        return MAGIC + _checksum(body) + body
+
+    @classmethod
+    def parse(cls, packed: bytes) -> "NixlEndpoint":
+        """Parse an endpoint. Raises TransportError."""
+        checksum, body = packed[len(MAGIC) : len(MAGIC) + _CHECKSUM_BYTES], packed[len(MAGIC) + _CHECKSUM_BYTES :]
+        if not packed.startswith(MAGIC) or not hmac.compare_digest(checksum, _checksum(body)):
+            raise TransportError("not an endpoint of this transport")
+        if not _FIELDS.size < len(body) <= _FIELDS.size + _MAX_METADATA_BYTES:
+            raise TransportError(f"an endpoint of {len(body)} bytes")
+        slot, token, address, num_blocks, block_bytes, device, table, num_slots, size = _FIELDS.unpack_from(body)
+        metadata = body[_FIELDS.size :]
+        if len(metadata) != size or slot >= num_slots or device < -1 or token == bytes(TOKEN_BYTES):
+            raise TransportError("an endpoint that contradicts itself")
+        pool = Region(address, num_blocks, block_bytes, None if device < 0 else device)
+        return cls(slot, token, pool, Region(table, num_slots, TOKEN_BYTES), metadata)
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest()
+
+
 class NixlExporter:
-    """Owns its agent, which the thread alone calls, and the table. The thread sleeps while nobody may read."""
+    """Owns the table and the agent, which only its thread calls. The thread sleeps while no epoch is admitted."""
 
     def __init__(self, *, memory: PoolMemory, linger_s: float) -> None:
-        """`linger_s`: how long reads that are in flight when their epoch ends are still served."""
+        """`linger_s` is how long reads in flight are still served after their epoch ended."""
         self._raw = memory.raw
         self._linger_s = linger_s
         self._table = torch.zeros((_NUM_SLOTS, TOKEN_BYTES), dtype=torch.uint8)
@@ -51,11 +107,11 @@ class NixlExporter:
 
     @property
     def num_free_slots(self) -> int:
-        """For how many more epochs there is room."""
+        """Return the number of further epochs that can be admitted."""
         return len(self._free_slots)
 
     async def start(self) -> None:
-        """Raises OSError."""
+        """Start the thread and the agent. Raises OSError."""
         ready: Future[bytes] = Future()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="kv-nixl-serve", daemon=True)
         self._thread.start()
@@ -65,10 +121,11 @@ class NixlExporter:
             raise OSError(f"nixl: {error}") from error
 
     def reachable(self, importer_endpoint: bytes) -> bool:
-        """UCX finds a way between any two hosts that route to each other, TCP if nothing better."""
+        """Return whether an importer can read: UCX connects any two hosts that route to each other, by TCP if
+        necessary."""
         return importer_endpoint == MAGIC and self._thread is not None and self._thread.is_alive()
 
-    def admit(self, epoch: Epoch) -> bytes:
+    def grant(self, epoch: Epoch) -> bytes:
         assert self._metadata, "admit before start"
         slot, token = self._admitted(epoch)
         self._serve_until_s = float("inf")
@@ -76,7 +133,9 @@ class NixlExporter:
         return NixlEndpoint(slot, token, self._pool, self._admissions, self._metadata).pack()
 
     def revoke(self, epoch: Epoch) -> None:
-        """No importer opens a channel for it any more. One that has may read on: lease and digests tell it."""
+        """Let no importer open a channel for this epoch any more.
+
+        An importer that has a channel may read on; the lease and the digests reveal it."""
         slot, _ = self._slots.pop((epoch.ticket_id, epoch.attempt), (None, b""))
         if slot is not None:
             self._table[slot] = 0
@@ -127,7 +186,9 @@ class NixlExporter:
                 pace.hurry(now_s)
             if now_s > self._serve_until_s:
                 self._wanted.clear()
-                if now_s > self._serve_until_s and not self._closing.is_set():  # still, and from here the event tells
+                if (
+                    now_s > self._serve_until_s and not self._closing.is_set()
+                ):  # checked again after the clear, so that no wake-up is lost
                     self._wanted.wait()
             elif rest_s := pace.rest_s(now_s):
                 self._closing.wait(rest_s)

@@ -16,11 +16,10 @@ import numpy as np
 import torch
 
 from kvtransfer.transports.base import TransportError
-from kvtransfer.transports.host.host_memory import runs
-from kvtransfer.transports.host.sockets import joined
-from kvtransfer.transports.nixl.agent import Descriptors, NixlAgent, NixlError, Region
-from kvtransfer.transports.nixl.endpoint import TOKEN_BYTES, NixlEndpoint
-from kvtransfer.transports.nixl.pace import Pace
+from kvtransfer.transports.host_memory import runs
+from kvtransfer.transports.nixl.agent import Descriptors, NixlAgent, NixlError, Pace, Region
+from kvtransfer.transports.nixl.exporting import TOKEN_BYTES, NixlEndpoint
+from kvtransfer.transports.sockets import joined
 
 _NUM_SCRATCH_ROWS = 1024
 _LONGEST_REST_S = 0.001
@@ -31,7 +30,7 @@ _ON_THE_SPOT_S = 100e-6
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """Where from, where to, and what whoever waits for it is told."""
+    """One read: source, target, deadline and the future of its result."""
 
     there: tuple[Region, Descriptors]
     here: tuple[Region, Descriptors]
@@ -42,8 +41,10 @@ class _Read:
 
 
 class NixlLink:
-    """Made on the event loop, which posts reads and ends the link. The agent belongs to the thread while reads are in
-    flight and before the first; else the event loop may use it. What both see is under the lock."""
+    """Create it on the event loop, which posts reads and ends the link.
+
+    The agent belongs to the thread while reads are in flight and before the first one; otherwise the event loop may use
+    it. The lock guards what both use."""
 
     def __init__(self, *, pool: Region, there: NixlEndpoint, timeout_s: float) -> None:
         self._pool, self._there, self._timeout_s = pool, there, timeout_s
@@ -67,7 +68,7 @@ class NixlLink:
         return not self._closing
 
     async def check_admission(self, slot: int, token: bytes) -> None:
-        """Whether the exporter's table has the token. The first one connects. Raises TransportError."""
+        """Check that the exporter's table has the token. The first check connects. Raises TransportError."""
         if not self._free_scratch:
             raise TransportError("too many channels are being opened to one exporter")
         row = self._free_scratch.pop()
@@ -76,21 +77,22 @@ class NixlLink:
             await asyncio.wrap_future(read)
             if self._scratch[row].numpy().tobytes() != token:
                 raise TransportError("the exporter does not know this epoch")
-        finally:  # at once, or when a read that nobody waits for any more has ended
+        finally:  # at once, or when an abandoned read has ended
             read.add_done_callback(lambda _: self._free_scratch.append(row))
 
     def read(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> "Future[None]":
-        """Ends with the bytes in place, or with TransportError and the link destroyed; it cannot be cancelled."""
+        """Start a read. It ends with the bytes in place, or with TransportError and the link destroyed. It cannot be
+        cancelled."""
         return self._post((self._there.pool, remote_block_ids), (self._pool, local_block_ids))
 
     def close(self) -> None:
-        """Begins the end of the link. Reads in flight fail."""
+        """Start to end the link. Reads in flight fail."""
         with self._changed:
             self._closing = True
             self._changed.notify()
 
     async def destroyed(self) -> None:
-        """Until the agent is gone; for ever if the library does not give it up."""
+        """Wait until the agent is destroyed, for ever if the library does not release it."""
         await joined(self._destroyed)
 
     def _post(self, there: tuple[Region, Sequence[int]], here: tuple[Region, Sequence[int]]) -> "Future[None]":
@@ -109,15 +111,17 @@ class NixlLink:
         return read.ended
 
     def _is_idle(self) -> bool:
-        """The thread waits for a post or the end, which both come from here: until then the agent is ours, unless it
-        has GPU memory, whose context is the thread's."""
+        """Return whether the event loop may use the agent.
+
+        The thread then waits for a post or for the end, which both come from the event loop. GPU memory needs the
+        thread's context, so an agent with GPU memory is never idle in this sense."""
         if self._pool.device is not None:
             return False
         with self._changed:
             return self._has_read and self._num_in_flight == 0 and not self._closing
 
     def _done_on_the_spot(self, read: _Read) -> bool:
-        """If not, the thread goes on with it."""
+        """Try to complete a read at once. If it returns False, the thread continues the read."""
         assert self._agent is not None
         try:
             read.number = self._agent.start_read(read.there, read.here)
@@ -161,7 +165,7 @@ class NixlLink:
         return agent
 
     def _work(self, agent: NixlAgent, reads: list[_Read]) -> None:
-        """Until the link closes. Raises NixlError when a read has failed or is late."""
+        """Work until the link closes. Raises NixlError when a read has failed or is late."""
         pace = Pace(_LONGEST_REST_S)
         while True:
             with self._changed:
@@ -196,7 +200,7 @@ class NixlLink:
 
 
 def _is_short(there: tuple[Region, Sequence[int]], here: tuple[Region, Sequence[int]]) -> bool:
-    """Of host memory, and moved in less time than it takes to wake a thread and to be woken by it."""
+    """Return whether a read of host memory takes less time than waking a thread and being woken by it."""
     host_only = there[0].device is None and here[0].device is None
     return host_only and len(here[1]) * here[0].row_bytes <= _ON_THE_SPOT_BYTES
 
@@ -204,7 +208,7 @@ def _is_short(there: tuple[Region, Sequence[int]], here: tuple[Region, Sequence[
 def _merged(
     there: tuple[Region, Sequence[int]], here: tuple[Region, Sequence[int]]
 ) -> tuple[tuple[Region, Descriptors], tuple[Region, Descriptors]]:
-    """Rows that are neighbours on both sides become one piece."""
+    """Merge rows that are consecutive on both sides into one piece."""
     (source, source_rows), (target, target_rows) = there, here
     if len(source_rows) <= _FEW_ROWS:
         stretches = np.array(list(runs(source_rows, target_rows)), dtype=np.int64)  # [pieces, 3]

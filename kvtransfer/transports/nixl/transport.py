@@ -14,10 +14,9 @@ from pathlib import Path
 
 from cluster.messages import Epoch
 from kvtransfer.memory import PoolMemory
-from kvtransfer.transports.base import TransportError, TransportMeans
+from kvtransfer.transports.base import TransportError, TransportSetup
 from kvtransfer.transports.nixl.agent import Region, why_not_loadable
-from kvtransfer.transports.nixl.endpoint import MAGIC, NixlEndpoint
-from kvtransfer.transports.nixl.exporting import NixlExporter
+from kvtransfer.transports.nixl.exporting import MAGIC, NixlEndpoint, NixlExporter
 from kvtransfer.transports.nixl.link import NixlLink
 
 NAME = "nixl"
@@ -27,29 +26,29 @@ _MAX_IDLE_LINKS = 16
 _GRACE_S = 1.0
 
 
-def unavailable(means: TransportMeans) -> str:
+def unavailable(setup: TransportSetup) -> str:
     return why_not_loadable()
 
 
-def not_worth_it(means: TransportMeans) -> str:
-    """Why it is left out unless --kv-transports names it."""
-    if means.server_tls is not None:
+def not_worth_it(setup: TransportSetup) -> str:
+    """Return why the transport is left out unless --kv-transports names it."""
+    if setup.server_tls is not None:
         return "the cluster uses TLS and UCX does not encrypt"
     if not (_RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())):
         return "no RDMA device here"
     return ""
 
 
-def exporter(means: TransportMeans) -> NixlExporter:
-    return NixlExporter(memory=means.memory, linger_s=means.timeout_s)
+def exporter(setup: TransportSetup) -> NixlExporter:
+    return NixlExporter(memory=setup.memory, linger_s=setup.timeout_s)
 
 
-def importer(means: TransportMeans) -> "NixlImporter":
-    return NixlImporter(memory=means.memory, timeout_s=means.timeout_s)
+def importer(setup: TransportSetup) -> "NixlImporter":
+    return NixlImporter(memory=setup.memory, timeout_s=setup.timeout_s)
 
 
 class _Peer:
-    """A link, whose it is, and how many hand-offs use it."""
+    """A link, the member that it leads to, and the number of hand-offs that use it."""
 
     def __init__(self, member_id: str, link: NixlLink) -> None:
         self.member_id, self.link = member_id, link
@@ -57,8 +56,10 @@ class _Peer:
 
 
 class NixlImporter:
-    """Owns a link per exporter process. An unused one is kept for the next hand-off; past a bound the longest unused
-    ends, and so does that of a member that has started anew."""
+    """Owns one link per exporter process.
+
+    An unused link is kept for the next hand-off. Past a bound the one unused for longest ends, and the link to a member
+    that has restarted ends too."""
 
     def __init__(self, *, memory: PoolMemory, timeout_s: float) -> None:
         self._pool, self._timeout_s = Region.of(memory.raw), timeout_s
@@ -72,13 +73,13 @@ class NixlImporter:
 
     @property
     def num_links(self) -> int:
-        """Agents that this importer has at the moment, those that are being destroyed included."""
+        """Return the number of this importer's agents, including those being destroyed."""
         return len(self._peers) + len(self._ending)
 
     def endpoint(self) -> bytes:
         return MAGIC
 
-    async def open(self, epoch: Epoch, exporter_endpoint: bytes) -> "NixlChannel":
+    async def open_channel(self, epoch: Epoch, exporter_endpoint: bytes) -> "NixlChannel":
         there = NixlEndpoint.parse(exporter_endpoint)
         if there.pool.row_bytes != self._pool.row_bytes:
             raise TransportError(f"blocks of {there.pool.row_bytes} bytes there, of {self._pool.row_bytes} here")
@@ -87,7 +88,7 @@ class NixlImporter:
         try:
             await peer.link.check_admission(there.slot, there.token)
         except BaseException:
-            self._leave(peer)
+            self._end_use(peer)
             raise
         channel = NixlChannel(peer.link, there.pool.num_rows, lambda: self._ended(channel, peer))
         self._channels.add(channel)
@@ -104,7 +105,7 @@ class NixlImporter:
         await self.settled()
 
     async def settled(self) -> None:
-        """Until the agents of links that have ended are gone."""
+        """Wait until the agents of all ended links are destroyed."""
         while self._ending:
             await asyncio.wait(tuple(self._ending))
 
@@ -121,9 +122,9 @@ class NixlImporter:
     def _ended(self, channel: "NixlChannel", peer: _Peer) -> None:
         if channel in self._channels:
             self._channels.discard(channel)
-            self._leave(peer)
+            self._end_use(peer)
 
-    def _leave(self, peer: _Peer) -> None:
+    def _end_use(self, peer: _Peer) -> None:
         peer.num_users -= 1
         newest = {known.member_id: key for key, known in self._peers.items()}
         idle = {key: known for key, known in self._peers.items() if known.num_users == 0}
@@ -164,8 +165,11 @@ class NixlChannel:
         self._read = None
 
     async def destroy(self) -> None:
-        """A read in flight may complete for a moment, which is proof and spares others on the link; then the agent is
-        destroyed. Never returns if the library does not give the agent up."""
+        """Destroy the channel.
+
+        A read in flight gets a moment to complete, which proves that nothing is written any more and spares other
+        hand-offs on the link. Otherwise the agent is destroyed. It never returns if the library does not release the
+        agent."""
         self._open = False
         read = self._read
         if read is not None:
@@ -174,12 +178,12 @@ class NixlChannel:
             await _ended_within(read, None)
         self._ended()
 
-    async def release(self) -> None:
+    async def finish(self) -> None:
         await self.destroy()
 
 
 async def _ended_within(read: "Future[None]", timeout_s: float | None) -> bool:
-    """In whatever way; what it raised was told to whoever started it."""
+    """Wait for a read, with a timeout. Return whether it ended, successfully or not."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     read.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
     with suppress(TimeoutError):

@@ -1,31 +1,82 @@
-"""A file descriptor of one process for others on the host that know a token: over a Unix socket in a private directory.
+"""Passes a file descriptor to other processes of the host that know a token, over a Unix socket.
 
-The connection stays open on both sides: its end tells that the other process is gone.
+The connection stays open on both sides; its end shows that the other process has ended. The socket is in a private
+directory. A killed process cannot remove its directory, so each directory contains a lock file, whose lock the kernel
+drops with the process, and each new process removes directories of the same user whose lock is free.
 """
 
 import asyncio
+import fcntl
 import hmac
+import os
 import secrets
+import shutil
 import socket
 import struct
+import tempfile
 from collections.abc import Coroutine
+from pathlib import Path
 
 from cluster.messages import Epoch
 from kvtransfer.transports.base import TransportError
-from kvtransfer.transports.shm.private_directory import PrivateDirectory
 
+_PREFIX = "tandem-kv-"
+_LOCK = "lock"
+_MAX_SOCKET_PATH = 100  # the kernel takes 107 bytes
 _HELLO = struct.Struct("<16sI16s")  # ticket id, attempt, token
 _TOKEN_BYTES = 16
 _TIMEOUT_S = 5.0
-_ACCEPT_PAUSE_S = 0.1  # out of descriptors: accepting again at once would only spin
+_ACCEPT_PAUSE_S = 0.1  # without descriptors, accepting again at once would only spin
 _MAX_GEOMETRY_BYTES = 4096
 
 
+class PrivateDirectory:
+    """A directory that only this user can read. It is in /tmp where the default place makes socket paths too long."""
+
+    def __init__(self, parent: Path | None = None) -> None:
+        """`parent` defaults to the system's temporary directory. Raises OSError."""
+        parent = Path(tempfile.gettempdir()) if parent is None else parent
+        if len(str(parent / f"{_PREFIX}{'x' * 8}" / "pool").encode()) > _MAX_SOCKET_PATH:
+            parent = Path("/tmp")
+        _remove_abandoned(parent)
+        unlocked = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
+        self._lock = (unlocked / _LOCK).open("wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # It gets its final name only when it is locked, so that no other process removes it.
+        self.path = unlocked.rename(parent / unlocked.name.removeprefix("."))
+
+    def remove(self) -> None:
+        """Remove the directory. It may be called more than once."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for directory in parent.glob(f"{_PREFIX}*"):
+        try:
+            if directory.stat().st_uid == os.getuid() and not _is_held(directory / _LOCK):
+                shutil.rmtree(directory, ignore_errors=True)
+        except OSError:
+            continue  # another process removed it first, or it has no lock: not ours to judge
+
+
+def _is_held(lock: Path) -> bool:
+    """Return whether a process holds the lock. Raises OSError."""
+    descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 class DescriptorServer:
-    """Owns the directory, the socket and its connections. Never the descriptor."""
+    """Owns the directory, the socket and its connections, but not the descriptor."""
 
     def __init__(self, descriptor: int, geometry: bytes) -> None:
-        """`geometry`: what comes with the descriptor."""
+        """`geometry` is sent together with the descriptor."""
         self._descriptor, self._geometry = descriptor, geometry
         self._tokens: dict[tuple[bytes, int], bytes] = {}  # by (ticket id, attempt)
         self._directory: PrivateDirectory | None = None
@@ -33,7 +84,7 @@ class DescriptorServer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Raises OSError."""
+        """Start to listen. Raises OSError."""
         self._directory = await asyncio.to_thread(PrivateDirectory)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
@@ -41,8 +92,8 @@ class DescriptorServer:
         self._listener.listen(128)
         self._keep(self._accept(self._listener))
 
-    def admit(self, epoch: Epoch) -> bytes:
-        """What `Endpoint.parse` takes."""
+    def grant(self, epoch: Epoch) -> bytes:
+        """Return the endpoint for this epoch, which `parse_endpoint` reads."""
         assert self._directory is not None, "admit before start"
         token = self._tokens.setdefault((epoch.ticket_id, epoch.attempt), secrets.token_bytes(_TOKEN_BYTES))
         return token + str(self._directory.path / "pool").encode()
@@ -69,7 +120,7 @@ class DescriptorServer:
             try:
                 connection, _ = await loop.sock_accept(listener)
                 self._keep(self._serve(connection))
-            except (OSError, MemoryError):  # it accepts again, whatever failed: an importer must not wait in its queue
+            except (OSError, MemoryError):  # accept again after any failure: an importer must not wait in the queue
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
 
     async def _serve(self, connection: socket.socket) -> None:
@@ -84,16 +135,16 @@ class DescriptorServer:
                     socket.send_fds(connection, [self._geometry], [self._descriptor])
                     await loop.sock_recv(connection, 1)
             except (OSError, MemoryError):
-                return  # the importer is gone, or memory is short: it is told by the end of the connection
+                return  # the importer is gone, or memory is short; the end of the connection tells the importer
 
 
 def parse_endpoint(endpoint: bytes) -> tuple[str, bytes]:
-    """(path of the socket, token) of what `admit` said."""
+    """Return (path of the socket, token) of an endpoint that `grant` returned."""
     return endpoint[_TOKEN_BYTES:].decode(errors="replace"), endpoint[:_TOKEN_BYTES]
 
 
 async def receive_descriptor(path: str, epoch: Epoch, token: bytes) -> tuple[socket.socket, bytes, int]:
-    """(connection, geometry, descriptor), all of them the caller's from here on. Raises TransportError."""
+    """Return (connection, geometry, descriptor), which the caller then owns. Raises TransportError."""
     if len(token) != _TOKEN_BYTES:
         raise TransportError("not an endpoint of this transport")
     hello = _HELLO.pack(epoch.ticket_id, epoch.attempt, token)
@@ -117,7 +168,8 @@ async def receive_descriptor(path: str, epoch: Epoch, token: bytes) -> tuple[soc
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Nothing is ever said after the descriptor: bytes or an end mean that it is over."""
+    """Return whether the exporter lives. It sends nothing after the descriptor, so bytes or an end mean that it is
+    gone."""
     try:
         connection.recv(1, socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -128,7 +180,7 @@ def is_open(connection: socket.socket) -> bool:
 
 
 async def _readable(connection: socket.socket) -> None:
-    """sock_recv would throw the descriptor away that comes with the bytes."""
+    """Wait until the socket is readable. (sock_recv would discard the descriptor that comes with the bytes.)"""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(connection, ready.set)

@@ -20,36 +20,36 @@ import numpy.typing as npt
 from cluster.memory.sealed_memory import has_fixed_size
 from cluster.messages import Epoch
 from kvtransfer.memory import PoolMemory
-from kvtransfer.transports.base import TransportError, TransportMeans
-from kvtransfer.transports.host.host_memory import SHORT_BYTES, HostMemory, runs
-from kvtransfer.transports.host.sockets import joined
+from kvtransfer.transports.base import TransportError, TransportSetup
+from kvtransfer.transports.host_memory import SHORT_BYTES, HostMemory, runs
 from kvtransfer.transports.shm.descriptor_server import DescriptorServer, is_open, parse_endpoint, receive_descriptor
+from kvtransfer.transports.sockets import joined
 
 NAME = "shm"
 
 _GEOMETRY = struct.Struct("<QQ")  # number of blocks, bytes per block
 
 
-def unavailable(means: TransportMeans) -> str:
-    return "" if means.memory.memfd is not None else "the pool is not in this host's memory"
+def unavailable(setup: TransportSetup) -> str:
+    return "" if setup.memory.memfd is not None else "the pool is not in this host's memory"
 
 
-def exporter(means: TransportMeans) -> "ShmExporter":
-    return ShmExporter(memory=means.memory)
+def exporter(setup: TransportSetup) -> "ShmExporter":
+    return ShmExporter(memory=setup.memory)
 
 
-def importer(means: TransportMeans) -> "ShmImporter":
-    return ShmImporter(memory=means.memory)
+def importer(setup: TransportSetup) -> "ShmImporter":
+    return ShmImporter(memory=setup.memory)
 
 
 def host_identity() -> bytes:
-    """Equal for two processes exactly when they run on one kernel and see the same files."""
+    """Return bytes that are equal for two processes exactly when they share a kernel and a mount namespace."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id} {os.stat('/proc/self/ns/mnt').st_ino} {os.stat('/').st_ino}".encode()
 
 
 class ShmExporter:
-    """Hands the pool's file to importers of admitted epochs."""
+    """Passes the pool's file to importers of admitted epochs."""
 
     def __init__(self, *, memory: PoolMemory) -> None:
         assert memory.memfd is not None, "shm needs a pool in a memfd"
@@ -67,8 +67,8 @@ class ShmExporter:
     def reachable(self, importer_endpoint: bytes) -> bool:
         return importer_endpoint == host_identity()
 
-    def admit(self, epoch: Epoch) -> bytes:
-        return self._server.admit(epoch)
+    def grant(self, epoch: Epoch) -> bytes:
+        return self._server.grant(epoch)
 
     def revoke(self, epoch: Epoch) -> None:
         self._server.revoke(epoch)
@@ -82,7 +82,7 @@ class ShmExporter:
 
 @dataclass(frozen=True, slots=True)
 class _Mapping:
-    """One exporter's pool as this process sees it, and the connection that lives as long as the exporter."""
+    """One exporter's pool as this process maps it, and the connection that lives as long as the exporter."""
 
     connection: socket.socket
     array: npt.NDArray[np.uint8]  # [num_blocks, block_bytes], read-only; unmapped with the last reference to it
@@ -105,13 +105,13 @@ class ShmImporter:
 
     @property
     def num_mappings(self) -> int:
-        """Exporters whose memory this process holds at the moment."""
+        """Return the number of exporters whose memory this process maps."""
         return len(self._mappings)
 
     def endpoint(self) -> bytes:
         return self._identity
 
-    async def open(self, epoch: Epoch, exporter_endpoint: bytes) -> "ShmChannel":
+    async def open_channel(self, epoch: Epoch, exporter_endpoint: bytes) -> "ShmChannel":
         path, token = parse_endpoint(exporter_endpoint)
         mapping = self._mappings.get(path)
         if mapping is None or not is_open(mapping.connection):
@@ -137,7 +137,7 @@ class ShmImporter:
         asyncio.get_running_loop().add_reader(mapping.connection, self._unmap, path)
 
     def _unmap(self, path: str) -> None:
-        """Readers still in flight keep the memory until they are done."""
+        """Drop the mapping. Reads in flight keep the memory until they are done."""
         mapping = self._mappings.pop(path, None)
         if mapping is not None:
             asyncio.get_running_loop().remove_reader(mapping.connection)
@@ -180,7 +180,7 @@ class ShmChannel:
         self._remote = self._remote[:0].copy()  # or the traceback of a failed read keeps a dead exporter's pool mapped
         self._ended(self)
 
-    async def release(self) -> None:
+    async def finish(self) -> None:
         await self.destroy()
 
     def _copy(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
@@ -194,7 +194,7 @@ class ShmChannel:
 
 
 async def _mapped(path: str, epoch: Epoch, token: bytes) -> _Mapping:
-    """Raises TransportError."""
+    """Request and map an exporter's pool. Raises TransportError."""
     connection, geometry, descriptor = await receive_descriptor(path, epoch, token)
     try:
         return _Mapping(connection, _map(descriptor, geometry))
@@ -204,7 +204,7 @@ async def _mapped(path: str, epoch: Epoch, token: bytes) -> _Mapping:
 
 
 def _map(descriptor: int, geometry: bytes) -> npt.NDArray[np.uint8]:
-    """Takes the descriptor over. Raises OSError, struct.error."""
+    """Map the file and close the descriptor. Raises OSError, struct.error."""
     try:
         num_blocks, block_bytes = _GEOMETRY.unpack(geometry)
         num_bytes = num_blocks * block_bytes

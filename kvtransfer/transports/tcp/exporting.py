@@ -1,4 +1,7 @@
-"""The exporter's half of `tcp`: a thread per connection answers announced reads, straight from the pool."""
+"""The exporter's side of `tcp`: one thread per connection answers read requests straight from the pool.
+
+Messages have fixed binary fields: `ANNOUNCEMENT` from the importer, `ANSWER` from the exporter.
+"""
 
 import hmac
 import secrets
@@ -8,13 +11,33 @@ import struct
 
 from cluster.messages import Epoch
 from kvtransfer.memory import PoolMemory
-from kvtransfer.transports.host.connection_threads import ConnectionThreads
-from kvtransfer.transports.host.host_memory import HostMemory
-from kvtransfer.transports.host.sockets import receive, send, tune
-from kvtransfer.transports.tcp.messages import ANNOUNCEMENT, ANSWER, MAGIC, TOKEN_BYTES, pack_endpoint
+from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.host_memory import HostMemory
+from kvtransfer.transports.sockets import ConnectionThreads, receive, send, tune
 
+TOKEN_BYTES = 16
+
+# magic, ticket id, attempt, number of the read, token, number of blocks; then the block ids, 4 bytes each.
+ANNOUNCEMENT = struct.Struct(f"<4s16sII{TOKEN_BYTES}sI")
+# magic, ticket id, attempt, number of the read, refused or not, number of bytes; then the bytes.
+ANSWER = struct.Struct("<4s16sII?Q")
+MAGIC = b"TKV1"
+_ENDPOINT = struct.Struct(f"<{TOKEN_BYTES}sH")  # token, port; then the host's name
 _MAX_CONNECTIONS = 512
 _HELLO_TIMEOUT_S = 5.0
+
+
+def pack_endpoint(token: bytes, host: str, port: int) -> bytes:
+    return _ENDPOINT.pack(token, port) + host.encode()
+
+
+def parse_endpoint(endpoint: bytes) -> tuple[tuple[str, int], bytes]:
+    """Return address and token. Raises TransportError."""
+    try:
+        token, port = _ENDPOINT.unpack_from(endpoint)
+        return (endpoint[_ENDPOINT.size :].decode(), port), token
+    except (struct.error, UnicodeDecodeError) as error:
+        raise TransportError("not an endpoint of this transport") from error
 
 
 class TcpExporter:
@@ -43,13 +66,13 @@ class TcpExporter:
         return "tcp"
 
     async def start(self) -> None:
-        """Raises OSError when the host cannot be bound to."""
+        """Start to listen. Raises OSError if the host cannot be bound to."""
         self._threads.start(self._host)
 
     def reachable(self, importer_endpoint: bytes) -> bool:
         return True
 
-    def admit(self, epoch: Epoch) -> bytes:
+    def grant(self, epoch: Epoch) -> bytes:
         token = self._tokens.setdefault((epoch.ticket_id, epoch.attempt), secrets.token_bytes(TOKEN_BYTES))
         return pack_endpoint(token, self._advertise_host, self._threads.port)
 
@@ -61,14 +84,15 @@ class TcpExporter:
         await self._threads.end_connections()
 
     def _wrapped(self, connection: socket.socket) -> socket.socket:
-        """With TLS the handshake is still to come, on the connection's own thread."""
+        """Wrap the socket in TLS. The handshake happens later, on the connection's own thread."""
         if self._tls is None:
             return connection
         return self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
     def _serve(self, connection: socket.socket) -> None:
-        """Until the importer ends the connection. Raises OSError when it is gone or does not read: the importer's own
-        deadline tells it."""
+        """Answer reads until the importer ends the connection.
+
+        Raises OSError if the importer is gone or does not read; the importer's own timeout ends its read."""
         tune(connection)
         connection.settimeout(_HELLO_TIMEOUT_S)
         if isinstance(connection, ssl.SSLSocket):
@@ -79,7 +103,7 @@ class TcpExporter:
             announcement = receive(connection, ANNOUNCEMENT.size)
 
     def _answer(self, connection: socket.socket, announcement: bytes) -> bool:
-        """One read. False when the connection is to be closed: its end, or somebody who may not read here."""
+        """Answer one read. Return False if the connection must be closed: it ended, or its reader is not admitted."""
         magic, ticket_id, attempt, number, token, num_blocks = ANNOUNCEMENT.unpack(announcement)
         admitted = hmac.compare_digest(self._tokens.get((ticket_id, attempt), b""), token)
         if magic != MAGIC or not admitted or num_blocks > self._num_blocks:

@@ -1,13 +1,15 @@
-"""TCP: blocks straight from the exporter's pool into the importer's, by vectored send and receive.
+"""TCP: blocks go straight from the exporter's pool into the importer's, by vectored send and receive.
 
-A socket serves one hand-off at a time and is kept for the next one when it ends clean. Every read is announced with
-its epoch and a number and answered with the same; a read that ends any other way poisons the socket, which is shut
-down and its reader joined before anyone may touch the destination blocks. A read that has received nothing for
-`stall_timeout_s` fails: a slow link is no reason to stop it, a silent exporter is.
+A socket serves one hand-off at a time and is kept for the next one if the hand-off ends without an error. The importer
+announces every read with its epoch and a number, and the exporter repeats both in its answer. A read that ends in any
+other way poisons the socket: it is shut down and its reading thread joined before the destination blocks are used
+again. A read fails when it has received nothing for `stall_timeout_s`: a slow link does not end it, a silent exporter
+does.
 
 Sockets block, each in a thread of its own: the kernel copies without the interpreter's lock, the event loop never
-waits, and a peer that hangs stops nobody else. A short read is received on the event loop, as it arrives: waking the
-thread and being woken by it would take longer. With TLS, which is mutual, every read is the thread's.
+waits, and a peer that hangs delays only its own reads. A short read is received on the event loop (`LoopReceiver`),
+because waking the thread and being woken by it would take longer. With TLS, which is mutual, the thread does every
+read.
 """
 
 import asyncio
@@ -22,34 +24,126 @@ from dataclasses import dataclass
 from cluster.messages import Epoch
 from cluster.settings.transfer_settings import READ_STALL_TIMEOUT_S
 from kvtransfer.memory import PoolMemory
-from kvtransfer.transports.base import TransportError, TransportMeans
-from kvtransfer.transports.host.host_memory import SHORT_BYTES, HostMemory
-from kvtransfer.transports.host.sockets import connect, joined, limit_stalls, receive, receive_into, shut_down
+from kvtransfer.transports.base import TransportError, TransportSetup
+from kvtransfer.transports.host_memory import SHORT_BYTES, HostMemory
+from kvtransfer.transports.sockets import advanced, connect, joined, limit_stalls, receive, receive_into, shut_down
+from kvtransfer.transports.tcp.exporting import ANNOUNCEMENT, ANSWER, MAGIC, parse_endpoint
 from kvtransfer.transports.tcp.exporting import TcpExporter as TcpExporter
-from kvtransfer.transports.tcp.loop_receiver import LoopReceiver
-from kvtransfer.transports.tcp.messages import ANNOUNCEMENT, ANSWER, MAGIC, parse_endpoint
 
+_LOT_BYTES = 64 << 10  # wake the event loop for this many; fits into any socket's buffer
 NAME = "tcp"
+_MAX_SHORT_BLOCKS = 1024  # the most pieces that the kernel accepts in one call
 
-_MAX_SHORT_BLOCKS = 1024  # the kernel takes so many pieces at once
+
+class LoopReceiver:
+    """Receives on the event loop over one blocking socket without TLS. At most one `receive` at a time."""
+
+    def __init__(self, connection: socket.socket, stall_timeout_s: float) -> None:
+        self._connection, self._stall_timeout_s = connection, stall_timeout_s
+        self._left: list[memoryview] = []
+        self._head: Callable[[], Sequence[memoryview]] | None = None  # until it has come
+        self._received: asyncio.Future[None] | None = None  # while one waits
+        self._stall: asyncio.TimerHandle | None = None  # likewise
+        self._num_left = 0  # bytes that were missing when something last arrived
+
+    async def receive(self, head_bytes: int, num_bytes: int, body: Callable[[bytes], Sequence[memoryview]]) -> None:
+        """Receive a head of `head_bytes` and then a body, by default of `num_bytes`.
+
+        `body(head)` returns the views to fill, or raises TransportError. Raises that and OSError; ConnectionError if
+        the peer ends the connection before the end or `abort` is called."""
+        head = bytearray(head_bytes)
+        self._left = [memoryview(head)]
+        self._head = lambda: body(bytes(head))
+        self._receive_available()
+        if not self._left:
+            return
+        self._wake_at(sum(map(len, self._left)) + (num_bytes if self._head is not None else 0))
+        loop = asyncio.get_running_loop()
+        self._received = loop.create_future()
+        loop.add_reader(self._connection, self._on_readable, self._received)
+        self._expect_more(self._received)
+        try:
+            await self._received
+        finally:
+            self.abort()
+        self._wake_at(1)
+
+    def abort(self) -> None:
+        """Stop writing. A waiting `receive` fails."""
+        if self._received is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._connection)
+        if self._stall is not None:
+            self._stall.cancel()
+        if not self._received.done():
+            self._received.set_exception(ConnectionAbortedError("given up"))
+        self._received = None
+
+    def _on_readable(self, received: asyncio.Future[None]) -> None:
+        if received.done():
+            return
+        try:
+            self._receive_available()
+            if not self._left:
+                received.set_result(None)
+            elif self._head is None:
+                self._wake_at(sum(map(len, self._left)))
+        except (OSError, TransportError) as error:
+            received.set_exception(error)
+
+    def _expect_more(self, received: asyncio.Future[None]) -> None:
+        """Check again after the timeout, and fail if nothing has arrived by then.
+
+        The kernel reports few bytes only once there are as many as `_wake_at` requested."""
+        self._num_left = sum(map(len, self._left))
+        self._stall = asyncio.get_running_loop().call_later(self._stall_timeout_s, self._on_stall, received)
+
+    def _on_stall(self, received: asyncio.Future[None]) -> None:
+        num_left, had_head = self._num_left, self._head is None
+        self._on_readable(received)
+        if received.done():
+            return
+        if had_head == (self._head is None) and sum(map(len, self._left)) == num_left:
+            received.set_exception(TransportError(f"nothing arrived for {self._stall_timeout_s:g} s"))
+        else:
+            self._expect_more(received)
+
+    def _wake_at(self, num_bytes: int) -> None:
+        """Wake the event loop when `num_bytes`, or a large part of them, have arrived, or at the end of the
+        connection."""
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(num_bytes, _LOT_BYTES))
+
+    def _receive_available(self) -> None:
+        """Receive what is available. Raises what `body` raises, OSError."""
+        while self._left:
+            try:
+                num_bytes = self._connection.recvmsg_into(self._left, 0, socket.MSG_DONTWAIT)[0]
+            except BlockingIOError:
+                return
+            if num_bytes == 0:
+                raise ConnectionResetError("the peer ended the connection")
+            self._left = advanced(self._left, num_bytes)
+            if not self._left and self._head is not None:
+                head, self._head = self._head, None
+                self._left = list(head())
 
 
-def unavailable(means: TransportMeans) -> str:
+def unavailable(setup: TransportSetup) -> str:
     return ""
 
 
-def exporter(means: TransportMeans) -> "TcpExporter":
+def exporter(setup: TransportSetup) -> "TcpExporter":
     return TcpExporter(
-        memory=means.memory,
-        host=means.host,
-        advertise_host=means.advertise_host,
-        send_timeout_s=means.timeout_s,
-        tls=means.server_tls,
+        memory=setup.memory,
+        host=setup.host,
+        advertise_host=setup.advertise_host,
+        send_timeout_s=setup.timeout_s,
+        tls=setup.server_tls,
     )
 
 
-def importer(means: TransportMeans) -> "TcpImporter":
-    return TcpImporter(memory=means.memory, stall_timeout_s=means.stall_timeout_s, tls=means.client_tls)
+def importer(setup: TransportSetup) -> "TcpImporter":
+    return TcpImporter(memory=setup.memory, stall_timeout_s=setup.stall_timeout_s, tls=setup.client_tls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +156,19 @@ class _Connection:
     stall_timeout_s: float
 
     def usable(self) -> bool:
-        """Nothing is expected on an idle connection: bytes or an end mean that it is over."""
+        """Return whether an idle connection is open. It expects nothing, so bytes or an end mean that it is over."""
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
         return not poll.poll(0)
 
     def close(self) -> None:
-        """Only when its thread is not reading."""
+        """Close the connection. Its thread must not be reading."""
         self.socket.close()
         self.reader.shutdown(wait=False)
 
 
 class TcpImporter:
-    """Opens channels to exporters. Owns the idle connections; a channel owns the one it uses."""
+    """Opens channels to exporters. It owns the idle connections; a channel owns the one that it uses."""
 
     def __init__(
         self,
@@ -98,7 +192,7 @@ class TcpImporter:
     def endpoint(self) -> bytes:
         return b""
 
-    async def open(self, epoch: Epoch, exporter_endpoint: bytes) -> "TcpChannel":
+    async def open_channel(self, epoch: Epoch, exporter_endpoint: bytes) -> "TcpChannel":
         address, token = parse_endpoint(exporter_endpoint)
         connection = self._take_idle(address)
         if connection is None:
@@ -137,7 +231,8 @@ class TcpImporter:
             self._drop_dead()
 
     def _drop_dead(self) -> None:
-        """Nobody asks again for what was left of an exporter that has ended: it is looked for with every new one."""
+        """Close dead idle connections. An exporter that ended is not asked again, so they are searched whenever one is
+        added."""
         for address, connections in tuple(self._idle.items()):
             for connection in tuple(connections):
                 if not connection.usable():
@@ -204,7 +299,7 @@ class TcpChannel:
             connection.close()
             self._ended(self, None)
 
-    async def release(self) -> None:
+    async def finish(self) -> None:
         if self._is_reading:
             await self.destroy()
         elif self._connection is not None:

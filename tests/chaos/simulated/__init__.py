@@ -1,1 +1,1 @@
-"""A whole cluster in one thread and in simulated time: production code on a made-up machine, from a seed."""
+"""A whole cluster in one thread and in simulated time: production code on a simulated machine, from a seed."""

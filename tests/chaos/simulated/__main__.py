@@ -1,4 +1,4 @@
-"""`python -m tests.chaos.simulated --seeds N --first S`: so many schedules, and the story of each that goes wrong."""
+"""`python -m tests.chaos.simulated --seeds N --first S`: run N schedules, and print the events of each that fails."""
 
 import argparse
 import logging
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def _chunks(seeds: range) -> list[range]:
-    """What is kept at once: a run that is interrupted loses less than one."""
+    """Divide the seeds into chunks. A chunk is stored at once, so an interrupted run loses less than one."""
     return [seeds[start : start + _CHUNK] for start in range(0, len(seeds), _CHUNK)]
 
 
@@ -80,17 +80,19 @@ def _run(seeds: range, num_processes: int) -> "Run":
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.simulated", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="how many schedules (default: 1000)")
+    parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="number of schedules (default: 1000)")
     parser.add_argument("--first", type=int, default=0, metavar="S", help="the first seed (default: 0)")
     parser.add_argument(
-        "--processes", type=int, default=os.cpu_count(), metavar="N", help="that share the seeds (default: all cores)"
+        "--processes", type=int, default=os.cpu_count(), metavar="N", help="number of processes (default: one per core)"
     )
-    parser.add_argument("--stories", type=int, default=3, metavar="N", help="most stories that are told (default: 3)")
-    parser.add_argument("--whole", action="store_true", help="tell stories as they are, without shrinking")
+    parser.add_argument(
+        "--stories", type=int, default=3, metavar="N", help="most failed schedules to print (default: 3)"
+    )
+    parser.add_argument("--whole", action="store_true", help="print failed schedules without shrinking them")
     parser.add_argument(
         "--write",
         action="store_true",
-        help="keep the figures, added to those of the same commit; what is kept is not run again",
+        help="store the figures, added to those of the same commit; seeds already stored are not run again",
     )
     return parser.parse_args()
 

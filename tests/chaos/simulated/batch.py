@@ -1,4 +1,4 @@
-"""Many schedules: one after the other in this process, or in pieces, each in a process of its own."""
+"""Run many schedules: one after another in this process, or in chunks, each in a process of its own."""
 
 import gc
 import multiprocessing
@@ -20,7 +20,7 @@ _PIECE = 50  # schedules: about a megabyte each is left for the end of their pro
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What became of some seeds. Without what happened in them: a seed says that again."""
+    """The results of some seeds, without their events: running the seed again prints those."""
 
     results: tuple[tuple[int, Result], ...]
     cpu_s: float
@@ -35,8 +35,8 @@ def run_seeds(seeds: Iterable[int]) -> Iterator[tuple[int, Result]]:
 
 
 def run_in_pieces(seeds: Sequence[int], *, num_processes: int) -> Iterator[Piece]:
-    """In the order in which they end. Their processes are forked, and end as they are: to collect what schedules leave
-    behind takes a fifth of their time."""
+    """Yield the pieces in the order in which they end. Their processes are forked and exit without cleaning up, because
+    collecting the garbage of schedules takes a fifth of their time."""
     fork, running = multiprocessing.get_context("fork"), dict[Connection, multiprocessing.process.BaseProcess]()
     pieces = [seeds[start : start + _PIECE] for start in range(0, len(seeds), _PIECE)]
     with simulated_machine():
@@ -60,7 +60,7 @@ def _run_piece(seeds: Sequence[int], answer: Connection) -> None:
 
 
 def story_of(seed: int, *, shrunk: bool) -> str:
-    """Of a seed that goes wrong: who did what, when, in the smallest schedule that goes wrong in the same way."""
+    """Return the schedule of a seed and its events. `shrunk`: of the smallest schedule that fails in the same way."""
     with simulated_machine():
         schedule = make_schedule(seed)
         if shrunk:
@@ -69,7 +69,7 @@ def story_of(seed: int, *, shrunk: bool) -> str:
 
 
 def told(schedule: Schedule) -> str:
-    """Inside `simulated_machine`."""
+    """Run a schedule and return its description and events. Call it inside `simulated_machine`."""
     with overheard():
         result = run_schedule(schedule)
     return f"{describe(schedule)}\n{tell(result)}"

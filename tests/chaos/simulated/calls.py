@@ -1,7 +1,7 @@
-"""gRPC without gRPC: channels and servers with the shapes that generated stubs and servicers need.
+"""A simulation of gRPC: channels and servers with the interfaces that generated stubs and servicers need.
 
-Stands exactly where `grpc.aio` does: messages are serialized, interceptors run, statuses and deadlines travel. What it
-leaves out is HTTP/2 itself: flow control, and the wait of a channel between two attempts to connect.
+Replaces `grpc.aio`: messages are serialized, interceptors run, statuses and deadlines travel. Not simulated are HTTP/2
+itself, flow control, and a channel's pause between two attempts to connect.
 """
 
 import asyncio
@@ -17,17 +17,17 @@ from tests.chaos.simulated.network import Conversation, Network
 
 _OK = (grpc.StatusCode.OK, "", ())
 _CANCELLED = (grpc.StatusCode.CANCELLED, "Locally cancelled by application!", ())
-_ENDED = (grpc.StatusCode.UNAVAILABLE, "Cancelling all calls", ())  # as gRPC says it where a server stops
+_ENDED = (grpc.StatusCode.UNAVAILABLE, "Cancelling all calls", ())  # gRPC's status when a server stops
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, "the connection broke", ())
 _REFUSED = (grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses; last error: Connection refused", ())
 _LATE = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
 
 Status = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
-Watch = Callable[[str, Process, Process, Any], Any]  # method, who says it, to whom, the message: the one that is sent
+Watch = Callable[[str, Process, Process, Any], Any]  # method, sender, receiver, message -> the message to send
 
 
 class Channel:
-    """To an address, whoever listens there at the time of a call."""
+    """A channel to an address. Each call goes to the process that listens there at the time of the call."""
 
     def __init__(self, network: Network, address: str, watch: Watch) -> None:
         self._network, self._address, self._watch = network, address, watch
@@ -64,7 +64,7 @@ class Channel:
 
 
 class Call:
-    """The client's end."""
+    """The client's end of a call."""
 
     def __init__(self, method: str, serialize: Any, deserialize: Any, watch: Watch) -> None:
         self._method, self._serialize, self._deserialize, self._watch = method, serialize, deserialize, watch
@@ -123,7 +123,7 @@ class Call:
             self._wake()
 
     def ended(self, status: Status) -> None:
-        """The server's last word; what came before it is still read."""
+        """Receive the final status. Messages that arrived before it are still read."""
         self._end(status)
 
     def _send(self, message: Any) -> None:
@@ -157,7 +157,7 @@ class Call:
             self._news.set_result(None)
 
     async def _next(self) -> bytes | None:
-        """None: the end, and it was a good one. Raises AioRpcError, CancelledError."""
+        """Return the next response, or None at a successful end. Raises AioRpcError, CancelledError."""
         while not self._inbox:
             if self._status is not None:
                 self._raise_unless_ok()
@@ -182,7 +182,7 @@ class Call:
 
 
 class Single(Call):
-    """One answer: awaited."""
+    """A call with one response, which is awaited."""
 
     def __await__(self) -> Any:
         return self._answer().__await__()
@@ -195,7 +195,7 @@ class Single(Call):
 
 
 class Stream(Call):
-    """Answers one by one."""
+    """A call with a stream of responses."""
 
     async def read(self) -> Any:
         message = await self._next()
@@ -207,7 +207,7 @@ class Stream(Call):
 
 
 class TwoWays(Stream):
-    """Both sides stream: what the client says comes from an iterator, or by `write`."""
+    """A call in which both sides stream. The client's messages come from an iterator or from `write`."""
 
     def _ask(self, request: Any) -> None:
         if request is not None:
@@ -233,7 +233,7 @@ class TwoWays(Stream):
 
 
 class Served:
-    """The server's end. Its methods run in the server's process, in the order of what arrives."""
+    """The server's end of a call. Its methods run in the server's process, in the order in which messages arrive."""
 
     def __init__(self, conversation: Conversation, call: Call) -> None:
         self._conversation, self._call = conversation, call
@@ -262,7 +262,7 @@ class Served:
         self._wake()
 
     def cancel(self) -> None:
-        """The client has left, or its time is over."""
+        """End the call because the client has left or the deadline has passed."""
         self._is_over = True
         self._wake()
         if self._task is not None:
@@ -333,7 +333,7 @@ class Served:
 
 
 class Context:
-    """What a servicer sees of its call."""
+    """The context of a call, as a servicer receives it."""
 
     def __init__(self, metadata: Any, time_remaining: Callable[[], float | None]) -> None:
         self._metadata, self.time_remaining = metadata, time_remaining
@@ -343,7 +343,7 @@ class Context:
         return self._metadata
 
     async def send_initial_metadata(self, metadata: Any) -> None:
-        """For clients of the library; nobody here is one."""
+        """Do nothing: only the client library reads initial metadata, and no simulated client uses it."""
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
         self.status = (code, details, tuple(trailing_metadata))
@@ -351,7 +351,7 @@ class Context:
 
 
 class Server:
-    """What `grpc.aio.server` makes."""
+    """The server that `grpc.aio.server` returns."""
 
     def __init__(self, network: Network, interceptors: Sequence[Any]) -> None:
         self.process = current()
@@ -365,7 +365,7 @@ class Server:
         self._handlers += handlers
 
     def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
-        """The same methods come by `add_generic_rpc_handlers`."""
+        """Do nothing: `add_generic_rpc_handlers` receives the same methods."""
 
     def add_insecure_port(self, address: str) -> int:
         host, _, port = address.rpartition(":")

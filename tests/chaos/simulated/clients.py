@@ -1,12 +1,13 @@
-"""A client: asks, counts what it gets, and knows what it should get. When its router dies it goes on by the client
-library's own decisions (tandem/progress.py, assembly.py); the calls are made here."""
+"""A client that sends requests and compares the answers with the right ones.
+
+When its router dies it resumes by the client library's own decisions (tandem/progress.py); the calls are made here.
+"""
 
 import asyncio
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from cluster.protocol.wire import pack_ids
 from router.request.validation import _choice_seed
 from tandem.errors import InternalError, TandemError, Unavailable, error_from_rpc
 from tandem.progress import Progress
@@ -42,8 +43,8 @@ class Client:
         self._is_wrong = self._has_reconnected = False
 
     async def run(self) -> str:
-        """How it ended. What has begun goes on at whichever router can be had, by the client library's own rules; what
-        no router has taken up is asked anew."""
+        """Run the request and return how it ended. A stream that has begun continues at any reachable router, by the
+        client library's rules; a request that no router has accepted is sent again."""
         await asyncio.sleep(self.ask.at_s)
         loop, router, attempt = asyncio.get_running_loop(), self.ask.router, 0
         deadline_s = loop.time() + _TIMEOUT_S
@@ -79,7 +80,7 @@ class Client:
                 return await self._read(call, progress)
             except grpc.aio.AioRpcError as rpc_error:
                 next_step = self._lost(error_from_rpc(rpc_error), progress)
-            except InternalError as error:  # the library's word for a stream that is not what was promised
+            except InternalError as error:  # the library's error for a stream that breaks the protocol
                 self._wrong(error.message)
                 return "wrong"
             if isinstance(next_step, str):
@@ -87,9 +88,9 @@ class Client:
             await asyncio.sleep(next_step)
 
     async def _read(self, call: Any, progress: Progress) -> str:
-        """Raises AioRpcError, InternalError."""
+        """Read the stream to its end. Raises AioRpcError, InternalError."""
         async for message in call:
-            for delta in progress.take(message):
+            for delta in progress.add(message):
                 self._take(delta)
             self._reconnect_if_due(progress.router)
             if self._wants_no_more():
@@ -104,17 +105,17 @@ class Client:
         return "ok"
 
     def _lost(self, error: TandemError, progress: Progress) -> float | str:
-        """How long the library waits before it goes on; or how it ended."""
+        """Return how long the library waits before it continues, or how the request ended."""
         self._world.say(self.process, f"hears {type(error).__name__} {error.reason}: {error.message}")
         self._compare(is_whole=False)
         try:
-            return progress.lost(error, asyncio.get_running_loop().time())
+            return progress.on_lost(error, asyncio.get_running_loop().time())
         except TandemError as final:
             if not any(self._got) and (error.is_lost or error.reason == "draining"):
                 return _AGAIN
-            if self._world.schedule.may_use_up_attempts and isinstance(final, Unavailable | InternalError):
+            if self._world.schedule.may_use_up_attempts and isinstance(final, Unavailable):
                 return f"given up: {final.reason}"
-            waited = final.reason in ("no_worker_large_enough", "deadline_exceeded")  # whichever clock is first
+            waited = final.reason in ("no_worker_large_enough", "deadline_exceeded")  # either clock may be first
             if waited and not self._world.has_large_decode_worker(self.ask):
                 return final.reason
             self._world.wrong(f"request {self.number} is lost: {type(final).__name__} {final.reason}: {final.message}")
@@ -131,7 +132,7 @@ class Client:
             self._ended.add(delta.choice)
 
     def _reconnect_if_due(self, router: str) -> None:
-        """Both ends learn that the connection is broken, one perhaps long before the other."""
+        """Break the connection if the schedule says so. One end may learn it long before the other."""
         after = self.ask.reconnect_after
         if not self._has_reconnected and after is not None and sum(map(len, self._got)) >= after:
             self._has_reconnected = True
@@ -162,7 +163,7 @@ class Client:
     def _request(self, request_id: str) -> inference_pb2.GenerateRequest:
         return inference_pb2.GenerateRequest(
             request_id=request_id,
-            token_ids=pack_ids(self._prompt),
+            token_ids=inference_pb2.TokenIds(ids=self._prompt),
             sampling=inference_pb2.SamplingParams(seed=self._seed),
             stop=inference_pb2.StopConditions(max_tokens=self.ask.max_tokens, ignore_eos=True),
             n=self.ask.n,

@@ -1,4 +1,4 @@
-"""What every test of simulated clusters shares: what their members log is theirs, and told in stories alone."""
+"""Fixtures of the tests of simulated clusters: members' logs are captured, and printed only for failures."""
 
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""How often simulated schedules reach each transition, failure reason and row of docs/failover.md.
+"""Count how often simulated schedules reach each transition, failure reason and row of docs/failover.md.
 
-Production code is wrapped where it makes a transition or counts a reason; what it does is unchanged. Every name is
-"group: what". `KNOWN` lists the names that must appear in a report even where their count is 0.
+Wraps production code where it makes a transition or counts a reason, without changing what it does. Every name is
+"group: what". `KNOWN` lists the names that a report shows even with a count of 0.
 """
 
 import functools
@@ -14,30 +14,39 @@ from unittest import mock
 from cluster.errors import HandOffFailed, HandOffReason, TandemError
 from cluster.member import Member, MemberState
 from cluster.observe.telemetry import Telemetry
-from decode_worker.scheduling.displacement import Displacement
-from decode_worker.scheduling.offers import Offers as DecodeOffers
-from decode_worker.scheduling.places import Places
+from decode_worker.scheduling.preemption import Preemption
 from decode_worker.scheduling.reservations import Reservations
+from decode_worker.scheduling.sequence_queues import SequenceQueues
 from decode_worker.scheduling.swapping import SwapSpace
-from kvtransfer.protocol import export_machine, import_machine, import_state, leases
+from decode_worker.scheduling.tickets import TicketLeases as DecodeOffers
+from kvtransfer.protocol import export_machine, import_state, leases
 from prefill_worker.scheduling.prompt_blocks import PromptBlocks
 from prefill_worker.scheduling.scheduler import PrefillScheduler
 from router.fleet.decode_stream import DecodeStream
 from router.policies import breakers
-from router.request.ledger import LedgerRecorder
+from router.request.account import RequestAccount
 
 LABELS = ("side", "leg", "action", "source", "finder", "outcome", "reason")  # those that name a cause
 _NOT_COUNTED = frozenset({"tandem_http_responses_total"})
 _DECODE_MOVES = {
-    Places: ("run", "wait_ready", "wait_empty", "leave_slot", "freeze", "thaw", "take_out", "drop_choice"),
-    Displacement: ("_preempt",),
-    SwapSpace: ("bring_in", "lose"),
+    SequenceQueues: (
+        "start_running",
+        "add_ready",
+        "add_waiting",
+        "move_to_ready",
+        "freeze",
+        "thaw",
+        "remove",
+        "remove_choice",
+    ),
+    Preemption: ("_preempt",),
+    SwapSpace: ("swap_in", "abandon"),
     DecodeOffers: ("lease", "lease_prefix", "release"),
     Reservations: ("grant", "discard"),
 }
 _PREFILL_MOVES = {
     PrefillScheduler: ("_submit", "_start", "_finish", "_abort", "_leave", "_release"),
-    PromptBlocks: ("offer_prefix", "lend_prefix", "reserve_pull", "lease_tail"),
+    PromptBlocks: ("lease_prefix", "lease_for_copy", "reserve_pull", "lease_tail"),
 }
 _PHRASES = {  # of what a WorkerLost says, where nothing is counted
     "and another one does": "prompt left a silent worker",
@@ -49,7 +58,7 @@ Count = Callable[[str], None]
 
 
 def error_kinds(base: type[TandemError] = TandemError) -> Iterator[type[TandemError]]:
-    """Every class of cluster/errors.py that has a reason of its own."""
+    """Return every class of cluster/errors.py that has a reason of its own."""
     if "reason" in vars(base) and base.__module__ == TandemError.__module__:
         yield base
     for kind in base.__subclasses__():
@@ -57,7 +66,7 @@ def error_kinds(base: type[TandemError] = TandemError) -> Iterator[type[TandemEr
 
 
 def known() -> tuple[str, ...]:
-    """Names of what there is to reach."""
+    """Return the names of everything that can be reached."""
     names = [f"error: {kind.reason}" for kind in error_kinds()]
     names += [f"hand-off reason: {reason}" for reason in HandOffReason]
     tables: dict[str, Mapping[Any, Any]] = {
@@ -78,7 +87,7 @@ def known() -> tuple[str, ...]:
 
 @contextmanager
 def counted(counts: Callable[[], Counter[str] | None]) -> Iterator[None]:
-    """`counts`: of the world that is running, or None."""
+    """Wrap production code so that it counts. `counts` returns the counter of the running world, or None."""
 
     def count(name: str) -> None:
         reached = counts()
@@ -94,16 +103,16 @@ def counted(counts: Callable[[], Counter[str] | None]) -> Iterator[None]:
 def _wrappers(count: Count) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield TandemError, "__init__", lambda made: _before(made, functools.partial(_count_error, count))
     yield HandOffFailed, "__init__", lambda made: _before(made, _counting_hand_off(count))
-    yield LedgerRecorder, "reason", lambda noted: _before(noted, lambda _, reason: count(f"ledger: {reason}"))
+    yield RequestAccount, "add_reason", lambda noted: _before(noted, lambda _, reason: count(f"ledger: {reason}"))
     yield Telemetry, "count", lambda told: _before(told, _counting_label(count))
     yield Member, "with_state", lambda changed: _before(changed, lambda _, state: count(f"member: {state}"))
-    for name, module in (("import machine", import_machine), ("export machine", export_machine)):
-        yield module, "_to", functools.partial(_before, before=_counting_phase(count, name))
+    yield import_state.ImporterState, "to", functools.partial(_before, before=_counting_phase(count, "import machine"))
+    yield export_machine, "_to", functools.partial(_before, before=_counting_phase(count, "export machine"))
     yield leases, "_moved", functools.partial(_before, before=_counting_phase(count, "lease"))
     yield leases, "renew", functools.partial(_counting_renewals, count)
     yield breakers._Breaker, "move", functools.partial(_before, before=_counting_breaker(count))
     yield DecodeStream, "_converse", functools.partial(_counting_streams, count)
-    yield SwapSpace, "take_out", functools.partial(_counting_swaps, count)
+    yield SwapSpace, "swap_out", functools.partial(_counting_swaps, count)
     for group, moves in (("decode scheduler", _DECODE_MOVES), ("prefill scheduler", _PREFILL_MOVES)):
         for owner, methods in moves.items():
             for method in methods:
@@ -120,7 +129,7 @@ def _before(function: Any, before: Callable[..., object]) -> Any:
 
 
 def _after(function: Any, count: Count, name: str) -> Any:
-    """Counted unless it answers that there was nothing to do."""
+    """Count a call, unless its result says that there was nothing to do."""
 
     @functools.wraps(function)
     def counting(*arguments: Any, **keywords: Any) -> Any:
@@ -163,7 +172,7 @@ def _counting_breaker(count: Count) -> Callable[..., None]:
 
 
 def _counting_streams(count: Count, converse: Any) -> Any:
-    """Of each stream, the connections after the first one that came about, and the silence that ended one."""
+    """Count each stream's reconnections, and the timeouts that ended a connection."""
 
     @functools.wraps(converse)
     async def counting(stream: DecodeStream, hello_deadline_s: float) -> str:
@@ -195,11 +204,11 @@ def _counting_renewals(count: Count, renew: Any) -> Any:
     return counting
 
 
-def _counting_swaps(count: Count, take_out: Any) -> Any:
-    @functools.wraps(take_out)
+def _counting_swaps(count: Count, swap_out: Any) -> Any:
+    @functools.wraps(swap_out)
     def counting(space: SwapSpace, *arguments: Any) -> None:
         before = space.figures
-        take_out(space, *arguments)
+        swap_out(space, *arguments)
         for outcome in _SWAP_OUTCOMES:
             if space.figures[outcome] > before[outcome]:
                 count(f"swap: {outcome}")

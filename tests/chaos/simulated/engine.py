@@ -1,7 +1,7 @@
-"""The stand-in engine: its KV is a chain of hashes, and every token a hash of every KV byte that its sequence holds.
+"""The simulated engine: KV is a chain of hashes, and every token is a hash of all KV bytes of its sequence.
 
-One wrong, stale or missing byte in any block that a table leads to changes the next token, and all after it. Nothing
-else does: what a serial run on a pool of its own says is what every cluster must say.
+One wrong, stale or missing byte in any block of a table changes the next token and all later ones. Nothing else does:
+every cluster must produce the tokens of a serial run on a pool of its own.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ def layout_of(block_size: int) -> BlockLayout:
 
 
 class StandInRunner:
-    """Swaps of blocks are the business of `engine.kv.host_blocks`, which wraps it."""
+    """A model runner without a model. `engine.kv.host_blocks` wraps it and swaps blocks."""
 
     def __init__(self, memory: memoryview, vocab_size: int, block_size: int) -> None:
         """`memory`: every byte of a pool."""
@@ -43,14 +43,14 @@ class StandInRunner:
         return StepResult(tuple(map(self._draw, plan.chunks)))
 
     def _draw(self, chunk: Chunk) -> tuple[DrawnToken, ...]:
-        """With guesses: those that were right, and one more; the wrong ones leave nothing behind."""
-        known, drawn = chunk.end - chunk.num_guesses, []
+        """Draw a chunk's tokens: the accepted draft tokens and one more. Rejected draft tokens leave no KV."""
+        known, drawn = chunk.end - chunk.num_draft_tokens, []
         for place, sample in enumerate(chunk.samples):
-            end = known + place if chunk.num_guesses else known
+            end = known + place if chunk.num_draft_tokens else known
             drawn.append(DrawnToken(self._token(self._read(chunk.block_ids, end), sample)))
-            if place < chunk.num_guesses and drawn[-1].token_id != chunk.token_ids[place - chunk.num_guesses]:
+            if place < chunk.num_draft_tokens and drawn[-1].token_id != chunk.token_ids[place - chunk.num_draft_tokens]:
                 break
-        if chunk.num_guesses:
+        if chunk.num_draft_tokens:
             for position in range(known + len(drawn) - 1, chunk.end):
                 keys, values = self._places(chunk.block_ids, position)
                 self._memory[keys], self._memory[values] = bytes(_KEY_BYTES), bytes(_VALUE_BYTES)
@@ -80,7 +80,7 @@ class StandInRunner:
         self._memory[keys], self._memory[values] = kv[:_KEY_BYTES], kv[_KEY_BYTES:]
 
     def _read(self, block_ids: Sequence[int], end: int) -> bytes:
-        """Every byte of the first `end` positions."""
+        """Return every byte of the first `end` positions."""
         parts = []
         for index in range(-(-end // self._block_size)):
             start, num = block_ids[index] * self._block_bytes, min(self._block_size, end - index * self._block_size)
@@ -98,8 +98,8 @@ class StandInRunner:
 
 
 class StandInLauncher(StandInRunner):
-    """As of a device that computes on its own: what a step brought is handed over with the next one, and its tokens
-    feed one that was launched before they were read."""
+    """A launcher for a device that computes asynchronously. The results of a step are returned with the next step, and
+    its tokens feed a step that was launched before they were read."""
 
     newest: tuple[int, ...] = ()
 
@@ -112,7 +112,8 @@ class StandInLauncher(StandInRunner):
         return result
 
     def _fed(self, chunk: Chunk) -> Chunk:
-        """Behind a step that failed, with whatever is there."""
+        """Return the chunk with the token that its predecessor drew. After a failed step this is an older token, or
+        0."""
         if chunk.fed_by is None:
             return chunk
         return replace(chunk, token_ids=(self.newest[chunk.fed_by] if chunk.fed_by < len(self.newest) else 0,))
@@ -130,7 +131,7 @@ class _Later:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StandInEngine:
-    """An `engine.build.Engine`, as far as workers look at one."""
+    """The part of `engine.build.Engine` that workers use."""
 
     model_info: ModelInfo
     pool: KvPool
@@ -154,7 +155,7 @@ def memory_of(pool: KvPool) -> memoryview:
 def serial_tokens(
     prompt: Sequence[int], seed: int, max_tokens: int, *, block_size: int, vocab_size: int
 ) -> tuple[int, ...]:
-    """The tokens of a run of one sequence, on a pool of its own."""
+    """Return the tokens of one sequence that runs alone on a pool of its own."""
     num_blocks = -(-(len(prompt) + max_tokens) // block_size)
     memory = memoryview(bytearray(num_blocks * layout_of(block_size).block_bytes))
     runner = StandInRunner(memory, vocab_size, block_size)

@@ -1,7 +1,7 @@
-"""Which coverage shows that a schedule reached a row of the table in docs/failover.md.
+"""The coverage counters that show that a schedule reached a row of the table in docs/failover.md.
 
-A row is named by its second cell. Its evidence are beginnings of names of coverage.py, or of faults that hit a request
-as record.py names them; a count is the sum over all of them.
+A row is named by its second cell. Its evidence is a set of prefixes of counters (coverage.py) and of faults
+(record.py); its count is the sum over all of them.
 """
 
 from collections.abc import Mapping
@@ -11,19 +11,31 @@ _PAGE = Path(__file__).parents[3] / "docs" / "failover.md"
 
 EVIDENCE: dict[str, tuple[str, ...]] = {
     "a worker's process is killed": ("prefill is killed", "decode is killed"),
-    "a worker is stopped, or cut off": ("prefill is stopped", "decode is stopped", "prefill is cut", "decode is cut"),
-    "a worker is in doubt, as above, and others could serve its requests": ("counted: hedges",),
-    "the same worker misses a second answer": ("error: worker_lost",),
-    "the decode worker that is to import a ticket is in doubt, and another one answers": ("counted: tickets_reissued",),
-    "a decode worker's stream is silent while its health answers": ("decode stream: silent",),
+    "a worker is stopped or cut off": ("prefill is stopped", "decode is stopped", "prefill is cut", "decode is cut"),
+    "a worker is suspected, and other workers could serve its requests": ("counted: hedges",),
+    "a suspected worker misses a second health check": ("error: worker_lost",),
+    "the decode worker that imports a ticket is suspected, and another one answers": ("counted: tickets_reissued",),
+    "a decode worker's stream is silent while its health check answers": ("decode stream: silent",),
     "a connection breaks and comes back": ("decode stream: came back",),
-    "a worker says that its step is stuck, or leaves": ("counted: unhealthy step", "decode is asked to leave"),
+    "a router counts a decode worker as lost, and reaches it again": ("counted: decode_router_gone began_again",),
+    "a decode worker's message about sequences is malformed": (
+        "malformed: WorkerMessage.step",
+        "malformed: WorkerMessage.started",
+        "malformed: WorkerMessage.failed",
+    ),
+    "a worker reports that its step is stuck, or that it drains": (
+        "counted: unhealthy step",
+        "decode is asked to leave",
+    ),
     "the prefill call fails": ("counted: retries prefill",),
-    "a prefill only takes long": ("prefill hangs in a step",),
+    "a prefill takes long, and its worker answers health checks": ("prefill hangs in a step",),
     "`Start` on the decode worker does not return": ("decode start: late",),
-    "the router dies before decode heard of the ticket": ("router is killed: queued", "router is killed: prefilling"),
-    "the decode worker refuses, leaves, or is lost": ("counted: tickets_reissued decode",),
-    "a read fails, too few blocks, no common transport": (
+    "the router dies before the decode worker receives the ticket": (
+        "router is killed: queued",
+        "router is killed: prefilling",
+    ),
+    "the decode worker refuses, drains or is lost": ("counted: tickets_reissued decode",),
+    "a read fails, blocks are missing, or no transport is shared": (
         "counted: decode_import_failed read_failed",
         "counted: decode_import_failed read_timeout",
         "counted: decode_import_failed not_enough_blocks",
@@ -34,37 +46,35 @@ EVIDENCE: dict[str, tuple[str, ...]] = {
         "counted: decode_import_failed lease_lapsed",
         "counted: decode_import_failed prefill_failed",
     ),
-    "decode says another first token, a token twice, or leaves one out": (
+    "the decode worker sends a wrong first token, repeats a token, or skips a token or a start message": (
         "ledger: decode_first_token_mismatch",
         "ledger: decode_token_out_of_order",
     ),
-    "no worker of a pool is there": ("ledger: no_prefill_worker",),
-    "workers are there, and none can hold the request's prompt and `max_tokens` ([scheduling.md](scheduling.md))": (
-        "error: no_worker_large_enough",
-    ),
+    "a pool has no worker": ("ledger: no_prefill_worker",),
+    "no worker can hold the request's prompt and `max_tokens`": ("error: no_worker_large_enough",),
     "a worker refuses the request for its own size (`worker_too_small`)": (),
     "the request's deadline passes": ("error: deadline_exceeded",),
     "a router dies": ("router is killed",),
     "a router is stopped, or cut off from its clients": ("router is stopped", "router is cut off"),
-    "a router answers, and gives no sign of life on the stream": (),
-    "a router is frozen, or cut off from a worker": ("counted: decode_router_gone",),
+    "a router answers calls but sends no keep-alive messages on the stream": (),
+    "a router is frozen, or cut off from a worker": ("counted: decode_router_gone stream_ended",),
 }
 # Rows that no schedule reaches, and the test that does.
 ELSEWHERE = {
     "a worker refuses the request for its own size (`worker_too_small`)": "tests/system/test_unequal_pools.py",
-    "a router answers, and gives no sign of life on the stream": "tests/unit/test_silence.py",
+    "a router answers calls but sends no keep-alive messages on the stream": "tests/unit/test_keepalive.py",
 }
 
 
 def rows() -> tuple[str, ...]:
-    """The second cell of each row, as the page has it."""
-    lines = _PAGE.read_text().partition("## Who notices what")[2].partition("\n## ")[0].splitlines()
+    """Return the second cell of each row of the page."""
+    lines = _PAGE.read_text().partition("## Failures and responses")[2].partition("\n## ")[0].splitlines()
     cells = [line.split("|")[2].strip() for line in lines if line.startswith("|")]
     return tuple(cells[2:])  # behind the heading and its line
 
 
 def reached(counts: Mapping[str, int]) -> dict[str, int]:
-    """How often each row was, by what shows it."""
+    """Return how often each row was reached, according to its evidence."""
     return {
         row: sum(number for name, number in counts.items() if evidence and name.startswith(evidence))
         for row, evidence in EVIDENCE.items()

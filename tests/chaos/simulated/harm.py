@@ -1,7 +1,7 @@
-"""What goes wrong in a simulated cluster, and what its operators do: each performed, lasting its time, and undone.
+"""Faults and operations in a simulated cluster: each is performed, lasts its time, and is undone.
 
-Owns nothing: members, network and Redis are the world's. A call of `perform` returns when the fault is over and the
-process that ended has been started again.
+Owns nothing; members, network and Redis belong to the world. `perform` returns when the fault is over and the ended
+process has been restarted.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ class Harm:
         await self._world.start_again(member)
 
     async def _leave(self, member: Member, mishap: Mishap) -> None:
-        """For good, unless it is the last one of its role."""
+        """Remove a member permanently, unless it is the last one of its role."""
         stay = [other for other in self._world.members.values() if other.role == member.role and not other.has_left]
         if len(stay) == 1:
             await self._drain(member, mishap)
@@ -87,7 +87,7 @@ class Harm:
             self._world.on_exit(member, may_leave_work=True)
 
     async def _join(self, member: Member, mishap: Mishap) -> None:
-        """The named member stays as it is."""
+        """Add a member. The named member stays as it is."""
         await self._world.until_started(self._world.add(member.role))
 
     async def _reset(self, member: Member, mishap: Mishap) -> None:
@@ -123,7 +123,7 @@ class Harm:
         member.process.fails_in_step = True
 
     async def _hang_step(self, member: Member, mishap: Mishap) -> None:
-        """The step hangs when it begins, which may be long after; a worker that computes nothing does not hang."""
+        """Make the step hang when it begins, which may be much later. A worker that computes nothing does not hang."""
         process = member.process
         process.hangs_in_step_s, process.hangs = mishap.for_s, asyncio.Event()
         begins = asyncio.create_task(process.hangs.wait())
@@ -141,7 +141,7 @@ class Harm:
         process.fails_reads = False
 
     async def _supersede(self, member: Member, mishap: Mishap) -> None:
-        """A process whose name another one has taken must end by itself when it is woken."""
+        """Start a process under the name of another one, which must end by itself when it is woken."""
         world, former, main, leaves = self._world, member.process, member.main, member.stop
         world.loop.stop_process(former)
         self._network.on_stopped(former)

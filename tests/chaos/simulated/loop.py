@@ -1,8 +1,8 @@
-"""The made-up machine: one event loop on which simulated processes run, are stopped, and die, in simulated time.
+"""One event loop on which simulated processes run, are stopped, and die, in simulated time.
 
-Every callback belongs to the process in whose context it was made. Within a process they run in their order, as asyncio
-promises; among processes the dice choose who is next. Time passes only when nobody can run. A process that is killed
-runs no callback more: nothing of it is closed, released or told, as with SIGKILL.
+Every callback belongs to the process in whose context it was created. Within a process callbacks keep their order, as
+asyncio promises; among processes the seed chooses. Time advances only when nothing can run. The callbacks of a killed
+process never run again: nothing of it is closed or released, as with SIGKILL.
 """
 
 import asyncio
@@ -16,29 +16,31 @@ from random import Random
 from typing import Any
 
 _PROCESS: "contextvars.ContextVar[Process]" = contextvars.ContextVar("process")
-_MAX_AT_ONCE = 200_000  # callbacks at one moment: more are a loop that never ends
+_MAX_AT_ONCE = 200_000  # callbacks at one moment; more than this is an endless loop
 _REFUSED = 0.5  # of the large allocations, where memory is short
-_TICK_S = 1e-9  # what passes at least: a wait for less than the clock's last bit ends, as it does on a real machine
+_TICK_S = 1e-9  # the least advance: a wait shorter than the clock's last bit ends, as on a real machine
 
 
 class Process:
-    """One incarnation of one simulated process. `place` is where it runs: its successor there has the same."""
+    """One incarnation of one simulated process. Its successor runs at the same `place`."""
 
     def __init__(self, place: str, number: int = 0) -> None:
         self.place, self.number = place, number
         self.is_alive = True
         self.is_stopped = False
-        self.clock_ahead_s = 0.0  # of its wall clock
+        self.clock_ahead_s = 0.0  # offset of its wall clock
         self.fails_in_step = False  # the next one
         self.hangs_in_step_s = 0.0  # the next one
-        self.hangs = asyncio.Event()  # set when it begins
+        self.hangs = asyncio.Event()  # set when the hang begins
         self.fails_reads = False  # of other workers' KV
         self.num_refusals = 0  # large allocations that will fail
         self.step_s = 0.0  # the longest, beside its tokens
         self.token_s = 0.0  # per token of a step
         self.ready: deque[asyncio.Handle] = deque()
         self.is_queued = False
-        self.tasks: list[asyncio.Task[Any]] = []  # held: who is collected is closed, and a dead one closes nothing
+        self.tasks: list[
+            asyncio.Task[Any]
+        ] = []  # kept: a collected task would be closed, and a dead process closes nothing
         self.context = contextvars.copy_context()
         self.context.run(_PROCESS.set, self)
 
@@ -55,12 +57,13 @@ class Process:
 
 
 def current() -> Process:
-    """The process whose callback runs now."""
+    """Return the process whose callback runs now."""
     return _PROCESS.get()
 
 
 class Counted:
-    """A hash that is the same in every run: sets of tasks have the same order whenever a seed is replayed."""
+    """An object whose hash is the same in every run, so that sets of tasks have the same order when a seed is
+    replayed."""
 
     numbers = itertools.count()
     _number = -1
@@ -80,7 +83,7 @@ class _Future(Counted, asyncio.Future):  # type: ignore[type-arg]
 
 
 class _Callback(asyncio.TimerHandle):
-    """As asyncio's, without what only its debug mode looks at."""
+    """asyncio's handle without the attributes that only its debug mode uses."""
 
     __slots__ = ()
 
@@ -96,7 +99,7 @@ class _Callback(asyncio.TimerHandle):
 
 
 class Stuck(AssertionError):
-    """Nothing can happen any more, or the same moment never ends."""
+    """No callback can run any more, or simulated time does not advance."""
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
@@ -112,7 +115,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.connect: Callable[[str], Coroutine[Any, Any, None]]  # of the network; raises OSError
         self.world = Process("world")
         self.set_exception_handler(lambda _, context: self.errors.append(context))
-        self.errors: list[dict[str, Any]] = []  # exceptions that nobody handled
+        self.errors: list[dict[str, Any]] = []  # unhandled exceptions
 
     def time(self) -> float:
         return self._now_s
@@ -151,12 +154,12 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., Any], *args: Any
     ) -> Any:
-        """What goes to a thread is done a little later."""
+        """Run the work of a thread after a short delay."""
         threads = executor if isinstance(executor, Threads) else Threads(allocates=False)
         return asyncio.wrap_future(threads.submit(func, *args), loop=self)
 
     async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
-        """For those who only want to know whether somebody listens."""
+        """Connect without sending data, for callers that only check whether a process listens."""
         await self.connect(f"{host}:{port}")
         protocol = protocol_factory()
         transport = _Connected(protocol)
@@ -164,7 +167,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return transport, protocol
 
     def spawn(self, process: Process, work: Coroutine[Any, Any, Any], name: str) -> "asyncio.Task[Any]":
-        """A task of another process."""
+        """Start a task of another process."""
         return self.create_task(work, name=name, context=process.context)
 
     def kill(self, process: Process) -> None:
@@ -181,14 +184,14 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._queue(process)
 
     def is_refused_memory(self) -> bool:
-        """Whether a large allocation of this process fails."""
+        """Return whether a large allocation of this process fails."""
         process = current()
         is_refused = process.num_refusals > 0 and self._dice.random() < _REFUSED
         process.num_refusals -= is_refused
         return is_refused
 
     def soon_s(self, most_s: float) -> float:
-        """A random short delay; most are much shorter than the longest."""
+        """Return a random short delay. Most are much shorter than the longest."""
         return most_s * float(self._dice.random()) ** 3
 
     def _put(self, handle: asyncio.Handle) -> None:
@@ -203,7 +206,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             self._runnable.append(process)
 
     def _run_once(self) -> None:
-        """Until somebody stops the loop."""
+        """Run until the loop is stopped."""
         runnable, random, num_at_once = self._runnable, self._dice.random, 0
         while not self._stopping:  # type: ignore[attr-defined]
             if not runnable:
@@ -239,7 +242,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
 
 class _Connected(asyncio.Transport):
-    """Over which nothing is said."""
+    """The transport of a connection that carries no data."""
 
     def __init__(self, protocol: asyncio.BaseProtocol) -> None:
         super().__init__()
@@ -253,20 +256,25 @@ class _Connected(asyncio.Transport):
 
 
 class Threads(Executor):
-    """A pool of one thread: works in the order of submission, a little later, in the process that submitted."""
+    """A pool of one thread. It runs work in the order of submission, after a short delay, in the process that submitted
+    it."""
 
     def __init__(self, *_: object, most_s: float = 0.002, allocates: bool = True) -> None:
-        """`allocates`: it fails where memory is short."""
+        """`allocates`: the work needs a large allocation, which fails when memory is short."""
         self._most_s, self._allocates = most_s, allocates
         self._free_at_s = 0.0
         self._pending: dict[Future[Any], asyncio.TimerHandle] = {}
 
     def submit(self, work: Callable[..., Any], /, *args: Any, **keywords: Any) -> "Future[Any]":
+        """Queue the work. While memory is short no thread starts, and the next thread that starts does the work."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimulatedLoop)
+        is_refused = self._allocates and loop.is_refused_memory()
         future: Future[Any] = Future()
         self._free_at_s = max(self._free_at_s, loop.time()) + loop.soon_s(self._most_s)
         self._pending[future] = loop.call_at(self._free_at_s, self._do, future, work, args, keywords)
+        if is_refused:
+            raise RuntimeError("can't start new thread")
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -285,5 +293,5 @@ class Threads(Executor):
             if self._allocates and loop.is_refused_memory():
                 raise MemoryError
             future.set_result(work(*args, **keywords))
-        except Exception as error:  # noqa: BLE001 -- as a pool of threads would
+        except Exception as error:  # noqa: BLE001 -- as a real thread pool does
             future.set_exception(error)

@@ -1,6 +1,6 @@
-"""What production code finds instead of the real machine: clocks, dice, threads, sockets, Redis, a model.
+"""Replacements for the real machine: clocks, random numbers, threads, sockets, Redis, a model.
 
-Everything is put in place by name, around the modules that look there; the modules themselves are the production ones.
+Each is put in place by name around the modules that use it; the modules themselves are production code.
 """
 
 import gc
@@ -20,7 +20,7 @@ from cluster.settings.config import WorkerConfig
 from engine.kv.host_blocks import SwappingRunner
 from kvtransfer.exporter.exporter import Exporter
 from kvtransfer.transports.available import Available
-from kvtransfer.transports.base import TransportMeans
+from kvtransfer.transports.base import TransportSetup
 from router.fleet.decode_events import Sequences
 from router.text.tokenization import Tokenization
 from tests.chaos.simulated.calls import Channel, Server
@@ -34,8 +34,8 @@ from tests.chaos.simulated.steps import SimulatedStepLoop
 from tests.chaos.simulated.transport import Exports, Imports
 from tests.system.router_harness import DEMO_MODEL
 
-_FIXED_ROWS = 16.0  # what a step does once, in rows
-_COLLECTIONS = 3  # what is closed lets others go
+_FIXED_ROWS = 16.0  # the fixed cost of a step, in rows
+_COLLECTIONS = 3  # one collection frees objects that the next one collects
 _WALL_S = 1_800_000_000.0
 
 
@@ -45,7 +45,7 @@ class SimulatedClock(Clock):
 
 
 class _HttpServer:
-    """Nobody comes by HTTP."""
+    """An HTTP server that receives no requests."""
 
     port = 1
 
@@ -57,7 +57,7 @@ class _HttpServer:
 
 
 class _HealthPort:
-    """Nobody asks a thread."""
+    """A health port that receives no requests."""
 
     port = 1
 
@@ -75,7 +75,7 @@ class _HealthPort:
 
 
 class _Dice(Random):
-    """Of the world that is running."""
+    """The random number generator of the running world."""
 
     def random(self) -> float:
         return float(world().ids.random())
@@ -120,7 +120,7 @@ def _wall_s() -> float:
     return _WALL_S + float(world().loop.time()) + current().clock_ahead_s
 
 
-def _transports(settings: object, means: TransportMeans) -> Available:
+def _transports(settings: object, means: TransportSetup) -> Available:
     here, names = world(), ("shm", "tcp")
     return Available(
         tuple(Exports(name, means.memory, here.pools, here.owners) for name in names),
@@ -152,11 +152,11 @@ def _nothing() -> None:
 
 @contextmanager
 def _unheard_ends() -> Iterator[None]:
-    """What is left of killed processes is collected after their run, and complains that its world is gone. Between runs
-    only: when the collector comes would depend on what ran before."""
+    """Ignore the complaints of objects of killed processes that are collected after their run. Collection is forced
+    between runs only, because its time would otherwise depend on earlier runs."""
     was_enabled, hook = gc.isenabled(), sys.unraisablehook
     gc.disable()
-    gc.freeze()  # what is there now need not be looked through after every few runs
+    gc.freeze()  # collections between runs skip the present objects
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -173,7 +173,7 @@ def _unheard_ends() -> Iterator[None]:
 
 @contextmanager
 def simulated_machine() -> Iterator[None]:
-    """Around any number of runs."""
+    """Replace the real machine for any number of runs."""
     clock = SimpleNamespace(perf_counter=lambda: world().loop.time(), monotonic=lambda: world().loop.time())
     dice = _Dice()
     replaced = {
@@ -184,22 +184,22 @@ def simulated_machine() -> Iterator[None]:
         "cluster.process.gc": SimpleNamespace(disable=_nothing, freeze=_nothing, enable=_nothing),
         "cluster.registry.registry.open_redis": lambda *_: RedisClient(world().redis),
         "cluster.registry.registry.random": dice,
-        "router.pipeline.pair_trust.random": dice,
-        "cluster.registry.registry.to_json": lru_cache(256)(to_json),  # members say the same again and again
+        "router.pipeline.worker_choice.random": dice,
+        "cluster.registry.registry.to_json": lru_cache(256)(to_json),  # members serialize the same values repeatedly
         "cluster.registry.registry.from_json": lru_cache(256)(from_json),
         "cluster.registry.registry.MonotonicClock": SimulatedClock,
-        "cluster.worker_life.configure_logs": lambda *_: None,
-        "cluster.worker_life.HealthPort": _HealthPort,
-        "cluster.worker_life.cluster_key": lambda _: b"k" * 32,
+        "worker.life.configure_logs": lambda *_: None,
+        "worker.life.HealthPort": _HealthPort,
+        "worker.life.cluster_key": lambda _: b"k" * 32,
         "kvtransfer.importer.importer.ThreadPoolExecutor": Threads,
         "kvtransfer.exporter.exporter.ThreadPoolExecutor": Threads,
-        "kvtransfer.importer.import_run._DICE": dice,
-        "kvtransfer.importer.channel_reads.time": clock,
+        "kvtransfer.importer.handoff_driver._DICE": dice,
+        "kvtransfer.importer.reads.time": clock,
         "engine.kv.host_blocks.HostBlocks.copy_s_per_block": _copy_s,
-        "prefill_worker.prefixes.prefix_tiers.ThreadPoolExecutor": Threads,
-        "prefill_worker.prefixes.tier_copies.time": clock,
-        "prefill_worker.prefixes.tier_opening.BlockFiles": _block_files,
-        "kvtransfer.worker_transfer.available_transports": _transports,
+        "prefill_worker.prefixes.tiers.ThreadPoolExecutor": Threads,
+        "prefill_worker.prefixes.tier_storage.time": clock,
+        "prefill_worker.prefixes.tiers.BlockFiles": _block_files,
+        "worker.transfer.available_transports": _transports,
         "router.fleet.decode_events.Sequences": type("Sequences", (Counted, Sequences), {}),
         "router.fleet.decode_stream.Sequences": type("Sequences", (Counted, Sequences), {}),
         "router.app.configure_logs": lambda *_: None,
@@ -213,11 +213,11 @@ def simulated_machine() -> Iterator[None]:
         "secrets.token_hex": lambda num=16: world().ids.randbytes(num).hex(),
         "secrets.randbits": lambda bits: world().ids.getrandbits(bits),
     }
-    for role in ("prefill_worker", "decode_worker"):
-        replaced[f"{role}.app.build_engine"] = _engine
-        replaced[f"{role}.app.StepLoop"] = SimulatedStepLoop
-        replaced[f"{role}.app.MonotonicClock"] = SimulatedClock
-    replaced["decode_worker.app.fixed_rows"] = lambda _: _FIXED_ROWS
+    for app in ("worker.prefill_app", "worker.decode_app"):
+        replaced[f"{app}.build_engine"] = _engine
+    replaced["worker.app.StepLoop"] = SimulatedStepLoop
+    replaced["worker.app.MonotonicClock"] = SimulatedClock
+    replaced["worker.decode_app.fixed_rows"] = lambda _: _FIXED_ROWS
     with ExitStack() as stack:
         vocab_size()
         for name, value in replaced.items():

@@ -1,16 +1,16 @@
-"""A router or worker of a simulated cluster: the real one's code, started, watched, and started again at its place."""
+"""A router or worker of a simulated cluster: production code that is started, observed, and restarted in its place."""
 
 import asyncio
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
-import decode_worker.start
-import prefill_worker.start
 import router.app
-from cluster.errors import RegistryUnavailable
+import worker.start
+from cluster.errors import DrainIncomplete, RegistryUnavailable
+from cluster.messages import Role
 from cluster.settings.config import RouterConfig, WorkerConfig
-from tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tests.chaos.simulated.calls import Channel
 from tests.chaos.simulated.disk import SimulatedBlockFiles
 from tests.chaos.simulated.engine import layout_of
@@ -31,7 +31,7 @@ class Member:
     def __init__(self, world: "World", role: str, index: int) -> None:
         self._world, self.role, self.place = world, role, f"{role}{index}"
         self.index = index
-        self.has_left = False  # for good
+        self.has_left = False  # permanently
         self._port = 7_000 + 100 * len(world.members)
         self._number = 0
         self.process: Process
@@ -48,7 +48,7 @@ class Member:
         return self._ready.is_set()
 
     def start(self, *, elsewhere: bool = False) -> None:
-        """`elsewhere`: at another address."""
+        """Start the member. `elsewhere`: at another address."""
         self._number += 1
         self._port += elsewhere
         self.process = Process(self.place, self._number)
@@ -58,18 +58,22 @@ class Member:
         self.main = self._world.loop.spawn(self.process, self._main(), f"main of {self.process}")
 
     async def until_ready(self) -> bool:
-        """False: there was no Redis."""
+        """Wait until the member is ready. Return False if Redis did not answer."""
         ready = asyncio.create_task(self._ready.wait())
         await asyncio.wait([ready, self.main], timeout=_READY_S, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         if self.main.done() and isinstance(self.main.exception(), RegistryUnavailable):
             self._world.say(self.process, "finds no Redis, and ends")
             return False
-        has_left = self.main.done() and self.main.exception() is None and self.stop.is_set()  # asked to, before that
+        has_left = self._has_left_as_asked()  # before it was ready
         if not self._ready.is_set() and self.process.runs and not has_left:
             reason = self.main.exception() if self.main.done() else "it is slow"
             self._world.wrong(f"{self.process} does not become ready: {reason!r}")
         return True
+
+    def _has_left_as_asked(self) -> bool:
+        is_over = self.main.done() and self.stop.is_set()
+        return is_over and isinstance(self.main.exception(), DrainIncomplete | None)
 
     async def _main(self) -> None:
         announce = lambda **_: self._ready.set()  # noqa: E731
@@ -77,15 +81,14 @@ class Member:
         if isinstance(config, RouterConfig):
             await router.app.run(config, stop=self.stop, announce=announce)
         else:
-            start = prefill_worker.start if self.role == "prefill" else decode_worker.start
-            await start.run(config, stop=self.stop, announce=announce)
+            await worker.start.run(config, Role(self.role), stop=self.stop, announce=announce)
 
     def _config(self) -> RouterConfig | WorkerConfig:
         schedule = self._world.schedule
         common: dict[str, Any] = {
             "redis": "redis://redis:6379",
             "member_id": self.place,
-            "member_lease_s": 3.0,
+            "registration_ttl_s": 3.0,
             "model": "demo_model",
             "max_model_len": MAX_MODEL_LEN,
             "stream_grace_s": 1.0,
@@ -120,7 +123,7 @@ class Member:
         )
 
     async def left_over(self) -> list[str]:
-        """What it still holds, in words."""
+        """Describe what the member still holds."""
         if self.role == "router" or self.main.done():
             return []
         channel = Channel(self._world.network, self.address, self._world.watch)

@@ -1,7 +1,7 @@
-"""Messages between members with one field out of its bounds, made of a message as it is sent.
+"""Messages between members with one field outside its bounds, made from a message as it is sent.
 
-Which messages there are, and what may become of a field, is found in the descriptors (tests/unit/member_messages.py).
-Only what cluster/protocol/message_rules.py refuses is sent: a value that the rules admit is one that a member may send.
+Messages and possible values are found in the descriptors (tests/unit/member_messages.py). Only messages that
+cluster/protocol/message_rules.py refuses are sent.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _names(kind: Descriptor) -> Iterator[str]:
-    """Of a message that may be one of several, a name for each of them."""
+    """Return a name for each kind of a message with a oneof."""
     if kind.oneofs:
         yield from (f"{kind.name}.{field.name}" for field in kind.oneofs[0].fields)
     elif kind.fields:
@@ -39,14 +39,14 @@ _FILES = frozenset(file.DESCRIPTOR.name for file in FILES)
 
 
 class Mutations:
-    """Those of one schedule that have not been sent yet."""
+    """The mutations of one schedule that have not been sent yet."""
 
     def __init__(self, mutations: "Iterable[Mutation]") -> None:
         self._waiting = {(mutation.message, mutation.occurrence): mutation.draw for mutation in mutations}
         self._num_sent: Counter[str] = Counter()
 
     def of(self, message: Any) -> tuple[str, str, Any] | None:
-        """(name of the message, what was changed, the message to send instead), where one is due."""
+        """Return the name of the message, the change, and the message to send instead, if a mutation is due."""
         if not self._waiting or message.DESCRIPTOR.file.name not in _FILES:
             return None
         name = _name(message)
@@ -63,7 +63,8 @@ def _name(message: Any) -> str:
 
 
 def _malformed(message: Any, dice: Random) -> tuple[str, Any] | None:
-    """None: each of its fields may have any value. What makes another message of it changes more than one field."""
+    """Return a malformed copy of a message; None if each of its fields may have any value. A change that makes it
+    another kind of message changes more than one field."""
     changes = [change for change in mutations(message) if _name(change[1]) == _name(message)]
     dice.shuffle(changes)
     for what, mutated in changes:

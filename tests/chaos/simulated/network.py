@@ -1,8 +1,8 @@
-"""The made-up network: who listens where, which links are cut, and how what is sent arrives, or breaks.
+"""The simulated network: who listens where, which links are cut, and how messages arrive or are lost.
 
-What is sent within one conversation arrives in order. A cut link holds everything back until it is healed, as TCP does.
-The end of a process breaks its conversations at the other side as soon as that can hear of it; a client hears of a
-silent server when gRPC's keepalive does.
+Messages of one connection arrive in order. A cut link holds everything back until it is healed, as TCP does. The end of
+a process breaks its connections at the other side once that side is reachable; a client detects a silent server by
+gRPC's keepalive.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ class Listener(Protocol):
 
 
 class Conversation:
-    """One call between two processes: what either end is told arrives in the order in which it was said."""
+    """One call between two processes. Each end receives messages in the order in which the other end sent them."""
 
     def __init__(self, network: "Network", client: Process, server: Process) -> None:
         self.network, self.client, self.server = network, client, server
@@ -34,7 +34,7 @@ class Conversation:
         self._open_ends = {client.place, server.place}
 
     def say(self, to: Process, heard: Callable[..., None], *what: Any) -> None:
-        """`heard` is called at the other end, unless that dies or the conversation breaks before."""
+        """Send a message: `heard` is called at the other end, unless that end dies or the conversation breaks first."""
         if self.network.is_cut(self.client.place, self.server.place):
             self.held.append((to, heard, what))
             return
@@ -50,13 +50,13 @@ class Conversation:
         self._forget()
 
     def break_at(self, end: Process) -> None:
-        """This end learns that nothing will come any more."""
+        """Tell this end that the connection is broken: it receives nothing more."""
         heard = self.on_broken.pop(end, None)
         if heard is not None:
             self.say(end, heard)
 
     def end(self, end: Process) -> None:
-        """This end has nothing more to say or to hear."""
+        """Close this end: it sends and receives nothing more."""
         self.on_broken.pop(end, None)
         self._open_ends.discard(end.place)
         self._forget()
@@ -68,10 +68,10 @@ class Conversation:
 
 class Network:
     def __init__(self, loop: SimulatedLoop, dice: Random, *, latency_s: float) -> None:
-        """`latency_s`: the longest one; most are much shorter."""
+        """`latency_s`: the longest latency of a message; most are much shorter."""
         self.loop, self._dice, self._latency_s = loop, dice, latency_s
         self.listeners: dict[str, Listener] = {}
-        self._places: dict[str, str] = {}  # by address, whoever listens there
+        self._places: dict[str, str] = {}  # by address: the place that listens there
         self.conversations: dict[Conversation, None] = {}
         self._cuts: dict[frozenset[str], int] = {}
         self._num_cuts = 0
@@ -83,7 +83,7 @@ class Network:
         return 0.00005 + self.loop.soon_s(self._latency_s)
 
     def listen(self, host: str, port: int, listener: Listener) -> int:
-        """`port` 0: a free one."""
+        """Start listening and return the port. `port` 0: choose a free one."""
         if not port:
             self._next_port += 1
             port = self._next_port
@@ -92,11 +92,11 @@ class Network:
         return port
 
     def place_of(self, address: str) -> str:
-        """The place whose process listened there last."""
+        """Return the place whose process listened at this address last."""
         return self._places.get(address, "")
 
     def refusal_s(self, address: str) -> float:
-        """Until a call to an address where nobody listens knows it."""
+        """Return how long a call to an address without a listener takes to fail."""
         return _CONNECT_S if self.is_cut(current().place, self._places.get(address, "")) else self.latency_s()
 
     def is_cut(self, place: str, other: str) -> bool:
@@ -105,7 +105,8 @@ class Network:
         return any(frozenset(ends) in self._cuts for ends in ((place, other), (place,), (other,)))
 
     async def connect(self, address: str) -> None:
-        """The kernel there answers for a process that is stopped. Raises ConnectionRefusedError."""
+        """Open a TCP connection. A stopped process accepts, because its kernel answers. Raises
+        ConnectionRefusedError."""
         await asyncio.sleep(self.latency_s())
         while self.is_cut(current().place, self._places.get(address, "")):
             await self.until_changed()
@@ -113,12 +114,13 @@ class Network:
             raise ConnectionRefusedError(address)
 
     def close(self, listener: Listener) -> None:
-        """Nobody listens there any more."""
+        """Stop listening at every address of this listener."""
         for address in [a for a, other in self.listeners.items() if other is listener]:
             del self.listeners[address]
 
     def open(self, address: str) -> "Conversation | None":
-        """With whoever listens at the address. None: nobody, and the host says so."""
+        """Start a conversation with the process that listens at the address. Return None if the connection is
+        refused."""
         listener = self.listeners.get(address)
         if listener is None or not listener.process.is_alive:
             return None
@@ -129,7 +131,7 @@ class Network:
         return conversation
 
     def cut(self, ends: frozenset[str]) -> None:
-        """Two places, or one from all others."""
+        """Cut the link between two places or, for one place, between it and all others."""
         self._num_cuts += 1
         self._cuts[ends] = self._num_cuts
         self._expect_keepalive([c for c in self.conversations if self.is_cut(c.client.place, c.server.place)])
@@ -142,7 +144,7 @@ class Network:
         self.on_change()
 
     async def until_changed(self) -> None:
-        """Until a link is healed, or a process is woken or dies."""
+        """Wait until a link is healed, or a process is woken or dies."""
         await self._changed.wait()
 
     def on_change(self) -> None:
@@ -150,7 +152,7 @@ class Network:
         changed.set()
 
     def reset(self, ends: frozenset[str]) -> None:
-        """Every connection between two places breaks, at both ends."""
+        """Break every connection between two places, at both ends."""
         for conversation in tuple(self.conversations):
             if frozenset((conversation.client.place, conversation.server.place)) == ends:
                 for end in (conversation.client, conversation.server):  # one may learn it long before the other
@@ -161,7 +163,7 @@ class Network:
         self._expect_keepalive([c for c in self.conversations if c.server is process])
 
     def on_dead(self, process: Process) -> None:
-        """Its kernel closes its connections."""
+        """Close the connections of a dead process, as its kernel does."""
         self.on_change()
         for address in [a for a, listener in self.listeners.items() if listener.process is process]:
             del self.listeners[address]
@@ -176,7 +178,7 @@ class Network:
             conversation.break_at(end)
 
     def _expect_keepalive(self, conversations: list[Conversation]) -> None:
-        """Who is still silent when the client's pings have had their time is given up by it, not by the server."""
+        """Break the connection at the client if the server is still silent after the client's keepalive timeout."""
         for conversation in conversations:
             delay_s = self._dice.uniform(*_KEEPALIVE_S)
             self.loop.call_later(delay_s, self._keepalive, conversation, delay_s, context=conversation.client.context)

@@ -1,8 +1,8 @@
-"""Which message begins which phase of a request, and with which other one it ends."""
+"""The messages that begin and end each phase of a request."""
 
 from typing import Any
 
-from tandem.v1 import kv_pb2, worker_pb2
+from tandem.internal.v1 import kv_pb2, worker_pb2
 from tests.chaos.simulated.schedule import Phase
 
 ENDS_WITH: dict[Phase, Phase | None] = {
@@ -21,16 +21,16 @@ _ONEOFS = {
     worker_pb2.WorkerMessage: "message",
 }
 BEGINS = {
-    ("/tandem.v1.PrefillWorker/Prefill", "PrefillRequest"): Phase.QUEUED,
-    ("/tandem.v1.PrefillWorker/Prefill", "accepted"): Phase.PREFILLING,
-    ("/tandem.v1.PrefillWorker/Prefill", "first_tokens"): Phase.FIRST_TOKEN,
-    ("/tandem.v1.KvTransfer/HandOff", "attach"): Phase.PULLING,
-    ("/tandem.v1.KvTransfer/HandOff", "settle"): Phase.SETTLING,
-    ("/tandem.v1.DecodeWorker/Connect", "step"): Phase.DECODING,
+    ("/tandem.internal.v1.PrefillWorker/Prefill", "PrefillRequest"): Phase.QUEUED,
+    ("/tandem.internal.v1.PrefillWorker/Prefill", "accepted"): Phase.PREFILLING,
+    ("/tandem.internal.v1.PrefillWorker/Prefill", "first_tokens"): Phase.FIRST_TOKEN,
+    ("/tandem.internal.v1.KvTransfer/HandOff", "attach"): Phase.PULLING,
+    ("/tandem.internal.v1.KvTransfer/HandOff", "settle"): Phase.SETTLING,
+    ("/tandem.internal.v1.DecodeWorker/Connect", "step"): Phase.DECODING,
 }
 
 
 def kind_of(message: Any) -> str:
-    """Of a message that may be one of several, which; else its type."""
+    """Return the kind of a message with a oneof, or else its type."""
     oneof = _ONEOFS.get(type(message))
     return str(message.WhichOneof(oneof)) if oneof is not None else type(message).__name__

@@ -1,8 +1,8 @@
-"""Every failure reason that there is, found in the production code itself; and whether the kept results reached it.
+"""Find every failure reason in the production code, and whether the stored results reached it.
 
 Reasons are the names of cluster/errors.py, and the words that are counted under a label of `_LABELS` or noted in a
-request's ledger. The words are found by reading the source: constants in the calls that count, and what is assigned to
-a variable whose name says that it is a reason. A reason that is built from parts at run time is made of these.
+request's ledger. They are found by reading the source: constants in the calls that count, and values of variables whose
+name says that they hold a reason. A reason that is built at run time consists of these.
 """
 
 import ast
@@ -12,15 +12,15 @@ from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 
-from cluster import canary
 from cluster.errors import HandOffReason
-from kvtransfer.protocol.import_events import FallBackReason
+from kvtransfer.protocol.import_state import FallBackReason
 from router.fleet.decode_events import MoveOutcome
 from tests.chaos.simulated.coverage import LABELS, error_kinds
+from worker import canary
 
 _ROOT = Path(__file__).parents[3]
-_PACKAGES = ("cluster", "engine", "kvtransfer", "prefill_worker", "decode_worker", "router")
-_CALLS = frozenset({"count", "_count", "reason", "AttemptFailed"})
+_PACKAGES = ("cluster", "engine", "kvtransfer", "prefill_worker", "decode_worker", "worker", "router")
+_CALLS = frozenset({"count", "_count", "add_reason", "AttemptFailed"})
 _VARIABLES = re.compile(r"(^|_)(reason|outcome)$")
 _WORD = re.compile(r"[a-z]+(_[a-z]+)*")
 _ENUMS: tuple[type[StrEnum], ...] = (HandOffReason, FallBackReason, MoveOutcome, canary.Outcome)
@@ -38,7 +38,8 @@ def every_reason() -> frozenset[str]:
 
 
 def is_reached(reason: str, names: Iterable[str]) -> bool:
-    """`names`: as in coverage.py. A ledger's reasons begin with the leg that failed."""
+    """Return whether a result names the reason. `names` are those of coverage.py. A ledger's reasons begin with the leg
+    that failed."""
     pattern = re.compile(rf"^(error|hand-off reason|ledger|counted): (.* )?((prefill|decode|handoff)_)?{reason}( |$)")
     return any(pattern.match(name) for name in names)
 
@@ -66,7 +67,7 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _constants(tree: ast.Module) -> dict[str, ast.expr]:
-    """Of a module, by name; those that one line assigns together too."""
+    """Return the constants of a module by name, including several that one line assigns."""
     found = dict[str, ast.expr]()
     for node in tree.body:
         if isinstance(node, ast.Assign):
@@ -80,7 +81,7 @@ def _constants(tree: ast.Module) -> dict[str, ast.expr]:
 
 
 def _words(node: ast.expr, constants: dict[str, ast.expr]) -> Iterator[str]:
-    """The words that an expression may be."""
+    """Return the words that an expression may evaluate to."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and _WORD.fullmatch(node.value):
         if not node.value.startswith("tandem_"):  # the name of a metric
             yield node.value

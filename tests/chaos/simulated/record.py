@@ -1,7 +1,7 @@
-"""What runs of many seeds found, kept: raw figures and the coverage in benchmarks/results, a summary in docs/faults.md.
+"""The results of runs of many seeds: raw figures, coverage tables and a summary, all in benchmarks/results.
 
-Runs at the same commit, of the same distribution of schedules, are added up: twenty thousand seeds may come in pieces,
-and a run that was interrupted goes on where it was. Counts; judges nothing.
+Runs at the same commit and of the same distribution of schedules are added up, so that twenty thousand seeds may come
+in chunks and an interrupted run continues. Counts only.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from tests.chaos.simulated.schedule import DISTRIBUTION, KINDS, Phase
 _ROOT = Path(__file__).parents[3]
 RESULTS = _ROOT / "benchmarks" / "results" / "chaos_simulated.json"
 _TABLES = _ROOT / "benchmarks" / "results" / "chaos_simulated.md"
-_PAGE = _ROOT / "docs" / "faults.md"
+_PAGE = _ROOT / "benchmarks" / "results" / "faults.md"
 _BEGIN, _END = "<!-- simulated: begin -->", "<!-- simulated: end -->"
 _SETTLED = ("prefill", Phase.DECODING)  # a prefill worker holds nothing of a request by then
 _PER = 1000
@@ -48,7 +48,7 @@ class Run:
 
 
 def total(runs: Sequence[Run]) -> Run:
-    """Of runs one after the other."""
+    """Add up runs."""
     return Run(
         first=min(run.first for run in runs),
         num_seeds=sum(run.num_seeds for run in runs),
@@ -64,7 +64,7 @@ def total(runs: Sequence[Run]) -> Run:
 
 
 def coverage(run: Run) -> Iterator[str]:
-    """Lines: how often each name was reached per thousand schedules."""
+    """Return lines that say how often each name was reached per thousand schedules."""
     counts = dict.fromkeys(known(), 0) | run.reached | run.hit
     counts |= {f"row of failover.md: {row}": number for row, number in reached(counts).items()}
     counts |= {f"request: {outcome}": number for outcome, number in run.outcomes.items()}
@@ -73,7 +73,7 @@ def coverage(run: Run) -> Iterator[str]:
 
 
 def kept() -> list[Run]:
-    """The runs of the present commit and distribution."""
+    """Return the runs of the present commit and distribution."""
     if not RESULTS.exists():
         return []
     before = json.loads(RESULTS.read_text())
@@ -97,7 +97,8 @@ def keep(run: Run) -> None:
 
 
 def _commit() -> str:
-    """With a plus where code has changed since. Results and pages do not count: a run in pieces writes them."""
+    """Return the commit, followed by a plus if code has changed since. Results and pages do not count, because a run in
+    pieces writes them."""
     commands = (("git", "rev-parse", "--short=10", "HEAD"), ("git", "status", "--porcelain", "--", "*.py", "*.proto"))
     head, changes = (
         subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -115,8 +116,8 @@ def _summary(machine: dict[str, str], run: Run) -> str:
         f" {machine['processor']}: {run.num_seeds / run.cpu_s * 60:.0f} schedules a minute of one core."
         f" Requests: {ends}. Seeds that went wrong: {', '.join(map(str, run.wrong)) or 'none'}.",
         "",
-        "Schedules reached these rows of [failover.md](failover.md) so often per 1,000 seeds"
-        " ([all figures](../benchmarks/results/chaos_simulated.md)):",
+        "How often schedules reached each row of [failover.md](../../docs/failover.md), per 1,000 seeds"
+        " ([all figures](chaos_simulated.md)):",
         "",
         *_row_table(run),
         "",
@@ -157,7 +158,8 @@ def _tables(machine: dict[str, str], run: Run) -> str:
 
 
 def _cell(hit: Mapping[str, int], role: str, kind: str, phase: str) -> str:
-    """Redis holds no request: it is harmed at times. Nothing to hit: a dash; never hit: 0."""
+    """Return a table cell. A dash: the victim cannot hold a request in that phase. Faults of Redis are at times,
+    because Redis holds no request."""
     is_possible = (role, phase) != _SETTLED and (role != "redis" or not phase)
     return str(hit.get(hit_name(role, kind, phase), 0)) if is_possible else "–"
 

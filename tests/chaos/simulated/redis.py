@@ -1,4 +1,4 @@
-"""The registry's Redis in memory: its four scripts, its news, its expiries by simulated time. It can be killed."""
+"""A simulation of the registry's Redis: its scripts, its messages, and expiry by simulated time. It can be killed."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -30,7 +30,7 @@ class RedisServer:
         self.listeners: dict[News, None] = {}
 
     def kill(self) -> None:
-        """With everything that it kept."""
+        """End Redis. All its data is lost."""
         self.is_up = False
         self.empty()
         for news in self.listeners:
@@ -44,7 +44,7 @@ class RedisServer:
         self.is_up = True
 
     async def reach(self) -> None:
-        """There and back. Raises ConnectionError."""
+        """Wait for one round trip. Raises ConnectionError."""
         await asyncio.sleep(self._network.latency_s())
         while self._network.is_cut(current().place, PLACE):
             await self._network.until_changed()
@@ -70,7 +70,7 @@ class RedisServer:
         return default if kept is None else int(kept)
 
     def _write(self, keys: Sequence[str], values: Sequence[Any], generation: int) -> bool:
-        """Whether the lease had lapsed."""
+        """Write a registration and return whether the previous one had expired."""
         lease, incarnation, members, _, newest = keys
         before = self.get(lease)
         self.put(incarnation, values[1], values[4])
@@ -107,7 +107,7 @@ class RedisServer:
             del ids[member_id]
         return [text for text in found.values() if text is not None]
 
-    def nobody_scales(self, keys: Sequence[str], values: Sequence[Any]) -> list[str]:
+    def no_scale_target(self, keys: Sequence[str], values: Sequence[Any]) -> list[str]:
         return []
 
     def _publish(self) -> None:
@@ -116,7 +116,7 @@ class RedisServer:
 
 
 class RedisClient:
-    """What the registry's module uses of cluster/registry/redis_client.py."""
+    """The part of cluster/registry/redis_client.py that the registry uses."""
 
     place = PLACE
 
@@ -127,7 +127,7 @@ class RedisClient:
             registry._RENEW: server.renew,
             registry._LEAVE: server.leave,
             registry._MEMBERS: server.members,
-            scale_registry._ANSWER: server.nobody_scales,
+            scale_registry._ANSWER: server.no_scale_target,
         }
 
     def register_script(self, text: str) -> Script:
@@ -169,7 +169,7 @@ class News:
         self._server.listeners[self] = None
 
     def tell(self, message: str | None) -> None:
-        """None: the connection broke."""
+        """Deliver a message. None: the connection broke."""
         network = self._server._network
         if not network.is_cut(self._process.place, PLACE):
             network.loop.call_later(network.latency_s(), self._told.put_nowait, message, context=self._process.context)

@@ -1,4 +1,4 @@
-"""A schedule: the shape of a cluster, the requests of its clients and the faults that happen. A value made from a seed.
+"""A schedule: the shape of a cluster, the requests of its clients and the faults. A value made from a seed.
 
 `DISTRIBUTION` is the version of what `make_schedule` draws. Results of different versions are never added up.
 """
@@ -10,15 +10,15 @@ from random import Random
 
 from tests.chaos.simulated.mutations import MESSAGES
 
-DISTRIBUTION = 3
+DISTRIBUTION = 4
 MAX_MODEL_LEN = 96
 
 
 class Phase(StrEnum):
     """A phase of a request's life, at which a fault may happen."""
 
-    QUEUED = "queued"  # the prefill worker is asked
-    PREFILLING = "prefilling"  # it has given its ticket
+    QUEUED = "queued"  # the prefill worker has been called
+    PREFILLING = "prefilling"  # it has returned its ticket
     FIRST_TOKEN = "first token out"
     PULLING = "pulling"  # the decode worker has attached
     SETTLING = "settling"
@@ -55,13 +55,13 @@ class Ask:
 
     at_s: float
     router: int
-    family: int  # prompts of one family begin alike
+    family: int  # prompts of one family have a common prefix
     num_shared: int
     num_tokens: int  # of the prompt
     max_tokens: int
     n: int = 1
-    cancel_after: int | None = None  # tokens that the client has by then
-    reconnect_after: int | None = None  # likewise: its connection breaks then, and it resumes at another router
+    cancel_after: int | None = None  # the client cancels when it has this many tokens
+    reconnect_after: int | None = None  # its connection breaks at this many tokens, and it resumes at another router
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ class Mishap:
 
     kind: Kind
     role: str  # "redis" too
-    number: int  # which of them, where the phase does not say
+    number: int  # which member of the role, unless the phase decides
     at_s: float  # after the start, or after the phase
-    for_s: float  # then it is woken, healed, or started again
+    for_s: float  # after this time the victim is woken, healed or restarted
     phase: Phase | None = None
     occurrence: int = 0  # of the phase
     jump_s: float = 0.0  # of its clock
@@ -93,19 +93,19 @@ class Schedule:
     num_routers: int
     num_prefills: int
     num_decodes: int
-    prefill_blocks: tuple[int, ...]  # pool sizes by number of the worker; a worker beyond the end begins anew
+    prefill_blocks: tuple[int, ...]  # pool sizes by number of the worker; the sizes repeat after the end
     decode_blocks: tuple[int, ...]
     block_size: int
     max_num_seqs: int
     max_prefill_tokens: int  # per step
     swap_blocks: int  # of host memory under each decode pool
-    copy_s: float  # what the swap of one block is measured to take
+    copy_s: float  # measured duration of the swap of one block
     host_blocks: int  # of host memory under each prefill pool, for prefixes
     disk_blocks: int  # and of disk under that
-    latency_s: float  # the longest of a message
-    step_s: float  # the longest that a step takes, beside its tokens
+    latency_s: float  # the longest latency of a message
+    step_s: float  # the longest duration of a step without the time per token
     token_s: float  # per token of a step
-    launches: bool  # the device computes on its own
+    launches: bool  # the device computes asynchronously
     speculates: bool
     read_faults: bool
     asks: tuple[Ask, ...]
@@ -120,8 +120,8 @@ class Schedule:
 
     @property
     def may_use_up_attempts(self) -> bool:
-        """A worker that cannot read fails every hand-off to it, whatever `max_attempts` is, and leaves one attempt:
-        one more fault may end a request."""
+        """Return whether faults may end a request. A worker that cannot read fails every hand-off to it, whatever
+        `max_attempts` is, and leaves one attempt: one more fault may end the request."""
         cannot_read = any(mishap.kind is Kind.UNREADABLE for mishap in self.mishaps)
         num_faults = sum(mishap.kind not in OPERATIONS for mishap in self.mishaps) + len(self.mutations)
         return cannot_read and (self.read_faults or num_faults > 1)
@@ -129,6 +129,7 @@ class Schedule:
 
 _DOWN_S = (0.2, 1.0, 2.5, 4.0, 8.0)
 _SILENT_S = (0.05, 0.5, 1.5, 3.5, 7.0, 18.0)
+_STOPPED_S = (*_SILENT_S, 30.0)  # after 30 s, responses and call deadlines are due at the same moment
 _JUMPS_S = (-86_400.0, -60.0, 5.0, 60.0, 3600.0, 31_536_000.0)
 _DEFAULT_ATTEMPTS = 3
 _WATERMARK_BLOCKS = 2  # at most, of the pools drawn here
@@ -183,7 +184,7 @@ def make_schedule(seed: int) -> Schedule:
 
 
 def plain_schedule(seed: int) -> Schedule:
-    """One whose pools are ample and in which nothing goes wrong. Tests of one scenario start from it."""
+    """Return a schedule with large pools and without faults. Tests of one scenario start from it."""
     return replace(
         make_schedule(seed),
         prefill_blocks=(96,),
@@ -204,11 +205,11 @@ def plain_schedule(seed: int) -> Schedule:
 
 
 def num_failures(mishap: Mishap) -> int:
-    """How many attempts of one request a fault may fail, at most."""
+    """Return the maximum number of attempts of one request that a fault may fail."""
     return _NUM_FAILURES.get(mishap.kind, int(mishap.kind not in OPERATIONS))
 
 
-NUM_REFUSALS = 2  # of large allocations, by a worker that gets no more memory
+NUM_REFUSALS = 2  # refused large allocations of a worker without memory
 _NUM_FAILURES = {Kind.MEMORY: NUM_REFUSALS, Kind.UNREADABLE: 2}  # then the decode worker prefills
 
 _ALL = (Kind.KILL, Kind.KILL, Kind.STOP, Kind.DRAIN, Kind.CUT, Kind.RESET, Kind.PAIR, Kind.SUPERSEDED)
@@ -227,13 +228,13 @@ KINDS = {role: (*kinds, *(kind for kind, of in _OF_OPERATORS if of == role)) for
 
 
 def holds(num_blocks: int, block_size: int, ask: Ask) -> bool:
-    """Whether a decode worker can run each choice to its end. The KV of the last token is never computed."""
+    """Return whether a decode worker can run each choice to its end. The KV of the last token is never computed."""
     return ask.num_tokens + ask.max_tokens <= num_blocks * block_size + 1
 
 
 def _pools(dice: Random, number: int, asks: Sequence[Ask], block_size: int) -> tuple[int, ...]:
-    """Pool sizes: from one that holds a hand-off of the largest request to one that holds several. In some schedules
-    some pools are too small for some requests."""
+    """Draw pool sizes: from one that holds a hand-off of the largest request to one that holds several. In some
+    schedules some pools are too small for some requests."""
     least = max(-(-(ask.num_tokens + ask.max_tokens) // block_size) + ask.n - 1 for ask in asks) + _WATERMARK_BLOCKS
     sizes = [dice.choice((least, least + dice.randint(0, 6), 2 * least, 4 * least)) for _ in range(number)]
     if dice.random() < _SMALL_SHARE:
@@ -242,7 +243,7 @@ def _pools(dice: Random, number: int, asks: Sequence[Ask], block_size: int) -> t
 
 
 def _mixed(dice: Random, num_routers: int) -> tuple[Ask, ...]:
-    """A few requests of all kinds."""
+    """Draw a few requests of all kinds."""
     asks = []
     for _ in range(dice.choice((1, 2, 3, 4, 5, 8))):
         n, num_tokens = dice.choice((1, 1, 1, 2, 3, 4)), dice.randint(1, 40)
@@ -252,7 +253,7 @@ def _mixed(dice: Random, num_routers: int) -> tuple[Ask, ...]:
 
 
 def _long(dice: Random, num_routers: int) -> tuple[Ask, ...]:
-    """Long prompts beside short ones."""
+    """Draw long prompts beside short ones."""
     asks = []
     for _ in range(dice.choice((2, 3, 5))):
         num_tokens = dice.choice((dice.randint(1, 8), dice.randint(40, 80), dice.randint(40, 80)))
@@ -262,7 +263,7 @@ def _long(dice: Random, num_routers: int) -> tuple[Ask, ...]:
 
 
 def _alike(dice: Random, num_routers: int) -> tuple[Ask, ...]:
-    """Long prompts of three families, one after the other: the pool is too small for what they share."""
+    """Draw long prompts of three families, one after the other. The pool is too small for their shared prefixes."""
     asks = [
         replace(
             _ask(dice, num_routers, num_tokens=dice.randint(50, 70), max_tokens=dice.randint(1, 12), n=1),
@@ -276,7 +277,7 @@ def _alike(dice: Random, num_routers: int) -> tuple[Ask, ...]:
 
 
 def _crowd(dice: Random, num_routers: int) -> tuple[Ask, ...]:
-    """Many requests at once, whose outputs outgrow the pool together."""
+    """Draw many concurrent requests whose outputs together exceed the pool."""
     asks = [
         _ask(
             dice,
@@ -314,7 +315,7 @@ def _fault(dice: Random, counts: Sequence[int]) -> Mishap:
 
 
 def _operation(dice: Random, counts: Sequence[int]) -> tuple[Mishap, ...]:
-    """A move may find that its target cannot read: then the sequence is thawed."""
+    """Draw an operation. The target of a move may be unable to read; the sequence is then thawed."""
     operation = _mishap(dice, *dice.choice(_OF_OPERATORS), counts)
     if operation.kind is not Kind.MOVE or dice.random() < 0.5:
         return (operation,)
@@ -333,7 +334,7 @@ def _mishap(dice: Random, kind: Kind, role: str, counts: Sequence[int]) -> Misha
         role=role,
         number=dice.randrange(counts[ROLES.index(role)] if role in ROLES else 1),
         at_s=dice.choice((0.0, dice.random() * 0.005)) if phase else dice.random(),
-        for_s=dice.choice(_DOWN_S if down else _SILENT_S),
+        for_s=dice.choice(_DOWN_S if down else _STOPPED_S if kind is Kind.STOP else _SILENT_S),
         phase=phase,
         occurrence=dice.choice((0, 0, 1, 3)),
         jump_s=dice.choice(_JUMPS_S) if kind is Kind.CLOCK else 0.0,

@@ -1,4 +1,4 @@
-"""The smallest schedule that still goes wrong in the same way: fewer requests and mishaps, shorter, rounder."""
+"""Find the smallest schedule that still fails in the same way: fewer requests and faults, shorter, rounder values."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -12,7 +12,8 @@ _MAX_RUNS = 200
 
 
 def shrink(schedule: Schedule, result: Result, run: Callable[[Schedule], Result]) -> Schedule:
-    """`run` says what becomes of a schedule; `result` is what became of this one."""
+    """Return the smallest schedule that fails in the same way. `run` returns the result of a schedule; `result` is that
+    of this one."""
     wanted, num_runs = signs(result), 0
     while True:
         for smaller in _smaller(schedule):
@@ -27,12 +28,12 @@ def shrink(schedule: Schedule, result: Result, run: Callable[[Schedule], Result]
 
 
 def signs(result: Result) -> frozenset[str]:
-    """What is wrong, without who and when."""
+    """Return the kinds of failures, without members and times."""
     return frozenset(re.sub(r"[\d.]+|\[.*|@\w+", "", violation)[:60] for violation in result.violations)
 
 
 def _smaller(schedule: Schedule) -> Iterator[Schedule]:
-    """Every schedule that is one step simpler, the largest steps first."""
+    """Yield every schedule that is one step simpler, the largest steps first."""
     asks, mishaps = schedule.asks, schedule.mishaps
     if len(asks) > 2:
         yield replace(schedule, asks=asks[: len(asks) // 2])

@@ -1,15 +1,15 @@
-"""The step thread without a thread: the production loop's own turns, as callbacks of its process.
+"""The step thread as callbacks of its process: the turns of the production loop.
 
-The contract is the same: a step takes its time, commands are applied when the loop would, events leave in their order.
-A step reads and writes at its end, the latest moment at which what another wrote too early would show; one that was
-planned while another ran begins when that one ends.
+A step takes its time, commands are applied when the loop would apply them, events leave in order. A step reads and
+writes at its end, the latest moment at which an early write of another would show; a step that was planned while
+another ran begins when that one ends.
 """
 
 import asyncio
 from typing import TypeVar
 
 from engine.scheduling.step import StepPlan
-from engine.steps.step_loop import Flight, StepLoop
+from engine.steps.step_loop import StepInFlight, StepLoop
 from tests.chaos.simulated.loop import SimulatedLoop, current
 
 CommandT = TypeVar("CommandT")
@@ -35,8 +35,12 @@ class SimulatedStepLoop(StepLoop[CommandT, EventT]):
         self._soon()
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        self._has_ended = True
+        self._finish_thread()
         return True
+
+    def _finish_thread(self) -> None:
+        self._has_ended = True
+        self._questions.end()
 
     def _soon(self) -> None:
         if self._turning is None and not self._is_stepping and not self._has_ended:
@@ -51,47 +55,47 @@ class SimulatedStepLoop(StepLoop[CommandT, EventT]):
             self._until.cancel()
         try:
             if not self._take_commands(0.0):
-                self._has_ended = True
+                self._finish_thread()
                 return
             wait_s = self._turn()
         except Exception as error:  # noqa: BLE001 -- as the thread does
-            self._has_ended = True
+            self._finish_thread()
             self._on_fatal(error)
             return
         if wait_s and not self._is_stepping:
             self._until = _loop().call_later(wait_s, self._take_turn)
 
     def _step(self, plan: StepPlan, now_s: float) -> None:
-        """Begins; `_come_down` computes."""
+        """Begin a step. `_come_down` computes it."""
         self._is_stepping = True
         self._begin(plan, now_s)
         self._fly(self._launch(plan))
 
-    def _fly(self, flight: Flight) -> None:
-        following = self._launch_behind(flight)
+    def _fly(self, in_flight: StepInFlight) -> None:
+        following = self._launch_behind(in_flight)
         self._let_go()
-        num_tokens = sum(len(chunk.token_ids) for chunk in flight.plan.chunks)
+        num_tokens = sum(len(chunk.token_ids) for chunk in in_flight.plan.chunks)
         loop = _loop()
         hangs_s, current().hangs_in_step_s = current().hangs_in_step_s, 0.0
         if hangs_s:
             current().hangs.set()
         takes_s = loop.soon_s(current().step_s) + num_tokens * current().token_s + hangs_s
-        loop.call_later(takes_s, self._come_down, flight, following)
+        loop.call_later(takes_s, self._come_down, in_flight, following)
 
-    def _come_down(self, flight: Flight, following: Flight | None) -> None:
+    def _come_down(self, in_flight: StepInFlight, following: StepInFlight | None) -> None:
         if self._has_ended:
             return
         fails = current().fails_in_step or _loop().is_refused_memory()
         current().fails_in_step = False
         if fails:
-            flight = Flight(flight.plan, RuntimeError("the device failed in this step"))
+            in_flight = StepInFlight(in_flight.plan, RuntimeError("the device failed in this step"))
         try:
-            going_on = self._land(flight, following)
+            going_on = self._land(in_flight, following)
             if going_on is not None:
                 self._fly(going_on)
                 return
         except Exception as error:  # noqa: BLE001 -- as above
-            self._has_ended = True
+            self._finish_thread()
             self._on_fatal(error)
             return
         self._is_stepping = False

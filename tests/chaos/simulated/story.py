@@ -1,4 +1,4 @@
-"""What happened in a run, line by line: who did what, and when by the simulated clock."""
+"""The events of a run, line by line: which member did what, and when by the simulated clock."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from tests.chaos.simulated.world import Result
 
 
 def describe(schedule: Schedule) -> str:
-    """The schedule itself, in lines."""
+    """Return the schedule in lines."""
     lines = [
         f"seed {schedule.seed}: {schedule.num_routers} routers, {schedule.num_prefills} prefill workers with"
         f" {_numbers(schedule.prefill_blocks)} blocks and {schedule.num_decodes} decode workers with"
@@ -23,7 +23,7 @@ def describe(schedule: Schedule) -> str:
     extras = {
         f"{schedule.swap_blocks} blocks of swap space per decode worker": schedule.swap_blocks,
         "devices compute on their own": schedule.launches,
-        "sequences guess ahead": schedule.speculates,
+        "sequences draft token ahead": schedule.speculates,
         "reads go wrong": schedule.read_faults,
         f"{schedule.host_blocks} blocks of host memory for prefixes, {schedule.disk_blocks} of disk": (
             schedule.host_blocks
@@ -42,14 +42,14 @@ def describe(schedule: Schedule) -> str:
 
 
 def tell(result: Result) -> str:
-    """What happened, and what was wrong with it."""
+    """Return the events of the run and its failures in lines."""
     lines = [f"{at_s:10.4f} s  {who:<11} {what}" for at_s, who, what in result.happened]
     return "\n".join([*lines, "", *(f"WRONG: {violation}" for violation in result.violations)])
 
 
 @contextmanager
 def overheard() -> Iterator[None]:
-    """What members write into their logs becomes part of what happened."""
+    """Record the members' log messages as events."""
     root, handler = logging.getLogger(), _Overhears()
     handler.setFormatter(_Words())
     disabled, level, handlers = root.manager.disable, root.level, root.handlers

@@ -17,97 +17,117 @@ from tests.chaos.simulated.record import RESULTS
 _ROOT = Path(__file__).parents[3]
 _BASES = frozenset({"resume_refused"})  # of a class that only its subclasses are raised of
 REACHED_BY = {
-    "deferred": ("tests/system/test_migration.py::test_a_worker_that_freezes_no_more_is_asked_again"),
-    "first_token_count": (
-        "tests/system/test_failover.py::test_a_worker_that_does_not_name_every_first_token_is_not_gone_on_from"
+    "began_again": (
+        "tests/unit/test_decode_exports.py::test_a_router_that_reconnects_without_sequences_ends_its_old_sequences"
     ),
-    "handshake": ("tests/unit/test_silent_connections.py::test_every_wait_for_a_client_ends"),
+    "pair_breakers_open": ("tests/system/test_pair_breakers.py::test_with_every_pair_open_decode_prefills_by_name"),
+    "step_failed": (
+        "tests/unit/test_prefill_scheduler.py::test_a_failing_step_ends_its_prompts_only_and_keeps_their_leases"
+    ),
+    "wrong_tokens": (
+        "tests/system/test_failover.py::test_wrong_tokens_in_the_last_attempt_end_the_request_by_that_name"
+    ),
+    "stream_ended": (
+        "tests/unit/test_decode_exports.py::test_sequences_end_when_the_stream_of_their_router_does_not_come_back"
+    ),
+    "deferred": ("tests/system/test_migration.py::test_a_freeze_refused_for_its_limit_is_retried"),
+    "first_token_count": (
+        "tests/system/test_failover.py::test_a_start_message_without_every_first_token_ends_the_attempt"
+    ),
+    "handshake": ("tests/unit/test_silent_connections.py::test_every_wait_for_a_clients_bytes_times_out"),
     "replaced": (
-        "tests/unit/test_silent_connections.py"
-        "::test_silent_connections_keep_to_the_bound_and_a_good_client_is_served_meanwhile"
+        "tests/unit/test_silent_connections.py::test_silent_connections_are_bounded_while_other_clients_are_served"
     ),
     "too_many_frozen": (
         "tests/unit/test_decode_exports.py::test_a_worker_freezes_at_most_four_at_a_time_for_all_routers"
     ),
     "unverified_provenance": (
-        "tests/contract/test_handoff_verify.py::test_what_a_worker_took_unverified_is_not_taken_by_one_that_verifies"
+        "tests/contract/test_handoff_verify.py::test_a_verifying_importer_refuses_unverified_provenance"
     ),
-    "acceptance_invalid": ("tests/unit/test_request_acceptance.py::test_no_byte_of_it_can_be_changed"),
-    "acceptance_missing": ("tests/system/test_takeover.py::test_nobody_takes_over_a_live_stream_by_its_id"),
+    "acceptance_invalid": (
+        "tests/unit/test_request_acceptance.py::test_an_acceptance_with_any_changed_byte_is_refused"
+    ),
+    "acceptance_missing": ("tests/system/test_takeover.py::test_a_request_id_alone_does_not_take_over_a_live_stream"),
     "acceptance_of_another_client": (
         "tests/system/test_takeover.py::test_an_acceptance_belongs_to_the_api_key_of_its_request"
     ),
-    "colocated": (
-        "tests/system/test_pipeline.py::test_without_any_prefill_pool_decode_does_both_and_that_is_no_fallback"
+    "colocated": ("tests/system/test_pipeline.py::test_a_colocated_cluster_prefills_on_decode_and_counts_no_fallback"),
+    "deadline_exceeded": (
+        "tests/system/test_pipeline.py::test_a_request_without_a_worker_until_its_deadline_names_the_reason"
     ),
-    "deadline_exceeded": ("tests/system/test_pipeline.py::test_no_worker_until_the_deadline_is_told_so"),
-    "invalid_request": ("tests/system/test_scale_target.py::test_what_no_cluster_can_have_is_refused"),
+    "invalid_request": ("tests/system/test_scale_target.py::test_an_impossible_target_is_refused"),
     "malformed_handoff_message": (
-        "tests/contract/test_handoff_malformed.py::test_whatever_an_exporter_says_ends_that_hand_off_only"
+        "tests/contract/test_handoff_malformed.py::test_any_malformed_message_of_an_exporter_ends_that_hand_off_only"
     ),
+    "internal": "tests/unit/test_serving.py::test_no_stack_trace_reaches_a_client_and_one_reaches_the_log",
     "malformed_message": ("tests/contract/test_handoff_versions.py::test_versions_that_are_no_range_are_refused"),
-    "open_failed": ("tests/unit/test_handoff.py::test_channel_that_does_not_open_leaves_nothing_to_wait_for"),
-    "overloaded": ("tests/contract/test_probe.py::test_one_measurement_goes_on_at_a_time"),
+    "open_failed": ("tests/unit/test_handoff.py::test_channel_that_does_not_open_leaves_no_block_to_quarantine"),
+    "overloaded": ("tests/contract/test_link_check.py::test_one_link_check_runs_at_a_time"),
     "prompt_changed": ("tests/unit/test_request_acceptance.py::test_another_prompt_is_refused_by_name"),
-    "request_changed": (
-        "tests/unit/test_request_acceptance.py::test_other_parameters_than_those_accepted_are_refused_by_name"
+    "request_changed": ("tests/unit/test_request_acceptance.py::test_changed_parameters_are_refused_by_name"),
+    "request_too_large": (
+        "tests/system/test_takeover.py::test_every_admitted_request_can_be_resumed_with_all_its_tokens"
     ),
-    "request_too_large": ("tests/system/test_takeover.py::test_what_is_admitted_can_be_resumed_with_all_its_tokens"),
-    "stale_incarnation": ("tests/contract/test_handoff_refusals.py::test_a_ticket_of_this_exporters_predecessor"),
-    "unreachable": (
-        "tests/unit/test_prefix_pulls.py::test_a_holder_that_is_gone_or_has_too_little_costs_nothing_but_the_question"
+    "stale_incarnation": (
+        "tests/contract/test_handoff_refusals.py::test_a_ticket_of_an_earlier_incarnation_is_refused"
     ),
-    "unwritable": ("tests/unit/test_prefix_tiers.py::test_a_full_disk_is_counted_and_what_it_has_is_still_read"),
+    "unreachable": ("tests/unit/test_prefix_pulls.py::test_a_source_without_enough_blocks_costs_one_call"),
+    "unwritable": ("tests/unit/test_tiers.py::test_a_full_disk_is_counted_and_its_files_are_still_read"),
     "bad_signature": "tests/unit/test_tickets.py::test_another_key_is_a_bad_signature",
     "buffers_full": "tests/system/test_full_buffers.py::test_whole_answers_that_do_not_fit_are_refused_by_name",
-    "canary": (
-        "tests/unit/test_canary.py"
-        "::test_a_canary_that_does_not_end_in_time_makes_the_worker_unhealthy_and_leaves_nothing"
-    ),
+    "canary": ("tests/unit/test_canary.py::test_a_late_canary_makes_the_worker_unhealthy_and_leaves_no_block"),
     "config": "tests/system/test_bad_input.py::test_wrong_settings_end_a_start_in_one_line",
-    "count_mismatch": "tests/contract/test_handoff_refusals.py::test_a_request_that_is_not_the_tickets",
-    "damaged": "tests/unit/test_prefix_tiers.py::test_host_memory_that_changed_is_a_miss",
-    "differs": "tests/unit/test_canary.py::test_one_wrong_answer_is_asked_again_before_anybody_is_told",
-    "disturbed": "tests/unit/test_canary.py::test_who_was_not_alone_proves_nothing",
-    "duplicate_request": "tests/unit/test_admission.py::test_a_live_id_is_refused_until_it_is_released",
-    "first_token_mismatch": (
-        "tests/system/test_migration.py::test_a_target_that_starts_from_another_token_is_not_gone_on_from"
+    "count_mismatch": (
+        "tests/contract/test_handoff_refusals.py::test_a_request_with_another_prompt_than_the_tickets_is_refused"
     ),
-    "foreign_ticket": "tests/unit/test_tickets.py::test_another_importer_is_foreign_and_so_is_its_successor",
-    "layout_mismatch": "tests/contract/test_handoff_refusals.py::test_another_layout_with_both_values",
+    "damaged": "tests/unit/test_tiers.py::test_changed_host_memory_is_a_miss",
+    "differs": "tests/unit/test_canary.py::test_a_single_wrong_canary_is_repeated_before_the_worker_is_unhealthy",
+    "disturbed": "tests/unit/test_canary.py::test_a_canary_computed_beside_other_work_is_not_judged",
+    "duplicate_request": "tests/unit/test_live_table.py::test_a_live_id_is_refused_until_its_request_has_been_served",
+    "first_token_mismatch": (
+        "tests/system/test_migration.py::test_a_target_that_starts_from_another_token_ends_the_move"
+    ),
+    "foreign_ticket": "tests/unit/test_tickets.py::test_another_importer_or_another_incarnation_is_foreign",
+    "layout_mismatch": (
+        "tests/contract/test_handoff_refusals.py::test_another_layout_is_refused_with_both_values_by_name"
+    ),
     "model_refused": "tests/unit/test_build_engine.py::test_a_folder_without_a_model_is_named",
     "no_chat_template": "tests/unit/test_tokenization.py::test_without_a_template_chats_are_a_named_error",
     "no_common_protocol": (
         "tests/contract/test_handoff_versions.py"
         "::test_an_importer_that_names_no_version_is_refused_where_the_first_is_retired"
     ),
-    "no_common_transport": "tests/contract/test_handoff_refusals.py::test_no_transport_in_common",
-    "no_large_pair": (
+    "no_common_transport": (
+        "tests/contract/test_handoff_refusals.py::test_workers_without_a_common_transport_are_refused"
+    ),
+    "no_large_enough_pair": (
         "tests/system/test_unequal_pools.py"
         "::test_a_prompt_that_no_prefill_worker_can_hold_is_prefilled_by_a_decode_worker"
     ),
     "no_tokenizer": "tests/unit/test_validation.py::test_stop_strings_need_a_tokenizer",
-    "prompt_mismatch": "tests/contract/test_handoff_refusals.py::test_a_request_that_is_not_the_tickets",
-    "prompt_too_long": "tests/unit/test_validation.py::test_a_prompt_too_long_is_told_both_numbers",
-    "queue_full": "tests/system/test_failover.py::test_a_full_or_leaving_prefill_worker_is_passed_over",
-    "replayed_ticket": "tests/unit/test_leases.py::test_attempt_attaches_once",
-    "resume_superseded": "tests/unit/test_live_streams.py::test_only_a_call_of_a_higher_number_takes_a_stream_over",
-    "slow_client": "tests/unit/test_outbox.py::test_past_the_cap_the_slowest_client_is_given_up_and_only_that_one",
-    "timeout": "tests/system/test_migration.py::test_a_target_that_does_not_begin_in_time_is_given_up_and_told",
-    "unauthenticated": "tests/unit/test_serving.py::test_an_interceptor_may_refuse_like_a_service",
-    "unknown_model": "tests/unit/openai_api/test_refusals.py::test_an_unknown_model_is_not_found",
-    "unreadable": "tests/unit/test_prefix_tiers.py::test_a_folder_that_vanishes_is_a_miss_and_prompts_go_on",
-    "unsupported_field": (
-        "tests/unit/openai_api/test_refusals.py::test_a_field_that_does_nothing_here_is_refused_by_name"
+    "prompt_mismatch": (
+        "tests/contract/test_handoff_refusals.py::test_a_request_with_another_prompt_than_the_tickets_is_refused"
     ),
-    "unverifiable": "tests/contract/test_handoff_verify.py::test_who_verifies_refuses_blocks_without_digests",
+    "prompt_too_long": "tests/unit/test_validation.py::test_a_prompt_that_is_too_long_is_refused_with_both_numbers",
+    "queue_full": "tests/system/test_failover.py::test_a_full_or_leaving_prefill_worker_is_excluded",
+    "replayed_ticket": "tests/unit/test_leases.py::test_an_attempt_can_attach_only_once",
+    "resume_superseded": "tests/unit/test_live_requests.py::test_only_a_call_of_a_higher_number_takes_a_stream_over",
+    "slow_client": "tests/unit/test_outbox.py::test_above_the_bound_only_the_slowest_client_is_ended",
+    "timeout": (
+        "tests/system/test_migration.py::test_a_target_that_does_not_start_in_time_is_abandoned_and_told_to_stop"
+    ),
+    "unauthenticated": "tests/unit/test_serving.py::test_an_interceptor_may_refuse_a_call_with_a_named_error",
+    "unknown_model": "tests/unit/openai_api/test_refusals.py::test_an_unknown_model_is_not_found",
+    "unreadable": "tests/unit/test_tiers.py::test_a_deleted_folder_is_a_miss_and_prompts_are_computed",
+    "unsupported_field": ("tests/unit/openai_api/test_refusals.py::test_an_unsupported_field_is_refused_by_name"),
+    "unverifiable": "tests/contract/test_handoff_verify.py::test_a_verifying_importer_refuses_blocks_without_digests",
     "no_worker_large_enough": (
         "tests/system/test_unequal_pools.py"
         "::test_a_request_too_large_for_every_worker_is_refused_at_once_as_the_clusters_fault"
     ),
     "worker_too_small": (
         "tests/system/test_unequal_pools.py"
-        "::test_a_worker_that_refuses_for_its_size_costs_no_attempt_and_is_not_asked_again"
+        "::test_a_refusal_for_size_uses_up_no_attempt_and_the_worker_is_not_asked_again"
     ),
 }
 
@@ -121,7 +141,8 @@ def test_every_failure_reason_is_reached_by_a_simulated_schedule_or_by_a_named_t
 
 
 def test_reasons_are_found_where_they_are_counted() -> None:
-    """An error's name, a hand-off's, a literal, a constant, one of another module, and one of two that may be."""
+    """The reasons are an error's name, a hand-off's reason, a literal, a constant, a constant of another module, and
+    one of two values."""
     wanted = {"queue_full", "digest_mismatch", "late", "ticket_reissued", "token_out_of_order", "colocated"}
     assert wanted <= every_reason()
 

@@ -1,4 +1,4 @@
-"""Schedules in which members are asked to leave while they work: two of a pool at once, and beside other mishaps."""
+"""Schedules in which members drain while they work: two of a pool at once, and beside other faults."""
 
 from collections import Counter
 from dataclasses import replace
@@ -12,7 +12,7 @@ _FIXED = range(12)
 
 
 def leaving(seed: int) -> Schedule:
-    """Sequences that take long, and at least one decode worker that is to leave while there are some."""
+    """Return a schedule of long sequences in which at least one decode worker drains while it runs some."""
     dice = Random(f"{seed} leaving")
     asks = tuple(
         Ask(dice.random() / 4, 0, number % 2, 8, dice.randint(1, 40), dice.randint(5, 40), n=dice.choice((1, 1, 2)))

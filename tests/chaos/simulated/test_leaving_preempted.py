@@ -1,4 +1,4 @@
-"""Schedules in which a decode worker leaves whose pool is too small for what it has: some of it has no KV to move."""
+"""Schedules in which a decode worker drains whose pool is too small for its sequences: some have no KV to move."""
 
 from dataclasses import replace
 from random import Random
@@ -14,7 +14,8 @@ _SEEDS = range(1, 24)  # a third of them has one
 
 
 def _crowded(seed: int) -> Schedule:
-    """Pools of 24 blocks, ten sequences of up to 24 at two workers, one of which is to leave within a second."""
+    """Return a schedule with pools of 24 blocks and ten sequences of up to 24 blocks at two workers, one of which
+    drains within a second."""
     dice = Random(f"{seed} preempted")
     asks = tuple(Ask(dice.random() / 4, 0, n % 2, 8, dice.randint(1, 40), dice.randint(30, 55)) for n in range(10))
     at_s = dice.random() * 3
@@ -36,18 +37,18 @@ def _crowded(seed: int) -> Schedule:
 def test_what_is_preempted_where_it_leaves_goes_on_elsewhere_and_nothing_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given_up: list[int] = []
-    give_up = DecodeStream.give_up
+    failed: list[int] = []
+    fail_sequence = DecodeStream.fail_sequence
 
     def noted(stream: DecodeStream, handle: int) -> None:
-        given_up.extend({handle} & {*stream.preempted()})
-        give_up(stream, handle)
+        failed.extend({handle} & {*stream.preempted()})
+        fail_sequence(stream, handle)
 
-    monkeypatch.setattr(DecodeStream, "give_up", noted)
+    monkeypatch.setattr(DecodeStream, "fail_sequence", noted)
     with simulated_machine():
         for seed in _SEEDS:
             result = run_schedule(_crowded(seed))
             assert not result.violations, f"seed {seed}: {result.violations}"
-            if given_up:
+            if failed:
                 return
-    raise AssertionError("nobody was preempted when it was to move")
+    raise AssertionError("no sequence was preempted when it had to move")

@@ -1,4 +1,4 @@
-"""Schedules in which members send messages with a field out of its bounds: each costs an attempt at most."""
+"""Schedules in which members send messages with a field outside its bounds: each costs at most an attempt."""
 
 from collections import Counter
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 
 from cluster.errors import MalformedMessage
 from cluster.protocol.received import checked
-from tandem.v1 import worker_pb2
+from tandem.internal.v1 import worker_pb2
 from tests.chaos.simulated.machine import simulated_machine
 from tests.chaos.simulated.mutations import Mutations
 from tests.chaos.simulated.schedule import Ask, Mutation, Schedule, plain_schedule
@@ -24,7 +24,7 @@ _EVERY_RUN_SENDS = (
     "WorkerMessage.hello",
     "WorkerMessage.step",
     "WorkerMessage.started",
-    "FollowPrefixesRequest",
+    "SubscribeCacheEventsRequest",
     "ImporterMessage.attach",
     "ImporterMessage.settle",
     "ExporterMessage.accepted",
@@ -33,7 +33,8 @@ _EVERY_RUN_SENDS = (
 
 
 def malformed(seed: int, message: str) -> Schedule:
-    """The first one of its kind, in a cluster with one member of each role: nobody else can stand in for it."""
+    """Mutate the first message of its kind, in a cluster with one member of each role, so that no other member can
+    replace it."""
     asks = tuple(Ask(0.0, 0, 0, 0, num_tokens=30, max_tokens=6) for _ in range(2))
     only = replace(plain_schedule(seed), num_routers=1, num_prefills=1, num_decodes=1, asks=asks)
     return replace(only, mutations=(Mutation(message, occurrence=0, draw=seed),))

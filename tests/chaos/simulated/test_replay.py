@@ -1,4 +1,4 @@
-"""A seed is the same run wherever it runs; and what goes wrong replays, shrinks and is told."""
+"""A seed gives the same run everywhere; failed schedules replay, shrink and are printed."""
 
 import hashlib
 import os
@@ -20,7 +20,7 @@ _PROGRAM = "from tests.chaos.simulated.test_replay import fingerprints; print(fi
 
 
 def fingerprints() -> list[str]:
-    """Of every message of some seeds."""
+    """Return fingerprints of all messages of some seeds."""
     return [hashlib.sha256(repr(result.trace).encode()).hexdigest() for _, result in run_seeds(_SEEDS)]
 
 

@@ -1,4 +1,4 @@
-"""Schedules in which a decode worker dies before its sequences run: another one imports what was prefilled for it."""
+"""Schedules in which a decode worker dies before its sequences run: another one imports the prefilled KV."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _BEFORE_IT_RUNS = (Phase.QUEUED, Phase.PREFILLING, Phase.FIRST_TOKEN, Phase.PULL
 
 
 def importer_dies(seed: int) -> Schedule:
-    """One of two decode workers, before some of its sequences run."""
+    """Return a schedule in which one of two decode workers dies before some of its sequences run."""
     dice = Random(f"{seed} importer dies")
     asks = tuple(
         Ask(dice.random() / 4, 0, number % 2, 8, dice.randint(8, 40), dice.randint(5, 20), n=dice.choice((1, 1, 2)))
@@ -59,7 +59,7 @@ _REISSUE = tickets.reissue
 
 
 def _noting(reissued: list[tuple[Ticket, Ticket]]) -> Callable[..., bytes]:
-    """The real one; the tickets before and after it are kept."""
+    """Return the real `reissue`, which also keeps each ticket before and after it."""
 
     def reissue(signed: bytes, key: bytes, *, attempt: int, importer: MemberId) -> bytes:
         again = _REISSUE(signed, key, attempt=attempt, importer=importer)

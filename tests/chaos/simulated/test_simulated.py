@@ -1,4 +1,4 @@
-"""Over a fixed set of seeds a simulated cluster loses nothing; seeds replay; what is broken on purpose is found."""
+"""Over a fixed set of seeds a simulated cluster loses nothing; seeds replay; removed safeguards are found."""
 
 import asyncio
 from collections.abc import Callable
@@ -60,12 +60,12 @@ _APPEND = Choice.append
 
 @dataclass(frozen=True)
 class Break:
-    """A guard of production code taken away, and schedules in which that may do harm."""
+    """A removed guard of production code, and the schedules in which its absence may do harm."""
 
     name: str
     apply: Callable[[], AbstractContextManager[object]]
     provoke: Callable[[int], Schedule]
-    found_as: str  # part of what the harness says
+    found_as: str  # part of the harness's message
     within: int = 40  # seeds
 
 
@@ -121,7 +121,7 @@ BREAKS = (
     ),
     Break(
         "the router waits on for what was lost with a connection",
-        lambda: mock.patch.object(DecodeStream, "_give_up_doubtful"),
+        lambda: mock.patch.object(DecodeStream, "_end_silent"),
         _connections_break,
         "deadline_exceeded",
     ),
@@ -192,7 +192,7 @@ def test_every_byte_that_a_sequence_holds_decides_its_next_token() -> None:
         pool.raw.view(-1)[place] ^= 1
         held += next_token() != whole
         pool.raw.view(-1)[place] ^= 1
-    newest_bytes = layout_of(4).block_bytes // 4  # written anew by the step itself
+    newest_bytes = layout_of(4).block_bytes // 4  # rewritten by the step itself
     assert held == (num_tokens - 1) * newest_bytes
 
 

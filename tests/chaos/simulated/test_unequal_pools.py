@@ -1,9 +1,10 @@
-"""Decode workers of unequal pools in the simulated cluster: the large one dies under streams that only it can hold."""
+"""Decode workers of unequal pools in the simulated cluster: the large one dies while only it can hold some streams."""
 
 from dataclasses import replace
 
 import pytest
 
+from router.fleet.membership import ABSENCE_S
 from tests.chaos.simulated.machine import simulated_machine
 from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, plain_schedule
 from tests.chaos.simulated.world import Result, run_schedule
@@ -13,7 +14,7 @@ _AT_ONCE_S = 0.1
 
 
 def _run(phase: Phase, for_s: float) -> Result:
-    """Two long requests and a short one; the decode worker that has the first long one dies."""
+    """Run two long requests and a short one. The decode worker that runs the first long one dies."""
     schedule = replace(
         plain_schedule(1),
         num_routers=1,
@@ -46,11 +47,13 @@ def test_without_a_large_worker_streams_end_by_that_name_at_their_deadline_and_n
 
 
 def test_a_request_too_large_for_every_member_is_refused_before_any_worker_is_asked() -> None:
-    asks = (Ask(0.0, 0, 0, 0, num_tokens=20, max_tokens=28),)
+    """The refusal comes at once, unless the router has just started: a larger worker may then only be absent."""
+    asks = tuple(Ask(at_s, 0, 0, 0, num_tokens=20, max_tokens=28) for at_s in (0.0, ABSENCE_S + 1.0))
     with simulated_machine():
         result = run_schedule(replace(plain_schedule(1), decode_blocks=(6,), asks=asks))
-    assert result.outcomes == {"no_worker_large_enough": 1} and not result.violations
-    asked_s, heard_s = (at_s for at_s, who, _ in result.happened if who == "client0")
-    assert heard_s - asked_s < _AT_ONCE_S
+    assert result.outcomes == {"no_worker_large_enough": 2} and not result.violations
+    for client, least_s, most_s in (("client0", ABSENCE_S - 1.0, ABSENCE_S), ("client1", 0.0, _AT_ONCE_S)):
+        asked_s, heard_s = (at_s for at_s, who, _ in result.happened if who == client)
+        assert least_s < heard_s - asked_s < most_s
     asked = {method for _, method, _, _, kind in result.trace if kind in ("PrefillRequest", "StartRequest")}
     assert not asked, asked

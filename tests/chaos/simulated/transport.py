@@ -1,4 +1,4 @@
-"""KV over `loopback` between processes: reads wait for links and stopped exporters, break, and go wrong by dice."""
+"""KV over `loopback` between processes: reads wait for links and stopped exporters, fail, and have random faults."""
 
 import asyncio
 from collections.abc import Mapping
@@ -7,7 +7,9 @@ from random import Random
 from cluster.messages import Epoch
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportError
-from kvtransfer.transports.loopback import (
+from tests.chaos.simulated.loop import Process, current
+from tests.chaos.simulated.network import Network
+from tests.loopback import (
     Fault,
     FaultSchedule,
     LoopbackChannel,
@@ -15,15 +17,13 @@ from kvtransfer.transports.loopback import (
     LoopbackImporter,
     LoopbackNetwork,
 )
-from tests.chaos.simulated.loop import Process, current
-from tests.chaos.simulated.network import Network
 
 _BLOCK_S = 0.0005  # at most, for one block
 _DELAY_S = 4.0
 
 
 class _Reads(FaultSchedule):
-    """What happens to the blocks that one process reads of another."""
+    """The fate of the blocks that one process reads from another."""
 
     def __init__(self, network: Network, exporter: Process, dice: Random, odds: Mapping[Fault, float]) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _Reads(FaultSchedule):
 
 
 class Exports(LoopbackExporter):
-    """Loopback under the name of a transport that the settings know."""
+    """The loopback transport under the name of a transport that the settings accept."""
 
     def __init__(self, name: str, memory: PoolMemory, pools: LoopbackNetwork, owners: dict[bytes, Process]) -> None:
         super().__init__(memory=memory, network=pools)
@@ -68,8 +68,8 @@ class Exports(LoopbackExporter):
     def name(self) -> str:
         return self._name
 
-    def admit(self, epoch: Epoch) -> bytes:
-        token = super().admit(epoch)
+    def grant(self, epoch: Epoch) -> bytes:
+        token = super().grant(epoch)
         self._owners[token] = current()
         return token
 
@@ -93,7 +93,7 @@ class Imports(LoopbackImporter):
     def name(self) -> str:
         return self._name
 
-    async def open(self, epoch: Epoch, exporter_endpoint: bytes) -> LoopbackChannel:
+    async def open_channel(self, epoch: Epoch, exporter_endpoint: bytes) -> LoopbackChannel:
         await asyncio.sleep(self._links.latency_s())
         exporter = self._owners[exporter_endpoint]
         source = self._network.pools.get(exporter_endpoint)

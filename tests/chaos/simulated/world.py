@@ -1,4 +1,4 @@
-"""One run of one schedule: members that are started, harmed and started again, and clients that ask and count."""
+"""One run of one schedule: members that are started, disturbed and restarted, and clients that send and count."""
 
 import asyncio
 from collections import Counter, defaultdict
@@ -7,7 +7,6 @@ from random import Random
 from typing import Any
 
 from cluster.errors import DrainIncomplete, Unhealthy
-from kvtransfer.transports.loopback import Fault, LoopbackNetwork
 from tests.chaos.simulated.clients import Client
 from tests.chaos.simulated.disk import Disk
 from tests.chaos.simulated.harm import LEAVE_S, Harm
@@ -19,15 +18,16 @@ from tests.chaos.simulated.network import Network
 from tests.chaos.simulated.phases import BEGINS, ENDS_WITH, kind_of
 from tests.chaos.simulated.redis import PLACE, RedisServer
 from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, holds
+from tests.loopback import Fault, LoopbackNetwork
 
 _CLIENTS_S = 150.0
-_IDLE_S = 60.0  # until nothing is held any more, when everybody is well again
+_IDLE_S = 60.0  # for all workers to become idle after every fault has been undone
 _SUPERVISOR_S = 1.0
 _HARMLESS = {Fault.DROP: 0.004, Fault.DELAY: 0.01, Fault.DUPLICATE: 0.02, Fault.REORDER: 0.02, Fault.CORRUPT: 0.02}
 
-Happened = tuple[float, str, str]  # when, who, what
-Hit = tuple[str, str, str]  # role, kind, phase; the last one is empty where the time alone was said
-Said = tuple[float, str, str, str, Any]  # when, in which method, by whom, to whom, of which kind
+Happened = tuple[float, str, str]  # time, member, event
+Hit = tuple[str, str, str]  # role, kind, phase; no phase: the fault had a time only
+Said = tuple[float, str, str, str, Any]  # time, method, sender, receiver, kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,15 @@ class World:
         self.disks: dict[str, Disk] = defaultdict(Disk)  # by place
         self._asking: list[asyncio.Task[str]] = []
         self._phases: Counter[Phase] = Counter()
-        self._come_to: dict[str, Counter[Phase | None]] = defaultdict(Counter)  # by place: how often requests did
-        self._partners: dict[str, dict[str, str]] = {}  # by place: whom it worked with last, by role
+        self._come_to: dict[str, Counter[Phase | None]] = defaultdict(
+            Counter
+        )  # by place: how often requests reached each phase
+        self._partners: dict[str, dict[str, str]] = {}  # by place: its last partner of each role
         self._waiting = [mishap for mishap in schedule.mishaps if mishap.phase is not None]
         self._recovering: list[asyncio.Task[None]] = []
         self._harms = Harm(self)
         self._mutations = Mutations(schedule.mutations)
-        self._is_over = False  # nothing goes wrong any more
+        self._is_over = False  # no more faults
 
     def say(self, who: object, what: str) -> None:
         self.happened.append((self.loop.time(), str(who), what))
@@ -113,7 +115,7 @@ class World:
         return [member.address for member in self.members.values() if member.role == "router"]
 
     def has_large_decode_worker(self, ask: Ask) -> bool:
-        """Whether one that can hold the request is there, or comes back."""
+        """Return whether a decode worker that can hold the request is present or comes back."""
         return any(
             holds(self.schedule.num_blocks(member.role, member.index), self.schedule.block_size, ask)
             for member in self.members.values()
@@ -121,7 +123,7 @@ class World:
         )
 
     def watch(self, method: str, sender: Process, receiver: Process, message: Any) -> Any:
-        """Every message, when it is sent; what is sent is the answer."""
+        """Record every message when it is sent, and return the message to send instead."""
         self._note_phase(method, sender, receiver, message)
         if self._is_over or not {sender.place, receiver.place} <= self.members.keys():
             return message
@@ -162,7 +164,7 @@ class World:
                 self.loop.call_later(mishap.at_s, self._strike, mishap, place, num_past, context=context)
 
     def _num_past(self, phase: Phase, place: str) -> int:
-        """How often a request there has come further."""
+        """Return how often a request at this place has passed the phase."""
         return self._come_to[place][ENDS_WITH[phase]]
 
     def _place(self, mishap: Mishap, involved: dict[str, str]) -> str:
@@ -170,16 +172,17 @@ class World:
             return PLACE
         return involved.get(mishap.role) or f"{mishap.role}{mishap.number}"
 
-    # What goes wrong
+    # Faults
 
     def _strike(self, mishap: Mishap, place: str, num_past: int) -> None:
-        """`num_past`: how often requests at that place had come further than the phase when one came to it."""
+        """Perform a fault. `num_past`: how often requests at that place had passed the phase when one reached it."""
         if not self._is_over:
             harm = self._harm(mishap, place, num_past)
             self._recovering.append(self.loop.create_task(harm, name=f"{place} {mishap.kind}"))
 
     def _note_hit(self, mishap: Mishap, place: str, num_past: int) -> None:
-        """Only where none has come further meanwhile: the victim still holds the one that is meant."""
+        """Record the hit only if no request has passed the phase meanwhile: the victim then still holds the intended
+        one."""
         is_met = mishap.phase is None or num_past == self._num_past(mishap.phase, place)
         if is_met and not all(task.done() for task in self._asking):
             self.hit.append((mishap.role, mishap.kind, mishap.phase or ""))
@@ -190,16 +193,16 @@ class World:
         if place != PLACE:
             member = self.members[place]
             if not member.process.runs or member.main.done() or member.has_left:
-                return  # something else has happened to it
+                return  # another fault has ended it
             if mishap.kind is Kind.SUPERSEDED and not member.is_ready:
-                return  # of two that start under one name, whichever registers last goes on
+                return  # two processes start under one name; the one that registers last continues
         self._note_hit(mishap, place, num_past)
         await self._harms.perform(mishap, place)
 
     # The cluster's life
 
     def add(self, role: str) -> Member:
-        """Start one more member of a role, at a place of its own."""
+        """Start one more member of a role at a place of its own."""
         index = sum(member.role == role for member in self.members.values())
         member = self.members[f"{role}{index}"] = Member(self, role, index)
         member.start()
@@ -219,7 +222,7 @@ class World:
             await self.until_started(member)
 
     async def until_started(self, member: Member) -> None:
-        while not await member.until_ready():  # it does not start without Redis; its supervisor tries again
+        while not await member.until_ready():  # without Redis it does not start, and its supervisor tries again
             self.kill(member)
             await asyncio.sleep(_SUPERVISOR_S)
             member.start()
@@ -234,7 +237,7 @@ class World:
                 await member.until_ready()
 
     async def _recover(self) -> None:
-        """Whatever went wrong is over."""
+        """Undo every fault."""
         self._waiting.clear()
         self._is_over = True
         while self._recovering:
@@ -247,7 +250,7 @@ class World:
                 await member.until_ready()
 
     async def _become_idle(self) -> None:
-        """Nothing leased, held, quarantined or running, on any worker; every account right."""
+        """Wait until no worker has leased, held, quarantined or running work, and check every account."""
         deadline_s = self.loop.time() + _IDLE_S
         busy: list[str] = []
         while self.loop.time() < deadline_s:
@@ -286,7 +289,7 @@ class World:
 
 
 def run_schedule(schedule: Schedule) -> Result:
-    """Inside `simulated_machine`."""
+    """Run one schedule. Call it inside `simulated_machine`."""
     world = World(schedule)
     loop = world.loop
     with inside(world):
@@ -295,11 +298,11 @@ def run_schedule(schedule: Schedule) -> Result:
             world.loop.world.context.copy().run(loop.run_until_complete, world.run())
         except Stuck as error:
             world.wrong(str(error))
-        except Exception as error:  # noqa: BLE001 -- whatever it is, the schedule found it
+        except Exception as error:  # noqa: BLE001 -- any exception is a finding
             world.wrong(f"the harness itself: {error!r}")
         finally:
             asyncio.set_event_loop(None)
             result = world.result()
             loop.close()
-            asyncio.tasks._all_tasks.clear()  # type: ignore[attr-defined]  # hashes begin anew with every world
+            asyncio.tasks._all_tasks.clear()  # type: ignore[attr-defined]  # hashes restart with every world
     return result

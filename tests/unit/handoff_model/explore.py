@@ -112,7 +112,9 @@ def _explore(scenario: Scenario, guards: Guards, most_states: int) -> Report:
 
 
 def _ends(model: Model, queue: list[World], sources: "array[int]", targets: "array[int]") -> tuple[int, int | None]:
-    """(states where all is over and free, the first state from which none of them can be reached)."""
+    """Return the states where all has ended with free pools, and the first state from which none of them can be
+    reached.
+    """
     has_way_out = bytearray(len(queue))
     for source in sources:
         has_way_out[source] = 1
@@ -134,7 +136,7 @@ def _ends(model: Model, queue: list[World], sources: "array[int]", targets: "arr
 
 
 def _trap(stuck: int, sources: "array[int]", targets: "array[int]") -> int:
-    """Where it ends from there: the first state that is left neither for good nor for an end."""
+    """The first state on every path from `stuck` that is never left."""
     following: dict[int, list[int]] = {}
     for source, target in zip(sources, targets, strict=True):
         following.setdefault(source, []).append(target)

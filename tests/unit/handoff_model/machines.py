@@ -6,9 +6,9 @@ from typing import Generic, NamedTuple, TypeVar
 from cluster.errors import HandOffReason
 from cluster.messages import Epoch, MemberId
 from kvtransfer.protocol import export_machine as exporting
-from kvtransfer.protocol import import_events
 from kvtransfer.protocol import import_machine as importing
-from kvtransfer.protocol.export_machine import Export, ExportPhase
+from kvtransfer.protocol import import_state
+from kvtransfer.protocol.export_machine import ExporterPhase, ExporterState
 from kvtransfer.protocol.handoff import (
     GUARDS,
     Accepted,
@@ -19,14 +19,14 @@ from kvtransfer.protocol.handoff import (
     Settle,
     Settled,
 )
-from kvtransfer.protocol.import_machine import Import, ImportPhase, ImportPlan
+from kvtransfer.protocol.import_machine import HandOffPlan, ImporterPhase, ImporterState
 from kvtransfer.protocol.leases import LeasePolicy
 from tests.unit.handoff_model.scenario import DECODING, ENDED, Scenario, Violation
 
 EXPORTER = MemberId("prefill", "1")
 Value = TypeVar("Value")
 Message = ImporterMessage | ExporterMessage
-_UNSEEN = (import_events.GiveUp, import_events.Close, import_events.ReportUnhealthy, import_events.FallBack)
+_UNSEEN = (import_state.ReportFailure, import_state.Close, import_state.ReportUnhealthy, import_state.FallBack)
 
 
 class Post(NamedTuple):
@@ -36,22 +36,22 @@ class Post(NamedTuple):
     valid_for: int | None  # the hand-off whose lease it says was valid
 
 
-Do = Post | import_events.Action
+Do = Post | import_state.Action
 
 
 class Machines:
-    """Of one scenario, under the given guards."""
+    """The machines of one scenario, under the given guards."""
 
     def __init__(self, scenario: Scenario, guards: Guards = GUARDS) -> None:
         self.scenario = scenario
         self.guards = guards
-        self.exports = _Numbered[Export]()
-        self.imports = _Numbered[Import]()
+        self.exports = _Numbered[ExporterState]()
+        self.imports = _Numbered[ImporterState]()
         self.messages = _Numbered[
             tuple[int, bool, Message | None]
         ]()  # (hand-off, to the importer, message or None: call ended)
         self._export_cache: dict[tuple[int, exporting.Event], tuple[int, tuple[Post, ...]]] = {}
-        self._import_cache: dict[tuple[int, import_events.Event], tuple[int, tuple[Do, ...]]] = {}
+        self._import_cache: dict[tuple[int, import_state.Event], tuple[int, tuple[Do, ...]]] = {}
         self._dues: dict[int, tuple[bool, bool]] = {}
         self._waits: dict[int, tuple[bool, bool]] = {}
         self._lives: dict[tuple[int, int], bool] = {}
@@ -75,13 +75,13 @@ class Machines:
             message = replace(message, num_alternatives=self.scenario.alternatives)
         return self.post(send.call, True, message)
 
-    def number_export(self, state: Export) -> int:
+    def number_export(self, state: ExporterState) -> int:
         state.leases.check()
-        if state.phase is ExportPhase.RELEASED and state.leases.is_pinned:
+        if state.phase is ExporterPhase.RELEASED and state.leases.is_pinned:
             raise Violation("a lease is, or may become, good for blocks that were freed")
         return self.exports.number(replace(state, history=()))
 
-    def import_step(self, number: int, event: import_events.Event) -> tuple[int, tuple[Do, ...]]:
+    def import_step(self, number: int, event: import_state.Event) -> tuple[int, tuple[Do, ...]]:
         key = (number, event)
         found = self._import_cache.get(key)
         if found is None:
@@ -89,11 +89,11 @@ class Machines:
             found = self._import_cache[key] = (self.number_import(state), self.posted(actions))
         return found
 
-    def posted(self, actions: tuple[import_events.Action, ...]) -> tuple[Do, ...]:
+    def posted(self, actions: tuple[import_state.Action, ...]) -> tuple[Do, ...]:
         """The same, with messages numbered."""
         done: list[Do] = []
         for action in actions:
-            if isinstance(action, import_events.Send):
+            if isinstance(action, import_state.Send):
                 message = action.message
                 if isinstance(message, Settle) and message.outcome is Outcome.FAILED:
                     message = replace(message, reason=None)  # it changes nothing
@@ -108,12 +108,12 @@ class Machines:
         return Post(2 * number + self.scenario.duplicates, valid_for)
 
     @staticmethod
-    def to_importer(message: Message | None, is_followed: bool = False) -> import_events.Event:
+    def to_importer(message: Message | None, is_followed: bool = False) -> import_state.Event:
         assert not isinstance(message, ImporterMessage)
-        return import_events.CallEnded() if message is None else import_events.FromExporter(message, is_followed)
+        return import_state.CallEnded() if message is None else import_state.FromExporter(message, is_followed)
 
     def moment(self, handoff: int, net: tuple[int, ...]) -> tuple[int, ...]:
-        """What is on its way to this hand-off's importer, but for the end of its call."""
+        """The messages in flight to this hand-off's importer, without the end of its call."""
         whose = (self.messages[packed >> 1] for packed in net)
         return tuple(
             packed
@@ -129,17 +129,17 @@ class Machines:
     def handoff_of(self, epoch: Epoch) -> int:
         return epoch.attempt - 1 if self.scenario.is_retry else epoch.ticket_id[0]
 
-    def number_import(self, state: Import) -> int:
-        if state.phase is ImportPhase.ENDED:
+    def number_import(self, state: ImporterState) -> int:
+        if state.phase is ImporterPhase.ENDED:
             return ENDED
-        if state.phase is ImportPhase.ADMITTED:
+        if state.phase is ImporterPhase.DELIVERED:
             return DECODING
         state = replace(state, history=(), num_reads=0)
         if state.reading is not None:  # there is only one, so its number says nothing
             state = replace(state, reading=replace(state.reading, read_id=0))
         if not self.scenario.renewals:
             state = replace(state, renew_at_s=None)
-        if state.phase is ImportPhase.DRAINING:
+        if state.phase is ImporterPhase.DRAINING:
             cancelled = state.failure is HandOffReason.CANCELLED
             failure = HandOffReason.CANCELLED if cancelled else HandOffReason.READ_FAILED
             state = replace(
@@ -152,7 +152,7 @@ class Machines:
                 complete=frozenset(),
                 unverified=frozenset(),
                 pulled_again=frozenset(),
-                num_ways_left=0,
+                num_transports_left=0,
                 broken=None,
             )
         return self.imports.number(state)
@@ -199,7 +199,7 @@ class Machines:
             due_s = replace(state, renew_at_s=None).next_deadline_s
             acts = (
                 due_s is not None
-                and self.import_step(self.import_later(number, due_s), import_events.Tick())[0] != number
+                and self.import_step(self.import_later(number, due_s), import_state.Tick())[0] != number
             )
             found = self._waits[number] = (state.renew_at_s is not None, acts)
         return found
@@ -220,15 +220,15 @@ class Machines:
             for ticket, (stage, block_ids) in enumerate(jobs):
                 if 0 < stage < self.scenario.blocks[ticket]:
                     used.update(block_ids)
-                elif self.exports[exports[ticket]].phase is not ExportPhase.RELEASED:
+                elif self.exports[exports[ticket]].phase is not ExporterPhase.RELEASED:
                     used.update(block_ids if stage >= 0 else block_ids[: -1 - stage])
             found = tuple(block for block in range(self.scenario.prefill_pool) if block not in used)
             self._free[jobs, exports] = found
         return found
 
-    def plan(self, handoff: int) -> ImportPlan:
+    def plan(self, handoff: int) -> HandOffPlan:
         num_blocks = self.scenario.blocks[self.tickets[handoff]]
-        return ImportPlan(
+        return HandOffPlan(
             epoch=Epoch(EXPORTER, bytes([self.tickets[handoff]]), self.attempts[handoff]),
             num_sealed=num_blocks - 1,
             num_choices=1,

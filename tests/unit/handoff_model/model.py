@@ -1,10 +1,10 @@
-"""What can happen next in a world."""
+"""The events that can happen next in a world."""
 
 from collections.abc import Iterator
 
 from kvtransfer.protocol import export_machine as exporting
 from kvtransfer.protocol.handoff import GUARDS, Guards
-from kvtransfer.protocol.import_machine import ImportPhase
+from kvtransfer.protocol.import_machine import ImporterPhase
 from tests.unit.handoff_model.machines import EXPORTER, Machines
 from tests.unit.handoff_model.moves import MOVES, compute
 from tests.unit.handoff_model.scenario import (
@@ -194,7 +194,7 @@ class Model:
         machines = self.machines
         for handoff, number in enumerate(draft.imports):
             is_running = draft.workers[machines.scenario.workers[handoff]] == RUNNING
-            if number >= 0 and is_running and machines.imports[number].phase is not ImportPhase.DRAINING:
+            if number >= 0 and is_running and machines.imports[number].phase is not ImporterPhase.DRAINING:
                 yield "cancel", handoff
         for ticket, (stage, _) in enumerate(draft.jobs):
             if draft.workers[0] == RUNNING and stage >= 0:
@@ -203,7 +203,7 @@ class Model:
                     yield "abort", ticket
 
     def is_good_end(self, world: World) -> bool:
-        """Everything is free, as far as there is anything left to be free."""
+        """Whether no import or read is live and all blocks of the living workers are free."""
         draft = Draft(self.machines, world)
         if any(number >= 0 or number == DECODING for number in draft.imports) or draft.reads:
             return False

@@ -1,11 +1,11 @@
-"""What each step does to a world, by the name of its label."""
+"""The effect of each step on a world, by the name of its label."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 from kvtransfer.protocol import export_machine as exporting
-from kvtransfer.protocol import import_events
 from kvtransfer.protocol import import_machine as importing
+from kvtransfer.protocol import import_state
 from kvtransfer.protocol.handoff import FirstToken, RemoteBlock, Renew, Settle, Tail
 from tests.unit.handoff_model.scenario import (
     CORRUPT,
@@ -122,14 +122,14 @@ def timeout(draft: Draft, handoff: int) -> None:
     due_s = replace(draft.machines.imports[number], renew_at_s=None).next_deadline_s
     assert due_s is not None
     draft.imports = replaced(draft.imports, handoff, draft.machines.import_later(number, due_s))
-    draft.advance_import(handoff, import_events.Tick())
+    draft.advance_import(handoff, import_state.Tick())
 
 
 def renew(draft: Draft, handoff: int) -> None:
     """Once per hand-off; a second renewal would do nothing that the first cannot."""
     machines = draft.machines
     due = replace(machines.imports[draft.imports[handoff]], renew_at_s=0.0)
-    state, actions = importing.advance(due, import_events.Tick(), 0.0, machines.guards)
+    state, actions = importing.advance(due, import_state.Tick(), 0.0, machines.guards)
     draft.imports = replaced(draft.imports, handoff, machines.number_import(replace(state, renew_at_s=None)))
     draft.perform(handoff, machines.posted(actions))
 
@@ -141,7 +141,7 @@ def reserved(draft: Draft, handoff: int) -> None:
     if draft.imports[handoff] >= 0:
         num_verified = len(block_ids) if scenario.verified is None else scenario.verified
         unverified = frozenset(range(num_verified, len(block_ids)))
-        draft.advance_import(handoff, import_events.Reserved(block_ids, int(scenario.cached), unverified))
+        draft.advance_import(handoff, import_state.Reserved(block_ids, int(scenario.cached), unverified))
 
 
 def decoded(draft: Draft, handoff: int) -> None:
@@ -155,7 +155,7 @@ def destroyed(draft: Draft, handoff: int) -> None:
     draft.known = replaced(draft.known, handoff, draft.known[handoff] & ~DESTROYING)
     draft.reads = tuple(read for read in draft.reads if read.handoff != handoff)
     if draft.imports[handoff] >= 0:
-        draft.advance_import(handoff, import_events.ChannelDestroyed())
+        draft.advance_import(handoff, import_state.ChannelDestroyed())
 
 
 def land(draft: Draft, read: Read, *, is_corrupt: bool = False) -> None:
@@ -175,7 +175,7 @@ def land(draft: Draft, read: Read, *, is_corrupt: bool = False) -> None:
     if draft.workers[worker] == STOPPED:
         draft.reads = (*draft.reads, read._replace(status=LANDED, values=values))
         return
-    draft.advance_import(handoff, import_events.ReadCompleted(0, tuple(bytes([value]) for value in values)))
+    draft.advance_import(handoff, import_state.ReadCompleted(0, tuple(bytes([value]) for value in values)))
 
 
 def corrupt(draft: Draft, read: Read) -> None:
@@ -184,12 +184,12 @@ def corrupt(draft: Draft, read: Read) -> None:
 
 def report(draft: Draft, read: Read) -> None:
     draft.reads = (*without(draft.reads, read), read._replace(status=REPORTED))
-    draft.advance_import(read.handoff, import_events.ReadFailed(0))
+    draft.advance_import(read.handoff, import_state.ReadFailed(0))
 
 
 def unopened(draft: Draft, read: Read) -> None:
     draft.reads = without(draft.reads, read)
-    draft.advance_import(read.handoff, import_events.OpenFailed(0))
+    draft.advance_import(read.handoff, import_state.OpenFailed(0))
 
 
 def reissue(draft: Draft) -> None:
@@ -198,7 +198,7 @@ def reissue(draft: Draft) -> None:
 
 
 def cancel(draft: Draft, handoff: int) -> None:
-    draft.advance_import(handoff, import_events.Cancel())
+    draft.advance_import(handoff, import_state.Cancel())
 
 
 def stop(draft: Draft, worker: int) -> None:

@@ -1,4 +1,4 @@
-"""What a world is made of, and the words for its state."""
+"""The parts of a world, and the words for its state."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ class Scenario:
     kinds: frozenset[str] = frozenset({"loss", "expiry", "cancel", "stop", "death"})
     duplicates: bool = True
     renewals: bool = False
-    verified: int | None = None  # so many leading blocks only; the others are taken as they come
+    verified: int | None = None  # number of verified leading blocks; the others are used without a check
     cached: bool = False  # the decode workers have each prompt's first block already
     ended: bool = False  # every choice ends with its first token
     finished: bool = False  # every prefill, before anybody attaches: what a frozen sequence's ticket is

@@ -1,13 +1,14 @@
-"""A world while a step changes it: the network, the pools, and what the machines want done. Raises Violation where a
-promise is broken."""
+"""A world while a step changes it: the network, the pools, and the effects that the machines request. Raises Violation
+when a promise is broken.
+"""
 
 from typing import NamedTuple, TypeVar
 
 from cluster.errors import HandOffReason
 from kvtransfer.protocol import export_machine as exporting
-from kvtransfer.protocol import import_events
 from kvtransfer.protocol import import_machine as importing
-from kvtransfer.protocol.import_machine import ImportPhase
+from kvtransfer.protocol import import_state
+from kvtransfer.protocol.import_machine import ImporterPhase
 from kvtransfer.protocol.leases import LeasePhase
 from tests.unit.handoff_model.machines import Do, Machines, Post
 from tests.unit.handoff_model.scenario import (
@@ -87,7 +88,7 @@ class Draft:
         ) = world  # type: ignore[assignment]
 
     def freeze(self) -> World:
-        """The world after the step, without what nobody will ever look at again."""
+        """The world after the step, without state that no later step reads."""
         if self.net:
             self.net = tuple(sorted(filter(self._matters, self.net)))
         if len(self.reads) > 1:
@@ -129,7 +130,7 @@ class Draft:
         return same and self.workers[scenario.workers[1]] != DEAD and self.imports[1] == NOT_BEGUN and self._is_live(0)
 
     def recipient(self, handoff: int) -> int | None:
-        """Whose machine hears what was sent to this one."""
+        """The hand-off whose machine receives messages sent to this one."""
         if self.imports[handoff] >= 0:
             return handoff
         scenario = self.machines.scenario
@@ -140,7 +141,7 @@ class Draft:
     def has_failed(self, handoff: int) -> bool:
         number = self.imports[handoff]
         if number >= 0:
-            gave_up = self.machines.imports[number].phase is ImportPhase.DRAINING
+            gave_up = self.machines.imports[number].phase is ImporterPhase.DRAINING
             return gave_up or self.workers[self.machines.scenario.workers[handoff]] != RUNNING
         return number in (ENDED, LOST)
 
@@ -157,7 +158,7 @@ class Draft:
         return scenario.is_retry and scenario.workers[0] == scenario.workers[1]
 
     def check_quiet(self, handoff: int) -> None:
-        """Settling says that nobody reads any more: a lease that it ends must not have a reader."""
+        """A settlement means that no read is in flight: the lease that it ends must not have a reader."""
         export = self.machines.exports[self.exports[self.machines.tickets[handoff]]]
         lease = export.leases.find(self.machines.attempts[handoff])
         is_running = lease is not None and lease.phase is LeasePhase.RUNNING and not self.known[handoff] & LAPSED
@@ -187,7 +188,7 @@ class Draft:
                 self.known = replaced(self.known, valid_for, self.known[valid_for] | TOLD_VALID)
             self.net = (*self.net, packed)
 
-    def advance_import(self, handoff: int, event: import_events.Event) -> None:
+    def advance_import(self, handoff: int, event: import_state.Event) -> None:
         number, actions = self.machines.import_step(self.imports[handoff], event)
         self.imports = replaced(self.imports, handoff, number)
         self.perform(handoff, actions)
@@ -198,22 +199,22 @@ class Draft:
             match action:
                 case Post(packed):
                     self.net = (*self.net, packed)
-                case import_events.Reserve(num_blocks):
+                case import_state.Reserve(num_blocks):
                     self.claims = replaced(self.claims, worker, (*self.claims[worker], (handoff, num_blocks)))
                     self.grant(worker)
                     if any(h == handoff for h, _ in self.claims[worker]) and handoff in self.owners[worker]:
                         raise Violation("a hand-off holds blocks and waits for more")
-                case import_events.StartRead(_, remote, local):
+                case import_state.StartRead(_, remote, local):
                     self.reads = (*self.reads, Read(handoff, remote, local))
-                case import_events.Discard(quarantined):
+                case import_state.Discard(quarantined):
                     self._discard(worker, handoff, quarantined)
-                case import_events.Quiet(block_ids):
+                case import_state.ReleaseQuarantined(block_ids):
                     self.free(worker, [block for block in block_ids if self.owners[worker][block] == handoff + 20])
                     self.grant(worker)
-                case import_events.DestroyChannel():
+                case import_state.DestroyChannel():
                     self.known = replaced(self.known, handoff, self.known[handoff] | DESTROYING)
-                case import_events.Admit():
-                    self._admit(worker, handoff, action)
+                case import_state.Deliver():
+                    self._deliver(worker, handoff, action)
                 case _:
                     pass
 
@@ -259,7 +260,7 @@ class Draft:
         for block in block_ids:
             self.own(worker, block, FREE)
 
-    def _admit(self, worker: int, handoff: int, action: import_events.Admit) -> None:
+    def _deliver(self, worker: int, handoff: int, action: import_state.Deliver) -> None:
         machines = self.machines
         ticket = machines.tickets[handoff]
         if not self.known[handoff] & TOLD_VALID:

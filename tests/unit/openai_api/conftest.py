@@ -18,6 +18,6 @@ def demo() -> Tokenization:
 
 @pytest.fixture(scope="module")
 def shared(demo: Tokenization) -> Iterator[Endpoint]:
-    """For tests that neither fail, hold nor count."""
+    """An endpoint for tests that neither fail, hold nor count."""
     with endpoint(demo) as running:
         yield running

@@ -1,4 +1,6 @@
-"""The OpenAI endpoint over a real server, asked by the real `openai` package; only the workers' tokens are scripted."""
+"""The OpenAI endpoint over a real server, called by the real `openai` package; only the workers' tokens are
+scripted.
+"""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ import openai
 from cluster.clock import MonotonicClock
 from cluster.observe.telemetry import Telemetry
 from router.http.openai_api import build_app
-from router.request.outbox import Outboxes
+from router.request.live_requests import LiveRequests
 from router.text.tokenization import Tokenization
 from tests.unit.scripted_pipeline import ScriptedPipeline, served
 
@@ -49,10 +51,12 @@ def endpoint(
     **behaviour: Any,
 ) -> Iterator[Endpoint]:
     pipeline, telemetry = ScriptedPipeline(tokenization, **behaviour), Telemetry()
-    outboxes = Outboxes(max_tokens=max_buffered_tokens, clock=MonotonicClock())
+    live_requests = LiveRequests(
+        max_live_requests=64, max_buffered_tokens=max_buffered_tokens, clock=MonotonicClock(), telemetry=telemetry
+    )
     app = build_app(
         pipeline=pipeline,
-        outboxes=outboxes,
+        live_requests=live_requests,
         tokenization=tokenization,
         telemetry=telemetry,
         ready=lambda: ready,
@@ -63,8 +67,8 @@ def endpoint(
         running = Endpoint(url, pipeline, telemetry)
         with running.http, running.client:
             yield running
-    assert outboxes.num_tokens == 0
-    outboxes.check()
+    assert live_requests.num_buffered_tokens == 0
+    live_requests.check()
 
 
 def refused(answer: httpx.Response, status: int, code: str, param: str | None, *words: str) -> None:

@@ -1,4 +1,4 @@
-"""The OpenAI endpoint, asked by the real `openai` package over a real server: what is answered."""
+"""The responses of the OpenAI endpoint to the real `openai` package over a real server."""
 
 import json
 from typing import Any, Literal
@@ -30,7 +30,7 @@ def test_a_chat_completion_carries_a_message(shared: Endpoint) -> None:
 
 
 @pytest.mark.parametrize("kind", ["completions", "chat"])
-def test_a_stream_adds_up_to_the_whole_answer(shared: Endpoint, kind: str) -> None:
+def test_streamed_parts_add_up_to_the_whole_answer(shared: Endpoint, kind: str) -> None:
     parts: list[Any]
     if kind == "chat":
         parts = list(shared.client.chat.completions.create(model="", messages=USER, stream=True, n=2))
@@ -50,7 +50,7 @@ def test_a_stream_adds_up_to_the_whole_answer(shared: Endpoint, kind: str) -> No
     assert all(part.usage is None for part in parts)
 
 
-def test_usage_comes_last_when_a_stream_asks_for_it(shared: Endpoint) -> None:
+def test_usage_comes_last_in_a_stream_with_include_usage(shared: Endpoint) -> None:
     options: Any = {"include_usage": True}
     create = shared.client.completions.create
     parts: list[Any] = list(create(model="", prompt=["a", "b"], stream=True, stream_options=options))
@@ -74,7 +74,7 @@ async def test_the_async_client_streams(shared: Endpoint) -> None:
         assert "".join([part.choices[0].delta.content or "" async for part in stream]) == SCRIPT
 
 
-def test_prompts_come_as_text_tokens_or_lists_of_either(shared: Endpoint) -> None:
+def test_prompts_may_be_text_or_tokens_or_lists_of_both(shared: Endpoint) -> None:
     create, seen = shared.client.completions.create, shared.pipeline.seen
     num_before = len(seen)  # other tests may have chosen their labels
     create(model="", prompt="ab")
@@ -132,7 +132,7 @@ def test_the_flex_tier_is_the_batch_class(
     assert (request.is_batch, request.priority) == (is_batch, 0)
 
 
-def test_what_is_not_said_is_left_to_the_model(shared: Endpoint) -> None:
+def test_omitted_fields_are_left_to_the_model(shared: Endpoint) -> None:
     shared.client.chat.completions.create(model="", messages=USER, user="me", extra_body={"top_k": -1})
     request = shared.pipeline.seen[-1]
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.seed) == (None, None, None)
@@ -140,7 +140,7 @@ def test_what_is_not_said_is_left_to_the_model(shared: Endpoint) -> None:
     assert (request.stop.max_tokens, request.logprobs, request.n) == (None, None, 1)
 
 
-def test_completions_without_max_tokens_get_sixteen_or_what_fits(shared: Endpoint) -> None:
+def test_completions_without_max_tokens_get_sixteen_tokens_or_the_rest_of_the_context(shared: Endpoint) -> None:
     answer = shared.client.completions.create(model="", prompt="x", extra_body={"ignore_eos": True})
     assert answer.usage is not None
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (16, "length")
@@ -150,7 +150,7 @@ def test_completions_without_max_tokens_get_sixteen_or_what_fits(shared: Endpoin
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
-def test_length_ends_a_chat(shared: Endpoint, field: str) -> None:
+def test_max_tokens_ends_a_chat_with_reason_length(shared: Endpoint, field: str) -> None:
     limit: Any = {field: 2}
     answer = shared.client.chat.completions.create(model="", messages=USER, **limit)
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (2, "length")
@@ -170,7 +170,7 @@ def test_text_parts_are_joined_and_developers_are_the_system(shared: Endpoint) -
     assert shared.pipeline.seen[-1].prompt == expected
 
 
-def test_an_answer_can_be_sent_back_as_it_came(shared: Endpoint) -> None:
+def test_an_assistants_message_can_be_sent_back_unchanged(shared: Endpoint) -> None:
     answer = shared.client.chat.completions.create(model="", messages=USER)
     history: Any = [*USER, answer.choices[0].message.model_dump(), *USER]
     shared.client.chat.completions.create(model="", messages=history)
@@ -179,7 +179,7 @@ def test_an_answer_can_be_sent_back_as_it_came(shared: Endpoint) -> None:
     assert prompt.messages[1] == ChatMessage("assistant", SCRIPT)
 
 
-def test_chat_logprobs_name_each_token_and_its_rivals(shared: Endpoint) -> None:
+def test_chat_logprobs_name_each_token_and_its_alternatives(shared: Endpoint) -> None:
     answer = shared.client.chat.completions.create(
         model="",
         messages=USER,
@@ -195,7 +195,7 @@ def test_chat_logprobs_name_each_token_and_its_rivals(shared: Endpoint) -> None:
     assert [(len(token.top_logprobs), token.logprob) for token in content] == [(2, -0.5)] * 3
 
 
-def test_completion_logprobs_say_where_each_token_begins(shared: Endpoint) -> None:
+def test_completion_logprobs_give_the_text_offset_of_each_token(shared: Endpoint) -> None:
     answer = shared.client.completions.create(model="", prompt="x", logprobs=2, max_tokens=5)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
@@ -208,7 +208,7 @@ def test_completion_logprobs_say_where_each_token_begins(shared: Endpoint) -> No
     assert all(token in rivals for token, rivals in zip(logprobs.tokens, logprobs.top_logprobs, strict=True))
 
 
-def test_streamed_logprobs_equal_the_whole_ones(shared: Endpoint) -> None:
+def test_streamed_logprobs_equal_those_of_a_whole_answer(shared: Endpoint) -> None:
     ask: dict[str, Any] = {"model": "", "prompt": "x", "logprobs": 1, "max_tokens": 6, "n": 2}
     whole = shared.client.completions.create(**ask)
     offsets: dict[int, list[int]] = {0: [], 1: []}
@@ -218,7 +218,7 @@ def test_streamed_logprobs_equal_the_whole_ones(shared: Endpoint) -> None:
     assert [choice.logprobs.text_offset for choice in whole.choices] == [offsets[0], offsets[1]]
 
 
-def test_tokens_of_half_a_character_are_named_by_their_bytes(demo: Tokenization) -> None:
+def test_tokens_of_half_a_character_are_shown_as_bytes(demo: Tokenization) -> None:
     with endpoint(demo, script="€") as running:
         answer = running.client.completions.create(model="", prompt="x", logprobs=0)
     logprobs = answer.choices[0].logprobs
@@ -229,7 +229,7 @@ def test_tokens_of_half_a_character_are_named_by_their_bytes(demo: Tokenization)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_token_ids_come_back_when_asked_for(shared: Endpoint, stream: bool) -> None:
+def test_token_ids_are_returned_with_return_token_ids(shared: Endpoint, stream: bool) -> None:
     body = {"prompt": "x", "max_tokens": 3, "return_token_ids": True, "stream": stream}
     answer = shared.post("/v1/completions", body)
     if stream:
@@ -258,7 +258,7 @@ def test_operators_see_health_readiness_figures_and_the_api_page(demo: Tokenizat
     assert running.telemetry.value("tandem_http_responses_total", route="/ready", status="503") == 1
 
 
-def test_a_ready_router_says_so(shared: Endpoint) -> None:
+def test_a_ready_router_answers_ready_with_200(shared: Endpoint) -> None:
     assert shared.http.get("/ready").status_code == 200
 
 

@@ -1,4 +1,4 @@
-"""The OpenAI endpoint: what fails under an answer, and clients that leave it."""
+"""The OpenAI endpoint: failures while a response is produced, and clients that disconnect."""
 
 import asyncio
 import threading
@@ -57,7 +57,7 @@ def test_a_failure_in_mid_stream_is_an_error_event(demo: Tokenization) -> None:
 
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("stream", [False, True])
-def test_our_own_fault_shows_no_trace_and_is_logged_with_the_id(
+def test_an_internal_error_shows_no_trace_and_is_logged_with_the_request_id(
     demo: Tokenization, caplog: pytest.LogCaptureFixture, after: int, stream: bool
 ) -> None:
     with endpoint(demo, error=ZeroDivisionError("secret detail"), error_after=after) as running:
@@ -77,7 +77,7 @@ def test_one_failing_prompt_ends_the_batch(demo: Tokenization) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["x", ["x", "y"]])
 @pytest.mark.parametrize("hold_after", [0, 3])
-def test_a_client_that_leaves_ends_its_request(
+def test_a_client_that_disconnects_cancels_its_request(
     demo: Tokenization, stream: bool, prompt: str | list[str], hold_after: int
 ) -> None:
     async def leave(url: str, holding: threading.Event) -> None:
@@ -94,7 +94,7 @@ def test_a_client_that_leaves_ends_its_request(
         assert running.pipeline.closed.wait(10), "the generator lived on"
 
 
-def test_a_stream_closed_by_its_reader_ends_the_request(demo: Tokenization) -> None:
+def test_a_stream_closed_by_its_reader_cancels_the_request(demo: Tokenization) -> None:
     with endpoint(demo, hold_after=2) as running:
         stream = running.client.completions.create(model="", prompt="x", stream=True)
         assert next(iter(stream)).choices[0].text == "The"

@@ -1,4 +1,4 @@
-"""The OpenAI endpoint: what is refused, and that it is said what to change."""
+"""The OpenAI endpoint: which requests are refused; every refusal names the necessary change."""
 
 import json
 import socket
@@ -28,18 +28,18 @@ from tests.unit.small_tokenizers import byte_level
         ("timeout", 3),
     ],
 )
-def test_a_field_that_does_nothing_here_is_refused_by_name(shared: Endpoint, field: str, value: object) -> None:
+def test_an_unsupported_field_is_refused_by_name(shared: Endpoint, field: str, value: object) -> None:
     answer = shared.post("/v1/completions", {"prompt": "x", field: value})
     refused(answer, 400, "unsupported_field", field, f"'{field}'")
 
 
 @pytest.mark.parametrize("tier", ["priority", "scale", "fast", True])
-def test_a_service_tier_that_is_not_here_is_refused_with_those_that_are(shared: Endpoint, tier: object) -> None:
+def test_an_unknown_service_tier_is_refused_with_the_known_tiers(shared: Endpoint, tier: object) -> None:
     answer = shared.post("/v1/completions", {"prompt": "x", "service_tier": tier})
     refused(answer, 400, "invalid_request", "service_tier", "'auto'", "'default'", "'flex'")
 
 
-def test_the_client_of_openai_sees_which_field_it_was(shared: Endpoint) -> None:
+def test_the_openai_client_receives_the_name_of_the_refused_field(shared: Endpoint) -> None:
     tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     with pytest.raises(openai.BadRequestError) as raised:
         shared.client.chat.completions.create(model="", messages=USER, tools=tools)
@@ -50,7 +50,7 @@ def test_the_client_of_openai_sees_which_field_it_was(shared: Endpoint) -> None:
     )
 
 
-def test_fields_that_ask_for_nothing_are_taken(shared: Endpoint) -> None:
+def test_unsupported_fields_with_neutral_values_are_accepted(shared: Endpoint) -> None:
     nothing: dict[str, Any] = {
         "presence_penalty": 0,
         "frequency_penalty": 0.0,
@@ -78,7 +78,9 @@ def test_fields_that_ask_for_nothing_are_taken(shared: Endpoint) -> None:
         ({"role": "assistant", "content": "x", "tool_calls": [1]}, "messages[0].tool_calls"),
     ],
 )
-def test_messages_that_cannot_be_rendered_are_refused_by_place(shared: Endpoint, message: object, param: str) -> None:
+def test_messages_that_cannot_be_rendered_are_refused_with_their_position(
+    shared: Endpoint, message: object, param: str
+) -> None:
     answer = shared.post("/v1/chat/completions", {"messages": [message]})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
@@ -113,13 +115,15 @@ def test_messages_that_cannot_be_rendered_are_refused_by_place(shared: Endpoint,
         ("chat/completions", {"messages": USER, "max_tokens": 1, "max_completion_tokens": 2}, "give one of them"),
     ],
 )
-def test_wrong_values_are_refused_with_what_to_change(shared: Endpoint, path: str, body: object, words: str) -> None:
+def test_wrong_values_are_refused_with_the_necessary_change(
+    shared: Endpoint, path: str, body: object, words: str
+) -> None:
     answer = shared.post(f"/v1/{path}", body)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
 
 
-def test_a_prompt_past_the_context_tells_both_numbers(shared: Endpoint) -> None:
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(shared: Endpoint) -> None:
     answer = shared.post("/v1/completions", {"prompt": [5] * 2000, "max_tokens": 1})
     refused(answer, 400, "prompt_too_long", None, "2000", "1024")
 
@@ -146,7 +150,7 @@ def test_half_a_surrogate_pair_is_a_clear_error(shared: Endpoint) -> None:
     refused(shared.post("/v1/completions", b'{"prompt": "x", "model": "\\ud800"}'), 404, "unknown_model", None)
 
 
-def test_an_oversized_body_is_refused_before_it_has_come(shared: Endpoint) -> None:
+def test_an_oversized_body_is_refused_before_all_of_it_has_arrived(shared: Endpoint) -> None:
     url = httpx.URL(shared.url)
     with socket.create_connection((url.host, url.port or 0), timeout=10) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
@@ -154,7 +158,7 @@ def test_an_oversized_body_is_refused_before_it_has_come(shared: Endpoint) -> No
         assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_body_just_past_the_limit_is_told_the_limit(shared: Endpoint) -> None:
+def test_a_body_just_past_the_limit_is_refused_with_the_limit(shared: Endpoint) -> None:
     answer = shared.post("/v1/completions", {"prompt": "x" * 100_000})
     refused(answer, 413, "request_entity_too_large", None, "100000 bytes")
 
@@ -165,7 +169,7 @@ def test_an_unknown_model_is_not_found(shared: Endpoint) -> None:
     assert raised.value.code == "unknown_model"
 
 
-def test_unknown_paths_and_methods_keep_the_shape(shared: Endpoint) -> None:
+def test_errors_for_unknown_paths_and_methods_have_the_openai_shape(shared: Endpoint) -> None:
     refused(shared.http.get("/v1/nothing"), 404, "not_found", None)
     assert "/docs" in shared.http.get("/v1/nothing").json()["error"]["message"], "it says where to look"
     assert shared.http.get("/docs").status_code == 200
@@ -178,7 +182,7 @@ def test_a_bad_request_id_is_refused(shared: Endpoint) -> None:
     )
 
 
-def test_without_the_key_nothing_is_answered(demo: Tokenization) -> None:
+def test_every_request_without_the_api_key_is_refused(demo: Tokenization) -> None:
     with endpoint(demo, api_key="secret") as running:
         for client in (running.client, running.client_with("sécret")):
             with pytest.raises((openai.AuthenticationError, UnicodeEncodeError)):
@@ -222,20 +226,20 @@ def bare_model(folder: Path, tokenizer: Tokenizer | None = None) -> Path:
         (b'{"model": "", "prompt": [' + b'"x",' * 128 + b'"x"]}', "129 prompts"),
     ],
 )
-def test_many_parts_are_refused_by_their_number(shared: Endpoint, body: bytes, said: str) -> None:
+def test_too_many_content_parts_are_refused_with_their_number(shared: Endpoint, body: bytes, said: str) -> None:
     answer = shared.post("/v1/completions", body)
     assert answer.status_code == 400, answer.text
     if said != "JSON":
         assert said in answer.json()["error"]["message"]
 
 
-def test_many_messages_are_refused_by_their_number(shared: Endpoint) -> None:
+def test_too_many_messages_are_refused_with_their_number(shared: Endpoint) -> None:
     answer = shared.post("/v1/chat/completions", b'{"model": "", "messages": [' + b"{}," * 3000 + b"{}]}")
     assert answer.status_code == 400
     assert len(answer.content) < 2000
 
 
-def test_a_body_that_is_declared_too_large_is_refused_before_it_is_sent(shared: Endpoint) -> None:
+def test_a_body_declared_too_large_is_refused_before_any_of_it_is_sent(shared: Endpoint) -> None:
     url = httpx.URL(shared.url)
     with socket.create_connection((url.host, url.port or 0), timeout=20) as connection:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"

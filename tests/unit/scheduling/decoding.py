@@ -1,17 +1,18 @@
-"""A DecodeScheduler under the simulated clock: what it is asked for, and what became of each sequence."""
+"""A DecodeScheduler under the simulated clock: the requested sequences and the outcome of each."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from cluster.messages import DecodeJob, Inspect, Inspected, MemberId, Sampling, SequenceStart, TokenStops
+from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import nameless_chains
 from decode_worker.scheduling.commands import AdmitLocal, Command, Event, Failed, StepTokens
 from decode_worker.scheduling.limits import DecodeLimits
 from decode_worker.scheduling.scheduler import DecodeScheduler
+from engine.scheduling.commands import Inspect, Inspected
 from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.policies import Policy
-from engine.scheduling.step import DrawnToken, Runner, Sample, StepPlan, StepResult
+from engine.scheduling.step import DrawnToken, Runner, Sample, Scheduler, StepPlan, StepResult
 from tests.unit.fake_paged_runner import FakePagedRunner, next_token
 from tests.unit.scheduling.simulation import SameToken, Simulation, Step, StepCost
 
@@ -22,7 +23,7 @@ _END = 10**6  # the token with which a sequence ends by itself
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A prompt with one continuation, which ends by itself with its token number `num_output`."""
+    """A prompt with one continuation of `num_output` tokens."""
 
     arrives_s: float = 0.0
     num_prompt: int
@@ -74,9 +75,9 @@ class Answered:
 
 @dataclass
 class Decoded:
-    """What `decode` saw."""
+    """The record of a run of `decode`."""
 
-    scheduler: DecodeScheduler
+    scheduler: Scheduler[Command, Event]
     answers: list[Answered]
     steps: list[Step]
 
@@ -86,7 +87,7 @@ class Decoded:
         return sum(len(answer.token_ids) for answer in self.answers) / (self.steps[-1].ended_s - self.steps[0].began_s)
 
     def assert_exact(self) -> None:
-        """Everybody was told what he would have been told alone, once, and nothing is held any more."""
+        """Assert that every client received the tokens of a serial run exactly once, and that all blocks are free."""
         for answer in self.answers:
             assert answer.token_ids == _serial(answer), f"{answer.asked} was told something else"
         inspected = self.inspected
@@ -100,9 +101,12 @@ class Decoded:
         return inspected
 
 
-def decode(asked: Sequence[Asked], scheduler: DecodeScheduler, cost: StepCost, num_blocks: int = 0) -> Decoded:
-    """`asked` in order of arrival. With `num_blocks` (of the pool) every token follows from what its block table leads
-    to; without, tokens only count."""
+def decode(
+    asked: Sequence[Asked], scheduler: Scheduler[Command, Event], cost: StepCost, num_blocks: int = 0
+) -> Decoded:
+    """Decode `asked`, in order of arrival. With `num_blocks` (of the pool), every token depends on the content of its
+    block table; without, tokens are only counted.
+    """
     answers = [Answered(one, one.job(handle)) for handle, one in enumerate(asked)]
     last_positions = {
         handle: len(answer.job.prompt_token_ids) + answer.asked.num_output - 1 for handle, answer in enumerate(answers)
@@ -124,7 +128,7 @@ def decode(asked: Sequence[Asked], scheduler: DecodeScheduler, cost: StepCost, n
 
 
 class _Ending:
-    """Another runner, whose sequences end where they are meant to. A seed names its sequence."""
+    """A runner around another one that ends each sequence at its planned length. A seed identifies its sequence."""
 
     def __init__(self, runner: Runner, last_positions: Mapping[int, int]) -> None:
         self._runner = runner

@@ -13,7 +13,7 @@ def poisson(rate: float, seed: int) -> Iterator[float]:
 
 
 def one_in(num: int, seed: int) -> Iterator[bool]:
-    """True once in so many."""
+    """Yield true with probability 1 / `num`."""
     dice = random.Random(seed)
     while True:
         yield dice.random() * num < 1

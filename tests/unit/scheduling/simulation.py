@@ -1,6 +1,7 @@
-"""Drives a real scheduler through a simulated clock: arrivals on time, and steps that take what a cost says.
+"""Drives a real scheduler through a simulated clock: arrivals at their times, and steps that take the time of a cost
+model.
 
-Nothing sleeps and no model runs: a step lasts `StepCost.seconds`, and its tokens come from the runner that is given.
+No test sleeps and no model runs: a step lasts `StepCost.seconds`, and its tokens come from the given runner.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ SILENT = DrawnToken(1)
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """A step reads the weights, whatever it computes, and computes its tokens."""
+    """A step takes a fixed time to read the weights and a time for each computed token."""
 
     fixed_s: float = 0.0
     token_s: float = 0.0
@@ -56,7 +57,7 @@ class Simulation(Generic[Command, Event]):
         self._runner = runner or SameToken()
 
     def run(self, arrivals: Iterable[tuple[float, Command]]) -> None:
-        """Until everything that arrives has ended. `arrivals` are in order of time."""
+        """Run until everything that arrives has ended. `arrivals` are in order of time."""
         due: list[tuple[float, Command]] = list(arrivals)[::-1]
         while True:
             while due and due[-1][0] <= self.now_s:

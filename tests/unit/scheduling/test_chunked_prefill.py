@@ -1,5 +1,6 @@
 """Prompts are computed in chunks beside decodes (Sarathi, Agrawal et al., 2023; Dynamic SplitFuse, DeepSpeed-FastGen,
-2023): a long prompt costs whoever decodes one chunk's time a token, and a backlog fills every step to the budget."""
+2023): a long prompt delays each token of a decode by one chunk, and a backlog fills every step to the budget.
+"""
 
 import pytest
 
@@ -14,7 +15,7 @@ LONG = 16_384
 
 
 def worst_gap_s(max_prefill_tokens: int) -> float:
-    """Of four sequences that decode while a long prompt comes."""
+    """The longest gap between tokens of four decoding sequences while a long prompt is computed."""
     asked = [Asked(num_prompt=16, num_output=400) for _ in range(4)] + [
         Asked(arrives_s=0.5, num_prompt=LONG, num_output=1)
     ]
@@ -22,11 +23,11 @@ def worst_gap_s(max_prefill_tokens: int) -> float:
     return max(answer.longest_gap_s for answer in decoded.answers[:4])
 
 
-def test_a_long_prompt_costs_who_decodes_a_chunk_a_token() -> None:
+def test_a_long_prompt_delays_each_token_of_decodes_by_one_chunk() -> None:
     assert worst_gap_s(BUDGET) <= 1.5 * COST.seconds(BUDGET)
 
 
-def test_without_chunks_it_costs_the_whole_prefill() -> None:
+def test_without_chunks_a_long_prompt_delays_decodes_by_the_whole_prefill() -> None:
     assert worst_gap_s(LONG + 4) == pytest.approx(COST.seconds(LONG + 4), rel=1e-6)
     assert worst_gap_s(LONG + 4) > 30 * worst_gap_s(BUDGET)
 

@@ -1,5 +1,6 @@
-"""Sequences join and leave between two steps (Orca, Yu et al., 2022), and blocks are given as they are filled
-(PagedAttention, Kwon et al., 2023): what both are worth on a real conversation's lengths."""
+"""Sequences join and leave between two steps (Orca, Yu et al., 2022), and blocks are reserved as they are filled
+(PagedAttention, Kwon et al., 2023): the gain of both on a real conversation's lengths.
+"""
 
 import pytest
 
@@ -13,12 +14,12 @@ ALL_AT_ONCE = 1 << 20  # a budget that holds every prompt
 
 
 def shortened(rows: list[Row], by: int) -> list[Asked]:
-    """So many times fewer tokens of output, and prompts of one: which sequence shares whose step stays the same."""
+    """The rows with one token of prompt and their output divided by `by`: the sequences share steps as before."""
     return [Asked(num_prompt=1, num_output=-(-row.num_output // by)) for row in rows]
 
 
 def static_slot_use(asked: list[Asked]) -> float:
-    """Of groups as they came, each as long as its longest."""
+    """The share of slots used by groups in order of arrival, each group as long as its longest sequence."""
     lengths = [one.num_output for one in asked]
     groups = [lengths[first : first + SLOTS] for first in range(0, len(lengths), SLOTS)]
     return sum(lengths) / sum(SLOTS * max(group) for group in groups)
@@ -39,7 +40,7 @@ def test_joining_between_steps_reaches_nine_tenths_of_the_ideal(by: int) -> None
     assert decoded.output_rate / static_rate >= 0.9 * ideal
 
 
-def test_a_late_joiner_starts_within_one_step() -> None:
+def test_a_sequence_that_arrives_during_a_step_starts_in_the_next_one() -> None:
     asked = [Asked(num_prompt=40, num_output=60) for _ in range(4)] + [
         Asked(arrives_s=20.5, num_prompt=40, num_output=5)
     ]
@@ -47,7 +48,7 @@ def test_a_late_joiner_starts_within_one_step() -> None:
     assert late.token_times_s[0] == 22.0  # the step that ran when it came ended at 21
 
 
-def test_tokens_are_those_of_a_serial_run() -> None:
+def test_continuous_batching_gives_the_tokens_of_a_serial_run() -> None:
     asked = [
         Asked(arrives_s=1.5 * number, num_prompt=1 + 53 * number % 90, num_output=1 + 31 * number % 60)
         for number in range(40)
@@ -60,7 +61,7 @@ def test_tokens_are_those_of_a_serial_run() -> None:
 
 
 def test_blocks_of_sixteen_tokens_waste_half_a_percent() -> None:
-    """At each conversation's end, of all its blocks' positions."""
+    """The share counts all positions of each conversation's blocks, at the conversation's end."""
     rows = conversation_rows(2000)
     asked = [Asked(num_prompt=row.num_prompt + row.num_output - 1, num_output=1) for row in rows]
     decoded = decode(asked, scheduler(limits(max_prefill_tokens=ALL_AT_ONCE)), PER_STEP)

@@ -1,5 +1,6 @@
-"""What predicted lengths are worth in memory (S3, Jin et al., 2023): as many sequences as fit until their end, and
-never more than the pool, however wrong the predictions are."""
+"""The value of predicted lengths in memory (S3, Jin et al., 2023): as many sequences as fit until their end, and never
+more than the pool, even with wrong predictions.
+"""
 
 import random
 from statistics import mean
@@ -16,7 +17,9 @@ MAX_TOKENS = 1000
 
 
 class Oracle(LengthPredictor):
-    """Knows every length: it is the tenant's name. A share of them it has wrong, by half or by double."""
+    """A predictor that reads each length from the tenant's name. A share of its predictions is wrong, by half or by
+    double.
+    """
 
     def __init__(self, wrong: float) -> None:
         super().__init__()
@@ -47,7 +50,7 @@ def decoded(lengths: LengthPredictor | None) -> Decoded:
 
 
 def share_of_ideal(decoded: Decoded) -> float:
-    """How many sequences run at once, of as many as would with every block of the pool in use: while some wait."""
+    """The share of all blocks in use while sequences wait: the number of running sequences as a share of the ideal."""
     last_start = max(place for place, step in enumerate(decoded.steps) if step.num_tokens > step.num_drawn)
     num_blocks = [sum(len(chunk.block_ids) for chunk in step.plan.chunks) for step in decoded.steps[:last_start]]
     return mean(num_blocks) / NUM_BLOCKS
@@ -60,13 +63,13 @@ def test_with_known_lengths_four_fifths_of_the_ideal_run_at_once() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0.3, 1.0])
-def test_wrong_predictions_cost_preemptions_and_never_the_memory(wrong: float) -> None:
+def test_wrong_predictions_cost_preemptions_and_never_exceed_the_pool(wrong: float) -> None:
     with_mistakes = decoded(Oracle(wrong))
     assert share_of_ideal(with_mistakes) >= 0.8
     assert with_mistakes.inspected.figures["preemptions"] > 0
 
 
-def test_what_ended_teaches_what_comes() -> None:
-    """Without predictions more start than fit until their end."""
+def test_a_predictor_that_learns_from_ended_sequences_reduces_preemptions() -> None:
+    """Without predictions, more sequences start than fit until their end."""
     learning, blind = decoded(LengthPredictor(0.7)), decoded(None)
     assert learning.inspected.figures["preemptions"] < 0.7 * blind.inspected.figures["preemptions"]

@@ -1,4 +1,4 @@
-"""Which sequences a decode worker gives its slots to, under each policy and a simulated clock."""
+"""The sequences to which a decode worker gives its slots, under each policy and a simulated clock."""
 
 from dataclasses import replace
 from itertools import islice
@@ -34,7 +34,7 @@ def served(asked: list[Asked], policy: Policy, *, slots: int = SLOTS, num_blocks
     return decoded
 
 
-def test_mixed_jobs_end_in_half_the_time_of_first_come_and_none_waits_for_ever() -> None:
+def test_mixed_jobs_end_in_half_the_time_of_first_come_and_no_job_waits_for_ever() -> None:
     asked, policy = mixed_jobs(400), SkipJoinMlfq(promote_after_s=2.0)
     by_arrival, by_level = served(asked, FirstCome()), served(asked, policy)
     assert by_level.inspected.figures["displaced"] > 0
@@ -44,8 +44,8 @@ def test_mixed_jobs_end_in_half_the_time_of_first_come_and_none_waits_for_ever()
     assert longest_wait_s <= policy.num_levels * policy.promote_after_s
 
 
-def test_shortest_first_learns_who_is_short() -> None:
-    """Nothing tells a short job but its tenant."""
+def test_shortest_first_learns_short_jobs_from_their_tenant() -> None:
+    """Only the tenant distinguishes a short job."""
     asked = [replace(one, tenant=f"of {one.num_output}") for one in mixed_jobs(400)]
     decode_limits = limits(max_num_seqs=SLOTS)
     by_arrival = decode(asked, scheduler(decode_limits, FirstCome()), PER_STEP)
@@ -55,7 +55,7 @@ def test_shortest_first_learns_who_is_short() -> None:
 
 
 @pytest.mark.parametrize("name", ["priority", "deadline"])
-def test_who_goes_first_takes_a_slot_at_the_next_step(name: str) -> None:
+def test_the_highest_ranked_sequence_takes_a_slot_at_the_next_step(name: str) -> None:
     running = [Asked(num_prompt=16, num_output=200) for _ in range(SLOTS)]
     urgent = Asked(arrives_s=1.0, num_prompt=16, num_output=5, priority=-1, timeout_s=100.0)
     assert served([*running, urgent], make_policy(name)).answers[-1].completion_s < 7.5 * STEP_S
@@ -63,7 +63,7 @@ def test_who_goes_first_takes_a_slot_at_the_next_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fcfs", "shortest", "mlfq", "priority", "deadline"])
-def test_the_batch_class_gives_its_slots_to_whoever_comes(name: str) -> None:
+def test_the_batch_class_gives_its_slots_to_every_other_sequence(name: str) -> None:
     others = [Asked(arrives_s=0.5 + 0.3 * number, num_prompt=16, num_output=10) for number in range(20)]
     batch = [Asked(num_prompt=16, num_output=300, is_batch=True, priority=-9, timeout_s=60.0) for _ in range(SLOTS)]
     alone, beside = served(others, make_policy(name)), served([*batch, *others], make_policy(name))

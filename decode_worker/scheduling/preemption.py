@@ -1,0 +1,132 @@
+"""Preemption: slots and blocks are taken from sequences that rank last. Pure. Owned by the batch.
+
+A step's preemptions happen before its waiting sequences start, so a plan never preempts what it has just started.
+"""
+
+import heapq
+import itertools
+
+from decode_worker.scheduling.block_tables import BlockTables
+from decode_worker.scheduling.reservations import BlockRequest, Reservations
+from decode_worker.scheduling.sequence_queues import Ranking, SequenceQueues
+from decode_worker.scheduling.sequences import Sequence
+from decode_worker.scheduling.watermark import Watermark
+from engine.kv.block_pool import BlockPool
+
+
+class Preemption:
+    """`preemptions` counts sequences that lost their blocks, `displaced` those that lost their slots only."""
+
+    def __init__(
+        self,
+        ranking: Ranking,
+        queues: SequenceQueues,
+        tables: BlockTables,
+        pool: BlockPool,
+        reservations: Reservations,
+        watermark: Watermark,
+    ) -> None:
+        self.preemptions = 0
+        self.displaced = 0
+        self._ranking = ranking
+        self._queues = queues
+        self._tables = tables
+        self._pool = pool
+        self._reservations = reservations
+        self._watermark = watermark
+
+    def may_preempt(self) -> bool:
+        """Return whether a sequence or a hand-off waits and the last sequence may be preempted for it."""
+        last = self._queues.last_holder
+        if last is None or not self._ranking.may_preempt(last):
+            return False
+        return bool(len(self._queues.ready) or len(self._queues.waiting) or self._reservations.num_waiting)
+
+    def preempt_for_waiting(self, now_s: float) -> int:
+        """Preempt sequences for waiting work that ranks before them, if the policy or the batch class allows it. Return
+        how many of the freed slots are for sequences that have no blocks yet."""
+        last = self._queues.last_holder
+        if last is None or not self._ranking.may_preempt(last):
+            return 0
+        self._preempt_for_handoff(last, now_s)
+        num_slots = num_blocks = num_promised = 0
+        waiting, request = set(self._queues.waiting), self._reservations.first
+        candidates = (tuple(self._queues.ready), tuple(self._queues.waiting))
+        for sequence in heapq.merge(*candidates, key=lambda candidate: candidate.rank):
+            last = self._queues.last_holder
+            if last is None or not self._ranking.displaces(sequence, last, now_s):
+                break
+            num_slots += len(sequence.choices)
+            if not self._free_slots(num_slots, sequence, now_s):
+                break
+            if sequence in waiting:
+                num_blocks += self._tables.num_newly_used(sequence)
+                num_wanted = num_blocks + self._watermark.for_sequence(sequence)
+                is_behind_handoff = request is not None and request.rank < sequence.rank
+                if is_behind_handoff or not self._free_blocks(num_wanted, sequence, now_s):
+                    break
+                num_promised += len(sequence.choices)
+        return num_promised
+
+    def free_stalled_slot(self, now_s: float) -> None:
+        """Take the slot of a running sequence that cannot grow and is the last with blocks, if a ready sequence
+        ranks before it: each would wait for the other."""
+        last, first = self._queues.last_holder, self._queues.ready.first
+        if last is None or first is None or last not in self._queues.running or last.rank < first.rank:
+            return
+        if last.num_left == 1 and self._tables.num_lacking(last) > self._pool.num_available:
+            self._queues.move_to_ready(last, now_s)
+
+    def grow(self, sequence: Sequence, now_s: float) -> bool:
+        """Make room for its known tokens. Returns False if there is none and no sequence behind it has blocks."""
+        num_lacking = self._tables.num_lacking(sequence)
+        while num_lacking and not self._tables.grow(sequence, num_lacking):
+            last = self._queues.last_holder
+            assert last is not None
+            if last.rank <= sequence.rank:
+                return False
+            self._preempt(last, now_s)
+        return True
+
+    def _preempt_for_handoff(self, last: Sequence, now_s: float) -> None:
+        """Free blocks for the first hand-off, which gets them when this step has ended."""
+        request = self._reservations.first
+        if request is not None and self._ranking.displaces(request, last, now_s):
+            num_wanted = self._reservations.num_newly_used(request) + self._watermark.for_handoff(request)
+            self._free_blocks(num_wanted, request, now_s)
+
+    def _free_slots(self, num_slots: int, sequence: Sequence, now_s: float) -> bool:
+        """Free `num_slots` slots for this sequence. The sequences that lose them keep their blocks."""
+        while self._queues.num_free_slots < num_slots:
+            # A sequence with a spare block must copy its shared tail in the next step, so it cannot be stopped here.
+            running = reversed(tuple(self._queues.running))
+            victim = next((s for s in running if len(s.choices) > 1 or not s.spare_ids), None)
+            if victim is None or not self._ranking.displaces(sequence, victim, now_s):
+                return False
+            self.displaced += 1
+            self._queues.move_to_ready(victim, now_s)
+        return True
+
+    def _free_blocks(self, num_blocks: int, wanting: Sequence | BlockRequest, now_s: float) -> bool:
+        """Make `num_blocks` available by preempting sequences that rank behind `wanting`. Preempts no sequence if that
+        would not be enough; then returns False."""
+        if self._pool.num_available >= num_blocks:
+            return True
+        holders = sorted(self._queues.holders, key=lambda s: s.rank, reverse=True)
+        victims = list(itertools.takewhile(lambda holder: self._ranking.displaces(wanting, holder, now_s), holders))
+        block_ids = [block_id for victim in victims for block_id in victim.block_ids + victim.spare_ids]
+        num_freed = sum(self._pool.num_users(block_id) == 1 for block_id in block_ids)
+        if self._pool.num_available + num_freed < num_blocks:
+            return False
+        for victim in victims:
+            if self._pool.num_available < num_blocks:
+                self._preempt(victim, now_s)
+        return self._pool.num_available >= num_blocks
+
+    def _preempt(self, sequence: Sequence, now_s: float) -> None:
+        """Move a sequence to the waiting queue and free its blocks. It keeps its tokens."""
+        self.preemptions += 1
+        self._queues.remove(sequence)
+        self._tables.evict(sequence)
+        waits_since_s = sequence.waits_since_s
+        self._queues.add_waiting(sequence, now_s if waits_since_s is None else waits_since_s, now_s)

@@ -1,0 +1,157 @@
+"""The queues of sequences (running, ready, waiting, frozen), sorted by rank. Pure. Owned by the batch."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from decode_worker.scheduling.reservations import BlockRequest
+from decode_worker.scheduling.sequences import RankedSequences, Sequence
+from engine.scheduling.policies import FirstCome, Policy, Rank, Work, displaces, full_rank
+
+
+class Ranking:
+    """The rank of sequences and of hand-offs that wait for blocks, by the policy and the time."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        # Ranks of first come, first served never change, so a step need not sort.
+        self._is_fixed = isinstance(policy, FirstCome)
+
+    def rank(self, sequence: Sequence, now_s: float) -> Rank:
+        """Return the policy's rank at `now_s`. Choices of one group are ordered by their index."""
+        return (*full_rank(self.policy, _work(sequence, now_s), now_s), sequence.choices[0][0])
+
+    def request_rank(self, request: BlockRequest, now_s: float) -> Rank:
+        return full_rank(self.policy, _request_work(request, now_s), now_s)
+
+    def sort(self, places: Iterable[RankedSequences], now_s: float) -> None:
+        if not self._is_fixed:
+            for place in places:
+                place.sort(lambda sequence: self.rank(sequence, now_s))
+
+    def may_preempt(self, running: Sequence) -> bool:
+        """Return whether a waiting sequence or hand-off may ever preempt this running sequence."""
+        return self.policy.is_preemptive or running.group.job.is_batch
+
+    def displaces(self, waiting: Sequence | BlockRequest, running: Sequence, now_s: float) -> bool:
+        work = _work(waiting, now_s) if isinstance(waiting, Sequence) else _request_work(waiting, now_s)
+        return displaces(self.policy, work, _work(running, now_s), now_s)
+
+
+class SequenceQueues:
+    """A sequence is in exactly one of the four queues from `add_waiting`, `add_ready` or `add_running` until
+    `remove`."""
+
+    def __init__(self, ranking: Ranking, max_num_seqs: int) -> None:
+        self._ranking = ranking
+        self._max_num_seqs = max_num_seqs
+        self.running = RankedSequences()  # have blocks and slots
+        self.ready = RankedSequences()  # have blocks, wait for slots
+        self.waiting = RankedSequences()  # have no blocks
+        self.frozen = RankedSequences()  # have blocks; may continue on another worker
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._max_num_seqs - self.running.num_choices
+
+    @property
+    def holders(self) -> Iterator[Sequence]:
+        """The sequences with blocks that may be preempted."""
+        yield from self.running
+        yield from self.ready
+
+    @property
+    def last_holder(self) -> Sequence | None:
+        """The sequence with blocks that ranks last."""
+        return max((s for s in (self.running.last, self.ready.last) if s), key=lambda s: s.rank, default=None)
+
+    def sort(self, now_s: float) -> None:
+        """Sort by the ranks at `now_s`."""
+        self._ranking.sort((self.running, self.ready, self.waiting), now_s)
+
+    def start_running(self, sequence: Sequence, now_s: float) -> None:
+        """Move a ready or waiting sequence to the running queue."""
+        self._remove(sequence)
+        sequence.run(now_s)
+        self._put(self.running, sequence, now_s)
+
+    def add_running(self, sequence: Sequence, now_s: float) -> None:
+        """Add a sequence that was split off a running one."""
+        self._put(self.running, sequence, now_s)
+
+    def add_ready(self, sequence: Sequence, now_s: float) -> None:
+        """Add a sequence that is in no queue. It waits from `now_s`."""
+        sequence.wait(now_s)
+        self._put(self.ready, sequence, now_s)
+
+    def add_waiting(self, sequence: Sequence, since_s: float, now_s: float) -> None:
+        """Add a sequence that is in no queue and has no blocks. It has waited since `since_s`."""
+        sequence.wait(since_s)
+        self._put(self.waiting, sequence, now_s)
+
+    def move_to_ready(self, sequence: Sequence, now_s: float) -> None:
+        """Take the slots of a running sequence. It waits from `now_s`."""
+        self.running.remove(sequence)
+        self.add_ready(sequence, now_s)
+
+    def freeze(self, sequence: Sequence, now_s: float) -> None:
+        self.running.remove(sequence)
+        self._put(self.frozen, sequence, now_s)
+
+    def thaw(self, sequence: Sequence, now_s: float) -> None:
+        self.frozen.remove(sequence)
+        self.add_ready(sequence, now_s)
+
+    def remove(self, sequence: Sequence) -> None:
+        self._remove(sequence)
+
+    def remove_choice(self, sequence: Sequence, handle: int, now_s: float) -> None:
+        """Remove one of several choices. The rank of the sequence may change."""
+        place = self._remove(sequence)
+        sequence.choices = tuple(choice for choice in sequence.choices if choice[1].handle != handle)
+        self._put(place, sequence, now_s)
+
+    def check(self, live: set[int]) -> None:
+        """Raise AssertionError if a sequence is missing, in a wrong queue or out of order. `live`: the numbers of the
+        sequences that must be here."""
+        everywhere = (*self.running, *self.ready, *self.waiting, *self.frozen)
+        present = [sequence.number for sequence in everywhere]
+        assert sorted(present) == sorted(live), f"sequences {present} are here, {live} are live"
+        assert self.num_free_slots >= 0, f"{self.running.num_choices} running"
+        assert not any(s.block_ids or s.spare_ids for s in self.waiting), "a waiting sequence has blocks"
+        for place, waits in ((self.running, False), (self.ready, True), (self.waiting, True)):
+            ranks = [sequence.rank for sequence in place]
+            assert ranks == sorted(set(ranks)), f"ranks out of order, or not all different: {ranks}"
+            assert all((sequence.waits_since_s is not None) == waits for sequence in place), (
+                "a sequence waits while it runs, or does not wait in a queue"
+            )
+
+    def _put(self, place: RankedSequences, sequence: Sequence, now_s: float) -> None:
+        sequence.rank = self._ranking.rank(sequence, now_s)
+        place.add(sequence)
+
+    def _remove(self, sequence: Sequence) -> RankedSequences:
+        place = next(p for p in (self.running, self.ready, self.waiting, self.frozen) if sequence in p)
+        place.remove(sequence)
+        return place
+
+
+def _work(sequence: Sequence, now_s: float) -> Work:
+    group = sequence.group
+    waits = sequence.waits_since_s is not None
+    return Work(
+        arrival=group.number,
+        arrived_s=group.admitted_s - group.job.age_s,
+        deadline_s=group.admitted_s + group.job.timeout_s,
+        num_prompt=len(group.job.prompt_token_ids),
+        num_done=sequence.num_done,
+        predicted_tokens=sequence.predicted_tokens,
+        priority=group.job.priority,
+        is_batch=group.job.is_batch,
+        is_resumed=group.job.is_interrupted,
+        waited_s=sequence.waited_s if sequence.waits_since_s is None else now_s - sequence.waits_since_s,
+        num_since_wait=0 if waits else sequence.num_done - sequence.num_done_waiting,
+    )
+
+
+def _request_work(request: BlockRequest, now_s: float) -> Work:
+    return replace(request.work, waited_s=now_s - request.since_s)

@@ -1,0 +1,170 @@
+"""What operators ask of the cluster: drain a member, or change the number of workers of each role.
+
+A worker or another router is drained by a call to it, this router by its own stop event. The drained member reports
+what became of its work; a member that ends without a report is lost. The process that runs the workers follows the
+scale target by itself.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import grpc
+
+from cluster.errors import NotFound
+from cluster.member import Member, MemberState
+from cluster.messages import MemberId, Role
+from cluster.protocol.received import checked
+from cluster.registry.scale_registry import ScaleTargets
+from cluster.registry.scale_target import ScaleTarget
+from cluster.serving.rpc_errors import error_from_rpc
+from router.fleet.fleet import Fleet
+from tandem.enum_words import DRAIN_OUTCOMES
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
+from tandem.v1 import admin_pb2, admin_pb2_grpc
+
+_LOG = logging.getLogger("tandem.router.drains")
+_ASK_S = 5.0  # for the acknowledgement of a call that does not wait
+_LEAVE_S = 10.0  # from the end of its work until its registration has ended
+_LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCall:
+    """The call of an operator: its timeout, and the metadata (such as the API key) to forward to another router."""
+
+    timeout_s: float | None
+    metadata: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DrainResult:
+    member: MemberId
+    outcome: str = ""  # drained, incomplete or lost; empty: the caller did not wait
+
+
+class DrainCommands:
+    def __init__(
+        self,
+        *,
+        router: MemberId,
+        fleet: Fleet,
+        connect: Callable[[str], grpc.aio.Channel],
+        stop: asyncio.Event,
+        drained: asyncio.Future[str],
+    ) -> None:
+        """`stop` drains and ends this router; `drained` gets the outcome of that drain."""
+        self._router = router
+        self._fleet = fleet
+        self._connect = connect
+        self._stop = stop
+        self._drained = drained
+
+    async def drain(self, name: str, operator: OperatorCall, *, wait: bool) -> DrainResult:
+        """Drain a member, named by its id or "id@incarnation". With `wait`, return after the member has left.
+
+        Raises NotFound, and the error of a call that does not reach the member.
+        """
+        member = self._member(name)
+        _LOG.info("an operator drains a member", extra={"drained": str(member.id), "wait": wait})
+        if member.id == self._router:
+            self._stop.set()
+            return DrainResult(member.id, await asyncio.shield(self._drained) if wait else "")
+        outcome = await self._ask(member, operator, wait=wait)
+        if wait:
+            await self._until_gone(member.id)
+        return DrainResult(member.id, outcome)
+
+    def _member(self, name: str) -> Member:
+        members = self._fleet.members()
+        found = next((member for member in members if name in (member.id.id, str(member.id))), None)
+        if found is None:
+            known = ", ".join(sorted(member.id.id for member in members)) or "none"
+            raise NotFound(f"no member {name!r} is in this cluster; there are: {known}")
+        return found
+
+    async def _ask(self, member: Member, operator: OperatorCall, *, wait: bool) -> str:
+        async with self._connect(member.address) as channel:
+            try:
+                if member.role is Role.ROUTER:
+                    return await _ask_router(channel, member.id, operator, wait=wait)
+                return await _ask_worker(channel, operator, wait=wait)
+            except grpc.aio.AioRpcError as error:
+                if wait and error.code() is grpc.StatusCode.UNAVAILABLE and not self._is_ready(member.id):
+                    return _LOST
+                raise error_from_rpc(error) from error
+
+    def _is_ready(self, member_id: MemberId) -> bool:
+        return any(member.id == member_id and member.state is MemberState.READY for member in self._fleet.members())
+
+    async def _until_gone(self, member_id: MemberId) -> None:
+        """Wait until the member is not registered any more. A member that was killed stays registered until its TTL
+        ends, so this waits for `_LEAVE_S` at most."""
+        try:
+            async with asyncio.timeout(_LEAVE_S):
+                while any(member.id == member_id for member in self._fleet.members()):
+                    await self._fleet.changed()
+        except TimeoutError:
+            _LOG.info("a drained member is still registered", extra={"drained": str(member_id)})
+
+
+async def _ask_worker(channel: grpc.aio.Channel, operator: OperatorCall, *, wait: bool) -> str:
+    request = worker_pb2.DrainWorkerRequest(wait=wait)
+    timeout_s = operator.timeout_s if wait else _ASK_S
+    answer = await worker_pb2_grpc.WorkerStub(channel).DrainWorker(request, timeout=timeout_s)
+    return DRAIN_OUTCOMES.word(checked(answer).outcome)
+
+
+async def _ask_router(channel: grpc.aio.Channel, member_id: MemberId, operator: OperatorCall, *, wait: bool) -> str:
+    request = admin_pb2.DrainRequest(member_id=str(member_id), wait=wait)
+    timeout_s = operator.timeout_s if wait else _ASK_S
+    answer = await admin_pb2_grpc.AdminStub(channel).Drain(request, timeout=timeout_s, metadata=operator.metadata)
+    return DRAIN_OUTCOMES.label(answer.outcome)
+
+
+class ScaleTargetView:
+    """The scale target as this router last read it. While the registry is unreachable, the last known target is
+    kept."""
+
+    def __init__(self, targets: ScaleTargets, on_change: Callable[[ScaleTarget | None], None]) -> None:
+        self._targets = targets
+        self._on_change = on_change
+        self._changed = asyncio.Event()
+        self.target: ScaleTarget | None = None  # as it was known last
+
+    async def run(self) -> None:
+        """Follow the target until cancelled."""
+        async with aclosing(self._targets.watch()) as targets:
+            async for target in targets:
+                self._update(target)
+
+    async def set(self, prefill: int | None, decode: int | None) -> ScaleTarget:
+        """Change the target. None keeps the present number. Raises InvalidRequest, Unavailable, RegistryUnavailable."""
+        target = await self._targets.set(prefill, decode)
+        self._update(target)
+        return target
+
+    async def changed(self) -> None:
+        await self._changed.wait()
+
+    def _update(self, target: ScaleTarget | None) -> None:
+        if target != self.target:
+            self.target = target
+            self._on_change(target)
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+
+def target_to_wire(target: ScaleTarget | None) -> admin_pb2.ScaleTarget | None:
+    if target is None:
+        return None
+    return admin_pb2.ScaleTarget(
+        prefill=target.prefill,
+        decode=target.decode,
+        version=target.version,
+        follower=target.follower,
+        reached=target.reached,
+        problem=target.problem,
+    )

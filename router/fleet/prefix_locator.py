@@ -1,0 +1,131 @@
+"""Which workers hold the beginning of a prompt: the router's estimate, for placement and for pulls.
+
+The prefix index (router/policies/prefix_index.py) decides; this module feeds it. `CacheEventFollower` subscribes to the
+cache events of every prefill worker. `PrefixLocator` names the blocks of a prompt and asks the index. A wrong estimate
+costs a cache miss, never a wrong token: the worker computes what it does not find.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import grpc
+
+from cluster.errors import InvalidRequest, MalformedMessage
+from cluster.member import Member
+from cluster.messages import MemberId, PrefixSource
+from cluster.protocol import cache_events
+from cluster.protocol.hashing import NATIVE, BlockChain, NamelessChain, keyed_chains
+from router.fleet.fleet import Fleet
+from router.policies.prefix_index import PrefixIndex
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
+
+_LOG = logging.getLogger("tandem.router.prefixes")
+_MAX_SOURCES = 3  # named in one prefill
+_SUBSCRIPTION_S = 300.0  # the router then subscribes again, from the next event
+_RETRY_PAUSE_S = 1.0
+
+
+class CacheEventFollower:
+    """One subscription per prefill worker. While a subscription is down the index keeps what the worker reported; it
+    drops a worker that is lost."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+
+    async def follow(self, worker: Member, channel: grpc.aio.Channel) -> None:
+        """Subscribe again and again, until cancelled."""
+        stub, logged = worker_pb2_grpc.WorkerStub(channel), ""
+        try:
+            while True:
+                detail = await self._subscribe(worker, stub)
+                if detail != logged:
+                    _LOG.info("subscribing to cache events again", extra={"worker": str(worker.id), "detail": detail})
+                logged = detail
+                await asyncio.sleep(_RETRY_PAUSE_S)
+        finally:
+            self._index.forget(worker.id)
+
+    async def _subscribe(self, worker: Member, stub: worker_pb2_grpc.WorkerStub) -> str:
+        """Follow one subscription to its end. Return why it ended."""
+        since = self._index.next_number(worker.id)
+        member = str(worker.id) if since is not None else ""
+        request = worker_pb2.SubscribeCacheEventsRequest(member=member, since=since or 0)
+        call = stub.SubscribeCacheEvents(request, timeout=_SUBSCRIPTION_S)
+        try:
+            async for message in call:
+                if not self._apply(worker, message):
+                    return "events are missing"
+        except grpc.aio.AioRpcError as error:
+            return str(error.code())
+        except (InvalidRequest, MalformedMessage) as error:
+            return error.message
+        finally:
+            call.cancel()
+        return "the worker ended the subscription"
+
+    def _apply(self, worker: Member, message: worker_pb2.CacheEvents) -> bool:
+        """False: events are missing. Raises InvalidRequest, MalformedMessage."""
+        if message.member not in ("", str(worker.id)):
+            self._index.forget(worker.id)
+            raise InvalidRequest(f"{message.member} answers at the address of {worker.id}")
+        max_blocks = worker.capacity.num_blocks if worker.capacity is not None else 0
+        return self._index.apply(worker.id, cache_events.from_wire(message), max_blocks=max_blocks)
+
+
+class PrefixLocator:
+    def __init__(self, fleet: Fleet, index: PrefixIndex, key: bytes) -> None:
+        """`key`: the cluster's key, with which block hashes are made."""
+        self._key = key
+        self._fleet = fleet
+        self._index = index
+
+    def cached_tokens(self, token_ids: Sequence[int], salt: str) -> dict[MemberId, int]:
+        """The number of leading tokens that each prefill worker has cached; workers without any are missing. The last
+        token never counts: it is always computed. Empty where there are fewer than two workers to choose from."""
+        members = [peer.member for load in self._fleet.prefill_loads() if (peer := self._fleet.peer(load.member))]
+        if len(members) < 2:
+            return {}
+        chain, cached = self._chain(members[0], token_ids[:-1], salt), dict[MemberId, int]()
+        num_blocks = self._index.leading_blocks(chain.hashes)
+        for member in members:
+            if member.capacity is not None and member.id in num_blocks:
+                cached[member.id] = num_blocks[member.id] * member.capacity.block_size
+        return cached
+
+    def chain(self, worker: MemberId, token_ids: Sequence[int], salt: str) -> BlockChain:
+        """The hashes of these tokens' blocks at this worker. A chain without hashes where KV travels quantised: such
+        blocks are never pulled."""
+        peer = self._fleet.peer(worker)
+        member = peer.member if peer is not None else None
+        if member is None or member.capacity is None or member.fingerprint is None:
+            return NamelessChain()
+        if member.fingerprint.wire_dtype != NATIVE:
+            return NamelessChain()
+        return self._chain(member, token_ids, salt)
+
+    def note_routed(self, chain: BlockChain, worker: MemberId) -> None:
+        """The worker computes, imports or has generated all blocks of this chain."""
+        self._index.note_routed(chain.hashes, worker)
+
+    def sources(self, chain: BlockChain, *, puller: MemberId) -> tuple[PrefixSource, ...]:
+        """At most three workers from which `puller` can pull a prefix of this chain, the longest prefix first."""
+        pulling = self._fleet.peer(puller)
+        if pulling is None:
+            return ()
+        sources = []
+        available = {load.member for load in (*self._fleet.prefill_loads(), *self._fleet.decode_loads())}
+        for worker, num_blocks in sorted(self._index.leading_blocks(chain.hashes).items(), key=lambda item: -item[1]):
+            peer = self._fleet.peer(worker)
+            if peer is not None and worker in available and worker != puller and peer.kv_format == pulling.kv_format:
+                assert pulling.member.capacity is not None
+                num_tokens = num_blocks * pulling.member.capacity.block_size
+                sources.append(PrefixSource(worker, peer.member.address, num_tokens))
+        return tuple(sources[:_MAX_SOURCES])
+
+    def _chain(self, member: Member, token_ids: Sequence[int], salt: str) -> BlockChain:
+        if member.capacity is None:
+            return NamelessChain()
+        chain = keyed_chains(self._key, member.capacity.block_size)(salt, NATIVE)
+        chain.extend(token_ids)
+        return chain

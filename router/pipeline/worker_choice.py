@@ -1,0 +1,243 @@
+"""Chooses the workers of a request: a pair for a new attempt, or another decode worker for a ticket that was issued.
+
+Collects what placement has to know (router/policies/placement.py decides) and records how hand-offs between each pair
+of workers ended. A failed hand-off counts against its pair once both workers have answered since then; if one of them
+has not, that worker failed, and the fleet handles it.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from cluster.errors import NoWorkerLargeEnough
+from cluster.messages import MemberId, Role
+from cluster.observe.telemetry import Telemetry
+from cluster.request_size import RequestSize, decode_shortage, prefill_shortage, too_large
+from router.fleet.decode_peer import DecodePeer
+from router.fleet.fleet import Fleet
+from router.fleet.peer import Peer
+from router.fleet.prefix_locator import PrefixLocator
+from router.pipeline.failures import AttemptFailed
+from router.policies.breakers import BreakerPolicy, BreakerState, Pair, PairBreakers, Trial
+from router.policies.placement import (
+    LeastLoaded,
+    Placement,
+    Policy,
+    RequestFacts,
+    WorkerLoad,
+    has_large_pair,
+    is_servable,
+)
+from router.request.admitted_request import AdmittedRequest
+from router.request.choice import Choice
+
+_LOG = logging.getLogger("tandem.router.pairs")
+
+
+@dataclass(frozen=True, slots=True)
+class _Suspicion:
+    trial: Trial
+    failed_s: float
+    reason: str
+
+
+class PairHealth:
+    """The circuit breakers between pairs of workers, fed by the hand-offs of this router. Never chooses a pair."""
+
+    def __init__(self, *, policy: BreakerPolicy, fleet: Fleet, telemetry: Telemetry) -> None:
+        self._breakers = PairBreakers(policy)
+        self._fleet = fleet
+        self._telemetry = telemetry
+        self._suspicions: list[_Suspicion] = []  # at most one per attempt in the time that a check takes
+
+    def excluded_pairs(self) -> frozenset[Pair]:
+        """Return the pairs that no request should use now."""
+        self._judge()
+        return self._breakers.excluded_pairs(_now_s())
+
+    @contextmanager
+    def attempting(self, exporter: MemberId, importer: MemberId) -> Iterator[Callable[[], None]]:
+        """Record one hand-off between the two workers. Yields a function to call when the KV has arrived; an
+        AttemptFailed that leaves the block counts as the outcome."""
+        trial = self._breakers.begin((exporter, importer), _now_s())
+        is_over = False
+
+        def arrived() -> None:
+            nonlocal is_over
+            if not is_over and self._breakers.succeeded(trial, _now_s()):
+                _LOG.info("hand-offs between two workers work again", extra=_names(trial))
+            is_over = True
+            self._publish()
+
+        self._publish()
+        try:
+            yield arrived
+        except AttemptFailed as failure:
+            if failure.is_of_pair and not is_over:
+                is_over = True
+                self._suspicions.append(_Suspicion(trial, _now_s(), failure.reason))
+            raise
+        finally:
+            if not is_over:
+                self._breakers.dropped(trial)
+                self._publish()
+
+    def _judge(self) -> None:
+        """Count failures of pairs whose two workers have both answered since then."""
+        suspicions, self._suspicions = self._suspicions, []
+        for suspicion in suspicions:
+            peers = [self._fleet.peer(member) for member in suspicion.trial.pair]
+            there = [peer for peer in peers if peer is not None]
+            if len(there) < len(peers):
+                self._breakers.dropped(suspicion.trial)
+            elif all(peer.heard_s > suspicion.failed_s for peer in there):
+                self._count(suspicion)
+            else:
+                self._suspicions.append(suspicion)
+        self._breakers.keep(self._fleet.connected())
+        self._publish()
+
+    def _count(self, suspicion: _Suspicion) -> None:
+        pause_s = self._breakers.failed(suspicion.trial, _now_s(), random.random())
+        if pause_s is not None:
+            fields = _names(suspicion.trial) | {"reason": suspicion.reason, "pause_s": round(pause_s, 1)}
+            _LOG.warning("hand-offs between two workers fail: they are not paired for a while", extra=fields)
+            self._telemetry.count("tandem_pair_breaker_openings_total", reason=suspicion.reason)
+
+    def _publish(self) -> None:
+        for state in (BreakerState.OPEN, BreakerState.HALF_OPEN):
+            self._telemetry.gauge("tandem_pair_breaker_state", self._breakers.count(state), state=state)
+
+
+def _names(trial: Trial) -> dict[str, object]:
+    exporter, importer = trial.pair
+    return {"exporter": str(exporter), "importer": str(importer)}
+
+
+def _now_s() -> float:
+    """The clock in which peers record when they were last heard."""
+    return asyncio.get_running_loop().time()
+
+
+_WAITING = "tandem_requests_waiting_for_large_worker"
+
+
+class WorkerChoice:
+    """Chooses workers for the requests of one router."""
+
+    def __init__(
+        self, *, fleet: Fleet, policy: Policy, prefixes: PrefixLocator, pairs: PairHealth, telemetry: Telemetry
+    ) -> None:
+        self._fleet = fleet
+        self._policy = policy
+        self._prefixes = prefixes
+        self._pairs = pairs
+        self._telemetry = telemetry
+        self._importers = LeastLoaded()  # of its own: turns are taken among those that were asked for
+
+    async def choose_pair(
+        self, admitted: AdmittedRequest, choices: Sequence[Choice], *, without_prefill: bool = False
+    ) -> Placement:
+        """Choose the workers of an attempt. Waits while no worker can hold the request, and while a prefill worker is
+        suspect rather than doing without one.
+
+        `without_prefill`: prefer a decode worker that runs both legs.
+        """
+        prompt = admitted.request.prompt_token_ids + choices[0].committed
+        cached_tokens = self._prefixes.cached_tokens(prompt, admitted.request.cache_salt)
+        facts = replace(_facts(admitted, choices, choices[0].num_committed), cached_tokens=cached_tokens)
+        while True:
+            facts = replace(facts, excluded_pairs=self._pairs.excluded_pairs())
+            placement = self._choose(facts, without_prefill=without_prefill)
+            is_hasty = placement is not None and placement.prefill is None and self._fleet.is_checking_prefill
+            if placement is not None and (without_prefill or not is_hasty):
+                admitted.waits(choices[0], None)
+                return placement
+            shortage = self._shortage(facts.size) if placement is None else None
+            admitted.waits(choices[0], shortage)
+            with self._counted(shortage):
+                await self._fleet.changed()
+
+    def size_refusal(self, size: RequestSize) -> NoWorkerLargeEnough | None:
+        """Return why a new request of this size would wait in vain; None if a worker can hold it. Workers that do not
+        answer now, or that left recently, may come back and count."""
+        decodes = self._fleet.recent_capacities(Role.DECODE)
+        if not decodes or any(not decode_shortage(capacity, size) for capacity in decodes):
+            return None
+        if not size.needs_decode:
+            prefills = self._fleet.recent_capacities(Role.PREFILL)
+            if any(not prefill_shortage(capacity, size) for capacity in prefills):
+                return None
+        return too_large(size, decodes)
+
+    def has_large_pair(self, admitted: AdmittedRequest, choices: Sequence[Choice]) -> bool:
+        """Return whether two workers could serve these choices by a hand-off if the pair's circuit breaker were
+        closed."""
+        facts = _facts(admitted, choices, choices[0].num_committed)
+        return has_large_pair(self._fleet.prefill_loads(), self._fleet.decode_loads(), facts)
+
+    def can_run_elsewhere(self, admitted: AdmittedRequest, choices: Sequence[Choice], suspect: Peer) -> bool:
+        """Return whether workers that answer could serve these choices, among them one of the suspect worker's role."""
+        facts = _facts(admitted, choices, max(choice.num_committed for choice in choices))
+        could_be = has_large_pair if suspect.member.role is Role.PREFILL else is_servable
+        return could_be(self._fleet.prefill_loads(), self._fleet.decode_loads(), facts)
+
+    def choose_importer(
+        self,
+        admitted: AdmittedRequest,
+        choices: Sequence[Choice],
+        exporter: Peer,
+        *,
+        num_committed: int,
+        besides: Collection[MemberId],
+    ) -> DecodePeer | None:
+        """Choose a decode worker to import from `exporter` a ticket that covers the prompt and `num_committed` tokens.
+        Returns None if there is no other now."""
+        others = [load for load in self._fleet.decode_loads() if load.member not in besides]
+        exporting = WorkerLoad(member=exporter.member.id, kv_format=exporter.kv_format, assigned=0)
+        facts = replace(_facts(admitted, choices, num_committed), excluded_pairs=self._pairs.excluded_pairs())
+        placement = self._importers.choose([exporting], others, facts)
+        if placement is None or placement.prefill is None:
+            return None
+        return self._fleet.decode(placement.decode)
+
+    def _shortage(self, size: RequestSize) -> NoWorkerLargeEnough | None:
+        """Return why no worker can hold a request without a placement; None if there is no decode worker at all."""
+        decodes = self._fleet.decode_loads()
+        capacities = [load.capacity for load in decodes if load.capacity is not None]
+        return too_large(size, capacities) if decodes else None
+
+    @contextmanager
+    def _counted(self, shortage: NoWorkerLargeEnough | None) -> Iterator[None]:
+        if shortage is None:
+            yield
+            return
+        self._telemetry.shift(_WAITING, 1)
+        try:
+            yield
+        finally:
+            self._telemetry.shift(_WAITING, -1)
+
+    def _choose(self, facts: RequestFacts, *, without_prefill: bool) -> Placement | None:
+        prefills, decodes = self._fleet.prefill_loads(), self._fleet.decode_loads()
+        alone = self._policy.choose([], decodes, facts) if without_prefill else None
+        return alone or self._policy.choose(prefills, decodes, facts)
+
+
+def _facts(admitted: AdmittedRequest, choices: Sequence[Choice], num_committed: int) -> RequestFacts:
+    return facts_of(admitted, admitted.size(num_committed, len(choices)))
+
+
+def facts_of(admitted: AdmittedRequest, size: RequestSize) -> RequestFacts:
+    """Return what placement has to know about a request whose workers must hold `size`."""
+    return RequestFacts(
+        num_prompt_tokens=size.num_known,
+        max_tokens=size.max_tokens - size.num_committed,
+        num_choices=size.num_choices,
+        avoid=frozenset(admitted.failed_members),
+        num_committed=size.num_committed,
+        too_small=frozenset(admitted.too_small),
+    )

@@ -1,0 +1,141 @@
+"""The account of one request: the phases of its time, the workers that served it, and what it adds to the metrics.
+
+There is always exactly one phase, and entering the next one ends it, so the phases sum to the wall time. Times are
+arguments, in seconds of the router's monotonic clock. The account decides nothing.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from cluster.observe.telemetry import Telemetry
+from router.requests import ChoiceDelta, Ledger, Phase, WorkerTime
+
+
+class PhaseName(StrEnum):
+    TOKENIZE = "tokenize"
+    ADMIT = "admit"  # checks, the wait for a worker, placement
+    PREFILL_QUEUE = "prefill_queue"
+    PREFILL = "prefill"
+    TRANSFER = "transfer"  # only the part for which the client waits: after its first token
+    DECODE_QUEUE = "decode_queue"
+    DECODE = "decode"
+    RETRY = "retry"  # from a failure until the next token
+
+
+class RequestAccount:
+    """Written from the request's arrival until its client has left."""
+
+    def __init__(self, telemetry: Telemetry, now_s: float, *, label: str = "") -> None:
+        self._telemetry = telemetry
+        self._label = label
+        self._marks: list[tuple[PhaseName, float]] = [(PhaseName.TOKENIZE, now_s)]
+        self._is_admitted = False
+        self._first_token_s: float | None = None
+        self._end_s: float | None = None
+        self._members: list[str] = []
+        self._reasons: list[str] = []
+        self._worker_times: list[WorkerTime] = []
+        self._transport, self._kv_bytes = "", 0
+        self._last_delivery_s: dict[int, float] = {}  # by choice
+        self._num_tokens: dict[int, int] = {}  # by choice: tokens that the client was given
+        self.num_cached: int | None = None  # prompt tokens that the first prefill found in the prefix cache
+        self.prefill_member = self.decode_member = ""  # of the present attempt
+
+    @property
+    def phase(self) -> PhaseName:
+        return self._marks[-1][0]
+
+    @property
+    def began_s(self) -> float:
+        return self._marks[0][1]
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return tuple(self._reasons)
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that the client was given, over all choices."""
+        return sum(self._num_tokens.values())
+
+    def enter(self, phase: PhaseName, at_s: float) -> None:
+        """Begin a phase. A time before the present phase began (from durations of another machine) counts as that."""
+        if phase is not self.phase:
+            self._marks.append((phase, max(at_s, self._marks[-1][1])))
+
+    def record_admission(self, num_prompt_tokens: int) -> None:
+        self._is_admitted = True
+        self._telemetry.count("tandem_prompt_tokens_total", num_prompt_tokens)
+        self._telemetry.observe("tandem_prompt_length_tokens", num_prompt_tokens)
+
+    def set_workers(self, prefill: str = "", decode: str = "") -> None:
+        """Record which workers the present attempt asks."""
+        self.prefill_member, self.decode_member = prefill, decode
+
+    def add_member(self, member: str) -> None:
+        """Record a worker that serves the request. Members are listed once, in the order in which they joined."""
+        if member not in self._members:
+            self._members.append(member)
+
+    def add_reason(self, reason: str) -> None:
+        self._reasons.append(reason)
+
+    def add_worker_time(self, member: str, now_s: float, *, queue_s: float, compute_s: float) -> None:
+        """Record what a worker needed for the next token of an attempt, by its own clock."""
+        self._worker_times.append(WorkerTime(member, now_s - self.began_s, queue_s, compute_s))
+
+    def add_transfer(self, transport: str, kv_bytes: int) -> None:
+        self._transport = transport
+        self._kv_bytes += kv_bytes
+
+    def record_delivery(self, deltas: Sequence[ChoiceDelta], now_s: float) -> None:
+        """Record that the client was given these deltas."""
+        if self._first_token_s is None:
+            self._first_token_s = now_s
+        for delta in deltas:
+            num_tokens = len(delta.token_ids)
+            if not num_tokens:
+                continue
+            last_s = self._last_delivery_s.get(delta.choice)
+            if last_s is not None:
+                self._telemetry.observe("tandem_inter_token_seconds", (now_s - last_s) / num_tokens)
+            self._last_delivery_s[delta.choice] = now_s
+            self._num_tokens[delta.choice] = self._num_tokens.get(delta.choice, 0) + num_tokens
+            self._telemetry.count("tandem_generated_tokens_total", num_tokens)
+
+    def end(self, now_s: float) -> None:
+        """End the last phase: the last token has been generated, or the request has failed."""
+        self._end_s = max(now_s, self._marks[-1][1])
+
+    def ledger(self, now_s: float) -> Ledger:
+        end_s = self._end_s if self._end_s is not None else max(now_s, self._marks[-1][1])
+        ends_s = [at_s for _, at_s in self._marks[1:]] + [end_s]
+        durations_s: dict[PhaseName, float] = {}
+        for (phase, at_s), until_s in zip(self._marks, ends_s, strict=True):
+            durations_s[phase] = durations_s.get(phase, 0.0) + (until_s - at_s)
+        return Ledger(
+            phases=tuple(Phase(str(phase), durations_s[phase]) for phase in PhaseName if phase in durations_s),
+            wall_s=end_s - self.began_s,
+            ttft_s=(self._first_token_s if self._first_token_s is not None else end_s) - self.began_s,
+            members=tuple(self._members),
+            transport=self._transport,
+            kv_bytes=self._kv_bytes,
+            reasons=self.reasons,
+            worker_times=tuple(self._worker_times),
+            label=self._label,
+        )
+
+    def publish(self, outcome: str, now_s: float) -> None:
+        """Add the ended request to the metrics. `outcome`: ok, or the reason of an error."""
+        self._telemetry.count("tandem_requests_total", outcome=outcome)
+        if not self._is_admitted:
+            self._telemetry.count("tandem_requests_refused_total", reason=outcome)
+            return
+        ledger = self.ledger(now_s)
+        for phase in ledger.phases:
+            self._telemetry.observe("tandem_phase_seconds", phase.duration_s, phase=phase.name)
+        self._telemetry.observe("tandem_request_seconds", ledger.wall_s)
+        if self._num_tokens:
+            self._telemetry.observe("tandem_ttft_seconds", ledger.ttft_s)
+        for num_tokens in self._num_tokens.values():
+            self._telemetry.observe("tandem_output_length_tokens", num_tokens)

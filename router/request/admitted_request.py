@@ -1,0 +1,262 @@
+"""One admitted request while it is served: its choices, its account, its attempts, and the jobs for its workers.
+
+Owned by one call of the pipeline. Every token passes `deliver`, so the client's tokens and those from which a resumed
+attempt starts are the same.
+"""
+
+import itertools
+from collections.abc import Sequence
+from copy import copy
+
+from cluster.clock import Clock
+from cluster.errors import DeadlineExceeded, NoWorkerLargeEnough
+from cluster.messages import DecodeJob, MemberId, PrefillJob, PrefixSource, SampledToken, SequenceStart
+from cluster.request_size import RequestSize
+from router.fleet.decode_events import SequencesStarted
+from router.fleet.prefill_peer import FirstTokens
+from router.policies.hedging import Execution, may_append
+from router.request.account import PhaseName, RequestAccount
+from router.request.choice import Choice
+from router.request.outbox import Outbox
+from router.request.validation import ResolvedRequest
+from router.requests import ChoiceDelta, ResumedChoice, Usage
+
+_RESUMED = "resumed"
+
+
+class AdmittedRequest:
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        request: ResolvedRequest,
+        choices: Sequence[Choice],
+        deadline_s: float,
+        account: RequestAccount,
+        outbox: Outbox,
+        clock: Clock,
+        keeps_queue_position: bool = False,
+    ) -> None:
+        """`keeps_queue_position`: the request is new, or it resumes one whose first deadline has not passed."""
+        self.request_id = request_id
+        self.request = request
+        self.choices = tuple(choices)
+        self.account = account
+        self.failed_members: set[MemberId] = set()
+        self.too_small: set[MemberId] = set()  # workers that refused this request for its size
+        self.execution = Execution()
+        for choice in self.choices:
+            choice.execution = self.execution
+        self._deadline_s = deadline_s
+        self._outbox = outbox
+        self._clock = clock
+        self._attempts = itertools.count(1)
+        self._keeps_queue_position = keeps_queue_position
+        self._num_claimed = 0  # tokens that the client of a resumed request has
+        self._prefilling: dict[MemberId, tuple[float, float]] = {}  # on decode workers: since when, after which queue
+        self._shortages: dict[int, NoWorkerLargeEnough] = {}  # by the number of the first choice that waits
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(len(self.request.prompt_token_ids), self._num_committed, self.account.num_cached or 0)
+
+    def next_attempt(self) -> int:
+        return next(self._attempts)
+
+    def time_left_s(self) -> float:
+        """Return the time left for a remote call. Raises DeadlineExceeded."""
+        left_s = self._deadline_s - self._clock.now_s()
+        if left_s <= 0:
+            raise DeadlineExceeded("no time is left")
+        return left_s
+
+    def size(self, num_committed: int = 0, num_choices: int = 1) -> RequestSize:
+        """Return what a worker must be able to hold. `num_committed`: output tokens that are prefilled with the
+        prompt."""
+        return RequestSize(
+            len(self.request.prompt_token_ids), self.request.stops.max_tokens, num_committed, num_choices
+        )
+
+    @property
+    def shortage(self) -> NoWorkerLargeEnough | None:
+        """Why choices of this request wait now, if they wait because no worker can hold them."""
+        return next(iter(self._shortages.values()), None)
+
+    def waits(self, choice: Choice, shortage: NoWorkerLargeEnough | None) -> None:
+        """Record that this choice, and those attempted with it, wait for a worker. `shortage` None: any worker would
+        do."""
+        if shortage is None:
+            self._shortages.pop(choice.number, None)
+            return
+        if not self._shortages:
+            self.account.add_reason(shortage.reason)
+        self._shortages[choice.number] = shortage
+
+    def resume(self, has: Sequence[ResumedChoice]) -> list[ChoiceDelta]:
+        """Continue from the tokens that the client received from another router. Returns the text and the ends that it
+        has missed, which are not delivered yet. Raises InvalidRequest."""
+        missed = [choice.resume(resumed) for choice, resumed in zip(self.choices, has, strict=True)]
+        self._num_claimed = self._num_committed
+        self.account.add_reason(_RESUMED)
+        if self._has_tokens:
+            self._enter(PhaseName.RETRY)
+        return [delta for delta in missed if delta is not None]
+
+    def hedged(self, execution: Execution, *, besides: MemberId) -> "AdmittedRequest":
+        """Return the same request for another execution of some of its choices, which avoids the worker `besides`."""
+        admitted = copy(self)
+        admitted.execution = execution
+        admitted.failed_members = self.failed_members | {besides}
+        return admitted
+
+    def deliver(self, choice: Choice, index: int, token: SampledToken) -> None:
+        """Give a token to the client exactly once. It is dropped if another execution owns the choice. Raises
+        OutOfOrder."""
+        if may_append(choice, self.execution):
+            self._outbox.put(choice.append(index, token))
+
+    def prefill_job(
+        self,
+        choices: Sequence[Choice],
+        attempt: int,
+        importer: MemberId | None,
+        prefix_sources: tuple[PrefixSource, ...] = (),
+    ) -> PrefillJob:
+        """Return the job for a prefill worker. All `choices` have the same committed tokens."""
+        committed = choices[0].committed
+        assert all(choice.committed == committed for choice in choices)
+        return PrefillJob(
+            request_id=self.request_id,
+            attempt=attempt,
+            token_ids=self.request.prompt_token_ids + committed,
+            sampling=self.request.sampling,
+            stops=self.request.stops,
+            seeds=tuple(choice.seed for choice in choices),
+            num_committed=len(committed),
+            importer=importer,
+            timeout_s=self.time_left_s(),
+            cache_salt=self.request.cache_salt,
+            prefix_sources=prefix_sources,
+            priority=self.request.priority,
+            is_batch=self.request.is_batch,
+            age_s=self._clock.now_s() - self.account.began_s,
+            is_unproven=self._is_unproven,
+        )
+
+    def decode_job(
+        self,
+        sequences: dict[int, Choice],
+        committed: tuple[int, ...],
+        attempt: int,
+        router: MemberId,
+        ticket: bytes | None,
+    ) -> DecodeJob:
+        """Return the job for a decode worker. `sequences`: handle -> choice. `committed`: the tokens that the prefill
+        covers. Without a ticket the decode worker prefills the prompt."""
+        starts = tuple(SequenceStart(handle, choice.seed, committed) for handle, choice in sequences.items())
+        return self._decode_job(starts, attempt, router, ticket)
+
+    def moved_job(self, handle: int, choice: Choice, attempt: int, router: MemberId, ticket: bytes) -> DecodeJob:
+        """Return the job that continues a moved sequence. Its ticket covers all tokens but the last, which is the first
+        token of the hand-off."""
+        return self._decode_job((SequenceStart(handle, choice.seed, choice.committed[:-1]),), attempt, router, ticket)
+
+    def _decode_job(
+        self, starts: tuple[SequenceStart, ...], attempt: int, router: MemberId, ticket: bytes | None
+    ) -> DecodeJob:
+        return DecodeJob(
+            request_id=self.request_id,
+            attempt=attempt,
+            router=router,
+            prompt_token_ids=self.request.prompt_token_ids,
+            sampling=self.request.sampling,
+            stops=self.request.stops,
+            sequences=starts,
+            signed_ticket=ticket,
+            timeout_s=self.time_left_s(),
+            cache_salt=self.request.cache_salt,
+            priority=self.request.priority,
+            is_batch=self.request.is_batch,
+            age_s=self._clock.now_s() - self.account.began_s,
+            is_unproven=self._is_unproven,
+        )
+
+    def dispatched(self, *, prefill: MemberId | None = None, decode: MemberId | None = None) -> None:
+        """Record which workers are asked. An interrupted stream stays in phase `retry` until its next token."""
+        self.account.set_workers(str(prefill or ""), str(decode or ""))
+        if not self._has_tokens:
+            self._enter(PhaseName.PREFILL_QUEUE)
+
+    def prefilled(self, first: FirstTokens, prefill: MemberId) -> None:
+        """Record that the first tokens arrived. From now on the client waits for the transfer, unless other choices
+        continue."""
+        self._found(first.num_cached)
+        self.account.add_member(str(prefill))
+        self.account.add_worker_time(
+            str(prefill), self._clock.now_s(), queue_s=first.queue_s, compute_s=first.prefill_s
+        )
+        if not self._has_tokens:
+            self._enter(PhaseName.PREFILL, began_ago_s=first.prefill_s)
+        if self.account.phase is not PhaseName.DECODE:
+            self._enter(PhaseName.TRANSFER)
+
+    def started(self, started: SequencesStarted, decode: MemberId) -> None:
+        """Record that sequences joined the decode worker's batch. Without first tokens, their prefill begins there."""
+        self._found(started.num_cached)
+        self.account.add_member(str(decode))
+        self.account.decode_member = str(decode)
+        self.account.add_transfer(started.transport, started.kv_bytes)
+        if started.first_tokens:
+            self.account.add_worker_time(str(decode), self._clock.now_s(), queue_s=started.queue_s, compute_s=0.0)
+        else:
+            self._prefilling[decode] = (self._clock.now_s(), started.queue_s)
+        if self.account.phase is PhaseName.TRANSFER:
+            self._enter(PhaseName.DECODE_QUEUE, began_ago_s=started.queue_s)
+            self._enter(PhaseName.DECODE)
+        elif not self._has_tokens:
+            self._enter(PhaseName.PREFILL)
+
+    def decoding(self, decode: MemberId) -> None:
+        """Record that a token came from this decode worker, or is about to."""
+        began_s, queue_s = self._prefilling.pop(decode, (None, 0.0))
+        if began_s is not None:
+            now_s = self._clock.now_s()
+            self.account.add_worker_time(str(decode), now_s, queue_s=queue_s, compute_s=now_s - began_s)
+        self._enter(PhaseName.DECODE)
+
+    def moving(self) -> None:
+        """Record that a sequence is frozen: its client waits for the transfer."""
+        self._enter(PhaseName.TRANSFER)
+
+    def waits_for_hedge(self) -> None:
+        """Record that a worker is suspect and a hedge starts."""
+        if self._has_tokens:
+            self._enter(PhaseName.RETRY)
+
+    def failed(self, reason: str, member: MemberId) -> None:
+        self.failed_members.add(member)
+        self.account.add_reason(reason)
+        self.account.set_workers()
+        self._enter(PhaseName.RETRY)
+
+    def _found(self, num_cached: int) -> None:
+        """Record the cached tokens of the first prefill only: a later attempt may find what an earlier one left."""
+        if self.account.num_cached is None:
+            self.account.num_cached = min(num_cached, len(self.request.prompt_token_ids))
+
+    @property
+    def _num_committed(self) -> int:
+        return sum(choice.num_committed for choice in self.choices)
+
+    @property
+    def _has_tokens(self) -> bool:
+        return self._num_committed > 0
+
+    @property
+    def _is_unproven(self) -> bool:
+        """Return whether the acceptance is old and no token was sampled here yet: a client may show it again long
+        after its request ended."""
+        return not self._keeps_queue_position and 0 < self._num_claimed == self._num_committed
+
+    def _enter(self, phase: PhaseName, *, began_ago_s: float = 0.0) -> None:
+        self.account.enter(phase, self._clock.now_s() - began_ago_s)

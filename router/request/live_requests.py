@@ -1,0 +1,170 @@
+"""All requests that a router has received and that have not ended: the one place where they are listed.
+
+Owns the table of live requests (live_table.py) and each request's outbox, account and stream. A client whose connection
+broke resumes its request before this router has seen the earlier stream end: the router then ends the earlier stream.
+Only the acceptance of that very stream ends it; a request id never does. The client numbers its resumptions, because
+the network may deliver a call after a newer one: a call never ends a stream with its own or a higher number.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from cluster.clock import Clock
+from cluster.errors import Cancelled, ResumeSuperseded, TandemError
+from cluster.observe.telemetry import Telemetry
+from router.policies.admission import AdmissionControl
+from router.request.account import RequestAccount
+from router.request.live_table import ClientBuffers, LiveRow, LiveTable
+from router.request.outbox import Outbox, WholeAnswer
+from router.requests import Accepted, GenerateRequest
+
+_LOG = logging.getLogger("tandem.router.pipeline")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveRequest:
+    """A request from its arrival until its client has left."""
+
+    request: GenerateRequest
+    request_id: str
+    account: RequestAccount
+    outbox: Outbox
+    row: LiveRow
+    accepted: asyncio.Future[Accepted]  # done once the request is admitted, before its first delta
+    served: asyncio.Event = field(default_factory=asyncio.Event)  # set when its stream has ended
+
+
+class LiveRequests:
+    def __init__(self, *, max_live_requests: int, max_buffered_tokens: int, clock: Clock, telemetry: Telemetry) -> None:
+        self._table = LiveTable(AdmissionControl(max_live_requests))
+        self._buffers = ClientBuffers(max_buffered_tokens)
+        self._clock = clock
+        self._telemetry = telemetry
+        self._live: dict[int, LiveRequest] = {}  # by the number of the row, the oldest first
+        self._none_left = asyncio.Event()
+        self._none_left.set()
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        """The oldest first."""
+        return iter(tuple(self._live.values()))
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_served(self) -> int:
+        """The number of requests that hold a request id: they were admitted and have not ended."""
+        return self._table.num_served
+
+    @property
+    def num_buffered_tokens(self) -> int:
+        return self._buffers.num_tokens
+
+    async def until_none_left(self) -> None:
+        await self._none_left.wait()
+
+    @contextmanager
+    def arrived(self, request: GenerateRequest, *, takes_over: bool = False) -> Iterator[LiveRequest]:
+        """List a request until the block is left. `takes_over`: it resumes a stream that is live here.
+
+        Raises Overloaded. Every request is counted once by its outcome, also one that was refused a place.
+        """
+        request_id = request.request_id or f"req-{secrets.token_hex(12)}"
+        account = RequestAccount(self._telemetry, self._clock.now_s(), label=request.label)
+        outcome = "cancelled"
+        try:
+            with self._listed(request, request_id, account, takes_over=takes_over) as live:
+                yield live
+            outcome = "ok"
+        except TandemError as error:
+            outcome = error.reason
+            raise
+        except Exception:
+            outcome = "internal"
+            raise
+        finally:
+            account.publish(outcome, self._clock.now_s())
+            self._on_change()
+            label = {"label": request.label} if request.label else {}
+            _LOG.info("request ended", extra={"request_id": request_id, "outcome": outcome} | label)
+
+    @contextmanager
+    def streaming(self, live: LiveRequest, stream_id: bytes) -> Iterator[None]:
+        """List an admitted request's id and stream until the block is left. Raises DuplicateRequest."""
+        self._table.begin_stream(live.row, stream_id, live.request.resume_number)
+        try:
+            yield
+        finally:
+            self._table.end_stream(live.row)
+            live.served.set()
+
+    def may_take_over(self, stream_id: bytes, resume_number: int) -> bool:
+        """Return whether a stream with this id is live here and older than the call with this number."""
+        return self._table.may_take_over(stream_id, resume_number)
+
+    async def take_over(self, stream_id: bytes, resume_number: int) -> None:
+        """Return once no stream with this id is live here; the router has cancelled it on every worker by then.
+
+        Raises ResumeSuperseded if the live stream, or one that began during the wait, has this number or a higher one.
+        """
+        while (row := self._table.stream(stream_id)) is not None:
+            if row.resume_number >= resume_number:
+                raise ResumeSuperseded(
+                    f"this is resumption {resume_number} of the request, and a newer stream of it is live here, of"
+                    f" resumption {row.resume_number}; give each call a higher resume_from.resume_number"
+                )
+            earlier = self._live[row.number]
+            earlier.outbox.fail(Cancelled("the client has come back for this request on another stream"))
+            await earlier.served.wait()
+
+    def end_streams(self, error: TandemError) -> None:
+        """End every stream with this error."""
+        for live in self:
+            if live.row.stream_id is not None:
+                live.outbox.fail(error)
+
+    @contextmanager
+    def whole_answer(self) -> Iterator[WholeAnswer]:
+        """Collect an answer that is not streamed; its tokens count as buffered until the block is left."""
+        answer = WholeAnswer(self._buffers, self._clock)
+        try:
+            yield answer
+        finally:
+            self._buffers.remove(answer.share)
+
+    def check(self) -> None:
+        """Raise AssertionError where requests, ids, streams and buffered tokens disagree."""
+        self._table.check()
+        self._buffers.check()
+        assert len(self._table) == len(self._live), "a request without a place, or a place without a request"
+        assert all(live.row.number == number for number, live in self._live.items()), "a request has another's place"
+        assert all(live.outbox.share in self._buffers for live in self), "an outbox is not counted"
+        assert self._none_left.is_set() == (not self._live), "a drain would miss a live request"
+
+    @contextmanager
+    def _listed(
+        self, request: GenerateRequest, request_id: str, account: RequestAccount, *, takes_over: bool
+    ) -> Iterator[LiveRequest]:
+        row = self._table.add(request_id, is_resumed=request.resume_from is not None, takes_over=takes_over)
+        outbox = Outbox(self._buffers, self._clock)
+        accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
+        live = self._live[row.number] = LiveRequest(request, request_id, account, outbox, row, accepted)
+        self._on_change()
+        try:
+            yield live
+        finally:
+            outbox.clear()
+            self._buffers.remove(outbox.share)
+            del self._live[row.number]
+            self._table.remove(row, self._clock.now_s())
+
+    def _on_change(self) -> None:
+        self._telemetry.gauge("tandem_requests_live", len(self._live))
+        if self._live:
+            self._none_left.clear()
+        else:
+            self._none_left.set()

@@ -1,0 +1,179 @@
+"""The table of live requests: their places, ids and streams, and the tokens that are buffered for their clients. Pure.
+
+A request occupies a place from its arrival until its client has left. While it is served it also holds its request id
+and its stream id. `ClientBuffers` bounds the tokens that the router keeps for all clients together. A client has
+stopped when it has read nothing for `STOPPED_S` while tokens waited for it. Above the bound the router ends the client
+that stopped first, however few tokens it has; when no client has stopped, it ends the client with the most tokens. A
+client that reads is therefore never ended because of one that does not.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.errors import DuplicateRequest
+from router.policies.admission import AdmissionControl
+
+STOPPED_S = 0.5  # a client that reads takes something within this time, on a busy machine too
+
+
+@dataclass(slots=True, eq=False)
+class LiveRow:
+    """One live request. Only the table changes it."""
+
+    number: int  # unique in this router
+    request_id: str
+    is_resumed: bool
+    stream_id: bytes | None = None  # None: the request is not served yet, or no more
+    resume_number: int = 0  # of the call that the stream answers; 0: the first call of the request
+
+
+class LiveTable:
+    """All live requests of a router, the oldest first."""
+
+    def __init__(self, admission: AdmissionControl) -> None:
+        self._admission = admission
+        self._numbers = itertools.count()
+        self._rows: dict[int, LiveRow] = {}
+        self._streams: dict[bytes, LiveRow] = {}
+        self._ids: Counter[str] = Counter()  # a resumed request may share the id of a live one
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_served(self) -> int:
+        return len(self._streams)
+
+    def add(self, request_id: str, *, is_resumed: bool, takes_over: bool) -> LiveRow:
+        """Occupy a place. `takes_over`: the request resumes a stream that is live here. Raises Overloaded."""
+        self._admission.check_place(len(self._rows), takes_over=takes_over)
+        row = LiveRow(next(self._numbers), request_id, is_resumed)
+        self._rows[row.number] = row
+        return row
+
+    def begin_stream(self, row: LiveRow, stream_id: bytes, resume_number: int) -> None:
+        """Reserve the request's id and list its stream. Raises DuplicateRequest.
+
+        A new request needs an id that no live request holds. A resumed request does not: its acceptance names its
+        stream, so another client that chose the same id cannot keep it out. `stream_id` is random, or belongs to a
+        stream that has ended here.
+        """
+        if self._ids[row.request_id] and not row.is_resumed:
+            raise DuplicateRequest(f"request id {row.request_id!r} belongs to a live request; choose another, or none")
+        assert stream_id not in self._streams, f"stream {stream_id.hex()} is listed twice"
+        self._ids[row.request_id] += 1
+        self._streams[stream_id] = row
+        row.stream_id, row.resume_number = stream_id, resume_number
+
+    def end_stream(self, row: LiveRow) -> None:
+        assert row.stream_id is not None, "the request has no stream"
+        del self._streams[row.stream_id]
+        row.stream_id = None
+        self._ids[row.request_id] -= 1
+        if not self._ids[row.request_id]:
+            del self._ids[row.request_id]
+
+    def remove(self, row: LiveRow, now_s: float) -> None:
+        """Free the request's place; its client has left."""
+        assert row.stream_id is None, "a request that is served cannot be removed"
+        del self._rows[row.number]
+        self._admission.record_end(now_s)
+
+    def stream(self, stream_id: bytes) -> LiveRow | None:
+        return self._streams.get(stream_id)
+
+    def may_take_over(self, stream_id: bytes, resume_number: int) -> bool:
+        """Return whether a stream with this id is live here and older than the call with this number."""
+        row = self._streams.get(stream_id)
+        return row is not None and row.resume_number < resume_number
+
+    def check(self) -> None:
+        """Raise AssertionError where ids, streams and rows disagree."""
+        served = [row for row in self._rows.values() if row.stream_id is not None]
+        assert self._streams == {row.stream_id: row for row in served}, "a stream without a live request, or unlisted"
+        assert self._ids == Counter(row.request_id for row in served), "the ids are not those of the served requests"
+        assert all(number == row.number for number, row in self._rows.items()), "a row stands under another number"
+
+
+EndClient = Callable[[str, bool], object]  # a description of what was buffered; whether the client had stopped
+
+
+class BufferShare:
+    """The tokens that are buffered for one client."""
+
+    def __init__(self, buffers: "ClientBuffers", end: EndClient) -> None:
+        self._buffers, self.end = buffers, end
+        self.num_tokens = 0
+        self.unread_since_s: float | None = None  # None: the client has read everything that it could read
+
+    def add_readable(self, num_tokens: int, now_s: float) -> None:
+        """Count tokens that the client can read now. Ends clients above the bound."""
+        if self.unread_since_s is None:
+            self.unread_since_s = now_s
+        self.add_unreadable(num_tokens, now_s)
+
+    def add_unreadable(self, num_tokens: int, now_s: float) -> None:
+        """Count tokens that the client cannot read yet. Ends clients above the bound."""
+        self._count(num_tokens)
+        self._buffers.end_clients_above_bound(now_s)
+
+    def subtract_read(self, num_tokens: int, now_s: float) -> None:
+        """The client has read tokens and can read the others."""
+        self._count(-num_tokens)
+        self.unread_since_s = now_s if self.num_tokens else None
+
+    def clear(self) -> None:
+        self._count(-self.num_tokens)
+        self.unread_since_s = None
+
+    def stopped_s(self, now_s: float) -> float:
+        """Return for how long the client has read nothing while tokens waited for it."""
+        return 0.0 if self.unread_since_s is None else now_s - self.unread_since_s
+
+    def _count(self, change: int) -> None:
+        self.num_tokens += change
+        self._buffers.num_tokens += change
+
+
+class ClientBuffers:
+    """The shares of all clients of a router."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._shares: set[BufferShare] = set()
+        self.num_tokens = 0
+
+    def __contains__(self, share: BufferShare) -> bool:
+        return share in self._shares
+
+    def add(self, end: EndClient) -> BufferShare:
+        """Add a client. `end` must clear the share."""
+        share = BufferShare(self, end)
+        self._shares.add(share)
+        return share
+
+    def remove(self, share: BufferShare) -> None:
+        share.clear()
+        self._shares.remove(share)
+
+    def end_clients_above_bound(self, now_s: float) -> None:
+        while self.num_tokens > self._max_tokens:
+            victim = max((share for share in self._shares if share.num_tokens), key=lambda share: _rank(share, now_s))
+            stopped_s = victim.stopped_s(now_s)
+            has_stopped = stopped_s >= STOPPED_S
+            description = f"{victim.num_tokens} tokens were kept for this client"
+            description += f", which took none for {stopped_s:.1f} s" if has_stopped else ""
+            description += f", and {self.num_tokens} for all clients, more than {self._max_tokens}"
+            victim.end(description, has_stopped)
+            assert victim.num_tokens == 0, "the share of a client that was ended must be cleared"
+
+    def check(self) -> None:
+        assert self.num_tokens == sum(share.num_tokens for share in self._shares), "buffered tokens do not add up"
+
+
+def _rank(share: BufferShare, now_s: float) -> tuple[float, int]:
+    """The client with the highest rank is ended first."""
+    stopped_s = share.stopped_s(now_s)
+    return (stopped_s if stopped_s >= STOPPED_S else 0.0, share.num_tokens)

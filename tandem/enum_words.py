@@ -1,0 +1,56 @@
+"""The words of the enums of tandem.v1.
+
+Python code uses words in place of protobuf's numbers: "stop" for FINISH_REASON_STOP, and "" for the value 0, which
+means "not set". A word is the name of the value in lower case, without the name of its enum.
+"""
+
+import re
+from typing import Generic, TypeVar
+
+from tandem.v1 import admin_pb2, inference_pb2
+
+EnumT = TypeVar("EnumT", bound=int)
+
+
+class EnumWords(Generic[EnumT]):
+    """Converts between the numbers of one enum and their words."""
+
+    def __init__(self, enum: type[EnumT]) -> None:
+        """`enum` is an enum of a generated module, such as inference_pb2.FinishReason."""
+        values = enum.DESCRIPTOR.values  # type: ignore[attr-defined]
+        self._name = str(enum.DESCRIPTOR.name)  # type: ignore[attr-defined]
+        prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", self._name).upper() + "_"
+        self._words: dict[int, str] = {value.number: value.name.removeprefix(prefix).lower() for value in values}
+        self._words[0] = ""
+        self._numbers: dict[str, EnumT] = {word: number for number, word in self._words.items()}  # type: ignore[misc]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words of all values, without the empty word of the value 0."""
+        return tuple(filter(None, self._numbers))
+
+    def number(self, word: str) -> EnumT:
+        """Return the number of a word, 0 for "". Raises ValueError for an unknown word and names the known words."""
+        number = self._numbers.get(word)
+        if number is None:
+            raise ValueError(f"{word!r} is no {self._name}: use one of {', '.join(self.words)}")
+        return number
+
+    def word(self, number: int) -> str:
+        """Return the word of a number, "" for 0. Raises ValueError for an unknown number and names the known words."""
+        word = self._words.get(number)
+        if word is None:
+            raise ValueError(f"{number} is no {self._name}: known are {', '.join(self.words)}")
+        return word
+
+    def label(self, number: int) -> str:
+        """Return the word of a number for display, and the number itself as text if it is unknown."""
+        return self._words.get(number, str(number))
+
+
+FINISH_REASONS = EnumWords(inference_pb2.FinishReason)
+CHAT_ROLES = EnumWords(inference_pb2.ChatRole)
+REQUEST_PHASES = EnumWords(inference_pb2.RequestPhase)
+MEMBER_ROLES = EnumWords(admin_pb2.MemberRole)
+MEMBER_STATES = EnumWords(admin_pb2.MemberState)
+DRAIN_OUTCOMES = EnumWords(admin_pb2.DrainOutcome)

@@ -1,0 +1,423 @@
+from tandem.v1 import admin_pb2 as _admin_pb2
+from tandem.v1 import inference_pb2 as _inference_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ResolvedSampling(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "logprobs_plus_one")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_PLUS_ONE_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    logprobs_plus_one: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., logprobs_plus_one: _Optional[int] = ...) -> None: ...
+
+class TokenStops(_message.Message):
+    __slots__ = ("max_tokens", "min_tokens", "stop_token_ids")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: bytes
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[bytes] = ...) -> None: ...
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "token_ids", "sampling", "stops", "seeds", "num_committed", "importer", "timeout_s", "cache_salt", "prefix_sources", "priority", "is_batch", "age_s", "is_unproven")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOPS_FIELD_NUMBER: _ClassVar[int]
+    SEEDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    IMPORTER_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_SOURCES_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    IS_BATCH_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    IS_UNPROVEN_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    token_ids: bytes
+    sampling: ResolvedSampling
+    stops: TokenStops
+    seeds: _containers.RepeatedScalarFieldContainer[int]
+    num_committed: int
+    importer: str
+    timeout_s: float
+    cache_salt: str
+    prefix_sources: _containers.RepeatedCompositeFieldContainer[PrefixSource]
+    priority: int
+    is_batch: bool
+    age_s: float
+    is_unproven: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ..., num_committed: _Optional[int] = ..., importer: _Optional[str] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefix_sources: _Optional[_Iterable[_Union[PrefixSource, _Mapping]]] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., age_s: _Optional[float] = ..., is_unproven: bool = ...) -> None: ...
+
+class PrefixSource(_message.Message):
+    __slots__ = ("member", "address", "num_tokens")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    address: str
+    num_tokens: int
+    def __init__(self, member: _Optional[str] = ..., address: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class PrefillEvent(_message.Message):
+    __slots__ = ("accepted", "first_tokens")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    accepted: PrefillAccepted
+    first_tokens: FirstTokens
+    def __init__(self, accepted: _Optional[_Union[PrefillAccepted, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ...) -> None: ...
+
+class PrefillAccepted(_message.Message):
+    __slots__ = ("ticket",)
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    def __init__(self, ticket: _Optional[bytes] = ...) -> None: ...
+
+class AbandonRequest(_message.Message):
+    __slots__ = ("ticket",)
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    def __init__(self, ticket: _Optional[bytes] = ...) -> None: ...
+
+class AbandonResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SampledToken(_message.Message):
+    __slots__ = ("token_id", "logprobs", "finish_reason")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprobs: _inference_pb2.PositionLogprobs
+    finish_reason: _inference_pb2.FinishReason
+    def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ...) -> None: ...
+
+class FirstTokens(_message.Message):
+    __slots__ = ("tokens", "queue_s", "prefill_s", "num_cached", "num_pulled")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PULLED_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[SampledToken]
+    queue_s: float
+    prefill_s: float
+    num_cached: int
+    num_pulled: int
+    def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_cached: _Optional[int] = ..., num_pulled: _Optional[int] = ...) -> None: ...
+
+class SequenceStart(_message.Message):
+    __slots__ = ("handle", "seed", "committed_token_ids")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    seed: int
+    committed_token_ids: bytes
+    def __init__(self, handle: _Optional[int] = ..., seed: _Optional[int] = ..., committed_token_ids: _Optional[bytes] = ...) -> None: ...
+
+class StartRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "router", "prompt_token_ids", "sampling", "stops", "sequences", "ticket", "timeout_s", "cache_salt", "priority", "is_batch", "age_s", "is_unproven")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOPS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    IS_BATCH_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    IS_UNPROVEN_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    router: str
+    prompt_token_ids: bytes
+    sampling: ResolvedSampling
+    stops: TokenStops
+    sequences: _containers.RepeatedCompositeFieldContainer[SequenceStart]
+    ticket: bytes
+    timeout_s: float
+    cache_salt: str
+    priority: int
+    is_batch: bool
+    age_s: float
+    is_unproven: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., router: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ticket: _Optional[bytes] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., age_s: _Optional[float] = ..., is_unproven: bool = ...) -> None: ...
+
+class StartResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FreezeRequest(_message.Message):
+    __slots__ = ("router", "handle", "importer", "attempt")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    IMPORTER_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    handle: int
+    importer: str
+    attempt: int
+    def __init__(self, router: _Optional[str] = ..., handle: _Optional[int] = ..., importer: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class FreezeResponse(_message.Message):
+    __slots__ = ("ticket", "num_output")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    num_output: int
+    def __init__(self, ticket: _Optional[bytes] = ..., num_output: _Optional[int] = ...) -> None: ...
+
+class ThawRequest(_message.Message):
+    __slots__ = ("router", "handle", "new_handle")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    NEW_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    handle: int
+    new_handle: int
+    def __init__(self, router: _Optional[str] = ..., handle: _Optional[int] = ..., new_handle: _Optional[int] = ...) -> None: ...
+
+class ThawResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RouterMessage(_message.Message):
+    __slots__ = ("hello", "cancel")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    hello: RouterHello
+    cancel: CancelSequences
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., cancel: _Optional[_Union[CancelSequences, _Mapping]] = ...) -> None: ...
+
+class RouterHello(_message.Message):
+    __slots__ = ("router", "has_no_sequences")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    HAS_NO_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    has_no_sequences: bool
+    def __init__(self, router: _Optional[str] = ..., has_no_sequences: bool = ...) -> None: ...
+
+class CancelSequences(_message.Message):
+    __slots__ = ("handles",)
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    handles: bytes
+    def __init__(self, handles: _Optional[bytes] = ...) -> None: ...
+
+class WorkerMessage(_message.Message):
+    __slots__ = ("hello", "step", "started", "failed", "heartbeat", "leaving")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    hello: WorkerHello
+    step: StepOutput
+    started: SequenceStarted
+    failed: SequenceFailed
+    heartbeat: Heartbeat
+    leaving: WorkerLeaving
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., started: _Optional[_Union[SequenceStarted, _Mapping]] = ..., failed: _Optional[_Union[SequenceFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leaving: _Optional[_Union[WorkerLeaving, _Mapping]] = ...) -> None: ...
+
+class WorkerLeaving(_message.Message):
+    __slots__ = ("grace_s",)
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    grace_s: float
+    def __init__(self, grace_s: _Optional[float] = ...) -> None: ...
+
+class WorkerHello(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    def __init__(self, worker: _Optional[str] = ...) -> None: ...
+
+class StepOutput(_message.Message):
+    __slots__ = ("step", "handles", "token_ids", "indices", "logprobs", "ends")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    handles: bytes
+    token_ids: bytes
+    indices: bytes
+    logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.PositionLogprobs]
+    ends: _containers.RepeatedCompositeFieldContainer[SequenceEnd]
+    def __init__(self, step: _Optional[int] = ..., handles: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.PositionLogprobs, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[SequenceEnd, _Mapping]]] = ...) -> None: ...
+
+class SequenceEnd(_message.Message):
+    __slots__ = ("handle", "finish_reason")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    finish_reason: _inference_pb2.FinishReason
+    def __init__(self, handle: _Optional[int] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ...) -> None: ...
+
+class SequenceStarted(_message.Message):
+    __slots__ = ("handles", "first_token_ids", "transfer_s", "queue_s", "kv_bytes", "transport", "num_cached")
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
+    handles: _containers.RepeatedScalarFieldContainer[int]
+    first_token_ids: bytes
+    transfer_s: float
+    queue_s: float
+    kv_bytes: int
+    transport: str
+    num_cached: int
+    def __init__(self, handles: _Optional[_Iterable[int]] = ..., first_token_ids: _Optional[bytes] = ..., transfer_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., num_cached: _Optional[int] = ...) -> None: ...
+
+class SequenceFailed(_message.Message):
+    __slots__ = ("handles", "reason", "detail")
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    handles: _containers.RepeatedScalarFieldContainer[int]
+    reason: str
+    detail: str
+    def __init__(self, handles: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class HeartbeatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("step", "running", "waiting", "free_blocks", "links", "step_s")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    running: int
+    waiting: int
+    free_blocks: int
+    links: _containers.RepeatedCompositeFieldContainer[_admin_pb2.LinkSpeed]
+    step_s: float
+    def __init__(self, step: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., links: _Optional[_Iterable[_Union[_admin_pb2.LinkSpeed, _Mapping]]] = ..., step_s: _Optional[float] = ...) -> None: ...
+
+class CheckLinkRequest(_message.Message):
+    __slots__ = ("exporter", "address", "max_blocks")
+    EXPORTER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    exporter: str
+    address: str
+    max_blocks: int
+    def __init__(self, exporter: _Optional[str] = ..., address: _Optional[str] = ..., max_blocks: _Optional[int] = ...) -> None: ...
+
+class CheckLinkResponse(_message.Message):
+    __slots__ = ("paths", "num_bytes")
+    PATHS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    paths: _containers.RepeatedCompositeFieldContainer[MeasuredPath]
+    num_bytes: int
+    def __init__(self, paths: _Optional[_Iterable[_Union[MeasuredPath, _Mapping]]] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class MeasuredPath(_message.Message):
+    __slots__ = ("transport", "bytes_per_s", "latency_s", "reason")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_S_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    bytes_per_s: float
+    latency_s: float
+    reason: str
+    def __init__(self, transport: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., latency_s: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class SubscribeCacheEventsRequest(_message.Message):
+    __slots__ = ("member", "since")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    since: int
+    def __init__(self, member: _Optional[str] = ..., since: _Optional[int] = ...) -> None: ...
+
+class CacheEvents(_message.Message):
+    __slots__ = ("cleared", "first_number", "next_number", "stored", "removed", "member")
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NEXT_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    cleared: bool
+    first_number: int
+    next_number: int
+    stored: bytes
+    removed: bytes
+    member: str
+    def __init__(self, cleared: bool = ..., first_number: _Optional[int] = ..., next_number: _Optional[int] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., member: _Optional[str] = ...) -> None: ...
+
+class InspectRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class InspectResponse(_message.Message):
+    __slots__ = ("member", "blocks", "figures", "violation")
+    class BlocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class FiguresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
+    VIOLATION_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    blocks: _containers.ScalarMap[str, int]
+    figures: _containers.ScalarMap[str, float]
+    violation: str
+    def __init__(self, member: _Optional[str] = ..., blocks: _Optional[_Mapping[str, int]] = ..., figures: _Optional[_Mapping[str, float]] = ..., violation: _Optional[str] = ...) -> None: ...
+
+class DrainWorkerRequest(_message.Message):
+    __slots__ = ("wait",)
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    wait: bool
+    def __init__(self, wait: bool = ...) -> None: ...
+
+class DrainWorkerResponse(_message.Message):
+    __slots__ = ("outcome",)
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    outcome: _admin_pb2.DrainOutcome
+    def __init__(self, outcome: _Optional[_Union[_admin_pb2.DrainOutcome, str]] = ...) -> None: ...

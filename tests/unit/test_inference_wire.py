@@ -1,0 +1,51 @@
+"""Requests of clients with values of enums that this version does not know."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import FieldDescriptor as Field
+from google.protobuf.message import Message
+
+from cluster.errors import InvalidRequest
+from router.grpc_api.inference_wire import chat_from_wire, generate_request_from_wire
+from tandem.v1 import inference_pb2
+
+UNKNOWN = 77
+
+
+def enum_fields(message: Any, path: str = "") -> Iterator[tuple[str, Message, Field]]:
+    """Every field of an enum type in a message, with the part that has it. Parts are added where there are none."""
+    for field in message.DESCRIPTOR.fields:
+        if field.enum_type is not None:
+            yield f"{path}{field.name}", message, field
+        elif field.message_type is not None and field.is_repeated:
+            yield from enum_fields(getattr(message, field.name).add(), f"{path}{field.name}.")
+        elif field.message_type is not None:
+            getattr(message, field.name).SetInParent()
+            yield from enum_fields(getattr(message, field.name), f"{path}{field.name}.")
+
+
+def test_every_enum_of_a_request_is_refused_by_name_where_its_value_is_unknown() -> None:
+    found = []
+    for path, _, _ in enum_fields(inference_pb2.GenerateRequest()):
+        request = inference_pb2.GenerateRequest()
+        part, field = next((part, field) for other, part, field in enum_fields(request) if other == path)
+        setattr(part, field.name, UNKNOWN)
+        if path.startswith("chat"):
+            request.chat.SetInParent()
+        else:
+            request.text = "x"
+        received = inference_pb2.GenerateRequest.FromString(request.SerializeToString())
+        assert field.enum_type is not None
+        expected = rf"{field.name}: {UNKNOWN} is no {field.enum_type.name}: known are \w+"
+        with pytest.raises(InvalidRequest, match=expected):
+            generate_request_from_wire(received, None)
+        found.append(path)
+    assert found == ["chat.messages.role", "resume_from.choices.finish_reason"]
+
+
+def test_a_message_of_a_conversation_without_a_role_is_refused() -> None:
+    chat = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(content="x")])
+    with pytest.raises(InvalidRequest, match="has no role: set one of system, user, assistant"):
+        chat_from_wire(chat)

@@ -1,0 +1,153 @@
+"""A worker's figures about its links, measured by its reads from other workers."""
+
+import random
+
+import pytest
+
+from cluster.messages import MemberId
+from kvtransfer.importer.links import FIRST_BACKOFF_S, MAX_BACKOFF_S, MAX_LINKS, MIN_READS, LinkSpeedFit, LinkTable
+
+EXPORTER = MemberId("prefill-0", "a")
+OTHER = MemberId("prefill-1", "b")
+MIB = 1 << 20
+SIZES = (64 * 1024, MIB, 16 * MIB, 64 * MIB)
+
+
+def seconds(num_bytes: int, *, bytes_per_s: float, latency_s: float) -> float:
+    return latency_s + num_bytes / bytes_per_s
+
+
+def read(book: LinkTable, exporter: MemberId, transport: str, bytes_per_s: float, *, times: int = 8) -> None:
+    for index in range(times):
+        num_bytes = SIZES[index % len(SIZES)]
+        taken_s = seconds(num_bytes, bytes_per_s=bytes_per_s, latency_s=1e-4)
+        book.record_read(exporter, transport, num_bytes, taken_s, now_s=float(index))
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 20e-6, 5e-3])
+@pytest.mark.parametrize("bytes_per_s", [1e6, 3e9, 400e9])
+def test_reads_without_noise_give_the_exact_rate_and_latency(bytes_per_s: float, latency_s: float) -> None:
+    fit = LinkSpeedFit()
+    for _ in range(3):
+        for num_bytes in SIZES:
+            fit.add(num_bytes, seconds(num_bytes, bytes_per_s=bytes_per_s, latency_s=latency_s))
+    estimate = fit.estimate()
+    assert estimate is not None
+    assert estimate.bytes_per_s == pytest.approx(bytes_per_s, rel=0.02)
+    assert estimate.latency_s == pytest.approx(latency_s, rel=0.02, abs=2e-6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_and_stalled_reads_change_the_estimate_by_a_bounded_amount(seed: int) -> None:
+    chance = random.Random(seed)
+    fit = LinkSpeedFit()
+    for index in range(60):
+        num_bytes = chance.choice(SIZES)
+        taken_s = seconds(num_bytes, bytes_per_s=2e9, latency_s=1e-3) * chance.uniform(0.9, 1.1)
+        fit.add(num_bytes, taken_s * (100.0 if index % 20 == 10 else 1.0))
+    estimate = fit.estimate()
+    assert estimate is not None
+    assert 2e9 / 1.6 < estimate.bytes_per_s < 2e9 * 1.6
+    assert estimate.latency_s < 3e-3
+
+
+def test_the_estimate_follows_a_link_that_became_slower() -> None:
+    fit = LinkSpeedFit()
+    for _ in range(10):
+        for num_bytes in SIZES:
+            fit.add(num_bytes, seconds(num_bytes, bytes_per_s=10e9, latency_s=1e-4))
+    for _ in range(10):
+        for num_bytes in SIZES:
+            fit.add(num_bytes, seconds(num_bytes, bytes_per_s=0.1e9, latency_s=1e-4))
+    estimate = fit.estimate()
+    assert estimate is not None
+    assert estimate.bytes_per_s == pytest.approx(0.1e9, rel=0.1)
+
+
+def test_reads_of_one_size_give_a_rate_and_no_latency() -> None:
+    fit = LinkSpeedFit()
+    for taken_s in (0.010, 0.011, 0.009, 0.010):
+        fit.add(MIB, taken_s)
+    estimate = fit.estimate()
+    assert estimate is not None
+    assert estimate.latency_s == 0.0
+    assert estimate.bytes_per_s == pytest.approx(MIB / 0.010, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_figures_are_finite_and_not_negative_for_any_reads(seed: int) -> None:
+    chance = random.Random(seed)
+    fit = LinkSpeedFit()
+    for _ in range(200):
+        fit.add(int(10 ** chance.uniform(0, 11)), 10 ** chance.uniform(-9, 3))
+        estimate = fit.estimate()
+        if estimate is not None:
+            assert 0 < estimate.bytes_per_s < float("inf")
+            assert 0 <= estimate.latency_s < float("inf")
+
+
+def test_too_few_reads_give_no_estimate() -> None:
+    fit = LinkSpeedFit()
+    for _ in range(MIN_READS - 1):
+        fit.add(MIB, 0.001)
+    fit.add(0, 0.001)
+    assert fit.estimate() is None
+
+
+def test_speeds_are_in_the_order_in_which_handoffs_try() -> None:
+    book = LinkTable(["shm", "tcp"])
+    read(book, OTHER, "tcp", 9e9)
+    read(book, EXPORTER, "tcp", 9e9)
+    read(book, EXPORTER, "shm", 1e9)
+    assert [(figure.exporter, figure.transport) for figure in book.speeds()] == [
+        (EXPORTER, "shm"),
+        (EXPORTER, "tcp"),
+        (OTHER, "tcp"),
+    ]
+    best = book.best(EXPORTER)
+    assert best is not None and best.transport == "shm"
+    book.record_failure(EXPORTER, "shm", now_s=10.0)
+    fallback = book.best(EXPORTER)
+    assert fallback is not None and fallback.transport == "tcp"
+    assert book.best(MemberId("prefill-2", "c")) is None
+
+
+def test_each_failure_doubles_the_backoff_and_a_read_resets_it() -> None:
+    book = LinkTable(["shm", "tcp"])
+    now_s = 100.0
+    waits: list[float] = []
+    for _ in range(12):
+        assert book.is_usable(EXPORTER, "shm", now_s)
+        book.record_failure(EXPORTER, "shm", now_s)
+        assert not book.is_usable(EXPORTER, "shm", now_s)
+        assert book.is_usable(EXPORTER, "tcp", now_s)
+        assert book.is_usable(OTHER, "shm", now_s)
+        waited_s = FIRST_BACKOFF_S
+        while not book.is_usable(EXPORTER, "shm", now_s + waited_s):
+            waited_s *= 2
+        waits.append(min(waited_s, MAX_BACKOFF_S))
+        now_s += MAX_BACKOFF_S
+    assert waits[:4] == [FIRST_BACKOFF_S * factor for factor in (1, 2, 4, 8)]
+    assert waits[-1] == MAX_BACKOFF_S
+    book.record_read(EXPORTER, "shm", MIB, 0.001, now_s)
+    assert book.is_usable(EXPORTER, "shm", now_s)
+    book.record_failure(EXPORTER, "shm", now_s)
+    assert book.is_usable(EXPORTER, "shm", now_s + FIRST_BACKOFF_S)
+
+
+def test_a_restarted_exporter_has_figures_of_its_own() -> None:
+    book = LinkTable(["shm", "tcp"])
+    read(book, EXPORTER, "shm", 1e9)
+    book.record_failure(EXPORTER, "tcp", now_s=0.0)
+    successor = MemberId(EXPORTER.id, "later")
+    read(book, successor, "shm", 2e9)
+    assert [figure.exporter for figure in book.speeds()] == [successor]
+    assert book.is_usable(successor, "tcp", 0.0)
+
+
+def test_links_unused_for_longest_are_dropped() -> None:
+    book = LinkTable(["shm"])
+    for index in range(MAX_LINKS + 10):
+        read(book, MemberId(f"prefill-{index:04}", "a"), "shm", 1e9, times=MIN_READS)
+    kept = [figure.exporter.id for figure in book.speeds()]
+    assert kept == [f"prefill-{index:04}" for index in range(10, MAX_LINKS + 10)]

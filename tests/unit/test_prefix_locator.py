@@ -1,0 +1,130 @@
+"""The prefix locator names workers that hold a prefix, for pulls and for placement."""
+
+from dataclasses import dataclass, field, replace
+
+from cluster.member import Capacity, Member
+from cluster.messages import CacheEvents, LayoutFingerprint, MemberId, PrefixSource, Role
+from cluster.protocol.hashing import NATIVE, NamelessChain, keyed_chains
+from router.fleet.prefix_locator import PrefixLocator
+from router.policies.placement import WorkerLoad
+from router.policies.prefix_index import PrefixIndex
+
+_LAYOUT = LayoutFingerprint(weights="w", model_config="c", dtype="float32", block_table="t")
+_P0, _P1, _D0 = (MemberId(name, "1") for name in ("p0", "p1", "d0"))
+_TOKENS = tuple(range(50))
+_KEY = b"the cluster's"
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    member: Member
+    kv_format: str
+
+
+@dataclass
+class _Fleet:
+    """The part of the fleet that the locator uses."""
+
+    peers: dict[MemberId, _Peer] = field(default_factory=dict)
+    drained: set[MemberId] = field(default_factory=set)
+
+    def add(self, member_id: MemberId, role: Role, layout: LayoutFingerprint = _LAYOUT) -> None:
+        member = Member(
+            id=member_id,
+            role=role,
+            address=f"{member_id.id}:1",
+            model="m",
+            fingerprint=layout,
+            capacity=Capacity(num_blocks=9, block_size=16, max_num_seqs=4, max_model_len=99),
+        )
+        self.peers[member_id] = _Peer(member, repr(layout))
+
+    def peer(self, member_id: MemberId) -> _Peer | None:
+        return self.peers.get(member_id)
+
+    def prefill_loads(self) -> list[WorkerLoad]:
+        return self._loads(Role.PREFILL)
+
+    def decode_loads(self) -> list[WorkerLoad]:
+        return self._loads(Role.DECODE)
+
+    def _loads(self, role: Role) -> list[WorkerLoad]:
+        ready = [peer for peer in self.peers.values() if peer.member.role is role]
+        return [WorkerLoad(peer.member.id, peer.kv_format, 0) for peer in ready if peer.member.id not in self.drained]
+
+
+def _locator(index: PrefixIndex | None = None) -> tuple[_Fleet, PrefixLocator]:
+    index = PrefixIndex() if index is None else index
+    fleet = _Fleet()
+    for member_id, role in ((_P0, Role.PREFILL), (_P1, Role.PREFILL), (_D0, Role.DECODE)):
+        fleet.add(member_id, role)
+    locator = PrefixLocator(fleet, index, _KEY)  # type: ignore[arg-type]  # a stand-in
+    return fleet, locator
+
+
+def test_sources_are_workers_of_both_pools_except_the_puller() -> None:
+    _, locator = _locator()
+    locator.note_routed(locator.chain(_P0, _TOKENS[:20], "salt"), _P0)
+    locator.note_routed(locator.chain(_D0, _TOKENS, "salt"), _D0)
+    chain = locator.chain(_P1, (*_TOKENS, 7, 7, 7), "salt")
+
+    assert locator.sources(chain, puller=_P1) == (PrefixSource(_D0, "d0:1", 48), PrefixSource(_P0, "p0:1", 16))
+    assert [source.member for source in locator.sources(chain, puller=_P0)] == [_D0]
+
+
+def test_a_different_salt_or_beginning_has_no_source() -> None:
+    _, locator = _locator()
+    locator.note_routed(locator.chain(_P0, _TOKENS, "a"), _P0)
+
+    assert locator.sources(locator.chain(_P1, _TOKENS, "b"), puller=_P1) == ()
+    assert locator.sources(locator.chain(_P1, (9, *_TOKENS), "a"), puller=_P1) == ()
+
+
+def test_lost_draining_and_incompatible_workers_are_no_sources() -> None:
+    fleet, locator = _locator()
+    for worker in (_P0, _D0):
+        locator.note_routed(locator.chain(worker, _TOKENS, ""), worker)
+    chain = locator.chain(_P1, _TOKENS, "")
+
+    fleet.drained.add(_P0)
+    assert [source.member for source in locator.sources(chain, puller=_P1)] == [_D0]
+    fleet.add(_D0, Role.DECODE, replace(_LAYOUT, weights="others"))
+    assert locator.sources(chain, puller=_P1) == ()
+    del fleet.peers[_D0], fleet.peers[_P1]
+    assert locator.sources(chain, puller=_P1) == ()
+
+
+def test_blocks_have_no_hashes_where_kv_travels_quantised() -> None:
+    fleet, locator = _locator()
+    fleet.add(_P0, Role.PREFILL, replace(_LAYOUT, wire_dtype="int8"))
+
+    assert isinstance(locator.chain(_P0, _TOKENS, ""), NamelessChain)
+    assert isinstance(locator.chain(MemberId("gone", "1"), _TOKENS, ""), NamelessChain)
+
+
+def _report(index: PrefixIndex, worker: MemberId, num_tokens: int, *, salt: str = "") -> None:
+    chain = keyed_chains(_KEY, 16)(salt, NATIVE)
+    chain.extend(_TOKENS[:num_tokens])
+    assert index.apply(worker, CacheEvents(0, 9, tuple(chain.hashes), cleared=True), max_blocks=9)
+
+
+def test_reported_and_routed_blocks_both_count_as_cached() -> None:
+    index = PrefixIndex()
+    _, locator = _locator(index)
+    _report(index, _P0, 48)
+    locator.note_routed(locator.chain(_P1, _TOKENS[:16], ""), _P1)
+
+    assert locator.cached_tokens(_TOKENS, "") == {_P0: 48, _P1: 16}
+    assert locator.cached_tokens(_TOKENS[:48], "") == {_P0: 32, _P1: 16}  # the last token is computed
+    assert locator.cached_tokens(_TOKENS, "another") == {}
+    assert locator.sources(locator.chain(_P1, _TOKENS, ""), puller=_P1) == (PrefixSource(_P0, "p0:1", 48),)
+
+
+def test_placement_counts_no_decode_worker_and_needs_two_prefill_workers() -> None:
+    index = PrefixIndex()
+    fleet, locator = _locator(index)
+    locator.note_routed(locator.chain(_D0, _TOKENS, ""), _D0)
+    assert locator.cached_tokens(_TOKENS, "") == {}
+    _report(index, _P0, 48)
+    fleet.drained.add(_P1)
+    assert locator.cached_tokens(_TOKENS, "") == {}

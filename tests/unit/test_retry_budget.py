@@ -1,0 +1,159 @@
+"""Which failures leave a ticket for another decode worker, and how many attempts a request has."""
+
+import pytest
+
+from cluster.clock import ManualClock
+from cluster.errors import Draining, HandOffFailed, HandOffReason, TandemError, WorkerLost, WrongTokens
+from cluster.messages import MemberId
+from cluster.observe.telemetry import Telemetry
+from router.pipeline.failures import (
+    DECODE,
+    FIRST_TOKEN_COUNT,
+    FIRST_TOKEN_MISMATCH,
+    HANDOFF,
+    PREFILL,
+    TOKEN_OUT_OF_ORDER,
+    AttemptFailed,
+    RetryBudget,
+    failed_sequences,
+)
+from router.request.account import RequestAccount
+
+_EXPORTER, _IMPORTER = MemberId("prefill0", "a"), MemberId("decode0", "b")
+_LOST = WorkerLost("it is lost")
+
+
+class _Live:
+    """The part of a live request that records failures."""
+
+    request_id = "r"
+
+    def __init__(self) -> None:
+        self.account = RequestAccount(Telemetry(), ManualClock().now_s())
+
+    def failed(self, reason: str, member: MemberId) -> None:
+        self.account.add_reason(reason)
+
+
+class _Fleet:
+    def __init__(self) -> None:
+        self.draining: list[MemberId] = []
+        self.suspected: list[MemberId] = []
+
+    def is_draining(self, member: MemberId) -> bool:
+        return member in self.draining
+
+    def mark_draining(self, member: MemberId, grace_s: float) -> None:
+        self.draining.append(member)
+
+    def suspect(self, member: MemberId) -> None:
+        self.suspected.append(member)
+
+
+def _retry_budget(max_attempts: int, live: _Live | None = None, fleet: _Fleet | None = None) -> RetryBudget:
+    return RetryBudget(
+        live or _Live(),  # type: ignore[arg-type]  # a stand-in
+        max_attempts=max_attempts,
+        fleet=fleet or _Fleet(),  # type: ignore[arg-type]  # a stand-in
+        telemetry=Telemetry(),
+    )
+
+
+def _failure(leg: str = DECODE, error: TandemError = _LOST, reason: str = "") -> AttemptFailed:
+    return AttemptFailed(leg, _IMPORTER, reason or error.reason, error)
+
+
+def _handoff(reason: HandOffReason) -> AttemptFailed:
+    failure = failed_sequences(reason, "", prefill=_EXPORTER, decode=_IMPORTER)
+    assert isinstance(failure, AttemptFailed) and failure.leg == HANDOFF
+    return failure
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        _failure(),
+        _failure(error=Draining("it leaves")),
+        _handoff(HandOffReason.NOT_ENOUGH_BLOCKS),
+        _handoff(HandOffReason.READ_FAILED),
+        _handoff(HandOffReason.NO_COMMON_TRANSPORT),
+    ],
+    ids=str,
+)
+def test_an_importer_that_fails_leaves_the_ticket(failure: AttemptFailed) -> None:
+    assert failure.leaves_ticket
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        _failure(PREFILL),
+        _failure(error=WrongTokens("another token"), reason=FIRST_TOKEN_MISMATCH),
+        _failure(error=WrongTokens("too few"), reason=FIRST_TOKEN_COUNT),
+        _failure(error=WrongTokens("twice"), reason=TOKEN_OUT_OF_ORDER),
+        _handoff(HandOffReason.LEASE_LAPSED),
+        _handoff(HandOffReason.UNKNOWN_TICKET),
+        _handoff(HandOffReason.EXPORTER_LOST),
+        _handoff(HandOffReason.PREFILL_FAILED),
+        _handoff(HandOffReason.PROMPT_MISMATCH),
+    ],
+    ids=str,
+)
+def test_a_failure_that_needs_another_prefill_leaves_no_ticket(failure: AttemptFailed) -> None:
+    assert not failure.leaves_ticket
+
+
+def test_a_ticket_is_reissued_only_while_an_attempt_without_hand_off_is_left() -> None:
+    retry_budget = _retry_budget(max_attempts=3)
+    assert retry_budget.leaves_two_attempts_after(_failure())
+
+    retry_budget.record_failure(_failure())
+
+    assert not retry_budget.leaves_two_attempts_after(_failure())
+    assert retry_budget.leaves_two_attempts_after(_failure(error=Draining("it leaves")))
+
+
+def test_attempts_are_bounded_and_counted_from_zero_once_decode_has_worked() -> None:
+    retry_budget = _retry_budget(max_attempts=2)
+    retry_budget.record_failure(_failure())
+    assert retry_budget.has_one_attempt_left and not retry_budget.is_exhausted
+    retry_budget.reset()
+    retry_budget.record_failure(_failure())
+    retry_budget.record_failure(_failure())
+    assert retry_budget.is_exhausted
+
+
+def test_an_importer_that_came_too_late_costs_no_further_attempt() -> None:
+    retry_budget = _retry_budget(max_attempts=3)
+    retry_budget.record_failure(_failure())
+    assert _handoff(HandOffReason.UNKNOWN_TICKET).lacks_ticket
+    retry_budget.refund()
+    retry_budget.record_failure(_handoff(HandOffReason.UNKNOWN_TICKET))
+    assert not retry_budget.has_one_attempt_left
+
+
+def test_a_draining_worker_costs_no_attempt_and_is_marked_by_the_fleet() -> None:
+    fleet = _Fleet()
+    retry_budget = _retry_budget(max_attempts=1, fleet=fleet)
+    retry_budget.record_failure(_failure(error=Draining("it leaves")))
+    assert not retry_budget.is_exhausted
+    assert fleet.draining == [_IMPORTER]
+
+
+def test_the_loss_of_a_draining_worker_costs_no_attempt() -> None:
+    fleet = _Fleet()
+    retry_budget = _retry_budget(max_attempts=1, fleet=fleet)
+    fleet.mark_draining(_IMPORTER, 1.0)
+    retry_budget.record_failure(_failure())
+    assert not retry_budget.is_exhausted
+
+    retry_budget.record_failure(AttemptFailed(DECODE, _EXPORTER, _LOST.reason, _LOST))
+    assert retry_budget.is_exhausted
+
+
+def test_a_failure_of_a_pair_is_named_in_the_ledger_and_its_exporter_suspected() -> None:
+    live, fleet = _Live(), _Fleet()
+    failure = AttemptFailed(HANDOFF, _EXPORTER, "read_failed", HandOffFailed(HandOffReason.READ_FAILED, ""))
+    _retry_budget(3, live, fleet).record_failure(failure)
+    assert live.account.reasons == ("handoff_read_failed",)
+    assert fleet.suspected == [_EXPORTER]

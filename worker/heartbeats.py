@@ -1,0 +1,85 @@
+"""Heartbeats: a worker periodically sends every router its step counter, its load and its free blocks."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from cluster.errors import Unavailable
+from tandem.internal.v1 import worker_pb2
+from tandem.v1 import admin_pb2
+from worker.watch import WorkerWatch
+
+_LOG = logging.getLogger("tandem.heartbeats")
+
+
+class Heartbeats:
+    """Runs on the event loop and not on the step thread, so routers see a stuck step as a constant counter."""
+
+    def __init__(
+        self,
+        send: Callable[[worker_pb2.Heartbeat], None],
+        *,
+        interval_s: float,
+        num_steps: Callable[[], int],
+        watch: WorkerWatch,
+        links: Callable[[], Sequence[admin_pb2.LinkSpeed]] = tuple,
+    ) -> None:
+        """`num_steps`: the engine's step counter. `links`: the measured speeds of this worker's links."""
+        self._send = send
+        self._interval_s = interval_s
+        self._num_steps = num_steps
+        self._watch = watch
+        self._links = links
+
+    async def run(self) -> None:
+        """Send a heartbeat every `interval_s` until cancelled."""
+        running = waiting = free_blocks = 0
+        while True:
+            try:
+                inspected = await self._watch.inspections.inspect(timeout_s=self._interval_s)
+            except Unavailable:
+                _LOG.debug("the step thread is in a long step; the heartbeat repeats the previous figures")
+            else:
+                running, waiting = int(inspected.figures["running"]), int(inspected.figures["waiting"])
+                free_blocks = inspected.blocks["free"] + inspected.blocks["cached"]
+            self._send(
+                worker_pb2.Heartbeat(
+                    step=self._num_steps(),
+                    running=running,
+                    waiting=waiting,
+                    free_blocks=free_blocks,
+                    links=self._links(),
+                    step_s=self._watch.health.step_s,
+                )
+            )
+            await asyncio.sleep(self._interval_s)
+
+
+class HeartbeatFeed:
+    """Heartbeats for routers that receive them by a separate call. A slow reader gets only the latest one."""
+
+    def __init__(self) -> None:
+        self._latest: worker_pb2.Heartbeat | None = None
+        self._changed = asyncio.Event()
+        self._is_closed = False
+
+    def beat(self, heartbeat: worker_pb2.Heartbeat) -> None:
+        self._latest = heartbeat
+        self._wake()
+
+    def close(self) -> None:
+        """End every call of `follow`."""
+        self._is_closed = True
+        self._wake()
+
+    async def follow(self) -> AsyncGenerator[worker_pb2.Heartbeat, None]:
+        """Yield the latest heartbeat at once and then each new one, until `close`."""
+        while not self._is_closed:
+            changed = self._changed
+            if self._latest is not None:
+                yield self._latest
+            await changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,198 @@
+"""A worker's life as a member of its cluster: bound, registered, ready, draining, ended. The same for both roles.
+
+This module owns the worker's name, key, address, registration and server, and the order of these steps. The role
+decides what the server serves and how it drains.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+from cluster.errors import DrainIncomplete, InternalError, Unhealthy
+from cluster.identity import advertised_host, cluster_key, new_member_id
+from cluster.member import Capacity, DrainOutcome, Member, MemberState
+from cluster.messages import LayoutFingerprint, Role
+from cluster.observe.health import HealthPort
+from cluster.observe.logs import configure_logs
+from cluster.observe.stand_still import StuckLimits
+from cluster.observe.telemetry import Telemetry
+from cluster.protocol.hashing import keyed_chains, nameless_chains
+from cluster.registry.registration import Registration
+from cluster.registry.registry import Registry
+from cluster.serving.serving import GrpcServer, join_address, open_channel
+from cluster.serving.tls import load_tls
+from cluster.settings.config import WorkerConfig, echo
+
+_LOG = logging.getLogger("tandem.worker")
+_STOP_GRACE_S = 1.0
+_STUCK_END_S = 15.0  # for one that is stuck to leave in order
+
+EventT = TypeVar("EventT")
+Result = TypeVar("Result")
+Drain: TypeAlias = Callable[[float], Coroutine[Any, Any, None]]
+Ends: TypeAlias = "Sequence[asyncio.Future[None]]"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProfile:
+    """What routers and other workers must know to use this worker."""
+
+    fingerprint: LayoutFingerprint
+    capacity: Capacity
+    transports: Sequence[str]
+
+
+class WorkerLife:
+    """Created before the model is loaded, so that errors in flags, port, key or Redis appear at once."""
+
+    def __init__(self, config: WorkerConfig, *, role: Role, service_names: Sequence[str], stop: asyncio.Event) -> None:
+        """Raises ConfigError."""
+        configure_logs(config.log_level, config.log_format)
+        self.config = config
+        self.role = role
+        self.member = new_member_id(config, role)
+        self.key = cluster_key(config)
+        keeps_prefixes = config.prefix_caching == "on"
+        self.new_chain = keyed_chains(self.key, config.block_size) if keeps_prefixes else nameless_chains()
+        self.telemetry = Telemetry()
+        self.host = advertised_host(config)
+        self.tls = load_tls(config, self.host)
+        self.connect = partial(open_channel, tls=self.tls)  # to other members, by address
+        self.server = GrpcServer(
+            service_names=service_names,
+            telemetry=self.telemetry,
+            credentials=self.tls.member_credentials() if self.tls is not None else None,
+        )
+        self.address = join_address(self.host, self.server.bind(config.host, config.port))
+        loop_limits = StuckLimits(config.loop_timeout_s, config.stuck_exit_s)
+        self._health = HealthPort(self.server.status, host=config.host, port=config.health_port, limits=loop_limits)
+        self._registry = Registry(url=config.redis, cluster_name=config.cluster_name, ttl_s=config.registration_ttl_s)
+        self._stop = stop
+        self._loop = asyncio.get_running_loop()
+        self._fatal: asyncio.Future[None] = self._loop.create_future()
+        self._drained: asyncio.Future[DrainOutcome] = self._loop.create_future()
+        _LOG.info("starting", extra={"member": str(self.member), "settings": echo(config)})
+
+    async def check_registry(self) -> None:
+        """Check that the registry answers. Raises RegistryUnavailable."""
+        await self._registry.ping()
+
+    def fatal(self, error: Exception) -> None:
+        """End the worker because of an error from which it cannot recover. Any thread may call this."""
+        self._loop.call_soon_threadsafe(self._set_fatal, error)
+
+    def on_loop(self, hear: Callable[[EventT], None]) -> Callable[[EventT], None]:
+        """Return a function that any thread may call; it calls `hear` on the event loop, in the order of the calls."""
+
+        def tell(event: EventT) -> None:
+            self._loop.call_soon_threadsafe(hear, event)
+
+        return tell
+
+    def request_drain(self) -> "asyncio.Future[DrainOutcome]":
+        """Ask this worker to drain. The result is the outcome of the drain."""
+        self._stop.set()
+        return asyncio.shield(self._drained)
+
+    async def unless_stopped(self, work: Callable[[], Result]) -> Result | None:
+        """Run `work` on a thread of its own and return its result. Returns None, and abandons the thread, if the worker
+        is asked to stop before."""
+        working = self._loop.run_in_executor(ThreadPoolExecutor(1, "start"), work)
+        stopped = asyncio.create_task(self._stop.wait(), name="wait for stop")
+        try:
+            await asyncio.wait((working, stopped), return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            working.cancel()
+            stopped.cancel()
+
+    async def live(
+        self,
+        profile: WorkerProfile,
+        *,
+        announce: Callable[..., None],
+        drain: Drain,
+        watch: Callable[[Registration], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Serve until the worker is asked to stop, then drain and return. `drain` gets the grace in seconds. Raises
+        DrainIncomplete if work is left after the grace, Fenced if a newer member has this name, InternalError after
+        `fatal`, and ConfigError if the worker does not fit into the cluster."""
+        registration = Registration(self._registry, self._as_member(profile))
+        await self.server.start()
+        self._health.start()
+        await registration.join_unless(self._stop)
+        keep = asyncio.create_task(registration.keep(), name="keep registration")
+        watching = asyncio.create_task(watch(registration), name="watch over health")
+        stopped = asyncio.create_task(self._stop.wait(), name="wait for stop")
+        breaks = (keep, watching, self._fatal)
+        try:
+            if not self._stop.is_set():
+                await registration.set_state(MemberState.READY)
+                await self.server.set_ready(True)
+                announce(grpc=self.address, health=join_address(self.host, self._health.port), member=self.member)
+                await _until(stopped, breaks)
+            await self._drain(registration, drain, breaks)
+        except Unhealthy:
+            self._health.end_within(_STUCK_END_S)
+            raise
+        finally:
+            stopped.cancel()
+            keep.cancel()
+            watching.cancel()
+            await registration.leave()
+            await self._registry.close()
+
+    async def end(self) -> None:
+        """Stop the server. Calls that are left have a short grace to end."""
+        self._health.stop()
+        await self.server.stop(_STOP_GRACE_S)
+
+    async def _drain(self, registration: Registration, drain: Drain, breaks: Ends) -> None:
+        """Drain. Routers with work here are notified at the same time as the registry, which may not answer."""
+        grace_s = self.config.drain_grace_s
+        await self.server.set_ready(False)
+        _LOG.info("draining", extra={"grace_s": grace_s})
+        draining = asyncio.create_task(drain(grace_s), name="drain")
+        telling = asyncio.create_task(registration.set_state(MemberState.DRAINING), name="tell the registry")
+        outcome = DrainOutcome.INCOMPLETE
+        try:
+            await _until(draining, (telling, *breaks))
+            outcome = DrainOutcome.DRAINED
+        except DrainIncomplete as error:
+            _LOG.warning("drain ended with work left: %s", error.message, extra={"grace_s": grace_s})
+            raise
+        finally:
+            self._drained.set_result(outcome)
+            draining.cancel()
+            telling.cancel()
+            await asyncio.gather(draining, telling, return_exceptions=True)
+
+    def _as_member(self, profile: WorkerProfile) -> Member:
+        return Member(
+            id=self.member,
+            role=self.role,
+            address=self.address,
+            model=self.config.model_name,
+            fingerprint=profile.fingerprint,
+            transports=tuple(profile.transports),
+            capacity=profile.capacity,
+        )
+
+    def _set_fatal(self, error: Exception) -> None:
+        if not self._fatal.done():
+            _LOG.error("the worker cannot go on", exc_info=error)
+            self._fatal.set_exception(InternalError(f"the worker cannot go on: {error}"))
+
+
+async def _until(work: asyncio.Future[Any], breaks: Ends) -> None:
+    """Wait until `work` is done. Raises its error, or that of one of `breaks` which fails before."""
+    waiting: set[asyncio.Future[Any]] = {work, *breaks}
+    while not work.done():
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for end in done:
+            end.result()
+    work.result()
