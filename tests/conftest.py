@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.reaper import start_reaper
 from tests.skip_summary import skip_lines
+from tests.stacks_of_slow_tests import StacksOfSlowTests
 
 # Before anything imports torch, and inherited by every process that a test starts: two threads that fight for a busy
 # core cost more than they bring.
@@ -25,9 +26,10 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """In the process that was started, and in each one that pytest-xdist starts."""
     start_reaper(os.environ)
+    config.pluginmanager.register(StacksOfSlowTests())
     gc.disable()  # until all tests are collected
 
 

@@ -278,6 +278,7 @@ class Rig:
     schedule: FaultSchedule = field(default_factory=FaultSchedule)
     wire_dtype: str = "native"
     dice: random.Random = field(default_factory=lambda: random.Random(7))
+    imports: list[asyncio.Task[ImportedBlocks]] = field(default_factory=list)
 
     def prefill(self, num_tokens: int, *, num_choices: int = 1, attempt: int = 1) -> Prefill:
         """Queue and accept a prefill. Its blocks are reserved, and nothing is computed."""
@@ -309,7 +310,7 @@ class Rig:
     def start_import(
         self, prefill: Prefill, handoff_id: int = 1, *, signed: bytes = b""
     ) -> asyncio.Task[ImportedBlocks]:
-        return asyncio.create_task(
+        importing = asyncio.create_task(
             self.importer.import_blocks(
                 handoff_id=handoff_id,
                 signed_ticket=signed or prefill.signed,
@@ -317,11 +318,24 @@ class Rig:
                 blocks=self.decode,
             )
         )
+        self.imports.append(importing)
+        return importing
 
     async def read_arrived(self) -> Read:
-        """Return the newest read as soon as its bytes are in the target pool."""
-        async with asyncio.timeout(DEADLINE_S):
-            await self.watched.read_arrived.wait()
+        """Return the newest read as soon as its bytes are in the target pool. If every import has failed, raise the
+        last one's error."""
+        arrived = asyncio.create_task(self.watched.read_arrived.wait())
+        running = {importing for importing in self.imports if not importing.done()}
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                while not arrived.done():
+                    done, _ = await asyncio.wait({arrived, *running}, return_when=asyncio.FIRST_COMPLETED)
+                    running -= done
+                    failed = done - {arrived}
+                    if not arrived.done() and not running and failed:
+                        await failed.pop()
+        finally:
+            arrived.cancel()
         self.watched.read_arrived.clear()
         return self.watched.reads[-1]
 

@@ -1,0 +1,39 @@
+"""A test that waits in vain says what it waited for."""
+
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+_PLUGIN = """
+    from tests.stacks_of_slow_tests import StacksOfSlowTests
+
+    def pytest_configure(config):
+        config.pluginmanager.register(StacksOfSlowTests(first_s=0.02, every_s=0.02))
+"""
+_TESTS = """
+    import asyncio
+    import pytest
+
+    async def a_wait_in_vain(deadline_s):
+        async with asyncio.timeout(deadline_s):
+            await asyncio.Event().wait()
+
+    def test_that_fails():
+        asyncio.run(a_wait_in_vain(1.0))
+
+    def test_that_passes():
+        with pytest.raises(TimeoutError):
+            asyncio.run(a_wait_in_vain(1.0))
+"""
+
+
+def test_a_failed_test_reports_the_tasks_that_it_waited_for(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(_PLUGIN)
+    pytester.makepyfile(_TESTS)
+    pytester.syspathinsert(Path(__file__).parents[2])
+    result = pytester.runpytest_inprocess("-o", "asyncio_default_fixture_loop_scope=function")
+    result.assert_outcomes(passed=1, failed=1)
+    assert str(result.stdout).count("Stacks while the test ran") == 1
+    result.stdout.fnmatch_lines(["*task *a_wait_in_vain*", "*await asyncio.Event().wait()*"])
