@@ -42,6 +42,7 @@ _SIGNED_SECONDS = Real(least=-1e9)  # a difference of two clocks: its reader tak
 _DEADLINE = Real(excludes_least=True)
 _LEASE = Real(least=MIN_LEASE_S)
 _SPEED = Real(most=1e18)
+_RATIO = Real()
 _NAME = Text(least=1)
 _WORDS = Text(most=TEXT_CHARACTERS)
 _ADDRESS = Text(most=1_024, least=1)
@@ -180,7 +181,28 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "free_blocks": _COUNT,
         "links": Many(_REQUIRED, 65_536),
         "step_s": _SECONDS,
+        "service_times": _OPTIONAL,
     },
+    worker_pb2.ServiceTimes: {
+        "prefill": _REQUIRED,
+        "decode": _REQUIRED,
+        "mixed": _OPTIONAL,
+        "hand_off": _OPTIONAL,
+    },
+    worker_pb2.PrefillTimes: {
+        "step_s": _SECONDS,
+        "per_token_s": _SECONDS,
+        "per_token_context_s": _SECONDS,
+        "relative_error": _RATIO,
+    },
+    worker_pb2.DecodeTimes: {
+        "step_s": _SECONDS,
+        "per_sequence_s": _SECONDS,
+        "per_context_token_s": _SECONDS,
+        "relative_error": _RATIO,
+    },
+    worker_pb2.MixedTimes: {"factor": Real(most=1e6, excludes_least=True), "relative_error": _RATIO},
+    worker_pb2.HandOffTimes: {"fixed_s": _SECONDS, "relative_error": _RATIO},
     admin_pb2.LinkSpeed: {
         "exporter": _MEMBER,
         "transport": _NAME,

@@ -15,6 +15,7 @@ from cluster.messages import DecodeJob, MemberId
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
 from cluster.protocol.received import checked
+from cluster.service_times import ServiceTimes
 from router.fleet.decode_events import Sequences
 from router.fleet.decode_stream import DecodeStream
 from router.fleet.peer import OWN_CALL_S, Answer, Peer
@@ -44,6 +45,10 @@ class DecodePeer(Peer):
     @property
     def heard_s(self) -> float:
         return max(super().heard_s, self.stream.heard_s)
+
+    @property
+    def service_times(self) -> ServiceTimes | None:
+        return self.stream.service_times
 
     async def run(self) -> str:
         """Run the stream and the health checks. The stream breaks when the worker is lost."""

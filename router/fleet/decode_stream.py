@@ -21,8 +21,10 @@ from cluster.messages import LinkSpeed, MemberId
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
 from cluster.protocol.received import checked
+from cluster.protocol.service_times_wire import service_times_of
 from cluster.protocol.wire import link_speeds_from_wire
 from cluster.request_size import RequestSize
+from cluster.service_times import ServiceTimes
 from cluster.serving.rpc_errors import error_from_rpc
 from router.fleet.decode_events import (
     MoveOutcome,
@@ -84,6 +86,7 @@ class DecodeStream:
         self.heard_s = asyncio.get_running_loop().time()  # when the last message arrived
         self.heartbeat = worker_pb2.Heartbeat()
         self.links: tuple[LinkSpeed, ...] = ()  # the speed of its hand-offs, from the same heartbeat
+        self.service_times: ServiceTimes | None = None  # of the worker, from the same heartbeat
 
     @property
     def num_sequences(self) -> int:
@@ -290,6 +293,7 @@ class DecodeStream:
             case "heartbeat":
                 self.heartbeat = message.heartbeat
                 self.links = link_speeds_from_wire(message.heartbeat.links)
+                self.service_times = service_times_of(message.heartbeat)
             case "leaving":
                 self._on_draining(message.leaving.grace_s)
 

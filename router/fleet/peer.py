@@ -7,6 +7,7 @@ lost.
 
 import asyncio
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
@@ -17,6 +18,7 @@ from cluster.errors import Cancelled, QueueFull, TandemError, Unavailable, Unhea
 from cluster.member import Member
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol.received import checked
+from cluster.service_times import ServiceTimes
 from cluster.serving.rpc_errors import error_from_rpc
 from router.fleet.supervision import WorkerTimeouts, answers, refuses_connections
 from router.policies.admission import BacklogEstimator
@@ -33,7 +35,7 @@ OWN_CALL_S = 5.0  # for calls of the router itself, which belong to no request
 Answer = TypeVar("Answer")
 
 
-class Peer:
+class Peer(ABC):
     """The common part of PrefillPeer and DecodePeer."""
 
     def __init__(
@@ -69,6 +71,11 @@ class Peer:
     def heard_s(self) -> float:
         """When the worker last sent anything, by the event loop's clock."""
         return self._answered_s
+
+    @property
+    @abstractmethod
+    def service_times(self) -> ServiceTimes | None:
+        """How fast the worker computes, from its last heartbeat; None before it has measured anything."""
 
     @property
     def silent_s(self) -> float:

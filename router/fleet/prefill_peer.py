@@ -18,6 +18,8 @@ from cluster.messages import PrefillJob, SampledToken
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
 from cluster.protocol.received import checked, malformed
+from cluster.protocol.service_times_wire import service_times_of
+from cluster.service_times import ServiceTimes
 from router.fleet.peer import OWN_CALL_S, Peer
 from router.fleet.supervision import WorkerTimeouts
 from router.running import running
@@ -98,6 +100,10 @@ class PrefillPeer(Peer):
     @property
     def heard_s(self) -> float:
         return max(super().heard_s, self._heartbeat_s)
+
+    @property
+    def service_times(self) -> ServiceTimes | None:
+        return service_times_of(self.heartbeat)
 
     async def run(self) -> str:
         async with running(self._follow_heartbeats()):

@@ -30,7 +30,9 @@ from cluster.messages import (
 )
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
+from cluster.protocol.service_times_wire import service_times_to_wire
 from cluster.protocol.wire import link_speeds_to_wire
+from cluster.service_times import ServiceTimes
 from cluster.serving.serving import GrpcServer
 from tandem.enum_words import FINISH_REASONS
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
@@ -102,6 +104,8 @@ class ScriptedWorker:
         self.state = MemberState.READY
         self.fingerprint = FINGERPRINT
         self.capacity: Capacity | None = None
+        self.links: tuple[LinkSpeed, ...] = ()  # sent in its heartbeats, as the service times
+        self.service_times: ServiceTimes | None = None
         self.drained = asyncio.Event()
         self.door = Gate()  # of every new call, health checks too
         self.server = GrpcServer(
@@ -127,6 +131,15 @@ class ScriptedWorker:
         self.address = f"127.0.0.1:{self.server.bind('127.0.0.1', port)}"
         await self.server.start()
         await self.server.set_ready(True)
+
+    def heartbeat(self, step: int) -> worker_pb2.Heartbeat:
+        times = self.service_times
+        return worker_pb2.Heartbeat(
+            step=step,
+            free_blocks=10,
+            links=link_speeds_to_wire(self.links),
+            service_times=service_times_to_wire(times) if times is not None else None,
+        )
 
     async def die(self) -> None:
         await self.server.stop(0)
@@ -179,7 +192,7 @@ class _Prefill(worker_pb2_grpc.PrefillWorkerServicer):
     async def Heartbeats(self, request: worker_pb2.HeartbeatsRequest, context: _Context) -> AsyncIterator[Any]:
         for step in itertools.count():
             await self._worker.door.passed()
-            yield worker_pb2.Heartbeat(step=step, free_blocks=10)
+            yield self._worker.heartbeat(step)
             self._worker.beats.put_nowait(step)
             await asyncio.sleep(_HEARTBEAT_S)
 
@@ -226,7 +239,6 @@ class ScriptedDecode(ScriptedWorker):
         self.broken_with: set[str] = set()  # prefill workers whose KV never comes here
         self.started = asyncio.Event()  # a job came
         self.before_taking = Gate()  # a job that came, by its Start
-        self.links: tuple[LinkSpeed, ...] = ()  # sent in its heartbeats
         self.transfer = Gate()
         self.pause_at: int | None = None  # no token from this index on, until resumed
         self.paused = asyncio.Event()
@@ -357,7 +369,7 @@ class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
             yield worker_pb2.WorkerMessage(hello=worker_pb2.WorkerHello(worker=str(worker.id)))
             while True:
                 await worker.voice.passed()
-                message = await _or_heartbeat(outgoing, worker.links)
+                message = await _or_heartbeat(outgoing, worker)
                 if message is None:
                     raise Unavailable("the connection is told to break")
                 yield message
@@ -445,15 +457,13 @@ class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
 
 
 async def _or_heartbeat(
-    outgoing: "asyncio.Queue[worker_pb2.WorkerMessage | None]", links: Sequence[LinkSpeed]
+    outgoing: "asyncio.Queue[worker_pb2.WorkerMessage | None]", worker: ScriptedWorker
 ) -> worker_pb2.WorkerMessage | None:
     try:
         async with asyncio.timeout(_HEARTBEAT_S):
             return await outgoing.get()
     except TimeoutError:
-        return worker_pb2.WorkerMessage(
-            heartbeat=worker_pb2.Heartbeat(step=1, free_blocks=10, links=link_speeds_to_wire(links))
-        )
+        return worker_pb2.WorkerMessage(heartbeat=worker.heartbeat(step=1))
 
 
 class _About(worker_pb2_grpc.WorkerServicer):

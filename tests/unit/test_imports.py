@@ -47,6 +47,7 @@ PURE = [
     "cluster.messages",
     "cluster.protocol.versions",
     "cluster.request_size",
+    "cluster.service_times",
     "cluster.registry.scale_target",
     "cluster.observe.service_rate",
     "cluster.settings.transfer_settings",

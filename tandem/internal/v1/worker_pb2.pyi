@@ -311,20 +311,74 @@ class HeartbeatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("step", "running", "waiting", "free_blocks", "links", "step_s")
+    __slots__ = ("step", "running", "waiting", "free_blocks", "links", "step_s", "service_times")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_TIMES_FIELD_NUMBER: _ClassVar[int]
     step: int
     running: int
     waiting: int
     free_blocks: int
     links: _containers.RepeatedCompositeFieldContainer[_admin_pb2.LinkSpeed]
     step_s: float
-    def __init__(self, step: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., links: _Optional[_Iterable[_Union[_admin_pb2.LinkSpeed, _Mapping]]] = ..., step_s: _Optional[float] = ...) -> None: ...
+    service_times: ServiceTimes
+    def __init__(self, step: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., links: _Optional[_Iterable[_Union[_admin_pb2.LinkSpeed, _Mapping]]] = ..., step_s: _Optional[float] = ..., service_times: _Optional[_Union[ServiceTimes, _Mapping]] = ...) -> None: ...
+
+class ServiceTimes(_message.Message):
+    __slots__ = ("prefill", "decode", "mixed", "hand_off")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    MIXED_FIELD_NUMBER: _ClassVar[int]
+    HAND_OFF_FIELD_NUMBER: _ClassVar[int]
+    prefill: PrefillTimes
+    decode: DecodeTimes
+    mixed: MixedTimes
+    hand_off: HandOffTimes
+    def __init__(self, prefill: _Optional[_Union[PrefillTimes, _Mapping]] = ..., decode: _Optional[_Union[DecodeTimes, _Mapping]] = ..., mixed: _Optional[_Union[MixedTimes, _Mapping]] = ..., hand_off: _Optional[_Union[HandOffTimes, _Mapping]] = ...) -> None: ...
+
+class PrefillTimes(_message.Message):
+    __slots__ = ("step_s", "per_token_s", "per_token_context_s", "relative_error")
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    PER_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PER_TOKEN_CONTEXT_S_FIELD_NUMBER: _ClassVar[int]
+    RELATIVE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    step_s: float
+    per_token_s: float
+    per_token_context_s: float
+    relative_error: float
+    def __init__(self, step_s: _Optional[float] = ..., per_token_s: _Optional[float] = ..., per_token_context_s: _Optional[float] = ..., relative_error: _Optional[float] = ...) -> None: ...
+
+class DecodeTimes(_message.Message):
+    __slots__ = ("step_s", "per_sequence_s", "per_context_token_s", "relative_error")
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    PER_SEQUENCE_S_FIELD_NUMBER: _ClassVar[int]
+    PER_CONTEXT_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    RELATIVE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    step_s: float
+    per_sequence_s: float
+    per_context_token_s: float
+    relative_error: float
+    def __init__(self, step_s: _Optional[float] = ..., per_sequence_s: _Optional[float] = ..., per_context_token_s: _Optional[float] = ..., relative_error: _Optional[float] = ...) -> None: ...
+
+class MixedTimes(_message.Message):
+    __slots__ = ("factor", "relative_error")
+    FACTOR_FIELD_NUMBER: _ClassVar[int]
+    RELATIVE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    factor: float
+    relative_error: float
+    def __init__(self, factor: _Optional[float] = ..., relative_error: _Optional[float] = ...) -> None: ...
+
+class HandOffTimes(_message.Message):
+    __slots__ = ("fixed_s", "relative_error")
+    FIXED_S_FIELD_NUMBER: _ClassVar[int]
+    RELATIVE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    fixed_s: float
+    relative_error: float
+    def __init__(self, fixed_s: _Optional[float] = ..., relative_error: _Optional[float] = ...) -> None: ...
 
 class CheckLinkRequest(_message.Message):
     __slots__ = ("exporter", "address", "max_blocks")

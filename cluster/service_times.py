@@ -1,0 +1,111 @@
+"""How fast one worker computes: fitted models of its prefill, decode and mixed steps and of its hand-offs. Pure.
+
+Workers fit these models to their own steps and send them with every heartbeat; routers predict with them. All times are
+the worker's own time for the work, in seconds, without waiting in any queue. Nothing is fitted here.
+"""
+
+from dataclasses import dataclass
+
+
+def attended_tokens(num_new: int, context: float) -> float:
+    """Return how many earlier tokens `num_new` new ones attend to in all, when `context` tokens precede the first.
+
+    The i-th new token, counted from 1, attends to `context + i` tokens, itself included, so the mean is
+    `context + (num_new + 1) / 2`. The sum over the chunks of a prompt is that of the prompt in one chunk.
+    """
+    return num_new * (context + (num_new + 1) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What one step computes, as the models see it."""
+
+    num_new: int = 0  # tokens of prompts
+    attended: float = 0.0  # the sum of `attended_tokens` over the prompts' chunks
+    batch: int = 0  # sequences that decode
+    context: int = 0  # the sum of their lengths, the token being computed included
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.num_new > 0 and self.batch > 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTimes:
+    """seconds = step_s + per_token_s * new tokens + per_token_context_s * (new tokens * their mean context)."""
+
+    step_s: float
+    per_token_s: float
+    per_token_context_s: float
+    relative_error: float  # the median of |predicted - measured| / measured over recent steps
+
+    def seconds(self, num_new: int, attended: float) -> float:
+        return self.step_s + self.per_token_s * num_new + self.per_token_context_s * attended
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTimes:
+    """seconds = step_s + per_sequence_s * batch + per_context_token_s * the sum of the sequences' lengths."""
+
+    step_s: float
+    per_sequence_s: float
+    per_context_token_s: float
+    relative_error: float  # as in PrefillTimes
+
+    def seconds(self, batch: int, context: int) -> float:
+        return self.step_s + self.per_sequence_s * batch + self.per_context_token_s * context
+
+
+@dataclass(frozen=True, slots=True)
+class MixedTimes:
+    """seconds = factor * (the larger step_s of prefill and decode + all other terms of both), and at least what either
+    of them takes alone."""
+
+    factor: float
+    relative_error: float  # as in PrefillTimes
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffTimes:
+    """seconds = fixed_s + the bytes over the pair's `LinkSpeed.bytes_per_s`."""
+
+    fixed_s: float
+    relative_error: float  # of the seconds in all, as in PrefillTimes
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceTimes:
+    """The models of one worker. Every prediction is at least 0 and never falls when the work grows."""
+
+    prefill: PrefillTimes
+    decode: DecodeTimes
+    mixed: MixedTimes | None = None  # None: the worker has computed no mixed step yet, and the factor is taken as 1
+    hand_off: HandOffTimes | None = None  # None: the worker has imported nothing yet
+
+    def prefill_s(self, num_new: int, context: float = 0.0) -> float:
+        """Predict a step that computes one chunk of a prompt, `context` tokens of which are in the cache before."""
+        return self.seconds(StepWork(num_new=num_new, attended=attended_tokens(num_new, context)))
+
+    def prompt_s(self, num_new: int, context: float, max_chunk: int) -> float:
+        """Predict all steps of a prompt that is computed alone, in chunks of `max_chunk` tokens."""
+        num_steps = -(-num_new // max_chunk)
+        return self.prefill_s(num_new, context) + max(0, num_steps - 1) * self.prefill.step_s
+
+    def step_s(self, batch: int, context: int) -> float:
+        """Predict a step in which `batch` sequences with `context` tokens in all decode one token each."""
+        return self.seconds(StepWork(batch=batch, context=context))
+
+    def mixed_step_s(self, num_new: int, prompt_context: float, batch: int, context: int) -> float:
+        """Predict a step that computes one chunk as in `prefill_s` and decodes as in `step_s`."""
+        attended = attended_tokens(num_new, prompt_context)
+        return self.seconds(StepWork(num_new=num_new, attended=attended, batch=batch, context=context))
+
+    def seconds(self, work: StepWork) -> float:
+        """Predict any step; 0 if it computes nothing."""
+        prefill_s = self.prefill.seconds(work.num_new, work.attended) if work.num_new else 0.0
+        decode_s = self.decode.seconds(work.batch, work.context) if work.batch else 0.0
+        if not work.is_mixed:
+            return prefill_s + decode_s
+        factor = self.mixed.factor if self.mixed is not None else 1.0
+        both_s = prefill_s + decode_s - min(self.prefill.step_s, self.decode.step_s)
+        return max(prefill_s, decode_s, factor * both_s)
