@@ -23,11 +23,11 @@ from benchmarks.machine import about
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.process import lasting
 from cluster.protocol.hashing import NATIVE, keyed_chains
-from decode_worker.scheduling.commands import AdmitImported, Command, Event, Failed, Reserve, Reserved, StepTokens
-from decode_worker.scheduling.limits import DecodeLimits
-from decode_worker.scheduling.scheduler import DecodeScheduler
 from engine.batch import pack
+from engine.scheduling.commands import AdmitImported, Command, Event, Failed, Reserve, Reserved, StepTokens
 from engine.scheduling.length_prediction import LengthPredictor
+from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import DrawnToken, StepPlan, StepResult
 from engine.steps.step_loop import StepLoop
 
@@ -139,7 +139,7 @@ class _Serving:
         self.has_ended = threading.Event()
         self.errors: list[Exception] = []
         num_blocks = (shape.batch * (_CONTEXT + 2 * num_steps) + 2 * _MAX_TOKENS) // _BLOCK_SIZE
-        limits = DecodeLimits(
+        limits = SchedulerLimits(
             num_blocks=num_blocks,
             block_size=_BLOCK_SIZE,
             max_model_len=1 << 15,
@@ -149,7 +149,7 @@ class _Serving:
             watermark=0.01,
         )
         self.loop: StepLoop[Command, Event] = StepLoop(
-            DecodeScheduler(limits, new_chain=self._new_chain, lengths=LengthPredictor()),
+            SequenceScheduler(limits, new_chain=self._new_chain, lengths=LengthPredictor()),
             self.device,
             self.device.clock,
             self._emit,

@@ -7,8 +7,8 @@ tests/unit/scheduling; no worker offers it.
 from collections.abc import Sequence
 
 from cluster.messages import DecodeJob
-from decode_worker.scheduling.commands import AdmitLocal, Command, Event, Failed, StepTokens
-from decode_worker.scheduling.scheduler import DecodeScheduler
+from engine.scheduling.commands import AdmitLocal, Command, Event, Failed, StepTokens
+from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import StepPlan, StepResult
 
 
@@ -19,7 +19,7 @@ class StaticBatching:
     the order of arrival.
     """
 
-    def __init__(self, scheduler: DecodeScheduler, batch_size: int, window: int = 1) -> None:
+    def __init__(self, scheduler: SequenceScheduler, batch_size: int, window: int = 1) -> None:
         self._scheduler = scheduler
         self._batch_size = batch_size
         self._window = window

@@ -20,9 +20,9 @@ from pathlib import Path
 from benchmarks.engine.shapes import MODELS
 from benchmarks.machine import about
 from cluster.settings.engine_settings import EngineSettings
-from decode_worker.scheduling.swapping import PreemptionCost
 from engine.build import Engine, build_engine
 from engine.kv.host_blocks import HostBlocks, SwappingRunner
+from engine.scheduling.batching.swapping import PreemptionCost
 from engine.scheduling.schedule import blocks_for
 from engine.scheduling.step import BlockSwap, Chunk, StepPlan
 

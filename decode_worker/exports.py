@@ -19,7 +19,7 @@ from cluster.errors import DuplicateRequest, HandOffReason, NotFound, TandemErro
 from cluster.messages import MemberId
 from cluster.protocol import tickets
 from cluster.protocol.hashing import hash_prompt
-from decode_worker.scheduling import commands
+from engine.scheduling import commands
 from engine.scheduling.commands import Release
 from kvtransfer.exporter.exporter import Exporter, FirstToken, TailBlock
 

@@ -13,7 +13,7 @@ from cluster import holders
 from cluster.errors import InternalError, TandemError
 from cluster.messages import DecodeJob, MemberId
 from cluster.protocol.hashing import NewChain, hash_prompt
-from decode_worker.scheduling import commands
+from engine.scheduling import commands
 from engine.scheduling.commands import Quiet
 from engine.steps.questions import StepInbox
 from kvtransfer.importer.importer import ExpectedPrompt, ImportedBlocks, Importer

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from cluster.errors import HandOffFailed, TandemError
 from cluster.protocol import wire
 from decode_worker.live_handles import Arrival
-from decode_worker.scheduling.commands import SequenceToken, Started
+from engine.scheduling.commands import SequenceToken, Started
 from tandem.enum_words import FINISH_REASONS
 from tandem.internal.v1 import worker_pb2
 from tandem.v1 import inference_pb2

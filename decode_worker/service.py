@@ -29,9 +29,9 @@ from decode_worker import router_messages
 from decode_worker.exports import Exports, FreezeOrder
 from decode_worker.imports import Imports
 from decode_worker.live_handles import Arrival, LiveHandles
-from decode_worker.scheduling import commands
-from decode_worker.scheduling.limits import DecodeLimits
 from decode_worker.streams import RouterStreams
+from engine.scheduling import commands
+from engine.scheduling.limits import SchedulerLimits
 from engine.steps.step_loop import StepLoop
 from kvtransfer.exporter.exporter import Exporter
 from kvtransfer.importer.importer import ImportedBlocks, Importer
@@ -49,7 +49,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         importer: Importer,
         exporter: Exporter,
         vocab_size: int,
-        limits: DecodeLimits,
+        limits: SchedulerLimits,
         cluster_key: bytes,
         new_chain: NewChain,
         wire_dtype: str,

@@ -25,9 +25,9 @@ from engine.steps.step_loop import StepLoop
 from kvtransfer.exporter.exporter import Exporter, FirstToken, TailBlock
 from prefill_worker.prefixes.cache_event_publisher import CacheEventPublisher
 from prefill_worker.prefixes.prefix_pulls import PrefixPulls
+from prefill_worker.prefixes.rates import RunningRate
 from prefill_worker.prefixes.tiers import PrefixTiers
 from prefill_worker.scheduling import commands
-from prefill_worker.scheduling.rates import RunningRate
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
 _Outcome = commands.Finished | commands.Failed

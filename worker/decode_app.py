@@ -9,15 +9,15 @@ from cluster.process import lasting
 from cluster.protocol.wire import link_speeds_to_wire
 from cluster.request_size import LengthLimits
 from cluster.settings.config import WorkerConfig
-from decode_worker.scheduling import commands
-from decode_worker.scheduling.limits import DecodeLimits
-from decode_worker.scheduling.scheduler import DecodeScheduler
-from decode_worker.scheduling.swapping import PreemptionCost
 from decode_worker.service import DecodeService
 from engine.build import Engine, build_engine
 from engine.kv.host_blocks import HostBlocks, open_host_blocks, with_swaps
+from engine.scheduling import commands
+from engine.scheduling.batching.swapping import PreemptionCost
 from engine.scheduling.length_prediction import LengthPredictor
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import make_policy
+from engine.scheduling.scheduler import SequenceScheduler
 from engine.speculation.draft_model import with_draft_model
 from engine.speculation.drafter import drafter_factory
 from engine.speculation.step_cost import fixed_rows
@@ -69,7 +69,7 @@ class _DecodeApp(WorkerApp[commands.Command, commands.Event]):
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self.service, life.server.grpc)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._worker_service(life), life.server.grpc)
 
-    def _decode_service(self, life: WorkerLife, engine: Engine, limits: DecodeLimits) -> DecodeService:
+    def _decode_service(self, life: WorkerLife, engine: Engine, limits: SchedulerLimits) -> DecodeService:
         return DecodeService(
             member=life.member,
             steps=self.steps,
@@ -131,9 +131,9 @@ def _engine(config: WorkerConfig) -> Engine:
 
 
 def _scheduler(
-    life: WorkerLife, engine: Engine, limits: DecodeLimits, host_blocks: HostBlocks | None
-) -> DecodeScheduler:
-    return DecodeScheduler(
+    life: WorkerLife, engine: Engine, limits: SchedulerLimits, host_blocks: HostBlocks | None
+) -> SequenceScheduler:
+    return SequenceScheduler(
         limits,
         new_chain=life.new_chain,
         wire_dtype=life.config.kv_wire_dtype,
@@ -144,8 +144,8 @@ def _scheduler(
     )
 
 
-def _limits(config: WorkerConfig, engine: Engine, host_blocks: HostBlocks | None) -> DecodeLimits:
-    return DecodeLimits(
+def _limits(config: WorkerConfig, engine: Engine, host_blocks: HostBlocks | None) -> SchedulerLimits:
+    return SchedulerLimits(
         num_blocks=engine.pool.num_blocks,
         block_size=config.block_size,
         max_model_len=engine.model_info.max_model_len,

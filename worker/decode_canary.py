@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from cluster import holders
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
-from decode_worker.scheduling import commands
+from engine.scheduling import commands
 from worker.canary import NUM_TOKENS, prompt_of
 
 _NO_ROUTER = MemberId("canary", "here")

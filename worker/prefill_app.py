@@ -18,10 +18,10 @@ from kvtransfer.importer.calls import GrpcChannelPool
 from kvtransfer.wire.wire_format import WireDtype
 from prefill_worker.prefixes.cache_event_publisher import CacheEventPublisher
 from prefill_worker.prefixes.prefix_pulls import PrefixPulls, PullResources
+from prefill_worker.prefixes.rates import RunningRate
 from prefill_worker.prefixes.tiers import PrefixTiers, TierResources, open_tiers
 from prefill_worker.scheduling import commands
 from prefill_worker.scheduling.limits import PrefillLimits
-from prefill_worker.scheduling.rates import RunningRate
 from prefill_worker.scheduling.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
 from tandem.internal.v1 import worker_pb2_grpc

@@ -12,10 +12,10 @@ from itertools import pairwise
 from cluster.clock import MonotonicClock
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import nameless_chains
-from decode_worker.scheduling.commands import AdmitImported, Command, Event, Reserve, Reserved, StepTokens
-from decode_worker.scheduling.limits import DecodeLimits
-from decode_worker.scheduling.scheduler import DecodeScheduler
+from engine.scheduling.commands import AdmitImported, Command, Event, Reserve, Reserved, StepTokens
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.schedule import tail_length
+from engine.scheduling.scheduler import SequenceScheduler
 from engine.steps.runner import ModelRunner
 from engine.steps.step_loop import StepLoop
 
@@ -78,10 +78,10 @@ def step_times_s(runner: ModelRunner, decodes: Decodes, *, ahead: bool) -> tuple
     return tuple(later - earlier for earlier, later in pairwise(times_s))
 
 
-def _filled(decodes: Decodes) -> DecodeScheduler:
+def _filled(decodes: Decodes) -> SequenceScheduler:
     """Return the scheduler with every sequence, before its first step."""
     num_tokens = decodes.steps + MORE_TOKENS
-    limits = DecodeLimits(
+    limits = SchedulerLimits(
         num_blocks=decodes.num_blocks,
         block_size=decodes.block_size,
         max_model_len=decodes.context + num_tokens,
@@ -90,7 +90,7 @@ def _filled(decodes: Decodes) -> DecodeScheduler:
         max_queue=decodes.sequences,
         watermark=0.0,
     )
-    scheduler = DecodeScheduler(limits, new_chain=nameless_chains())
+    scheduler = SequenceScheduler(limits, new_chain=nameless_chains())
     for number in range(decodes.sequences):
         start = SequenceStart(number, seed=number)
         prompt = (_TOKEN,) * decodes.context

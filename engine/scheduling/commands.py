@@ -1,7 +1,6 @@
-"""What questions to the step thread are, and the commands and answers that both roles' schedulers share. Pure values.
+"""The commands of a worker's event loop to its step thread, and the events that come back. Pure values.
 
-Commands go to the step thread and events come back; these two directions are the only meeting place of asyncio and the
-thread that owns the device and the block pool. Each role's `scheduling/commands.py` declares its own commands.
+These two directions are the only meeting place of asyncio and the thread that owns the device and the block pool.
 """
 
 from collections.abc import Hashable
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
 from cluster.errors import TandemError
+from cluster.messages import DecodeJob, MemberId, SampledToken
 
 AnswerT = TypeVar("AnswerT")
 Key: TypeAlias = tuple[Hashable, ...]
@@ -113,3 +113,204 @@ class Inspect(Question[Inspected]):
     @property
     def key(self) -> Key:
         return Inspect, self.inspection_id
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve(Question["Reserved"]):
+    """Reserve blocks for one hand-off, all at once, in the order of the policy and above the watermark. Answered by
+    Reserved, or by Unreservable if the pool can never hold so many. `block_hashes`: of the leading full blocks; those
+    found in the prefix cache are not transferred. `job`: the job whose sequences will join; None if none will."""
+
+    handoff_id: int
+    num_blocks: int
+    block_hashes: tuple[bytes, ...] = ()
+    job: DecodeJob | None = None
+
+    @property
+    def key(self) -> Key:
+        return Reserve, self.handoff_id
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """End a hand-off whose sequences will not join, and free its blocks. Blocks that a read may still write to go to
+    quarantine instead."""
+
+    handoff_id: int
+    quarantined_block_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitImported:
+    """Admit the sequences of a settled hand-off, with its reserved blocks: `sealed_block_ids` are shared by all
+    choices, `tail_block_ids` are one per choice (none if the prompt ends on a block boundary). `first_tokens[i]` is the
+    first token of choice i, or None if the choice ended with it."""
+
+    handoff_id: int
+    job: DecodeJob
+    sealed_block_ids: tuple[int, ...]
+    tail_block_ids: tuple[int, ...]
+    first_tokens: tuple[int | None, ...]
+    unverified: frozenset[int] = frozenset()  # those of its blocks that were not verified
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitLocal:
+    """Prefill the job on this worker. Its choices share the prompt's blocks. A sequence with committed tokens continues
+    after them. Answered by Failed if the queue is full or the job can never fit."""
+
+    job: DecodeJob
+
+
+@dataclass(frozen=True, slots=True)
+class CancelSequences:
+    """End these sequences at the latest when the running step ends. Unknown handles are ignored: they ended already."""
+
+    router: MemberId
+    handles: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """Exclude a decoding sequence from steps and lease its blocks to this ticket until Release. It remains live until
+    it is cancelled, is thawed, or exceeds its deadline. Answered by Frozen, or by FreezeRefused if it does not
+    decode."""
+
+    ticket_id: bytes
+    router: MemberId
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Thaw:
+    """Continue a frozen sequence on this worker, as `new_handle`. Answered by Thawed, or by ThawRefused if it is not
+    frozen."""
+
+    router: MemberId
+    handle: int
+    new_handle: int
+
+
+Command = (
+    Reserve
+    | Discard
+    | Quiet
+    | AdmitImported
+    | AdmitLocal
+    | CancelSequences
+    | Freeze
+    | Thaw
+    | LeasePrefix
+    | Release
+    | Inspect
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved(Answer):
+    """The blocks of a hand-off. The first `num_cached` hold their content already."""
+
+    handoff_id: int
+    block_ids: tuple[int, ...]
+    num_cached: int
+
+    @property
+    def key(self) -> Key:
+        return Reserve, self.handoff_id
+
+
+@dataclass(frozen=True, slots=True)
+class Unreservable(Refusal):
+    """The hand-off needs more blocks than the pool can ever reserve."""
+
+    handoff_id: int
+    error: TandemError
+
+    @property
+    def key(self) -> Key:
+        return Reserve, self.handoff_id
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """These sequences are in a step for the first time. `queue_s`: seconds from AdmitImported or AdmitLocal to that
+    step. `num_cached`: prompt tokens whose KV was found in the prefix cache."""
+
+    router: MemberId
+    handles: tuple[int, ...]
+    queue_s: float
+    num_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceToken:
+    """One token of one choice. `index` counts its output tokens from 0, including committed and imported ones."""
+
+    router: MemberId
+    handle: int
+    index: int
+    token: SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """All tokens of one engine step, for all routers."""
+
+    step: int
+    tokens: tuple[SequenceToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    router: MemberId
+    handles: tuple[int, ...]
+    error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """The sequence is frozen; no token of it follows. `token_ids`: the tokens whose KV the blocks hold, which are all
+    but `last_token_id`, the one drawn last."""
+
+    ticket_id: bytes
+    request_id: str
+    token_ids: tuple[int, ...]
+    last_token_id: int
+    num_output: int
+    sealed_block_ids: tuple[int, ...]
+    tail: Tail | None
+    unverified: frozenset[int] = frozenset()  # those of its blocks that came from another worker and were not verified
+
+
+@dataclass(frozen=True, slots=True)
+class FreezeRefused:
+    ticket_id: bytes
+    error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class Thawed:
+    router: MemberId
+    handle: int  # the new one
+
+
+@dataclass(frozen=True, slots=True)
+class ThawRefused:
+    router: MemberId
+    handle: int  # the new one
+    error: TandemError
+
+
+Event = (
+    Reserved
+    | Unreservable
+    | Started
+    | StepTokens
+    | Failed
+    | Frozen
+    | FreezeRefused
+    | Thawed
+    | ThawRefused
+    | PrefixLeased
+    | Inspected
+)

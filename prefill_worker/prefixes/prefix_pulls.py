@@ -29,8 +29,8 @@ from kvtransfer.importer.calls import GrpcChannelPool
 from kvtransfer.importer.importer import ExpectedPrompt, Importer
 from kvtransfer.importer.links import LinkTable
 from kvtransfer.memory import Reservation
+from prefill_worker.prefixes.rates import RunningRate
 from prefill_worker.scheduling import commands
-from prefill_worker.scheduling.rates import RunningRate
 from tandem.internal.v1 import kv_pb2, kv_pb2_grpc
 
 _LOG = logging.getLogger("tandem.prefill.pulls")

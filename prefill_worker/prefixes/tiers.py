@@ -29,10 +29,10 @@ from engine.scheduling.schedule import sealed_blocks
 from engine.steps.questions import StepInbox
 from kvtransfer.memory import PoolMemory
 from prefill_worker.prefixes.prefix_pulls import MAX_COST_RATIO, MIN_TIMEOUT_S
+from prefill_worker.prefixes.rates import RunningRate
 from prefill_worker.prefixes.tier_index import Place, Store, TierIndex
 from prefill_worker.prefixes.tier_storage import LATE, OK, BlockFiles, Fetched, TierStorage
 from prefill_worker.scheduling import commands
-from prefill_worker.scheduling.rates import RunningRate
 
 _LOG = logging.getLogger("tandem.prefill.tiers")
 _MAX_STORES = 4  # prompts whose blocks are being copied out or wait for it; the blocks of one more are dropped

@@ -28,9 +28,9 @@ from kvtransfer.transports.base import Channel, ImporterTransport
 from kvtransfer.transports.shm.transport import ShmExporter, ShmImporter
 from kvtransfer.wire.wire_format import NativeFormat
 from prefill_worker.prefixes.cache_event_publisher import CacheEventPublisher
+from prefill_worker.prefixes.rates import RunningRate
 from prefill_worker.scheduling import commands
 from prefill_worker.scheduling.limits import PrefillLimits
-from prefill_worker.scheduling.rates import RunningRate
 from prefill_worker.scheduling.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
 from tandem.internal.v1 import kv_pb2_grpc, worker_pb2_grpc

@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from decode_worker.scheduling.commands import Command, Event, Frozen, Started
-from engine.scheduling.commands import Inspected
+from engine.scheduling.commands import Command, Event, Frozen, Inspected, Started
 from engine.scheduling.step import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult
 from tests.unit.decode_bench import DecodeBench, HandOff
 from tests.unit.fake_paged_runner import VOCAB_SIZE, FakePagedRunner

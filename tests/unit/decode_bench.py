@@ -1,4 +1,4 @@
-"""Drives a DecodeScheduler step by step on the fake runner and judges every token against a serial run."""
+"""Drives a SequenceScheduler step by step on the fake runner and judges every token against a serial run."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -6,7 +6,9 @@ from dataclasses import dataclass, field, replace
 
 from cluster.messages import DecodeJob, FinishReason, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import NATIVE, keyed_chains, nameless_chains
-from decode_worker.scheduling.commands import (
+from engine.scheduling.batching.sequences import Sequence
+from engine.scheduling.batching.swapping import PreemptionCost
+from engine.scheduling.commands import (
     AdmitImported,
     AdmitLocal,
     CancelSequences,
@@ -17,6 +19,10 @@ from decode_worker.scheduling.commands import (
     Freeze,
     FreezeRefused,
     Frozen,
+    Inspect,
+    Inspected,
+    Quiet,
+    Release,
     Reserve,
     Reserved,
     Started,
@@ -26,21 +32,18 @@ from decode_worker.scheduling.commands import (
     ThawRefused,
     Unreservable,
 )
-from decode_worker.scheduling.limits import DecodeLimits
-from decode_worker.scheduling.scheduler import DecodeScheduler
-from decode_worker.scheduling.sequences import Sequence
-from decode_worker.scheduling.swapping import PreemptionCost
-from engine.scheduling.commands import Inspect, Inspected, Quiet, Release
 from engine.scheduling.length_prediction import LengthPredictor
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import make_policy
 from engine.scheduling.schedule import banned_token_ids, finish_reason
+from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import DraftRequest, Sample, StepPlan
 from tests.unit.fake_paged_runner import VOCAB_SIZE, FakePagedRunner, next_token
 
 ROUTER = MemberId("router", "1")
 
 
-def limits(**changed: int | float) -> DecodeLimits:
+def limits(**changed: int | float) -> SchedulerLimits:
     values: dict[str, int | float] = {
         "num_blocks": 64,
         "block_size": 4,
@@ -50,7 +53,7 @@ def limits(**changed: int | float) -> DecodeLimits:
         "max_queue": 64,
         "watermark": 0.0,
     }
-    return DecodeLimits(**(values | changed))  # type: ignore[arg-type]
+    return SchedulerLimits(**(values | changed))  # type: ignore[arg-type]
 
 
 def known_lengths(num_output: int = 6) -> LengthPredictor:
@@ -119,7 +122,7 @@ class _KnowingDrafter:
 
 @dataclass
 class DecodeBench:
-    limits: DecodeLimits
+    limits: SchedulerLimits
     prefix_caching: bool = True
     wire_dtype: str = NATIVE
     policy: str = "fcfs"
@@ -139,7 +142,7 @@ class DecodeBench:
     def __post_init__(self) -> None:
         self.new_chain = keyed_chains(b"key", self.limits.block_size) if self.prefix_caching else nameless_chains()
         self.cost = PreemptionCost()
-        self.scheduler = DecodeScheduler(
+        self.scheduler = SequenceScheduler(
             self.limits,
             new_chain=self.new_chain,
             wire_dtype=self.wire_dtype,

@@ -13,8 +13,8 @@ from cluster.observe.telemetry import Telemetry
 from cluster.protocol import kv_wire
 from cluster.settings.transfer_settings import TransferSettings
 from decode_worker.exports import FreezeOrder, FrozenSequence
-from decode_worker.scheduling import commands
 from decode_worker.service import DecodeService
+from engine.scheduling import commands
 from engine.steps.step_loop import StepLoop
 from kvtransfer.exporter.exporter import Exporter
 from kvtransfer.exporter.ticket_driver import IncomingCall

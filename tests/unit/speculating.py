@@ -70,7 +70,7 @@ class Oracle:
 
 @dataclass(slots=True)
 class Talk:
-    """One sequence. `num_computed` and the rest as the decode scheduler keeps them."""
+    """One sequence. `num_computed` and the rest as the scheduler keeps them."""
 
     number: int
     token_ids: list[int]

@@ -9,7 +9,7 @@ import pytest
 from cluster.clock import ManualClock, MonotonicClock
 from cluster.messages import DecodeJob, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import nameless_chains
-from decode_worker.scheduling.commands import (
+from engine.scheduling.commands import (
     AdmitLocal,
     CancelSequences,
     Command,
@@ -17,10 +17,11 @@ from decode_worker.scheduling.commands import (
     Failed,
     Freeze,
     Frozen,
+    Inspect,
+    Inspected,
     StepTokens,
 )
-from decode_worker.scheduling.scheduler import DecodeScheduler
-from engine.scheduling.commands import Inspect, Inspected
+from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import StepPlan, StepResult
 from engine.steps.step_loop import StepLoop
 from tests.unit.ahead_bench import Stream
@@ -80,7 +81,7 @@ class _Bench:
         self.errors: list[str] = []
         self.fatal: list[Exception] = []
         self.loop: StepLoop[Command, Event] = StepLoop(
-            DecodeScheduler(limits(), new_chain=nameless_chains()),
+            SequenceScheduler(limits(), new_chain=nameless_chains()),
             self.device,
             clock or MonotonicClock(),
             self._emit,

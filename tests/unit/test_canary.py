@@ -14,9 +14,9 @@ from cluster.observe.stand_still import StuckLimits
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol.hashing import nameless_chains
 from cluster.serving.serving import GrpcServer
-from decode_worker.scheduling.limits import DecodeLimits
-from decode_worker.scheduling.scheduler import DecodeScheduler
 from engine.scheduling.commands import Inspect, Inspected
+from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import DrawnToken, StepPlan, StepResult
 from engine.steps.step_loop import StepLoop
 from prefill_worker.scheduling import commands as prefill_commands
@@ -122,7 +122,7 @@ def _scheduler(role: str) -> Any:
             ),
             new_chain=nameless_chains(),
         )
-    limits = DecodeLimits(
+    limits = SchedulerLimits(
         num_blocks=_NUM_BLOCKS,
         block_size=_BLOCK_SIZE,
         max_model_len=128,
@@ -131,7 +131,7 @@ def _scheduler(role: str) -> Any:
         max_queue=8,
         watermark=0.0,
     )
-    return DecodeScheduler(limits, new_chain=nameless_chains())
+    return SequenceScheduler(limits, new_chain=nameless_chains())
 
 
 @pytest.fixture(params=["prefill", "decode"])

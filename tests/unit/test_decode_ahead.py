@@ -9,9 +9,9 @@ import pytest
 
 from cluster.messages import DecodeJob
 from cluster.settings.engine_settings import SCHEDULING_POLICIES
-from decode_worker.scheduling.steps_in_flight import StepsInFlight
 from engine.scheduling.commands import LeasePrefix, Quiet, Release
 from engine.scheduling.step import BlockSwap, StepPlan
+from engine.scheduling.steps_in_flight import StepsInFlight
 from tests.unit.ahead_bench import AheadBench
 from tests.unit.decode_bench import HandOff, known_lengths, limits
 

@@ -7,7 +7,7 @@ from hypothesis.stateful import precondition, rule
 
 from cluster.errors import DeadlineExceeded, DuplicateRequest, NotFound
 from cluster.messages import FinishReason
-from decode_worker.scheduling.commands import Frozen, Thaw, ThawRefused
+from engine.scheduling.commands import Frozen, Thaw, ThawRefused
 from tests.unit.decode_bench import ROUTER, DecodeBench, limits
 from tests.unit.test_decode_scheduler import _AnySchedule
 

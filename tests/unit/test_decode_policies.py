@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.messages import FinishReason
-from decode_worker.scheduling.watermark import PredictedGrowth, peak_growth
+from engine.scheduling.batching.watermark import PredictedGrowth, peak_growth
 from tests.unit.decode_bench import DecodeBench, known_lengths, limits
 
 

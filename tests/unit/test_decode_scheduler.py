@@ -19,8 +19,17 @@ from cluster.errors import (
 )
 from cluster.messages import DecodeJob, FinishReason
 from cluster.settings.engine_settings import SCHEDULING_POLICIES
-from decode_worker.scheduling.commands import AdmitImported, AdmitLocal, Failed, Started, StepTokens
-from engine.scheduling.commands import LeasePrefix, PrefixLeased, Quiet, Release
+from engine.scheduling.commands import (
+    AdmitImported,
+    AdmitLocal,
+    Failed,
+    LeasePrefix,
+    PrefixLeased,
+    Quiet,
+    Release,
+    Started,
+    StepTokens,
+)
 from tests.unit.decode_bench import DecodeBench, HandOff, known_lengths, limits
 from tests.unit.fake_paged_runner import num_tokens
 

@@ -6,8 +6,8 @@ import pytest
 
 from cluster.messages import FinishReason
 from cluster.protocol.hashing import nameless_chains
-from decode_worker.scheduling.commands import AdmitLocal, StepTokens
-from decode_worker.scheduling.scheduler import DecodeScheduler
+from engine.scheduling.commands import AdmitLocal, StepTokens
+from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import Runner, Sample, StepPlan, StepResult
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.drafter import ModelDrafter
@@ -139,7 +139,7 @@ class _DraftingRunner:
 def test_tokens_drafted_by_the_runner_are_verified_in_the_next_step() -> None:
     bench = DecodeBench(limits())
     job = bench.job([1, 2, 3], max_tokens=13)
-    scheduler = DecodeScheduler(
+    scheduler = SequenceScheduler(
         bench.limits, new_chain=nameless_chains(), new_drafter=lambda: ModelDrafter(Acceptance(3, 16))
     )
     runner = _DraftingRunner(FakePagedRunner(bench.limits.num_blocks, 4), job.sequences[0].seed)

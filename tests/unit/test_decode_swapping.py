@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.messages import FinishReason
-from decode_worker.scheduling.swapping import PreemptionCost
+from engine.scheduling.batching.swapping import PreemptionCost
 from engine.scheduling.step import StepPlan
 from tests.unit.decode_bench import DecodeBench, limits
 from tests.unit.fake_paged_runner import num_tokens

@@ -12,13 +12,13 @@ import torch
 from cluster.clock import MonotonicClock
 from cluster.messages import DecodeJob, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import nameless_chains
-from decode_worker.scheduling.commands import AdmitLocal, Command, Event, StepTokens
-from decode_worker.scheduling.limits import DecodeLimits
-from decode_worker.scheduling.scheduler import DecodeScheduler
 from engine.batch import PackedBatch
 from engine.build import Engine, build_engine
 from engine.cuda.launching_runner import LaunchingRunner
 from engine.kv.host_blocks import HostBlocks, SwappingLauncher
+from engine.scheduling.commands import AdmitLocal, Command, Event, StepTokens
+from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import UNKNOWN_TOKEN, Chunk, DrawnToken, Feeding, Sample, StepPlan
 from engine.steps.runner import ModelRunner, StartedStep
 from engine.steps.sampler import Draw
@@ -175,12 +175,12 @@ def served(engine: Engine, *, feeds: bool) -> dict[int, list[int]]:
         if len(ended) == 8:
             loop.stop()
 
-    limits = DecodeLimits(
+    limits = SchedulerLimits(
         num_blocks=12, block_size=8, max_model_len=32, max_num_seqs=3, max_prefill_tokens=20, max_queue=9, watermark=0.0
     )
     fatal: list[Exception] = []
     loop: StepLoop[Command, Event] = StepLoop(
-        DecodeScheduler(limits, new_chain=nameless_chains()),
+        SequenceScheduler(limits, new_chain=nameless_chains()),
         runner,
         MonotonicClock(),
         emit,

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from decode_worker.scheduling.commands import Reserve
-from decode_worker.scheduling.reservations import Reservations, block_request_of
 from engine.kv.block_pool import BlockPool
+from engine.scheduling.batching.reservations import Reservations, block_request_of
+from engine.scheduling.commands import Reserve
 from kvtransfer.protocol import import_state
 from tests.unit.handoff_model.machines import Do, Post
 from tests.unit.handoff_model.model import Model

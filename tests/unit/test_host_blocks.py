@@ -10,11 +10,11 @@ from cluster.errors import ConfigError
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import nameless_chains
 from cluster.settings.engine_settings import EngineSettings
-from decode_worker.scheduling.commands import AdmitLocal, StepTokens
-from decode_worker.scheduling.limits import DecodeLimits
-from decode_worker.scheduling.scheduler import DecodeScheduler
 from engine.build import Engine
 from engine.kv.host_blocks import HostBlocks, SwappingRunner, open_host_blocks, with_swaps
+from engine.scheduling.commands import AdmitLocal, StepTokens
+from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import BlockSwap, Launched, Launcher, Runner, StepPlan, StepResult
 from tests.unit.tiny_engine import BLOCK_SIZE, tiny_engine
 
@@ -44,7 +44,7 @@ def test_swapped_blocks_come_back_byte_for_byte_at_any_place(engine: Engine) -> 
 
 def _outputs(engine: Engine, num_blocks: int, num_slots: int) -> tuple[dict[int, list[int]], dict[str, float]]:
     """The outputs and figures of three greedy sequences whose KV needs 15 blocks in the end."""
-    limits = DecodeLimits(
+    limits = SchedulerLimits(
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         max_model_len=64,
@@ -54,7 +54,7 @@ def _outputs(engine: Engine, num_blocks: int, num_slots: int) -> tuple[dict[int,
         watermark=0.0,
         num_swap_slots=num_slots,
     )
-    scheduler = DecodeScheduler(limits, new_chain=nameless_chains())
+    scheduler = SequenceScheduler(limits, new_chain=nameless_chains())
     engine.pool.tensor.fill_(float("nan"))
     runner = SwappingRunner(engine.runner, HostBlocks(engine.pool, max(1, num_slots)))
     outputs: dict[int, list[int]] = {0: [], 1: [], 2: []}

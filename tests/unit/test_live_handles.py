@@ -3,7 +3,7 @@
 from cluster.messages import MemberId
 from decode_worker import router_messages
 from decode_worker.live_handles import Arrival, LiveHandles
-from decode_worker.scheduling import commands
+from engine.scheduling import commands
 
 _ROUTER = MemberId("router", "1")
 

@@ -10,7 +10,7 @@ import pytest
 from cluster.errors import QueueFull
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
-from prefill_worker.scheduling.rates import RunningRate
+from prefill_worker.prefixes.rates import RunningRate
 from prefill_worker.service import PrefillService
 from tests.prefill_jobs import prefill_job
 

@@ -21,6 +21,7 @@ from kvtransfer.importer.importer import ExpectedPrompt, ImportedBlocks
 from kvtransfer.importer.links import LinkTable
 from kvtransfer.memory import BlockSource
 from prefill_worker.prefixes.prefix_pulls import PrefixPulls, PullResources
+from prefill_worker.prefixes.rates import RunningRate
 from prefill_worker.scheduling.commands import (
     AdmitPull,
     Command,
@@ -30,7 +31,6 @@ from prefill_worker.scheduling.commands import (
     PullReserved,
     ReservePull,
 )
-from prefill_worker.scheduling.rates import RunningRate
 from tandem.internal.v1 import kv_pb2, kv_pb2_grpc
 from tests.prefill_jobs import prefill_job
 

@@ -21,7 +21,7 @@ from cluster.request_size import (
     prefill_shortage,
     too_large,
 )
-from decode_worker.scheduling.limits import DecodeLimits
+from engine.scheduling.limits import SchedulerLimits
 from prefill_worker.scheduling.commands import Accepted, Finished, Refused, Submit
 from prefill_worker.scheduling.limits import PrefillLimits
 from prefill_worker.scheduling.scheduler import PrefillScheduler
@@ -60,7 +60,7 @@ def capacity(**changed: int) -> Capacity:
 @settings(max_examples=120)
 @given(DECODE_LIMITS, SIZES)
 def test_a_decode_worker_finishes_exactly_the_requests_that_fit_by_the_routers_rule(
-    worker: DecodeLimits, size: RequestSize
+    worker: SchedulerLimits, size: RequestSize
 ) -> None:
     bench = DecodeBench(worker)
     prompt = [1 + place % 40 for place in range(size.num_prompt)]
@@ -81,7 +81,7 @@ def test_a_decode_worker_finishes_exactly_the_requests_that_fit_by_the_routers_r
 @settings(max_examples=120)
 @given(DECODE_LIMITS, SIZES)
 def test_a_decode_worker_imports_exactly_the_requests_that_fit_by_the_routers_rule(
-    worker: DecodeLimits, size: RequestSize
+    worker: SchedulerLimits, size: RequestSize
 ) -> None:
     bench = DecodeBench(worker)
     starts = bench.job(range(1, size.num_prompt + 1), max_tokens=size.max_tokens, num_choices=size.num_choices)
@@ -137,7 +137,9 @@ def test_a_prefill_worker_computes_exactly_the_requests_that_fit_by_the_routers_
 
 
 @given(st.lists(DECODE_LIMITS, min_size=1, max_size=3), st.integers(1, 24))
-def test_most_output_is_exactly_the_limit_of_the_largest_worker(workers: list[DecodeLimits], num_prompt: int) -> None:
+def test_most_output_is_exactly_the_limit_of_the_largest_worker(
+    workers: list[SchedulerLimits], num_prompt: int
+) -> None:
     most = most_output([worker.capacity for worker in workers], num_prompt)
 
     def fits(num_output: int) -> bool:

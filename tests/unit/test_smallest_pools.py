@@ -13,8 +13,8 @@ from cluster.messages import MemberId, PrefillJob
 from cluster.protocol.hashing import keyed_chains
 from cluster.request_size import LengthLimits
 from cluster.settings.engine_settings import SCHEDULING_POLICIES
-from decode_worker.scheduling.limits import DecodeLimits
 from engine.scheduling.commands import Release
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import make_policy
 from prefill_worker.scheduling.commands import Accepted, Event, Finished, Refused, Submit
 from prefill_worker.scheduling.limits import PrefillLimits
@@ -26,7 +26,7 @@ from tests.unit.fake_paged_runner import FakePagedRunner
 NUM_JOBS = 12
 
 
-def smallest(dice: random.Random) -> DecodeLimits:
+def smallest(dice: random.Random) -> SchedulerLimits:
     return limits(
         num_blocks=dice.randint(1, 3),
         block_size=dice.randint(1, 3),

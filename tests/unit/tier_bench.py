@@ -12,11 +12,11 @@ from engine.kv.layout import LayerShape, lay_out
 from engine.kv.pool import KvPool
 from engine.scheduling.step import DrawnToken, StepResult
 from engine.steps.questions import Questions
+from prefill_worker.prefixes.rates import RunningRate
 from prefill_worker.prefixes.tier_storage import BlockFiles
 from prefill_worker.prefixes.tiers import PrefixTiers, TierResources, open_tiers
 from prefill_worker.scheduling import commands
 from prefill_worker.scheduling.limits import PrefillLimits
-from prefill_worker.scheduling.rates import RunningRate
 from prefill_worker.scheduling.scheduler import PrefillScheduler
 from tests.prefill_jobs import prefill_job
 

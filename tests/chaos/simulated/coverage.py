@@ -14,11 +14,11 @@ from unittest import mock
 from cluster.errors import HandOffFailed, HandOffReason, TandemError
 from cluster.member import Member, MemberState
 from cluster.observe.telemetry import Telemetry
-from decode_worker.scheduling.preemption import Preemption
-from decode_worker.scheduling.reservations import Reservations
-from decode_worker.scheduling.sequence_queues import SequenceQueues
-from decode_worker.scheduling.swapping import SwapSpace
-from decode_worker.scheduling.tickets import TicketLeases as DecodeOffers
+from engine.scheduling.batching.preemption import Preemption
+from engine.scheduling.batching.reservations import Reservations
+from engine.scheduling.batching.sequence_queues import SequenceQueues
+from engine.scheduling.batching.swapping import SwapSpace
+from engine.scheduling.tickets import TicketLeases as DecodeOffers
 from kvtransfer.protocol import export_machine, import_state, leases
 from prefill_worker.scheduling.prompt_blocks import PromptBlocks
 from prefill_worker.scheduling.scheduler import PrefillScheduler

@@ -1,4 +1,4 @@
-"""A DecodeScheduler under the simulated clock: the requested sequences and the outcome of each."""
+"""A SequenceScheduler under the simulated clock: the requested sequences and the outcome of each."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,12 +6,11 @@ from itertools import pairwise
 
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import nameless_chains
-from decode_worker.scheduling.commands import AdmitLocal, Command, Event, Failed, StepTokens
-from decode_worker.scheduling.limits import DecodeLimits
-from decode_worker.scheduling.scheduler import DecodeScheduler
-from engine.scheduling.commands import Inspect, Inspected
+from engine.scheduling.commands import AdmitLocal, Command, Event, Failed, Inspect, Inspected, StepTokens
 from engine.scheduling.length_prediction import LengthPredictor
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import Policy
+from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import DrawnToken, Runner, Sample, Scheduler, StepPlan, StepResult
 from tests.unit.fake_paged_runner import FakePagedRunner, next_token
 from tests.unit.scheduling.simulation import SameToken, Simulation, Step, StepCost
@@ -155,7 +154,7 @@ def _serial(answer: Answered) -> list[int]:
     return [*output, _END]
 
 
-def limits(**changed: int | float) -> DecodeLimits:
+def limits(**changed: int | float) -> SchedulerLimits:
     values: dict[str, int | float] = {
         "num_blocks": 1 << 20,
         "block_size": BLOCK_SIZE,
@@ -165,10 +164,10 @@ def limits(**changed: int | float) -> DecodeLimits:
         "max_queue": 1 << 20,
         "watermark": 0.0,
     }
-    return DecodeLimits(**(values | changed))  # type: ignore[arg-type]
+    return SchedulerLimits(**(values | changed))  # type: ignore[arg-type]
 
 
 def scheduler(
-    decode_limits: DecodeLimits, policy: Policy | None = None, lengths: LengthPredictor | None = None
-) -> DecodeScheduler:
-    return DecodeScheduler(decode_limits, new_chain=nameless_chains(), policy=policy, lengths=lengths)
+    decode_limits: SchedulerLimits, policy: Policy | None = None, lengths: LengthPredictor | None = None
+) -> SequenceScheduler:
+    return SequenceScheduler(decode_limits, new_chain=nameless_chains(), policy=policy, lengths=lengths)

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from decode_worker.scheduling.block_tables import BlockTables
-from decode_worker.scheduling.limits import DecodeLimits
-from decode_worker.scheduling.reservations import BlockRequest
-from decode_worker.scheduling.sequence_queues import SequenceQueues
-from decode_worker.scheduling.sequences import Sequence
+from engine.scheduling.batching.block_tables import BlockTables
+from engine.scheduling.batching.reservations import BlockRequest
+from engine.scheduling.batching.sequence_queues import SequenceQueues
+from engine.scheduling.batching.sequences import Sequence
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import Rank
 from engine.scheduling.schedule import blocks_for
 
@@ -45,7 +45,7 @@ def peak_growth(growths: Iterable[PredictedGrowth], block_size: int) -> int:
 
 
 class Watermark:
-    def __init__(self, limits: DecodeLimits, queues: SequenceQueues, tables: BlockTables) -> None:
+    def __init__(self, limits: SchedulerLimits, queues: SequenceQueues, tables: BlockTables) -> None:
         self._limits = limits
         self._queues = queues
         self._tables = tables

@@ -8,8 +8,8 @@ sequence's maximum output. The blocks of rejected draft tokens are returned when
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
-from decode_worker.scheduling.block_tables import BlockTables
-from decode_worker.scheduling.sequences import Sequence
+from engine.scheduling.batching.block_tables import BlockTables
+from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.schedule import ChunkBudget
 from engine.scheduling.step import Chunk, DraftRequest, DrawnToken
 from engine.speculation.drafter import Drafter

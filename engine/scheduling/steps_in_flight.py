@@ -1,5 +1,5 @@
 """The steps in flight, at most two, and the assumptions under which the second one was planned. Pure. Owned by the
-decode scheduler.
+scheduler.
 
 The second step is planned while the first one runs, as if every sequence of the first one continued: its tokens count
 as computed, and a placeholder stands for the token that is being drawn. Both are undone or confirmed when the first
@@ -9,8 +9,8 @@ step ends, before anything but the second plan uses them.
 from collections import deque
 from dataclasses import dataclass
 
-from decode_worker.scheduling.commands import Started
-from decode_worker.scheduling.sequences import Group, Sequence
+from engine.scheduling.batching.sequences import Group, Sequence
+from engine.scheduling.commands import Started
 from engine.scheduling.step import UNKNOWN_TOKEN, StepPlan
 
 

@@ -6,12 +6,12 @@ A step's preemptions happen before its waiting sequences start, so a plan never 
 import heapq
 import itertools
 
-from decode_worker.scheduling.block_tables import BlockTables
-from decode_worker.scheduling.reservations import BlockRequest, Reservations
-from decode_worker.scheduling.sequence_queues import Ranking, SequenceQueues
-from decode_worker.scheduling.sequences import Sequence
-from decode_worker.scheduling.watermark import Watermark
 from engine.kv.block_pool import BlockPool
+from engine.scheduling.batching.block_tables import BlockTables
+from engine.scheduling.batching.reservations import BlockRequest, Reservations
+from engine.scheduling.batching.sequence_queues import Ranking, SequenceQueues
+from engine.scheduling.batching.sequences import Sequence
+from engine.scheduling.batching.watermark import Watermark
 
 
 class Preemption:

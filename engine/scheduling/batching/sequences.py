@@ -1,4 +1,4 @@
-"""The decode scheduler's sequences: their state, the table of live ones, and their chunks of a step. Pure. Owned by the
+"""The scheduler's sequences: their state, the table of live ones, and their chunks of a step. Pure. Owned by the
 scheduler alone.
 
 A sequence has several choices only while their shared prompt is being prefilled on this worker. With the prompt's last

@@ -6,10 +6,10 @@ Only this module adds and removes sequences' references to blocks. The batch dec
 from collections.abc import Iterator
 
 from cluster.protocol.hashing import NATIVE, NewChain
-from decode_worker.scheduling.limits import DecodeLimits
-from decode_worker.scheduling.sequences import Sequence
-from decode_worker.scheduling.swapping import SwapSpace
 from engine.kv.block_pool import BlockPool, BlockState
+from engine.scheduling.batching.sequences import Sequence
+from engine.scheduling.batching.swapping import SwapSpace
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.schedule import blocks_for, sealed_blocks
 from engine.scheduling.step import BlockCopy
 
@@ -17,7 +17,7 @@ from engine.scheduling.step import BlockCopy
 class BlockTables:
     """`tokens_cached` counts tokens whose KV was found in the prefix cache."""
 
-    def __init__(self, limits: DecodeLimits, new_chain: NewChain, pool: BlockPool, swaps: SwapSpace) -> None:
+    def __init__(self, limits: SchedulerLimits, new_chain: NewChain, pool: BlockPool, swaps: SwapSpace) -> None:
         self._limits = limits
         self._block_size = limits.block_size
         self._new_chain = new_chain

@@ -1,4 +1,4 @@
-"""The decode worker's scheduler: commands in, step plans and events out. Pure: no clock, no model, no waiting.
+"""The scheduler: commands in, step plans and events out. Pure: no clock, no model, no waiting.
 
 It admits jobs as sequences of a `Batch`, plans steps, and turns their outcomes into events. The batch decides which
 sequence gets slots and blocks. Every running decode gets one token of a step; prompts share the rest of the budget.
@@ -10,24 +10,9 @@ from cluster import holders
 from cluster.errors import DeadlineExceeded, StepFailed, TandemError
 from cluster.messages import FinishReason, MemberId, SampledToken
 from cluster.protocol.hashing import NATIVE, NewChain
-from decode_worker.scheduling.batch import Batch
-from decode_worker.scheduling.commands import (
-    AdmitImported,
-    AdmitLocal,
-    CancelSequences,
-    Command,
-    Discard,
-    Event,
-    Failed,
-    Freeze,
-    Reserve,
-    SequenceToken,
-    StepTokens,
-    Thaw,
-)
-from decode_worker.scheduling.limits import DecodeLimits
-from decode_worker.scheduling.sequence_admission import SequenceAdmission
-from decode_worker.scheduling.sequences import (
+from engine.scheduling.admission import SequenceAdmission
+from engine.scheduling.batching.batch import Batch
+from engine.scheduling.batching.sequences import (
     Group,
     LiveSequences,
     Sequence,
@@ -36,23 +21,43 @@ from decode_worker.scheduling.sequences import (
     reaches_last_known,
     until_finished,
 )
-from decode_worker.scheduling.speculation import NewDrafter, Speculation
-from decode_worker.scheduling.steps_in_flight import PlannedStep, StepsInFlight, started_events
-from decode_worker.scheduling.swapping import PreemptionCost
-from decode_worker.scheduling.tickets import SequenceFreezer, TicketLeases
-from engine.scheduling.commands import Inspect, Inspected, LeasePrefix, PrefixLeased, Quiet, Release
+from engine.scheduling.batching.swapping import PreemptionCost
+from engine.scheduling.commands import (
+    AdmitImported,
+    AdmitLocal,
+    CancelSequences,
+    Command,
+    Discard,
+    Event,
+    Failed,
+    Freeze,
+    Inspect,
+    Inspected,
+    LeasePrefix,
+    PrefixLeased,
+    Quiet,
+    Release,
+    Reserve,
+    SequenceToken,
+    StepTokens,
+    Thaw,
+)
 from engine.scheduling.length_prediction import LengthPredictor
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import FirstCome, Policy
 from engine.scheduling.schedule import ChunkBudget
+from engine.scheduling.speculation import NewDrafter, Speculation
 from engine.scheduling.step import UNKNOWN_TOKEN, Chunk, DrawnToken, StepPlan, StepResult
+from engine.scheduling.steps_in_flight import PlannedStep, StepsInFlight, started_events
+from engine.scheduling.tickets import SequenceFreezer, TicketLeases
 
 
-class DecodeScheduler:
+class SequenceScheduler:
     """Implements `engine.scheduling.step.Scheduler`."""
 
     def __init__(
         self,
-        limits: DecodeLimits,
+        limits: SchedulerLimits,
         *,
         new_chain: NewChain,
         wire_dtype: str = NATIVE,

@@ -18,12 +18,12 @@ from cluster.request_size import (
     handoff_blocks,
     handoff_shortage,
 )
-from decode_worker.scheduling.commands import AdmitImported
+from engine.scheduling.commands import AdmitImported
 from engine.scheduling.schedule import sealed_blocks, tail_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeLimits:
+class SchedulerLimits:
     """Sizes of pool, step and queue. `watermark` is a fraction of the pool."""
 
     num_blocks: int

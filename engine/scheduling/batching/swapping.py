@@ -11,7 +11,7 @@ computes prompts. They are moving averages.
 
 from collections.abc import Sequence as SequenceOf
 
-from decode_worker.scheduling.sequences import Sequence, Swapped
+from engine.scheduling.batching.sequences import Sequence, Swapped
 from engine.scheduling.step import BlockSwap
 
 _NEWEST_SHARE = 0.2  # of the newest measurement in a rate

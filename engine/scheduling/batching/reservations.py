@@ -1,4 +1,4 @@
-"""Hand-offs that wait for blocks, and the blocks granted to hand-offs. Pure. Owned by the decode scheduler.
+"""Hand-offs that wait for blocks, and the blocks granted to hand-offs. Pure. Owned by the scheduler.
 
 A hand-off gets all its blocks at once or none, in the policy's order, so there is no hold-and-wait.
 """
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from decode_worker.scheduling.commands import Reserve
 from engine.kv.block_pool import BlockPool
+from engine.scheduling.commands import Reserve
 from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.policies import Rank, Work
 from engine.scheduling.schedule import blocks_for

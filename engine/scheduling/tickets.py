@@ -1,4 +1,4 @@
-"""The leases of tickets on blocks of frozen sequences and of cached prefixes. Pure. Owned by the decode scheduler.
+"""The leases of tickets on blocks of frozen sequences and of cached prefixes. Pure. Owned by the scheduler.
 
 A ticket pins its blocks until it is released, even if its sequence ends. One block may belong to several tickets,
 because the choices of one prompt share blocks and are frozen one by one.
@@ -8,11 +8,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 from cluster.errors import DuplicateRequest, NotFound
-from decode_worker.scheduling.batch import Batch
-from decode_worker.scheduling.commands import Event, Freeze, FreezeRefused, Frozen, Thaw, Thawed, ThawRefused
-from decode_worker.scheduling.sequences import LiveSequences, Sequence
 from engine.kv.block_pool import BlockPool
-from engine.scheduling.commands import Tail
+from engine.scheduling.batching.batch import Batch
+from engine.scheduling.batching.sequences import LiveSequences, Sequence
+from engine.scheduling.commands import Event, Freeze, FreezeRefused, Frozen, Tail, Thaw, Thawed, ThawRefused
 from engine.scheduling.schedule import sealed_blocks, tail_length
 
 

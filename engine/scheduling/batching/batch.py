@@ -35,15 +35,15 @@ from collections import deque
 from collections.abc import Iterator
 
 from cluster.protocol.hashing import NewChain
-from decode_worker.scheduling.block_tables import BlockTables
-from decode_worker.scheduling.limits import DecodeLimits
-from decode_worker.scheduling.preemption import Preemption
-from decode_worker.scheduling.reservations import BlockGrant, Reservations
-from decode_worker.scheduling.sequence_queues import Ranking, SequenceQueues
-from decode_worker.scheduling.sequences import Sequence
-from decode_worker.scheduling.swapping import PreemptionCost, SwapSpace
-from decode_worker.scheduling.watermark import Watermark
 from engine.kv.block_pool import BlockPool
+from engine.scheduling.batching.block_tables import BlockTables
+from engine.scheduling.batching.preemption import Preemption
+from engine.scheduling.batching.reservations import BlockGrant, Reservations
+from engine.scheduling.batching.sequence_queues import Ranking, SequenceQueues
+from engine.scheduling.batching.sequences import Sequence
+from engine.scheduling.batching.swapping import PreemptionCost, SwapSpace
+from engine.scheduling.batching.watermark import Watermark
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import Policy
 from engine.scheduling.schedule import ChunkBudget
 
@@ -51,7 +51,7 @@ from engine.scheduling.schedule import ChunkBudget
 class Batch:
     """The block pool, the block tables, the queues of sequences, and the rules above."""
 
-    def __init__(self, limits: DecodeLimits, new_chain: NewChain, cost: PreemptionCost, policy: Policy) -> None:
+    def __init__(self, limits: SchedulerLimits, new_chain: NewChain, cost: PreemptionCost, policy: Policy) -> None:
         self._limits = limits
         self.pool = BlockPool(limits.num_blocks, limits.prefix_eviction)
         self.swaps = SwapSpace(limits.num_swap_slots, cost)

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from decode_worker.scheduling.reservations import BlockRequest
-from decode_worker.scheduling.sequences import RankedSequences, Sequence
+from engine.scheduling.batching.reservations import BlockRequest
+from engine.scheduling.batching.sequences import RankedSequences, Sequence
 from engine.scheduling.policies import FirstCome, Policy, Rank, Work, displaces, full_rank
 
 

@@ -7,12 +7,12 @@ from itertools import count
 from cluster.errors import DuplicateRequest, InternalError, QueueFull, TandemError
 from cluster.messages import DecodeJob
 from cluster.protocol.hashing import NATIVE, BlockChain, NewChain
-from decode_worker.scheduling.batch import Batch
-from decode_worker.scheduling.commands import AdmitImported, Event, Failed, Reserve, Reserved, Unreservable
-from decode_worker.scheduling.limits import DecodeLimits
-from decode_worker.scheduling.reservations import BlockGrant, block_request_of
-from decode_worker.scheduling.sequences import Choices, LiveSequences
+from engine.scheduling.batching.batch import Batch
+from engine.scheduling.batching.reservations import BlockGrant, block_request_of
+from engine.scheduling.batching.sequences import Choices, LiveSequences
+from engine.scheduling.commands import AdmitImported, Event, Failed, Reserve, Reserved, Unreservable
 from engine.scheduling.length_prediction import LengthPredictor
+from engine.scheduling.limits import SchedulerLimits
 
 
 class SequenceAdmission:
@@ -20,7 +20,7 @@ class SequenceAdmission:
 
     def __init__(
         self,
-        limits: DecodeLimits,
+        limits: SchedulerLimits,
         batch: Batch,
         live: LiveSequences,
         *,
