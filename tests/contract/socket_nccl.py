@@ -21,6 +21,7 @@ class SocketNccl:
         self.hang, self.fail = hang, fail
         self.hanging = threading.Event()  # something does
         self._let_go = threading.Event()
+        self._ended = threading.Event()
         self.communicators: list[SocketCommunicator] = []
 
     def version(self) -> int:
@@ -49,9 +50,14 @@ class SocketNccl:
             self._let_go.wait()
 
     def let_go(self) -> None:
-        """End every call that hangs, so that no thread outlives the test."""
+        """Let every call that hangs go on."""
         self.hang = ""
         self._let_go.set()
+
+    def end(self) -> None:
+        """Fail the calls that wait for the other rank too, so that no thread outlives the test."""
+        self._ended.set()
+        self.let_go()
 
     def _meet(self, address: str, rank: int) -> socket.socket:
         if rank != EXPORTER_RANK:
@@ -69,7 +75,7 @@ class SocketNccl:
             try:
                 return call()
             except (TimeoutError, ConnectionRefusedError, FileNotFoundError):
-                if self._let_go.wait(_TRY_S):
+                if self._ended.wait(_TRY_S):
                     raise NcclFailed("the other rank never came") from None
 
 

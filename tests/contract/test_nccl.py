@@ -74,8 +74,8 @@ async def sides(
         async with asyncio.timeout(DEADLINE_S):
             yield Side(exports, imports, source, target, exporter, importer)
     finally:
-        exports.let_go()
-        imports.let_go()
+        exports.end()
+        imports.end()
         await importer.close()
         await exporter.close()
 
