@@ -1,7 +1,6 @@
 """The values that Tandem's packages exchange: frozen dataclasses, standard library only.
 
-Wire messages (tandem/internal/v1) are converted to these values in cluster/protocol/wire.py and kv_wire.py and nowhere
-else.
+Wire messages (tandem/internal/v1) are converted to these values in cluster/protocol/wire.py and nowhere else.
 """
 
 from dataclasses import dataclass

@@ -7,18 +7,17 @@ import torch
 
 from cluster.messages import LayoutFingerprint
 from cluster.settings.engine_settings import GPU_MEMORY_UTILIZATION, EngineSettings
-from engine.cpu.compile import compiled_forward
 from engine.cpu.compiled_draw import compiled_draw
+from engine.cpu.compiled_forward import compiled_forward
 from engine.cuda.gpu_forward import Forwards, forwards, gpu_forward
 from engine.cuda.launching_runner import LaunchingRunner
-from engine.decoders.not_compiled import NotCompiled
+from engine.decoders.traced_calls import NotCompiled
 from engine.deterministic.build import make_deterministic
 from engine.kv import capacity
 from engine.kv.pool import KvPool, allocate_pool
-from engine.model.fingerprint import fingerprint
-from engine.model.loaded import LoadedModel, ModelInfo
+from engine.model.gpu_share import measure
+from engine.model.loaded import LoadedModel, ModelInfo, fingerprint
 from engine.model.loading import load
-from engine.model.memory_profile import measure
 from engine.model.packed_weights import pack_weights
 from engine.scheduling.step import Chunk, StepPlan
 from engine.steps.runner import ModelRunner

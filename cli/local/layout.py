@@ -1,20 +1,38 @@
-"""The processes of a cluster on one machine and their arguments. This module starts no process."""
+"""The processes of a cluster on one machine: their arguments, and which workers to start and to retire so that the
+pools reach a target. Pure: this module starts no process."""
 
 import dataclasses
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cli.local.child import ChildSpec
-from cli.local.pool_plan import Slot
+from cli.local.supervisor import ChildSpec
 from cluster.errors import ConfigError
 from cluster.messages import Role
+from cluster.registry.scale_target import ScaleTarget
 from cluster.settings.config import RouterConfig, WorkerConfig
 
 # Secrets are passed in the environment, because `ps` shows arguments.
 _BY_ENVIRONMENT = frozenset({"api_key", "redis"})
 _LAST_PORT = 65535
+_POOLS = (Role.DECODE, Role.PREFILL)  # decode workers first: every request ends on one
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Slot:
+    """A worker's place in its pool; its name is `decode-2`."""
+
+    role: Role
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.role}-{self.number}"
+
+    @staticmethod
+    def parse(name: str) -> "Slot":
+        role, _, number = name.rpartition("-")
+        return Slot(Role(role), int(number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +120,31 @@ def router_ports(first: Ports, count: int) -> list[Ports]:
     return ports
 
 
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    starts: tuple[Slot, ...] = ()
+    retires: tuple[Slot, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.starts or self.retires)
+
+
+def pool_plan(
+    staying: Iterable[Slot], leaving: Iterable[Slot], target: ScaleTarget, busy: Mapping[Slot, float]
+) -> PoolPlan:
+    """New workers take the lowest free numbers; the least busy ones are retired, the newest among equals. `busy`: how
+    much each has to do; what is not in it has nothing."""
+    taken = {*staying, *leaving}
+    starts: list[Slot] = []
+    retires: list[Slot] = []
+    for role in _POOLS:
+        pool = [slot for slot in staying if slot.role is role]
+        missing = target.size(role) - len(pool)
+        starts += _free(role, missing, taken)
+        retires += sorted(pool, key=lambda slot: (busy.get(slot, 0.0), -slot.number))[: max(0, -missing)]
+    return PoolPlan(tuple(starts), tuple(retires))
+
+
 def new_suffix() -> str:
     return f"-{secrets.token_hex(2)}"
 
@@ -115,3 +158,8 @@ def _spec(
             arguments.append(f"--{flag.replace('_', '-')}={value}")
     hidden = {f"TANDEM_{flag.upper()}": str(flags[flag]) for flag in _BY_ENVIRONMENT & set(flags)}
     return ChildSpec(name, tuple(arguments), {**(environment or {}), **hidden})
+
+
+def _free(role: Role, count: int, taken: set[Slot]) -> Sequence[Slot]:
+    most = max(0, count)
+    return [slot for number in range(len(taken) + most) if (slot := Slot(role, number)) not in taken][:most]

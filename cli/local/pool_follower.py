@@ -10,8 +10,7 @@ import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 
-from cli.local.layout import Layout, Pools
-from cli.local.pool_plan import Slot, pool_plan
+from cli.local.layout import Layout, Pools, Slot, pool_plan
 from cli.local.supervisor import Supervisor
 from cluster.errors import RegistryUnavailable
 from cluster.messages import Role

@@ -12,8 +12,8 @@ from google.protobuf.message import DecodeError
 
 from cluster.errors import HandOffFailed, HandOffReason, MalformedMessage
 from cluster.messages import MemberId, Ticket
-from cluster.protocol.kv_wire import ticket_from_wire, ticket_to_wire
 from cluster.protocol.received import checked
+from cluster.protocol.wire import ticket_from_wire, ticket_to_wire
 from tandem.internal.v1 import kv_pb2
 
 TICKET_ID_BYTES = 16

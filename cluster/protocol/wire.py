@@ -1,19 +1,21 @@
-"""Convert between the messages of tandem/internal/v1 and the values of cluster/messages.py. Messages about KV alone
-(tickets, epochs, fingerprints) are converted in cluster/protocol/kv_wire.py.
+"""Convert between the messages of tandem/internal/v1 and the values of cluster/messages.py.
 
-What comes in is checked first (cluster/protocol/received.py): each field within its bounds, or MalformedMessage. What a
-value may be for a given model is checked by the worker, which knows the model. Never talks to anybody.
+cluster/protocol/received.py checks a received message first: each field is within its bounds, or MalformedMessage. The
+worker checks what a value may be for its model; cluster/protocol/tickets.py verifies signatures. Sends nothing.
 
 Sampling travels as 32-bit floats: both legs of a request read the same rounded values.
 """
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from cluster.errors import InvalidRequest
 from cluster.messages import (
+    CacheEvents,
     DecodeJob,
+    Epoch,
     FinishReason,
+    LayoutFingerprint,
     LinkSpeed,
     MemberId,
     PrefillJob,
@@ -21,14 +23,17 @@ from cluster.messages import (
     SampledToken,
     Sampling,
     SequenceStart,
+    Ticket,
     TokenLogprobs,
     TokenStops,
 )
+from cluster.protocol.hashing import MAX_PREFIX_BLOCKS, split_hashes
 from cluster.protocol.received import checked
-from tandem.enum_words import FINISH_REASONS
-from tandem.internal.v1 import worker_pb2
+from tandem.enum_words import FINISH_REASONS, EnumWords
+from tandem.internal.v1 import kv_pb2, worker_pb2
 from tandem.v1 import admin_pb2, inference_pb2
 
+WIRE_DTYPES = EnumWords(kv_pb2.WireDtype)  # their words are the values of --kv-wire-dtype
 ID_BYTES = 4
 
 
@@ -243,6 +248,103 @@ def link_speeds_to_wire(speeds: Iterable[LinkSpeed]) -> list[admin_pb2.LinkSpeed
 def link_speeds_from_wire(messages: Iterable[admin_pb2.LinkSpeed]) -> tuple[LinkSpeed, ...]:
     """Convert part of a checked message; the order is kept."""
     return tuple(map(_link_speed_from_wire, messages))
+
+
+def epoch_to_wire(epoch: Epoch) -> kv_pb2.Epoch:
+    return kv_pb2.Epoch(
+        member_id=epoch.exporter.id,
+        incarnation=epoch.exporter.incarnation,
+        ticket_id=epoch.ticket_id,
+        attempt=epoch.attempt,
+    )
+
+
+def epoch_from_wire(message: kv_pb2.Epoch) -> Epoch:
+    return Epoch(MemberId(message.member_id, message.incarnation), message.ticket_id, message.attempt)
+
+
+def ticket_to_wire(ticket: Ticket) -> kv_pb2.Ticket:
+    return kv_pb2.Ticket(
+        ticket_id=ticket.ticket_id,
+        exporter_id=ticket.exporter.id,
+        exporter_incarnation=ticket.exporter.incarnation,
+        exporter_address=ticket.exporter_address,
+        importer=str(ticket.importer),
+        request_id=ticket.request_id,
+        attempt=ticket.attempt,
+        num_tokens=ticket.num_tokens,
+        prompt_hash=ticket.prompt_hash,
+        num_choices=ticket.num_choices,
+        expires_at_s=ticket.expires_at_s,
+    )
+
+
+def ticket_from_wire(message: kv_pb2.Ticket) -> Ticket:
+    """Convert a checked message. The exporter verifies the signature."""
+    return Ticket(
+        ticket_id=message.ticket_id,
+        exporter=MemberId(message.exporter_id, message.exporter_incarnation),
+        exporter_address=message.exporter_address,
+        importer=member_from_wire(message.importer),
+        request_id=message.request_id,
+        attempt=message.attempt,
+        num_tokens=message.num_tokens,
+        prompt_hash=message.prompt_hash,
+        num_choices=message.num_choices,
+        expires_at_s=message.expires_at_s,
+    )
+
+
+def fingerprint_to_wire(fingerprint: LayoutFingerprint) -> kv_pb2.LayoutFingerprint:
+    return kv_pb2.LayoutFingerprint(
+        weights=fingerprint.weights,
+        model_config=fingerprint.model_config,
+        dtype=fingerprint.dtype,
+        block_table=fingerprint.block_table,
+        wire_dtype=WIRE_DTYPES.number(fingerprint.wire_dtype),
+        kv_format=fingerprint.kv_format,
+    )
+
+
+def fingerprint_from_wire(message: kv_pb2.LayoutFingerprint) -> LayoutFingerprint:
+    return LayoutFingerprint(
+        weights=message.weights,
+        model_config=message.model_config,
+        dtype=message.dtype,
+        block_table=message.block_table,
+        wire_dtype=WIRE_DTYPES.word(message.wire_dtype),
+        kv_format=message.kv_format,
+    )
+
+
+def cache_events_to_wire(events: CacheEvents) -> Iterator[worker_pb2.CacheEvents]:
+    """The messages to send, in this order. Messages after the first one carry no events, only the remaining `stored`
+    hashes."""
+    yield worker_pb2.CacheEvents(
+        cleared=events.cleared,
+        first_number=events.first_number,
+        next_number=events.next_number,
+        stored=b"".join(events.stored[:MAX_PREFIX_BLOCKS]),
+        removed=b"".join(events.removed),
+    )
+    for start in range(MAX_PREFIX_BLOCKS, len(events.stored), MAX_PREFIX_BLOCKS):
+        yield worker_pb2.CacheEvents(
+            first_number=events.next_number,
+            next_number=events.next_number,
+            stored=b"".join(events.stored[start : start + MAX_PREFIX_BLOCKS]),
+        )
+
+
+def cache_events_from_wire(message: worker_pb2.CacheEvents) -> CacheEvents:
+    """Raises MalformedMessage."""
+    checked(message)
+    return CacheEvents(
+        message.first_number,
+        message.next_number,
+        split_hashes(message.stored),
+        split_hashes(message.removed),
+        message.cleared,
+    )
 
 
 def _sequence_to_wire(sequence: SequenceStart) -> worker_pb2.SequenceStart:

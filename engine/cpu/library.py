@@ -1,5 +1,5 @@
 """Builds the C kernels of this folder once per machine and loads them. Owns the compiler's command, the cache of what
-it built, and the declaration of every function; knows nothing of models.
+it built, and the declaration of every function and struct of kernels.h; knows nothing of models.
 
     python -m engine.cpu.library FOLDER
 
@@ -16,16 +16,82 @@ import sys
 import tempfile
 from pathlib import Path
 
-from engine.cpu.structs import Model, Product, Step
-from engine.decoders.not_compiled import NotCompiled
+from engine.decoders.traced_calls import NotCompiled
 
 VERSION = 1  # of the contract in kernels.h
 _FLAGS = ("-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 _COMPILERS = ("cc", "gcc", "clang")
 _COMPILE_TIMEOUT_S = 120.0
 _SOURCES = Path(__file__).parent
+_pointer, _integer, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_floats, _bf16s, _address = _pointer, _pointer, _pointer
 
-_floats, _bf16s, _address, _integer = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
+
+class Product(ctypes.Structure):
+    _fields_ = (("panels", _pointer), ("bias", _pointer), ("in_features", _integer), ("out_features", _integer))
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        ("input_norm", _pointer),
+        ("query_norm", _pointer),
+        ("key_norm", _pointer),
+        ("attention_out_norm", _pointer),
+        ("ffn_norm", _pointer),
+        ("ffn_out_norm", _pointer),
+        ("qkv", Product),
+        ("out", Product),
+        ("gate_up", Product),
+        ("down", Product),
+        ("keys", _pointer),
+        ("values", _pointer),
+        ("window", _integer),
+        ("rotary", _integer),
+    )
+
+
+class Model(ctypes.Structure):
+    _fields_ = (
+        ("num_layers", _integer),
+        ("hidden", _integer),
+        ("num_heads", _integer),
+        ("num_kv_heads", _integer),
+        ("head_dim", _integer),
+        ("intermediate", _integer),
+        ("rotary_dim", _integer),
+        ("activation", _integer),
+        ("norms_whole_rows", _integer),
+        ("norm_eps", _float),
+        ("scaling", _float),
+        ("softcap", _float),
+        ("block_size", _integer),
+        ("block_elems", _integer),
+        ("layers", ctypes.POINTER(Layer)),
+        ("final_norm", _pointer),
+        ("head", Product),
+    )
+
+
+class Step(ctypes.Structure):
+    _fields_ = (
+        ("num_tokens", _integer),
+        ("num_sequences", _integer),
+        ("num_logit_rows", _integer),
+        ("table_stride", _integer),
+        ("slot_blocks", _pointer),
+        ("slot_offsets", _pointer),
+        ("block_tables", _pointer),
+        ("query_starts", _pointer),
+        ("context_lens", _pointer),
+        ("logit_rows", _pointer),
+        ("cos", _pointer * 2),
+        ("sin", _pointer * 2),
+        ("hidden", _pointer),
+        ("logits", _pointer),
+        ("scratch", _pointer),
+    )
+
+
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "td_version": (_integer, ()),
     "td_supported": (_integer, ()),

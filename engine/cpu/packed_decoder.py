@@ -8,10 +8,10 @@ import mmap
 import torch
 from torch import nn
 
-from engine.cpu.structs import Layer, Model, Product
+from engine.cpu.library import Layer, Model, Product
 from engine.decoders.layer_parts import LayerParts, RmsNorm
-from engine.decoders.not_compiled import NotCompiled
 from engine.decoders.recognise import Decoder, DecoderLayer
+from engine.decoders.traced_calls import NotCompiled
 from engine.kv.pool import KvPool
 
 _ALIGNMENT = 64  # bytes, of every packed weight

@@ -5,20 +5,87 @@ every launch that is not a product shows. Compared with the model's own forward 
 """
 
 import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from engine.attention.interface import LayerKv
+from engine.attention.interface import AttentionOptions, LayerKv
 from engine.attention.registry import AttentionBackend
 from engine.batch import PackedBatch
-from engine.cuda.fused_decoder import FusedDecoder, FusedLayer, Product
 from engine.cuda.fused_ops import Heads, Ops, Rotation, TorchOps
-from engine.decoders.not_compiled import NotCompiled
-from engine.decoders.recognise import recognise
+from engine.decoders.layer_parts import LayerParts, RmsNorm
+from engine.decoders.recognise import Decoder, recognise
+from engine.decoders.traced_calls import NotCompiled
 from engine.kv.pool import KvPool
 from engine.model.load_check import difference
 from engine.model.loaded import LoadedModel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    weight: torch.Tensor  # [out, in]
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedLayer:
+    parts: LayerParts  # for its norms
+    qkv: Product
+    out: Product
+    gate_up: Product
+    down: Product
+    options: AttentionOptions
+    rotary: int
+
+
+class FusedDecoder:
+    """A decoder in the fused kernels' terms. The model can still be called: its weights are views of the merged
+    ones."""
+
+    @torch.no_grad()
+    def __init__(self, decoder: Decoder, longest: int) -> None:
+        """`longest` is larger than any position. Raises NotCompiled."""
+        if decoder.layers[0].parts.norms_whole_rows:
+            raise NotCompiled("its norms of queries and keys are over all heads")
+        self.decoder = decoder
+        self.longest = longest
+        self.layers = tuple(
+            FusedLayer(
+                parts=layer.parts,
+                qkv=_merged(layer.parts.qkv),
+                out=_merged((layer.parts.out,)),
+                gate_up=_merged(layer.parts.gate_up),
+                down=_merged((layer.parts.down,)),
+                options=AttentionOptions(
+                    decoder.heads.options.scaling, layer.window or None, decoder.heads.options.softcap
+                ),
+                rotary=layer.rotary,
+            )
+            for layer in decoder.layers
+        )
+        self.head = _merged((decoder.head,))
+        self.final_norm: RmsNorm = decoder.final_norm
+        for rotary in decoder.rotaries:  # whole, for a graph reads it where it lies
+            rotary.rows(torch.zeros(1, dtype=torch.int64, device=self.head.weight.device), longest, longest)
+
+
+def _merged(linears: Sequence[nn.Linear]) -> Product:
+    """Merge the linears' weights into one tensor of which they become views, so that no weight is stored twice."""
+    if len(linears) == 1:
+        return Product(linears[0].weight, linears[0].bias)
+    weight = torch.cat([linear.weight.data for linear in linears])
+    biases: list[torch.Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+    if biases and len(biases) < len(linears):
+        raise NotCompiled("only some of the products that share an input have a bias")
+    sizes = [linear.out_features for linear in linears]
+    for linear, part in zip(linears, torch.split(weight, sizes), strict=True):
+        linear.weight.data = part
+    if weight.is_cuda:
+        torch.cuda.empty_cache()  # no other allocation uses pieces of this size, and another process may share the GPU
+    return Product(weight, torch.cat(biases) if biases else None)
 
 
 class FusedForward:

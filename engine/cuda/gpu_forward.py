@@ -10,10 +10,9 @@ import torch
 from cluster.settings.engine_settings import EngineSettings
 from engine.attention.registry import AttentionBackend
 from engine.batch import PackedBatch
-from engine.cuda.decode_buckets import bucket_sizes
 from engine.cuda.fused_forward import FusedForward, fused_decoder
-from engine.cuda.graph_forward import CapturableBackend, Capture, GraphForward, GraphStep, StaticDecodes
-from engine.decoders.not_compiled import NotCompiled
+from engine.cuda.graph_forward import CapturableBackend, Capture, GraphForward, GraphStep, StaticDecodes, bucket_sizes
+from engine.decoders.traced_calls import NotCompiled
 from engine.kv.pool import KvPool
 from engine.model.loaded import LoadedModel
 from engine.steps.forward import Forward, PlainForward

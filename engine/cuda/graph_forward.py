@@ -3,8 +3,12 @@
 Everything that changes from step to step lies in tensors at fixed addresses. A step with longer chunks, with draft
 tokens, or with more decodes than the largest graph runs without a graph. A model that cannot be captured runs without
 graphs, and the engine's report says so.
+
+A step of n decodes replays the graph of the smallest size that holds n, and computes unused rows for the rest: at most
+a third of a small step, and under a tenth from 64 on. Sizes are closer where steps are small and each graph is cheap.
 """
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +18,11 @@ import torch
 
 from engine.attention.registry import AttentionBackend
 from engine.batch import PackedBatch
-from engine.cuda.decode_buckets import bucket_for
 from engine.steps.forward import Forward
+
+_SMALL = (1, 2, 4)
+_EIGHTS_TO = 256
+_FAR_STEP = 32
 
 
 class StaticDecodes:
@@ -81,6 +88,19 @@ class StaticDecodes:
         self._slot_offsets[rows] = 0
         self._block_tables[rows] = self._spare_block
         self._context_lens[rows] = 1
+
+
+def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Return the batch sizes to capture, ascending: 1, 2, 4, 8, 16, 24, ... and `max_num_seqs` itself."""
+    assert max_num_seqs >= 1
+    sizes = {*_SMALL, *range(8, _EIGHTS_TO + 1, 8), *range(_EIGHTS_TO, max_num_seqs, _FAR_STEP), max_num_seqs}
+    return tuple(sorted(size for size in sizes if size <= max_num_seqs))
+
+
+def bucket_for(num_decodes: int, sizes: Sequence[int]) -> int | None:
+    """Return the smallest of the ascending `sizes` that holds `num_decodes` rows, or None."""
+    place = bisect.bisect_left(sizes, num_decodes)
+    return sizes[place] if place < len(sizes) else None
 
 
 class CapturableBackend(AttentionBackend, Protocol):

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from engine.decoders.not_compiled import NotCompiled
-from engine.decoders.traced_calls import Call, TracedCalls
+from engine.decoders.traced_calls import Call, NotCompiled, TracedCalls
 
 SILU, GELU_TANH = 0, 1  # activations, as engine/cpu/kernels.h numbers them
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")

@@ -1,5 +1,7 @@
-"""What a model's modules are called with and answer, in one forward pass over a few tokens: the wiring that its code
-alone would tell. Takes the model as it finds it and leaves it so."""
+"""Records the calls of a model's modules in one forward pass over a few tokens, with arguments and results. Does not
+change the model.
+
+NotCompiled is the error of every step of recognising and compiling a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,9 +11,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.attention.interface import KV_KEYWORD, AttentionOptions
-from engine.decoders.not_compiled import NotCompiled
 
 _TOKEN_IDS = (1, 2, 3)
+
+
+class NotCompiled(Exception):
+    """Why there is no other forward for this processor, device or model, in a few words; they end in a report."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

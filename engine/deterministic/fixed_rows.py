@@ -3,12 +3,19 @@
 A library picks its kernel, and with it the order of a sum, by the shape of the product. So rows are cut into pieces of
 `ROW_COUNTS`, the rest filled with zeros, and a number is used only where it gives the bits of the least of them, for
 this very product, at every place in the piece, whatever the other rows are: that is tried at load.
+
+Products of weights that a module owns itself, without an nn.Linear (routers and experts of mixtures above all), are
+replaced while the module runs.
 """
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cluster.errors import ModelRefused
@@ -20,6 +27,11 @@ _ALIGNMENT = 64  # bytes: as torch allocates; a kernel may treat other addresses
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 KINDS = (nn.Linear, PackedLinear, Conv1D)
+_LINEAR = (nn.functional.linear,)
+_MATMUL = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
+_SHAPED_BY_ROWS = frozenset(
+    {"bmm", "baddbmm", "addmm", "addbmm", "einsum", "grouped_mm", "_grouped_mm", "_scaled_mm", "conv1d", "conv2d"}
+)
 
 
 class FixedRows:
@@ -118,3 +130,67 @@ def _agrees(product: Product, rows: torch.Tensor, base: torch.Tensor, count: int
 
 def _in_pieces(product: Product, rows: torch.Tensor, count: int) -> torch.Tensor:
     return torch.cat([product(piece.clone()) for piece in torch.split(rows, count)])
+
+
+def fix_own_products(model: nn.Module) -> None:
+    """Fix the products of mixtures, in place: experts are computed one after another, each on the rows routed to it."""
+    owners = [module for module in model.modules() if _has_weights_of_its_own(module)]
+    if owners and isinstance(model, PreTrainedModel):
+        model.set_experts_implementation("eager")
+    for module in owners:
+        module.forward = _Fixed(module.forward, _FixedProducts(type(module).__name__))
+
+
+def _has_weights_of_its_own(module: nn.Module) -> bool:
+    known = isinstance(module, (*KINDS, nn.Embedding))
+    return not known and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+
+
+class _Fixed:
+    """Replaces a module's `forward`."""
+
+    def __init__(self, forward: Callable[..., object], products: "_FixedProducts") -> None:
+        self._forward = forward
+        self._products = products
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        with self._products:
+            return self._forward(*args, **kwargs)
+
+
+class _FixedProducts(TorchFunctionMode):
+    """Turns products of rows with a matrix into FixedRows. Raises ModelRefused for those of another kind."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self._counts: dict[tuple[object, ...], tuple[int, ...]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _LINEAR:
+            return self._product(func, *args, **kwargs)
+        if func in _MATMUL:
+            return self._product(func, *args)
+        if getattr(func, "__name__", "") in _SHAPED_BY_ROWS:
+            raise ModelRefused(f"--deterministic on: {self._name} computes {func.__name__}, whose rows cannot be fixed")
+        return func(*args, **kwargs)
+
+    def _product(
+        self, func: Callable[..., torch.Tensor], rows: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if weight.dim() != 2 or rows.dim() < 2:
+            raise ModelRefused(f"--deterministic on: {self._name} computes a product of more than rows and a matrix")
+        product = functools.partial(_apply, func, weight, bias)
+        shape = (func, weight.shape, weight.stride(), weight.dtype, len(bias))
+        if shape not in self._counts:
+            self._counts[shape] = agreeing_counts(product, random_rows(rows.shape[-1], rows), self._name)
+        return FixedRows(product, self._counts[shape])(rows)
+
+
+def _apply(
+    func: Callable[..., torch.Tensor], weight: torch.Tensor, bias: tuple[torch.Tensor | None, ...], rows: torch.Tensor
+) -> torch.Tensor:
+    return func(rows, weight, *bias)

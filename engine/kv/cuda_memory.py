@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cluster.memory.cuda_pages import DriverRefused, checked, map_pages, unmap
+from cluster.shared_memory import DriverRefused, driver_result, map_pages, unmap_pages
 
 
 class NotExportable(Exception):
@@ -61,7 +61,7 @@ class _Region:
             "data": (address, False),
             "version": 3,
         }
-        weakref.finalize(self, unmap, address, num_bytes).atexit = False
+        weakref.finalize(self, unmap_pages, address, num_bytes).atexit = False
 
 
 def _allocate(num_bytes: int, index: int) -> tuple[int, int, int]:
@@ -69,7 +69,7 @@ def _allocate(num_bytes: int, index: int) -> tuple[int, int, int]:
     try:
         from cuda.bindings import driver
 
-        checked(driver.cuInit(0))
+        driver_result(driver.cuInit(0))
     except (ImportError, RuntimeError, DriverRefused) as error:  # the second: no driver
         raise NotExportable(f"cuda-bindings cannot be used ({error})") from error
     try:
@@ -81,7 +81,7 @@ def _allocate(num_bytes: int, index: int) -> tuple[int, int, int]:
 def _exported(driver: Any, num_bytes: int, index: int) -> tuple[int, int, int]:
     """Allocate like `_allocate`. Raises DriverRefused too."""
     properties = _properties(driver, index)
-    granularity = checked(
+    granularity = driver_result(
         driver.cuMemGetAllocationGranularity(
             properties, driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         )
@@ -89,7 +89,7 @@ def _exported(driver: Any, num_bytes: int, index: int) -> tuple[int, int, int]:
     size = -(-num_bytes // granularity) * granularity
     handle = _created(driver, size, properties)
     try:
-        file = int(checked(driver.cuMemExportToShareableHandle(handle, properties.requestedHandleTypes, 0)))
+        file = int(driver_result(driver.cuMemExportToShareableHandle(handle, properties.requestedHandleTypes, 0)))
         try:
             for_both = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
             return file, size, map_pages(driver, handle, size, index, for_both)
@@ -103,16 +103,16 @@ def _exported(driver: Any, num_bytes: int, index: int) -> tuple[int, int, int]:
 def _created(driver: Any, size: int, properties: Any) -> Any:
     if properties.allocFlags.gpuDirectRDMACapable:
         with contextlib.suppress(DriverRefused):
-            return checked(driver.cuMemCreate(size, properties, 0))
+            return driver_result(driver.cuMemCreate(size, properties, 0))
         properties.allocFlags.gpuDirectRDMACapable = 0  # a guest may not have what its device says it supports
-    return checked(driver.cuMemCreate(size, properties, 0))
+    return driver_result(driver.cuMemCreate(size, properties, 0))
 
 
 def _properties(driver: Any, index: int) -> Any:
-    device = checked(driver.cuDeviceGet(index))
+    device = driver_result(driver.cuDeviceGet(index))
     attributes = driver.CUdevice_attribute
     exports = attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
-    if not checked(driver.cuDeviceGetAttribute(exports, device)):
+    if not driver_result(driver.cuDeviceGetAttribute(exports, device)):
         raise NotExportable("this device does not export memory as a file")
     properties = driver.CUmemAllocationProp()
     properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -120,6 +120,6 @@ def _properties(driver: Any, index: int) -> Any:
     properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     properties.location.id = index
     rdma = attributes.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
-    if checked(driver.cuDeviceGetAttribute(rdma, device)):
+    if driver_result(driver.cuDeviceGetAttribute(rdma, device)):
         properties.allocFlags.gpuDirectRDMACapable = 1  # NCCL and UCX read and write the pool over the network
     return properties

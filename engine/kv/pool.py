@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from cluster.errors import ConfigError
-from cluster.memory.sealed_memory import allocate_sealed
+from cluster.shared_memory import allocate_sealed
 from engine.kv.cuda_memory import CudaMemory, NotExportable
 from engine.kv.layout import BlockLayout, LayerPlace
 from engine.scheduling.step import BlockCopy

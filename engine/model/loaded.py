@@ -1,14 +1,25 @@
-"""A model that may be served, and what the rest of Tandem needs to know of it."""
+"""A model that may be served, what the rest of Tandem needs to know of it, and its fingerprint.
 
+The fingerprint contains digests of what two workers must have in common before KV moves between them."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from cluster.messages import Sampling
+from cluster.messages import LayoutFingerprint, Sampling
 from engine.attention.registry import Capability
 from engine.kv.layout import BlockLayout
 from engine.kv.pool import KvPool
 from engine.steps.forward import PlainForward
+
+# Keys that say where the model came from or how it was called, not what it computes.
+_IGNORED_KEYS = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "use_cache"})
+_HASH_THREADS = 4  # hashing leaves the interpreter's lock; it should take no longer than reading the weights did
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +48,67 @@ class LoadedModel:
     def forward(self, pool: KvPool) -> PlainForward:
         """Return a forward by the model's own modules over this pool, with a new back end."""
         return PlainForward(self.model, pool, self.attention.build())
+
+
+def fingerprint(loaded: LoadedModel, wire_dtype: str = "native") -> LayoutFingerprint:
+    return LayoutFingerprint(
+        weights=weights_digest(loaded.model),
+        model_config=config_digest(loaded.model.config),
+        dtype=_dtype(loaded),
+        block_table=loaded.layout.digest(),
+        wire_dtype=wire_dtype,
+    )
+
+
+def _dtype(loaded: LoadedModel) -> str:
+    """Return the compute dtype and the KV dtype as text, for the message with which workers refuse each other."""
+    computed, kept = loaded.info.dtype, loaded.layout.dtype
+    return computed if computed == kept else f"{computed} with {kept} KV"
+
+
+def weights_digest(model: PreTrainedModel) -> str:
+    """Return a digest of every byte of every tensor, by name, so that another fine-tune of the same shape differs."""
+    tensors = [(name, part) for name, tensor in sorted(model.state_dict().items()) for part in _plain(tensor)]
+    seen: set[tuple[int, int]] = set()
+    distinct = []
+    for name, tensor in tensors:  # tied weights once
+        place = (tensor.data_ptr(), tensor.numel())
+        if place not in seen:
+            seen.add(place)
+            distinct.append((name, tensor))
+    total = hashlib.blake2b(digest_size=16)
+    with ThreadPoolExecutor(_HASH_THREADS) as threads:
+        for digest in threads.map(_tensor_digest, distinct):
+            total.update(digest)
+    return total.hexdigest()
+
+
+def config_digest(config: PreTrainedConfig) -> str:
+    """Return a digest of the effective configuration, defaults included."""
+    text = json.dumps(_effective(config.to_dict()), sort_keys=True, default=str, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _tensor_digest(named: tuple[str, torch.Tensor]) -> bytes:
+    name, tensor = named
+    digest = hashlib.blake2b(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+    data = tensor.detach().contiguous().cpu().view(-1)
+    if data.numel():
+        digest.update(data.view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors that a quantised tensor consists of."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _plain(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def _effective(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(key): _effective(item) for key, item in value.items() if key not in _IGNORED_KEYS}
+    return value

@@ -20,7 +20,7 @@ from engine.attention.interface import ATTENTION_NAME, register
 from engine.kv import capacity
 from engine.kv.layout import lay_out
 from engine.kv.pool import TORCH_DTYPES
-from engine.model.gpu_placement import device_for
+from engine.model.gpu_share import device_for
 from engine.model.load_check import check_equal
 from engine.model.loaded import LoadedModel, ModelInfo
 from engine.model.trace import trace

@@ -1,4 +1,4 @@
-"""Measures at start what one more row costs in a decode step, from which `acceptance.py` decides if speculation
+"""Measures at start what one more row costs in a decode step, from which `drafter.py` decides if speculation
 pays."""
 
 import time

@@ -12,10 +12,9 @@ import secrets
 from cluster.errors import HandOffFailed, HandOffReason, Overloaded
 from cluster.member import fingerprint_difference
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
-from cluster.protocol.kv_wire import epoch_to_wire, fingerprint_from_wire
 from cluster.protocol.received import checked
 from cluster.protocol.tickets import TICKET_ID_BYTES
-from cluster.protocol.wire import member_from_wire, pack_ids
+from cluster.protocol.wire import epoch_to_wire, fingerprint_from_wire, member_from_wire, pack_ids
 from cluster.settings.transfer_settings import TRANSPORTS
 from kvtransfer.importer.links import DOES_NOT_REACH
 from kvtransfer.memory import PoolMemory

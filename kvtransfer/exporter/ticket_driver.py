@@ -12,8 +12,8 @@ from cluster.clock import Clock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
 from cluster.protocol import tickets
-from cluster.protocol.kv_wire import fingerprint_from_wire
 from cluster.protocol.versions import ProtocolRange
+from cluster.protocol.wire import fingerprint_from_wire
 from kvtransfer.counters import TransferCounters
 from kvtransfer.deadline_timer import DeadlineTimer
 from kvtransfer.protocol import export_machine as machine

@@ -17,9 +17,8 @@ from cluster import holders
 from cluster.clock import Clock
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
-from cluster.protocol.kv_wire import epoch_from_wire, fingerprint_to_wire
 from cluster.protocol.received import checked, malformed
-from cluster.protocol.wire import member_from_wire, unpack_ids
+from cluster.protocol.wire import epoch_from_wire, fingerprint_to_wire, member_from_wire, unpack_ids
 from cluster.serving.rpc_errors import error_from_rpc
 from cluster.settings.transfer_settings import TRANSPORTS
 from kvtransfer.exporter.link_check_access import MAX_BYTES, sign_link_check

@@ -7,9 +7,8 @@ Attach and Accepted, and read it from there.
 
 from cluster.errors import HandOffReason
 from cluster.messages import Epoch
-from cluster.protocol.kv_wire import epoch_from_wire, epoch_to_wire
 from cluster.protocol.versions import ProtocolRange
-from cluster.protocol.wire import pack_ids, unpack_ids
+from cluster.protocol.wire import epoch_from_wire, epoch_to_wire, pack_ids, unpack_ids
 from kvtransfer.digests import split_digests
 from kvtransfer.protocol.handoff import (
     Accepted,

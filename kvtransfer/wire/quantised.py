@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from cluster.errors import ConfigError
-from cluster.memory.sealed_memory import allocate_sealed
+from cluster.shared_memory import allocate_sealed
 from kvtransfer.device import side_stream
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.host_memory import runs

@@ -10,7 +10,7 @@ import asyncio
 import ctypes
 import sys
 
-from cluster.memory import cuda_pages
+from cluster import shared_memory
 from cluster.messages import Epoch, MemberId
 from engine.kv import cuda_memory
 from kvtransfer.transports.cuda import access as cuda_access
@@ -41,7 +41,7 @@ async def import_() -> None:
     for _ in range(2):
         _say(f"{_protection(address)} {ctypes.string_at(address, size) == bytes([BYTE]) * size}")
         await asyncio.to_thread(sys.stdin.readline)
-    cuda_pages.unmap(address, size)
+    shared_memory.unmap_pages(address, size)
     _say(_protection(address))
 
 

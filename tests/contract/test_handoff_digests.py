@@ -6,8 +6,7 @@ import grpc
 import pytest
 
 from cluster.errors import HandOffReason
-from cluster.protocol.kv_wire import fingerprint_to_wire
-from cluster.protocol.wire import unpack_ids
+from cluster.protocol.wire import fingerprint_to_wire, unpack_ids
 from kvtransfer.digests import KNOWN_DIGESTS, digest_blocks, split_digests
 from kvtransfer.exporter.ticket_driver import IncomingCall
 from kvtransfer.wire.handoff_wire import IMPORTER_METADATA

@@ -11,7 +11,7 @@ from cluster.clock import ManualClock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
 from cluster.protocol import tickets
-from cluster.protocol.kv_wire import epoch_to_wire, fingerprint_to_wire
+from cluster.protocol.wire import epoch_to_wire, fingerprint_to_wire
 from kvtransfer.importer.importer import ExpectedPrompt
 from kvtransfer.transports.shm import transport as shm
 from kvtransfer.wire.handoff_wire import IMPORTER_METADATA

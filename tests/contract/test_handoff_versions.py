@@ -7,8 +7,8 @@ import pytest
 
 from cluster.errors import HandOffReason
 from cluster.protocol import tickets
-from cluster.protocol.kv_wire import epoch_to_wire, fingerprint_to_wire
 from cluster.protocol.versions import ProtocolRange
+from cluster.protocol.wire import epoch_to_wire, fingerprint_to_wire
 from kvtransfer.exporter.ticket_driver import IncomingCall
 from kvtransfer.wire.handoff_wire import IMPORTER_METADATA
 from tandem.internal.v1 import kv_pb2, kv_pb2_grpc

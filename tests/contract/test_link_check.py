@@ -12,7 +12,7 @@ from cluster.clock import MonotonicClock
 from cluster.errors import HandOffFailed, HandOffReason, InvalidRequest, Overloaded, TandemError, Unavailable
 from cluster.messages import Epoch, MemberId
 from cluster.observe.telemetry import Telemetry
-from cluster.protocol.kv_wire import epoch_from_wire, fingerprint_to_wire
+from cluster.protocol.wire import epoch_from_wire, fingerprint_to_wire
 from cluster.serving.rpc_errors import error_from_rpc
 from cluster.serving.serving import GrpcServer, open_channel
 from cluster.settings.transfer_settings import TransferSettings

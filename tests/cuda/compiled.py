@@ -27,10 +27,9 @@ from engine.attention import triton_paged
 from engine.attention.interface import register
 from engine.batch import pack
 from engine.cuda import triton_ops
-from engine.cuda.fused_decoder import FusedDecoder
-from engine.cuda.fused_forward import FusedForward
-from engine.decoders.not_compiled import NotCompiled
+from engine.cuda.fused_forward import FusedDecoder, FusedForward
 from engine.decoders.recognise import recognise
+from engine.decoders.traced_calls import NotCompiled
 from engine.kv.pool import KvPool
 from engine.model.loaded import LoadedModel
 from engine.model.loading import load

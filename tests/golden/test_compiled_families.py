@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cluster.settings.engine_settings import EngineSettings
 from engine.build import build_engine
-from engine.cpu.compile import compiled_forward
+from engine.cpu.compiled_forward import compiled_forward
 from engine.cpu.library import load_kernels
-from engine.decoders.not_compiled import NotCompiled
+from engine.decoders.traced_calls import NotCompiled
 from engine.kv.pool import KvPool
 from engine.model.loading import load
 from engine.steps.forward import Forward

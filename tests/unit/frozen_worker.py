@@ -10,7 +10,7 @@ from typing import Any, cast
 from cluster.clock import ManualClock
 from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
-from cluster.protocol import kv_wire
+from cluster.protocol import wire
 from cluster.settings.transfer_settings import TransferSettings
 from decode_worker.exports import FreezeOrder, FrozenSequence
 from decode_worker.service import DecodeService
@@ -152,7 +152,7 @@ class FrozenWorker:
         attach = kv_pb2.Attach(
             ticket=ticket,
             transports=["loopback"],
-            layout=kv_wire.fingerprint_to_wire(LAYOUT),
+            layout=wire.fingerprint_to_wire(LAYOUT),
             endpoints=endpoints,
             digests=["folded-sums"],
         )

@@ -17,7 +17,7 @@ from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.kv.layout import lay_out
 from engine.model.estimate import estimate, read_config
-from engine.model.fingerprint import config_digest, weights_digest
+from engine.model.loaded import config_digest, weights_digest
 from engine.model.loading import load
 from kvtransfer.wire.wire_format import WireDtype
 from tests.golden.families import FAMILIES

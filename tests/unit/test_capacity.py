@@ -15,7 +15,7 @@ from engine.kv import capacity
 from engine.kv.capacity import CONTEXT_BYTES, MARGIN_BYTES, GpuMemory
 from engine.kv.layout import LayerShape, lay_out
 from engine.kv.pool import allocate_pool, host_bytes
-from engine.model.memory_profile import largest_step
+from engine.model.gpu_share import largest_step
 from kvtransfer.wire.wire_format import WireDtype
 from tests.golden.families import FAMILIES
 

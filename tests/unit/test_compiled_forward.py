@@ -14,13 +14,12 @@ from cluster.messages import Sampling
 from cluster.settings.engine_settings import EngineSettings
 from engine.attention.interface import ATTENTION_NAME, register
 from engine.build import Engine, build_engine
-from engine.cpu.compile import compiled_forward
-from engine.cpu.compiled_forward import CompiledForward
+from engine.cpu.compiled_forward import CompiledForward, compiled_forward
 from engine.cpu.library import load_kernels
 from engine.cpu.packed_decoder import PackedDecoder
 from engine.decoders.layer_parts import GELU_TANH
-from engine.decoders.not_compiled import NotCompiled
 from engine.decoders.recognise import Decoder, recognise
+from engine.decoders.traced_calls import NotCompiled
 from engine.kv.pool import KvPool
 from engine.model.load_check import difference
 from engine.model.loading import dummy_model, load
@@ -258,5 +257,5 @@ def test_an_unknown_architecture_is_refused_by_name() -> None:
 
 @needs_kernels
 def test_too_little_memory_to_pack_weights_falls_back_to_plain(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.cpu.compile._available_bytes", lambda: 1000)
+    monkeypatch.setattr("engine.cpu.compiled_forward._available_bytes", lambda: 1000)
     assert "packing takes 0 MiB for a moment" in forward_line(build_engine(settings(folder)))

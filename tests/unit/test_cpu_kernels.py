@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.cpu.library import load_kernels
-from engine.cpu.structs import Layer, Model, Product, Step
+from engine.cpu.library import Layer, Model, Product, Step, load_kernels
 from engine.decoders.layer_parts import GELU_TANH, SILU
-from engine.decoders.not_compiled import NotCompiled
+from engine.decoders.traced_calls import NotCompiled
 
 VOCAB = 130
 

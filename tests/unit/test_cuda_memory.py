@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.memory.cuda_pages import DriverRefused
+from cluster.shared_memory import DriverRefused
 from engine.kv import cuda_memory
 from engine.kv.cuda_memory import NotExportable
 from engine.kv.pool import KvPool

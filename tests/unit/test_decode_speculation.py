@@ -9,8 +9,7 @@ from cluster.protocol.hashing import nameless_chains
 from engine.scheduling.commands import AdmitLocal, StepTokens
 from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import Runner, Sample, StepPlan, StepResult
-from engine.speculation.acceptance import Acceptance
-from engine.speculation.drafter import ModelDrafter
+from engine.speculation.drafter import Acceptance, ModelDrafter
 from tests.unit.decode_bench import DecodeBench, limits
 from tests.unit.fake_paged_runner import FakePagedRunner, next_token
 

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.member import DrainOutcome, MemberState
 from cluster.messages import FinishReason, Role
-from cluster.protocol import kv_wire
+from cluster.protocol import wire
 from cluster.settings.transfer_settings import TransferSettings
 from router.http.openai_schema import Message
 from router.request.account import PhaseName
@@ -43,7 +43,7 @@ def test_the_roles_of_a_conversation_equal_the_roles_of_the_http_api() -> None:
 
 def test_the_wire_dtypes_equal_the_choices_of_the_flag() -> None:
     (setting,) = (field for field in fields(TransferSettings) if field.name == "kv_wire_dtype")
-    assert kv_wire.WIRE_DTYPES.words == setting.metadata["choices"]
+    assert wire.WIRE_DTYPES.words == setting.metadata["choices"]
 
 
 def test_the_empty_word_is_the_value_that_is_not_set() -> None:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from cluster.protocol import kv_wire, tickets
+from cluster.protocol import tickets, wire
 from kvtransfer.exporter.service import KvTransferServicer
 from kvtransfer.wire.handoff_wire import IMPORTER_METADATA
 from tandem.internal.v1 import kv_pb2
@@ -96,11 +96,11 @@ async def test_a_thaw_that_fails_at_any_await_leaves_no_frozen_sequence(error: t
 async def _export(worker: FrozenWorker) -> None:
     """A hand-off of the frozen sequence, up to its settlement or its failure."""
     ticket = (await worker.frozen()).signed_ticket
-    epoch = kv_wire.epoch_to_wire(tickets.verify(ticket, KEY, importer=str(IMPORTER)).epoch)
+    epoch = wire.epoch_to_wire(tickets.verify(ticket, KEY, importer=str(IMPORTER)).epoch)
     attach = kv_pb2.Attach(
         ticket=kv_pb2.SignedTicket.FromString(ticket),
         transports=["loopback"],
-        layout=kv_wire.fingerprint_to_wire(LAYOUT),
+        layout=wire.fingerprint_to_wire(LAYOUT),
         endpoints={"loopback": b""},
         digests=["folded-sums"],
     )

@@ -15,7 +15,7 @@ from engine.cuda.fused_forward import FusedForward, fused_decoder
 from engine.cuda.fused_ops import Heads, Ops, Rotation, TorchOps
 from engine.cuda.gpu_forward import captured, forwards, gpu_forward
 from engine.decoders.layer_parts import GELU_TANH, SILU, RmsNorm
-from engine.decoders.not_compiled import NotCompiled
+from engine.decoders.traced_calls import NotCompiled
 from engine.kv.pool import KvPool
 from engine.model.loaded import LoadedModel
 from engine.model.loading import load

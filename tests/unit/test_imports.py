@@ -24,8 +24,7 @@ ALLOWED: dict[str, set[str]] = {
         "cluster.observe.service_rate",
         "cluster.protocol.hashing",
         "cluster.request_size",
-        "cluster.memory.cuda_pages",
-        "cluster.memory.sealed_memory",
+        "cluster.shared_memory",
     },
     "kvtransfer": {"cluster", "tandem"},
     "prefill_worker": {"engine", "kvtransfer", "cluster", "tandem"},
@@ -39,7 +38,7 @@ OURS = {*ALLOWED, "simulator", "cli", "deploy", "benchmarks"}
 
 # Pure modules decide and loops perform: they import the standard library and each other, without a clock or an await.
 PURE = [
-    "cli.local.pool_plan",
+    "cli.local.layout",
     "cluster.settings.config",
     "cluster.settings.config_sources",
     "cluster.clock",
@@ -61,9 +60,7 @@ PURE = [
     "decode_worker.waiting_jobs",
     "engine.kv.block_pool",
     "engine.kv.capacity",
-    "engine.cuda.decode_buckets",
     "engine.kv.layout",
-    "engine.model.gpu_placement",
     "engine.kv.eviction",
     "engine.kv.prefix_cache",
     "engine.scheduling.admission",
@@ -85,7 +82,6 @@ PURE = [
     "engine.scheduling.step",
     "engine.scheduling.steps_in_flight",
     "engine.scheduling.tickets",
-    "engine.speculation.acceptance",
     "engine.speculation.drafter",
     "engine.speculation.prompt_lookup",
     "kvtransfer.protocol.export_machine",

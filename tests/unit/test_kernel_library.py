@@ -11,7 +11,7 @@ import pytest
 
 from engine.cpu import library
 from engine.cpu.library import load_kernels, main
-from engine.decoders.not_compiled import NotCompiled
+from engine.decoders.traced_calls import NotCompiled
 
 SOURCE = """
 long td_version(void) {{ return {version}; }}

@@ -2,8 +2,7 @@
 
 import pytest
 
-from cli.local.layout import Ports, router_ports
-from cli.local.pool_plan import PoolPlan, Slot, pool_plan
+from cli.local.layout import PoolPlan, Ports, Slot, pool_plan, router_ports
 from cluster.errors import ConfigError
 from cluster.messages import Role
 from cluster.registry.scale_target import ScaleTarget

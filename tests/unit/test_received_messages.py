@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from cluster.errors import HandOffFailed, MalformedMessage
 from cluster.messages import Epoch, MemberId
-from cluster.protocol import cache_events, kv_wire, tickets, wire
+from cluster.protocol import tickets, wire
 from cluster.protocol.hashing import split_hashes
 from cluster.protocol.message_rules import RULES
 from cluster.protocol.received import checked
@@ -35,7 +35,7 @@ def _importer_message(message: kv_pb2.ImporterMessage) -> object:
     checked(message)
     if message.WhichOneof("message") in (None, "attach"):
         attach = message.attach
-        return handoff_wire.protocol_from_wire(attach), kv_wire.fingerprint_from_wire(attach.layout)
+        return handoff_wire.protocol_from_wire(attach), wire.fingerprint_from_wire(attach.layout)
     return handoff_wire.renew_or_settle_from_wire(message, EPOCH)
 
 
@@ -52,7 +52,7 @@ def _after_check(convert: Callable[[Any], object]) -> Callable[[Any], object]:
 CONVERSIONS: Mapping[type[Message], Callable[[Any], object]] = {
     worker_pb2.PrefillRequest: wire.prefill_job_from_wire,
     worker_pb2.StartRequest: wire.decode_job_from_wire,
-    worker_pb2.CacheEvents: cache_events.from_wire,
+    worker_pb2.CacheEvents: wire.cache_events_from_wire,
     worker_pb2.FirstTokens: _after_check(lambda m: [wire.sampled_token_from_wire(token) for token in m.tokens]),
     worker_pb2.StepOutput: _after_check(lambda m: list(decode_events.tokens_of(m))),
     worker_pb2.SequenceStarted: _after_check(lambda m: wire.unpack_ids(m.first_token_ids)),
@@ -61,8 +61,8 @@ CONVERSIONS: Mapping[type[Message], Callable[[Any], object]] = {
     kv_pb2.Ticket: _ticket,
     kv_pb2.ImporterMessage: _importer_message,
     kv_pb2.ExporterMessage: _exporter_message,
-    kv_pb2.Epoch: _after_check(kv_wire.epoch_from_wire),
-    kv_pb2.LayoutFingerprint: _after_check(kv_wire.fingerprint_from_wire),
+    kv_pb2.Epoch: _after_check(wire.epoch_from_wire),
+    kv_pb2.LayoutFingerprint: _after_check(wire.fingerprint_from_wire),
     kv_pb2.LeasePrefixRequest: _after_check(lambda m: split_hashes(m.block_hashes)),
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.memory.sealed_memory import allocate_sealed, has_fixed_size
+from cluster.shared_memory import allocate_sealed, has_fixed_size
 from engine.kv.pool import KvPool
 from kvtransfer.wire.quantised import WireCopy
 from tests.contract.kv_pools import random_pool
@@ -75,7 +75,7 @@ def test_a_process_that_was_given_the_descriptor_can_only_read(shared: KvPool | 
 
 
 def test_a_kernel_without_the_write_seal_still_fixes_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.memory.sealed_memory._SEAL_FUTURE_WRITE", 0x4000)  # no kernel knows it: EINVAL
+    monkeypatch.setattr("cluster.shared_memory._SEAL_FUTURE_WRITE", 0x4000)  # no kernel knows it: EINVAL
     descriptor, mapping = allocate_sealed("test", mmap.PAGESIZE)
     try:
         assert has_fixed_size(descriptor)

@@ -13,9 +13,8 @@ from cluster.messages import Sampling
 from cluster.settings.engine_settings import EngineSettings
 from engine.build import build_engine
 from engine.scheduling.step import Chunk, DraftRequest, DrawnToken, Sample, StepPlan
-from engine.speculation.acceptance import Acceptance
 from engine.speculation.draft_model import DraftLimits, DraftModel, build_draft_model, with_draft_model
-from engine.speculation.drafter import ModelDrafter
+from engine.speculation.drafter import Acceptance, ModelDrafter
 from engine.steps.runner import ModelRunner
 from tests.golden.families import FAMILIES
 from tests.unit.fake_paged_runner import FakePagedRunner, next_token, num_tokens

@@ -8,8 +8,7 @@ import pytest
 import engine.speculation.prompt_lookup as lookup_module
 from cluster.errors import ConfigError
 from cluster.settings.engine_settings import EngineSettings
-from engine.speculation.acceptance import Acceptance, best_num_draft_tokens
-from engine.speculation.drafter import ModelDrafter, TextDrafter, drafter_factory
+from engine.speculation.drafter import Acceptance, ModelDrafter, TextDrafter, best_num_draft_tokens, drafter_factory
 from engine.speculation.prompt_lookup import PromptLookup
 
 

@@ -19,7 +19,7 @@ from cluster.messages import (
     TokenLogprobs,
     TokenStops,
 )
-from cluster.protocol import kv_wire, wire
+from cluster.protocol import wire
 from tandem.internal.v1 import worker_pb2
 
 U32 = st.integers(0, 2**32 - 1)
@@ -122,9 +122,9 @@ def test_a_sampled_token_survives_the_wire(token: SampledToken) -> None:
 def test_ticket_epoch_and_fingerprint_survive_the_wire() -> None:
     ticket = Ticket(b"t" * 16, MemberId("p0", "a"), "h:1", MemberId("d0", "b"), "r", 3, 17, b"h" * 16, 2, 1.5)
     fingerprint = LayoutFingerprint("w", "c", "float32", "t", "int8", 7)
-    assert kv_wire.ticket_from_wire(kv_wire.ticket_to_wire(ticket)) == ticket
-    assert kv_wire.epoch_from_wire(kv_wire.epoch_to_wire(ticket.epoch)) == ticket.epoch
-    assert kv_wire.fingerprint_from_wire(kv_wire.fingerprint_to_wire(fingerprint)) == fingerprint
+    assert wire.ticket_from_wire(wire.ticket_to_wire(ticket)) == ticket
+    assert wire.epoch_from_wire(wire.epoch_to_wire(ticket.epoch)) == ticket.epoch
+    assert wire.fingerprint_from_wire(wire.fingerprint_to_wire(fingerprint)) == fingerprint
 
 
 def _valid_prefill() -> worker_pb2.PrefillRequest:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from cluster.memory.cuda_pages import DriverRefused, checked, map_pages, unmap
+from cluster.shared_memory import DriverRefused, driver_result, map_pages, unmap_pages
 from kvtransfer.device import use_device
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportError
@@ -50,7 +50,7 @@ class CudaMapping:
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.address = address
-        weakref.finalize(self, unmap, address, num_bytes).atexit = False
+        weakref.finalize(self, unmap_pages, address, num_bytes).atexit = False
 
 
 class CudaAccess:
@@ -100,7 +100,7 @@ def _import_for_reading(driver: Any, file: int, num_bytes: int, index: int) -> i
     """Map the pages and return their address. It closes `file`. Raises DriverRefused."""
     kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     try:
-        handle = checked(driver.cuMemImportFromShareableHandle(file, kind))
+        handle = driver_result(driver.cuMemImportFromShareableHandle(file, kind))
     finally:
         os.close(file)
     try:

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from cluster.memory.sealed_memory import has_fixed_size
 from cluster.messages import Epoch
+from cluster.shared_memory import has_fixed_size
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportError, TransportSetup
 from kvtransfer.transports.host_memory import SHORT_BYTES, HostMemory, runs

@@ -1,4 +1,9 @@
-"""The profiling run: the largest step that the settings allow, on a small scratch pool, and what it took of the GPU."""
+"""A worker's share of its host's GPUs: which one it uses, with how many other workers, and how much memory it needs.
+
+Workers that one command starts on a host are numbered, as `torchrun` numbers processes, and are assigned to its GPUs in
+turn. A device that was named with its index is used by every such worker. A profiling run measures the memory: the
+largest step that the settings allow, on a small scratch pool.
+"""
 
 import torch
 
@@ -8,12 +13,25 @@ from cluster.settings.engine_settings import EngineSettings
 from engine.kv.capacity import GpuMemory
 from engine.kv.layout import BlockLayout
 from engine.kv.pool import KvPool
-from engine.model.gpu_placement import num_sharing
 from engine.model.loaded import LoadedModel
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from engine.steps.runner import ModelRunner
 
 _SAMPLING = Sampling(temperature=1.0, top_p=0.9, num_logprobs=20)  # what needs the most memory
+
+
+def device_for(wanted: str, local_rank: int, local_world_size: int, num_gpus: int) -> str:
+    """Return the device of this worker. `wanted` is `cuda` or `cuda:N`; a worker alone uses torch's default device."""
+    if ":" in wanted or local_world_size == 1:
+        return wanted
+    return f"cuda:{local_rank % num_gpus}"
+
+
+def num_sharing(wanted: str, local_rank: int, local_world_size: int, num_gpus: int) -> int:
+    """Return the number of workers on this worker's GPU, itself included. Ranks beyond the world's size joined
+    later."""
+    world_size = max(local_world_size, local_rank + 1)
+    return world_size if ":" in wanted else len(range(local_rank % num_gpus, world_size, num_gpus))
 
 
 def measure(loaded: LoadedModel, settings: EngineSettings) -> GpuMemory:

@@ -2,10 +2,9 @@
 
 import pytest
 
-from cli.local.layout import Layout, Pools
-from cli.local.pool_plan import Slot
+from cli.local.layout import Layout, Pools, Slot
 from cluster.messages import Role
-from engine.model.gpu_placement import device_for, num_sharing
+from engine.model.gpu_share import device_for, num_sharing
 
 
 def placed(world_size: int, num_gpus: int, wanted: str = "cuda") -> list[tuple[str, int]]:
