@@ -1,4 +1,4 @@
-"""A step plan as tensors. Owns the packing of sequences into one row; knows nothing of models or attention."""
+"""A step plan as tensors. Owns the packing of sequences into one row; independent of models and attention."""
 
 import dataclasses
 import itertools
@@ -18,8 +18,8 @@ class PackedBatch:
     """The chunks of one step, one after the other in a single row, without padding.
 
     Positions count from 0 in every sequence. The K and V of token t go to block `slot_blocks[t]`, place
-    `slot_offsets[t]`. A table is padded with the sequence's own first block, so that whatever a padded read finds there
-    cannot come from another sequence.
+    `slot_offsets[t]`. A table is padded with the sequence's own first block, so that a read of padding never returns
+    another sequence's KV.
     """
 
     input_ids: torch.Tensor  # [1, tokens]

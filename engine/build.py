@@ -1,4 +1,5 @@
-"""From settings to a running engine's parts. Prints nothing: `Engine.report` is what a worker prints at its start."""
+"""Builds the parts of an engine from its settings. Prints nothing: `Engine.report` holds the lines that a worker prints
+at its start."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ class Engine:
 
 def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.NATIVE) -> Engine:
     """Load and check the model, and allocate the pool. Raises ConfigError and ModelRefused."""
-    torch.set_num_threads(settings.num_threads or 1)  # workers share a host's cores: two threads that fight stall both
+    # Workers share a host's cores: threads that compete for a core stall each other.
+    torch.set_num_threads(settings.num_threads or 1)
     loaded = load(settings, wire)
     settings = capacity.with_pool_memory(settings, loaded.device)
     on_gpu = loaded.device.startswith("cuda")
@@ -47,7 +49,7 @@ def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.N
     pool = allocate_pool(
         loaded.layout, num_blocks, loaded.device, num_spare=1 if on_gpu else 0
     )  # for graphs' idle rows
-    layout_fingerprint = fingerprint(loaded, wire.name)  # reads the weights: before they are packed
+    layout_fingerprint = fingerprint(loaded, wire.name)  # reads the weights, so it comes before packing
     runner = (LaunchingRunner if on_gpu else ModelRunner)(loaded.forward(pool), pool)
     if on_device is not None:
         speed = _speed_up_gpu(settings, loaded, runner, pool, on_device)
@@ -90,7 +92,7 @@ def _speed_up(settings: EngineSettings, loaded: LoadedModel, runner: ModelRunner
     try:
         runner.forward = compiled_forward(settings, loaded, pool)
     except NotCompiled as why:
-        weights = "weights: as they are (--pack-weights off)"
+        weights = "weights: plain (--pack-weights off)"
         if settings.pack_weights == "auto":
             weights = pack_weights(loaded.model, lambda: runner.logits(_ONE_TOKEN))
         return f"forward: plain ({why})", weights
@@ -128,7 +130,7 @@ def _report(settings: EngineSettings, loaded: LoadedModel, num_blocks: int) -> t
     ]
     limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
     if not settings.max_model_len and limit is not None and longest < limit:
-        lines.append(f"max length: {longest} tokens, the model's {limit} cut to what the KV pool holds")
+        lines.append(f"max length: {longest} tokens; the model's {limit} do not fit the KV pool")
     if settings.local_world_size > 1 and loaded.device != "cpu":
         lines.append(f"{loaded.device} for worker {settings.local_rank} of {settings.local_world_size} on this host")
     if loaded.device == "cpu" and settings.gpu_memory_utilization != GPU_MEMORY_UTILIZATION:

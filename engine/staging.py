@@ -1,6 +1,6 @@
-"""Small tensors between host and device without waiting: through pinned memory, by copies that the stream orders.
+"""Copies small tensors between host and device without waiting: through pinned memory, in the order of the stream.
 
-torch keeps pinned memory in a cache, and gives a piece out again only after the copies that read or wrote it are done.
+torch keeps pinned memory in a cache, and reuses a piece only after the copies that read or wrote it are done.
 """
 
 from collections.abc import Sequence

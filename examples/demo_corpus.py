@@ -1,6 +1,6 @@
-"""The demo model's text: the running interpreter's standard library, split by file, and its tokenizer.
+"""The demo model's text and its tokenizer. The text is the running interpreter's standard library, split by file.
 
-Owns which files are read, which are held out and how they become one stream of ids. Never trains a model.
+Owns which files are read, which are held out, and how they become one stream of token ids. Never trains a model.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ class Corpus:
 
 
 def read_corpus() -> Corpus:
-    """The standard library's sources; one file in twenty, chosen by its path's hash, is held out whole."""
+    """Return the standard library's sources. One file in twenty, chosen by its path's hash, is held out as a whole."""
     root = Path(sysconfig.get_path("stdlib"))
     train: list[str] = []
     held_out: list[str] = []
@@ -63,7 +63,7 @@ def read_corpus() -> Corpus:
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: any text goes in and comes back unchanged, and nothing is added around it."""
+    """Train a byte-level BPE tokenizer: decoding returns any text unchanged, and no special tokens are added."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -91,7 +91,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def token_stream(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> npt.NDArray[np.int64]:
-    """All texts in one stream, the end-of-text id before each and after the last.  # [tokens]"""
+    """Return all texts in one stream `[tokens]`, with the end-of-text id before each and after the last."""
     ids = [END_OF_TEXT_ID]
     for encoding in tokenizer.backend_tokenizer.encode_batch(list(texts), add_special_tokens=False):
         ids.extend(encoding.ids)

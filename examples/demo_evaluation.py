@@ -1,4 +1,5 @@
-"""How well and how decisively the demo model predicts held-out tokens, and how well an n-gram model does.
+"""Measures how well the demo model predicts held-out tokens, how clear its choices are, and how well an n-gram model
+predicts the same tokens.
 
 Never trains the model and never writes a file.
 """
@@ -29,7 +30,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, tokens: Ids) -> Evaluation:
-    """Each token once, in adjoining windows of the full context; the last one is shorter."""
+    """Evaluate each token once, in adjacent windows of the full context; the last window is shorter."""
     losses, margins, hits = [], [], []
     for start in range(0, len(tokens) - 1, CONTEXT):
         window = torch.from_numpy(tokens[start : start + CONTEXT + 1])[None]
@@ -48,13 +49,15 @@ def evaluate(model: LlamaForCausalLM, tokens: Ids) -> Evaluation:
 
 
 def ngram_loss(train: Ids, held_out: Ids) -> float:
-    """Nats per token over the targets of `evaluate`, with full history even where a window begins."""
+    """Return the n-gram model's nats per token over the targets of `evaluate`, with full history even where a window
+    begins."""
     history = np.full(NGRAM_ORDER - 2, END_OF_TEXT_ID)
     model = KneserNey(np.concatenate([history, train]), order=NGRAM_ORDER, vocab_size=VOCAB_SIZE)
     return float(-model.log_probs(np.concatenate([history, held_out])).mean())
 
 
 def predict(model: LlamaForCausalLM, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Next-token logits and what came next.  # [sequences, length + 1] -> [tokens, vocab], [tokens]"""
+    """Return next-token logits and the tokens that followed: `[sequences, length + 1]` -> `[tokens, vocab]`,
+    `[tokens]`."""
     logits = model(input_ids=windows[:, :-1], use_cache=False).logits
     return logits.flatten(0, 1), windows[:, 1:].flatten()

@@ -1,4 +1,4 @@
-"""What is said about a training of the demo model: `training.json` and the picture of its loss curve."""
+"""Writes the report of a training of the demo model: `training.json` and a plot of its loss."""
 
 import json
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ def evaluation_report(evaluation: Evaluation, ngram: float) -> dict[str, float |
 
 
 def draw_curve(folder: Path) -> None:
-    """Draws `loss_curve.svg` from the folder's `training.json`."""
+    """Draw `loss_curve.svg` from the folder's `training.json`."""
     report = json.loads((folder / "training.json").read_text())
     curve, evaluation = report["curve"], report["evaluation"]
     tokens = [point["tokens"] / 1e6 for point in curve]

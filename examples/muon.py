@@ -1,7 +1,8 @@
-"""Muon: momentum whose every update is made near-orthogonal. For weight matrices between hidden layers only.
+"""The Muon optimizer: momentum whose updates are made nearly orthogonal. For weight matrices between hidden layers
+only.
 
-Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). torch.optim.Muon
-iterates in bfloat16, which is slow on processors without bfloat16 units; this one stays in float32.
+Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). torch.optim.Muon iterates in
+bfloat16, which is slow on processors without bfloat16 units; this one stays in float32.
 """
 
 from collections.abc import Iterable
@@ -30,7 +31,7 @@ class Muon:
 
 
 def _orthogonal(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """The nearest orthogonal matrix, roughly: a quintic Newton-Schulz iteration on the singular values."""
+    """Return approximately the nearest orthogonal matrix: a quintic Newton-Schulz iteration on the singular values."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x: torch.Tensor = update / (update.norm() + 1e-7)
     tall = x.shape[0] > x.shape[1]

@@ -1,7 +1,7 @@
-"""An n-gram model with interpolated modified Kneser-Ney smoothing: the yardstick beside the demo model.
+"""An n-gram model with interpolated modified Kneser-Ney smoothing: the baseline for the demo model.
 
-Chen and Goodman, "An Empirical Study of Smoothing Techniques for Language Modeling" (1998), section 4.1.6.
-N-grams are base-`vocab_size` numbers in sorted arrays, so counting is `np.unique` and look-up is a bisection.
+Chen and Goodman, "An Empirical Study of Smoothing Techniques for Language Modeling" (1998), section 4.1.6. N-grams are
+base-`vocab_size` numbers in sorted arrays, so counting is `np.unique` and look-up is a bisection.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,8 @@ class KneserNey:
             self._tables.insert(0, _table(grams, counts, vocab_size))
 
     def log_probs(self, tokens: Ids) -> Floats:
-        """Natural log-probability of each token with a full context.  # [tokens] -> [tokens - order + 1]"""
+        """Return the natural log-probability of each token with a full context: `[tokens]` -> `[tokens - order +
+        1]`."""
         keys = _keys(tokens, self._order, self._vocab_size)
         p = np.full(len(keys), 1.0 / self._vocab_size)
         for length, table in enumerate(self._tables, start=1):
@@ -40,7 +41,8 @@ class KneserNey:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """One order: `share` is a gram's discounted share of its context, `backoff` what the context gives."""
+    """The tables of one order: `share` is a gram's discounted share of its context, `backoff` the context's weight of
+    the lower order."""
 
     vocab_size: int
     grams: Ids  # [grams], sorted
@@ -75,7 +77,7 @@ def _table(grams: Ids, counts: Ids, vocab_size: int) -> _Table:
 
 
 def _discounts(counts: Ids) -> Floats:
-    """What a gram seen 0, 1, 2, or 3 and more times gives away (Chen and Goodman, equation 26)."""
+    """Return the discounts of grams that were seen 0, 1, 2, or 3 and more times (Chen and Goodman, equation 26)."""
     seen = [int(np.count_nonzero(counts == times)) for times in range(1, 5)]
     if min(seen) == 0:
         return np.array([0.0, 0.5, 0.5, 0.5])  # too little text to estimate from

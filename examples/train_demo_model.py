@@ -111,7 +111,7 @@ def build_model() -> LlamaForCausalLM:
 
 
 def fit(model: LlamaForCausalLM, train: Ids, held_out: Ids, *, seconds: float, out: Path) -> Training:
-    """Trains until `seconds` have passed; every point of the curve leaves a loadable checkpoint in `out`."""
+    """Train until `seconds` have passed; every point of the curve leaves a loadable checkpoint in `out`."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     vectors = [model.model.embed_tokens.weight, *(p for p in model.parameters() if p.ndim == 1)]
     muon = Muon(matrices, momentum=0.95, weight_decay=0.1)
@@ -149,7 +149,7 @@ def fit(model: LlamaForCausalLM, train: Ids, held_out: Ids, *, seconds: float, o
 
 
 def batches(tokens: Ids, length: int) -> Iterator[torch.Tensor]:
-    """Endless epochs of windows at a fresh offset each, in a fresh order.  # [sequences, length + 1]"""
+    """Yield windows for ever, each epoch at a fresh offset and in a fresh order: `[sequences, length + 1]`."""
     rng = np.random.default_rng(SEED + length)
     sequences = BATCH_TOKENS // length
     while True:

@@ -1,8 +1,8 @@
-"""Streams and device contexts on a GPU for work that runs beside the engine's steps.
+"""Streams and device contexts on a GPU for work that runs concurrently with the engine's steps.
 
 A transfer never waits for a step, and no step waits for a transfer. Each kind of work keeps one stream: torch caches
 freed memory per stream and hands out 32 streams in turn, so a new stream for each piece of work would keep 32 times the
-memory that one piece needs, beside a pool that leaves little.
+memory that one piece needs, while the pool leaves little.
 """
 
 from collections.abc import Iterator

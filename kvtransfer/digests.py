@@ -12,12 +12,12 @@ Such a step is a fold. Folds repeat until the sums of at most two pieces are lef
 MiB, as of an 8B Llama, is folded once. (One more fold, down to one piece, would cost a GPU another launch to save its
 host 0.1 us a block.) The digest is the BLAKE2b hash of the block's length and these last sums.
 
-What the first sums find: one changed byte changes all 16 sums of its piece, because no coefficient is 0. Changes of two
-or more bytes of a piece cancel in all 16 sums with a chance of at most 2^-112 over the coefficients: whatever the other
-coefficients are, at most one of the 128 values that the coefficient of a changed byte can have leaves a sum unchanged.
-Pieces that swap places change the order of the sums.
+The first sums find these changes: one changed byte changes all 16 sums of its piece, because no coefficient is 0.
+Changes of two or more bytes of a piece cancel in all 16 sums with a chance of at most 2^-112 over the coefficients:
+whatever the other coefficients are, at most one of the 128 values that the coefficient of a changed byte can have
+leaves a sum unchanged. Pieces that swap places change the order of the sums.
 
-What a fold adds: if the sums before it differ, their bytes differ. (For one changed byte at least 16 of these bytes
+A fold adds this: if the sums before it differ, their bytes differ. (For one changed byte at least 16 of these bytes
 differ, the lowest byte of each sum, because an odd number times less than 256 is no multiple of 256. For two pieces
 that swap places the bytes in which their sums differ, at both places.) These differences were settled before the
 coefficients of the fold were drawn, so the chance that they cancel is again at most 2^-112. If the fold used the same

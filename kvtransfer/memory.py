@@ -1,4 +1,4 @@
-"""What this package knows about a worker's pool of KV blocks: its bytes by block id, and requests for blocks.
+"""A worker's pool of KV blocks as this package sees it: its bytes by block id, and requests for blocks.
 
 It never sees layers, sequences or which sequence uses a block.
 """

@@ -117,7 +117,7 @@ class LoopbackImporter:
     async def open_channel(self, epoch: Epoch, exporter_endpoint: bytes) -> "LoopbackChannel":
         source = self._network.pools.get(exporter_endpoint)
         if source is None:
-            raise TransportError("the exporter does not know this epoch")
+            raise TransportError("the exporter has not admitted this epoch")
         channel = LoopbackChannel(source, self._memory, self._schedule, self._channels.discard)
         self._channels.add(channel)
         return channel

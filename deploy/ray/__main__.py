@@ -1,8 +1,8 @@
-"""`python -m deploy.ray up|scale|follow|status|down`: the pools on a Ray cluster.
+"""Command line of Tandem's pools on a Ray cluster: `python -m deploy.ray up|scale|follow|status|down`.
 
 python -m deploy.ray up --address auto --redis redis://10.0.0.5:6379/0 --prefill 2 --decode 2 --set model=/models/x
-python -m deploy.ray scale --address auto prefill=4
-python -m deploy.ray follow --address auto --redis redis://10.0.0.5:6379/0 --set model=/models/x
+python -m deploy.ray scale --address auto prefill=4 python -m deploy.ray follow --address auto --redis
+redis://10.0.0.5:6379/0 --set model=/models/x
 """
 
 import argparse

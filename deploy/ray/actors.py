@@ -1,4 +1,4 @@
-"""One Ray actor per member: the application of `python -m prefill_worker` in a process that Ray manages.
+"""Runs one member per Ray actor: the application of `python -m prefill_worker` in a process that Ray manages.
 
 Ray places, restarts and ends the process. Registry, hand-offs and streams do not depend on Ray. A restarted actor is a
 new incarnation.
@@ -86,5 +86,5 @@ class MemberProcess:
 
 
 def _as_environment(values: Mapping[str, object]) -> dict[str, str]:
-    """Settings as environment variables, so that text is parsed into their types."""
+    """Return the settings as environment variables, because their text is parsed into the right types."""
     return {f"TANDEM_{name.upper()}": str(value) for name, value in values.items()}

@@ -29,7 +29,7 @@ class RayFollower:
         loads: Callable[[], Awaitable[Mapping[str, float]]],
         say: Callable[[str], None],
     ) -> None:
-        """`loads`: the load of each worker, by member id."""
+        """`loads` returns the load of each worker by member id."""
         self._pools = pools
         self._loads = loads
         self._say = say

@@ -1,4 +1,4 @@
-"""Tandem's pools as sets of named, detached Ray actors, each in its own placement group.
+"""Manages Tandem's pools as sets of named, detached Ray actors, each in its own placement group.
 
 Keeps no state in this process: the members are read from Ray's table of named actors, so one driver can scale what
 another one started. Only this file and actors.py call Ray.
@@ -37,7 +37,7 @@ class Resources:
 
 
 class RayPools:
-    """`settings`: of cluster/settings/config.py, for every member; a pool's own settings override them."""
+    """`settings` are settings of cluster/settings/config.py for every member; a pool's own settings override them."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class RayPools:
         *,
         busy: Mapping[str, float] | None = None,
     ) -> list[str]:
-        """Start members, or drain the least busy ones (the newest among equals), until the pool has `size`. `busy`: the
-        load of each, by member id. Return the ready lines of new members."""
+        """Start members, or drain the least busy ones (the newest among equals), until the pool has `size`. `busy` is
+        the load of each worker by member id. Return the ready lines of new members."""
         if size < 0:
             raise ConfigError(f"a pool cannot have {size} members")
         present = self.members(role)

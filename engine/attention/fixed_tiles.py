@@ -1,9 +1,11 @@
-"""Attention whose rows have the same bits however a sequence is cut and whatever shares the step; slow beside others.
+"""Attention that gives each row the same bits however its sequence is cut into chunks and whichever sequences share the
+step. It is slower than the other back ends.
 
-A row's context is read in tiles of positions counted from the sequence's beginning. The highest score is found over all
-of them first, so no sum is ever rescaled; sums are taken tile by tile in order, and a tile in which a row sees nothing
-adds zeros. Every product has one of two shapes, and every array a length that leaves vector units no remainder (other
-code computes remainders). All K and V come from the pool, those of the step's own tokens too.
+The context of a row is read in tiles of positions counted from the sequence's beginning. The highest score is found
+over all tiles first, so no sum is ever rescaled; sums are taken tile by tile in order, and a tile in which a row sees
+no position adds zeros. Every product has one of two shapes, and the length of every array is a multiple of the vector
+width, because remainders are computed by other code. All K and V are read from the pool, those of the step's own tokens
+too.
 """
 
 import math
@@ -24,7 +26,8 @@ _REMAINDER_FREE = 64  # elements
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Unit:
-    """Queries that are computed together: consecutive ones of one sequence, or one of each of several."""
+    """Queries that are computed together: consecutive queries of one sequence, or one query of each of several
+    sequences."""
 
     rows: torch.Tensor  # [sequences, queries], in the batch
     positions: torch.Tensor  # [sequences, queries]
@@ -51,7 +54,7 @@ class FixedTilesBackend:
         for unit in self._units[window]:
             output[unit.rows] = _attend(query[unit.rows], kv, unit, options)
         num_tokens = batch.rows[-1].stop
-        output[num_tokens:] = output[num_tokens - 1]  # where a step is padded, its last token stands there again
+        output[num_tokens:] = output[num_tokens - 1]  # a padded step repeats its last token
         return output
 
 
@@ -84,7 +87,7 @@ def _unit(
 ) -> _Unit:
     tile = tile_size(block_size)
     sequences = torch.tensor([sequence for sequence, _, _ in pieces])
-    # A short piece repeats its last query: it is written where it belongs, twice.
+    # A short piece repeats its last query, which is then written twice to the same row.
     queries = torch.tensor([[begin + min(i, count - 1) for i in range(num_queries)] for _, begin, count in pieces])
     positions = queries + torch.tensor([batch.starts[sequence] for sequence, _, _ in pieces])[:, None]
     rows = queries + torch.tensor([batch.rows[sequence].start for sequence, _, _ in pieces])[:, None]
@@ -112,7 +115,7 @@ def _attend(query: torch.Tensor, kv: LayerKv, unit: _Unit, options: AttentionOpt
     rows = query.new_zeros(num_sequences, num_kv_heads, num_rows, dim)
     ours = query.view(num_sequences, num_queries, num_kv_heads, group, dim).transpose(1, 2).flatten(2, 3)
     rows[:, :, :num_used] = ours * options.scaling
-    positions = unit.positions[:, :1].repeat(1, num_rows)  # rows of no query see what the first query sees
+    positions = unit.positions[:, :1].repeat(1, num_rows)  # unused rows see what the first query sees
     positions[:, :num_used] = unit.positions.repeat_interleave(group, dim=1)
     output = _attend_rows(rows, positions, kv, unit, options)[:, :, :num_used].to(query.dtype)
     return output.view(num_sequences, num_kv_heads, num_queries, group, -1).transpose(1, 2).flatten(2, 3)

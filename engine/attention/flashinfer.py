@@ -1,8 +1,8 @@
 """Attention on CUDA by FlashInfer's kernels (Ye et al., 2025), over the same blocks in place.
 
-A step of decodes goes to its decode kernel, any other to its prefill kernel, which takes decodes as well. Both are
-planned on the host once per step and kind of layer; a plan reads no device memory. Imported only when this back end is
-chosen: FlashInfer is an optional package, and compiles kernels at their first use where its wheel brings none.
+A step of decodes uses its decode kernel, and any other step its prefill kernel, which computes decodes as well. Both
+are planned on the host once per step and kind of layer; a plan reads no device memory. Imported only when this back end
+is chosen: FlashInfer is an optional package, and compiles kernels at their first use if its wheel contains none.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from engine.attention.interface import AttentionOptions, LayerKv
 from engine.batch import PackedBatch
 
 _WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
-_TENSOR_CORE_GROUP = 4  # heads per KV head from which matrix units are ahead of plain ones in a decode
+_TENSOR_CORE_GROUP = 4  # from this many heads per KV head on, matrix units are faster than plain ones in a decode
 
 
 @dataclass(frozen=True, slots=True)

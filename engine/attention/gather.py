@@ -1,4 +1,5 @@
-"""The last resort, on any device: each sequence's KV gathered, then attention written out. Slow; does everything."""
+"""Attention for any device and any option: gathers the KV of each sequence and computes attention from its definition.
+It is slow, and used only where no other back end can be."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,7 @@ _SCORES_AT_ONCE = 1 << 25  # 128 MiB in float32, and as much again for their sof
 
 
 class GatherBackend:
-    """Attends to one sequence at a time and keeps no state between calls."""
+    """An attention back end that computes one sequence at a time and keeps no state between calls."""
 
     def attend(self, query: torch.Tensor, kv: LayerKv, batch: PackedBatch, options: AttentionOptions) -> torch.Tensor:
         output = query.new_empty(*query.shape[:2], kv.values.shape[-1])

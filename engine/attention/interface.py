@@ -1,8 +1,8 @@
-"""The one attention function that every model of Tandem calls, registered with `transformers`. Owns what a model may
-ask of attention; never computes it.
+"""The one attention function that every model of Tandem calls, registered with `transformers`.
 
-The function finds the step's KV in the keyword argument `tandem_kv`, which models hand through to their layers. What it
-does not know, it refuses: a keyword that was ignored would be a wrong answer.
+Owns the options that a model may pass to attention; never computes attention. The function finds the step's KV in the
+keyword argument `tandem_kv`, which models pass on to their layers. It refuses every keyword that it does not support,
+because ignoring one would give wrong results.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from cluster.errors import ModelRefused
 ATTENTION_NAME = "tandem_paged"
 KV_KEYWORD = "tandem_kv"
 
-# Handed along by models for other implementations; they do not change what attention means here.
+# Models pass these for other implementations; they do not change the result of attention.
 _HARMLESS = frozenset({"position_ids", "cache_position", "layer_idx", "use_cache"})
 
 
@@ -39,7 +39,7 @@ class LayerKv:
     new_values: torch.Tensor
     keys: torch.Tensor  # [num_blocks, block_size, kv_heads, dim]
     values: torch.Tensor
-    # Of int8 or float8 keys and values, [num_blocks, block_size, kv_heads]; None: they are in the query's dtype.
+    # Scales of int8 or float8 K and V, [num_blocks, block_size, kv_heads]; None if they are in the query's dtype.
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
 
@@ -81,7 +81,7 @@ def attend(
     Tandem does not support."""
     name = type(module).__name__
     if tandem_kv is None:
-        raise ModelRefused(f"{name} does not hand {KV_KEYWORD} on to its attention")
+        raise ModelRefused(f"{name} does not pass {KV_KEYWORD} on to its attention")
     if attention_mask is not None:
         raise ModelRefused(f"{name} builds an attention mask of its own; Tandem's attention takes none")
     if is_causal is False or (is_causal is None and not getattr(module, "is_causal", True)):
@@ -92,7 +92,7 @@ def attend(
         raise ModelRefused(f"{name} asks for a sliding window of {sliding_window}")
     for keyword, asked in others.items():
         if keyword not in _HARMLESS and asked is not None and asked is not False:
-            raise ModelRefused(f"{name} hands the keyword {keyword!r} to attention, which Tandem does not know")
+            raise ModelRefused(f"{name} passes the keyword {keyword!r} to attention, which Tandem does not support")
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,

@@ -1,4 +1,4 @@
-"""Which attention back ends there are, what each can do, and which one a model gets."""
+"""Lists the attention back ends with what each supports, and chooses the one that a model uses."""
 
 import importlib.util
 import inspect
@@ -45,7 +45,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """What one back end supports; `build` is called only if it is chosen."""
+    """The features that one back end supports; `build` is called only if it is chosen."""
 
     name: str
     build: Callable[[], AttentionBackend]
@@ -53,14 +53,14 @@ class Capability:
     dtypes: frozenset[str] = NATIVE_DTYPES
     kv_dtypes: frozenset[str] = NATIVE_DTYPES
     max_head_dim: int | None = None
-    head_dims: frozenset[int] | None = None  # one of them, for K and V alike; None: any
+    head_dims: frozenset[int] | None = None  # K and V both have one of these sizes; None: any size
     block_multiple: int = 1
     window: bool = True
     softcap: bool = True
     sinks: bool = True
-    lacks_here: Callable[[], str] = str  # what of it is not installed, in words; nothing: empty
+    lacks_here: Callable[[], str] = str  # the reason why it is not installed, or an empty string
     captures: bool = False  # it has a `prepare`, and its `attend` can be captured in a CUDA graph
-    keeps_plans: bool = False  # of a step, in host memory that the next one's overwrites: not before it was copied
+    keeps_plans: bool = False  # a step's plan is in host memory that the next one overwrites
 
     def lacks(self, needs: Needs) -> list[str]:
         """Return the unmet needs as text, or an empty list."""
@@ -68,15 +68,17 @@ class Capability:
         if needs.device not in self.devices:
             reasons.append(f"runs on {'/'.join(sorted(self.devices))}, not {needs.device}")
         if needs.dtype not in self.dtypes:
-            reasons.append(f"does not know {needs.dtype}")
+            reasons.append(f"does not support {needs.dtype}")
         if needs.kv_dtype not in self.kv_dtypes:
-            reasons.append(f"reads no {needs.kv_dtype} KV")
+            reasons.append(f"does not support {needs.kv_dtype} KV")
         if self.max_head_dim is not None and max(needs.head_dims) > self.max_head_dim:
-            reasons.append(f"takes heads up to {self.max_head_dim}, not {max(needs.head_dims)}")
+            reasons.append(f"supports heads up to {self.max_head_dim}, not {max(needs.head_dims)}")
         if self.head_dims is not None and not (len(needs.head_dims) == 1 and needs.head_dims <= self.head_dims):
-            reasons.append(f"takes K and V of one size among {sorted(self.head_dims)}, not {sorted(needs.head_dims)}")
+            reasons.append(f"needs K and V of one size among {sorted(self.head_dims)}, not {sorted(needs.head_dims)}")
         if needs.block_size % self.block_multiple:
-            reasons.append(f"takes blocks of multiples of {self.block_multiple} tokens, not {needs.block_size}")
+            reasons.append(
+                f"needs a block size that is a multiple of {self.block_multiple} tokens, not {needs.block_size}"
+            )
         for option in ("window", "softcap", "sinks"):
             if getattr(needs, option) and not getattr(self, option):
                 reasons.append(f"knows no {option}")
@@ -126,8 +128,8 @@ def _no_paged_varlen() -> str:
     return f"needs a torch whose varlen_attn reads blocks, which is not installed (this one is {torch.__version__})"
 
 
-# In order of preference. Until a GPU has measured them, the two libraries stand behind our own kernel, which takes what
-# they take: they are had by name.
+# In order of preference. Until they are measured on a GPU, the two libraries come after our own kernel, which supports
+# everything that they do; --attention-backend selects them by name.
 CAPABILITIES = (
     Capability(
         "triton",

@@ -10,7 +10,7 @@ from engine.attention.interface import AttentionOptions, LayerKv
 from engine.batch import PackedBatch
 from engine.kv.quantised_kv import restore
 
-_FEW_TOKENS = 1 << 16  # of one layer: padding up to so many is cheaper than more calls
+_FEW_TOKENS = 1 << 16  # of one layer: padding up to this many is cheaper than more calls
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,13 +1,13 @@
-"""The Triton kernels of paged attention: one tile of queries over its context, and the merge of a context cut in
-parts.
+"""The Triton kernels of paged attention: one computes a tile of queries over its context, one merges the parts of a
+context that was split.
 
-K and V are read where they lie, through the layer's strides and the block tables, with 64-bit offsets; tables are
-looked up per position, so any block size will do. The softmax is the online one of FlashAttention (Dao et al., 2022),
-in base 2.
+K and V are read in place, through the layer's strides and the block tables, with 64-bit offsets; tables are looked up
+per position, so any block size is supported. The softmax is the online one of FlashAttention (Dao et al., 2022), in
+base 2.
 
-A decode's context is cut into parts (Flash-Decoding, Dao et al., 2023), else one sequence would keep as many programs
-busy as it has KV heads. How it is cut depends on that context's length alone, and parts are added in their order: what
-a sequence gets does not depend, to the last bit, on the sequences beside it.
+The context of a decode is split into parts (Flash-Decoding, Dao et al., 2023), because otherwise one sequence would
+occupy only as many programs as it has KV heads. The split depends on that context's length alone, and parts are added
+in their order, so a sequence's result has the same bits whichever sequences share the step.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202  (a kernel's arguments have Triton's types, which it finds at the call)
@@ -17,9 +17,9 @@ import triton.language as tl
 
 MOST_PARTS = tl.constexpr(32)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# A kernel is compiled again (seconds) whenever a pointer is aligned otherwise or a number becomes 1 or a multiple of
-# 16. The tables of a step lie one behind the other and are as wide as its longest context: both change from step to
-# step, and nothing is gained by knowing them.
+# A kernel is compiled again (seconds) whenever a pointer's alignment changes or a number becomes 1 or a multiple of
+# 16. A step's tables follow each other in memory and are as wide as its longest context: both change from step to
+# step, and the kernel gains nothing from them.
 _ANY_ALIGNMENT = ("block_tables", "query_starts", "context_lens", "tile_sequences", "tile_offsets")
 
 
@@ -37,8 +37,8 @@ def attend_tile(  # type: ignore[no-untyped-def]
     block_tables,  # [sequences, blocks]
     query_starts,  # [sequences + 1]
     context_lens,  # [sequences]
-    tile_sequences,  # [tiles], whose queries a program computes
-    tile_offsets,  # [tiles], and from which of that chunk's queries on
+    tile_sequences,  # [tiles], the sequence of each program's queries
+    tile_offsets,  # [tiles], the first query of each program in its chunk
     scaling,
     softcap,
     window,
@@ -71,7 +71,8 @@ def attend_tile(  # type: ignore[no-untyped-def]
     HAS_SINKS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ):
-    """Rows are (query, head of the group) pairs of one KV head; columns are positions of the context."""
+    """Compute one tile of attention. Its rows are (query, head of the group) pairs of one KV head; its columns are
+    positions of the context."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = tl.load(tile_sequences + tile)

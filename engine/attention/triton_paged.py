@@ -1,7 +1,7 @@
-"""Attention on CUDA: a paged kernel of our own, in Triton, for prompt chunks and decodes alike.
+"""Attention on CUDA: Tandem's own paged kernel in Triton, for prompt chunks and for decodes.
 
-It does everything that a layer may ask for: strides, windows, soft caps, sinks, grouped heads, head sizes that are no
-power of two, K and V of 8 bits with their scales, and full float32.
+It supports every option of a layer: strides, windows, soft caps, sinks, grouped heads, head sizes that are not powers
+of two, K and V of 8 bits with their scales, and full float32.
 
 Imported only when this back end is chosen: Triton comes with torch's CUDA wheels.
 """
@@ -16,16 +16,16 @@ from engine.attention.triton_kernels import MOST_PARTS, attend_tile, merge_parts
 from engine.batch import PackedBatch
 
 _CHUNK_ROWS = 64  # queries x heads of a group that one program computes, in chunks
-_WIDE_CHUNK_ROWS = 128  # the same where a row takes few registers: K and V are read half as often
+_WIDE_CHUNK_ROWS = 128  # the same for rows of few registers: K and V are read half as often
 _WIDE_ROW_BYTES = 256
-_MIN_ROWS = 16  # the least that a matrix unit takes
+_MIN_ROWS = 16  # the minimum of a matrix unit
 _PROGRAMS_PER_PROCESSOR = 4
-_LEAST_PART = 256  # tokens of a decode's context that one program reads at the least
+_LEAST_PART = 256  # minimum tokens of a decode's context per program
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tiles:
-    """What each program of one launch computes: from which query on, and of which sequence."""
+    """The work of each program of one launch: which sequence it computes, and its first query."""
 
     rows: int
     are_decodes: bool
@@ -46,9 +46,12 @@ class _Geometry:
 
 
 class TritonBackend:
-    """Cuts a step into tiles once, not once per layer: holds those of the newest lengths, for each kind of layer. A
-    graph is captured with tiles that its first run made: made under capture, they would be read from the host's memory
-    at every replay."""
+    """The attention back end over the Triton kernels.
+
+    Splits a step into tiles once per kind of layer, and keeps the tiles of the newest step. A CUDA graph is captured
+    with the tiles that its first run made: tiles made under capture would be read from the host's memory at every
+    replay.
+    """
 
     def __init__(self, least_part: int = _LEAST_PART) -> None:
         self._least_part = least_part
@@ -187,9 +190,11 @@ def _constants(tiles: _Tiles, geometry: _Geometry, query: torch.Tensor, call: _C
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
-    """Where the parts of split contexts are written, and the constants of both kernels. A single part is written to the
-    output. Otherwise there is room for the largest number of parts, since a kernel per number would be compiled as
-    contexts grow."""
+    """The buffers that the parts of split contexts are written to, and the constants of both kernels.
+
+    A context in one part is written to the output. Otherwise there is room for the largest number of parts, because the
+    kernels would have to be compiled for each number of parts as contexts grow.
+    """
 
     count: int  # of the longest context that fits the table
     values: torch.Tensor
@@ -198,7 +203,7 @@ class _Parts:
 
     @classmethod
     def of(cls, tiles: _Tiles, geometry: _Geometry, output: torch.Tensor, call: _Call) -> "_Parts":
-        # By the table's width: what a graph was captured with must do for every context that fits it.
+        # Sized by the table's width, because a captured graph must work for every context that fits the table.
         longest = call.batch.block_tables.shape[1] * call.kv.keys.shape[1]
         parts = min(MOST_PARTS.value, -(-longest // geometry.least_part)) if tiles.are_decodes else 1
         num_heads, value_dim = output.shape[1:]

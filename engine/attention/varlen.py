@@ -1,6 +1,6 @@
 """Attention on CUDA by torch's own FlashAttention kernels (`torch.nn.attention.varlen`), over the same blocks in place.
 
-Its tables want blocks of a multiple of 256 tokens; it knows neither soft caps nor sinks.
+It requires block sizes that are multiples of 256 tokens, and supports neither soft caps nor sinks.
 """
 
 import torch
@@ -12,7 +12,7 @@ from engine.batch import PackedBatch
 
 
 class VarlenBackend:
-    """Attention by torch's `varlen_attn`. Keeps the newest step's tables as the int32 that the kernels read."""
+    """Attention by torch's `varlen_attn`. Keeps the newest step's tables as int32, the type that the kernels read."""
 
     def __init__(self) -> None:
         self._batch: PackedBatch | None = None

@@ -1,5 +1,8 @@
-"""Tokens of a step in one call of the compiled library (`draw.c`): those of `engine/steps/sampler.py`, which stays the
-truth. Owns the call's scratch memory. The library is asked for no special instructions here: it draws on any x86-64."""
+"""Draws the tokens of a step in one call of the compiled library (`draw.c`).
+
+The tokens equal those of `engine/steps/sampler.py`, which is the reference. Owns the call's scratch memory. These
+functions need no special instructions: they run on any x86-64 processor.
+"""
 
 import ctypes
 from array import array
@@ -13,7 +16,7 @@ from engine.steps.sampler import noise_key
 
 
 class _Sampling(ctypes.Structure):
-    """td_sampling of kernels.h."""
+    """The struct td_sampling of kernels.h."""
 
     _fields_ = (
         ("key", ctypes.c_int64),
@@ -26,7 +29,7 @@ class _Sampling(ctypes.Structure):
 
 
 class _Draws(ctypes.Structure):
-    """td_draws of kernels.h."""
+    """The struct td_draws of kernels.h."""
 
     _fields_ = (
         ("logits", ctypes.c_void_p),
@@ -87,7 +90,7 @@ class CompiledDraw:
 
 
 def _samplings(samples: Sequence[Sample]) -> "ctypes.Array[_Sampling]":
-    # By torch's logarithm: a score that equals it to the last bit is kept by both.
+    # torch's logarithm, so that both implementations keep a score that equals it to the last bit.
     least_scores = torch.tensor([sample.sampling.min_p for sample in samples], dtype=torch.float64).log().tolist()
     samplings = (_Sampling * len(samples))()
     for place, (sample, least_score) in enumerate(zip(samples, least_scores, strict=True)):

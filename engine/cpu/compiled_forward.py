@@ -107,7 +107,7 @@ def _require_asked_for(settings: EngineSettings, loaded: LoadedModel, pool: KvPo
     if settings.num_threads > 1:
         raise NotCompiled(f"the kernels run in one thread, not in {settings.num_threads}")
     if settings.cpu_kernels == "auto" and torch.cpu._is_amx_tile_supported():
-        raise NotCompiled("this processor has AMX, which the kernels do not use; --cpu-kernels on takes them anyway")
+        raise NotCompiled("this processor has AMX, which the kernels do not use; --cpu-kernels on selects them anyway")
 
 
 def _require_memory(decoder: Decoder) -> None:
@@ -116,7 +116,7 @@ def _require_memory(decoder: Decoder) -> None:
     needed = sum(linear.weight.nbytes for linear in decoder.linears())
     available = _available_bytes()
     if needed > _SHARE_OF_AVAILABLE_MEMORY * available:
-        raise NotCompiled(f"packing takes {needed >> 20} MiB for a moment, and {available >> 20} MiB are there")
+        raise NotCompiled(f"packing takes {needed >> 20} MiB temporarily, and {available >> 20} MiB are available")
 
 
 def _available_bytes() -> int:

@@ -132,8 +132,8 @@ def load_library() -> ctypes.CDLL:
 
 
 def build(compiler: str, sources: list[Path], target: Path) -> None:
-    """Build the library and put it in place atomically: of workers that build at the same time, the last one's file
-    stays. Raises NotCompiled."""
+    """Build the library and put it in place atomically; if several workers build at the same time, the file of the last
+    one remains. Raises NotCompiled."""
     descriptor, unfinished = tempfile.mkstemp(dir=target.parent, suffix=".so")
     os.close(descriptor)
     try:
@@ -192,7 +192,7 @@ def _cache_folder() -> Path:
             part.mkdir(mode=0o700, exist_ok=True)
             _require_ours(part)
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
-        raise NotCompiled(f"no folder to keep them in: {error}") from error
+        raise NotCompiled(f"no folder for built libraries: {error}") from error
     return folder
 
 
@@ -202,7 +202,7 @@ def _require_ours(path: Path) -> None:
     except OSError as error:
         raise NotCompiled(f"{path} cannot be read: {error.strerror}") from error
     if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or stat.S_ISLNK(found.st_mode):
-        raise NotCompiled(f"{path} is not this user's alone")
+        raise NotCompiled(f"{path} must belong to this user and be writable by no other user")
 
 
 def _loaded(path: Path) -> ctypes.CDLL:
@@ -220,7 +220,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 def _first_error(output: str) -> str:
     lines = [line for line in output.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line), lines[0] if lines else "it did not say why")
+    return next((line for line in lines if "error" in line), lines[0] if lines else "it gave no reason")
 
 
 def main(folder: str) -> int:

@@ -1,5 +1,8 @@
-"""A recognised decoder's weights as the kernels want them. Owns their memory: one mapping, in huge pages where the
-system gives them, as every step reads all of it from one end to the other."""
+"""A recognised decoder's weights in the layout that the kernels read.
+
+Owns their memory: one mapping, in huge pages where the system provides them, because every step reads all of it from
+one end to the other.
+"""
 
 import ctypes
 import itertools

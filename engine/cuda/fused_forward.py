@@ -1,7 +1,9 @@
-"""A packed batch to logits with few launches: ten a layer in place of some forty, for decoders that are recognised.
+"""Computes the logits of a packed batch with few launches: ten per layer instead of about forty, for decoders that are
+recognised.
 
-A decode of one sequence reads each weight once and computes next to nothing; between reads of a few microseconds,
-every launch that is not a product shows. Compared with the model's own forward on the probe's sequences before use.
+A decode of one sequence reads each weight once and computes almost nothing. These reads take a few microseconds each,
+so the time of every other launch counts. The result is compared with the model's own forward on the load check's
+sequences before use.
 """
 
 import importlib.util
@@ -42,7 +44,7 @@ class FusedLayer:
 
 
 class FusedDecoder:
-    """A decoder in the fused kernels' terms. The model can still be called: its weights are views of the merged
+    """A decoder as the fused kernels need it. The model can still be called: its weights are views of the merged
     ones."""
 
     @torch.no_grad()
@@ -68,7 +70,7 @@ class FusedDecoder:
         )
         self.head = _merged((decoder.head,))
         self.final_norm: RmsNorm = decoder.final_norm
-        for rotary in decoder.rotaries:  # whole, for a graph reads it where it lies
+        for rotary in decoder.rotaries:  # the whole table, because a graph reads it in place
             rotary.rows(torch.zeros(1, dtype=torch.int64, device=self.head.weight.device), longest, longest)
 
 
@@ -161,9 +163,9 @@ def fused_decoder(loaded: LoadedModel, chunk_tokens: int) -> tuple[FusedDecoder,
 
     try:
         fault = difference(loaded, chunk_tokens, forward)
-    except Exception as error:  # whatever a kernel or its compiler raises: the plain forward is there
+    except Exception as error:  # after any error of a kernel or its compiler the plain forward is used
         reason = str(error).strip().partition("\n")[0]
-        raise NotCompiled(f"fused, it fails: {reason or type(error).__name__}") from error
+        raise NotCompiled(f"the fused forward fails: {reason or type(error).__name__}") from error
     if fault is not None:
         raise NotCompiled(f"fused, {fault}")
     return fused, ops

@@ -1,6 +1,7 @@
-"""What stands between the products of a decoder layer, as few launches: what they compute, in torch's own operators.
+"""The operations between the products of a decoder layer, in torch's own operators.
 
-This is their definition, and what runs where there is no Triton; `engine/cuda/triton_ops.py` does each in one launch.
+They are the definition of these operations, and they run where Triton is missing; `engine/cuda/triton_ops.py` computes
+each in one launch.
 """
 
 from dataclasses import dataclass

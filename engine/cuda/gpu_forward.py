@@ -1,4 +1,5 @@
-"""The forward of an engine on a GPU: fused where it can be, decodes from graphs, and what the worker's report says."""
+"""Builds the forward of an engine on a GPU: fused if the kernels support the model, with CUDA graphs for decodes, and
+described in lines for the worker's report."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ def forwards(settings: EngineSettings, loaded: LoadedModel) -> Forwards:
     forward once more, which needs memory, so it is called before the pool is allocated."""
     try:
         if settings.deterministic == "on":
-            raise NotCompiled("--deterministic computes in shapes of its own")
+            raise NotCompiled("--deterministic uses fixed shapes")
         fused, ops = fused_decoder(loaded, settings.max_prefill_tokens)
     except NotCompiled as why:
         return Forwards(partial(PlainForward, loaded.model), f"forward: plain ({why})")
@@ -51,14 +52,14 @@ def gpu_forward(
     if settings.cuda_graphs == "off":
         return plain, (line, "cuda graphs: off (--cuda-graphs off)")
     if settings.deterministic == "on":
-        return plain, (line, "cuda graphs: off, as --deterministic computes in shapes of its own")
+        return plain, (line, "cuda graphs: off, as --deterministic uses fixed shapes")
     if not loaded.attention.captures:
         return plain, (line, f"cuda graphs: off, as attention by {loaded.attention.name} cannot be captured")
     torch.cuda.empty_cache()
     taken = torch.cuda.memory_reserved(pool.device)
     capture = CudaCapture(pool.device)
     graphs, why = captured(settings.max_num_seqs, loaded, pool, new_forward, capture)
-    taken = torch.cuda.memory_reserved(pool.device) - taken  # graphs keep what their steps only pass through
+    taken = torch.cuda.memory_reserved(pool.device) - taken  # graphs keep the memory that their steps use temporarily
     if not graphs.sizes:
         return plain, (line, f"cuda graphs: off, as the model cannot be captured ({why})")
     stopped = f"; smaller ones could not be captured ({why})" if why else ""
@@ -100,7 +101,7 @@ class CudaCapture:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            for mode in ("default", "error"):  # first kernels are compiled and libraries choose theirs
+            for mode in ("default", "error"):  # compiles the kernels and lets libraries choose theirs
                 prepare()
                 _run(compute, mode)
             prepare()

@@ -1,4 +1,5 @@
-"""Steps of decodes from CUDA graphs: the launches of a whole forward, recorded once per size and replayed by one call.
+"""Computes steps of decodes by CUDA graphs: the launches of a whole forward, recorded once per batch size and replayed
+by one call.
 
 Everything that changes from step to step lies in tensors at fixed addresses. A step with longer chunks, with draft
 tokens, or with more decodes than the largest graph runs without a graph. A model that cannot be captured runs without
@@ -104,7 +105,7 @@ def bucket_for(num_decodes: int, sizes: Sequence[int]) -> int | None:
 
 
 class CapturableBackend(AttentionBackend, Protocol):
-    """An attention back end whose launches depend on nothing but a batch's shapes and tensors, once it is prepared."""
+    """An attention back end whose launches depend only on a batch's shapes and tensors once it is prepared."""
 
     def for_graph(self, batch: PackedBatch) -> "CapturableBackend":
         """Return a back end for a graph over this batch's tensors."""

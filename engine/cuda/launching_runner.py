@@ -1,4 +1,4 @@
-"""The runner of a device that computes while the step thread goes on."""
+"""The runner of a device that computes while the step thread continues."""
 
 import torch
 

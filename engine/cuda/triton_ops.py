@@ -1,4 +1,5 @@
-"""Each operation between a layer's products in one launch. What they compute says `engine/cuda/fused_ops.py`."""
+"""Each operation between a layer's products in one Triton launch. `engine/cuda/fused_ops.py` defines what they
+compute."""
 
 # ruff: noqa: ANN001, ANN202  (a kernel's arguments have Triton's types, which it finds at the call)
 
@@ -13,7 +14,7 @@ _GATE_TILE = 1024
 
 
 class TritonOps:
-    """Ops of one launch each."""
+    """The operations of `fused_ops.py`, each in one launch."""
 
     def norm(
         self, hidden: torch.Tensor, addend: torch.Tensor | None, addend_norm: RmsNorm | None, norm: RmsNorm | None
@@ -108,7 +109,7 @@ def _norm_rows(  # type: ignore[no-untyped-def]
     tl.store(output + first + places, row.to(output.dtype.element_ty), mask=inside)
 
 
-# Where a step's slots lie says nothing to the compiler: they stand behind a step's other numbers, at any eight bytes.
+# The compiler must not specialise on the alignment of the slots: they follow a step's other numbers at any eight bytes.
 @triton.jit(do_not_specialize_on_alignment=("slot_blocks", "slot_offsets"))  # type: ignore[untyped-decorator]
 def _rotate_heads(  # type: ignore[no-untyped-def]
     query,

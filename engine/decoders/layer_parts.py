@@ -1,4 +1,4 @@
-"""One decoder layer taken apart: which product, norm and activation stands where, by what they were seen to do."""
+"""The parts of one decoder layer: the role of each product, norm and activation, determined from traced calls."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -57,7 +57,8 @@ class LayerParts:
 
 
 def layer_parts(layer: nn.Module, traced: TracedCalls) -> LayerParts:
-    """Raises NotCompiled with what the layer has, or does, that the kernels do not."""
+    """Return the parts of one layer. Raises NotCompiled with the property of the layer that the kernels do not
+    support."""
     _require_no_parameters_of_its_own(layer)
     attention = _child_with(layer, "o_proj")
     ffn = _child_with(layer, "down_proj")
@@ -68,7 +69,7 @@ def layer_parts(layer: nn.Module, traced: TracedCalls) -> LayerParts:
     norms = _norms(layer, traced.only(attention), traced.only(ffn), traced)
     query_norm, key_norm = (rms_norm(of_heads[name]) if name in of_heads else None for name in ("q_norm", "k_norm"))
     if (query_norm is None) != (key_norm is None):
-        raise NotCompiled(f"{type(attention).__name__} has a norm for queries or keys alone")
+        raise NotCompiled(f"{type(attention).__name__} has a norm only for queries or only for keys")
     activations = [of_ffn[name] for name in ("act_fn", "activation_fn") if name in of_ffn]
     if len(activations) != 1:
         raise NotCompiled(f"{type(ffn).__name__} has no activation of its own")
@@ -91,12 +92,13 @@ def layer_parts(layer: nn.Module, traced: TracedCalls) -> LayerParts:
 
 
 def linear(module: object, name: str) -> nn.Linear:
-    """A product of plain bfloat16 weights. A subclass may compute something else."""
+    """Return the weights of a product of plain bfloat16. Subclasses are refused, because they may compute something
+    else."""
     if type(module) is not nn.Linear:
         raise NotCompiled(f"{name} is a {type(module).__name__}")
     weight = module.weight.data
     if type(weight) is not torch.Tensor or weight.dtype != torch.bfloat16 or weight.is_meta:
-        raise NotCompiled(f"the weight of {name} is no plain bfloat16")
+        raise NotCompiled(f"the weight of {name} is not plain bfloat16")
     return module
 
 
@@ -107,7 +109,7 @@ def rms_norm(module: nn.Module) -> RmsNorm:
     parameters = [*module.parameters(), *module.buffers()]
     weight = getattr(module, "weight", None)
     if len(parameters) != 1 or parameters[0] is not weight or weight.dim() != 1 or not isinstance(eps, float):
-        raise NotCompiled(f"{type(module).__name__} is no RMS norm")
+        raise NotCompiled(f"{type(module).__name__} is not an RMS norm")
     rows = torch.randn(2, len(weight), generator=torch.Generator().manual_seed(1)) * torch.tensor([[1.0], [1e-3]])
     rows = rows.to(weight.device)
     normed = rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + eps)
@@ -116,7 +118,7 @@ def rms_norm(module: nn.Module) -> RmsNorm:
         effective = weight.detach().float() + added
         if said.shape == rows.shape and torch.allclose(said.float(), normed * effective, rtol=1e-4, atol=1e-6):
             return RmsNorm(effective.contiguous(), eps)
-    raise NotCompiled(f"{type(module).__name__} is no RMS norm")
+    raise NotCompiled(f"{type(module).__name__} is not an RMS norm")
 
 
 @torch.inference_mode()
@@ -150,7 +152,7 @@ def _norms(layer: nn.Module, attention: Call, ffn: Call, traced: TracedCalls) ->
     first, second = (_writing(norms, call.input) for call in (attention, ffn))
     named = [call for call in (first, before, second, after) if call is not None]
     if len(named) != len(norms) or len({id(call) for call in named}) != len(norms):
-        raise NotCompiled(f"{type(layer).__name__} has norms in places of its own")
+        raise NotCompiled(f"{type(layer).__name__} has norms in unsupported places")
     middle = whole.input + (before or attention).result
     wired = (
         torch.equal((first or attention).input, whole.input)
@@ -158,7 +160,7 @@ def _norms(layer: nn.Module, attention: Call, ffn: Call, traced: TracedCalls) ->
         and torch.equal(whole.result, middle + (after or ffn).result)
     )
     if not wired:
-        raise NotCompiled(f"{type(layer).__name__} adds up its parts in a way of its own")
+        raise NotCompiled(f"{type(layer).__name__} has residual sums of an unsupported form")
     return _Norms(*(None if call is None else rms_norm(call.module) for call in (first, before, second, after)))
 
 

@@ -1,8 +1,9 @@
-"""Which loaded models the kernels can compute: decoders whose layers are made of RMS norms, rotary attention and a
-gated feed-forward. Goes by what a layer is made of and what it was seen to do with it, not by its class's name; decides
-nothing about numbers, which are compared before a compiled forward is used.
+"""Recognises the loaded models that the kernels can compute: decoders whose layers consist of RMS norms, rotary
+attention and a gated feed-forward.
 
-Everything that the kernels would leave out is a NotCompiled with its name.
+Decides by the modules of a layer and their traced calls, not by class names. Never decides about numerical accuracy: a
+compiled forward is compared with the model's own before it is used. Raises NotCompiled with the name of every feature
+that the kernels would leave out.
 """
 
 import itertools
@@ -20,7 +21,7 @@ from engine.decoders.traced_calls import AttentionCall, Call, NotCompiled, Trace
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 16  # of kernels.h
 _MAX_ROTARIES = 2
 _FIRST_LENGTH = 1024
-_TOLERANCE = 0.03  # of the vectors' size; each of a few roundings in 16 bits is a tenth of it
+_TOLERANCE = 0.03  # relative to the vectors' size; one rounding in 16 bits is about a tenth of it
 
 
 class Rotary:
@@ -64,7 +65,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoder:
-    """A model in the kernels' terms, its weights still its own."""
+    """A model as the kernels need it, with its own weights."""
 
     embedding: nn.Module
     layers: tuple[DecoderLayer, ...]
@@ -90,7 +91,7 @@ class Decoder:
 
 
 def recognise(model: PreTrainedModel) -> Decoder:
-    """Raises NotCompiled with what the kernels do not know of this model."""
+    """Return the model as a Decoder. Raises NotCompiled with the property that the kernels do not support."""
     try:
         return _taken_apart(model)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:  # built as none before
@@ -101,7 +102,7 @@ def _taken_apart(model: PreTrainedModel) -> Decoder:
     stack = model.get_decoder()  # type: ignore[no-untyped-call]
     modules = getattr(stack, "layers", None)
     if not isinstance(modules, nn.ModuleList) or not isinstance(getattr(stack, "norm", None), nn.Module):
-        raise NotCompiled(f"{type(stack).__name__} is no list of layers and a norm")
+        raise NotCompiled(f"{type(stack).__name__} is not a list of layers and a norm")
     head = linear(model.get_output_embeddings(), "the head")  # type: ignore[no-untyped-call]
     embedding = _embedding(model)
     traced = trace_calls(model)
@@ -151,7 +152,7 @@ def _rotaries(parts: tuple[LayerParts, ...], traced: TracedCalls) -> _Rotaries:
         given = traced.rotation_of(part.attention)
         call = next((call for call in traced.calls if call.output is given), None)
         if call is None:
-            raise NotCompiled(f"{type(part.attention).__name__} takes no rotation from a module of its own")
+            raise NotCompiled(f"{type(part.attention).__name__} receives no rotation from its own rotary module")
         if not any(given is other for other in found):
             found.append(given)
             rotaries.append(Rotary(call))
@@ -166,7 +167,7 @@ def _logit_softcap(model: PreTrainedModel, plain: torch.Tensor, logits: torch.Te
         return 0.0
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     if softcap is None or not torch.equal(logits, torch.tanh(plain / softcap) * softcap):
-        raise NotCompiled("its logits are not what its head says")
+        raise NotCompiled("its logits are not the output of its head")
     return float(softcap)
 
 
@@ -175,7 +176,7 @@ def _check_chain(modules: list[nn.Module], head: nn.Linear, traced: TracedCalls)
     calls = [traced.only(module) for module in (*modules, head)]
     for before, after in itertools.pairwise(calls):
         if not torch.equal(before.result, after.input):
-            raise NotCompiled(f"something happens between {_name(before.module)} and {_name(after.module)}")
+            raise NotCompiled(f"the output is changed between {_name(before.module)} and {_name(after.module)}")
 
 
 def _check_alike(decoder: Decoder, attention: list[AttentionCall]) -> None:
@@ -203,13 +204,13 @@ def _check_widths(decoder: Decoder) -> None:
     if heads.key_dim != heads.value_dim:
         raise NotCompiled(f"its keys have {heads.key_dim} features and its values {heads.value_dim}")
     if heads.key_dim % _HEAD_DIM_STEP or heads.key_dim > _MAX_HEAD_DIM:
-        raise NotCompiled(f"heads of {heads.key_dim}: the kernels take multiples of 16 up to {_MAX_HEAD_DIM}")
+        raise NotCompiled(f"heads of {heads.key_dim}: the kernels support multiples of 16 up to {_MAX_HEAD_DIM}")
     if decoder.rotaries[0].dim % 2 or decoder.rotaries[0].dim > heads.key_dim:
         raise NotCompiled(f"it rotates {decoder.rotaries[0].dim} features of a head")
     query, both = heads.num_heads * heads.key_dim, decoder.intermediate * 2
     expected = ((hidden, query + 2 * heads.num_kv_heads * heads.key_dim), (query, hidden), (hidden, both))
     if parts.widths != (*expected, (decoder.intermediate, hidden)):
-        raise NotCompiled(f"its products are of other widths than its heads say: {parts.widths}")
+        raise NotCompiled(f"the widths of its products do not match its heads: {parts.widths}")
     if any(width % 2 for widths in parts.widths for width in widths):
         raise NotCompiled("its products are of odd widths")
     whole = parts.norms_whole_rows
@@ -229,7 +230,7 @@ def _require_rotation(layer: int, parts: LayerParts, traced: TracedCalls) -> Non
     for place, reached in enumerate(traced.states[layer]):
         given = _given(place, parts, traced, reached.shape)
         if not any(_is_near(_rotated(states.float(), cos, sin), reached.float()) for states in given):
-            raise NotCompiled(f"{type(parts.attention).__name__} rotates its heads in a way of its own")
+            raise NotCompiled(f"{type(parts.attention).__name__} has an unsupported rotation")
 
 
 def _given(place: int, parts: LayerParts, traced: TracedCalls, shape: torch.Size) -> Iterator[torch.Tensor]:

@@ -16,7 +16,8 @@ _TOKEN_IDS = (1, 2, 3)
 
 
 class NotCompiled(Exception):
-    """Why there is no other forward for this processor, device or model, in a few words; they end in a report."""
+    """There is no faster forward for this processor, device or model. The message is a few words that end in a worker's
+    report."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,18 +35,18 @@ class Call:
 
     @property
     def input(self) -> torch.Tensor:
-        """The first tensor it was given."""
+        """The first tensor that the module received."""
         return _tensor(next((value for value in self.arguments if isinstance(value, torch.Tensor)), None))
 
     @property
     def result(self) -> torch.Tensor:
-        """The tensor it answered with, or the first of several."""
+        """The tensor that the module returned, or the first of several."""
         return _tensor(self.output[0] if isinstance(self.output, tuple) else self.output)
 
 
 def _tensor(value: object) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{type(value).__name__} in place of a tensor")
+        raise TypeError(f"{type(value).__name__} instead of a tensor")
     return value
 
 
@@ -60,7 +61,7 @@ class AttentionCall:
 
 @dataclass(slots=True)
 class TracedCalls:
-    """Calls in the order in which they ended; attention by layer."""
+    """The traced calls in the order in which they ended, and the queries and keys of attention by layer."""
 
     calls: list[Call] = field(default_factory=list)
     attention: dict[int, AttentionCall] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class TracedCalls:
         """Return the cosines and sines that this attention received, `[1, tokens, dim]` each."""
         given = self.only(attention).keywords.get("position_embeddings")
         if not isinstance(given, tuple) or len(given) != 2:
-            raise NotCompiled(f"{type(attention).__name__} takes no rotation from a module of its own")
+            raise NotCompiled(f"{type(attention).__name__} receives no rotation from its own rotary module")
         return given
 
     def attend(
@@ -92,7 +93,8 @@ class TracedCalls:
 
 @torch.inference_mode()
 def trace_calls(model: PreTrainedModel) -> TracedCalls:
-    """Raises NotCompiled where a module is wrapped: what is compiled would leave out what the wrapper does."""
+    """Run one forward pass and return its calls. Raises NotCompiled if a module is wrapped, because a compiled forward
+    would leave out what the wrapper does."""
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             raise NotCompiled(f"{name or type(module).__name__} is wrapped")

@@ -24,7 +24,7 @@ from engine.steps.runner import ModelRunner
 
 @dataclass(frozen=True, slots=True)
 class Determinism:
-    """How determinism was reached, and the digest of the check's results."""
+    """The method by which determinism was reached, and the digest of the check's results."""
 
     path: str
     digest: str
@@ -42,12 +42,12 @@ def make_deterministic(loaded: LoadedModel, runner: ModelRunner, pool: KvPool) -
     fixed shapes. Raises ModelRefused if results still depend on the batch."""
     if isinstance(runner.forward, CompiledForward):
         digest = check(runner, pool, loaded.info.vocab_size, loaded.info.max_model_len)
-        return Determinism("compiled kernels", digest, f"deterministic: the compiled kernels, tried ({digest})")
+        return Determinism("compiled kernels", digest, f"deterministic: the compiled kernels, verified ({digest})")
     counts = fix_rows(loaded.model)
     fix_own_products(loaded.model)
     digest, queries = _fixed(loaded, runner, pool)
     how = f"products of {'/'.join(map(str, counts))} rows, attention of {queries}"
-    return Determinism("fixed shapes", digest, f"deterministic: {how}, tried ({digest})")
+    return Determinism("fixed shapes", digest, f"deterministic: {how}, verified ({digest})")
 
 
 def _fixed(loaded: LoadedModel, runner: ModelRunner, pool: KvPool) -> tuple[str, str]:
@@ -61,7 +61,7 @@ def _fixed(loaded: LoadedModel, runner: ModelRunner, pool: KvPool) -> tuple[str,
 
 
 class FixedForward:
-    """A Forward whose rows have the same bits in any step. Its model's products are FixedRows."""
+    """A Forward whose rows have the same bits in any step. The products of its model are FixedRows."""
 
     def __init__(self, model: PreTrainedModel, pool: KvPool, wide: bool) -> None:
         self._plain = PlainForward(model, pool, FixedTilesBackend(wide))

@@ -1,4 +1,5 @@
-"""The check at load: whether one sequence's logits and KV have the same bits alone, in company, and cut otherwise."""
+"""The check at load that one sequence's logits and KV have the same bits alone, with other sequences in the step, and
+cut into other chunks."""
 
 import hashlib
 import itertools
@@ -14,7 +15,7 @@ from engine.scheduling.schedule import blocks_for
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from engine.steps.runner import ModelRunner
 
-_LENGTH = 150  # tokens: more than one tile of attention, and of every number of rows that products are cut into
+_LENGTH = 150  # tokens: more than one tile of attention, and more than the largest row count of products
 _SEED = 13
 _SAMPLE = Sample(seed=0, position=0, sampling=Sampling())
 # Lengths of the chunks, in turn, and of the other sequences' chunks before and behind each of them.
@@ -29,7 +30,7 @@ _WAYS = (
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     logits: torch.Tensor  # [tokens, vocab]
-    blocks: torch.Tensor  # bytes, of the sequence's own
+    blocks: torch.Tensor  # the bytes of the sequence's own KV
 
 
 def check(runner: ModelRunner, pool: KvPool, vocab_size: int, longest: int) -> str:
@@ -38,7 +39,7 @@ def check(runner: ModelRunner, pool: KvPool, vocab_size: int, longest: int) -> s
     num_free = pool.num_blocks - max(sum(_blocks(pool, way)) for _, way in _WAYS)
     length = min(_LENGTH, longest, num_free * pool.layout.block_size)
     if length < 2:
-        raise ModelRefused(f"--deterministic on: a pool of {pool.num_blocks} blocks is too small to try it in")
+        raise ModelRefused(f"--deterministic on: a pool of {pool.num_blocks} blocks is too small for the check")
     token_ids = torch.randint(vocab_size, (2 * _LENGTH,), generator=torch.Generator().manual_seed(_SEED)).tolist()
     try:
         base = _computed(runner, pool, token_ids, length, ((_LENGTH,), ()))
@@ -48,7 +49,7 @@ def check(runner: ModelRunner, pool: KvPool, vocab_size: int, longest: int) -> s
             if not bool(same.all()) or not torch.equal(other.blocks, base.blocks):
                 where = f"{int((~same).sum())} of {length} rows of logits" if not bool(same.all()) else "its KV"
                 raise ModelRefused(
-                    f"--deterministic on: {where} of a sequence come out different in chunks of {way[0][:3]} tokens "
+                    f"--deterministic on: {where} of a sequence differ in chunks of {way[0][:3]} tokens "
                     f"beside others of {way[1]}, on this machine"
                 )
     finally:

@@ -61,7 +61,8 @@ class FixedRows:
 
 
 def cut(num_rows: int, counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (begin, count) of the pieces that cover `num_rows` rows, largest first; only the last may exceed them."""
+    """Return (begin, count) of the pieces that cover `num_rows` rows, largest first; only the last piece may extend
+    beyond them."""
     pieces, begin = [], 0
     for count in reversed(counts):
         while num_rows - begin >= count:
@@ -75,7 +76,7 @@ def cut(num_rows: int, counts: Sequence[int]) -> list[tuple[int, int]]:
 def fix_rows(model: nn.Module) -> tuple[int, ...]:
     """Replace every product of the model by FixedRows, in place. Returns the row counts that all of them can use.
 
-    Raises ModelRefused if the rows of a product depend on their position or neighbours at any count.
+    Raises ModelRefused if the rows of a product depend on their position or on other rows at any count.
     """
     products = [(name, module) for name, module in model.named_modules() if isinstance(module, KINDS)]
     tried: dict[tuple[object, ...], tuple[int, ...]] = {}
@@ -112,13 +113,13 @@ def agreeing_counts(product: Product, rows: torch.Tensor, name: str) -> tuple[in
     least does."""
     least = ROW_COUNTS[0]
     base = _in_pieces(product, rows, least)
-    for shift in range(1, least):  # every row at every place of the least piece, with other rows, and with none
+    for shift in range(1, least):  # every row at every position of the smallest piece, with other rows and alone
         alone = rows[:least].clone()
         alone[:shift] = 0
         turned = _in_pieces(product, rows.roll(shift, 0), least)
         if not torch.equal(turned, base.roll(shift, 0)) or not torch.equal(product(alone)[shift:], base[shift:least]):
             raise ModelRefused(
-                f"--deterministic on: a row of {name} depends on its place among {least} on this machine"
+                f"--deterministic on: a row of {name} depends on its position among {least} rows on this machine"
             )
     return tuple(count for count in ROW_COUNTS if _agrees(product, rows, base, count))
 
@@ -147,7 +148,7 @@ def _has_weights_of_its_own(module: nn.Module) -> bool:
 
 
 class _Fixed:
-    """Replaces a module's `forward`."""
+    """Replaces a module's `forward` by one whose products are fixed."""
 
     def __init__(self, forward: Callable[..., object], products: "_FixedProducts") -> None:
         self._forward = forward
@@ -182,7 +183,7 @@ class _FixedProducts(TorchFunctionMode):
         self, func: Callable[..., torch.Tensor], rows: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor | None
     ) -> torch.Tensor:
         if weight.dim() != 2 or rows.dim() < 2:
-            raise ModelRefused(f"--deterministic on: {self._name} computes a product of more than rows and a matrix")
+            raise ModelRefused(f"--deterministic on: {self._name} computes a product that is not of rows with a matrix")
         product = functools.partial(_apply, func, weight, bias)
         shape = (func, weight.shape, weight.stride(), weight.dtype, len(bias))
         if shape not in self._counts:

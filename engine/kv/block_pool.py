@@ -1,14 +1,14 @@
-"""Which block of the pool belongs to whom. Pure; owned by one scheduler, never by two threads.
+"""The state and the users of every block of the pool. Pure; owned by one scheduler, never by two threads.
 
 A block is counted in exactly one state, the first that applies:
 
     quarantined   an abandoned read may still write into it; it may not be used
     leased        pinned for readers of other workers; its content does not change
     held          sequences or reservations refer to it
-    cached        kept for its content alone; used again when its hash is found, or reserved when nothing is free
+    cached        unused, kept for its content: reused when its hash is found, or evicted when no block is free
     free          may be reserved
 
-References are apart from that: a leased block may also be referred to by the sequence that computed it, and becomes
+References are counted separately: a leased block may also be referred to by the sequence that computed it, and becomes
 free, or cached, only when both have gone. Blocks are freed between steps only, so no step that was launched before can
 still be writing to a block that is reserved again.
 """
@@ -21,7 +21,7 @@ from cluster.messages import CacheEvents
 from engine.kv.eviction import eviction_of
 from engine.kv.prefix_cache import PrefixCache
 
-_NUM_REMEMBERED = 256  # operations, for the story of an illegal one
+_NUM_REMEMBERED = 256  # operations, for the history in an error message
 
 
 class BlockState(StrEnum):
@@ -33,21 +33,22 @@ class BlockState(StrEnum):
 
 
 class BlockPool:
-    """The accounting of all blocks. Every operation costs O(1) per block. An illegal one raises AssertionError with the
-    block's recent history."""
+    """The accounting of all blocks. Every operation costs O(1) per block. An illegal operation raises AssertionError
+    with the block's recent history."""
 
     def __init__(self, num_blocks: int, eviction: str = "value") -> None:
-        """`eviction` names the order in which cached blocks are evicted: value, lru."""
+        """`eviction` names the order in which cached blocks are evicted: `value` or `lru`."""
         assert num_blocks >= 1, f"a pool needs blocks, not {num_blocks}"
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
-        self._leases: dict[int, int] = {}  # of each leased block, how many
-        self._quarantined: dict[int, int] = {}  # of each quarantined block, the hand-off that may still write to it
+        self._leases: dict[int, int] = {}  # number of leases of each leased block
+        self._quarantined: dict[int, int] = {}  # by quarantined block: the hand-off that may still write to it
         self._num_held = 0
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the warmest block first
         self._cache = PrefixCache(eviction_of(eviction, num_blocks))
-        self._unverified: set[int] = set()  # came from another worker, and were not verified; until reserved again
-        self._story: deque[tuple[str, tuple[int, ...]]] = deque(maxlen=_NUM_REMEMBERED)
+        # Blocks that came from another worker unverified, until they are reserved again.
+        self._unverified: set[int] = set()
+        self._history: deque[tuple[str, tuple[int, ...]]] = deque(maxlen=_NUM_REMEMBERED)
 
     @property
     def num_free(self) -> int:
@@ -73,7 +74,7 @@ class BlockPool:
         return self._cache.next_number
 
     def cache_events(self, since: int | None) -> CacheEvents:
-        """The changes of the prefix cache since this event. None: its whole content."""
+        """Return the changes of the prefix cache since this event, or its whole content if `since` is None."""
         return self._cache.changes_since(since)
 
     def reserve(self, num_blocks: int) -> tuple[int, ...] | None:
@@ -87,7 +88,7 @@ class BlockPool:
             self._references[block_id] = 1
         self._num_held += num_blocks
         self._unverified.difference_update(block_ids)
-        self._story.append(("reserve", block_ids))
+        self._history.append(("reserve", block_ids))
         return block_ids
 
     def num_users(self, block_id: int) -> int:
@@ -109,9 +110,9 @@ class BlockPool:
         return (*found, *fresh)
 
     def keep(self, block_ids: Sequence[int], block_hashes: Sequence[bytes], parent: bytes) -> None:
-        """Cache consecutive sealed blocks in use, the first of which continues `parent`. Blocks with a hash can be
-        found from now on and stay while unused, until they are evicted. Of blocks with equal content the first stays
-        cached."""
+        """Cache consecutive sealed blocks in use, the first of which continues `parent`. From now on, `find` returns
+        these blocks, and they stay cached while unused until they are evicted. Of blocks with equal content, only the
+        first is cached."""
         for block_id, block_hash in zip(block_ids, block_hashes, strict=False):
             self._require(self._references[block_id] > 0, "keep", block_id)
             self._cache.add(block_id, block_hash, parent)
@@ -137,7 +138,7 @@ class BlockPool:
             if self._references[block_id] == 0 and block_id not in self._leases:
                 self._num_held += 1
             self._references[block_id] += 1
-        self._story.append(("share", tuple(block_ids)))
+        self._history.append(("share", tuple(block_ids)))
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Drop one reference of each block, given in the sequence's order. The last reference frees a block unless it
@@ -147,8 +148,8 @@ class BlockPool:
             self._references[block_id] -= 1
             if self._references[block_id] == 0 and block_id not in self._leases:
                 self._num_held -= 1
-                self._let_go(block_id)
-        self._story.append(("release", tuple(block_ids)))
+                self._free_or_park(block_id)
+        self._history.append(("release", tuple(block_ids)))
 
     def lease(self, block_ids: Sequence[int]) -> None:
         """Lease blocks in use. They stay leased after their references are dropped."""
@@ -157,7 +158,7 @@ class BlockPool:
             if block_id not in self._leases:
                 self._num_held -= 1
             self._leases[block_id] = self._leases.get(block_id, 0) + 1
-        self._story.append(("lease", tuple(block_ids)))
+        self._history.append(("lease", tuple(block_ids)))
 
     def lease_found(self, block_ids: Sequence[int]) -> None:
         """Lease blocks that `find` returned, whether or not they are referred to."""
@@ -175,7 +176,7 @@ class BlockPool:
             elif block_id not in self._leases:
                 self._num_held -= 1
             self._leases[block_id] = self._leases.get(block_id, 0) + 1
-        self._story.append(("copy", tuple(block_ids)))
+        self._history.append(("copy", tuple(block_ids)))
 
     def end_lease(self, block_ids: Sequence[int]) -> None:
         """End one lease of each block, given in the sequence's order. A block without leases and references becomes
@@ -188,8 +189,8 @@ class BlockPool:
                 if self._references[block_id] > 0:
                     self._num_held += 1
                 else:
-                    self._let_go(block_id)
-        self._story.append(("end_lease", tuple(block_ids)))
+                    self._free_or_park(block_id)
+        self._history.append(("end_lease", tuple(block_ids)))
 
     @property
     def quarantined_for(self) -> frozenset[int]:
@@ -205,7 +206,7 @@ class BlockPool:
             self._references[block_id] = 0
             self._num_held -= 1
             self._quarantined[block_id] = handoff_id
-        self._story.append(("quarantine", block_ids))
+        self._history.append(("quarantine", block_ids))
 
     def end_quarantine(self, block_ids: Iterable[int]) -> None:
         """Free these blocks, to which no transport can write any more."""
@@ -214,7 +215,7 @@ class BlockPool:
             self._require(block_id in self._quarantined, "end_quarantine", block_id)
             del self._quarantined[block_id]
             self._free.append(block_id)
-        self._story.append(("end_quarantine", block_ids))
+        self._history.append(("end_quarantine", block_ids))
 
     def state(self, block_id: int) -> BlockState:
         if block_id in self._quarantined:
@@ -229,13 +230,13 @@ class BlockPool:
         """Raises AssertionError unless every block has as many references as its users account for."""
         if self._references != list(expected):
             wrong = next(b for b in range(self.num_blocks) if self._references[b] != expected[b])
-            raise AssertionError(f"users account for {expected[wrong]} references to {self._tell(wrong)}")
+            raise AssertionError(f"users account for {expected[wrong]} references to {self._describe(wrong)}")
 
     def check_leases(self, expected: Mapping[int, int]) -> None:
         """Raises AssertionError unless every block has as many leases as its tickets account for."""
         if self._leases != expected:
             wrong = min(b for b in {*self._leases, *expected} if self._leases.get(b, 0) != expected.get(b, 0))
-            raise AssertionError(f"tickets account for {expected.get(wrong, 0)} leases on {self._tell(wrong)}")
+            raise AssertionError(f"tickets account for {expected.get(wrong, 0)} leases on {self._describe(wrong)}")
 
     def counts(self) -> dict[str, int]:
         """Blocks by state; they sum to `num_blocks`."""
@@ -248,7 +249,7 @@ class BlockPool:
         }
 
     def check(self) -> None:
-        """Recounts everything. Raises AssertionError with what is broken. Quick enough for a heartbeat: about three
+        """Recount everything. Raises AssertionError with what is broken. Fast enough for a heartbeat: about three
         milliseconds for 10,000 blocks."""
         counts = self.counts()
         assert sum(counts.values()) == self.num_blocks, f"states sum to {counts}, the pool has {self.num_blocks}"
@@ -259,14 +260,16 @@ class BlockPool:
         assert len(referenced - leased) == self._num_held, f"{counts}, but {len(referenced)} are referred to"
         quarantined = set(self._quarantined)
         for users in (referenced, leased, quarantined):
-            assert not free & users, f"free and in use: {self._tell(min(free & users))}"
+            assert not free & users, f"free and in use: {self._describe(min(free & users))}"
         for users in (referenced, leased):
-            assert not users & quarantined, f"quarantined and in use: {self._tell(min(users & quarantined))}"
+            assert not users & quarantined, f"quarantined and in use: {self._describe(min(users & quarantined))}"
         for unusable in (free, quarantined):
-            assert not any(block_id in self._cache for block_id in unusable), f"cached and not to be used: {unusable}"
+            assert not any(block_id in self._cache for block_id in unusable), (
+                f"cached, but free or quarantined: {unusable}"
+            )
         self._cache.check(in_use=referenced | leased)
 
-    def _let_go(self, block_id: int) -> None:
+    def _free_or_park(self, block_id: int) -> None:
         if block_id in self._cache:
             self._cache.park(block_id)
         else:
@@ -274,8 +277,8 @@ class BlockPool:
 
     def _require(self, legal: bool, operation: str, block_id: int) -> None:
         if not legal:
-            raise AssertionError(f"illegal {operation} of {self._tell(block_id)}")
+            raise AssertionError(f"illegal {operation} of {self._describe(block_id)}")
 
-    def _tell(self, block_id: int) -> str:
-        story = " ".join(operation for operation, block_ids in self._story if block_id in block_ids)
-        return f"block {block_id} ({self.state(block_id)}, {self._references[block_id]} references): ...{story}"
+    def _describe(self, block_id: int) -> str:
+        history = " ".join(operation for operation, block_ids in self._history if block_id in block_ids)
+        return f"block {block_id} ({self.state(block_id)}, {self._references[block_id]} references): ...{history}"

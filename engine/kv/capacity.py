@@ -1,4 +1,4 @@
-"""How many blocks the pool gets, and how long a sequence may be so that it fits the model and the pool. Pure."""
+"""Computes the number of blocks in the pool, and the longest sequence that fits both the model and the pool. Pure."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -21,25 +21,26 @@ class GpuMemory:
 
     total: int
     weights: int
-    largest_step: int  # what it takes beyond the weights, while it runs
-    free: int  # beside the weights, this process's context, and whatever other processes hold at this time
-    num_sharing: int = 1  # workers on this GPU, which have equal parts of the allowed share
+    largest_step: int  # its memory beyond the weights, while it runs
+    free: int  # left by the weights, this process's context and other processes at this time
+    num_sharing: int = 1  # workers on this GPU, which get equal parts of the allowed share
 
 
 class WireSpace(Protocol):
-    """The wire format of KV, and its share of --kv-cache-memory in addition to each block of the pool."""
+    """The memory that the wire format of KV needs: its share of --kv-cache-memory, in addition to each block of the
+    pool."""
 
     @property
     def name(self) -> str: ...
 
     def copy_bytes(self, layout: BlockLayout) -> int:
-        """Return the bytes of one block's copy in the wire format. Raises ConfigError for blocks that cannot be sent
-        so."""
+        """Return the bytes of one block's copy in the wire format. Raises ConfigError for blocks that cannot be sent in
+        this format."""
         ...
 
 
 class NativeSpace:
-    """KV travels from the pool itself."""
+    """No extra memory is needed: KV is sent from the pool itself."""
 
     name = "native"
 
@@ -108,12 +109,15 @@ def check_length(wanted: int, limit: int | None) -> None:
     if limit is not None and wanted > limit:
         raise ConfigError(f"--max-model-len {wanted} is more than the model's {limit} positions: give at most {limit}")
     if not wanted and limit is None:
-        raise ConfigError("the model's configuration names no longest length: give --max-model-len")
+        raise ConfigError("the model's configuration has no maximum length: give --max-model-len")
 
 
 def max_model_len(settings: EngineSettings, layout: BlockLayout, limit: int | None, wire: WireSpace = NATIVE) -> int:
-    """Return the longest sequence: a configured length must fit the pool (ConfigError with both numbers); the model's
-    own is cut to it. Before the pool is measured, return the length that it should hold."""
+    """Return the longest sequence in tokens.
+
+    A configured length must fit the pool (ConfigError with both numbers); the model's own length is reduced to what the
+    pool holds. Before the pool is measured, return the length that it should hold.
+    """
     check_length(settings.max_model_len, limit)
     longest = settings.max_model_len
     if is_measured(settings):

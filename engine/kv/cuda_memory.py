@@ -1,9 +1,9 @@
-"""GPU memory that another process on the host can map: physical pages of its own, exported as a file.
+"""GPU memory that another process on the host can map: its physical pages are exported as a file.
 
-By CUDA's virtual memory management, not by `cudaIpcGetMemHandle`: such pages live until the last process that mapped
-them has unmapped them or ended, so a reader of this memory is never left with a mapping whose pages went away when
-their owner died ("The memory allocation will be freed when all outstanding mappings to the memory are unmapped and when
-all outstanding references to the handle (including its shareable counterparts) are also released", driver API).
+It uses CUDA's virtual memory management, not `cudaIpcGetMemHandle`: such pages live until the last process that mapped
+them has unmapped them or ended, so a reader's mapping stays valid when their owner dies ("The memory allocation will be
+freed when all outstanding mappings to the memory are unmapped and when all outstanding references to the handle
+(including its shareable counterparts) are also released", driver API).
 """
 
 import contextlib
@@ -21,15 +21,15 @@ class NotExportable(Exception):
 
 
 class CudaMemory:
-    """One zeroed allocation. Its creator closes `file`, which names its pages; `tensor` stays mapped while any
-    reference to it exists."""
+    """One zeroed allocation. Its creator closes `file`, the exported handle; `tensor` stays mapped while any reference
+    to it exists."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Raises NotExportable."""
+        """Allocate the memory on the current device. Raises NotExportable."""
         index = torch.cuda.current_device() if device.index is None else device.index
         with torch.cuda.device(index):
-            torch.cuda.current_stream().synchronize()  # the device's context is there
-            torch.cuda.empty_cache()  # the driver has no way to what torch keeps for later
+            torch.cuda.current_stream().synchronize()  # creates the device's context
+            torch.cuda.empty_cache()  # the driver cannot reclaim torch's cached memory
             self.file, self.num_bytes, address = _allocate(num_bytes, index)
             try:
                 self.tensor = _tensor_over(_Region(address, self.num_bytes), torch.device("cuda", index))[:num_bytes]
@@ -44,7 +44,7 @@ def _tensor_over(region: "_Region", device: torch.device) -> torch.Tensor:
     try:
         tensor: torch.Tensor = torch.as_tensor(region, device=device)
     except (RuntimeError, TypeError) as error:
-        raise NotExportable(f"torch does not take this memory ({error})") from error
+        raise NotExportable(f"torch cannot use this memory ({error})") from error
     if tensor.data_ptr() != region.address:
         raise NotExportable("torch made a copy of the memory instead of a view")
     return tensor
@@ -70,7 +70,7 @@ def _allocate(num_bytes: int, index: int) -> tuple[int, int, int]:
         from cuda.bindings import driver
 
         driver_result(driver.cuInit(0))
-    except (ImportError, RuntimeError, DriverRefused) as error:  # the second: no driver
+    except (ImportError, RuntimeError, DriverRefused) as error:  # the second is raised if there is no driver
         raise NotExportable(f"cuda-bindings cannot be used ({error})") from error
     try:
         return _exported(driver, num_bytes, index)
@@ -79,7 +79,7 @@ def _allocate(num_bytes: int, index: int) -> tuple[int, int, int]:
 
 
 def _exported(driver: Any, num_bytes: int, index: int) -> tuple[int, int, int]:
-    """Allocate like `_allocate`. Raises DriverRefused too."""
+    """Allocate like `_allocate`, and raise DriverRefused too."""
     properties = _properties(driver, index)
     granularity = driver_result(
         driver.cuMemGetAllocationGranularity(
@@ -104,7 +104,8 @@ def _created(driver: Any, size: int, properties: Any) -> Any:
     if properties.allocFlags.gpuDirectRDMACapable:
         with contextlib.suppress(DriverRefused):
             return driver_result(driver.cuMemCreate(size, properties, 0))
-        properties.allocFlags.gpuDirectRDMACapable = 0  # a guest may not have what its device says it supports
+        # On a virtual machine, the device may not support what it reports.
+        properties.allocFlags.gpuDirectRDMACapable = 0
     return driver_result(driver.cuMemCreate(size, properties, 0))
 
 

@@ -2,8 +2,8 @@
 
 `LeastRecentlyUsed` evicts the least recently used block. `LeastValuable` estimates from this worker's requests how
 often, and after how long, blocks are used again, and evicts the block with the lowest expected use. In conversations
-the next turn comes after the reader has read, so a block used a while ago may be worth more than one used just now, and
-a block used twice more than one used once. Without any data it evicts the least recently used block.
+the next turn comes after the user has read the answer, so a block used some time ago may be worth more than one used
+just now, and a block used twice more than one used once. Without observations it evicts the least recently used block.
 """
 
 from collections import OrderedDict
@@ -16,8 +16,8 @@ _GENERATIONS_PER_POOL = 16
 _NUM_AGES = 64  # older generations count as one: four pools of blocks have come since
 _GHOSTS_PER_BLOCK = 2  # evicted blocks that are remembered by their hash
 _ANCIENT = -1  # the generation of all that are older
-_PRIOR = 50.0  # blocks of every age that were never used again: few examples prove little
-_KEPT_PER_GENERATION = 1 - 1 / 256  # of what was learnt: half is forgotten while the pool changes eleven times
+_PRIOR = 50.0  # blocks of every age that were never used again: a prior against few observations
+_KEPT_PER_GENERATION = 1 - 1 / 256  # decay of counts: they halve while the pool is replaced eleven times
 
 
 class Eviction(Protocol):
@@ -36,7 +36,7 @@ class Eviction(Protocol):
         ...
 
     def bar(self, block_id: int) -> None:
-        """An idle block has cached children: it need not be a candidate until they are evicted."""
+        """Record that an idle block has cached children: it need not be a candidate until they are evicted."""
         ...
 
     def unbar(self, block_id: int) -> None:
@@ -44,8 +44,8 @@ class Eviction(Protocol):
         ...
 
     def candidates(self) -> Iterator[int]:
-        """Idle blocks in order of eviction, at least those that are not barred. The iterator is invalid after any other
-        call."""
+        """Yield idle blocks in order of eviction, at least those that are not barred. The iterator is invalid after any
+        other call."""
         ...
 
     def forget(self, block_id: int) -> None:
@@ -54,10 +54,10 @@ class Eviction(Protocol):
 
 
 def eviction_of(name: str, num_blocks: int) -> Eviction:
-    """The order that `--prefix-eviction` names, for a pool of this size."""
+    """Return the order that `--prefix-eviction` names, for a pool of this size."""
     if name == "lru":
         return LeastRecentlyUsed()
-    assert name == "value", f"no eviction is called {name}"
+    assert name == "value", f"unknown eviction order {name}"
     return LeastValuable(num_blocks)
 
 
@@ -94,18 +94,20 @@ class _Use:
     block_hash: bytes
     num_uses: int  # 1 to _MOST_USES
     generation: int
-    is_over: bool = False  # and none has come since: what parks it again was no use
-    is_listed: bool = False  # among those that may go
+    is_over: bool = False  # and no use has come since: parking it again is not a use
+    is_listed: bool = False  # among the candidates
 
 
 class LeastValuable:
-    """Time is counted in blocks that became idle; a generation are those of one sixteenth of a pool. Of each class and
-    age it counts the blocks that came to that age, used again or not, and those that were used again at it; blocks that
-    were evicted meanwhile are remembered as ghosts, so that it also learns what it should have kept.
+    """Evicts the block with the lowest expected use.
 
-    The value of a block is the most uses per block and generation that keeping it for any time from now on promises:
-    Gittins' index (J. R. Stat. Soc. B 41, 1979), as the hit density of Beckmann, Chen and Cidon (NSDI 2018). Only ends
-    of chains are compared, for keeping one is keeping all before it.
+    Time is counted in blocks that became idle; a generation is one sixteenth of a pool of them. For each class and age
+    it counts the blocks that reached that age and those that were used again at it. Evicted blocks are remembered as
+    ghosts, so that it also learns what it should have kept.
+
+    The value of a block is the highest rate of expected uses per generation over any time that it could be kept from
+    now on: Gittins' index (J. R. Stat. Soc. B 41, 1979), as the hit density of Beckmann, Chen and Cidon (NSDI 2018).
+    Only ends of chains are compared, because keeping a block means keeping all blocks before it.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -116,7 +118,7 @@ class LeastValuable:
         self._ghosts: OrderedDict[bytes, _Use] = OrderedDict()
         self._generation = 0
         self._num_parked = 0  # in this generation
-        self._going: OrderedDict[int, None] | None = None  # the generation that goes first, while that is known
+        self._going: OrderedDict[int, None] | None = None  # the generation evicted next, while it is known
 
     def park(self, block_id: int, block_hash: bytes) -> None:
         use = self._last_use.get(block_id)
@@ -147,7 +149,8 @@ class LeastValuable:
             use.is_listed = False
 
     def unbar(self, block_id: int) -> None:
-        """Make the block the next of its generation to be evicted: the rest of a broken chain is of little use."""
+        """Make the block the next of its generation to be evicted, because the rest of a broken chain is of little
+        use."""
         use = self._last_use[block_id]
         self._list(block_id, use).move_to_end(block_id, last=False)
 
@@ -195,7 +198,7 @@ class LeastValuable:
         return min(self._generations(), key=lambda item: item[:2], default=(0.0, 0, OrderedDict[int, None]()))[2]
 
     def _generations(self) -> Iterator[tuple[float, int, OrderedDict[int, None]]]:
-        """Yield (value, number, blocks) per generation; of equal values, the oldest first."""
+        """Yield (value, number, blocks) per generation; among equal values the oldest first."""
         for each in self._classes:
             yield from each.generations(self._generation)
 
@@ -204,7 +207,7 @@ class _Class:
     """Blocks that were used equally often, by generation, and statistics of the generations before."""
 
     def __init__(self) -> None:
-        # That may go, by generation; _ANCIENT: all that are too old to tell apart.
+        # Candidates by generation; _ANCIENT holds all that are too old to be told apart.
         self._listed: dict[int, OrderedDict[int, None]] = {}
         self._num_parked: OrderedDict[int, int] = OrderedDict()  # of each generation that is not too old
         self._num_reached = [0.0] * _NUM_AGES  # blocks whose generation has come to this age, used again or not
@@ -254,14 +257,15 @@ class _Class:
 
 
 def values(chances: list[float]) -> list[float]:
-    """Return, for every age, the most uses per age that keeping a block of that age promises over any number of ages,
-    and 0 for blocks older than all. `chances` are the chances of a newly idle block to be used again at each age."""
-    uses, ages = [0.0], [0.0]  # of one block, up to each age: those that were used again are not kept any longer
+    """Return for every age the value of keeping a block of that age: the highest expected uses per age over any number
+    of ages, and 0 for blocks older than all. `chances` are the probabilities that a newly idle block is used again at
+    each age."""
+    uses, ages = [0.0], [0.0]  # of one block, up to each age: blocks that were used again leave their class
     for chance in chances:
         ages.append(ages[-1] + max(1 - uses[-1] - chance / 2, 0.01))
         uses.append(min(uses[-1] + chance, 0.99))
     best = [0.0] * len(uses)
-    hull = [len(uses) - 1]  # the upper hull of the points behind, the nearest last: its first slope is the steepest
+    hull = [len(uses) - 1]  # the upper hull of the later points, the nearest last: its first slope is the steepest
     for age in reversed(range(len(chances))):
         best[age] = _slope(uses, ages, age, hull[-1])
         while len(hull) > 1 and best[age] <= (further := _slope(uses, ages, age, hull[-2])):

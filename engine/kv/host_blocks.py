@@ -1,8 +1,8 @@
 """Host memory for blocks that were swapped out of the pool, and the runner that moves them. Owns the bytes; never
 decides which block goes where.
 
-A slot is as large as a block and holds it byte for byte. On a CPU its pages are taken from the system when they are
-first written to; for CUDA the memory is pinned, so that copies run at the link's speed, and taken at once.
+A slot is as large as a block and holds it byte for byte. On a CPU its pages are allocated when they are first written
+to; for CUDA the memory is pinned at the start, so that copies run at the link's speed.
 """
 
 import time
@@ -21,7 +21,7 @@ class HostBlocks:
     """The swap space: pinned host memory `[num_slots, block_bytes]`. Called by the step thread alone."""
 
     def __init__(self, pool: KvPool, num_slots: int) -> None:
-        """Raises RuntimeError when the host gives no such memory."""
+        """Allocate the memory. Raises RuntimeError if the host cannot provide it."""
         assert num_slots >= 1
         self.num_slots = num_slots
         self._pool = pool
@@ -54,7 +54,7 @@ class HostBlocks:
 
 
 class SwappingRunner:
-    """A Runner whose steps may begin with swaps."""
+    """A Runner whose steps may begin with copies between the pool and the swap space."""
 
     def __init__(self, runner: Runner, host_blocks: HostBlocks, now_s: Callable[[], float] = time.perf_counter) -> None:
         self._runner = runner
@@ -77,7 +77,8 @@ class SwappingRunner:
 
 
 class SwappingLauncher(SwappingRunner):
-    """A Launcher whose steps may begin with swaps: those are waited for, so that their time is known."""
+    """A Launcher whose steps may begin with copies between the pool and the swap space. It waits for these copies, so
+    that their time is known."""
 
     def __init__(self, launcher: Launcher, host_blocks: HostBlocks) -> None:
         super().__init__(launcher, host_blocks)
@@ -106,7 +107,7 @@ def with_swaps(runner: Runner, host_blocks: HostBlocks) -> Runner:
 
 
 def open_host_blocks(pool: KvPool, swap_bytes: int) -> tuple[HostBlocks | None, str]:
-    """The swap space of a worker, or None where it has none, and a line for the worker to print."""
+    """Return the swap space of a worker, or None if it has none, and a line for the worker to print."""
     num_slots = swap_bytes // pool.block_bytes
     if not swap_bytes:
         return None, "swap: off (--swap-space 0)"
@@ -115,5 +116,5 @@ def open_host_blocks(pool: KvPool, swap_bytes: int) -> tuple[HostBlocks | None, 
     try:
         host_blocks = HostBlocks(pool, num_slots)
     except RuntimeError as error:
-        return None, f"swap: off, as the host gave no {swap_bytes} bytes: {str(error).splitlines()[0]}"
+        return None, f"swap: off, as the host could not allocate {swap_bytes} bytes: {str(error).splitlines()[0]}"
     return host_blocks, f"swap: {num_slots} blocks in host memory"

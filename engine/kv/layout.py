@@ -1,4 +1,4 @@
-"""What a KV block looks like inside, and how big it is. Owns the axis order; never touches memory. Pure.
+"""The layout and size of a KV block. Owns the axis order; never touches memory. Pure.
 
 A pool is block-major: `[num_blocks, block_elems]`. Inside a block the layers follow each other, and each layer has its
 K, then its V, as `[block_size, num_kv_heads, head_dim]`. For a model whose layers are alike that is
@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
-SCALED = frozenset({"int8", "fp8"})  # what is nothing without its scale
+SCALED = frozenset({"int8", "fp8"})  # KV dtypes that have scales
 SCALE_BYTES = 2
-_ALIGNMENT = 16  # bytes: of a quantised block and of its scales; kernels load as many at once
+_ALIGNMENT = 16  # bytes: alignment of a quantised block and of its scales; kernels load this many at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where a layer's K and V begin inside a block, in elements, and where their scales begin, in scales from the
-    block's start."""
+    """The position of a layer inside a block: the offsets of its K and V in elements, and of their scales in scales
+    from the block's start."""
 
     shape: LayerShape
     key_offset: int
@@ -86,7 +86,7 @@ class BlockLayout:
         return -(-num_tokens // self.block_size)
 
     def digest(self) -> str:
-        """Equal digests mean that a block's bytes mean the same on both sides."""
+        """A digest of the layout. Equal digests mean that a block's bytes mean the same on both sides."""
         table = [
             (place.key_offset, place.value_offset, place.shape.num_kv_heads, place.shape.key_dim, place.shape.value_dim)
             + ((place.key_scale_offset, place.value_scale_offset) if self.has_scales else ())

@@ -1,8 +1,8 @@
 """The KV memory of one worker: one allocation. Owns the bytes; never decides who uses which block.
 
-On CPU the pool lies in a sealed memfd that is mapped shared, so that another process on the host can be given the file
-descriptor and read blocks in place, and nothing else. On CUDA its pages are exported as a file for the same purpose,
-where the driver can, and it is an ordinary tensor elsewhere.
+On CPU the pool is a sealed memfd that is mapped shared, so that another process on the host can receive the file
+descriptor and read blocks in place, and do nothing else. On CUDA its pages are exported as a file for the same purpose
+if the driver supports that; otherwise the pool is an ordinary tensor.
 """
 
 import os
@@ -26,12 +26,13 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class KvPool:
-    """`tensor` is `[num_blocks, block_elems]` in the KV dtype, `raw` the same bytes as `[num_blocks, block_bytes]`; in
-    a pool of 8 bits `tensor` is those bytes as well. Zero at the start. Not thread-safe: written by the step thread
-    and, into blocks set aside for it, by an importer.
+    """The KV memory. `tensor` is `[num_blocks, block_elems]` in the KV dtype, and `raw` the same bytes as `[num_blocks,
+    block_bytes]`; in a pool of 8 bits `tensor` holds these bytes as well.
 
-    `num_spare` blocks more stand behind the last one, for steps to write unread data: `layers` and `scales` reach
-    them, and nothing else does."""
+    The pool is zero at the start. It is not thread-safe: the step thread writes to it, and an importer writes to the
+    blocks that were reserved for it. `num_spare` more blocks follow the last one, for steps to write data that is never
+    read: only `layers` and `scales` reach them.
+    """
 
     def __init__(
         self, layout: BlockLayout, num_blocks: int, device: torch.device | str = "cpu", *, num_spare: int = 0
@@ -43,7 +44,7 @@ class KvPool:
         self.device = torch.device(device)
         self.memfd: int | None = None
         self.cuda_file: int | None = None
-        self._closers: list[weakref.finalize[[int], KvPool]] = []  # of its files; they run once, by `close` or without
+        self._closers: list[weakref.finalize[[int], KvPool]] = []  # closes its files once, in `close` or when collected
         self.cuda_file_bytes = 0
         self.why_no_cuda_file = "the pool is not on a GPU"
         self._num_spare = num_spare
@@ -57,7 +58,7 @@ class KvPool:
         self.raw = flat.view(-1, layout.block_bytes)[:num_blocks]
         self.tensor = self.raw.view(TORCH_DTYPES.get(layout.dtype, torch.int8))
         self.layers = tuple(self._views(place) for place in layout.layers)  # (K, V) of each layer
-        # Theirs, [num_blocks, block_size, num_kv_heads], in a pool of 8 bits.
+        # The scales of each layer's K and V, [num_blocks, block_size, num_kv_heads], in a pool of 8 bits.
         self.scales = tuple(self._scale_views(place) for place in layout.layers) if layout.has_scales else ()
 
     @property
@@ -77,7 +78,7 @@ class KvPool:
     def zero_positions(self, block_ids: torch.Tensor, offsets: torch.Tensor) -> None:
         """Zero these positions in all layers; both arguments are `[positions]`."""
         for view in (view for layer in (*self.layers, *self.scales) for view in layer):
-            # The zero is made where it is written: a number from the host would be waited for, once per view.
+            # The zero is created on the device: a number from the host would cause a wait per view.
             view.index_put_((block_ids, offsets), view.new_zeros(()))
 
     def close(self) -> None:
@@ -123,7 +124,7 @@ def allocate_pool(layout: BlockLayout, num_blocks: int, device: str, *, num_spar
     """Allocate the pool. Raises ConfigError with the needed and the available bytes."""
     num_bytes = (num_blocks + num_spare) * layout.block_bytes
     if device == "cpu" and num_bytes > (most := host_bytes()):
-        # Its pages are taken as they are written: the system would end the process in the middle of its work.
+        # Pages are allocated when they are written: without this check the system would kill the process later.
         raise _too_large(num_blocks, num_bytes, f"this host has {most / (1 << 30):.2f} GiB")
     try:
         return KvPool(layout, num_blocks, device, num_spare=num_spare)
@@ -144,6 +145,6 @@ def host_bytes() -> int:
 
 def _too_large(num_blocks: int, num_bytes: int, there_is: str) -> ConfigError:
     return ConfigError(
-        f"a KV pool of {num_blocks} blocks takes {num_bytes / (1 << 30):.2f} GiB, and {there_is}: give less by "
+        f"a KV pool of {num_blocks} blocks takes {num_bytes / (1 << 30):.2f} GiB, and {there_is}: set a smaller "
         "--kv-cache-memory or --num-blocks, or --kv-cache-dtype int8"
     )

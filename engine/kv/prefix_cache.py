@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from cluster.messages import CacheEvents
 from engine.kv.eviction import Eviction
 
-_MAX_EVENTS = 4096  # kept for subscribers; one that is further behind gets a snapshot
+_MAX_EVENTS = 4096  # events kept for subscribers; a subscriber further behind gets a snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class PrefixCache:
         return block_id in self._idle
 
     def match(self, block_hashes: Sequence[bytes]) -> tuple[int, ...]:
-        """The blocks of the longest cached prefix of this chain. Does not count as a use."""
+        """Return the blocks of the longest cached prefix of this chain. Does not count as a use."""
         found = []
         for block_hash in block_hashes:
             block_id = self._blocks.get(block_hash)
@@ -69,8 +69,8 @@ class PrefixCache:
         return tuple(found)
 
     def add(self, block_id: int, block_hash: bytes, parent: bytes) -> None:
-        """Record the content of a block in use; it never changes again. Of two blocks with equal content the first
-        stays in the cache."""
+        """Record the content of a block in use; it never changes again. Of two blocks with equal content, only the
+        first is cached."""
         entry = self._entries.get(block_id)
         assert entry is None or entry.block_hash == block_hash, f"block {block_id} has two contents"
         if entry is not None or block_hash in self._blocks:
@@ -84,7 +84,7 @@ class PrefixCache:
         self._record(block_hash, is_stored=True)
 
     def park(self, block_id: int) -> None:
-        """The last user released this block: it may be evicted."""
+        """Record that the last user released this block: it may be evicted."""
         assert block_id in self._entries and block_id not in self._idle, f"block {block_id} cannot become idle"
         self._idle.add(block_id)
         block_hash = self._entries[block_id].block_hash
@@ -98,7 +98,7 @@ class PrefixCache:
         self._eviction.unpark(block_id)
 
     def use_again(self, block_id: int) -> None:
-        """An idle block has a user again."""
+        """Record that an idle block has a user again."""
         self.unpark(block_id)
         self._eviction.used(block_id)
 
@@ -121,7 +121,8 @@ class PrefixCache:
         return block_id
 
     def events_since(self, number: int) -> tuple[CacheEvent, ...] | None:
-        """All events from this number on. None: some of them are no longer kept, or the number is not reached yet."""
+        """Return all events from this number on, or None if some of them are no longer kept or the number is not
+        reached yet."""
         first = self._next_number - len(self._events)
         if not first <= number <= self._next_number:
             return None
@@ -133,7 +134,7 @@ class PrefixCache:
         return self._next_number
 
     def changes_since(self, number: int | None) -> CacheEvents:
-        """The net changes since this event; the whole content where `number` is None or too old."""
+        """Return the net changes since this event, or the whole content if `number` is None or too old."""
         events = self.events_since(number) if number is not None else None
         if events is None or number is None:
             return CacheEvents(0, self._next_number, tuple(self._blocks), cleared=True)
@@ -148,7 +149,7 @@ class PrefixCache:
         )
 
     def check(self, in_use: Set[int]) -> None:
-        """Raises AssertionError when the tables disagree with each other, or with `in_use`, all blocks that have
+        """Raises AssertionError if the tables contradict each other or `in_use`, which is all blocks that have
         users."""
         assert {entry.block_hash: block_id for block_id, entry in self._entries.items()} == self._blocks
         assert self._idle == self._entries.keys() - in_use, "a block is idle exactly while it has no user"
@@ -157,7 +158,7 @@ class PrefixCache:
         assert children == known, "children miscounted"
 
     def _next_victim(self) -> int:
-        """The last block of the chain that eviction gives up first."""
+        """Return the last block of the chain that eviction chooses first."""
         if not (self._victims and self._is_evictable(self._victims[-1])):
             self._victims = next(filter(None, map(self._chain_down, self._eviction.candidates())), [])
         if not self._victims:  # every idle block is continued by a block in use, whose user holds its own copy of it
@@ -168,7 +169,8 @@ class PrefixCache:
         return block_id in self._idle and self._entries[block_id].block_hash not in self._children
 
     def _chain_down(self, block_id: int) -> list[int]:
-        """Idle blocks from this one down to one without children. Empty: all children of some block are in use."""
+        """Return the idle blocks from this one down to one without children, or none if all children of some block are
+        in use."""
         chain = [block_id]
         while self._entries[chain[-1]].block_hash in self._children:
             child = self._idle_child(chain[-1])

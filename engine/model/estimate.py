@@ -1,4 +1,5 @@
-"""KV memory from a model's configuration alone. Pure arithmetic over config.json; loads no model and no torch."""
+"""Estimates KV memory from a model's configuration alone. Pure arithmetic over config.json; loads no model and no
+torch."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +18,8 @@ _WIDTH = ("hidden_size", "n_embd", "d_model")
 
 @dataclass(frozen=True, slots=True)
 class KvEstimate:
-    """What one token's K and V take over all layers. Every token keeps its KV, windows or not."""
+    """The memory that the K and V of one token take over all layers. Every token keeps its KV, with or without sliding
+    windows."""
 
     num_layers: int
     layer: LayerShape
@@ -25,7 +27,7 @@ class KvEstimate:
 
     @property
     def bytes_per_token(self) -> int:
-        """Scales included; without what pads a block of 8 bits."""
+        """The bytes of one token's K and V, scales included, without the padding of an 8-bit block."""
         scale_bytes = 2 * self.layer.num_kv_heads * SCALE_BYTES if self.dtype in SCALED else 0
         return self.num_layers * (self.layer.elems_per_token * ITEM_BYTES[self.dtype] + scale_bytes)
 
@@ -42,8 +44,8 @@ class KvEstimate:
 
 
 def estimate(config: Mapping[str, object], dtype: str = "auto", kv_cache_dtype: str = "auto") -> KvEstimate:
-    """`dtype` auto: the checkpoint's; `kv_cache_dtype` auto: `dtype`. Raises ConfigError naming what the configuration
-    lacks."""
+    """Return the estimate. `dtype` auto means the checkpoint's, and `kv_cache_dtype` auto means `dtype`. Raises
+    ConfigError with the keys that the configuration lacks."""
     nested = config.get("text_config")
     text: Mapping[str, object] = nested if isinstance(nested, Mapping) else config
     num_heads = _first(text, _HEADS)
@@ -73,7 +75,7 @@ def read_config(model: str) -> dict[str, object]:
 def _layer(text: Mapping[str, object], num_heads: int) -> LayerShape:
     nope, rope, value = (text.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     if isinstance(nope, int) and isinstance(rope, int) and isinstance(value, int):
-        return LayerShape(num_heads, nope + rope, value)  # latent attention: transformers hands K and V on unfolded
+        return LayerShape(num_heads, nope + rope, value)  # latent attention: transformers passes K and V uncompressed
     head_dim = text.get("head_dim") or _first(text, _WIDTH) // num_heads
     assert isinstance(head_dim, int)
     num_kv_heads = 1 if text.get("multi_query") else _first(text, (*_KV_HEADS, *_HEADS))
@@ -103,4 +105,4 @@ def _from_hub(model: str) -> Path:
     try:
         return Path(hf_hub_download(model, "config.json"))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(f"--model {model}: no such folder, and the hub gives no config.json for it") from error
+        raise ConfigError(f"--model {model}: no such folder, and the hub has no config.json for it") from error

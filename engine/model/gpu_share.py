@@ -28,20 +28,21 @@ def device_for(wanted: str, local_rank: int, local_world_size: int, num_gpus: in
 
 
 def num_sharing(wanted: str, local_rank: int, local_world_size: int, num_gpus: int) -> int:
-    """Return the number of workers on this worker's GPU, itself included. Ranks beyond the world's size joined
+    """Return the number of workers on this worker's GPU, itself included. Ranks at or above the world's size joined
     later."""
     world_size = max(local_world_size, local_rank + 1)
     return world_size if ":" in wanted else len(range(local_rank % num_gpus, world_size, num_gpus))
 
 
 def measure(loaded: LoadedModel, settings: EngineSettings) -> GpuMemory:
-    """Runs the step on the model's GPU. Raises ConfigError when even it does not fit."""
+    """Run the step on the model's GPU and return the memory it took. Raises ConfigError if even that step does not
+    fit."""
     device = torch.device(loaded.device)
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_allocated(device)
     pool = KvPool(loaded.layout, settings.max_num_seqs, device)
     reserved = torch.cuda.memory_reserved(device)
-    torch.cuda.reset_peak_memory_stats(device)  # loading and probing took more for a while
+    torch.cuda.reset_peak_memory_stats(device)  # loading and checking took more for a while
     try:
         ModelRunner(loaded.forward(pool), pool).run(largest_step(settings, loaded.layout, loaded.info.max_model_len))
     except torch.OutOfMemoryError as error:

@@ -1,8 +1,9 @@
-"""The probe at load: decides whether a model, run our way, says what the model itself says. Refuses it otherwise.
+"""The check at load: compares a model's logits as Tandem computes them with those of the model itself, and refuses the
+model if they differ.
 
 The logits of two sequences, packed, chunked and paged through the real runner, must equal those of the model's own
 eager forward on each sequence alone. The second sequence is longer than every window, chunk and rotary threshold that
-`max_model_len` allows, so whatever depends on length, or on the rest of the batch, shows.
+`max_model_len` allows, so the check finds everything that depends on length or on the rest of the batch.
 """
 
 import contextlib
@@ -29,25 +30,25 @@ from engine.steps.runner import ModelRunner
 _NUM_DECODES = 4  # one-token steps at the end of each sequence
 _SHORT_PROMPT = 3
 _LONG = 24
-_STALE = 3.0  # what earlier sequences may have left in the blocks
+_STALE = 3.0  # stands for what earlier sequences left in the blocks
 _SAMPLE = (Sample(seed=0, position=0, sampling=Sampling()),)
 _SEED = 7
 _EAGER_BYTES = (
     4 << 30
-)  # what the reference's scores may take; past it the model's own sdpa, which keeps none, stands in
+)  # bytes of the reference's scores; above it the model's own sdpa, which stores none, replaces eager attention
 # Keys whose whole numbers are lengths in tokens: attention windows, attention chunks, position-dependent query scales.
 _LENGTH_WORDS = ("window", "chunk", "floor_scale")
-# Rotary frequencies of these kinds depend on nothing but the position itself.
+# Rotary frequencies of these kinds depend only on the position itself.
 _STATIC_ROTARY = frozenset({"default", "linear", "yarn", "llama3", "proportional", "mrope"})
 _ROTARY_LENGTHS = ("original_max_position_embeddings", "max_position_embeddings")
 
 
 def check_equal(loaded: LoadedModel, chunk_tokens: int) -> None:
-    """Raises ModelRefused with what differs and, where the configuration tells, why.
+    """Raises ModelRefused with the difference and, if the configuration explains it, the cause.
 
-    16 bits are too coarse for a last word: they hide a small error, and a rounding may turn a router's near-tie to
-    another expert, after which everything differs. So where a threshold is in reach, or 16 bits disagree, the same
-    weights are asked again in float32, if the memory for them is there, and that answer counts.
+    16 bits are too coarse to decide: they hide a small error, and rounding may send a near-tie of a mixture's router to
+    another expert, after which everything differs. So if a threshold is within `max_model_len`, or 16 bits disagree,
+    the comparison is repeated with the same weights in float32 if memory allows, and that result counts.
     """
     coarse = _check(loaded, chunk_tokens)
     answer = coarse
@@ -96,10 +97,14 @@ def _check(loaded: LoadedModel, chunk_tokens: int) -> str | None:
 def _difference(
     loaded: LoadedModel, positions: torch.Tensor, ours: torch.Tensor, reference: torch.Tensor
 ) -> str | None:
-    """Two ways of rounding differ by about an epsilon per layer, and these add up like the steps of a random walk:
-    twice that is allowed. Measured over eighteen architectures of 2 to 32 layers with random weights, 16 bits used at
-    most 60 % of it, and float32 3e-6 where 1e-4 is allowed; what the probe is there to find moves logits by 1e-2 and
-    more. In float32 every row must agree, in 16 bits half of them: a router's near-tie may fall otherwise in one."""
+    """Return the difference found, or None.
+
+    Two ways of rounding differ by about an epsilon per layer, and these differences add up like the steps of a random
+    walk: twice that is allowed. Measured over eighteen architectures of 2 to 32 layers with random weights, 16 bits
+    used at most 60 % of it, and float32 3e-6 where 1e-4 is allowed; the errors that the check looks for move logits by
+    1e-2 and more. In float32 every row must agree, in 16 bits half of them: a near-tie of a mixture's router may fall
+    the other way in one.
+    """
     if not len(ours):
         return None
     errors, allowed = _errors(ours, reference), _allowed(loaded)
@@ -246,7 +251,7 @@ def _packed_logits(
             members = [which for which in (0, 1) if -step <= len(chunks[which])]
             logits = runner.logits(StepPlan(tuple(chunks[which][step] for which in members)))
             for which, row in zip(members, logits, strict=True):
-                rows[which].append(row.float().clone())  # a Forward may answer in memory of its own
+                rows[which].append(row.float().clone())  # the next call may overwrite the returned logits
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
         raise ModelRefused(f"{loaded.info.architecture} fails on a packed batch: {error}") from error
     finally:
@@ -273,7 +278,7 @@ def _reference_logits(loaded: LoadedModel, sequence: _Sequence) -> torch.Tensor:
 
 def _set_own_attention(loaded: LoadedModel, fits: bool) -> None:
     if not fits:
-        with contextlib.suppress(ValueError, ImportError):  # it has no sdpa: eager then, whatever it takes
+        with contextlib.suppress(ValueError, ImportError):  # the model has no sdpa: eager, whatever its size
             loaded.model.set_attn_implementation("sdpa")
             return
     loaded.model.set_attn_implementation("eager")

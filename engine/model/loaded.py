@@ -19,12 +19,13 @@ from engine.steps.forward import PlainForward
 
 # Keys that say where the model came from or how it was called, not what it computes.
 _IGNORED_KEYS = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "use_cache"})
-_HASH_THREADS = 4  # hashing leaves the interpreter's lock; it should take no longer than reading the weights did
+_HASH_THREADS = 4  # hashing releases the GIL; with threads it takes no longer than reading the weights did
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What workers and routers need to know of a model. `default_sampling` comes from its generation_config.json."""
+    """The properties of a model that workers and routers need. `default_sampling` comes from its
+    generation_config.json."""
 
     name: str
     architecture: str
@@ -46,7 +47,7 @@ class LoadedModel:
     device: str
 
     def forward(self, pool: KvPool) -> PlainForward:
-        """Return a forward by the model's own modules over this pool, with a new back end."""
+        """Return a forward that runs the model's own modules over this pool, with a new attention back end."""
         return PlainForward(self.model, pool, self.attention.build())
 
 

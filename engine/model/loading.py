@@ -1,6 +1,7 @@
-"""From `--model` to a model that may be served. Owns where it comes from, its dtype, device and limits.
+"""Loads the model that `--model` names and checks it. Owns its source, dtype, device and limits.
 
-What cannot be loaded, or would be silently wrong, is refused with ModelRefused before anything starts.
+A model that cannot be loaded, or whose results would be silently wrong, is refused with ModelRefused before anything
+starts.
 """
 
 import dataclasses
@@ -66,7 +67,8 @@ def load(settings: EngineSettings, wire: capacity.WireSpace = capacity.NATIVE) -
         default_sampling=_default_sampling(generation),
     )
     attention = registry.choose(settings.attention_backend, needs)
-    whole = lay_out(shapes, settings.block_size, dtype)  # 8 bits in the pool would hide what the probe is there to find
+    # 8 bits in the pool would hide the errors that the check looks for.
+    whole = lay_out(shapes, settings.block_size, dtype)
     loaded = LoadedModel(model=model, info=info, layout=whole, attention=attention, device=device)
     check_equal(loaded, chunk_tokens=settings.max_prefill_tokens)
     return dataclasses.replace(loaded, layout=layout)
@@ -85,7 +87,7 @@ def _device(settings: EngineSettings) -> str:
         return device
     device = device_for(device, settings.local_rank, settings.local_world_size, torch.cuda.device_count())
     if ":" in device:
-        torch.cuda.set_device(device)  # where kernels of our own are launched by this thread: the probe, graphs
+        torch.cuda.set_device(device)  # this thread launches our own kernels, in the check and for graphs
     return device
 
 
@@ -93,7 +95,7 @@ def _read_config(model: str) -> PreTrainedConfig:
     """Return the model's configuration. Raises ConfigError if the folder does not exist, ModelRefused if it has no
     model."""
     folder = Path(model)
-    beside_others = "/" in model and folder.parent.is_dir()  # else one slash may as well be a hub name's
+    beside_others = "/" in model and folder.parent.is_dir()  # otherwise a name with one slash may be a hub name
     names_a_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.exists() or beside_others
     if names_a_path and not folder.is_dir():
         raise ConfigError(f"--model {model}: there is no such folder")
@@ -175,9 +177,9 @@ def dummy_model(
     """Return a model with random weights, made on its device. Two calls give equal weights, so that dummy workers may
     exchange KV.
 
-    Matrices are cut from one tile of normal numbers: a tensor of billions of elements costs one copy, not billions of
-    draws. Vectors are initialised by the model itself, which draws some of them (gpt-oss: sinks and the router's bias)
-    from torch's global generator; it is seeded here and restored afterwards.
+    Matrices are copied from one tile of normally distributed numbers, because drawing billions of elements is slow.
+    Vectors are initialised by the model itself, which draws some of them (gpt-oss: sinks and the router's bias) from
+    torch's global generator; it is seeded here and restored afterwards.
     """
     with no_init_weights(), device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""Weights laid out once, at load, as this processor's matrix units want them. CPU and bfloat16 only.
+"""Weights repacked once at load into the layout of this processor's matrix units. CPU and bfloat16 only.
 
 oneDNN repacks a plain weight in every product; for the few rows of a decode step that costs more than the product. A
-packed layer computes what the plain one did, and is compared with it before it takes its place. Float32 stays as it is:
-there a last bit may depend on the layout, and equal tokens are promised.
+packed layer is compared with the plain one before it replaces it. Float32 weights stay plain: their last bit may depend
+on the layout, and in float32 Tandem promises equal tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ def pack_weights(model: nn.Module, run: Callable[[], object]) -> str:
     """Pack the weights that can be packed, in place; afterwards the model may only be called. `run` calls it once, to
     find layers whose weights the model itself reads; those stay. Returns a line for the worker's report."""
     if next(model.parameters()).device.type != "cpu" or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "weights: as they are"
+        return "weights: plain"
     linears = [
         (owner, name, child)
         for owner in model.modules()
@@ -67,7 +67,7 @@ def pack_weights(model: nn.Module, run: Callable[[], object]) -> str:
     for done, (owner, name, linear) in enumerate(linears):
         packed = PackedLinear(linear)
         if not _is_equal(packed, linear):
-            return f"weights: {done} of {len(linears)} products packed; {name} came out different packed, and stays"
+            return f"weights: {done} of {len(linears)} products packed; {name} differs when packed and stays plain"
         setattr(owner, name, packed)
     return f"weights: {len(linears)} products packed for bfloat16"
 

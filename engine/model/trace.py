@@ -1,4 +1,5 @@
-"""What every layer of a model asks of attention, learnt by one forward pass. Refuses what bypasses the interface."""
+"""Records the attention options of every layer of a model in one forward pass. Refuses models that bypass the attention
+interface."""
 
 from dataclasses import dataclass
 

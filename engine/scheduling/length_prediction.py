@@ -1,10 +1,10 @@
-"""How many tokens a sequence will have put out when it ends. Pure: learns from those that ended.
+"""Predicts how many tokens a sequence will have generated when it ends. Pure: learns from sequences that ended.
 
-Owns what is known of past lengths, per tenant and length of prompt. For every kind of sequence it counts how many
-reached a length and how many ended by themselves there; what was cut off, by max_tokens or its client, says that it
-lived so long and no more (the product-limit estimate: Kaplan and Meier, 1958). From that follows the length that a
-sequence with so many tokens will not exceed with a given probability: one that outlives its prediction is compared
-with those that did, too. Never decides what is done with a prediction.
+Owns the statistics of past lengths, per tenant and length of prompt. For every kind of sequence it counts how many
+reached a length and how many ended by themselves there; a sequence that was cut off, by max_tokens or its client,
+counts only up to its length (the product-limit estimate: Kaplan and Meier, 1958). The prediction is the length that a
+sequence with so many tokens will not exceed with a given probability: a sequence that exceeds its prediction is
+compared with those that did the same. Never decides what is done with a prediction.
 """
 
 from array import array
@@ -14,8 +14,8 @@ from math import ceil, log2
 _BINS_PER_DOUBLING = 4  # a bin's upper edge is at most 19 % above its lower one
 _NUM_BINS = 20 * _BINS_PER_DOUBLING + 1  # up to 2^20 tokens; longer ones are in the last
 _MAX_TENANTS = 256
-_MIN_SEEN = 7.0  # sequences of a kind before it is believed; a wider kind is asked until then
-_KEEP = 0.998  # of a count's weight with each sequence that ends: the last five hundred or so speak
+_MIN_SEEN = 7.0  # sequences of a kind before its statistics are used; until then those of a wider kind are
+_KEEP = 0.998  # a count keeps this share of its weight with each sequence that ends: about the last 500 count
 
 
 class LengthPredictor:
@@ -25,7 +25,7 @@ class LengthPredictor:
     def __init__(self, quantile: float = 0.5) -> None:
         assert 0 < quantile < 1
         self._quantile = quantile
-        self._tenants: OrderedDict[str, dict[int, _Lifetimes]] = OrderedDict()  # the longest unheard of first
+        self._tenants: OrderedDict[str, dict[int, _Lifetimes]] = OrderedDict()  # least recently observed first
         self._everyone: dict[int, _Lifetimes] = {}
 
     @property
@@ -83,7 +83,7 @@ class _Lifetimes:
         for place in range(_NUM_BINS):
             self._reached[place] *= _KEEP
             self._ended[place] *= _KEEP
-        # What was cut off says nothing about the rest of the bin that it was in.
+        # A sequence that was cut off gives no information about the rest of its bin.
         for place in range(last if was_cut else last + 1):
             self._reached[place] += 1.0
         if not was_cut:
@@ -93,7 +93,7 @@ class _Lifetimes:
         """The length within which this share of those that have more than `num_tokens` end."""
         surviving = 1.0
         for place in range(_bin(num_tokens + 1), _NUM_BINS):
-            if not self._reached[place]:  # no output is known to be so long: predict as much again
+            if not self._reached[place]:  # no observed output is as long: predict twice the length
                 return max(_upper_edge(place), 2 * (num_tokens + 1))
             surviving *= 1.0 - self._ended[place] / self._reached[place]
             if surviving <= 1.0 - share:

@@ -1,8 +1,8 @@
-"""In which order work gets a step's tokens, a slot or blocks. Pure: numbers in, an order out; no clock, no state.
+"""The order in which work gets a step's tokens, a slot or blocks. Pure: it keeps no state and has no clock.
 
-A policy ranks one piece of work by what is known about it. Who ranks first is served first, and the one that ranks last
-gives way where memory is short. Whatever the policy, the batch class comes after everything else. What a scheduler does
-with the order, and what it may take from whom, is its own business.
+A policy ranks a piece of work by its numbers. The work of the lowest rank is served first, and the work of the highest
+rank is preempted where memory is short. Under every policy the batch class comes after everything else. The scheduler
+decides what to do with the order.
 """
 
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ class Work:
     """A prompt or a sequence as a policy sees it, at one moment."""
 
     arrival: int  # counts arrivals here; no two are equal
-    arrived_s: float  # at its router, whatever was tried elsewhere since
+    arrived_s: float  # at its router; a retry does not change it
     deadline_s: float
     num_prompt: int
-    # Tokens computed, prompt and output. It never goes back: what was lost to a preemption stays counted.
+    # Tokens computed, prompt and output. It never decreases: tokens lost to a preemption stay counted.
     num_done: int = 0
-    predicted_tokens: int = 0  # of output, all that it will have; 0: unknown
+    predicted_tokens: int = 0  # predicted tokens of the whole output; 0 if unknown
     priority: int = 0  # less goes first
-    is_batch: bool = False  # uses only what nothing else wants
-    is_resumed: bool = False  # its client has tokens: its turn had come, at a worker that failed or that it left
+    is_batch: bool = False  # uses only capacity that no other work needs
+    is_resumed: bool = False  # its client has tokens: it already ran, on a worker that failed or that it left
     waited_s: float = 0.0  # the present wait; while it runs, the wait before it ran
     num_since_wait: int = 0  # of num_done, those computed since that wait ended; 0 while it waits
 
@@ -80,7 +80,7 @@ def make_policy(name: str) -> Policy:
     return by_name[name]
 
 
-# What a step spends on one token of output and on this many of a prompt is about the same: a chunk's tokens share each
+# A step spends about as much on one token of output as on this many of a prompt: a chunk's tokens share each
 # read of the weights. Between 3 (16 sequences on one CPU core) and 20 (one sequence).
 PROMPT_TOKENS_PER_OUTPUT = 8
 
@@ -100,16 +100,16 @@ class FirstCome:
 @dataclass(frozen=True, slots=True)
 class ShortestFirst:
     """Least predicted remaining work first, running or not. A second since arrival counts as `ageing` tokens less: only
-    those that arrive within (its remaining work / ageing) seconds can overtake anything. Who runs gets ahead of those
-    that wait with every token, so no two take turns."""
+    those that arrive within (its remaining work / ageing) seconds can overtake anything. Running work gains on waiting
+    work with every token, so no two pieces of work preempt each other in turn."""
 
     ageing: float = 32.0  # tokens of output a second
-    unknown_tokens: int = 256  # what an output without a prediction is taken for
+    unknown_tokens: int = 256  # tokens assumed for an output without a prediction
     name: str = "shortest"
     is_preemptive: bool = True
 
     def rank(self, work: Work, now_s: float) -> Rank:
-        # One that outlives its prediction has at least a token to go.
+        # A sequence that exceeds its prediction has at least one more token.
         output_left = max(1, (work.predicted_tokens or self.unknown_tokens) - work.num_output)
         remaining = work.num_prompt_left / PROMPT_TOKENS_PER_OUTPUT + output_left
         return (remaining - self.ageing * (now_s - work.arrived_s),)
@@ -119,8 +119,8 @@ class ShortestFirst:
 class SkipJoinMlfq:
     """Multi-level feedback with preemption (FastServe, Wu et al. 2023). Level i's quantum is `quantum` doubled i times.
     Work joins at the level whose quantum holds its prompt, since that much is computed before it can be looked at
-    again, and goes down a level with each quantum used up. Waiting work goes up a level per `promote_after_s`,
-    and keeps what it was raised by for one quantum of the level that it was raised to."""
+    again, and goes down a level with each quantum used up. Waiting work goes up a level per `promote_after_s`, and
+    keeps the levels gained for one quantum of the level that it reached."""
 
     quantum: float = 32.0  # tokens of output, or PROMPT_TOKENS_PER_OUTPUT times as many of a prompt
     num_levels: int = 8
@@ -140,7 +140,7 @@ class SkipJoinMlfq:
 
     def _level_by_service(self, work: Work) -> int:
         # Quanta double, so levels are logarithms: the first whose quantum is more than the prompt's cost, and from
-        # there as many down as quanta fit into what was served, since q + 2q + ... + 2^(n-1) q = (2^n - 1) q.
+        # there down by the number of quanta that fit into its service, since q + 2q + ... + 2^(n-1) q = (2^n - 1) q.
         prompt_cost = _service(work, work.num_prompt)
         joined = int(log2(prompt_cost / self.quantum)) + 1 if prompt_cost >= self.quantum else 0
         used_up = int(log2(_service(work, work.num_done) / self._quantum(joined) + 1))
@@ -163,7 +163,8 @@ class EarliestDeadline:
 
 @dataclass(frozen=True, slots=True)
 class Priorities:
-    """Least priority first. `ageing_s` since arrival count as one priority less, so nothing is overtaken for ever."""
+    """Lowest priority value first. `ageing_s` since arrival count as one priority less, so nothing is overtaken for
+    ever."""
 
     ageing_s: float = 30.0
     name: str = "priority"

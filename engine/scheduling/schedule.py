@@ -32,7 +32,7 @@ def tail_length(num_tokens: int, block_size: int) -> int:
 
 
 class ChunkBudget:
-    """How many more tokens the step being planned may compute."""
+    """The number of tokens that the step being planned may still compute."""
 
     def __init__(self, max_prefill_tokens: int, num_decodes: int = 0) -> None:
         # At least one, so that a prompt advances even if decoding sequences use the whole budget.

@@ -1,4 +1,4 @@
-"""One engine step as values: what a scheduler plans and what the runner answers. Pure.
+"""One engine step as values: a scheduler's plan and the runner's result. Pure.
 
 A step computes a packed batch of chunks. A chunk is a run of consecutive tokens of one sequence: a whole prompt, a part
 of one, or the single newest token of a decoding sequence. Prefill chunks and decodes may share a step.
@@ -13,7 +13,7 @@ from cluster.messages import Sampling, TokenLogprobs
 Command = TypeVar("Command", contravariant=True)
 Event = TypeVar("Event", covariant=True)
 
-UNKNOWN_TOKEN = -1  # stands where a token will be that a step under way has not told yet
+UNKNOWN_TOKEN = -1  # placeholder for a token that a running step has not returned yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Sample:
     """One token to draw from a chunk's last logits. The noise depends on (seed, position, token id) alone."""
 
     seed: int
-    position: int  # of the token that is drawn, counted over the whole sequence from 0
+    position: int  # position of the drawn token in the whole sequence, counted from 0
     sampling: Sampling
     banned_token_ids: frozenset[int] = frozenset()  # stop tokens while min_tokens is not reached
 
@@ -38,7 +38,7 @@ class DraftRequest:
 class Chunk:
     """Consecutive tokens of one sequence to compute in this step."""
 
-    sequence_id: int  # the scheduler's own number; the runner only hands it back
+    sequence_id: int  # the scheduler's own number; the runner returns it unchanged
     token_ids: tuple[int, ...]
     start: int  # position of the first of them; positions before it are in the blocks already
     block_ids: tuple[int, ...]  # all blocks of the sequence, up to the last position written here
@@ -54,7 +54,7 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        """Position after the last token computed."""
+        """The position after the last token computed."""
         return self.start + len(self.token_ids)
 
 
@@ -68,7 +68,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class BlockSwap:
-    """A block and the slot of host memory that it is copied to, or from."""
+    """A block of the pool and the slot of host memory that it is copied to or from."""
 
     block_id: int
     slot: int
@@ -96,10 +96,11 @@ class StepResult:
     more, and the KV of the rejected ones has been zeroed. When it is returned, everything the step wrote to the pool is
     visible to any reader of it (on a GPU: an event behind the last write has completed).
 
-    `redrawn`: samples, counted over the step, whose token is another than a step launched behind this one was fed with.
-    What that one computed of it is zero again, and it draws nothing there.
-    `draft_tokens`: for each chunk the draft model's answer to its DraftRequest; empty if no chunk has one.
-    `swap_s`: how long the swaps took."""
+    `redrawn` are the samples, counted over the step, whose final token differs from the one that the next step was
+    launched with. The KV that the next step computed from the wrong token is zeroed, and its sample is dropped.
+    `draft_tokens`: for each chunk the draft model's answer to its DraftRequest; empty if no chunk has one. `swap_s`:
+    how long the swaps took.
+    """
 
     tokens: tuple[tuple[DrawnToken, ...], ...]
     draft_tokens: tuple[tuple[int, ...], ...] = ()
@@ -123,7 +124,7 @@ class Launched(Protocol):
 
 @runtime_checkable
 class Feeding(Protocol):
-    """A Launched that another step may be launched behind before its result is read."""
+    """A launched step behind which another step may be launched before its result is read."""
 
     @property
     def can_feed(self) -> bool:
@@ -146,9 +147,9 @@ class Launcher(Protocol):
 class Scheduler(Protocol[Command, Event]):
     """A pure decision maker, driven by one StepLoop thread; it owns the BlockPool.
 
-    One turn of the loop: `apply` every command that has come, `reap`, `plan`, and where there is a plan, `complete` or
-    `fail` of it. Nothing is called between `plan` and its `complete` or `fail`, so nothing that a running step reads or
-    writes is freed under it.
+    One turn of the loop calls `apply` for every command that has arrived, `reap`, `plan`, and, if there is a plan,
+    `complete` or `fail` for it. Nothing is called between `plan` and its `complete` or `fail`, so nothing that a
+    running step reads or writes is freed under it.
     """
 
     def apply(self, command: Command, now_s: float) -> tuple[Event, ...]:
@@ -156,7 +157,7 @@ class Scheduler(Protocol[Command, Event]):
         ...
 
     def reap(self, now_s: float) -> tuple[tuple[Event, ...], float | None]:
-        """End work past its deadline. Return events, and the time of the next call at the latest (None: no deadline is
+        """End work past its deadline. Return events, and the latest time of the next call (None if no deadline is
         set)."""
         ...
 
@@ -176,11 +177,11 @@ class Scheduler(Protocol[Command, Event]):
 
 @runtime_checkable
 class PlanningAhead(Protocol[Command, Event]):
-    """A Scheduler that can plan one step behind the one that runs, before it knows what that one draws.
+    """A Scheduler that can plan one step while another one runs, before the running step's tokens are known.
 
-    While one step is under way, and no other: `reap`, and `apply` of what `may_apply`, until `plan_ahead` was called.
-    Then nothing before the `complete` or `fail` of the first of the two. Blocks that a step under way writes to are
-    not freed before it has ended.
+    While only one step runs, the loop calls `reap`, and `apply` for commands that `may_apply` allows, until it calls
+    `plan_ahead`. After that it calls nothing before `complete` or `fail` of the first of the two steps. Blocks that a
+    running step writes to are not freed before it has ended.
     """
 
     @property
@@ -194,6 +195,6 @@ class PlanningAhead(Protocol[Command, Event]):
         ...
 
     def plan_ahead(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
-        """Plan the next step as if no sequence of the running step ended with a token that is not known yet; None if
-        that token is needed first. Sequences that did end are dropped from the next step's result."""
+        """Plan the next step as if no sequence of the running step ended with a token that is not known yet. Return
+        None if that token is needed first. Sequences that did end are dropped from the next step's result."""
         ...

@@ -33,8 +33,10 @@ class TokenProposer(Protocol):
 
 
 class Drafter(Protocol):
-    """What a scheduler keeps for each decoding sequence. Each step calls `propose` and `request` as it is planned, and
-    `judge`, then `store`, with its outcome."""
+    """Proposes the draft tokens of one decoding sequence. A scheduler keeps one for each.
+
+    Each step calls `propose` and `request` when it is planned, and `judge`, then `store`, with its outcome.
+    """
 
     def propose(self, token_ids: Sequence[int], limit: int, num_sequences: int) -> tuple[int, ...]:
         """Return at most `limit` draft tokens for the step being planned, in which `num_sequences` sequences decode.

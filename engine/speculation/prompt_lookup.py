@@ -1,4 +1,4 @@
-"""Draft tokens from the sequence itself: what followed the last occurrence of its newest tokens. Pure.
+"""Draft tokens from the sequence itself: the tokens that followed the last occurrence of its newest tokens. Pure.
 
 Prompt look-up decoding (Saxena 2023) needs no model and pays where text repeats: quoted prompts, code, tables, loops.
 """

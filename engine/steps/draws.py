@@ -1,4 +1,5 @@
-"""Draws all tokens of a step, in parts, so that what drawing takes for a while does not grow with a step's samples.
+"""Draws all tokens of a step in parts, so that the temporary memory of drawing does not grow with the number of
+samples.
 
 A prompt with many choices has one row of logits for all of them: a worker that ends many such prompts in one step would
 otherwise hold thousands of rows at once.
@@ -30,7 +31,7 @@ class StepDraws:
         self._on_its_way = [Draw(*part, compiled) for part in itertools.islice(self._parts, 1)]
         first = self._on_its_way[0] if self._on_its_way else None
         num_samples = sum(len(chunk.samples) for chunk in plan.chunks)
-        self.is_whole = first is None or first.num_rows == num_samples  # nothing is drawn when it is read
+        self.is_whole = first is None or first.num_rows == num_samples  # `read` has nothing left to draw
         self.token_ids = None if first is None else first.token_ids  # of the first part, on the logits' device
         self.redrawn: list[int] = []  # samples whose token, once read, is not the one in `token_ids`
 

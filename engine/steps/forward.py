@@ -1,6 +1,6 @@
-"""From a packed batch to logits, the plain way: the model's own modules in `transformers`, attention over the pool.
+"""Computes the logits of a packed batch by the model's own modules in `transformers`, with attention over the pool.
 
-What computes a whole step otherwise (compiled kernels, CUDA graphs) is a Forward too, and takes this one's place.
+Faster implementations (compiled kernels, CUDA graphs) are Forwards too and replace this one.
 """
 
 import inspect
@@ -38,7 +38,7 @@ class PlainForward:
     def __call__(self, batch: PackedBatch) -> torch.Tensor:
         keywords: dict[str, object] = {KV_KEYWORD: _PagedKv(self._pool, batch, self._backend)}
         num_rows = len(batch.logit_rows)
-        if self._keeps_rows:  # one row where none is wanted: no model has to cope with an empty product
+        if self._keeps_rows:  # one row where none is needed, because a model may fail on an empty product
             keywords["logits_to_keep"] = batch.logit_rows if num_rows else batch.query_starts[:1]
         output = self._model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **keywords)
         logits: torch.Tensor = output.logits[0]
@@ -47,7 +47,7 @@ class PlainForward:
 
 @dataclass(frozen=True, slots=True)
 class _PagedKv:
-    """KvAccess over the pool for one step."""
+    """Gives the layers access to the pool for one step."""
 
     pool: KvPool
     batch: PackedBatch

@@ -1,4 +1,4 @@
-"""Callers on the event loop that wait for the step thread's answers.
+"""The callers on the event loop that wait for the step thread's answers.
 
 A caller that asks for blocks must post the command that gives them back however `ask` ends, because an answer whose
 caller was cancelled is dropped. The step thread applies commands in the order in which they were posted, so it applies
@@ -31,7 +31,7 @@ class StepInbox(Asked, Protocol[CommandT]):
 
 
 class Questions:
-    """Lives on the event loop, except `end`."""
+    """The questions that wait for an answer. Every method except `end` is called on the event loop."""
 
     def __init__(self, post: Callable[[Any], None]) -> None:
         """`post` sends a command to the step thread."""
@@ -47,7 +47,7 @@ class Questions:
         if self._has_ended:
             raise _ended()
         key = question.key
-        assert key not in self._waiting, f"{question} waits for its answer already"
+        assert key not in self._waiting, f"{question} is already waiting for its answer"
         answer: asyncio.Future[AnswerT] = loop.create_future()
         self._waiting[key] = answer
         try:
@@ -67,7 +67,7 @@ class Questions:
         return tuple(others)
 
     def end(self) -> None:
-        """No answer will come any more: every caller that waits gets Unavailable. Called by any thread."""
+        """Raise Unavailable at every waiting caller, because no answer will come any more. Called by any thread."""
         self._has_ended = True  # before the loop is read: a concurrent `ask` sees this, or this sees its loop
         if self._loop is not None:
             with suppress(RuntimeError):  # the event loop has closed, so no caller waits
@@ -89,4 +89,4 @@ class Questions:
 
 
 def _ended() -> Unavailable:
-    return Unavailable("the step thread has ended; the worker is about to leave")
+    return Unavailable("the step thread has ended; the worker is shutting down")

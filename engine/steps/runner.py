@@ -1,4 +1,4 @@
-"""Computes steps on one device. Owns the order of a step: copies, forward, draw; never decides what is in it."""
+"""Computes steps on one device. Owns the order inside a step: copies, forward, draw; never decides its content."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -23,16 +23,17 @@ class Drafts(Protocol):
 class ModelRunner:
     """Runs one Forward over one pool; called by the step thread alone.
 
-    A block is zeroed when a step begins it without filling it, and so are the positions of rejected draft tokens: the
-    positions after a sequence's last token are zero at all times, and a tail is offered as it lies.
+    A block is zeroed when a step writes to it first without filling it, and so are the positions of rejected draft
+    tokens. So the positions after a sequence's last token are always zero, and its partly filled block can be exported
+    without a change.
     """
 
     def __init__(self, forward: Forward, pool: KvPool) -> None:
-        self.forward = forward  # another one may take its place between steps
+        self.forward = forward  # may be replaced between steps
         self._pool = pool
-        self.compiled_draw: RowDraw | None = None  # draws in place of torch, where there is one
+        self.compiled_draw: RowDraw | None = None  # draws instead of torch, if set
         self.feeds = True  # its steps may feed steps that are launched behind them
-        self.drafts: Drafts | None = None  # who answers the DraftRequests, where there are any
+        self.drafts: Drafts | None = None  # answers DraftRequests, if a draft model is loaded
         self._newest: StartedStep | None = None
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -59,8 +60,8 @@ class ModelRunner:
         return StepResult(tokens, draft_tokens, redrawn)
 
     def _take_back(self, started: "StartedStep") -> tuple[int, ...]:
-        """Zero what the next step computed from tokens that were drawn again. Return the indices of the chunks whose
-        tokens were drawn again."""
+        """Zero the KV that the next step computed from tokens that were drawn again. Return the indices of these
+        chunks."""
         behind = self._newest
         if not started.draws.redrawn or behind is None or behind is started:
             return ()
@@ -90,7 +91,9 @@ class ModelRunner:
     def _feed(self, input_ids: torch.Tensor, fed: torch.Tensor) -> None:
         """Feed drawn tokens of the step before into this one's inputs. On a GPU this follows those draws on the stream,
         without reading them on the host."""
-        assert self._newest is not None and self._newest.draws.token_ids is not None, "there is nothing to feed it with"
+        assert self._newest is not None and self._newest.draws.token_ids is not None, (
+            "there is no step before it to read the token from"
+        )
         places, samples = fed
         input_ids.index_copy_(0, places, self._newest.draws.token_ids.index_select(0, samples))
 
@@ -120,8 +123,8 @@ class ModelRunner:
 
 
 class StartedStep:
-    """A launched step. `written` is an event after its last write. `misfed` are its chunks that were fed a token which
-    was drawn again."""
+    """A launched step. `written` is an event after its last write. `misfed` are its chunks whose input token was drawn
+    again."""
 
     def __init__(
         self,

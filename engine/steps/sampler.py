@@ -4,8 +4,8 @@ A token is argmax(logits / temperature + Gumbel noise) over the tokens that the 
 softmax (Gumbel-max). The noise is a counter-based hash (the finaliser of SplitMix64, Steele et al. 2014) of seed,
 position and token id: the same logits at the same position give the same token in any row, batch, process or worker.
 
-Random rows are computed in float64. The noise then has 52 bits, so unlikely tokens keep their share down to 1e-15, and
-the last-bit differences between the logarithms of a CPU and a GPU decide a draw less than once in 1e12.
+Random rows are computed in float64. The noise then has 52 bits, so tokens with a probability down to 1e-15 can be
+drawn, and the last-bit differences between the logarithms of a CPU and a GPU change a draw less than once in 1e12.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ _MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
-_FIRST_WIDTH = 1024  # how many of the best tokens are looked at before all are sorted
+_FIRST_WIDTH = 1024  # number of best tokens that are examined before all are sorted
 _ELEMENTS_AT_ONCE = 1 << 22  # bounds the temporaries to a few hundred megabytes
 
 
@@ -42,11 +42,12 @@ def draw(logits: torch.Tensor, samples: Sequence[Sample], compiled: RowDraw | No
 
 
 class Draw:
-    """Tokens of one step, drawn on the device of the logits. Making one waits for nothing; `read` waits for the tokens.
+    """The tokens of one step, drawn on the device of the logits.
 
-    What a row needs is known on the host, so there is nothing to ask the device on the way, but for one case: a nucleus
-    that is wider than the best tokens which are looked at. Such rows are marked, and drawn again when they are read: on
-    a GPU from a copy of the logits, whose own memory may by then be another step's.
+    The constructor does not wait; `read` waits for the tokens. The parameters of a row are known on the host, so
+    nothing is read from the device in between, with one exception: a top-p set that is wider than the best tokens that
+    were examined. Such rows are marked and drawn again in `read`, on a GPU from a copy of the logits, because their own
+    memory may already belong to another step.
     """
 
     @torch.inference_mode()
@@ -106,7 +107,7 @@ class Draw:
 
 
 def _can_be_short(sampling: Sampling, vocab_size: int) -> bool:
-    """Whether the nucleus may be wider than the best tokens looked at."""
+    """Whether the top-p set may be wider than the best tokens that were examined."""
     return (
         sampling.temperature > 0
         and sampling.top_p < 1
@@ -124,8 +125,8 @@ def _mark(device: torch.device) -> torch.cuda.Event | None:
 
 
 def _argmax(scores: torch.Tensor) -> torch.Tensor:
-    """Return each row's argmax, the lowest index among equals. On a CPU by NumPy, which is twenty times as fast as
-    torch for 16 bits."""
+    """Return each row's argmax, the lowest index among equals. On a CPU this uses NumPy, which is twenty times as fast
+    as torch for 16 bits."""
     if scores.device.type != "cpu":
         return scores.argmax(dim=-1)
     wide = scores if scores.dtype == torch.float64 else scores.float()
@@ -154,7 +155,7 @@ class _Parameters:
     top_k: torch.Tensor
     temperature: torch.Tensor
     min_p: torch.Tensor
-    top_p: torch.Tensor  # a share of 1 keeps all, whatever sums round to: infinite
+    top_p: torch.Tensor  # a top_p of 1 keeps all tokens, whatever the sums round to: infinite
 
     @classmethod
     def of(cls, rows: Sequence[int], samples: Sequence[Sample], like: torch.Tensor) -> "_Parameters":
@@ -205,8 +206,8 @@ def _draw_random(
 def _num_kept(
     width: int, scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how many of the best tokens each row keeps of top-k and top-p, and the score of the last of them, both
-    `[rows, 1]`. Looks at the best `width` tokens only: a count of `width` may be too low if top-k is off."""
+    """Return how many of the best tokens each row keeps after top-k and top-p, and the score of the last of them, both
+    `[rows, 1]`. Examines the best `width` tokens only: a count of `width` may be too low if top-k is off."""
     best = scores.topk(width, dim=-1).values
     weights = best.exp()
     sums = weights.cumsum(dim=-1)
@@ -221,14 +222,14 @@ def _num_kept(
 
 
 def _best(scores: torch.Tensor, counts: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
-    """Marks exactly `counts` tokens per row: the best, and among equals the lowest token ids."""
+    """Mark exactly `counts` tokens per row: the best, and among equals those with the lowest ids."""
     above, equal = scores > least, scores == least
     num_equal_kept = counts - above.sum(dim=-1, keepdim=True)
     return above | (equal & (equal.cumsum(dim=-1) <= num_equal_kept))
 
 
 def noise_key(seed: int, position: int) -> int:
-    """A signed 64-bit key for all the noise at one position of one sequence."""
+    """Return a signed 64-bit key for all the noise at one position of one sequence."""
     key = _mixed((_mixed(seed & _MASK_64) + position * _GOLDEN) & _MASK_64)
     return _signed(key)
 
@@ -261,11 +262,11 @@ def _signed(bits: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Logprobs:
-    """The requested log-probabilities on the way to the host."""
+    """The requested log-probabilities while they are copied to the host."""
 
     wanted: tuple[tuple[int, int], ...]  # (row, how many of the best)
     of_chosen: torch.Tensor  # [wanted]
-    best_ids: torch.Tensor  # [wanted, the most that any wants]
+    best_ids: torch.Tensor  # [wanted, most that any row wants]
     best: torch.Tensor
 
     @classmethod

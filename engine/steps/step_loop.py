@@ -1,18 +1,18 @@
 """The thread that owns the device, the scheduler and, through it, the block pool.
 
-Commands come in by `post`, events go out by `emit`; nothing else is shared. Scheduler and runner are called by this
-thread only, in the order that `engine.scheduling.step.Scheduler` promises. With nothing to compute it sleeps on its
-inbox until a command comes or a deadline passes; it never polls. The inbox itself has no bound: every turn empties it,
-and the scheduler refuses what is too much.
+Commands arrive through `post` and events leave through `emit`; nothing else is shared. Scheduler and runner are called
+by this thread only, in the order that `engine.scheduling.step.Scheduler` defines. With nothing to compute it sleeps on
+its inbox until a command arrives or a deadline passes; it never polls. The inbox itself has no bound: every turn
+empties it, and the scheduler refuses work beyond its limits.
 
-A device that computes on its own (`engine.scheduling.step.Launcher`) is not kept waiting for the outside: what a step
-brought is handed over once the next one is on its way, because a thread that it wakes takes the interpreter from this
-thread. Order and number of events are the same.
+A device that computes on its own (`engine.scheduling.step.Launcher`) does not wait for the event loop: a step's events
+are emitted once the next step is launched, because a thread that they wake takes the interpreter from this thread.
+Order and number of events do not change.
 
-Where the scheduler can (`engine.scheduling.step.PlanningAhead`) and a step's tokens stay on the device (`Feeding`), the
-next step is planned and launched while one runs, so that the device does not wait for the host between them. Commands
-that cannot be applied under a running step wait for its end, and so does whatever came after them; nothing is launched
-ahead of them. Where it cannot, scheduler and pool are not touched until the step has ended.
+If the scheduler can plan ahead (`engine.scheduling.step.PlanningAhead`) and a step's tokens stay on the device
+(`Feeding`), the next step is planned and launched while one runs, so that the device does not wait for the host between
+them. A command that cannot be applied while a step runs waits for its end, and so do all commands after it; no step is
+launched before they are applied. Otherwise scheduler and pool are not touched until the step has ended.
 """
 
 import threading
@@ -51,7 +51,7 @@ class Progress:
     """The loop's progress, for heartbeats and the watchdog. Times are by the loop's clock."""
 
     steps: int  # computed or failed
-    last_step_s: float  # when the last one ended; the loop's making before the first
+    last_step_s: float  # end of the last one; before the first, the time when the loop was created
     busy_since_s: float | None = None  # start of the step that is running now
     longest_step_s: float = 0.0
     plan: StepPlan | None = None  # of the step that is running now
@@ -73,7 +73,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class _AtOnce:
-    """A runner that computes on this thread, as a Launcher."""
+    """Adapts a runner that computes on this thread to the Launcher interface."""
 
     runner: Runner
 
@@ -106,11 +106,11 @@ class StepInFlight:
 
 
 class StepLoop(Generic[CommandT, EventT]):
-    """The step thread's loop. It calls `emit`, `on_error` and `on_fatal` on its own thread, so they must only hand
-    over.
+    """The step thread's loop.
 
-    `on_error`: a step raised. Its sequences have ended, and the loop continues. `on_fatal`: the scheduler raised, so an
-    invariant is broken, or events could not be handed over. The loop has ended.
+    It calls `emit`, `on_error` and `on_fatal` on its own thread, so they must only pass their arguments on. `on_error`
+    is called after a step raised: its sequences have ended, and the loop continues. `on_fatal` is called after the
+    scheduler raised, which means that an invariant is broken, or after `emit` raised: the loop has ended.
     """
 
     def __init__(
@@ -132,15 +132,15 @@ class StepLoop(Generic[CommandT, EventT]):
         self._on_fatal = on_fatal
         self._held: list[tuple[EventT, ...]] | None = [] if isinstance(runner, Launcher) else None  # None: none is held
         self._inbox: SimpleQueue[CommandT | _Stop] = SimpleQueue()
-        self._kept: CommandT | _Stop | None = None  # taken from it, to be applied when no step is under way
+        self._kept: CommandT | _Stop | None = None  # taken from the inbox, to be applied when no step is running
         self._questions = Questions(self.post)
         self._progress = Progress(0, clock.now_s())
-        # A daemon: a step that hangs in the device must not keep a process alive that wants to end.
+        # A daemon, so that a step that hangs in the device does not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
 
     @property
     def progress(self) -> Progress:
-        """The loop's progress; any thread may read it."""
+        """Return the loop's progress; any thread may call it."""
         return self._progress
 
     @property

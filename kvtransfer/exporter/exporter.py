@@ -166,7 +166,7 @@ class Exporter:
             num_choices=num_choices,
             expires_at_s=self._wall_clock() + self._settings.attach_timeout_s + self._settings.max_lease_s,
         )
-        assert ticket.ticket_id not in self._tickets, "a ticket id used again"
+        assert ticket.ticket_id not in self._tickets, "a ticket id was reused"
         self._tickets[ticket.ticket_id] = TicketDriver(
             ticket=ticket, policy=self._policy, clock=self._clock, counters=self._counters, released=self._on_released
         )
@@ -212,8 +212,8 @@ class Exporter:
         self._after_digests(_Written(ticket_id, block_ids, unverified, finished))
 
     def fail(self, ticket_id: bytes, *, reason: HandOffReason, detail: str) -> None:
-        """Announce that the prefill will not finish. Attached importers are told; blocks are released when their leases
-        end."""
+        """Announce that the prefill will not finish. Attached importers receive the failure; blocks are released when
+        their leases end."""
         export = self._tickets.get(ticket_id)
         if export is not None:
             export.apply(machine.Fail(reason, detail))
@@ -244,7 +244,7 @@ class Exporter:
             accepted = self._rules.check(message, importer=call.importer, wall_s=self._wall_clock())
             export = self._tickets.get(accepted.ticket.ticket_id)
             if export is None:
-                raise HandOffFailed(HandOffReason.UNKNOWN_TICKET, "no such ticket is held here, or no longer")
+                raise HandOffFailed(HandOffReason.UNKNOWN_TICKET, "the exporter does not hold this ticket")
         except HandOffFailed as error:
             call.refuse(error.handoff_reason, error.detail)
         else:
@@ -275,7 +275,7 @@ class Exporter:
     def _after_digests(self, written: _Written) -> None:
         """Apply the event to the ticket's machine when the blocks' digests are known, in the order of the calls."""
         if written.ticket_id not in self._tickets:
-            return  # it was released meanwhile
+            return  # the ticket was released in the meantime
         self._written.append(written)
         if not self._is_digesting:
             self._is_digesting = True

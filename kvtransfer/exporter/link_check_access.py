@@ -1,7 +1,7 @@
 """Lets one other worker at a time read this worker's pool for a few seconds, to measure the link between the two.
 
 Nothing is allocated, pinned or written for a link check: the other worker reads whatever the blocks contain and
-discards it. Only members of the cluster may ask; they sign their id with the cluster's key.
+discards it. Only members of the cluster may request one; they sign their id with the cluster's key.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ class LinkCheckAccess:
         self,
         *,
         member: MemberId,
-        address: str,  # under which others reach it
-        memory: PoolMemory,  # what transports serve
+        address: str,  # the address under which other workers reach it
+        memory: PoolMemory,  # the memory that transports serve
         layout: LayoutFingerprint,
         key: bytes,
         transports: Available,
@@ -109,7 +109,8 @@ class LinkCheckAccess:
 def sign_link_check(key: bytes, importer: str, exporter: MemberId, address: str) -> bytes:
     """Return the signature that an importer sends with its id.
 
-    It is valid for this exporter at this address only: an attacker who directs a worker to another address learns
-    nothing that the exporter would accept."""
+    It is valid for this exporter at this address only: an attacker who directs a worker to another address receives no
+    signature that the exporter would accept.
+    """
     text = "\0".join(("tandem link check", importer, str(exporter), address))
     return hmac.new(key, text.encode(), hashlib.sha256).digest()

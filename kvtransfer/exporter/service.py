@@ -1,7 +1,7 @@
 """The gRPC service of the exporter: HandOff, OpenLinkCheck and LeasePrefix.
 
 One HandOff call is one hand-off. LeasePrefix leases blocks that this worker's prefix cache holds to another worker,
-under a ticket of its own. Such a ticket is complete at once: it has sealed blocks only, no tail and no choices.
+under a separate ticket. Such a ticket is complete at once: it has sealed blocks only, no tail and no choices.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ class Leased(Protocol):
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Empty when too few blocks are cached."""
+        """The leased blocks; none if too few are cached."""
         ...
 
     @property
     def unverified(self) -> frozenset[int]:
-        """Of these, the blocks that came from another worker and were not verified."""
+        """The leased blocks that came from another worker and were not verified."""
         ...
 
 
@@ -65,7 +65,7 @@ class PrefixLeases:
         return map(holders.ticket, self._leasing)
 
     async def lease(self, request: kv_pb2.LeasePrefixRequest) -> kv_pb2.LeasePrefixResponse:
-        """Lease what is cached of the chain and issue a ticket for it. Raises MalformedMessage, Overloaded."""
+        """Lease the cached blocks of the chain and issue a ticket for them. Raises MalformedMessage, Overloaded."""
         checked(request)
         if len(self._leasing) >= _MAX_LOOKUPS:
             raise Overloaded(
@@ -95,7 +95,7 @@ class PrefixLeases:
             self._leasing.discard(ticket_id)
         self._exporter.seal(ticket_id, first_index=0, block_ids=leased.block_ids, unverified=leased.unverified)
         self._exporter.finish(ticket_id, first_tokens=(), tail=None)
-        self._exporter.expect_soon(ticket_id)  # after a long stop the importer may have given up
+        self._exporter.expect_soon(ticket_id)  # if this process was stopped for long, the importer may have timed out
         return kv_pb2.LeasePrefixResponse(ticket=issued.signed, num_blocks=len(leased.block_ids))
 
 
@@ -152,20 +152,21 @@ class KvTransferServicer(kv_pb2_grpc.KvTransferServicer):
         except (InvalidRequest, ValueError) as error:
             call.refuse(HandOffReason.PROTOCOL, str(error))
         finally:
-            call.end()  # the importer speaks no more: a call without its Settle ends as failed
+            call.end()  # the importer has closed its side: a call without its Settle ends as failed
 
     def _receive(self, call: IncomingCall, message: kv_pb2.ImporterMessage) -> None:
-        """Handle one message. Raises MalformedMessage; InvalidRequest or ValueError for one that may not come here."""
+        """Handle one message. Raises MalformedMessage; InvalidRequest or ValueError for one that is not allowed at this
+        point."""
         checked(message)
         if message.WhichOneof("message") == "attach":
             if call.attached is None:
                 self._exporter.attach(call, message.attach)
         elif call.attached is None:
             raise ValueError("a hand-off begins with Attach")
-        elif message.WhichOneof("message") is not None:  # else of a kind that only newer versions know
+        elif message.WhichOneof("message") is not None:  # otherwise of a kind that only newer versions have
             self._exporter.receive(call, renew_or_settle_from_wire(message, call.attached.ticket.epoch))
 
 
 def _refuse_unattached(call: IncomingCall) -> None:
     if call.attached is None:
-        call.refuse(HandOffReason.PROTOCOL, f"nothing was attached to within {ATTACH_S:g} s")
+        call.refuse(HandOffReason.PROTOCOL, f"the importer sent no Attach within {ATTACH_S:g} s")

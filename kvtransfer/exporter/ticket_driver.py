@@ -38,10 +38,10 @@ from tandem.internal.v1 import kv_pb2
 @dataclass(frozen=True, slots=True)
 class AcceptedAttach:
     ticket: Ticket
-    transports: tuple[ExporterTransport, ...]  # at least one; what the importer likes best comes first
-    protocol: int  # that both speak
+    transports: tuple[ExporterTransport, ...]  # at least one; the importer's first choice comes first
+    protocol: int  # the version that both sides use
     reads_then: bool  # the importer reads ExporterMessage.then (from Attach)
-    digest: str  # the name of the best definition that both sides know
+    digest: str  # the name of the best definition that both sides support
 
 
 class AttachRules:
@@ -59,8 +59,8 @@ class AttachRules:
         self._transports, self._digests = tuple(transports), tuple(digests)
 
     def check(self, attach: kv_pb2.Attach, *, importer: str, wall_s: float) -> AcceptedAttach:
-        """Return what was agreed. Raises HandOffFailed with the first reason that applies; ValueError for an invalid
-        range."""
+        """Return the agreed transports and versions. Raises HandOffFailed with the first reason that applies;
+        ValueError for an invalid range."""
         signed = attach.ticket.SerializeToString()
         ticket = tickets.verify(signed, self._key, importer=importer)
         tickets.refuse_expired(ticket, wall_s)
@@ -74,7 +74,7 @@ class AttachRules:
         transports = negotiate(attach.transports, attach.endpoints, self._transports)
         if not transports:
             theirs, ours = ", ".join(attach.transports), ", ".join(t.name for t in self._transports)
-            detail = f"the importer has [{theirs}], the exporter [{ours}], as far as each reaches the other"
+            detail = f"the importer has [{theirs}], the exporter [{ours}], of those that connect the two"
             raise HandOffFailed(HandOffReason.NO_COMMON_TRANSPORT, detail)
         digest = self._common_digest(attach.digests)
         return AcceptedAttach(ticket, transports, protocol, attach.reads_then, digest)
@@ -91,7 +91,7 @@ class AttachRules:
         extend."""
         version = self._protocol.common(theirs)
         if version is None:
-            detail = f"the importer speaks protocol {theirs}, the exporter {self._protocol}"
+            detail = f"the importer supports protocol {theirs}, the exporter {self._protocol}"
             raise HandOffFailed(HandOffReason.NO_COMMON_PROTOCOL, detail)
         return version
 
@@ -167,7 +167,7 @@ class IncomingCall:
         self.end()
 
     def end(self) -> None:
-        """Send nothing more after what is queued."""
+        """Send nothing more after the queued messages."""
         self._outbox.put_nowait(None)
 
     def count(self, outcome: str, reason: HandOffReason | None) -> None:
@@ -243,7 +243,7 @@ class TicketDriver:
     def _send(self, number: int, message: ExporterMessage) -> None:
         call = self._calls.get(number)
         if call is None:
-            return  # it ended meanwhile
+            return  # the call ended in the meantime
         if isinstance(message, ExportFailed):
             call.count("failed", message.reason)
         if isinstance(message, Settled):

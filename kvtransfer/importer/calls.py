@@ -1,6 +1,6 @@
 """Calls from an importer to exporters: gRPC channels, HandOff streams, and a pool of streams that are open in advance.
 
-To start a call costs both sides more than to send on an open one. So when a call ends without an error, the pool starts
+Starting a call costs both sides more than sending on an open one. So when a call ends without an error, the pool starts
 the next one to the same exporter and keeps it for a short time.
 """
 
@@ -105,7 +105,7 @@ class OutgoingCall:
         self._outbox.put_nowait(message)
 
     def half_close(self) -> None:
-        """Send nothing more after what is queued."""
+        """Send nothing more after the queued messages."""
         self._outbox.put_nowait(None)
 
     async def _run(self) -> None:
@@ -133,7 +133,7 @@ class OutgoingCall:
                 async with limit:
                     async for message in call:
                         if self._listener is None:
-                            return  # it was ready for too long, and the exporter refused it
+                            return  # the ready call was idle for too long, and the exporter refused it
                         self._listener.on_message(message)
         finally:
             writer.cancel()

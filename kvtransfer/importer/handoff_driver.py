@@ -49,7 +49,7 @@ _DICE = random.SystemRandom()  # a sample must not be predictable
 
 @dataclass(frozen=True, slots=True)
 class HandOffContext:
-    """What every hand-off of one importer shares."""
+    """The objects and settings that all hand-offs of one importer share."""
 
     wire: WireFormat
     layout: LayoutFingerprint
@@ -140,7 +140,7 @@ class HandOffDriver:
             await asyncio.wait(tuple(self._tasks))
 
     async def abandon(self) -> None:
-        """End the remaining tasks at once. For a process that exits."""
+        """End the remaining tasks at once, because the process exits."""
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
@@ -209,7 +209,7 @@ class HandOffDriver:
             self._apply(events.FromExporter(failed))
             return
         messages = [message for message in (wire, *wire.then) if message.WhichOneof("message") is not None]
-        # Messages that this version does not know may be ignored within one version of the protocol.
+        # Within one version of the protocol, unknown messages may be ignored.
         for message in messages:
             self._receive_one(message, is_followed=message is not messages[-1])
 
@@ -337,7 +337,7 @@ class HandOffDriver:
         kv_bytes = action.num_read * self._context.wire.memory.block_bytes
         self._count("ok", None)
         self._context.counters.moved(transport=self._transports.transport, num_bytes=kv_bytes)
-        if self.answer.done():  # the request went away in this turn of the loop
+        if self.answer.done():  # the request was cancelled in this turn of the loop
             self._blocks.discard(self.handoff_id, frozenset())
         else:
             self.answer.set_result(

@@ -38,7 +38,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPrompt:
-    """What the request says about the KV that it is to receive. A ticket that differs is refused."""
+    """The prompt that the request expects a ticket to hold. A ticket that differs is refused."""
 
     num_tokens: int
     prompt_hash: bytes
@@ -60,7 +60,7 @@ class Importer:
         clock: Clock,
         counters: TransferCounters,
         connect: Callable[[str], grpc.aio.Channel] = open_channel,  # to an exporter's address
-        links: LinkTable | None = None,  # None: one of its own
+        links: LinkTable | None = None,  # None: a new table
         unhealthy: Callable[[str], None] = _LOG.critical,  # reports blocks that only a restart of the process frees
         protocol: ProtocolRange = OURS,
         digests: Sequence[str] = KNOWN_DIGESTS,  # that it can compute
@@ -129,7 +129,7 @@ class Importer:
         try:
             return await run.answer
         except BaseException:
-            run.cancel()  # nothing, where it has ended
+            run.cancel()  # does nothing if it has ended
             if run.was_delivered:  # in the same turn of the loop; the caller will not receive it
                 blocks.discard(handoff_id, frozenset())
             raise

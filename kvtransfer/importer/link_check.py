@@ -45,7 +45,7 @@ _READ_ERRORS = (TransportError, OSError, RuntimeError)
 
 @dataclass(frozen=True, slots=True)
 class LinkCheckContext:
-    """What a worker's link checks need of it."""
+    """The parts of a worker that its link checks use."""
 
     member: MemberId
     layout: LayoutFingerprint

@@ -1,4 +1,4 @@
-"""What this worker has measured about its links to exporters: speed, latency and recent failures. Pure.
+"""The measured speed, latency and recent failures of this worker's links to exporters. Pure.
 
 A link is one transport to one exporter. The table is bounded; the link unused for longest is dropped first. It never
 chooses a transport: the importer asks it when it attaches.
@@ -22,7 +22,7 @@ _WEIGHT_FLOOR_BYTES = 256 * 1024  # below it, reads differ by latency only
 _MIN_SPREAD = 0.05  # of sizes, relative: with less, they cannot tell latency from bandwidth
 _MIN_SECONDS = 1e-7
 MAX_LINKS = 256
-DOES_NOT_REACH = "does not reach from one to the other: they share no host, or no such device"
+DOES_NOT_REACH = "does not connect the two: they share no host, or no such device"
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 60.0
 
@@ -67,7 +67,7 @@ class LinkSpeedFit:
             latency_s = (self._wt - seconds_per_byte * self._wx) / self._w
             if seconds_per_byte > 0 and latency_s >= 0:
                 return Estimate(1 / seconds_per_byte, latency_s)
-        # The line through the origin: all that reads of one size, or sizes drowned in noise, can say.
+        # The line through the origin: reads of one size, or sizes too noisy to compare, give no more.
         return Estimate(self._wxx / self._wxt, 0.0)
 
 

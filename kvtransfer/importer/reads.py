@@ -68,7 +68,7 @@ class TransportChoice:
             raise TransportError(f"the exporter chose {name!r}, which was not offered")
         try:
             return await transport.open_channel(self._epoch, endpoint)
-        except (ValueError, OverflowError, struct.error) as error:  # what no address, path or number can be
+        except (ValueError, OverflowError, struct.error) as error:  # the text is not an address, path or number
             raise TransportError(f"not an endpoint of {name}: {error}") from error
 
     def record_read(self, num_bytes: int, seconds: float) -> None:
@@ -166,7 +166,7 @@ class BlockReader:
 
     def _verify_and_decode(self, block_ids: tuple[int, ...], unverified: frozenset[int]) -> tuple[bytes, ...]:
         """Compute digests and decode. A block with a wrong digest is read again later, or dropped with the hand-off."""
-        if self._is_destroyed:  # an executor that could not start its thread may run this long after it refused it
+        if self._is_destroyed:  # an executor that failed to start a thread may still run the call later
             raise TransportError("the channel was destroyed")
         wanted = [block_id for block_id in block_ids if block_id not in unverified]
         digests = dict(zip(wanted, digest_blocks(self._wire.memory, wanted), strict=True))

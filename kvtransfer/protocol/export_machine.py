@@ -206,7 +206,8 @@ def advance(state: ExporterState, event: Event, now_s: float, guards: Guards = G
 
 
 def _seal(state: ExporterState, event: SealBlocks, now_s: float) -> Step:
-    if state.phase in (ExporterPhase.RELEASED, ExporterPhase.FAILED):  # the step thread had not received that yet
+    # The step thread had not received the failure yet.
+    if state.phase in (ExporterPhase.RELEASED, ExporterPhase.FAILED):
         return state, ()
     if state.phase is not ExporterPhase.COMPUTING or event.first_index != len(state.blocks) or not event.blocks:
         raise illegal(state.history, f"{event} with {len(state.blocks)} blocks in {state.phase}")

@@ -33,7 +33,7 @@ from cluster.errors import HandOffReason
 from cluster.messages import Epoch
 from kvtransfer.protocol.leases import LEASE_GUARDS, IllegalMove, LeaseGuards
 
-_NUM_REMEMBERED = 32  # moves, for the story of an illegal one
+_NUM_REMEMBERED = 32  # moves, for the history in an error message
 
 
 class Outcome(StrEnum):
@@ -67,7 +67,8 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """The driver checks signature, expiry, addressee, layout and transports before it passes this to a machine."""
+    """The importer's request to read a ticket's blocks. The driver checks signature, expiry, addressee, layout and
+    transports before it passes this to a machine."""
 
     epoch: Epoch
 
@@ -144,7 +145,7 @@ class Guards:
     same_epoch: Callable[[Epoch, Epoch], bool]
     # of the importer
     whole_reservation: Callable[[int, int], int]  # (all blocks, offered so far) -> how many to reserve now
-    exempt_as_drawn: Callable[[bool], bool]  # (not to be verified, as was drawn) -> is taken as it came
+    exempt_as_drawn: Callable[[bool], bool]  # (drawn as one not to verify) -> is accepted without verification
     provenance_accepted: Callable[[bool, bool], bool]  # (never verified, this importer verifies) -> may be read
     same_digest: Callable[[bytes, bytes], bool]
     same_count: Callable[[int, int], bool]

@@ -1,8 +1,8 @@
-"""How an attempt of the importer fails, drains and ends. Pure.
+"""The failure, draining and end of an importer's attempt. Pure.
 
 A failure is reported at once: `ReportFailure` informs the request, and `Discard` returns the blocks, except those that
-the read in flight may still write to, which go to quarantine. DRAINING lasts until that read completes or its channel
-is destroyed. Then follow `ReleaseQuarantined`, and `Settle` if the exporter still waits for one: Settle means that no
+the read in flight may still write to, which are quarantined. DRAINING lasts until that read completes or its channel is
+destroyed. `ReleaseQuarantined` follows, and then `Settle` if the exporter still waits for one: Settle means that no
 read is in flight.
 """
 

@@ -153,7 +153,7 @@ def _offered(state: ImporterState, message: Sealed, now_s: float, guards: Guards
     offered = list(state.offered)
     for place, block in zip(places, message.blocks, strict=True):
         if offered[place] not in (None, block):
-            return fail(state, now_s, guards, HandOffReason.PROTOCOL, f"block {place} was offered as another")
+            return fail(state, now_s, guards, HandOffReason.PROTOCOL, f"block {place} was offered twice, differently")
         offered[place] = block
     return _go_on(changed(state, offered=tuple(offered)), now_s, guards)
 

@@ -148,7 +148,7 @@ class DestroyChannel:
 
 
 class FallBackReason(StrEnum):
-    """Why a hand-off switched to the next transport."""
+    """The reasons for which a hand-off switches to the next transport."""
 
     OPEN_FAILED = "open_failed"
     READ_FAILED = "read_failed"
@@ -235,7 +235,7 @@ ANSWERED = (ImporterPhase.DRAINING, ImporterPhase.DELIVERED, ImporterPhase.ENDED
 
 @dataclass(frozen=True, slots=True)
 class HandOffPlan:
-    """What the request says about the KV that it is to receive, and the timeouts."""
+    """The prompt that the request expects, and the timeouts of its hand-off."""
 
     epoch: Epoch
     num_sealed: int  # full blocks of the prompt

@@ -1,7 +1,7 @@
 """Leases on one ticket's blocks: an exporter's promise, per attempt, that they stay pinned. Pure.
 
-This module decides when a lease starts, until when it holds, and when the ticket's blocks may be unpinned. It sends and
-frees nothing. Its only clock is the argument `now_s`, the exporter's monotonic time.
+This module decides when a lease starts and ends, and when the ticket's blocks may be unpinned. It sends and frees
+nothing. Its only clock is the argument `now_s`, the exporter's monotonic time.
 
     OFFERED ----attach----> ATTACHED ----first block sealed----> RUNNING ----settle, end----> SETTLED
        |                       |                                    |
@@ -106,11 +106,11 @@ class TicketLeases:
         """Raise AssertionError if an invariant is broken."""
         attempts = [lease.attempt for lease in self.leases]
         assert attempts == sorted(set(attempts)), f"attempts out of order: {attempts}"
-        assert self.vacant_until_s is None or not (self.is_live or self.is_closed), f"vacant, and is not: {self}"
+        assert self.vacant_until_s is None or not (self.is_live or self.is_closed), f"closed or live: {self}"
         for lease in self.leases:
             running = lease.phase is LeasePhase.RUNNING
-            assert not running or self.has_sealed, f"a lease on nothing: {lease}"
-            assert running == (lease.latest_s is not None), f"no maximum, or one too many: {lease}"
+            assert not running or self.has_sealed, f"a lease without blocks: {lease}"
+            assert running == (lease.latest_s is not None), f"a running lease has a maximum, others have none: {lease}"
             if lease.latest_s is not None:
                 assert lease.deadline_s is not None and lease.deadline_s <= lease.latest_s, f"past its maximum: {lease}"
 

@@ -1,7 +1,8 @@
-"""Which transports this process has, out of those that its settings allow, best first, and why not the others.
+"""Determines which transports work in this process, of those that its settings allow, best first, and why the others do
+not.
 
-A transport's module says of itself: `NAME`, `unavailable(setup)`, `exporter(setup)`, `importer(setup)`. It imports its
-library inside of these, so that a missing one is a reason and no crash.
+A transport's module declares `NAME`, `unavailable(setup)`, `exporter(setup)` and `importer(setup)`. It imports its
+library inside these functions, so that a missing library is a reason instead of a crash.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from kvtransfer.transports.shm import transport as shm
 from kvtransfer.transports.tcp import transport as tcp
 
 _MODULES: Mapping[str, ModuleType] = {module.NAME: module for module in (cuda_ipc, nccl, nixl, shm, tcp)}
-# Why one that could work is left out all the same, unless the settings name it.
+# The reason why a transport that works is used only if the settings name it.
 _RESERVATIONS: Mapping[str, Callable[[TransportSetup], str]] = {
     nccl.NAME: nccl.not_worth_it,
     nixl.NAME: nixl.not_worth_it,

@@ -1,7 +1,7 @@
 """The interfaces between hand-offs and transports.
 
-On the exporter's side a transport grants epochs access to its memory and needs no further help. On the importer's side
-it opens a channel, which belongs to one hand-off until it is finished or destroyed.
+On the exporter's side a transport grants epochs access to its memory; reads need no further calls. On the importer's
+side it opens a channel, which belongs to one hand-off until it is finished or destroyed.
 """
 
 import ssl
@@ -20,10 +20,10 @@ class TransportError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TransportSetup:
-    """What a process gives to each of its transports."""
+    """The parts and settings of a process that its transports use."""
 
     member: MemberId
-    memory: PoolMemory  # what is served and filled: the pool, or the wire's copy of it
+    memory: PoolMemory  # the memory that is served and filled: the pool, or the wire's copy of it
     host: str  # to bind to
     advertise_host: str  # the address that importers receive
     timeout_s: float  # for one message or read of a peer
@@ -73,7 +73,7 @@ class Channel(Protocol):
         ...
 
     async def finish(self) -> None:
-        """Give the channel up after its last read completed. It may serve the next hand-off."""
+        """Release the channel after its last read completed. It may serve the next hand-off."""
         ...
 
 

@@ -1,6 +1,7 @@
 """A pool's blocks as rows of an array in this process's memory: the pool itself on a CPU, a pinned copy on a GPU.
 
-A copy from or to a GPU waits for it: called on transports' own threads, and on the event loop only where there is none.
+A copy from or to a GPU waits for the GPU, so it is called on the transports' own threads; on the event loop only for
+pools in host memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ import torch
 from kvtransfer.device import side_stream
 from kvtransfer.memory import PoolMemory
 
-# So much is copied by the event loop's thread in less time than it takes to wake another one and be woken by it.
+# Copying this much takes less time than waking another thread and being woken by it.
 SHORT_BYTES = 1 << 20
 
 
@@ -89,4 +90,4 @@ class HostMemory:
         return torch.empty((num_blocks, self._raw.shape[1]), dtype=torch.uint8, pin_memory=True)
 
     def _on_device(self, block_ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(block_ids, dtype=torch.int64, device=self._raw.device)  # none has no type of its own
+        return torch.tensor(block_ids, dtype=torch.int64, device=self._raw.device)  # an empty list has no dtype

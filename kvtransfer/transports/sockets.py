@@ -1,9 +1,8 @@
 """Blocking sockets, plain or TLS, for threads: whole messages, shutdown that wakes a waiting thread, and a listener.
 
-`ConnectionThreads` listens and serves each connection on a thread of its own. Its accepting thread survives every
-failure to serve one connection: where no thread can be started or memory is short it closes that connection, so that
-the importer retries at once. (An importer whose connection stays open without a thread would wait for its read
-timeout.)
+`ConnectionThreads` listens and serves each connection on its own thread. Its accepting thread survives every failure to
+serve one connection: if no thread can be started or memory is short, it closes that connection, so that the importer
+retries at once. (An importer whose connection stays open without a thread would wait for its read timeout.)
 """
 
 import asyncio
@@ -17,9 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-_MAX_VIEWS = 1024  # per system call: what the kernel takes
+_MAX_VIEWS = 1024  # per system call: the kernel's limit
 _CONNECT_TIMEOUT_S = 5.0
-# Between two processes of one host, what is on its way should stay in a cache: with the buffers that the kernel would
+# Between two processes of one host, data in flight should stay in a cache: with the buffers that the kernel would
 # choose a read is half as fast. A real link needs the kernel's. Set once: changes between reads make them slower.
 _LOCAL_BUFFER_BYTES = 256 << 10
 _LOG = logging.getLogger(__name__)

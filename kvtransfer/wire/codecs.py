@@ -1,10 +1,10 @@
-"""Codecs: how one group of KV elements becomes few bits with a scale, and elements again. Pure arithmetic.
+"""Codecs, which quantise a group of KV elements to few bits with a scale, and restore them. Pure arithmetic.
 
 All of it is in float32 with scales of few bits, rounds half to even, and reduces with min and max only. So the same
 elements give the same bytes on every run and every device.
 
-A group that holds an infinity or NaN has the scale `NOT_FINITE` and is restored as NaN: values that cannot be right
-stay visibly wrong, as they would without quantising.
+A group that holds an infinity or NaN has the scale `NOT_FINITE` and is restored as NaN: an error stays visible, as it
+would without quantising.
 """
 
 from typing import Protocol

@@ -1,8 +1,8 @@
-"""The hand-off's messages from and to the wire. Those that come in were checked before (cluster/protocol/received.py):
-what can still be wrong here is a message that may not come at this point.
+"""Converts the hand-off's messages from and to the wire.
 
-What only drivers know (ticket, transports, layout, endpoint) is no part of a machine's messages: drivers add it to
-Attach and Accepted, and read it from there.
+Received messages were checked before (cluster/protocol/received.py); the only error left is a message that is not
+allowed at this point. Ticket, transports, layout and endpoint, which only drivers use, are not part of a machine's
+messages: drivers add them to Attach and Accepted, and read them from there.
 """
 
 from cluster.errors import HandOffReason
@@ -27,7 +27,7 @@ from kvtransfer.protocol.handoff import (
 )
 from tandem.internal.v1 import kv_pb2
 
-IMPORTER_METADATA = "tandem-importer"  # of a HandOff call: "id@incarnation" of who attaches
+IMPORTER_METADATA = "tandem-importer"  # metadata of a HandOff call: "id@incarnation" of the importer
 _UNSAID = 1  # the protocol's version where a message names none
 
 _OUTCOMES = {
@@ -48,7 +48,7 @@ def settle_to_wire(settle: Settle) -> kv_pb2.ImporterMessage:
 
 
 def renew_or_settle_from_wire(wire: kv_pb2.ImporterMessage, epoch: Epoch) -> Renew | Settle:
-    """Return the message, which may be one that follows Attach on the stream of this epoch. Raises ValueError."""
+    """Return a Renew or Settle, which may follow Attach on the stream of this epoch. Raises ValueError."""
     match wire.WhichOneof("message"):
         case "renew":
             return Renew(epoch)
@@ -111,11 +111,11 @@ def from_wire(wire: kv_pb2.ExporterMessage, epoch: Epoch) -> ExporterMessage:
         case "settled":
             return Settled(epoch_from_wire(wire.settled.epoch), wire.settled.valid)
         case _:
-            raise ValueError("a message without content, or of a kind that this version does not know")
+            raise ValueError("a message without content, or of an unknown kind")
 
 
 def reason_from_wire(name: str) -> HandOffReason:
-    """Return the reason. A name that this version does not know counts as a breach of the protocol."""
+    """Return the reason. An unknown name counts as a violation of the protocol."""
     return _REASONS.get(name, HandOffReason.PROTOCOL)
 
 

@@ -33,7 +33,7 @@ from kvtransfer.wire.codecs import Codec
 KEY_GROUP = 16  # tokens of one channel
 VALUE_GROUPS = (64, 32)  # elements of one token; the first that divides every layer's part of a block
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_HOST_PIECE_BYTES = 1 << 21  # of the pool: what is computed from it stays in a cache
+_HOST_PIECE_BYTES = 1 << 21  # bytes of the pool per turn, so that its results stay in a cache
 _CUDA_PIECE_BYTES = 64 << 20
 _MOST_UNUSED = 255
 
@@ -48,7 +48,7 @@ class WireCopy:
         if device.type == "cpu":
             self.memfd, mapping = allocate_sealed("tandem-kv-wire", num_blocks * block_bytes)
             flat = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
-            self._close_file = weakref.finalize(self, os.close, self.memfd)  # once, by `close` or without
+            self._close_file = weakref.finalize(self, os.close, self.memfd)  # runs once, in `close` or when collected
         else:
             flat = torch.zeros(num_blocks * block_bytes, dtype=torch.uint8, device=device)
         self.raw = flat.view(num_blocks, block_bytes)
@@ -80,8 +80,7 @@ class LayerPlace(Protocol):
 
 
 class BlockTable(Protocol):
-    """Where the K and V of each layer, `[block_size, num_kv_heads, dim]`, begin inside a block. Offsets count
-    elements."""
+    """The offsets in elements, inside a block, of the K and V of each layer, `[block_size, num_kv_heads, dim]`."""
 
     @property
     def block_size(self) -> int: ...
@@ -122,7 +121,7 @@ class KvGroups:
     """The groups of the blocks of one table."""
 
     def __init__(self, table: BlockTable) -> None:
-        """Raises ConfigError for blocks that cannot be divided into groups."""
+        """Divide the blocks of this table into groups. Raises ConfigError for blocks that cannot be divided."""
         keys = [(place.key_offset, place.shape.num_kv_heads * place.shape.key_dim) for place in table.layers]
         values = [(place.value_offset, place.shape.num_kv_heads * place.shape.value_dim) for place in table.layers]
         by_channel = table.block_size % KEY_GROUP == 0
@@ -182,10 +181,10 @@ def _runs(places: Sequence[tuple[int, int]]) -> Iterator[_Run]:
 
 
 class QuantisedBlocks:
-    """What the bytes of a slot mean, for blocks and slots as values. It owns no memory."""
+    """Converts between the bytes of slots and of blocks, as values. It owns no memory."""
 
     def __init__(self, table: BlockTable, codec: Codec) -> None:
-        """Raises ConfigError for blocks that cannot be divided into groups."""
+        """Divide the blocks of this table into groups. Raises ConfigError for blocks that cannot be divided."""
         self._codec = codec
         self._groups = KvGroups(table)
         self._dtype = _DTYPES[table.dtype]
@@ -265,7 +264,7 @@ class QuantisedBlocks:
 
 
 class QuantisedFormat:
-    """See WireFormat. One thread may encode while another decodes, but never the same block."""
+    """The WireFormat of quantised KV. One thread may encode while another decodes, but never the same block."""
 
     short_bytes = 0  # a block takes half a millisecond, and no two threads may do the same
 
@@ -321,7 +320,8 @@ def _are_neighbours(ids: Sequence[int]) -> bool:
 
 
 def _packed(codes: torch.Tensor) -> torch.Tensor:
-    """Pack 4-bit codes, two per byte: halves of the block, because neighbours would be slow to take apart."""
+    """Pack 4-bit codes, two per byte: one from each half of the block, because adjacent codes would be slow to
+    unpack."""
     low, high = codes.chunk(2, dim=1)
     return high.bitwise_left_shift(4).bitwise_or_(low)
 

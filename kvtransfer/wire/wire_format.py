@@ -25,7 +25,8 @@ class WireFormat(Protocol):
     def short_bytes(self) -> int:
         """Return up to how many bytes are encoded, decoded and digested on the event loop's thread; 0 for none.
 
-        For so few bytes that is faster than waking another thread and being woken by it."""
+        For few bytes that is faster than waking another thread and being woken by it.
+        """
         ...
 
     def encode(self, block_ids: Sequence[int]) -> None:
@@ -45,7 +46,7 @@ class NativeFormat:
 
     def __init__(self, pool: PoolMemory) -> None:
         self.memory = pool
-        self.short_bytes = 0 if pool.raw.is_cuda else _SHORT_BYTES  # a device would be waited for
+        self.short_bytes = 0 if pool.raw.is_cuda else _SHORT_BYTES  # on a GPU the event loop would wait for the device
 
     def encode(self, block_ids: Sequence[int]) -> None:
         pass

@@ -58,7 +58,7 @@ async def test_workers_hand_off_with_a_common_version_and_name_the_reason_withou
             async with asyncio.timeout(DEADLINE_S):
                 assert rig.holds(prefill, await importing)
             return
-        match = f"importer speaks protocol {importer}, the exporter {exporter}"
+        match = f"importer supports protocol {importer}, the exporter {exporter}"
         assert await rig.failure(importing, match=match) is HandOffReason.NO_COMMON_PROTOCOL
 
 

@@ -356,7 +356,7 @@ async def test_a_refused_read_keeps_the_communicator() -> None:
     async with sides() as side:
         channel = await side.open_channel(1)
         side.exporter.revoke(epoch(1))
-        with pytest.raises(TransportError, match="does not know this epoch"):
+        with pytest.raises(TransportError, match="has not admitted this epoch"):
             await channel.read([0], [0])
         await channel.destroy()
         assert await side.moves_blocks(2)

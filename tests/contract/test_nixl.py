@@ -294,7 +294,7 @@ async def test_more_epochs_than_the_table_holds_are_refused_not_confused() -> No
         epochs = [Epoch(EPOCH.exporter, EPOCH.ticket_id, attempt) for attempt in range(free + 1)]
         endpoints = [there.grant(epoch) for epoch in epochs]
         assert there.num_free_slots == 0
-        with pytest.raises(TransportError, match="does not know this epoch"):
+        with pytest.raises(TransportError, match="has not admitted this epoch"):
             await here.open_channel(epochs[-1], endpoints[-1])
         await (await here.open_channel(epochs[-2], endpoints[-2])).finish()
         for epoch in epochs:

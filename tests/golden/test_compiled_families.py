@@ -27,8 +27,8 @@ from tests.golden.forced import Forced, make_sequences, num_blocks, run_step, st
 
 COMPILED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "olmo2"]
 NOT_COMPILED = {
-    "gpt2": "GPT2Model is no list of layers and a norm",
-    "gpt_neox": "GPTNeoXModel is no list of layers and a norm",
+    "gpt2": "GPT2Model is not a list of layers and a norm",
+    "gpt_neox": "GPTNeoXModel is not a list of layers and a norm",
     "mixtral": "MixtralDecoderLayer is made of MixtralAttention, MixtralSparseMoeBlock, MixtralRMSNorm, MixtralRMSNorm",
     "gpt_oss": "GptOssDecoderLayer is made of GptOssAttention, GptOssMLP, GptOssRMSNorm, GptOssRMSNorm",
 }

@@ -270,7 +270,7 @@ def test_kv_of_eight_bits_is_read_by_a_back_end_that_supports_it() -> None:
     unable = replace(able, name="unable", kv_dtypes=NATIVE_DTYPES)
     needs = replace(CUDA_NEEDS, kv_dtype="fp8")
     assert choose("auto", needs, (unable, able)).name == "able"
-    with pytest.raises(ConfigError, match="unable reads no fp8 KV"):
+    with pytest.raises(ConfigError, match="unable does not support fp8 KV"):
         choose("unable", needs, (unable, able))
 
 

@@ -76,7 +76,7 @@ def test_a_default_length_is_cut_to_the_pool_and_reported(folder: Path, engines:
     engines.append(build_engine(settings(folder, num_blocks=4)))
 
     assert engines[0].model_info.max_model_len == 64
-    assert "max length: 64 tokens, the model's 128 cut to what the KV pool holds" in engines[0].report
+    assert "max length: 64 tokens; the model's 128 do not fit the KV pool" in engines[0].report
 
 
 def test_a_length_beyond_the_models_positions_is_refused_with_both_numbers(folder: Path) -> None:

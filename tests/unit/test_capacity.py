@@ -125,7 +125,7 @@ def test_a_pool_larger_than_the_host_is_refused_at_the_start_with_both_numbers()
     most = host_bytes()
     num_blocks = most // LAYOUT.block_bytes + 1
     with pytest.raises(
-        ConfigError, match=rf"{num_blocks} blocks takes .* this host has {most / GIB:.2f} GiB: give less"
+        ConfigError, match=rf"{num_blocks} blocks takes .* this host has {most / GIB:.2f} GiB: set a smaller"
     ):
         allocate_pool(LAYOUT, num_blocks, "cpu")
 

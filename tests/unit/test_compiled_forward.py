@@ -209,7 +209,7 @@ def extended(model: PreTrainedModel) -> None:
         (hooked, r"model\.layers\.1\.mlp is wrapped"),
         (wrapped, r"model\.layers\.0\.mlp is wrapped"),
         (adapted, "v_proj is a Adapted"),
-        (quantised, "the weight of down_proj is no plain bfloat16"),
+        (quantised, "the weight of down_proj is not plain bfloat16"),
         (extended, "LlamaAttention is made of q_proj, k_proj, v_proj, o_proj, gate"),
     ],
 )
@@ -226,16 +226,20 @@ def test_a_changed_model_is_refused_with_the_change(change: Callable[[PreTrained
     [
         (transformers.LlamaConfig, {"head_dim": 12}, "heads of 12"),
         (transformers.LlamaConfig, {"hidden_act": "gelu"}, "its activation is a GELUActivation"),
-        (transformers.GraniteConfig, {"embedding_multiplier": 2.0}, "something happens between Embedding and Granite"),
-        (transformers.GraniteConfig, {"residual_multiplier": 0.5}, "adds up its parts in a way of its own"),
-        (transformers.GraniteConfig, {"logits_scaling": 2.0}, "its logits are not what its head says"),
+        (
+            transformers.GraniteConfig,
+            {"embedding_multiplier": 2.0},
+            "the output is changed between Embedding and Granite",
+        ),
+        (transformers.GraniteConfig, {"residual_multiplier": 0.5}, "has residual sums of an unsupported form"),
+        (transformers.GraniteConfig, {"logits_scaling": 2.0}, "its logits are not the output of its head"),
         (
             transformers.SmolLM3Config,
             {"no_rope_layers": [1, 0]},
-            "SmolLM3Attention rotates its heads in a way of its own",
+            "SmolLM3Attention has an unsupported rotation",
         ),
-        (transformers.GlmConfig, {"partial_rotary_factor": 1.0}, "GlmAttention rotates its heads in a way of its own"),
-        (transformers.CohereConfig, {}, "CohereDecoderLayer has norms in places of its own|is no RMS norm"),
+        (transformers.GlmConfig, {"partial_rotary_factor": 1.0}, "GlmAttention has an unsupported rotation"),
+        (transformers.CohereConfig, {}, "CohereDecoderLayer has norms in unsupported places|is not an RMS norm"),
     ],
 )
 def test_a_model_that_computes_more_is_refused_by_name(
@@ -248,7 +252,7 @@ def test_a_model_that_computes_more_is_refused_by_name(
 def test_an_unknown_architecture_is_refused_by_name() -> None:
     model = built()
     del model.model.norm
-    with pytest.raises(NotCompiled, match="LlamaModel is no list of layers and a norm"):
+    with pytest.raises(NotCompiled, match="LlamaModel is not a list of layers and a norm"):
         recognise(model)
     vars(model)["get_decoder"] = 3
     with pytest.raises(NotCompiled, match="LlamaForCausalLM cannot be taken apart: TypeError"):
@@ -258,4 +262,4 @@ def test_an_unknown_architecture_is_refused_by_name() -> None:
 @needs_kernels
 def test_too_little_memory_to_pack_weights_falls_back_to_plain(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.cpu.compiled_forward._available_bytes", lambda: 1000)
-    assert "packing takes 0 MiB for a moment" in forward_line(build_engine(settings(folder)))
+    assert "packing takes 0 MiB temporarily" in forward_line(build_engine(settings(folder)))

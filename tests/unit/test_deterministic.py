@@ -210,7 +210,7 @@ def test_the_check_refuses_a_model_whose_logits_depend_on_the_step(
     change: Callable[[torch.Tensor, PackedBatch], torch.Tensor],
 ) -> None:
     runner, pool = runner_of(change)
-    with pytest.raises(ModelRefused, match="of a sequence come out different in chunks of"):
+    with pytest.raises(ModelRefused, match="of a sequence differ in chunks of"):
         check(runner, pool, 50, 128)
 
 
@@ -256,7 +256,7 @@ def test_a_product_whose_rows_depend_on_their_position_is_refused() -> None:
     def product(rows: torch.Tensor) -> torch.Tensor:
         return rows + 1e-6 * (torch.arange(len(rows)) == len(rows) - 1)[:, None]
 
-    with pytest.raises(ModelRefused, match="a row of it depends on its place among 8"):
+    with pytest.raises(ModelRefused, match="a row of it depends on its position among 8 rows"):
         agreeing_counts(product, torch.rand(128, 4), "it")
 
 

@@ -89,8 +89,8 @@ def own_logits(model: LoadedModel, plans: Sequence[StepPlan]) -> torch.Tensor:
             "bfloat16",
             {"cuda_graphs": "auto", "deterministic": "on"},
             (
-                "forward: plain (--deterministic computes in shapes of its own)",
-                "cuda graphs: off, as --deterministic computes in shapes of its own",
+                "forward: plain (--deterministic uses fixed shapes)",
+                "cuda graphs: off, as --deterministic uses fixed shapes",
             ),
         ),
     ],
@@ -122,7 +122,7 @@ class _BrokenOps(TorchOps):
 
 def test_a_kernel_that_fails_leaves_the_plain_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.cuda.fused_forward._ops", lambda device: _BrokenOps())
-    with pytest.raises(NotCompiled, match=r"fused, it fails: .*out of resources$"):
+    with pytest.raises(NotCompiled, match=r"the fused forward fails: .*out of resources$"):
         fused_decoder(loaded("llama", tmp_path), chunk_tokens=20)
 
 
@@ -132,7 +132,7 @@ def test_a_kernel_that_fails_leaves_the_plain_forward(tmp_path: Path, monkeypatc
         ("llama", {"dtype": "float32"}, "computes in float32"),
         ("llama", {"kv_cache_dtype": "int8"}, "keeps KV in int8"),
         ("olmo2", {}, "over all heads"),
-        ("gpt2", {}, "is no list of layers and a norm"),
+        ("gpt2", {}, "is not a list of layers and a norm"),
     ],
 )
 def test_an_unsupported_model_is_refused_with_the_reason(

@@ -188,9 +188,9 @@ def test_varlen_receives_the_shape_of_the_step(options: str, monkeypatch: pytest
     ("name", "changes", "reason"),
     [
         ("flashinfer", {}, "knows no sinks"),
-        ("flashinfer", {"dtype": "float32", "sinks": False}, "does not know float32"),
-        ("flashinfer", {"head_dims": frozenset({128, 64})}, r"takes K and V of one size among \[64, 128, 256\]"),
-        ("varlen", {}, "takes blocks of multiples of 256 tokens, not 16"),
+        ("flashinfer", {"dtype": "float32", "sinks": False}, "does not support float32"),
+        ("flashinfer", {"head_dims": frozenset({128, 64})}, r"needs K and V of one size among \[64, 128, 256\]"),
+        ("varlen", {}, "needs a block size that is a multiple of 256 tokens, not 16"),
         ("varlen", {"block_size": 512}, "knows no softcap, knows no sinks"),
     ],
 )

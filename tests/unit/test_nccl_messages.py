@@ -16,7 +16,7 @@ ENTRY = Entry(b"t" * 16, 7, b"k" * 16)
 EXAMPLES: list[messages.Message] = [
     Hello(b"i" * 16, 22_807, ENTRY),
     Ready(22_807),
-    Refused("the exporter does not know this epoch"),
+    Refused("the exporter has not admitted this epoch"),
     UniqueId(bytes(range(128))),
     Warm(),
     Read(ENTRY, 1, ()),
@@ -48,10 +48,10 @@ def test_refusal_and_failure_raise_different_errors(ends: tuple[socket.socket, s
     with pytest.raises(messages.Refusal, match="not now"):
         messages.expect(ends[1], Ready)
     messages.send(ends[0], Warm())
-    with pytest.raises(TransportError, match="said Warm where Ready was due"):
+    with pytest.raises(TransportError, match="said Warm where Ready was expected"):
         messages.expect(ends[1], Ready)
     ends[0].close()
-    with pytest.raises(TransportError, match="ended the connection where Ready was due"):
+    with pytest.raises(TransportError, match="ended the connection where Ready was expected"):
         messages.expect(ends[1], Ready)
 
 

@@ -26,7 +26,7 @@ class Mapping(Protocol):
 
 
 class PoolAccess(Protocol):
-    """What `cuda_ipc` needs of a device. CUDA and the tests implement it."""
+    """The device operations that `cuda_ipc` needs. CUDA and the tests implement it."""
 
     def device(self) -> str:
         """Return the name of the local pool's GPU."""
@@ -46,7 +46,7 @@ class PoolAccess(Protocol):
 
 
 class CudaMapping:
-    """See Mapping."""
+    """A Mapping of CUDA pages."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.address = address
@@ -54,7 +54,7 @@ class CudaMapping:
 
 
 class CudaAccess:
-    """See PoolAccess."""
+    """The PoolAccess of a CUDA device."""
 
     def __init__(self, memory: PoolMemory) -> None:
         self._pool = memory.raw
@@ -81,9 +81,10 @@ class CudaAccess:
             raise TransportError(str(error)) from error
 
     def copy(self, source: Mapping, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
-        """Copy on a stream of its own, so that the copy and the engine's steps do not wait for each other.
+        """Copy on a separate stream, so that the copy and the engine's steps do not wait for each other.
 
-        The destination is not in use, and the source was complete before it was offered."""
+        The destination is not in use, and the source was complete before it was offered.
+        """
         from kvtransfer.transports.cuda.copies import copy_blocks
 
         with self._lock, torch.cuda.device(self._index):

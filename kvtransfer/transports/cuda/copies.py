@@ -1,6 +1,6 @@
 """Copies blocks between two pools of device memory, whatever the order of their ids, in one launch.
 
-By address on the source's side: what another process owns is no tensor of this one, and may lie on another GPU.
+The source is given by its address, because another process's memory is not a tensor here and may be on another GPU.
 
 Imported only on a GPU: Triton comes with torch's CUDA wheels.
 """

@@ -1,4 +1,5 @@
-"""CUDA IPC: GPUs of one host. The importer maps the exporter's pages for reading and copies from device to device.
+"""The transport `cuda_ipc` between GPUs of one host. The importer maps the exporter's pages for reading and copies from
+device to device.
 
 The pages are passed as a file. CUDA's virtual memory management keeps exported pages while any process maps them, so a
 copy in flight when the exporter dies reads what was sealed, and ends. The connection that carried the file ends with
@@ -31,7 +32,7 @@ _GEOMETRY = struct.Struct("<QQQ")  # number of blocks, bytes per block, bytes of
 def unavailable(setup: TransportSetup) -> str:
     memory = setup.memory
     if not isinstance(memory, ExportedMemory):
-        return "what travels does not lie in exported GPU memory"
+        return "the memory to transfer is not exported GPU memory"
     return memory.why_no_cuda_file
 
 
@@ -127,7 +128,7 @@ class CudaIpcImporter:
         connection, geometry, file = await receive_descriptor(path, epoch, token)
         try:
             num_blocks, num_bytes = self._checked(geometry, file)
-            mapping = await asyncio.shield(  # or the file would never be closed
+            mapping = await asyncio.shield(  # otherwise the file would never be closed
                 asyncio.get_running_loop().run_in_executor(self._threads, self._access.map, file, num_bytes)
             )
         except BaseException:
@@ -156,7 +157,7 @@ class CudaIpcImporter:
 
 
 class CudaIpcChannel:
-    """See Channel in base.py."""
+    """The Channel of `cuda_ipc`."""
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class CudaIpcChannel:
         self._read = None
 
     async def destroy(self) -> None:
-        self._pool = None  # or the traceback of a failed read keeps a dead exporter's pages mapped
+        self._pool = None  # otherwise the traceback of a failed read keeps a dead exporter's pages mapped
         if self._read is not None:
             await joined(self._read)
         self._ended(self)

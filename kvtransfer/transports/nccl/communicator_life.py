@@ -1,7 +1,8 @@
-"""The life of one link's NCCL communicator: which step may follow which, each by when, and whether to try again.
+"""The life of one link's NCCL communicator: the legal order of its steps, their deadlines, and the backoff after
+failures.
 
-Pure: it decides, links perform. It outlives communicators: its record of failures keeps a broken link from being
-tried at every hand-off.
+Pure: it decides, links perform. It outlives communicators: its record of failures keeps a broken link from being tried
+at every hand-off.
 """
 
 from collections import deque
@@ -14,7 +15,7 @@ _HISTORY = 16
 
 class CommunicatorState(StrEnum):
     ABSENT = "absent"  # no communicator; one may be made
-    AGREEING = "agreeing"  # over the control connection: both want it, with one version of NCCL
+    AGREEING = "agreeing"  # over the control connection: both sides agree, with one version of NCCL
     INITIALISING = "initialising"  # in the library's constructor, which nothing can interrupt
     WARMING = "warming"  # the first message, which builds the connections
     IDLE = "idle"
@@ -33,7 +34,7 @@ _LIVE = frozenset(
         CommunicatorState.TRANSFERRING,
     }
 )
-# What may happen, and in which states.
+# The moves, and the states that allow them.
 _MOVES: Mapping[str, frozenset[CommunicatorState]] = {
     "begin": frozenset({CommunicatorState.ABSENT, CommunicatorState.UNUSABLE}),
     "withdraw": frozenset({CommunicatorState.AGREEING}),
@@ -49,7 +50,7 @@ _MOVES: Mapping[str, frozenset[CommunicatorState]] = {
 
 
 class IllegalMove(Exception):
-    """A step that the state does not allow. The message has the states before it."""
+    """A step that the state does not allow. The message lists the states before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class CommunicatorLife:
         self.state = CommunicatorState.ABSENT
         self.why = ""
         self.number = 0  # of the transfer under way, or the last one
-        self.deadline_s: float | None = None  # by when the state must be left
+        self.deadline_s: float | None = None  # the deadline of this state
         self._usable_from_s = 0.0
         self._failures = 0  # since the last transfer that was completed
         self._was_warm = False

@@ -29,7 +29,8 @@ NAME = "nccl"
 _LOG = logging.getLogger(__name__)
 
 ENDPOINT = struct.Struct(f"<{messages.TOKEN_BYTES}sH")  # token, port; then the host's name
-IMPORTER = struct.Struct(f"<{messages.IDENTITY_BYTES}sI")  # which start of which importer, NCCL's version; then the GPU
+# Id of one start of one importer, NCCL's version; then the GPU.
+IMPORTER = struct.Struct(f"<{messages.IDENTITY_BYTES}sI")
 
 _MAX_CONNECTIONS = 128
 _MAX_LIVES = 1024  # links whose history is kept
@@ -37,7 +38,7 @@ _MAX_LIVES = 1024  # links whose history is kept
 
 @dataclass
 class _PeerLink:
-    """What the exporter knows about one importer process."""
+    """The exporter's records of one importer process."""
 
     life: CommunicatorLife
     link: NcclLink | None = None
@@ -49,7 +50,7 @@ class NcclExporter:
     def __init__(
         self, *, memory: PoolMemory, library: NcclLibrary, host: str, advertise_host: str, limits: CommunicatorLimits
     ) -> None:
-        self._raw = memory.raw  # keeps the bytes where they are as long as a thread may read them
+        self._raw = memory.raw  # keeps the memory alive as long as a thread may read it
         self._num_blocks, self._block_bytes = memory.num_blocks, memory.block_bytes
         self._library, self._limits = library, limits
         self._host, self._advertise_host = host, advertise_host
@@ -106,12 +107,12 @@ class NcclExporter:
         try:
             hello = messages.expect(connection, messages.Hello)
             self._serve_link(hello, connection)
-        except TransportError as error:  # an importer that does not keep to the protocol
+        except TransportError as error:  # the importer violates the protocol
             _LOG.debug("nccl: a connection ended: %s", error)
 
     def _serve_link(self, hello: messages.Hello, connection: socket.socket) -> None:
         if not self._is_admitted(hello.entry):
-            return messages.send(connection, messages.Refused("the exporter does not know this epoch"))
+            return messages.send(connection, messages.Refused("the exporter has not admitted this epoch"))
         link = self._new_link(hello.importer, connection)
         try:
             self._agree(link, hello)
@@ -127,7 +128,7 @@ class NcclExporter:
             link.abort("the importer is gone", failed=False)
 
     def _new_link(self, importer: bytes, connection: socket.socket) -> NcclLink:
-        """Make a link that replaces the importer's last one, which the importer has given up."""
+        """Make a link that replaces the importer's last one, which the importer has closed."""
         with self._lock:
             peer = self._peers.setdefault(importer, _PeerLink(CommunicatorLife(self._limits)))
             self._peers.move_to_end(importer)
@@ -145,7 +146,7 @@ class NcclExporter:
         try:
             link.begin()
         except TransportError as error:
-            raise messages.Refusal(f"this link is not used now: {error}") from error
+            raise messages.Refusal(f"this link is not in use now: {error}") from error
         try:
             version = self._library.version()
             if hello.version != version:
@@ -166,7 +167,7 @@ class NcclExporter:
     def _answer(self, link: NcclLink) -> bool:
         """Answer one read. Return False if the importer has ended the connection."""
         connection = link.connection
-        connection.settimeout(None)  # it may ask again at any time; keepalive finds dead hosts
+        connection.settimeout(None)  # the importer may send again at any time; keepalive finds dead hosts
         read = messages.receive_message(connection)
         if read is None:
             return False
@@ -185,7 +186,7 @@ class NcclExporter:
 
     def _why_not(self, read: messages.Read) -> str:
         if not self._is_admitted(read.entry):
-            return "the exporter does not know this epoch"
+            return "the exporter has not admitted this epoch"
         if any(run.first_block + run.num_blocks > self._num_blocks for run in read.runs):
             return f"a block past the {self._num_blocks} of the exporter's pool"
         return ""

@@ -1,13 +1,14 @@
-"""What the `nccl` transport needs of NCCL, as protocols, and their implementation with `cupy.cuda.nccl` on one device.
+"""The functions of NCCL that the `nccl` transport needs, as protocols, and their implementation with `cupy.cuda.nccl`
+on one device.
 
 The tests have another implementation. The following was read in cupy 14's `cupy_backends/cuda/libs/nccl.pyx` and in
 NCCL's user guide and `src/init.cc`:
 
 - Every call (the constructor, `send`, `recv`, `groupEnd`, `abort`, `check_async_error` and others) runs `with nogil`: a
   call that hangs stops its thread but not the interpreter.
-- The constructor blocks in ncclCommInitRankConfig, and cupy's NcclConfig does not know `blocking=0`. "Fault tolerance"
-  allows ncclCommAbort only while no thread is in a call of that communicator. So a constructor that hangs can be
-  abandoned but not aborted; its caller agrees with the peer first and runs it on a thread that it can lose.
+- The constructor blocks in ncclCommInitRankConfig, and cupy's NcclConfig does not support `blocking=0`. "Fault
+  tolerance" allows ncclCommAbort only while no thread is in a call of that communicator. So a constructor that hangs
+  can be abandoned but not aborted; its caller agrees with the peer first and runs it on a thread that it can lose.
 - A send or receive blocks only while it builds the connections to its peer, all of them at the first one
   (`src/enqueue.cc`, p2pnChannelsPerPeer). After `warm`, calls return as soon as the work is enqueued.
 - `__dealloc__` calls ncclCommDestroy, which waits for running work and for ranks of the same node. So a communicator is
@@ -28,7 +29,7 @@ import torch
 
 EXPORTER_RANK, IMPORTER_RANK = 0, 1
 _WARM_BYTES = 1 << 20
-_LEAST_VERSION = 2_18_00  # communicators with a configuration, which cupy asks for
+_LEAST_VERSION = 2_18_00  # the first version whose communicators take a configuration, which cupy passes
 _SHARING_VERSION = 2_30_00  # two ranks may share a GPU
 _Result = TypeVar("_Result")
 
@@ -46,10 +47,11 @@ class Piece:
 
 
 class Communicator(Protocol):
-    """A communicator of two ranks, on a stream of its own.
+    """A communicator of two ranks, on its own stream.
 
     Only the thread that connected may call it: NCCL allows an abort only while no other thread is in a call of the same
-    communicator."""
+    communicator.
+    """
 
     def warm(self) -> None:
         """Start the first message, from exporter to importer, which builds the connections.
@@ -78,7 +80,7 @@ class NcclLibrary(Protocol):
         ...
 
     def device(self) -> bytes:
-        """Return the name of the GPU, which two ranks may not share; empty where they may."""
+        """Return the name of the GPU, which two ranks may not share; empty if they may."""
         ...
 
     def unique_id(self) -> bytes: ...
@@ -108,7 +110,7 @@ def cupy_nccl(device: int) -> "CupyNccl":
 
 
 class CupyNccl:
-    """See NcclLibrary."""
+    """NCCL through cupy; implements NcclLibrary."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -144,7 +146,8 @@ class CupyNccl:
 
 
 class CupyCommunicator:
-    """See Communicator. It does not use torch's streams, which are few and shared, so nothing else waits behind it."""
+    """A Communicator through cupy. It does not use torch's streams, which are few and shared, so no other work waits
+    behind it."""
 
     def __init__(self, communicator: Any, rank: int, calls: threading.Lock, stream: Any, scratch: Any) -> None:
         self._communicator: Any = communicator

@@ -77,7 +77,7 @@ class NcclLink:
         self.connection = connection
         self._library, self._life, self._slot = library, life, slot
         self._lock = threading.Lock()  # over the moves of `life`
-        self._owns_life = False  # before and after, it may belong to another link
+        self._owns_life = False  # otherwise another link may hold it
         self._poisoned = threading.Event()
         self._communicator: Communicator | None = None
         self.quiet = threading.Event()  # nothing of it runs any more
@@ -215,7 +215,7 @@ class NcclLink:
             poll_s = min(2 * poll_s, _LONGEST_POLL_S)
 
     def _abort_communicator(self, communicator: Communicator) -> None:
-        with contextlib.suppress(NcclFailed):  # what counts is whether anything still runs
+        with contextlib.suppress(NcclFailed):  # only whether anything still runs matters here
             communicator.abort()
         pause = threading.Event()
         while not _is_done(communicator):

@@ -117,7 +117,7 @@ def receive_message(connection: socket.socket) -> Message | None:
     try:
         return _UNPACK[kind](body)
     except (struct.error, ValueError) as error:
-        raise TransportError(f"a message that makes no sense: {error}") from error
+        raise TransportError(f"a malformed message: {error}") from error
 
 
 def expect(connection: socket.socket, kind: type[_Expected]) -> _Expected:
@@ -128,7 +128,7 @@ def expect(connection: socket.socket, kind: type[_Expected]) -> _Expected:
     if isinstance(message, Refused):
         raise Refusal(message.reason)
     said = "ended the connection" if message is None else f"said {type(message).__name__}"
-    raise TransportError(f"the peer {said} where {kind.__name__} was due")
+    raise TransportError(f"the peer {said} where {kind.__name__} was expected")
 
 
 def _pack(message: Message) -> tuple[int, bytes]:

@@ -64,7 +64,7 @@ class NcclImporter:
         return NAME
 
     def endpoint(self) -> bytes:
-        """Return the importer's endpoint; empty where the library cannot be used, so that no exporter chooses it."""
+        """Return the importer's endpoint; empty if the library cannot be used, so that no exporter chooses it."""
         if self._num_stuck() >= _MAX_STUCK:
             return b""
         try:
@@ -150,7 +150,7 @@ class _PeerLink:
         """End the link without waiting for it."""
         if self.link is not None and self._thread is not None:
             link = self.link
-            link.poison("it was not needed for long")
+            link.poison("it was unused for too long")
             self._thread.submit(lambda: link.abort("", failed=False))
             self._thread.end()
 
@@ -190,7 +190,7 @@ class _PeerLink:
 
 
 class NcclChannel:
-    """See Channel in base.py."""
+    """The Channel of `nccl`."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class NcclChannel:
     ) -> None:
         self.link = link
         self._thread, self._entry, self._limits, self._ended = thread, entry, limits, ended
-        self._raw = memory.raw  # keeps the bytes where they are as long as a thread may write them
+        self._raw = memory.raw  # keeps the memory alive as long as a thread may write to it
         self._block_bytes, self._num_blocks = memory.block_bytes, memory.num_blocks
         self._open = True
         self._read: Future[None] | None = None  # in flight, or ended by anything but success
@@ -229,7 +229,7 @@ class NcclChannel:
         self._open = False
         read, limits = self._read, self._limits
         if read is not None and not read.cancel() and not await _ends_within(read, limits.grace_s):
-            self.link.poison("a hand-off gave its read up")
+            self.link.poison("a hand-off abandoned its read")
             await _ends_within(read, None)
         self._ended(self)
 
@@ -321,7 +321,7 @@ def unavailable(setup: TransportSetup) -> str:
 
 
 def not_worth_it(setup: TransportSetup) -> str:
-    """Return why the transport is left out unless --kv-transports names it."""
+    """Return why the transport is used only if --kv-transports names it."""
     return "the cluster uses TLS and NCCL does not encrypt" if setup.server_tls is not None else ""
 
 

@@ -1,7 +1,7 @@
 """One NIXL agent over UCX without its progress thread: registered memory, a peer, reads, and its destruction.
 
-The agent makes every call into the library. It is not thread-safe: its user makes one call at a time. `Pace` says how
-long a thread that polls an agent rests between two polls.
+The agent makes every call into the library. It is not thread-safe: its user makes one call at a time. `Pace` computes
+how long a thread that polls an agent pauses between two polls.
 """
 
 import contextlib
@@ -24,21 +24,20 @@ from kvtransfer.device import use_device
 
 _SPIN_S = 0.001
 _SHORTEST_REST_S = 50e-6
-# The meta package chooses by torch's CUDA version; a wheel for either alone serves host memory just as well.
+# The meta package chooses by torch's CUDA version; a wheel for one CUDA version serves host memory too.
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 _LOAD_HINT = "install the extra `nixl`"
-# Only reads that need nothing of the exporter's processor. What UCX emulates over messages (plain TCP, shared memory
-# where the kernel forbids reading another process) aborts the exporter when a reader goes away in mid-read. The
-# environment has the last word: UCX_PROTO_EMULATION_ENABLE=y.
+# Allows only reads that do not involve the exporter's processor. A read that UCX emulates (plain TCP, shared memory
+# where the kernel forbids reading another process) aborts the exporter when a reader disappears during it. The
+# environment overrides this: UCX_PROTO_EMULATION_ENABLE=y.
 _UCX_SETTINGS = "PROTO_EMULATION_ENABLE=n"
 Descriptors = npt.NDArray[np.uint64]  # [pieces, 3]: address, bytes, device
 _Answer = TypeVar("_Answer")
 
 
 class Pace:
-    """The rest between two polls of one polling thread.
-
-    It is zero shortly after an event and then doubles up to a bound."""
+    """The pause between two polls of one polling thread. It is zero shortly after an event and then doubles up to a
+    bound."""
 
     def __init__(self, longest_rest_s: float) -> None:
         self._longest_rest_s = longest_rest_s
@@ -46,12 +45,12 @@ class Pace:
         self._busy_until_s = 0.0
 
     def hurry(self, now_s: float) -> None:
-        """Poll without rest for a short time, because something happened or is about to."""
+        """Poll without a pause for a short time, because something happened or is about to."""
         self._busy_until_s = now_s + _SPIN_S
         self._rest_s = _SHORTEST_REST_S
 
     def rest_s(self, now_s: float) -> float:
-        """Return the rest before the next poll; 0 for none."""
+        """Return the pause before the next poll; 0 for none."""
         if now_s < self._busy_until_s:
             return 0.0
         rest_s, self._rest_s = self._rest_s, min(2 * self._rest_s, self._longest_rest_s)
@@ -104,9 +103,11 @@ class NixlAgent:
     """One agent. After `destroy` nothing of it can touch memory."""
 
     def __init__(self, name: str, device: int | None) -> None:
-        """`device` is the GPU whose memory the agent moves; then one thread must make all calls of the agent.
+        """`device` is the GPU whose memory the agent transfers; if it is set, one thread must make all calls of the
+        agent.
 
-        Raises NixlError, ImportError."""
+        Raises NixlError, ImportError.
+        """
         api = _api()
         if device is not None:
             _called(lambda: use_device(device))
@@ -171,7 +172,7 @@ class NixlAgent:
         agent, self._agent = self._agent, None
         while self._reads:
             _, handle = self._reads.popitem()
-            with contextlib.suppress(NixlError):  # it may say that it could not be cancelled
+            with contextlib.suppress(NixlError):  # the library may report that it could not be cancelled
                 _called(handle.release)
             del handle
         alive = weakref.ref(agent.agent)

@@ -1,9 +1,9 @@
 """The exporter's side of `nixl`: a registered pool, a table of admitted epochs, and a thread that makes progress.
 
 The network reads the pool without this process, which therefore cannot refuse a single read: a process that has the
-metadata can read until the agent is destroyed. The promises are instead: the metadata travels only in the answer to a
-signed ticket; an importer compares its token with the table, which it reads in the same one-sided way, before its first
-block; a block that was reused while it was read is found by the lease and by the digest.
+metadata can read until the agent is destroyed. Three rules protect the pool instead: the metadata is sent only in the
+answer to a signed ticket; an importer compares its token with the table, which it reads in the same one-sided way,
+before its first block; a block that was reused while it was read is found by the lease and by the digest.
 
 `NixlEndpoint` is what an importer receives: fixed fields and the agent's own binary metadata, under a checksum, so that
 damaged bytes never reach the library.
@@ -36,7 +36,7 @@ _MAX_METADATA_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 _NUM_SLOTS = 8192
 _LONGEST_REST_S = 0.002
-_WORKING_S = 10e-6  # of processor time in one poll: it moved something
+_WORKING_S = 10e-6  # of processor time: a poll that takes longer transferred data
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class NixlExporter:
         try:
             self._serve(agent)
         except NixlError as error:
-            _LOG.error("nixl serves no more reads: %s", error)
+            _LOG.error("nixl: the exporter's thread has failed and serves no more reads: %s", error)
         finally:
             agent.destroy()
 

@@ -1,7 +1,7 @@
-"""One exporter as this importer reaches it: an agent of its own, and the thread that makes its progress.
+"""The importer's link to one exporter: a separate agent, and the thread that makes its progress.
 
 Every read of a link ends in one of two ways: complete, or with the agent destroyed. Both prove that nothing is written
-any more. So a read that fails or passes its deadline ends the link, and with it whatever else was being read there.
+any more. So a read that fails or passes its deadline ends the link and all other reads on it.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class _Read:
     deadline_s: float
     ended: "Future[None]"
     number: int = 0  # once it has started
-    error: str = ""  # why it cannot go on
+    error: str = ""  # why it cannot continue
 
 
 class NixlLink:
@@ -76,7 +76,7 @@ class NixlLink:
         try:
             await asyncio.wrap_future(read)
             if self._scratch[row].numpy().tobytes() != token:
-                raise TransportError("the exporter does not know this epoch")
+                raise TransportError("the exporter has not admitted this epoch")
         finally:  # at once, or when an abandoned read has ended
             read.add_done_callback(lambda _: self._free_scratch.append(row))
 
@@ -174,7 +174,7 @@ class NixlLink:
                 if self._closing:
                     return
                 new, self._posted = self._posted, []
-            reads += new  # before they start: whatever happens then, each has an end
+            reads += new  # recorded before they start, so that each read ends whatever happens
             for read in new:
                 if read.error:
                     raise NixlError(read.error)
@@ -200,7 +200,8 @@ class NixlLink:
 
 
 def _is_short(there: tuple[Region, Sequence[int]], here: tuple[Region, Sequence[int]]) -> bool:
-    """Return whether a read of host memory takes less time than waking a thread and being woken by it."""
+    """Return whether a read of host memory takes less time than waking a thread and being woken by it, so that the
+    event loop performs it."""
     host_only = there[0].device is None and here[0].device is None
     return host_only and len(here[1]) * here[0].row_bytes <= _ON_THE_SPOT_BYTES
 

@@ -1,8 +1,8 @@
-"""NIXL: one-sided reads over UCX, for RDMA, of pools in GPU or host memory.
+"""The transport `nixl`: one-sided reads over UCX, for RDMA, of pools in GPU or host memory.
 
-The network reads the exporter's pool and writes the importer's, without either processor where it can. Its progress is
-made by threads of ours, its deadlines are ours, and what proves a destination quiet is the completion of the read or
-the destruction of the agent that made it. No metadata is pickled.
+The network reads the exporter's pool and writes the importer's, without either processor if the hardware can. Tandem's
+threads make its progress and hold its deadlines. A destination is proven quiet by the completion of the read or the
+destruction of the agent that made it. No metadata is pickled.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ def unavailable(setup: TransportSetup) -> str:
 
 
 def not_worth_it(setup: TransportSetup) -> str:
-    """Return why the transport is left out unless --kv-transports names it."""
+    """Return why the transport is used only if --kv-transports names it."""
     if setup.server_tls is not None:
         return "the cluster uses TLS and UCX does not encrypt"
     if not (_RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())):
@@ -142,7 +142,7 @@ class NixlImporter:
 
 
 class NixlChannel:
-    """See Channel in base.py."""
+    """The Channel of `nixl`."""
 
     def __init__(self, link: NixlLink, num_remote_blocks: int, ended: Callable[[], None]) -> None:
         self._link, self._num_remote_blocks = link, num_remote_blocks
@@ -167,9 +167,10 @@ class NixlChannel:
     async def destroy(self) -> None:
         """Destroy the channel.
 
-        A read in flight gets a moment to complete, which proves that nothing is written any more and spares other
+        A read in flight gets a short time to complete, which proves that nothing is written any more and spares other
         hand-offs on the link. Otherwise the agent is destroyed. It never returns if the library does not release the
-        agent."""
+        agent.
+        """
         self._open = False
         read = self._read
         if read is not None:

@@ -1,4 +1,4 @@
-"""Passes a file descriptor to other processes of the host that know a token, over a Unix socket.
+"""Passes a file descriptor to other processes of the host that present a token, over a Unix socket.
 
 The connection stays open on both sides; its end shows that the other process has ended. The socket is in a private
 directory. A killed process cannot remove its directory, so each directory contains a lock file, whose lock the kernel
@@ -22,7 +22,7 @@ from kvtransfer.transports.base import TransportError
 
 _PREFIX = "tandem-kv-"
 _LOCK = "lock"
-_MAX_SOCKET_PATH = 100  # the kernel takes 107 bytes
+_MAX_SOCKET_PATH = 100  # the kernel's limit is 107 bytes
 _HELLO = struct.Struct("<16sI16s")  # ticket id, attempt, token
 _TOKEN_BYTES = 16
 _TIMEOUT_S = 5.0
@@ -31,7 +31,7 @@ _MAX_GEOMETRY_BYTES = 4096
 
 
 class PrivateDirectory:
-    """A directory that only this user can read. It is in /tmp where the default place makes socket paths too long."""
+    """A directory that only this user can read. It is in /tmp if the default place would make socket paths too long."""
 
     def __init__(self, parent: Path | None = None) -> None:
         """`parent` defaults to the system's temporary directory. Raises OSError."""
@@ -57,7 +57,7 @@ def _remove_abandoned(parent: Path) -> None:
             if directory.stat().st_uid == os.getuid() and not _is_held(directory / _LOCK):
                 shutil.rmtree(directory, ignore_errors=True)
         except OSError:
-            continue  # another process removed it first, or it has no lock: not ours to judge
+            continue  # another process removed it first, or it has no lock: leave it alone
 
 
 def _is_held(lock: Path) -> bool:
@@ -158,7 +158,7 @@ async def receive_descriptor(path: str, epoch: Epoch, token: bytes) -> tuple[soc
             await _readable(connection)
         geometry, descriptors, _, _ = socket.recv_fds(connection, _MAX_GEOMETRY_BYTES, 1)
         if len(descriptors) != 1:
-            raise ConnectionRefusedError("the exporter does not know this epoch")
+            raise ConnectionRefusedError("the exporter has not admitted this epoch")
     except BaseException as error:
         connection.close()
         if isinstance(error, OSError):
@@ -168,7 +168,7 @@ async def receive_descriptor(path: str, epoch: Epoch, token: bytes) -> tuple[soc
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Return whether the exporter lives. It sends nothing after the descriptor, so bytes or an end mean that it is
+    """Return whether the exporter is alive. It sends nothing after the descriptor, so bytes or an end mean that it is
     gone."""
     try:
         connection.recv(1, socket.MSG_DONTWAIT)

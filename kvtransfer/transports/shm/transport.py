@@ -1,4 +1,5 @@
-"""Shared memory: the exporter's pool is a sealed memfd, handed over a Unix socket and mapped read-only by the importer.
+"""The transport `shm`: the exporter's pool is a sealed memfd, passed over a Unix socket and mapped read-only by the
+importer.
 
 The importer copies out of the mapping. One mapping per exporter process is kept; its Unix socket stays open beside it,
 so that the death of the exporter, whose memory the mapping would keep alive, ends the mapping too.
@@ -145,7 +146,7 @@ class ShmImporter:
 
 
 class ShmChannel:
-    """See Channel in base.py."""
+    """The Channel of `shm`."""
 
     def __init__(
         self,
@@ -177,7 +178,8 @@ class ShmChannel:
         self._open = False
         if self._read is not None:
             await joined(self._read)
-        self._remote = self._remote[:0].copy()  # or the traceback of a failed read keeps a dead exporter's pool mapped
+        # Otherwise the traceback of a failed read keeps a dead exporter's pool mapped.
+        self._remote = self._remote[:0].copy()
         self._ended(self)
 
     async def finish(self) -> None:

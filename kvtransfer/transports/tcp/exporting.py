@@ -98,7 +98,7 @@ class TcpExporter:
         if isinstance(connection, ssl.SSLSocket):
             connection.do_handshake()
         announcement = receive(connection, ANNOUNCEMENT.size)
-        connection.settimeout(None)  # an idle importer may come back at any time; keepalive finds dead hosts
+        connection.settimeout(None)  # an idle importer may send again at any time; keepalive finds dead hosts
         while announcement is not None and self._answer(connection, announcement):
             announcement = receive(connection, ANNOUNCEMENT.size)
 

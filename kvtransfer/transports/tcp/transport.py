@@ -1,4 +1,4 @@
-"""TCP: blocks go straight from the exporter's pool into the importer's, by vectored send and receive.
+"""The transport `tcp`: blocks go straight from the exporter's pool into the importer's, by vectored send and receive.
 
 A socket serves one hand-off at a time and is kept for the next one if the hand-off ends without an error. The importer
 announces every read with its epoch and a number, and the exporter repeats both in its answer. A read that ends in any
@@ -6,10 +6,9 @@ other way poisons the socket: it is shut down and its reading thread joined befo
 again. A read fails when it has received nothing for `stall_timeout_s`: a slow link does not end it, a silent exporter
 does.
 
-Sockets block, each in a thread of its own: the kernel copies without the interpreter's lock, the event loop never
-waits, and a peer that hangs delays only its own reads. A short read is received on the event loop (`LoopReceiver`),
-because waking the thread and being woken by it would take longer. With TLS, which is mutual, the thread does every
-read.
+Sockets block, each in its own thread: the kernel copies without the GIL, the event loop never waits, and a peer that
+hangs delays only its own reads. A short read is received on the event loop (`LoopReceiver`), because waking the thread
+and being woken by it would take longer. With TLS, which is mutual, the thread does every read.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ class LoopReceiver:
     def __init__(self, connection: socket.socket, stall_timeout_s: float) -> None:
         self._connection, self._stall_timeout_s = connection, stall_timeout_s
         self._left: list[memoryview] = []
-        self._head: Callable[[], Sequence[memoryview]] | None = None  # until it has come
+        self._head: Callable[[], Sequence[memoryview]] | None = None  # until the head has arrived
         self._received: asyncio.Future[None] | None = None  # while one waits
         self._stall: asyncio.TimerHandle | None = None  # likewise
         self._num_left = 0  # bytes that were missing when something last arrived
@@ -148,7 +147,7 @@ def importer(setup: TransportSetup) -> "TcpImporter":
 
 @dataclass(frozen=True, slots=True)
 class _Connection:
-    """A socket and the one thread that reads from it."""
+    """A socket and the thread that reads from it."""
 
     address: tuple[str, int]
     socket: socket.socket
@@ -243,7 +242,7 @@ class TcpImporter:
 
 
 class TcpChannel:
-    """See Channel in base.py."""
+    """The Channel of `tcp`."""
 
     def __init__(
         self,
@@ -314,7 +313,7 @@ class TcpChannel:
         self, connection: socket.socket, announcement: bytes, local_block_ids: Sequence[int]
     ) -> None:
         if connection.send(announcement, socket.MSG_DONTWAIT) < len(announcement):
-            raise TransportError("the exporter does not take announcements")  # they fit into any idle socket
+            raise TransportError("the exporter does not read announcements")  # they fit into any idle socket
 
         def body(answer: bytes) -> list[memoryview]:
             self._check_answer(answer, len(local_block_ids))
@@ -340,7 +339,7 @@ class TcpChannel:
         if (magic, ticket_id, attempt, answered) != expected:
             raise TransportError("an answer to another read")
         if refused:
-            raise TransportError("the exporter does not know this epoch, or has no such blocks")
+            raise TransportError("the exporter has not admitted this epoch, or has no such blocks")
         if num_bytes != num_blocks * self._block_bytes:
             raise TransportError(f"{num_bytes} bytes for {num_blocks} blocks of {self._block_bytes}")
 

@@ -98,7 +98,7 @@ class Imports(LoopbackImporter):
         exporter = self._owners[exporter_endpoint]
         source = self._network.pools.get(exporter_endpoint)
         if source is None or not exporter.is_alive:
-            raise TransportError("the exporter does not know this epoch")
+            raise TransportError("the exporter has not admitted this epoch")
         schedule = _Reads(self._links, exporter, self._dice, self._odds)
         channel = LoopbackChannel(source, self._memory, schedule, lambda ended: self._open.pop(ended, None))
         self._open[channel] = None
