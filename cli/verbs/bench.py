@@ -4,19 +4,17 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from cli import connection
-from cli.load.open_loop import Objective, RequestFailed, open_loop, report
+from cli.load.open_loop import Objective, open_loop, report
+from cli.load.sender import Sender
 from cli.load.workload import Arrival, clipped, poisson, prompt_ids, read_trace, scaled
 from cli.table import table
 from cluster.errors import ConfigError
-from tandem.client import AsyncClient
-from tandem.errors import TandemError
 
 HELP = "load a cluster in an open loop and measure TTFT, ITL, E2E and goodput"
 
@@ -121,31 +119,6 @@ async def _bench(arguments: argparse.Namespace, arrivals: list[Arrival]) -> dict
         prompts = [
             prompt_ids(arrival, number, model.vocab_size, arguments.seed) for number, arrival in enumerate(fitting)
         ]
-        records = await open_loop(fitting, _Sender(client, model.id, prompts, arguments.timeout_s).send)
+        records = await open_loop(fitting, Sender(client, model.id, prompts, arguments.timeout_s).send)
     objective = Objective(arguments.slo_ttft_s, arguments.slo_itl_s)
     return {"model": model.id, "clipped": num_clipped, **report(records, objective)}
-
-
-@dataclass(frozen=True, slots=True)
-class _Sender:
-    client: AsyncClient
-    model: str
-    prompts: list[list[int]]  # by the request's number
-    timeout_s: float
-
-    async def send(self, number: int, arrival: Arrival) -> AsyncGenerator[int, None]:
-        """Generate exactly the planned number of tokens: greedy, ignoring the end of sequence."""
-        generation = self.client.generate(
-            token_ids=self.prompts[number],
-            model=self.model,
-            max_tokens=arrival.output_tokens,
-            ignore_eos=True,
-            temperature=0.0,
-            timeout_s=self.timeout_s,
-        )
-        try:
-            async with generation:
-                async for delta in generation:
-                    yield len(delta.token_ids)
-        except TandemError as error:
-            raise RequestFailed(error.reason) from error

@@ -1,0 +1,135 @@
+"""The arms of the comparison: how each is started on this machine, and what to ask it. Starts and stops processes."""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.engine.parties import descendants
+from benchmarks.placement.figures.verdict import AUTO, COLOCATED, SEPARATE, STATIC, VLLM
+from cli.local.local_cluster import LocalCluster
+from cli.verbs import up
+from cluster.process import die_with_parent
+from cluster.settings.config import RouterConfig
+
+_VLLM_START_S = 300.0
+_POOLS = {SEPARATE: ("--prefill", "1", "--decode", "1"), COLOCATED: ("--colocated", "2")}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What all arms serve. `flags`: of `tandem up`, beside the pools."""
+
+    model: Path
+    vocab_size: int
+    max_model_len: int
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunningArm:
+    """`pids` returns the processes that serve requests, by name. `can_be_stopped`: SIGSTOP keeps an idle one from the
+    cores; a cluster of several members would lose its heartbeats."""
+
+    name: str
+    protocol: str  # of generator.Job
+    address: str
+    flags: str
+    pids: Callable[[], dict[str, int]]
+    can_be_stopped: bool = False
+
+    @property
+    def is_static(self) -> bool:
+        return self.name in STATIC
+
+
+def skipped(vllm_python: str) -> dict[str, str]:
+    """Return the arms that cannot run here, with the reason."""
+    reasons = {}
+    if not _auto_flags():
+        reasons[AUTO] = "this commit's router has no policy `auto`"
+    if not vllm_python:
+        reasons[VLLM] = "VLLM_PYTHON is not set"
+    return reasons
+
+
+@asynccontextmanager
+async def running(name: str, served: Served, folder: Path, vllm_python: str) -> AsyncIterator[RunningArm]:
+    """Start one arm and stop it in the end. Raises TandemError or RuntimeError if it does not start."""
+    if name == VLLM:
+        async with _vllm(served, vllm_python) as arm:
+            yield arm
+    else:
+        pools = _auto_flags() if name == AUTO else _POOLS[name]
+        async with _tandem(name, (*pools, *served.flags), served, folder) as arm:
+            yield arm
+
+
+@contextmanager
+def alone(arm: RunningArm, arms: Sequence[RunningArm]) -> Iterator[None]:
+    """Stop the other arms that can be stopped, while this one is measured."""
+    others = [pid for other in arms if other is not arm and other.can_be_stopped for pid in other.pids().values()]
+    try:
+        for pid in others:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in others:
+            os.kill(pid, signal.SIGCONT)
+
+
+def _auto_flags() -> tuple[str, ...]:
+    """Return the flags of a cluster whose router decides per request; empty if this commit has no such policy."""
+    policies = {item.name: item.metadata["choices"] for item in dataclasses.fields(RouterConfig)}
+    return ("--prefill", "1", "--decode", "1", "--policy", AUTO) if AUTO in policies.get("policy", ()) else ()
+
+
+@asynccontextmanager
+async def _tandem(name: str, flags: tuple[str, ...], served: Served, folder: Path) -> AsyncIterator[RunningArm]:
+    """Run `tandem up` with these flags."""
+    parser = argparse.ArgumentParser()
+    up.add_arguments(parser)
+    own = ("--model", str(served.model), "--cluster-key-file", str(folder / f"{name}.key"))
+    plan, _ = up.plan_from(parser.parse_args([*flags, *own, "--port", "0", "--grpc-port", "0"]))
+    cluster = LocalCluster(plan, say=_ignore, echo=_ignore)
+    try:
+        await cluster.start()
+        yield RunningArm(name, "tandem", cluster.grpc, " ".join(("tandem up", *flags)), cluster.pids)
+    finally:
+        await cluster.close()
+
+
+@asynccontextmanager
+async def _vllm(served: Served, python: str) -> AsyncIterator[RunningArm]:
+    """Run vLLM on both cores, one thread each."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
+    process = await asyncio.create_subprocess_exec(
+        *(python, str(Path(__file__).with_name("vllm_server.py")), str(served.model), str(served.max_model_len)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env=os.environ | {"VLLM_CPU_OMP_THREADS_BIND": cores},
+        preexec_fn=die_with_parent,
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(_VLLM_START_S):
+            line = await process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{python} could not start vLLM: run vllm_server.py by hand to see why")
+        ready = json.loads(line)
+        pids = {str(pid): pid for pid in (process.pid, *(pid for pid, _ in descendants(process.pid)))}
+        flags = f"vLLM {ready['version']}: {ready['flags']}"
+        yield RunningArm(VLLM, "vllm", ready["address"], flags, lambda: pids, can_be_stopped=True)
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+def _ignore(*_: str) -> None:
+    """The errors of a process that ends are part of the exception."""
