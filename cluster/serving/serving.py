@@ -42,7 +42,9 @@ _SERVER_OPTIONS = (
 _CHANNEL_OPTIONS = (
     *_KEEPALIVE_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # In spite of its name, this is the timeout of connecting and bounds no pause. A busy machine needs many times the
+    # time of an idle one, and a call fails when the first attempt does.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_http_proxy", 0),  # members reach each other directly, whatever the environment says
 )
@@ -126,7 +128,7 @@ def open_channel(
     address: str, tls: ClusterTls | None = None, *, max_message_bytes: int = MAX_MESSAGE_BYTES
 ) -> grpc.aio.Channel:
     """Return a channel to host:port, over TLS if the cluster uses it. It connects at the first call and reconnects
-    within two seconds after the server has come back."""
+    within about two seconds after the server has come back."""
     options = [*_CHANNEL_OPTIONS, *_message_options(max_message_bytes)]
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)

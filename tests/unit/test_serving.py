@@ -1,6 +1,7 @@
 """The behaviour of every gRPC server of Tandem, shown on a real server and channel."""
 
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
@@ -255,6 +256,26 @@ async def test_a_missing_server_is_unavailable_and_a_passed_deadline_is_deadline
             )
     assert type(error_from_rpc(late.value)) is errors.DeadlineExceeded
     assert type(error_from_rpc(nobody.value)) is errors.Unavailable
+
+
+async def test_a_call_succeeds_though_connecting_takes_half_a_second(served: Served) -> None:
+    """As on a machine whose cores are busy. Half a second is a quarter of the timeout of connecting."""
+
+    async def pass_on_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.5)
+        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", served.port)
+        await asyncio.gather(pump(reader, there_writer), pump(there_reader, writer))
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+
+    slow = await asyncio.start_server(pass_on_late, "127.0.0.1", 0)
+    address = f"127.0.0.1:{slow.sockets[0].getsockname()[1]}"
+    async with slow, open_channel(address) as channel:
+        await served.server.set_ready(True)
+        assert await is_serving(channel, timeout_s=DEADLINE_S)
 
 
 async def test_a_port_in_use_is_refused_by_name(served: Served) -> None:
