@@ -1,0 +1,30 @@
+"""The router's view of one prefill worker."""
+
+import asyncio
+
+from cluster.member import Member
+from cluster.messages import MemberId, Role
+from cluster.observe.telemetry import Telemetry
+from cluster.serving.serving import open_channel
+from router.fleet.prefill_peer import PrefillPeer
+from router.fleet.supervision import WorkerTimeouts
+
+
+async def test_a_ticket_given_up_after_the_channel_closed_stays_until_its_deadline_without_a_stack_trace() -> None:
+    unhandled: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+    channel = open_channel("127.0.0.1:1")
+    peer = PrefillPeer(
+        Member(id=MemberId("p0", "a1"), role=Role.PREFILL, address="127.0.0.1:1", model="m"),
+        channel,
+        timeouts=WorkerTimeouts(heartbeat_timeout_s=1.0, recovery_timeout_s=1.0),
+        on_change=lambda: None,
+        telemetry=Telemetry(),
+    )
+    with peer.abandoned_unless_imported(b"ticket"):
+        await channel.close()
+    abandoning = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    assert len(abandoning) == 1
+    await asyncio.wait(abandoning)
+    assert abandoning[0].exception() is None
+    assert not unhandled
