@@ -445,7 +445,7 @@ def transports(
 def nccl_sides(
     library: NcclLibrary, source: PoolMemory, target: PoolMemory, limits: CommunicatorLimits | None = None
 ) -> tuple[NcclExporter, NcclImporter]:
-    limits, here = limits or CommunicatorLimits(transfer_s=5.0), "127.0.0.1"
+    limits, here = limits or CommunicatorLimits(transfer_s=30.0), "127.0.0.1"
     exporter = NcclExporter(memory=source, library=library, host=here, advertise_host=here, limits=limits)
     return exporter, NcclImporter(memory=target, library=library, limits=limits)
 

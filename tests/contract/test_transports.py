@@ -111,7 +111,7 @@ def _nixl(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTr
 
 def _nccl(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
     """Return the NCCL transport over sockets. Tests that need a GPU are in test_nccl.py."""
-    limits, library = CommunicatorLimits(transfer_s=5.0), SocketNccl()
+    limits, library = CommunicatorLimits(transfer_s=30.0), SocketNccl()
     exporter = NcclExporter(memory=source, library=library, host="127.0.0.1", advertise_host="127.0.0.1", limits=limits)
     return exporter, NcclImporter(memory=target, library=library, limits=limits)
 
@@ -439,7 +439,7 @@ async def test_a_cancelled_loopback_read_writes_on_until_its_channel_is_destroye
 
 def means(memory: PoolMemory) -> TransportSetup:
     return TransportSetup(
-        member=EPOCH.exporter, memory=memory, host="127.0.0.1", advertise_host="127.0.0.1", timeout_s=5.0
+        member=EPOCH.exporter, memory=memory, host="127.0.0.1", advertise_host="127.0.0.1", timeout_s=30.0
     )
 
 
