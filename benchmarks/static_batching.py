@@ -1,6 +1,6 @@
 """The baseline of continuous batching: batches that no sequence joins or leaves before all of them have ended.
 
-As FasterTransformer behind Triton. It is a scheduler around Tandem's own, for the simulated clock of
+FasterTransformer behind Triton works so. It is a scheduler around Tandem's own, for the simulated clock of
 tests/unit/scheduling; no worker offers it.
 """
 
@@ -15,8 +15,8 @@ from engine.scheduling.step import StepPlan, StepResult
 class StaticBatching:
     """Holds jobs of one sequence back until the batch before them has ended, then admits up to `batch_size` of them.
 
-    `window` sorts each so many arrivals by prompt length, so that the prompts of a batch have similar lengths; 1 keeps
-    the order of arrival.
+    Each `window` arrivals are sorted by prompt length, so that the prompts of a batch have similar lengths; 1 keeps the
+    order of arrival.
     """
 
     def __init__(self, scheduler: SequenceScheduler, batch_size: int, window: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Time to encode and decode KV for each wire dtype on one core, and the link speed below which it pays.
+"""Measure the time to encode and decode KV for each wire dtype on one core, and the link speed below which it pays.
 
 `python -m benchmarks.wire_dtypes` prints the tables of benchmarks/results/wire_dtypes.md. Rates count the pool's bytes,
 also where fewer travel, and are those of the fastest of forty samples, taken in turns. Blocks are read in random order,

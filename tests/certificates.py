@@ -65,7 +65,8 @@ def load(member: Pair, authority: Pair, host: str = "127.0.0.1") -> ClusterTls:
 
 
 def client_credentials(authority: Pair, member: Pair | None = None) -> grpc.ChannelCredentials:
-    """Of a caller that trusts `authority`; with `member`, that shows this certificate."""
+    """Return the credentials of a caller that trusts `authority` and, with `member`, presents that member's
+    certificate."""
     if member is None:
         return grpc.ssl_channel_credentials(authority.cert.read_bytes())
     return grpc.ssl_channel_credentials(authority.cert.read_bytes(), member.key.read_bytes(), member.cert.read_bytes())

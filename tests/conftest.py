@@ -1,4 +1,4 @@
-"""What every test runs under: one thread per process for arithmetic, and no setting from the caller's environment."""
+"""Settings of every test: one thread per process for arithmetic, and no setting from the caller's environment."""
 
 import gc
 import os
@@ -27,7 +27,7 @@ settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In the process that was started, and in each one that pytest-xdist starts."""
+    """Configure the process that was started, and each one that pytest-xdist starts."""
     start_reaper(os.environ)
     config.pluginmanager.register(StacksOfSlowTests())
     gc.disable()  # until all tests are collected

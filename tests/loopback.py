@@ -27,7 +27,7 @@ class Fault(StrEnum):
 
 
 class FaultSchedule:
-    """Which fault happens at which step, counted from 0, and the current step."""
+    """The fault at each step, counted from 0, and the current step."""
 
     def __init__(self, faults: Mapping[int, Fault] | None = None) -> None:
         self._faults = dict(faults or {})

@@ -13,7 +13,7 @@ _STEP_BYTES = 3 << 30  # of a process beside weights and KV: context, a step's a
 
 
 class NoRoom(Exception):
-    """Not even the smallest shape fits; the message has the numbers."""
+    """Raised when not even the smallest shape fits; the message has the numbers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,8 @@ class _Measuring:
         self._room: Room | None = None
 
     async def run(self, modes: Sequence[str]) -> None:
-        """Colocated first: it is short, and then `kill -9` is the last. Where little time is left, it is the last."""
+        """Measure every mode. The colocated mode comes first because it is short, so that `kill -9` comes last; with
+        little time left the colocated mode comes last."""
         chosen = [mode for mode in _MODES if mode in modes]
         if self._times.left_s < _ENOUGH_FOR_BOTH_S:
             chosen.reverse()

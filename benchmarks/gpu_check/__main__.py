@@ -57,8 +57,8 @@ def main() -> int:
 
 
 def _run(section: Section, folder: Path, ends_at_s: float) -> Outcome:
-    """Run a section as a program of its own, with its own time limit. At the limit it prints its stacks and is ended
-    with all its processes."""
+    """Run a section as a separate program, with its own time limit. At the limit it prints its stacks and is ended with
+    all its processes."""
     if section.absent:
         return Outcome(section.name, Verdict.ABSENT, (section.absent,))
     began_s = time.monotonic()

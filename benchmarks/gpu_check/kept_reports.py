@@ -60,7 +60,8 @@ class _Keeper:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """End the process after a test that lost the GPU's context. Waiting for the GPU is not the test's time."""
+    """End the process after a test that lost the GPU's context. The wait for the GPU does not count as the test's
+    time."""
     with _alone() if item.get_closest_marker("whole_gpu") else nullcontext():
         result = yield
     if _computes_for_another(item.config):

@@ -70,7 +70,7 @@ def command(python: str, tests: Sequence[str], kept: Path, *, marker: str, num_p
 
 
 def _told(kept: Kept) -> str:
-    """Return one line: the reason of a skip, or the error's last line of its own."""
+    """Return one line: the reason of a skip, or the last line of the error itself."""
     errors = _ERROR_LINE.findall(kept.text)
     lines = [errors[0]] if errors else [line.strip() for line in kept.text.splitlines() if line.strip()]
     return f"{kept.name.removeprefix('tests/')}: {lines[-1] if lines else 'no reason given'}"[:300]

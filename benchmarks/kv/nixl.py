@@ -21,7 +21,7 @@ _PAUSE_S = 0.001
 
 
 class BareExporter:
-    """Registers the pool and accepts connections on a thread of its own."""
+    """Registers the pool and accepts connections on its own thread."""
 
     def __init__(self, pool: KvPool) -> None:
         self._agent = _agent("bare-exporter", pool)

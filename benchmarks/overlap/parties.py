@@ -1,7 +1,7 @@
 """Both ends of the hand-offs that `benchmarks.overlap` times: a prefill worker's process, and an importer in this one.
 
 The model has the shape of SmolLM2-135M and equal random weights on both sides. The importer is the decode worker's,
-over a pool of its own; this process computes nothing while prefill is timed.
+over its own pool; this process computes nothing while prefill is timed.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class HandedOver:
 
 
 class _Blocks:
-    """A BlockSource over a pool of its own."""
+    """A BlockSource over its own pool."""
 
     def __init__(self, num_blocks: int) -> None:
         self._pool = BlockPool(num_blocks)
@@ -181,7 +181,7 @@ class Pair:
         return HandedOver(first_tokens.prefill_s, imported)
 
     async def round_trip_s(self) -> float:
-        """Return the seconds of one control message and its answer on a stream of its own."""
+        """Return the seconds of one control message and its answer on a separate stream."""
         began_s = time.perf_counter()
         call = self._handoffs.HandOff(metadata=((IMPORTER_METADATA, str(self._member)),))
         await call.write(kv_pb2.ImporterMessage(attach=kv_pb2.Attach()))

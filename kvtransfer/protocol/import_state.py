@@ -1,4 +1,4 @@
-"""What the importer's state machine stores about one hand-off, its events and its actions. Pure values.
+"""The state, events and actions of the importer's state machine for one hand-off. Pure values.
 
 `import_machine` has the moves. Places number the blocks of a hand-off: the full blocks of the prompt in order, then one
 tail per choice.

@@ -1,4 +1,5 @@
-"""What remains after a round when the cluster is idle: blocks, mappings, descriptors, threads, memory."""
+"""Reads the resources that remain after a round when the cluster is idle: blocks, mappings, descriptors, threads,
+memory."""
 
 import asyncio
 import os

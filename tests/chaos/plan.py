@@ -1,4 +1,4 @@
-"""Which fault happens in which round. Pure: the same seed makes the same plan.
+"""The plan of faults: which fault happens in which round. Pure: the same seed makes the same plan.
 
 Owns the list of faults, and which phases of a request a role can hold. Executes nothing.
 """

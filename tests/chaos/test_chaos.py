@@ -14,7 +14,7 @@ _FAULTS = (
 
 
 @pytest.mark.timeout(300)
-async def test_members_that_end_at_the_worst_moments_cost_nobody_a_token() -> None:
+async def test_members_that_end_at_the_worst_moments_lose_no_token() -> None:
     plan = [Round(number, number, fault, victim=0, for_s=0.5, jump_s=0.0) for number, fault in enumerate(_FAULTS)]
     run = await run_plan(plan, seed=0, questions=make_questions(num_mixed=6), num_clients=4)
     told = [f"{result.fault}: {what}" for result in run.results for what in result.wrong]

@@ -55,7 +55,7 @@ def _wrong_of(asked: Asked, fault: Fault, account: Account = _CLEAN, note: str =
 
 @pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome is not Outcome.OK])
 @pytest.mark.parametrize("way", Way)
-def test_whatever_a_worker_does_to_an_answer_is_wrong(way: Way, outcome: Outcome) -> None:
+def test_every_outcome_but_ok_after_a_fault_of_a_worker_is_a_failure(way: Way, outcome: Outcome) -> None:
     fault = Fault(Kind.SIGKILL, "decode", Phase.DECODING)
     assert not _wrong_of(_asked(way, "router0", Outcome.OK), fault)
     assert _wrong_of(_asked(way, "router0", outcome), fault)
@@ -70,7 +70,7 @@ def test_only_a_stream_whose_own_router_was_killed_may_end_with_it() -> None:
     assert _wrong_of(_asked(Way.HTTP, "router0", Outcome.LOST), left, note="exit status 0"), "it was to finish it"
 
 
-def test_what_is_left_behind_is_wrong() -> None:
+def test_a_leak_a_violation_and_a_bad_exit_status_are_failures() -> None:
     fault, asked = Fault(Kind.SIGTERM, "decode", Phase.DECODING), _asked(Way.GRPC, "router0", Outcome.OK)
     assert not _wrong_of(asked, fault, note="exit status 0")
     assert _wrong_of(asked, fault, note="exit status 1")
@@ -80,7 +80,7 @@ def test_what_is_left_behind_is_wrong() -> None:
     assert _wrong_of(asked, fault, broken, note="exit status 0")
 
 
-async def test_a_token_that_comes_twice_or_is_left_out_is_seen() -> None:
+async def test_a_repeated_or_missing_token_is_detected() -> None:
     asked = _asked(Way.GRPC, "router0", Outcome.OK)
     asked.take(0, 0, (5,), "x", "")
     with pytest.raises(Wrong) as repeated:
@@ -103,7 +103,7 @@ async def test_recovery_is_the_longest_wait_from_the_fault_on() -> None:
     assert asked.handover_s is None, "its ledger is not known"
 
 
-async def test_what_workers_queued_and_computed_within_the_longest_wait_is_not_hand_over() -> None:
+async def test_queueing_and_computing_in_the_longest_wait_do_not_count_as_hand_over() -> None:
     asked = _asked(Way.GRPC, "router0", Outcome.OK)
     asked.last_token_s = 10.0
     asked.hit(10.5)
@@ -120,7 +120,7 @@ async def test_what_workers_queued_and_computed_within_the_longest_wait_is_not_h
     assert asked.handover_s == pytest.approx(4.0 - 0.3 - 2.0)
 
 
-def test_a_goal_that_is_missed_is_said_to_be() -> None:
+def test_a_missed_goal_is_reported() -> None:
     fault, asked = Fault(Kind.SIGSTOP, "decode", Phase.DECODING), _asked(Way.GRPC, "router0", Outcome.OK)
     one = dataclasses.replace(make_plan(1, 1)[0], fault=fault)
     result = judged(Course(one, Victim("decode", "decode0"), Met(("id",), ("id",)), ended=[asked], hit=[asked]), _CLEAN)

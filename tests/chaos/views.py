@@ -1,4 +1,4 @@
-"""What members report: a router its live requests, a worker its blocks. Reads only."""
+"""Reads the reports of members: a router's live requests, a worker's blocks."""
 
 import asyncio
 from collections.abc import Iterable

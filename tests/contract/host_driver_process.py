@@ -46,7 +46,7 @@ async def import_() -> None:
 
 
 def _protection(address: int) -> str:
-    """As the kernel tells it; empty where nothing is mapped."""
+    """Return the protection that the kernel reports; empty if nothing is mapped."""
     with open("/proc/self/maps") as maps:
         return next((line.split()[1] for line in maps if line.startswith(f"{address:x}-")), "")
 

@@ -35,7 +35,8 @@ class BytePool:
     """PoolMemory of equal bytes, large enough for a read to be interrupted in the middle."""
 
     def __init__(self, byte: int, device: str = "cpu") -> None:
-        """On a GPU in ordinary memory: the UCX in NIXL's wheel hands exported pages to no other process."""
+        """Create the pool; on a GPU in ordinary memory, because the UCX in NIXL's wheel passes exported pages to no
+        other process."""
         self.num_blocks, self.block_bytes = NUM_BLOCKS, BLOCK_BYTES
         self.memfd: int | None = None
         self.raw = torch.full((NUM_BLOCKS, BLOCK_BYTES), byte, dtype=torch.uint8, device=device)
@@ -133,7 +134,8 @@ def _begin(
 
 
 def _enter(namespace: str) -> None:
-    """As `ip netns exec` does it: with the namespace's own view of /sys, where UCX looks for interfaces."""
+    """Enter the network namespace as `ip netns exec` does: with its own view of /sys, where UCX looks for
+    interfaces."""
     library = ctypes.CDLL(None)
     with Path("/run/netns", namespace).open() as entrance:
         assert library.setns(entrance.fileno(), _CLONE_NEWNET) == 0

@@ -37,7 +37,7 @@ async def test_a_lapsed_lease_frees_its_blocks_and_fails_its_importer(transport:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_blocks_that_were_used_again_under_a_reader_are_never_decoded(transport: str) -> None:
+async def test_blocks_that_were_reused_during_a_read_are_never_decoded(transport: str) -> None:
     """The exporter's clock runs ahead and its blocks are rewritten before the importer learns of it."""
     clock = ManualClock()
     async with handoff_rig(transport, exporter_clock=clock) as rig:
@@ -75,7 +75,7 @@ async def test_renewals_keep_a_lease_during_prefill() -> None:
         rig.check_clean()
 
 
-async def test_a_lease_ends_by_itself_in_time_without_anybody_asking() -> None:
+async def test_a_lease_ends_at_its_deadline_without_a_request() -> None:
     settings = TransferSettings(lease_s=0.05, max_lease_s=0.05)
     async with handoff_rig("tcp", settings=settings) as rig:
         prefill = rig.prefill(2 * BLOCK_SIZE)

@@ -1,4 +1,4 @@
-"""Who may not attach, and what is not a hand-off: every refusal has its name, and holds nothing."""
+"""Tests that every Attach and message that is refused is refused by name and leaves nothing reserved."""
 
 import asyncio
 import dataclasses
@@ -165,7 +165,7 @@ async def test_settling_twice_is_answered_once_and_releases_once(rig: Rig) -> No
     rig.check_clean()
 
 
-async def test_settling_as_good_what_is_not_finished_is_invalid(rig: Rig) -> None:
+async def test_settling_an_unfinished_prefill_as_ok_is_invalid(rig: Rig) -> None:
     prefill = rig.prefill(2 * BLOCK_SIZE)
     prefill.seal(1)
     await rig.digested()
@@ -208,7 +208,7 @@ async def test_a_settle_without_outcome_is_refused(rig: Rig) -> None:
 
 
 async def test_settling_another_attempt_changes_nothing() -> None:
-    """Only the epoch that attached may settle itself; the lease ends when its call does."""
+    """Only the call that attached an epoch may settle it; the lease ends when that call does."""
     clock = ManualClock()
     async with handoff_rig("tcp", exporter_clock=clock) as rig:
         prefill = rig.prefill(BLOCK_SIZE)

@@ -66,7 +66,7 @@ async def test_workers_hand_off_with_a_common_version_and_name_the_reason_withou
     ("exporter", "said", "spoken"),
     [((1, 1), {}, 1), ((1, 2), {}, 1), ((1, 2), {"protocol_oldest": 1, "protocol_newest": 3}, 2)],
 )
-async def test_an_exporter_says_which_version_is_spoken_and_takes_silence_for_the_first(
+async def test_an_exporter_names_the_chosen_version_and_treats_a_missing_one_as_the_first(
     exporter: tuple[int, int], said: dict[str, int], spoken: int
 ) -> None:
     async with handoff_rig("tcp", exporter_protocol=ProtocolRange(*exporter)) as rig:
@@ -74,7 +74,7 @@ async def test_an_exporter_says_which_version_is_spoken_and_takes_silence_for_th
         assert answer.accepted.protocol == spoken
 
 
-async def test_an_importer_that_names_no_version_is_refused_where_the_first_is_retired() -> None:
+async def test_an_importer_without_a_version_is_refused_by_an_exporter_that_dropped_the_first() -> None:
     async with handoff_rig("tcp", exporter_protocol=ProtocolRange(2, 2)) as rig:
         answer = await first_answer(rig, attach(rig.prefill(NUM_TOKENS).signed))
         assert answer.refused.reason == HandOffReason.NO_COMMON_PROTOCOL

@@ -286,7 +286,9 @@ async def test_a_link_check_without_free_blocks_measures_nothing() -> None:
         rig.check()
 
 
-async def test_a_link_check_whose_free_blocks_were_taken_meanwhile_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_link_check_whose_free_blocks_were_reserved_by_others_ends_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(probe_module, "_RESERVE_S", 0.05)
 
     async def stale() -> int:

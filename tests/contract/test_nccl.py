@@ -197,14 +197,14 @@ async def test_a_lost_communicator_is_rebuilt_at_the_next_hand_off() -> None:
         assert len(side.imports.communicators) == 2
 
 
-async def test_an_idle_link_gives_its_communicator_back_when_the_exporter_is_gone() -> None:
+async def test_an_idle_link_frees_its_communicator_when_the_exporter_is_gone() -> None:
     async with sides() as side:
         assert await side.moves_blocks()
         await side.exporter.close()
         await until(lambda: side.imports.communicators[0].is_aborted)
 
 
-async def test_links_past_the_bound_give_their_communicators_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_links_past_the_bound_free_their_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_importer, "_MAX_PEERS", 1)
     async with sides() as first, sides() as second:
         importer = first.importer

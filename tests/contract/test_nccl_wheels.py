@@ -85,7 +85,8 @@ def test_a_pool_in_host_memory_is_not_offered() -> None:
 
 
 def test_every_call_of_a_communicator_reaches_the_library_with_its_arguments() -> None:
-    """One that was never initialised: the library itself refuses each call, and no group stays open behind it."""
+    """The communicator was never initialised: the library itself refuses each call, and no group stays open
+    afterwards."""
     from cupy.cuda import nccl as library
 
     empty = library.NcclCommunicator.__new__(library.NcclCommunicator)

@@ -1,4 +1,5 @@
-"""What only NIXL promises: reads that need no processor of the exporter's, and quiet after the agent's destruction."""
+"""Tests of the promises that only NIXL makes: reads that need no processor of the exporter's, and quiet memory after
+the agent's destruction."""
 
 import asyncio
 import os

@@ -309,7 +309,7 @@ async def test_a_peer_without_a_certificate_of_the_cluster_cannot_read_over_tcp(
 
 
 async def _open_and_read(importer: TcpImporter, endpoint: bytes) -> None:
-    """With TLS 1.3 the importer learns only from its first read that it was refused."""
+    """With TLS 1.3 the importer detects only at its first read that it was refused."""
     channel = await importer.open_channel(EPOCH, endpoint)
     await channel.read([0], [0])
 
@@ -367,7 +367,7 @@ async def test_the_end_of_the_exporter_ends_the_mapping_of_its_pool() -> None:
     await importer.close()
 
 
-def test_shm_is_offered_only_where_both_see_the_same_files() -> None:
+def test_shm_is_offered_only_if_both_workers_see_the_same_files() -> None:
     source = random_pool(2, seed=1)
     exporter = ShmExporter(memory=source)
     assert exporter.reachable(shm.host_identity())

@@ -22,7 +22,7 @@ ALLOWED = 2.0  # times what transformers' own bfloat16 is off by: both round, in
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
-def test_the_last_resort_says_what_transformers_says_in_float32(name: str, tmp_path: Path) -> None:
+def test_the_fallback_back_end_equals_transformers_in_float32(name: str, tmp_path: Path) -> None:
     """The golden tests of all families compare Triton's back end with this one."""
     sequences = forced(build(tmp_path, FAMILIES[name], attention_backend="gather"))
     verdict = judge(reference(tmp_path, torch.float32), sequences)
@@ -64,7 +64,7 @@ def said(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
 
 
 def reference(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """On the CPU, attention written out."""
+    """Return attention computed on the CPU from its definition."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.eval()  # type: ignore[no-untyped-call, no-any-return]
 

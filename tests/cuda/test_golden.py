@@ -1,5 +1,5 @@
-"""On a GPU, every family says what plain `transformers` says on a CPU, with and without graphs; and libraries'
-attention says what our own does."""
+"""Tests that on a GPU every family gives the results of plain `transformers` on a CPU, with and without graphs, and
+that the libraries' attention equals Tandem's own."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,7 +82,7 @@ def test_attention_in_16_bits_is_near_that_written_out(
     assert worst < (3e-2 if dtype == "bfloat16" else 4e-3)
 
 
-def test_what_serves_in_bfloat16_is_fused_and_comes_from_graphs(tmp_path: Path) -> None:
+def test_bfloat16_models_are_served_by_fused_kernels_and_graphs(tmp_path: Path) -> None:
     """Each of them falls back silently if it fails, so figures alone would not show it."""
     engine = build(tmp_path, WIDE, dtype="bfloat16")
     engine.pool.close()

@@ -93,7 +93,7 @@ def run_step(runner: ModelRunner, members: Sequence[Forced]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Over all observed positions of all sequences."""
+    """The results over all observed positions of all sequences."""
 
     worst: float  # largest difference of any logit
     decisive: int  # positions where the reference's top-1 margin exceeds 1e-3

@@ -45,7 +45,7 @@ def question(
 
 
 class Answer:
-    """What the client has received so far."""
+    """The part of an answer that the client has received so far."""
 
     def __init__(self) -> None:
         self.choices: dict[int, list[int]] = {}

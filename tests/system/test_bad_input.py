@@ -227,7 +227,9 @@ async def test_missing_model_taken_port_and_unreachable_redis_end_a_start_in_one
         _assert_told(end.output, said)
 
 
-async def test_workers_that_do_not_belong_are_refused_with_both_values(cluster: LocalCluster, tmp_path: Path) -> None:
+async def test_workers_that_do_not_match_the_cluster_are_refused_with_both_values(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
     """A worker with another model, block size or fine-tune of the same shape exits with status 2 and one line that
     names the difference. The other workers continue."""
     tuned = _another_fine_tune(tmp_path / "demo_model")

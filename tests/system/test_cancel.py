@@ -114,7 +114,9 @@ def _member(cluster: LocalCluster, name: str) -> str:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_mid_decode_its_blocks_are_free_within_two_steps(cluster: LocalCluster, n: int) -> None:
+async def test_a_request_cancelled_during_decode_frees_its_blocks_within_two_steps(
+    cluster: LocalCluster, n: int
+) -> None:
     async with _as_router(cluster, "decode0") as (stub, stream):
         await stub.Start(wire.decode_job_to_wire(_decode_job((5, 6, 7, 8), None, n=n)))
         for _ in range(6):
@@ -123,7 +125,7 @@ async def test_mid_decode_its_blocks_are_free_within_two_steps(cluster: LocalClu
         await _assert_freed_within_two_steps(cluster, "decode0", stream.write(_cancel(*range(n))))
 
 
-async def test_mid_prefill_its_blocks_are_free_within_two_steps(cluster: LocalCluster) -> None:
+async def test_a_request_cancelled_during_prefill_frees_its_blocks_within_two_steps(cluster: LocalCluster) -> None:
     async with cluster.channel("prefill0") as channel:
         job = wire.prefill_job_to_wire(_prefill_job(None))
         before = await _standing(cluster, "prefill0")
@@ -141,7 +143,9 @@ async def test_mid_prefill_its_blocks_are_free_within_two_steps(cluster: LocalCl
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_mid_transfer_its_blocks_are_free_within_two_steps_on_both_pools(cluster: LocalCluster, n: int) -> None:
+async def test_a_request_cancelled_during_transfer_frees_the_blocks_of_both_pools_within_two_steps(
+    cluster: LocalCluster, n: int
+) -> None:
     async with cluster.channel("prefill0") as channel, _as_router(cluster, "decode0") as (stub, stream):
         job = wire.prefill_job_to_wire(_prefill_job(_member(cluster, "decode0"), n=n))
         call = worker_pb2_grpc.PrefillWorkerStub(channel).Prefill(job, timeout=_DEADLINE_S)

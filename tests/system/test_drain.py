@@ -48,7 +48,7 @@ def _content(answer: Answer) -> tuple[object, ...]:
 
 
 async def test_a_draining_decode_worker_hands_over_its_sequences_and_loses_no_token(cluster: LocalCluster) -> None:
-    """Of eight streams some decode, some are about to end, and three are queued, prefilled or pulled when the drain
+    """Some of eight streams decode, some are about to end, and three are queued, prefilled or pulled when the drain
     begins."""
     requests = [*_LONG, _ENDING, *_LATE]
     undisturbed = await asyncio.gather(*(ask(cluster, request) for request in requests))
@@ -72,7 +72,7 @@ async def test_a_draining_decode_worker_hands_over_its_sequences_and_loses_no_to
 
 
 @pytest.mark.slow
-async def test_a_router_that_connects_later_is_told_that_the_worker_drains(cluster: LocalCluster) -> None:
+async def test_a_router_that_connects_later_receives_that_the_worker_drains(cluster: LocalCluster) -> None:
     """The worker answers while it has work. It is not ready and accepts no more."""
     async with asked(cluster, question(range(30, 60), max_tokens=400, ignore_eos=True)) as answer:
         await answer.until(2)

@@ -1,4 +1,5 @@
-"""What would be in vain is refused before a worker hears of it; what waits before that ends with its deadline."""
+"""Tests that requests that cannot succeed are refused before any worker is asked, and that requests that wait before
+that end at their deadline."""
 
 import asyncio
 import threading
@@ -26,7 +27,7 @@ async def test_after_every_prefill_queue_was_full_a_new_request_is_refused_witho
         assert router.telemetry.value("tandem_requests_refused_total", reason="queue_full") == 1
 
 
-async def test_no_request_is_refused_while_another_worker_has_room() -> None:
+async def test_no_request_is_refused_while_any_worker_has_room() -> None:
     async with router_under_test() as router:
         full, _ = await router.add_prefill("p0"), await router.add_prefill("p1")
         await router.add_decode("d0")

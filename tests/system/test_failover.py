@@ -262,7 +262,7 @@ async def test_a_repeated_or_missing_token_starts_a_new_attempt(sent_instead: in
         assert answer.summary.ledger.reasons == ("decode_token_out_of_order",)
 
 
-async def test_messages_of_a_woken_worker_are_dropped_and_it_is_told_to_stop() -> None:
+async def test_messages_of_a_woken_worker_are_dropped_and_its_job_is_cancelled() -> None:
     async with router_under_test(silence_s=0.3, grace_s=0.2) as router:
         await router.add_prefill("p0")
         stopped = await router.add_decode("d0")

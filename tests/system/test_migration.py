@@ -99,7 +99,7 @@ async def test_sequences_stay_when_every_freeze_is_refused(monkeypatch: pytest.M
         await on.complete(answering, request)
 
 
-async def test_choices_that_stay_are_not_disturbed() -> None:
+async def test_choices_that_are_not_moved_are_not_disturbed() -> None:
     async with stage() as on, on.streaming(request := ask(max_tokens=20, n=3)) as answering:
         await on.joined()
         assert await on.migrate(max_sequences=1) == MOVED
@@ -194,7 +194,7 @@ async def test_the_death_of_the_target_while_it_pulls_keeps_the_sequence_at_the_
         assert answer.summary.ledger.reasons == ()
 
 
-async def test_a_target_that_does_not_start_in_time_is_abandoned_and_told_to_stop() -> None:
+async def test_a_target_that_does_not_start_in_time_is_abandoned_and_its_job_cancelled() -> None:
     async with stage(migration_timeout_s=0.3) as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.target.transfer.close()
@@ -346,7 +346,7 @@ async def test_a_deadline_that_passes_during_a_move_is_named() -> None:
         on.target.transfer.open()
 
 
-async def test_a_cancel_that_was_lost_with_its_connection_is_said_again() -> None:
+async def test_a_cancel_lost_with_its_connection_is_sent_again() -> None:
     """A frozen sequence sends nothing that would remind the router of it."""
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()

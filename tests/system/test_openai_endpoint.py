@@ -166,7 +166,7 @@ async def _blocks_in_use(cluster: LocalCluster, name: str) -> dict[str, int]:
     return {state: count for state, count in report.blocks.items() if state not in ("free", "cached") and count}
 
 
-async def test_figures_and_health_tell_of_the_requests(cluster: LocalCluster, client: openai.AsyncOpenAI) -> None:
+async def test_metrics_and_health_show_the_requests(cluster: LocalCluster, client: openai.AsyncOpenAI) -> None:
     await client.completions.create(model="", prompt=_PROMPT, max_tokens=4)
     async with httpx.AsyncClient(base_url=f"http://{_http_address(cluster)}", verify=False) as http:
         assert (await http.get("/health")).status_code == 200

@@ -46,7 +46,7 @@ async def test_a_pair_whose_hand_offs_fail_is_avoided_and_its_workers_serve_with
         assert router.telemetry.value("tandem_pair_breaker_openings_total", reason=HandOffReason.READ_FAILED) == 1
 
 
-async def test_a_pair_that_works_again_is_found_out_and_used() -> None:
+async def test_a_pair_that_works_again_is_detected_and_used() -> None:
     async with router_under_test(breakers=_NO_PAUSE) as router:
         await router.add_prefill("p0")
         decode = await router.add_decode("d0")

@@ -36,7 +36,7 @@ async def test_a_request_goes_through_both_workers_and_gives_every_token_once() 
         assert answer.summary.usage.completion_tokens == 20
 
 
-async def test_the_first_token_is_there_while_the_transfer_is_held() -> None:
+async def test_the_first_token_arrives_while_the_transfer_is_held() -> None:
     async with router_under_test() as router:
         await router.add_prefill("p0")
         decode = await router.add_decode("d0")
@@ -251,7 +251,7 @@ async def test_a_live_id_is_refused_and_free_again_afterwards() -> None:
         assert len((await answer_to(router, ask(request_id="mine"))).token_ids[0]) == 8
 
 
-async def test_a_refused_request_is_told_when_to_retry_before_any_work() -> None:
+async def test_a_refused_request_gets_a_retry_time_before_any_work() -> None:
     async with router_under_test(max_live_requests=1) as router:
         decode = await router.add_decode("d0")
         await router.connected()

@@ -95,7 +95,7 @@ class Cluster:
 
 
 async def ended_within(clients: list["asyncio.Task[None]"], duration_s: float) -> list[BaseException | None]:
-    """Of clients that should go on for so long: what ended them."""
+    """Return the errors of those clients that ended within this time although they should continue."""
     done, _ = await asyncio.wait(clients, timeout=duration_s, return_when=asyncio.FIRST_COMPLETED)
     return [client.exception() for client in done]
 

@@ -76,7 +76,8 @@ async def test_members_of_other_clusters_are_not_seen(registry: Registry, redis_
 
 
 async def test_a_watcher_receives_joins_states_and_departures_at_once(registry: Registry) -> None:
-    """With a registration TTL of five seconds the next periodic read would come a second later each time."""
+    """A registration TTL of five seconds makes a periodic read come a second later each time, so only notifications are
+    fast enough."""
     async with aclosing(registry.watch()) as watch:
         assert await until(watch, lambda _: True) == ()
         async with asyncio.timeout(2.0):
@@ -144,7 +145,7 @@ async def test_the_newer_incarnation_wins_after_redis_lost_its_data(
     assert await registry.members() == (member(incarnation="new"),)
 
 
-async def test_a_renewal_tells_a_member_that_it_is_fenced(brief_registry: Registry) -> None:
+async def test_a_fenced_member_receives_that_with_its_next_renewal(brief_registry: Registry) -> None:
     registration = Registration(brief_registry, member(incarnation="old"))
     await registration.join()
     await brief_registry.register(member(incarnation="new"))
@@ -161,7 +162,7 @@ async def test_a_renewal_tells_a_member_that_it_is_fenced(brief_registry: Regist
     ],
     ids=["another model", "another layout", "another fine-tune of the same shape"],
 )
-async def test_a_worker_that_does_not_fit_is_refused_with_both_values(
+async def test_a_worker_that_does_not_match_the_cluster_is_refused_with_both_values(
     registry: Registry, other: LayoutFingerprint, ours: str, theirs: str
 ) -> None:
     await Registration(registry, member("d0", role=Role.DECODE, fingerprint=other)).join()
@@ -329,7 +330,7 @@ async def test_emptying_a_running_redis_removes_no_member() -> None:
     ],
     ids=["full", "a replica"],
 )
-async def test_a_redis_that_refuses_writes_counts_as_gone_and_no_member_is_removed(
+async def test_a_redis_that_refuses_writes_counts_as_unavailable_and_no_member_is_removed(
     spoil: str, mend: str, words: str
 ) -> None:
     """It still answers reads, with fewer and fewer members."""
@@ -357,7 +358,7 @@ async def test_a_redis_that_refuses_writes_counts_as_gone_and_no_member_is_remov
     await on_own_server(act)
 
 
-async def test_a_loading_redis_counts_as_gone() -> None:
+async def test_a_loading_redis_counts_as_unavailable() -> None:
     async def load(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.readline():
             writer.write(b"-LOADING Redis is loading the dataset in memory\r\n")
@@ -380,7 +381,7 @@ async def test_scripts_that_redis_lost_are_loaded_again(registry: Registry, redi
     assert await registry.members() == (member(state=MemberState.READY),)
 
 
-async def test_a_subscription_that_a_network_cut_in_half_is_made_anew(redis_url: str, cluster_name: str) -> None:
+async def test_a_half_open_subscription_is_replaced(redis_url: str, cluster_name: str) -> None:
     """The subscription receives nothing more and reports no error, while everything else works."""
     subscribed: asyncio.Queue[None] = asyncio.Queue()
     number = itertools.count(1)
@@ -430,7 +431,7 @@ async def test_an_unreachable_redis_is_named_without_its_password() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "http://x", "redis://h:nine/0"])
-def test_a_url_that_names_no_redis_is_refused(url: str) -> None:
+def test_a_url_that_names_no_redis_server_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--redis"):
         Registry(url=url, cluster_name="c", ttl_s=1.0)
 

@@ -75,6 +75,6 @@ async def test_clients_of_a_killed_or_stopped_router_lose_no_token(cluster: Loca
 
 
 async def until(generation: AsyncGeneration, num_tokens: int) -> None:
-    """What a token's number says: those of a decode worker follow a settled hand-off."""
+    """Wait until this token. Tokens of a decode worker follow a settled hand-off."""
     while (delta := await anext(generation)).first_index + len(delta.token_ids) < num_tokens:
         pass

@@ -178,7 +178,7 @@ async def test_a_malformed_or_oversized_message_is_a_clear_error_and_the_router_
         assert len(await collect(channel, generate_request())) > 1
 
 
-async def test_a_refusal_for_overload_says_when_to_retry() -> None:
+async def test_a_refusal_for_overload_has_a_retry_time() -> None:
     async with served(max_live_requests=1) as (router, channel):
         decode = await router.add_decode("d0")
         await router.connected()

@@ -17,7 +17,7 @@ _BLOCK_SIZE = 16
 _WARM = inference_pb2.SamplingParams(temperature=0.9, top_k=200, top_p=0.95, min_p=0.001, seed=11)
 
 
-async def test_a_seed_gives_the_same_tokens_twice_and_another_seed_others(cluster: LocalCluster) -> None:
+async def test_equal_seeds_give_equal_tokens_and_different_seeds_different_ones(cluster: LocalCluster) -> None:
     request = question(_PROMPT, max_tokens=24, n=3, sampling=_WARM, ignore_eos=True)
     first, second = await ask(cluster, request), await ask(cluster, request)
     other = inference_pb2.SamplingParams()
@@ -90,7 +90,7 @@ async def test_stop_tokens_wait_for_min_tokens(cluster: LocalCluster) -> None:
 
 
 async def test_ignore_eos_continues_past_the_end_of_sequence(cluster: LocalCluster) -> None:
-    """At temperature 2 the model's end comes soon; which seed brings it is looked for, not assumed."""
+    """At temperature 2 the model soon draws its end token; the test searches for a seed that does."""
     eos = int(AutoModelForCausalLM.from_pretrained(DEMO_MODEL).generation_config.eos_token_id)
     for seed in range(40):
         hot = inference_pb2.SamplingParams(temperature=2.0, seed=seed)

@@ -90,7 +90,7 @@ async def until_connected(tandem: Command, *names: str) -> None:
                 return
 
 
-async def test_workers_come_and_go_under_streams_that_lose_no_token(up: Up, tandem: Command) -> None:
+async def test_streams_lose_no_token_while_workers_join_and_leave(up: Up, tandem: Command) -> None:
     async with AsyncClient(first_address(up)) as client:
         undisturbed = tokens(await asyncio.gather(*(started(client, number).result() for number in range(NUM_STREAMS))))
 

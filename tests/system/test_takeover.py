@@ -1,6 +1,6 @@
-"""Who may resume a request: an attacker's client against real routers, and its owner's beside it.
+"""Tests which clients may resume a request: an attacker's client and the owner's against real routers.
 
-Routers, calls and signatures are real; the workers are scripted, so that each token says whose it is.
+Routers, calls and signatures are real; the workers are scripted, so that each token shows its stream.
 """
 
 import asyncio
@@ -188,7 +188,7 @@ async def test_a_delayed_call_does_not_end_the_stream_of_a_newer_one() -> None:
         assert await newest.goes_on() == expected[2:]
 
 
-async def test_of_concurrent_resumptions_the_highest_number_is_served_in_any_order() -> None:
+async def test_among_concurrent_resumptions_the_highest_number_is_served_in_any_order() -> None:
     numbers = [4, 1, LARGEST_NUMBER, 3, 2]
     async with served() as router:
         expected = expected_tokens(router.router, ask(max_tokens=MAX_TOKENS))
@@ -444,7 +444,7 @@ async def test_a_chat_that_resumes_after_midnight_continues_its_own_prompt(tmp_p
         (other_tokenizer, {"token_ids": inference_pb2.TokenIds(ids=PROMPT)}, "request_changed"),
     ],
 )
-async def test_a_router_that_makes_another_prompt_refuses_to_resume_by_name(
+async def test_a_router_that_renders_a_different_prompt_refuses_to_resume_by_name(
     tmp_path: Path, change: Callable[[Path], None], prompt: dict[str, Any], reason: str
 ) -> None:
     other = model_with(tmp_path, "other", change)

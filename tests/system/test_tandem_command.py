@@ -49,7 +49,7 @@ def tandem(up: Up, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     return command
 
 
-def test_generate_finds_the_cluster_and_tells_everything_about_one_answer(tandem: Command) -> None:
+def test_generate_finds_the_cluster_and_reports_everything_about_one_answer(tandem: Command) -> None:
     status, output = tandem("generate", PROMPT, "--max-tokens", "12", "--temperature", "0", "--ignore-eos", "--json")
     answer = json.loads(output)
     assert status == 0
@@ -74,7 +74,7 @@ def test_the_ledger_is_shown_as_a_table_that_sums_up(tandem: Command) -> None:
     assert "by shm" in output
 
 
-def test_token_ids_choices_and_seeds_go_through(tandem: Command) -> None:
+def test_token_ids_choices_and_seeds_reach_the_worker(tandem: Command) -> None:
     words = ("generate", "--prompt-token-ids", "5,6,7", "--n", "2", "--seed", "3", "--max-tokens", "5", "--ignore-eos")
     _, first = tandem(*words, "--temperature", "1", "--json")
     _, second = tandem(*words, "--temperature", "1", "--json")
@@ -149,7 +149,7 @@ def test_requests_are_undisturbed_during_a_link_check(up: Up, tandem: Command) -
         assert blocks[member]["blocks_held"] == blocks[member]["blocks_quarantined"] == 0
 
 
-def test_figures_of_link_checks_are_published(tandem: Command) -> None:
+def test_measurements_of_link_checks_are_published(tandem: Command) -> None:
     """They arrive with the decode worker's next heartbeat."""
     assert tandem("doctor", "--blocks", "8")[0] == 0
     deadline_s = time.monotonic() + DEADLINE_S

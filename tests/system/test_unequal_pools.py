@@ -120,7 +120,7 @@ async def test_a_router_that_has_just_started_waits_for_a_large_worker_that_may_
 
 
 @pytest.mark.parametrize("target", [ScaleTarget(0, 1), ScaleTarget(0, 2, follower="up", reached=1)])
-async def test_that_wait_ends_when_all_workers_of_the_scale_target_are_registered(target: ScaleTarget) -> None:
+async def test_the_wait_for_a_large_worker_ends_when_the_scale_target_is_reached(target: ScaleTarget) -> None:
     """At first either no process follows the target, or a worker is missing."""
     async with router_under_test(absence_s=60.0) as router:
         await router.add_decode("d0", capacity=SMALL)
@@ -137,7 +137,7 @@ async def test_that_wait_ends_when_all_workers_of_the_scale_target_are_registere
 
 
 @pytest.mark.parametrize(("absence_s", "timeout_s"), [(0.3, 30.0), (30.0, 0.3)], ids=["until it knows", "deadline"])
-async def test_that_wait_ends_with_the_same_refusal(absence_s: float, timeout_s: float) -> None:
+async def test_the_wait_for_a_large_worker_ends_with_the_same_refusal(absence_s: float, timeout_s: float) -> None:
     async with router_under_test(absence_s=absence_s) as router:
         await router.add_decode("d0", capacity=SMALL)
         await router.connected()

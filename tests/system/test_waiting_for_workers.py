@@ -1,4 +1,5 @@
-"""With no worker of a pool alive requests wait for one, on both surfaces, and hear in which phase their time ended."""
+"""Tests that requests wait for a worker if none of a pool is alive, on both interfaces, and that the error names the
+phase in which their time ended."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -43,7 +43,7 @@ _UNKNOWN = WorkerBacklog(1000, None)
         ([_FULL, _IDLE], [_FULL, _IDLE], 1.0),
     ],
 )
-def test_a_request_that_may_be_served_in_time_is_not_refused(
+def test_a_request_that_can_be_served_in_time_is_not_refused(
     prefills: list[WorkerBacklog], decodes: list[WorkerBacklog], time_left_s: float
 ) -> None:
     assert early_refusal(prefills, decodes, time_left_s) is None

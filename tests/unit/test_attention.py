@@ -305,7 +305,7 @@ def call(module: torch.nn.Module | None = None, **keywords: object) -> torch.Ten
     return output
 
 
-def test_heads_and_tokens_change_places() -> None:
+def test_heads_and_tokens_are_transposed() -> None:
     assert torch.equal(call(), torch.arange(24.0).view(1, 2, 3, 4).transpose(1, 2))
 
 

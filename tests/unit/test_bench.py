@@ -216,7 +216,7 @@ def test_a_mooncake_trace_is_spread_over_its_grid_and_keeps_its_prefixes(tmp_pat
 @pytest.mark.parametrize(
     "content", ["", "a,b\n1,2\n", "{}\n", '{"timestamp": 1', "TIMESTAMP,ContextTokens,GeneratedTokens\n"]
 )
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_not_a_trace_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "trace"
     path.write_text(content)
     with pytest.raises(ConfigError, match="--trace"):

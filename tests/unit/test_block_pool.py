@@ -183,7 +183,7 @@ def test_found_blocks_do_not_count_as_available_beside_themselves() -> None:
     assert pool.reserve(2) is None
 
 
-def test_of_two_blocks_with_equal_content_the_first_is_kept() -> None:
+def test_the_first_of_two_blocks_with_equal_content_is_kept() -> None:
     pool = BlockPool(2)
     first, second = pool.reserve(1), pool.reserve(1)
     assert first is not None and second is not None

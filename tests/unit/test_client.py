@@ -290,7 +290,7 @@ def test_the_client_tokenizes_detokenizes_and_lists_models() -> None:
         assert client.models() == (Model("m", 10, 20, True, False),)
 
 
-def test_the_key_and_the_deadline_travel_with_each_call() -> None:
+def test_each_call_carries_the_key_and_the_deadline() -> None:
     with router() as (servicer, address), Client(address, api_key="secret", timeout_s=50) as client:
         client.generate("x").result()
         assert servicer.metadata["authorization"] == "Bearer secret"

@@ -1,6 +1,5 @@
-"""When a router keeps too many tokens, it ends the client that has not read for longest, then the client with
-the most.
-"""
+"""Tests that a router that buffers too many tokens ends the client that has not read for longest, and then the client
+with the most tokens."""
 
 import random
 

@@ -1,4 +1,5 @@
-"""Which models the compiled kernels run, the reasons they give for others, and that an engine serves in both cases."""
+"""Tests which models the compiled kernels run, the reasons for refusing others, and that an engine serves in both
+cases."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -154,7 +155,7 @@ def without_key_norms(decoder: Decoder) -> Decoder:
         ("qwen3", without_key_norms),
     ],
 )
-def test_a_model_recognised_as_another_architecture_is_noticed(
+def test_a_model_recognised_as_another_architecture_computes_other_logits(
     name: str, changed: Callable[[Decoder], Decoder], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     loaded = load(settings(saved(name, tmp_path_factory.mktemp(name)), num_blocks=64))

@@ -168,7 +168,7 @@ def test_workers_exchange_kv_only_if_both_are_deterministic_in_the_same_way(tmp_
 
 
 @pytest.mark.parametrize("config_type", [WorkerConfig, UpConfig])
-def test_kv_that_changes_on_its_way_is_refused(config_type: type[WorkerConfig] | type[UpConfig]) -> None:
+def test_kv_that_changes_in_transfer_is_refused(config_type: type[WorkerConfig] | type[UpConfig]) -> None:
     with pytest.raises(ConfigError, match="--deterministic on cannot go with --kv-wire-dtype int8"):
         config_type(model="m", deterministic="on", kv_wire_dtype="int8")
     assert config_type(model="m", deterministic="on", kv_cache_dtype="int8").deterministic == "on"

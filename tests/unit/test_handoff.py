@@ -1,4 +1,4 @@
-"""Both machines of a hand-off, move by move; what they survive together is in test_handoff_exploration."""
+"""Tests of both state machines of a hand-off, move by move; test_handoff_exploration tests them together."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -354,7 +354,9 @@ def test_kv_of_another_prompt_is_refused(finished: Finished, reason: HandOffReas
     ],
     ids=["settled unasked", "block changed", "too many blocks", "failed"],
 )
-def test_peer_that_breaks_the_order_or_fails_ends_the_handoff(message: ExporterMessage, reason: HandOffReason) -> None:
+def test_a_peer_that_breaks_the_order_or_fails_ends_the_hand_off(
+    message: ExporterMessage, reason: HandOffReason
+) -> None:
     actions = _reading().hear(message)
 
     assert [action.reason for action in actions if isinstance(action, import_state.ReportFailure)] == [reason]
@@ -611,7 +613,7 @@ def test_released_ticket_is_not_reissued() -> None:
         exporter.feed(exporting.Reissue(2))
 
 
-def test_prefill_that_goes_on_after_its_release_is_ignored() -> None:
+def test_a_prefill_that_continues_after_its_release_is_ignored() -> None:
     exporter = _attached()
     exporter.feed(exporting.CallEnded(1))
 

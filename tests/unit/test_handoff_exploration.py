@@ -90,7 +90,7 @@ def _assert_safe(scenario: Scenario, reports: list[Report], capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_two_handoffs_are_safe_and_end_with_everything_free(
+def test_two_hand_offs_are_safe_and_end_with_everything_free(
     scenario: Scenario, reports: list[Report], capsys: pytest.CaptureFixture[str]
 ) -> None:
     _assert_safe(scenario, reports, capsys)
@@ -98,14 +98,14 @@ def test_two_handoffs_are_safe_and_end_with_everything_free(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", LONG_SCENARIOS, ids=lambda scenario: scenario.name)
-def test_larger_handoffs_are_safe_and_end_with_everything_free(
+def test_larger_hand_offs_are_safe_and_end_with_everything_free(
     scenario: Scenario, reports: list[Report], capsys: pytest.CaptureFixture[str]
 ) -> None:
     _assert_safe(scenario, reports, capsys)
 
 
 @pytest.mark.parametrize("removal", REMOVALS, ids=lambda removal: removal.guard)
-def test_without_any_one_guard_there_is_a_counterexample(removal: Removal) -> None:
+def test_removing_any_one_guard_gives_a_counterexample(removal: Removal) -> None:
     intact = explore(removal.scenario)
     broken = explore(removal.scenario, removal.guards)
 

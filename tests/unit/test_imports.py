@@ -1,4 +1,4 @@
-"""Which package may import which, and the modules that need nothing but Python."""
+"""Tests which package may import which, and which modules need only the standard library."""
 
 import ast
 import subprocess

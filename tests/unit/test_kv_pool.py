@@ -125,7 +125,7 @@ def test_the_pools_writes_are_visible_in_another_mapping_of_the_memfd(pool: KvPo
     assert block == bytes([7]) * pool.block_bytes
 
 
-def test_closing_gives_the_descriptor_back(layout: BlockLayout) -> None:
+def test_closing_returns_the_descriptor(layout: BlockLayout) -> None:
     pool = KvPool(layout, num_blocks=1)
     memfd = pool.memfd
     assert memfd is not None

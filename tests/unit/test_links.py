@@ -94,7 +94,7 @@ def test_too_few_reads_give_no_estimate() -> None:
     assert fit.estimate() is None
 
 
-def test_speeds_are_in_the_order_in_which_handoffs_try() -> None:
+def test_speeds_are_in_the_order_in_which_hand_offs_use_transports() -> None:
     book = LinkTable(["shm", "tcp"])
     read(book, OTHER, "tcp", 9e9)
     read(book, EXPORTER, "tcp", 9e9)

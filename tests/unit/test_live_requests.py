@@ -1,4 +1,4 @@
-"""Which call takes over a live stream when calls arrive late, twice or together."""
+"""Tests which call takes over a live stream when calls arrive late, twice or together."""
 
 import asyncio
 from itertools import permutations

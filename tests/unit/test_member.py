@@ -120,6 +120,6 @@ def test_any_wrong_value_of_an_entry_is_read_within_bounds_or_refused(place: str
 
 
 @pytest.mark.parametrize("text", ["", "[]", "1", "null", '{"id": 3}', "[" * 100_000, '{"capacity": NaN}'])
-def test_text_that_is_no_entry_is_refused(text: str) -> None:
+def test_text_that_is_not_an_entry_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a member"):
         from_json(text)

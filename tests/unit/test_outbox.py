@@ -79,7 +79,7 @@ async def test_a_stopped_client_is_ended_before_a_reading_one_with_more() -> Non
     live_requests.check()
 
 
-async def test_an_unstreamed_answer_counts_as_buffered_and_the_largest_is_ended_with_a_named_error() -> None:
+async def test_a_whole_answer_counts_as_buffered_and_the_largest_is_ended_with_a_named_error() -> None:
     clock = ManualClock()
     live_requests = _live_requests(100, clock)
     with (
@@ -127,7 +127,7 @@ async def test_the_buffered_tokens_of_a_client_that_left_are_dropped() -> None:
     live_requests.check()
 
 
-async def test_one_portion_is_bounded_and_the_rest_follows_in_order() -> None:
+async def test_one_batch_of_messages_is_bounded_and_the_rest_follows_in_order() -> None:
     live_requests = _live_requests(100_000, ManualClock())
     with _outbox(live_requests) as outbox:
         for index in range(MAX_PORTION_TOKENS + 10):

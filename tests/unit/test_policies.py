@@ -55,7 +55,9 @@ def mlfq_at(num_prompt: int, num_output: int, *, waited_s: float = 0.0, num_sinc
 @pytest.mark.parametrize("policy", POLICIES, ids=SCHEDULING_POLICIES)
 @settings(max_examples=25)
 @given(works=st.lists(WORKS, min_size=2, max_size=5, unique_by=lambda work: work.arrival), now_s=TIMES)
-def test_every_two_have_an_order_and_the_batch_class_is_last(policy: Policy, works: list[Work], now_s: float) -> None:
+def test_any_two_pieces_of_work_have_an_order_and_the_batch_class_is_last(
+    policy: Policy, works: list[Work], now_s: float
+) -> None:
     ranks = [full_rank(policy, work, now_s) for work in works]
     assert len(set(ranks)) == len(ranks)
     ordered = sorted(works, key=lambda work: full_rank(policy, work, now_s))
@@ -65,7 +67,7 @@ def test_every_two_have_an_order_and_the_batch_class_is_last(policy: Policy, wor
 @pytest.mark.parametrize("policy", POLICIES, ids=SCHEDULING_POLICIES)
 @settings(max_examples=25)
 @given(one=WORKS, other=WORKS, now_s=TIMES)
-def test_no_two_displace_each_other(policy: Policy, one: Work, other: Work, now_s: float) -> None:
+def test_no_two_pieces_of_work_preempt_each_other(policy: Policy, one: Work, other: Work, now_s: float) -> None:
     assert not (displaces(policy, one, other, now_s) and displaces(policy, other, one, now_s))
 
 

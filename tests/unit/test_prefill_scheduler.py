@@ -667,7 +667,7 @@ def test_cached_blocks_are_announced_before_the_first_chunk_is_computed() -> Non
 
 
 @pytest.mark.parametrize("length", [16, 17])
-def test_the_last_token_is_computed_in_a_block_of_its_own_however_much_is_cached(length: int) -> None:
+def test_the_last_token_is_computed_in_a_private_block_however_much_is_cached(length: int) -> None:
     bench = _Bench()
     before = bench.submit(_job(range(1, length + 1)))
     bench.run()

@@ -94,7 +94,7 @@ def test_lost_draining_and_incompatible_workers_are_no_sources() -> None:
     assert locator.sources(chain, puller=_P1) == ()
 
 
-def test_blocks_have_no_hashes_where_kv_travels_quantised() -> None:
+def test_blocks_have_no_hashes_if_kv_is_transferred_quantised() -> None:
     fleet, locator = _locator()
     fleet.add(_P0, Role.PREFILL, replace(_LAYOUT, wire_dtype="int8"))
 

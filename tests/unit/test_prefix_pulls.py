@@ -217,7 +217,7 @@ async def test_a_worker_without_free_blocks_or_with_itself_as_source_does_not_pu
 
 
 @pytest.mark.parametrize(("ticket", "num_blocks"), [(b"ticket", 0), (b"", 3), (b"ticket", 11), (b"ticket", 1 << 31)])
-async def test_an_offer_that_contradicts_itself_or_the_question_is_refused_and_the_prompt_is_computed(
+async def test_an_inconsistent_prefix_offer_is_refused_and_the_prompt_is_computed(
     ticket: bytes, num_blocks: int
 ) -> None:
     """A ticket for no blocks used to raise IndexError out of `fetch`, which ended the request's prefill."""

@@ -1,4 +1,4 @@
-"""How a process ends, as its parent sees it."""
+"""Tests how a process ends, as its parent observes it."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""When a prefix is worth a pull, and from which worker."""
+"""Tests when pulling a prefix is cheaper than computing it, and from which worker."""
 
 from cluster.messages import LinkSpeed, MemberId, PrefillJob, PrefixSource
 from prefill_worker.prefixes.prefix_pulls import PullFacts, choose_pull

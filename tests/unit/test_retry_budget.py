@@ -1,4 +1,4 @@
-"""Which failures leave a ticket for another decode worker, and how many attempts a request has."""
+"""Tests which failures leave a ticket for another decode worker, and how many attempts a request has."""
 
 import pytest
 

@@ -67,7 +67,7 @@ def test_a_router_behind_another_address_is_not_stored_twice() -> None:
     assert known.known() == ("balancer:1", "10.0.0.2:1")
 
 
-def test_the_loopback_of_another_machine_is_not_ours() -> None:
+def test_the_loopback_address_of_another_machine_is_not_this_machine() -> None:
     known, _ = routers("far:1")
     known.learn("far:1", told("127.0.0.1:1", "127.0.0.1:2"))
     assert known.known() == ("far:1",)

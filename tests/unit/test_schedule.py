@@ -38,7 +38,7 @@ def test_chunks_spend_the_whole_budget_while_there_is_work(budget: int, num_deco
     assert not any(chunks[first_short + 1 :]), "nobody overtakes"
 
 
-def test_a_lone_prompts_chunks_end_on_block_boundaries() -> None:
+def test_the_chunks_of_a_lone_prompt_end_on_block_boundaries() -> None:
     ends, num_left = [], 1000
     while num_left:
         num_left -= ChunkBudget(64).take(num_left)

@@ -1,4 +1,4 @@
-"""What a worker reports about its own speed: predictions from it, and its conversion to and from the wire."""
+"""Tests of a worker's reports about its own speed: predictions from them, and their conversion to and from the wire."""
 
 import math
 from dataclasses import replace

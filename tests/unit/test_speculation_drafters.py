@@ -94,7 +94,7 @@ def test_a_sequence_whose_draft_tokens_are_rejected_rests_and_tries_again() -> N
     assert made[-100:].count(0) > 90 and max(made[-100:]) == 1
 
 
-def test_a_resting_sequence_gets_all_its_draft_tokens_again_once_some_are_accepted() -> None:
+def test_a_resting_sequence_gets_its_full_number_of_draft_tokens_once_some_are_accepted() -> None:
     drafter = TextDrafter(_Always(), Acceptance(4, 16))
     made = []
     for turn in range(600):

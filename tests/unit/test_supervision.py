@@ -56,7 +56,7 @@ async def test_a_worker_that_registers_while_its_supervisor_ends_gets_a_new_supe
             await supervisors.close()
 
 
-async def test_closing_ends_every_task_for_good() -> None:
+async def test_closing_ends_every_task_permanently() -> None:
     async with ScriptedPrefill("p0", Store()) as worker:
         served = _Served()
         supervisors = Supervisors(connect=open_channel, is_wanted=lambda _: True, pause_s=0.001)

@@ -1,4 +1,5 @@
-"""After any exception while blocks move between the pool and its tiers, every block, slot and lease is released."""
+"""Tests that after any exception while blocks move between the pool and its tiers, every block, slot and lease is
+released."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,5 @@
-"""When a step counts as stuck: after its limit under constant watch, and never while the whole process was stopped."""
+"""Tests when a step counts as stuck: after its limit if the watchdog ran throughout, and never because the whole
+process was stopped."""
 
 import pytest
 

@@ -64,7 +64,7 @@ def test_encoded_blocks_have_the_announced_size(wire_dtype: str) -> None:
     assert memory.num_blocks == pool.num_blocks == memory.raw.shape[0]
 
 
-def test_native_travels_from_the_pool_itself() -> None:
+def test_the_native_format_is_sent_from_the_pool_itself() -> None:
     pool = pool_of(SMALL)
     wire = WireDtype("native")
     assert isinstance(wire.format(pool, SMALL), NativeFormat)

@@ -1,5 +1,5 @@
-"""What a launch in Triton's interpreter reads and writes, address by address: what the interpreter, which runs one
-program after the other over the host's memory, would never show.
+"""Records what a launch in Triton's interpreter reads and writes, address by address. The interpreter runs one program
+after the other over the host's memory, so it alone would never show a race or an invalid address.
 
 Refused: a place outside the tensors that the launch was given; a place that two programs write, unless both write the
 same bits there (a graph's idle rows do); a place that one program reads and another one writes. A kernel that is given

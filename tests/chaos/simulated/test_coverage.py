@@ -95,7 +95,7 @@ REACHED_BY = {
     "no_chat_template": "tests/unit/test_tokenization.py::test_without_a_template_chats_are_a_named_error",
     "no_common_protocol": (
         "tests/contract/test_handoff_versions.py"
-        "::test_an_importer_that_names_no_version_is_refused_where_the_first_is_retired"
+        "::test_an_importer_without_a_version_is_refused_by_an_exporter_that_dropped_the_first"
     ),
     "no_common_transport": (
         "tests/contract/test_handoff_refusals.py::test_workers_without_a_common_transport_are_refused"
@@ -114,7 +114,7 @@ REACHED_BY = {
     "resume_superseded": "tests/unit/test_live_requests.py::test_only_a_call_of_a_higher_number_takes_a_stream_over",
     "slow_client": "tests/unit/test_outbox.py::test_above_the_bound_only_the_slowest_client_is_ended",
     "timeout": (
-        "tests/system/test_migration.py::test_a_target_that_does_not_start_in_time_is_abandoned_and_told_to_stop"
+        "tests/system/test_migration.py::test_a_target_that_does_not_start_in_time_is_abandoned_and_its_job_cancelled"
     ),
     "unauthenticated": "tests/unit/test_serving.py::test_an_interceptor_may_refuse_a_call_with_a_named_error",
     "unknown_model": "tests/unit/openai_api/test_refusals.py::test_an_unknown_model_is_not_found",

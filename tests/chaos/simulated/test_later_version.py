@@ -56,7 +56,7 @@ def unknown_messages() -> Iterator[None]:
         yield
 
 
-def test_fields_that_nobody_knows_change_no_message_of_any_run() -> None:
+def test_unknown_fields_change_no_message_of_any_run() -> None:
     called: set[str] = set()
     with simulated_machine():
         for schedule in (_moves(), *map(make_schedule, _SEEDS)):
@@ -69,8 +69,8 @@ def test_fields_that_nobody_knows_change_no_message_of_any_run() -> None:
     assert called >= _CALLS, f"not in these schedules: {sorted(_CALLS - called)}"
 
 
-def test_messages_of_a_kind_that_nobody_knows_are_passed_over() -> None:
-    """Without failures nothing is even tried again."""
+def test_messages_of_an_unknown_kind_are_ignored() -> None:
+    """Without failures no retry happens."""
     with simulated_machine(), ExitStack() as stack:
         peaceful = [replace(make_schedule(seed), mishaps=(), read_faults=False) for seed in _SEEDS]
         legs = [_legs(run_schedule(schedule)) for schedule in peaceful]

@@ -43,7 +43,7 @@ def _mishap(dice: Random, kind: Kind, role: str, number: int) -> Mishap:
     )
 
 
-def test_whoever_leaves_whenever_nothing_is_lost_repeated_or_leaked_and_sequences_move() -> None:
+def test_any_member_leaving_at_any_time_loses_repeats_and_leaks_nothing() -> None:
     calls: Counter[object] = Counter()
     with simulated_machine():
         for seed in _FIXED:

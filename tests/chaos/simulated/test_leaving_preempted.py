@@ -34,7 +34,7 @@ def _crowded(seed: int) -> Schedule:
     )
 
 
-def test_what_is_preempted_where_it_leaves_goes_on_elsewhere_and_nothing_is_lost(
+def test_a_sequence_preempted_on_a_leaving_worker_continues_elsewhere_without_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failed: list[int] = []

@@ -53,7 +53,7 @@ def test_a_malformed_message_of_each_kind_fails_no_request() -> None:
     assert reached["error: malformed_message"] > len(_EVERY_RUN_SENDS) / 2
 
 
-def test_only_the_message_that_is_due_becomes_malformed_and_its_receiver_refuses_it() -> None:
+def test_only_the_chosen_message_is_malformed_and_its_receiver_refuses_it() -> None:
     message = next(examples(worker_pb2.PrefillRequest))
     for draw in range(20):
         mutations = Mutations([Mutation("PrefillRequest", occurrence=1, draw=draw)])

@@ -38,14 +38,14 @@ def test_a_seed_is_the_same_run_in_another_process_whatever_its_hashes(hash_seed
     assert told_there.splitlines()[-1] == repr(fingerprints())
 
 
-def test_pieces_in_processes_of_their_own_say_what_one_process_says() -> None:
+def test_chunks_in_separate_processes_give_the_results_of_one_process() -> None:
     here = {seed: (result.num_events, result.hit, result.outcomes) for seed, result in run_seeds(_SEEDS)}
     pieces = list(run_in_pieces(_SEEDS, num_processes=2))
     there = {seed: (r.num_events, r.hit, r.outcomes) for piece in pieces for seed, r in piece.results}
     assert there == here
 
 
-def test_what_goes_wrong_replays_to_the_byte_and_its_smallest_schedule_is_told_the_same_twice() -> None:
+def test_a_failing_schedule_replays_to_the_byte_and_always_shrinks_to_the_same_one() -> None:
     with simulated_machine(), mock.patch.object(Choice, "append", _append_anything):
         schedule = next(s for s in map(_connections_break, range(40)) if run_schedule(s).violations)
         first, second = run_schedule(schedule), run_schedule(schedule)

@@ -37,7 +37,7 @@ def importer_dies(seed: int) -> Schedule:
     )
 
 
-def test_what_was_prefilled_for_a_dead_decode_worker_is_imported_by_another() -> None:
+def test_a_prompt_prefilled_for_a_dead_decode_worker_is_imported_by_another() -> None:
     num_reissued, num_without_a_prefill_more = 0, 0
     with simulated_machine():
         for seed in _FIXED:

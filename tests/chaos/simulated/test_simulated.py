@@ -1,4 +1,5 @@
-"""Over a fixed set of seeds a simulated cluster loses nothing; seeds replay; removed safeguards are found."""
+"""Tests that over a fixed set of seeds a simulated cluster loses nothing, that seeds replay, and that removed
+safeguards are detected."""
 
 import asyncio
 from collections.abc import Callable
@@ -152,7 +153,7 @@ BREAKS = (
 )
 
 
-def test_what_provokes_a_break_is_harmless_without_one() -> None:
+def test_the_schedule_of_each_deliberate_fault_is_harmless_without_the_fault() -> None:
     with simulated_machine():
         for broken in BREAKS:
             for seed in range(6):
@@ -160,7 +161,7 @@ def test_what_provokes_a_break_is_harmless_without_one() -> None:
 
 
 @pytest.mark.parametrize("broken", BREAKS, ids=lambda broken: broken.name.replace(" ", "-"))
-def test_what_is_broken_on_purpose_is_found(broken: Break) -> None:
+def test_every_deliberate_fault_is_found(broken: Break) -> None:
     with simulated_machine(), broken.apply():
         for seed in range(broken.within):
             violations = run_schedule(broken.provoke(seed)).violations
@@ -169,7 +170,7 @@ def test_what_is_broken_on_purpose_is_found(broken: Break) -> None:
     pytest.fail(f"not found in {broken.within} schedules")
 
 
-def test_a_predecessor_that_wakes_ends_though_redis_has_forgotten_who_came_after_it() -> None:
+def test_a_predecessor_that_wakes_exits_when_redis_has_lost_its_successors_registration() -> None:
     mishaps = (Mishap(Kind.SUPERSEDED, "decode", 0, 0.0, for_s=0.05), Mishap(Kind.EMPTY, "redis", 0, 0.2, for_s=0.0))
     with simulated_machine():
         for seed in range(8):  # which of the two renews first is drawn

@@ -30,7 +30,7 @@ def _run(phase: Phase, for_s: float) -> Result:
 
 
 @pytest.mark.parametrize("phase", [Phase.FIRST_TOKEN, Phase.PULLING, Phase.DECODING])
-def test_streams_wait_for_a_large_worker_and_go_on(phase: Phase) -> None:
+def test_streams_wait_for_a_large_worker_and_continue(phase: Phase) -> None:
     result = _run(phase, _BACK_S)
     assert not result.violations, result.violations
     assert result.outcomes == {"ok": 3}
@@ -38,7 +38,7 @@ def test_streams_wait_for_a_large_worker_and_go_on(phase: Phase) -> None:
     assert max(ends_s) > _BACK_S, "none of them waited"
 
 
-def test_without_a_large_worker_streams_end_by_that_name_at_their_deadline_and_nothing_is_left() -> None:
+def test_without_a_large_worker_streams_end_with_a_named_reason_at_their_deadline_and_leave_nothing() -> None:
     result = _run(Phase.DECODING, _NEVER_S)
     lost = [violation for violation in result.violations if "is lost" in violation]
     assert len(lost) == 2 and lost == list(result.violations), result.violations

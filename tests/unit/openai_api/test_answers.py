@@ -271,7 +271,7 @@ def test_a_label_at_the_limit_serves_several_prompts(shared: Endpoint) -> None:
     assert (many.status_code, len(many.json()["choices"])) == (200, 128)
 
 
-def test_the_request_id_goes_in_and_comes_out(shared: Endpoint) -> None:
+def test_the_request_id_is_sent_and_returned(shared: Endpoint) -> None:
     answer = shared.post("/v1/completions", {"prompt": "x"}, **{"x-request-id": "trace-7"})
     assert answer.headers["x-request-id"] == "trace-7"
     assert answer.json()["id"] == "cmpl-trace-7"
