@@ -125,7 +125,7 @@ async def test_hand_offs_that_open_at_once_share_one_communicator() -> None:
 
 @pytest.mark.parametrize("who", ["exports", "imports"])
 async def test_a_hanging_initialisation_is_abandoned_and_the_hand_off_uses_other_transports(who: str) -> None:
-    limits = replace(LIMITS, initialise_s=0.1, agree_s=0.1, warm_s=0.1)
+    limits = replace(LIMITS, initialise_s=0.1, agree_s=2.0, warm_s=0.1)
     async with sides(limits, **only(who, SocketNccl(hang="connect"))) as side:
         begun_s = time.monotonic()
         with pytest.raises(TransportError, match="did not initialise in time"):
@@ -148,7 +148,7 @@ async def test_a_hanging_initialisation_is_abandoned_and_the_hand_off_uses_other
     ],
 )
 async def test_an_initialisation_that_fails_frees_both_sides_and_is_not_tried_for_a_while(who: str, call: str) -> None:
-    limits = replace(LIMITS, initialise_s=0.3, warm_s=0.3, agree_s=0.3)
+    limits = replace(LIMITS, initialise_s=0.3, warm_s=0.3, agree_s=2.0)
     async with sides(limits, **only(who, SocketNccl(fail=call))) as side:
         with pytest.raises(TransportError):
             await side.open_channel()
