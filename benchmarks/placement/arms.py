@@ -7,19 +7,25 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.engine.parties import descendants
+from benchmarks.placement.figures.samples import Slo
 from benchmarks.placement.figures.verdict import AUTO, COLOCATED, SEPARATE, STATIC, VLLM
 from cli.local.local_cluster import LocalCluster
 from cli.verbs import up
 from cluster.process import die_with_parent
 from cluster.settings.config import RouterConfig
 
-_VLLM_START_S = 300.0
-_POOLS = {SEPARATE: ("--prefill", "1", "--decode", "1"), COLOCATED: ("--colocated", "2")}
+_VLLM_START_S, _VLLM_END_S = 300.0, 30.0
+_STATIC_POLICY = ("--placement", "prefix-aware")
+_SEPARATE_POOLS = ("--prefill", "1", "--decode", "1")
+_STATIC_FLAGS = {
+    SEPARATE: (*_SEPARATE_POOLS, *_STATIC_POLICY),
+    COLOCATED: ("--colocated", "2", *_STATIC_POLICY),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +58,53 @@ class RunningArm:
 def skipped(vllm_python: str) -> dict[str, str]:
     """Return the arms that cannot run here, with the reason."""
     reasons = {}
-    if not _auto_flags():
-        reasons[AUTO] = "this commit's router has no policy `auto`"
+    if AUTO not in _choices("placement"):
+        reasons[AUTO] = "the router of this commit has no such policy"
     if not vllm_python:
         reasons[VLLM] = "VLLM_PYTHON is not set"
     return reasons
 
 
 @asynccontextmanager
-async def running(name: str, served: Served, folder: Path, vllm_python: str) -> AsyncIterator[RunningArm]:
-    """Start one arm and stop it in the end. Raises TandemError or RuntimeError if it does not start."""
-    if name == VLLM:
-        async with _vllm(served, vllm_python) as arm:
-            yield arm
-    else:
-        pools = _auto_flags() if name == AUTO else _POOLS[name]
-        async with _tandem(name, (*pools, *served.flags), served, folder) as arm:
-            yield arm
+async def static_arm(name: str, served: Served, folder: Path) -> AsyncIterator[RunningArm]:
+    """Start a cluster whose roles are fixed. Raises TandemError if it does not start."""
+    async with _tandem(name, (*_STATIC_FLAGS[name], *served.flags), served, folder) as arm:
+        yield arm
+
+
+@asynccontextmanager
+async def auto_arm(served: Served, folder: Path, slo: Slo) -> AsyncIterator[RunningArm]:
+    """Start a cluster whose router decides per request and knows the SLO. Raises TandemError if it does not start."""
+    targets = ("--slo-ttft-ms", f"{1e3 * slo.ttft_s:.1f}", "--slo-tpot-ms", f"{1e3 * slo.tpot_s:.1f}")
+    flags = (*_SEPARATE_POOLS, "--placement", AUTO, *targets, *served.flags)
+    async with _tandem(AUTO, flags, served, folder) as arm:
+        yield arm
+
+
+@asynccontextmanager
+async def vllm_arm(served: Served, python: str) -> AsyncIterator[RunningArm]:
+    """Start vLLM on two cores, one thread each. Raises RuntimeError if it does not start."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
+    process = await asyncio.create_subprocess_exec(
+        *(python, str(Path(__file__).with_name("vllm_server.py")), str(served.model), str(served.max_model_len)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env=os.environ | {"VLLM_CPU_OMP_THREADS_BIND": cores},
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(_VLLM_START_S):
+            line = await process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{python} could not start vLLM: run vllm_server.py by hand to see why")
+        ready = json.loads(line)
+        pids = {str(pid): pid for pid in (process.pid, *(pid for pid, _ in descendants(process.pid)))}
+        flags = f"vLLM {ready['version']}: {ready['flags']}"
+        yield RunningArm(VLLM, "vllm", ready["address"], flags, lambda: pids, can_be_stopped=True)
+    finally:
+        await _end_session(process)
 
 
 @contextmanager
@@ -84,10 +120,10 @@ def alone(arm: RunningArm, arms: Sequence[RunningArm]) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def _auto_flags() -> tuple[str, ...]:
-    """Return the flags of a cluster whose router decides per request; empty if this commit has no such policy."""
-    policies = {item.name: item.metadata["choices"] for item in dataclasses.fields(RouterConfig)}
-    return ("--prefill", "1", "--decode", "1", "--policy", AUTO) if AUTO in policies.get("policy", ()) else ()
+def _choices(setting: str) -> tuple[str, ...]:
+    """Return the values that a router's setting may have."""
+    choices = {item.name: item.metadata["choices"] for item in dataclasses.fields(RouterConfig)}
+    return tuple(choices[setting])
 
 
 @asynccontextmanager
@@ -105,30 +141,14 @@ async def _tandem(name: str, flags: tuple[str, ...], served: Served, folder: Pat
         await cluster.close()
 
 
-@asynccontextmanager
-async def _vllm(served: Served, python: str) -> AsyncIterator[RunningArm]:
-    """Run vLLM on both cores, one thread each."""
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
-    process = await asyncio.create_subprocess_exec(
-        *(python, str(Path(__file__).with_name("vllm_server.py")), str(served.model), str(served.max_model_len)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env=os.environ | {"VLLM_CPU_OMP_THREADS_BIND": cores},
-        preexec_fn=die_with_parent,
-    )
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(_VLLM_START_S):
-            line = await process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{python} could not start vLLM: run vllm_server.py by hand to see why")
-        ready = json.loads(line)
-        pids = {str(pid): pid for pid in (process.pid, *(pid for pid, _ in descendants(process.pid)))}
-        flags = f"vLLM {ready['version']}: {ready['flags']}"
-        yield RunningArm(VLLM, "vllm", ready["address"], flags, lambda: pids, can_be_stopped=True)
-    finally:
+async def _end_session(process: asyncio.subprocess.Process) -> None:
+    """End a process and what it has started in its session."""
+    with suppress(ProcessLookupError):
         process.terminate()
-        await process.wait()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), _VLLM_END_S)
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
 
 
 def _ignore(*_: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.engine.shapes import MODELS
 from benchmarks.machine import about
-from benchmarks.placement.arms import RunningArm, Served, running, skipped
+from benchmarks.placement.arms import RunningArm, Served, auto_arm, skipped, static_arm, vllm_arm
 from benchmarks.placement.figures.log import (
     Calibration,
     PointResult,
@@ -34,7 +34,6 @@ from cli.verbs.up import DEMO_MODEL
 
 _ROOT = Path(__file__).parents[2]
 _RESULTS = Path("benchmarks/results")
-_NUM_QUIET = 8
 _FLAGS = ("--max-num-seqs", "64", "--num-threads", "1")
 _FULL_FLAGS = ("--load-format", "dummy", "--dtype", "bfloat16", "--kv-cache-memory", "1GiB")
 _QUICK_FLAGS = ("--num-blocks", "512")
@@ -42,10 +41,11 @@ _QUICK_FLAGS = ("--num-blocks", "512")
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The files with the results so far. Owns both."""
+    """The files with the results so far. Owns both. `is_quick`: any code may run, committed or not."""
 
     folder: Path
     code: str
+    is_quick: bool
 
     @property
     def results(self) -> list[PointResult]:
@@ -55,6 +55,9 @@ class _Kept:
         return read_log(self._log.read_text().splitlines()) if self._log.exists() else ([], [])
 
     def append(self, result: Calibration | PointResult) -> None:
+        """Raises RuntimeError if the code is no longer the one that the results are for."""
+        if not self.is_quick and (_changed() or _present_code() != self.code):
+            raise RuntimeError("the code changed while it was measured; the point is not kept")
         with self._log.open("a") as file:
             file.write(to_line(result))
 
@@ -70,8 +73,11 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What one command does."""
+    """What one command does. `folder` is for files that nothing keeps."""
 
+    kept: _Kept
+    served: Served
+    folder: Path
     todo: Sequence[Point]
     num_planned: int
     arms: Sequence[str]
@@ -79,54 +85,63 @@ class _Run:
     vllm_python: str
     note: str
 
-    async def measure(self, kept: _Kept, served: Served, folder: Path) -> None:
+    async def measure(self) -> None:
         async with AsyncExitStack() as stack:
-            arms = []
-            for name in self.arms:
-                print(f"==> starting {name}", flush=True)
-                arms.append(await stack.enter_async_context(running(name, served, folder, self.vllm_python)))
-            measuring = Measuring(arms, served.vocab_size)
+            lasting = []
+            for name in STATIC:
+                lasting.append(await stack.enter_async_context(static_arm(name, self.served, self.folder)))
+            if VLLM in self.arms:
+                lasting.append(await stack.enter_async_context(vllm_arm(self.served, self.vllm_python)))
+            print(f"==> {', '.join(arm.name for arm in lasting)} are ready", flush=True)
             for workload, points in groupby(self.todo, lambda point: point.workload):
-                await self._workload(workload, list(points), measuring, arms, kept)
+                await self._workload(workload, list(points), lasting)
 
-    async def _workload(
-        self, workload: Workload, points: Sequence[Point], measuring: Measuring, arms: Sequence[RunningArm], kept: _Kept
-    ) -> None:
+    async def _workload(self, workload: Workload, points: Sequence[Point], lasting: Sequence[RunningArm]) -> None:
+        """Calibrate the static arms unless the log has it, start `auto` with the SLO, and measure the points."""
+        measuring = Measuring(lasting, self.served.vocab_size)
+        await measuring.warm_up(workload)
         with_capacity = any(isinstance(point.offered, ShareOfCapacity) for point in points)
-        calibration = calibration_of(kept.read()[0], kept.code, workload.name, with_capacity=with_capacity)
+        calibration = calibration_of(self.kept.read()[0], self.kept.code, workload.name, with_capacity=with_capacity)
         if calibration is None:
             print(f"==> {workload.name}: quiet latencies" + (" and capacity" if with_capacity else ""), flush=True)
-            calibration = await _calibrate(workload, measuring, arms, kept.code, with_capacity=with_capacity)
-            kept.append(calibration)
-        best_rps = max(calibration.capacity_rps.values(), default=0.0)
-        for point in points:
-            rate_rps = point.offered.rate_rps(best_rps)
-            print(f"==> {point.name}: {point.num_requests} requests per arm at {rate_rps:.2f}/s", flush=True)
-            result = PointResult(
-                code=kept.code,
-                about=about(),
-                point=point.name,
-                num_requests=point.num_requests,
-                rate_rps=rate_rps,
-                slo=calibration.slo,
-                arms=await measuring.point(point, rate_rps),
-                flags={arm.name: arm.flags for arm in arms},
-                skipped=self.skipped,
-                note=self.note,
-            )
-            kept.append(result)
-            kept.write_page(self.num_planned)
+            static = [arm for arm in lasting if arm.is_static]
+            calibration = await _calibrate(workload, measuring, static, self.kept.code, with_capacity=with_capacity)
+            self.kept.append(calibration)
+        async with AsyncExitStack() as stack:
+            arms = list(lasting)
+            if AUTO in self.arms:
+                auto = await stack.enter_async_context(auto_arm(self.served, self.folder, calibration.slo))
+                await Measuring([auto], self.served.vocab_size).warm_up(workload)
+                arms.append(auto)
+            for point in points:
+                await self._point(point, calibration, arms)
+
+    async def _point(self, point: Point, calibration: Calibration, arms: Sequence[RunningArm]) -> None:
+        rate_rps = point.offered.rate_rps(max(calibration.capacity_rps.values(), default=0.0))
+        print(f"==> {point.name}: {point.num_requests} requests per arm at {rate_rps:.2f}/s", flush=True)
+        result = PointResult(
+            code=self.kept.code,
+            about=about(),
+            point=point.name,
+            num_requests=point.num_requests,
+            rate_rps=rate_rps,
+            slo=calibration.slo,
+            arms=await Measuring(arms, self.served.vocab_size).point(point, rate_rps),
+            flags={arm.name: arm.flags for arm in arms},
+            skipped=self.skipped,
+            note=self.note,
+        )
+        self.kept.append(result)
+        self.kept.write_page(self.num_planned)
 
 
 async def _calibrate(
-    workload: Workload, measuring: Measuring, arms: Sequence[RunningArm], code: str, *, with_capacity: bool
+    workload: Workload, measuring: Measuring, static: Sequence[RunningArm], code: str, *, with_capacity: bool
 ) -> Calibration:
-    """Measure the quiet latencies of every arm, which warms it up too; those of the static arms are kept."""
-    quiet = await measuring.quiet(workload, _NUM_QUIET)
-    static = [arm for arm in arms if arm.is_static]
+    quiet = {arm.name: await measuring.quiet(workload, arm) for arm in static}
     searched = static if with_capacity else []
     capacity = {arm.name: await measuring.capacity_rps(workload, arm, quiet[arm.name]) for arm in searched}
-    return Calibration(code, workload.name, {arm.name: quiet[arm.name] for arm in static}, capacity)
+    return Calibration(code, workload.name, quiet, capacity)
 
 
 def main() -> int:
@@ -141,12 +156,22 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         output: Path = arguments.output or (folder if arguments.quick else _ROOT / _RESULTS)
-        kept = _Kept(output, measured_code(_git("ls-tree", "-r", "HEAD")))
+        kept = _Kept(output, _present_code(), is_quick=arguments.quick)
         todo = left_to_do(wanted, kept.read()[1], kept.code, arms)
         print(f"{len(wanted) - len(todo)} of {len(wanted)} points are done for code {kept.code}", flush=True)
         if todo:
-            run = _Run(todo, len(plan), arms, reasons, arguments.vllm_python, arguments.note)
-            asyncio.run(run.measure(kept, _served(folder, plan, is_quick=arguments.quick), folder))
+            run = _Run(
+                kept=kept,
+                served=_served(folder, plan, is_quick=arguments.quick),
+                folder=folder,
+                todo=todo,
+                num_planned=len(plan),
+                arms=arms,
+                skipped=reasons,
+                vllm_python=arguments.vllm_python,
+                note=arguments.note,
+            )
+            asyncio.run(run.measure())
         if kept.results:
             print(kept.write_page(len(plan)))
     return 0
@@ -157,7 +182,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="TEXT", help="only points whose name contains this")
     parser.add_argument("--requests", type=int, metavar="N", help="requests per arm and point (default: as planned)")
     parser.add_argument("--note", default="", help="a sentence for the results, such as what else ran")
-    parser.add_argument("--quick", action="store_true", help="one small point with the demo model, not kept")
+    parser.add_argument("--quick", action="store_true", help="one small point with the demo model, kept in --output")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help=f"folder of the results (default: {_RESULTS})")
     parser.add_argument("--vllm-python", default=os.environ.get("VLLM_PYTHON", ""), help="Python of vLLM's environment")
     return parser.parse_args()
@@ -169,6 +194,10 @@ def _served(folder: Path, plan: Sequence[Point], *, is_quick: bool) -> Served:
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     flags = (*_FLAGS, *(_QUICK_FLAGS if is_quick else _FULL_FLAGS), "--max-model-len", str(longest))
     return Served(model, vocab_size, longest, flags)
+
+
+def _present_code() -> str:
+    return measured_code(_git("ls-tree", "-r", "HEAD"))
 
 
 def _changed() -> str:

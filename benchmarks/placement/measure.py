@@ -22,7 +22,7 @@ from cli.load.workload import Arrival
 from cluster.process import die_with_parent
 
 _ROOT = Path(__file__).parents[2]
-_WARM_UP = 4  # requests before the quiet ones: whatever a process makes at its first ones
+_NUM_WARM_UP, _NUM_QUIET = 4, 8  # requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +45,19 @@ class Measuring:
         self._arms = arms
         self._vocab_size = vocab_size
 
-    async def quiet(self, workload: Workload, count: int) -> dict[str, Slo]:
-        """Return the medians of requests sent one by one, by arm."""
-        found = {}
+    async def warm_up(self, workload: Workload) -> None:
+        """Let every arm make what it makes at its first requests of such lengths."""
         for arm in self._arms:
-            arrivals = sequential_arrivals(workload, _WARM_UP + count)
-            generated = await self._run(arm, arrivals, f"quiet {workload.name}", "one_by_one")
-            samples, errors = samples_of(generated.records[_WARM_UP:])
-            if errors:
-                raise RuntimeError(f"{arm.name} failed requests of {workload.name} on a quiet cluster: {errors}")
-            found[arm.name] = Slo(median(each.ttft_s for each in samples), median(each.tpot_s for each in samples))
-        return found
+            await self._run(arm, sequential_arrivals(workload, _NUM_WARM_UP), f"warm-up {workload.name}", "one_by_one")
+
+    async def quiet(self, workload: Workload, arm: RunningArm) -> Slo:
+        """Return the medians of requests sent one by one. Raises RuntimeError if one of them fails."""
+        arrivals = sequential_arrivals(workload, _NUM_QUIET)
+        generated = await self._run(arm, arrivals, f"quiet {workload.name}", "one_by_one")
+        samples, errors = samples_of(generated.records)
+        if errors:
+            raise RuntimeError(f"{arm.name} failed requests of {workload.name} on a quiet cluster: {errors}")
+        return Slo(median(each.ttft_s for each in samples), median(each.tpot_s for each in samples))
 
     async def capacity_rps(self, workload: Workload, arm: RunningArm, quiet: Slo) -> float:
         """Search for the highest rate of evenly spaced requests that the arm keeps up with."""

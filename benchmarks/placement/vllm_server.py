@@ -2,14 +2,15 @@
 
     python vllm_server.py MODEL_FOLDER MAX_MODEL_LEN
 
-Prints one line {"address", "version", "flags"} when it is ready. vllm_lines.py has the protocol: tokens in, counts out,
-without HTTP, a tokenizer or a detokenizer, whose time would count as vLLM's.
+Prints one line {"address", "version", "flags"} when it is ready, and ends at SIGTERM. vllm_lines.py has the protocol:
+tokens in, counts out, without HTTP, a tokenizer or a detokenizer, whose time would count as vLLM's.
 """
 
 import asyncio
 import itertools
 import json
 import os
+import signal
 import sys
 
 
@@ -57,8 +58,11 @@ async def main(model: str, max_model_len: int) -> None:
     print(
         json.dumps({"address": f"{host}:{port}", "version": vllm.__version__, "flags": shown}), file=answers, flush=True
     )
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     async with server:
-        await server.serve_forever()
+        await stop.wait()
+    engine.shutdown()
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.placement.arms import Served, alone, running
+from benchmarks.placement.arms import Served, alone, vllm_arm
 from benchmarks.placement.figures.log import read_log
-from benchmarks.placement.figures.verdict import COLOCATED, SEPARATE, VLLM
+from benchmarks.placement.figures.verdict import COLOCATED, SEPARATE
 from benchmarks.placement.generator import Job
 from benchmarks.placement.measure import run_generator
 from cli.load.workload import Arrival
@@ -61,7 +61,7 @@ async def test_a_server_that_is_gone_fails_the_requests_and_not_the_load_generat
 @pytest.mark.timeout(600)
 def test_the_command_measures_a_point_on_both_static_arms_and_a_restarted_one_has_nothing_left(tmp_path: Path) -> None:
     first = bench(tmp_path)
-    assert "0 of 1 points are done" in first and "==> starting 1+1" in first
+    assert "0 of 1 points are done" in first and "==> 1+1, colocated x 2 are ready" in first
     calibrations, (point,) = read_log((tmp_path / "placement.jsonl").read_text().splitlines())
     assert len(calibrations) == 1 and set(calibrations[0].capacity_rps) == {SEPARATE, COLOCATED}
     for arm in (point.arms[SEPARATE], point.arms[COLOCATED]):
@@ -70,7 +70,7 @@ def test_the_command_measures_a_point_on_both_static_arms_and_a_restarted_one_ha
     assert "1 of 1 points are measured." in page and "**vLLM was skipped**: VLLM_PYTHON is not set." in page
 
     second = bench(tmp_path)
-    assert "1 of 1 points are done" in second and "==> starting" not in second
+    assert "1 of 1 points are done" in second and "are ready" not in second
     assert (tmp_path / "placement.md").read_text() == page
 
 
@@ -83,9 +83,9 @@ def bench(folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not VLLM_PYTHON, reason="needs vLLM: set VLLM_PYTHON to its environment's Python")
-async def test_vllm_answers_the_load_generator(tmp_path: Path) -> None:
+async def test_vllm_answers_the_load_generator() -> None:
     vocab_size = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
-    async with running(VLLM, Served(DEMO_MODEL, vocab_size, 64, ()), tmp_path, VLLM_PYTHON) as arm:
+    async with vllm_arm(Served(DEMO_MODEL, vocab_size, 64, ()), VLLM_PYTHON) as arm:
         arrivals = tuple(Arrival(0.0, 16, 8) for _ in range(3))
         with alone(arm, [arm]):
             generated = await run_generator(Job(arm.protocol, arm.address, vocab_size, 1, "planned", arrivals))
