@@ -41,6 +41,7 @@ class Capacity:
     num_watermark_blocks: int = 0  # blocks of a decode worker that hand-offs may not use
     max_input_length: int = 0  # 0: no limit
     max_output_length: int = 0  # 0: no limit
+    max_prefill_tokens: int = 0  # prompt tokens in one step; 0: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ Owns the order of these steps and the tasks that run beside the requests. The pi
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -39,8 +40,9 @@ from router.http.server import HttpServer
 from router.pipeline.migration import Migrations
 from router.pipeline.pipeline import Pipeline, PipelineSettings
 from router.policies.breakers import BreakerPolicy
-from router.policies.placement import policy
+from router.policies.candidates import SloTargets
 from router.policies.prefix_index import PrefixIndex
+from router.policies.slo_aware import policy
 from router.request.live_requests import LiveRequests
 from router.request.validation import MessageLimits
 from router.running import running
@@ -94,7 +96,9 @@ class Router:
         self._member = self._as_member()
         self._prefix_index = PrefixIndex()
         self._fleet = self._make_fleet()
-        self._policy = policy(config.placement)
+        self._policy = policy(
+            config.placement, SloTargets.of_ms(config.slo_ttft_ms, config.slo_tpot_ms), draw=random.random
+        )
         self._migrations = Migrations(
             router=self._member.id, fleet=self._fleet, policy=self._policy, telemetry=self._telemetry
         )

@@ -68,6 +68,7 @@ METRICS: dict[str, Metric] = {
     "tandem_tickets_reissued_total": _counter(
         "tickets reissued to another decode worker, by the failure of the previous one", "leg", "reason"
     ),
+    "tandem_placement_decisions_total": _counter("choices of workers, by the criterion that decided", "reason"),
     "tandem_local_prefills_total": _counter("prompts prefilled on a decode worker", "reason"),
     "tandem_pair_breaker_state": _gauge(
         "pairs of workers whose circuit breaker is open or half open, after failed hand-offs", "state"

@@ -92,7 +92,15 @@ class RouterConfig(ClusterSettings):
     grpc_port: int = setting(50051, "gRPC port; 0: a free port")
     api_key: str = setting("", "bearer token that clients must send; empty: no authentication")
     placement: str = setting(
-        "prefix-aware", "policy that chooses workers", choices=("prefix-aware", "least-loaded", "round-robin")
+        "prefix-aware",
+        "policy that chooses workers; auto: by predicted latencies",
+        choices=("auto", "prefix-aware", "least-loaded", "round-robin"),
+    )
+    slo_ttft_ms: float = setting(
+        0.0, "target for the time to first token in milliseconds, for --placement auto; 0: none"
+    )
+    slo_tpot_ms: float = setting(
+        0.0, "target for the mean time per later token in milliseconds, for --placement auto; 0: none"
     )
     max_model_len: int = setting(0, "maximum tokens of prompt plus output; 0: the model's limit")
     max_input_length: int = setting(0, "maximum tokens of a prompt; 0: only --max-model-len applies")
@@ -119,6 +127,8 @@ class RouterConfig(ClusterSettings):
         for name in ("max_attempts", "max_live_requests", "max_buffered_tokens", "max_message_bytes"):
             require(getattr(self, name) >= 1, f"{flag_of(name)} must be at least 1, not {getattr(self, name)}")
         require_lengths(self.max_model_len, self.max_input_length, self.max_output_length)
+        for name in ("slo_ttft_ms", "slo_tpot_ms"):
+            require(getattr(self, name) >= 0, f"{flag_of(name)} must not be negative, not {getattr(self, name):g}")
         require(self.client_stall_s > 0, f"--client-stall-s must be positive, not {self.client_stall_s}")
         require(self.request_timeout_s > 0, f"--request-timeout-s must be positive, not {self.request_timeout_s}")
         require(self.stream_grace_s >= 0, f"--stream-grace-s must not be negative, not {self.stream_grace_s}")

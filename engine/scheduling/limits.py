@@ -52,6 +52,7 @@ class SchedulerLimits:
             num_watermark_blocks=self.num_watermark_blocks,
             max_input_length=self.lengths.max_input_length,
             max_output_length=self.lengths.max_output_length,
+            max_prefill_tokens=self.max_prefill_tokens,
         )
 
     def num_needed(self, num_tokens: int, num_choices: int) -> int:

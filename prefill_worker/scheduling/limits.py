@@ -32,6 +32,7 @@ class PrefillLimits:
             max_model_len=self.max_model_len,
             max_input_length=self.lengths.max_input_length,
             max_output_length=self.lengths.max_output_length,
+            max_prefill_tokens=self.max_prefill_tokens,
         )
 
     def num_needed(self, job: PrefillJob) -> int:

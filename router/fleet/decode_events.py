@@ -1,7 +1,7 @@
 """The events that an attempt receives about its sequences at one decode worker, and the queue that holds them."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -80,6 +80,7 @@ class Sequences:
         self.all_progress = all_progress
         self.live = set(all_progress)
         self.started: set[int] = set()  # sequences that have joined the worker's batch
+        self.on_first_token: Callable[[float], None] | None = None  # called once, with the time, where this is set
         self.events: asyncio.Queue[DecodeEvent] = asyncio.Queue()  # bounded by the request's own max_tokens
 
     async def next(self) -> DecodeEvent:

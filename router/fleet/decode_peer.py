@@ -6,6 +6,7 @@ Owns the stream, which doubles as a health check. Never decides what happens to 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import grpc
 
@@ -21,6 +22,7 @@ from router.fleet.decode_stream import DecodeStream
 from router.fleet.peer import OWN_CALL_S, Answer, Peer
 from router.fleet.supervision import WorkerTimeouts
 from router.policies.sequence_progress import SequenceProgress
+from router.policies.work_ahead import PromptWork
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
 MAX_CONCURRENT_MOVES = 4  # from one worker: a client should wait for its own transfer only
@@ -63,11 +65,21 @@ class DecodePeer(Peer):
             await asyncio.gather(stream, checks, return_exceptions=True)
 
     @contextmanager
-    def open_sequences(self, all_progress: Sequence[SequenceProgress]) -> Iterator[Sequences]:
+    def open_sequences(
+        self, all_progress: Sequence[SequenceProgress], prompt: PromptWork | None = None
+    ) -> Iterator[Sequences]:
         """Reserve handles on the stream for one attempt, one per sequence. On exit, cancel sequences that have not
-        ended."""
+        ended. `prompt`: what the worker has to compute before their first token; None: it imports the KV."""
         with self.assign(len(all_progress)), self.stream.open_sequences(all_progress) as sequences:
-            yield sequences
+            if prompt is None:
+                yield sequences
+                return
+            number = self.backlog.add_prompt(prompt, asyncio.get_running_loop().time())
+            sequences.on_first_token = partial(self.backlog.record_computed, number)
+            try:
+                yield sequences
+            finally:
+                self.backlog.remove_prompt(number)
 
     @contextmanager
     def split_sequence(self, sequences: Sequences, handle: int) -> Iterator[Sequences]:

@@ -36,7 +36,8 @@ from router.fleet.decode_events import (
     tokens_of,
 )
 from router.fleet.supervision import WorkerTimeouts, refuses_connections
-from router.policies.sequence_progress import SequenceProgress
+from router.policies.sequence_progress import SequenceProgress, batch_of
+from router.policies.work_ahead import SequenceBatch
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tandem.keepalive import KeepAliveTimer
 from tandem.keepalive_watch import waiting
@@ -79,6 +80,7 @@ class DecodeStream:
         self._moves: dict[int, MoveRequest] = {}  # moves in progress
         self._unheard_since_loss: dict[int, int] = {}  # handle -> number of the latest loss, if no message came since
         self._num_losses = 0
+        self._num_others = 0  # sequences of other routers at the worker, as of the last heartbeat
         self._cancel_sent_s: dict[int, float] = {}  # handle -> when its last cancel was sent, the latest last
         self._cancels: asyncio.Queue[tuple[int, ...] | None] = asyncio.Queue()
         self._has_connected = False
@@ -122,6 +124,11 @@ class DecodeStream:
     def size(self, handle: int) -> RequestSize | None:
         """Return what another worker must be able to hold to run this sequence to its end; None if it is not known."""
         return self._owners[handle].all_progress[handle].size
+
+    def batch(self) -> SequenceBatch:
+        """Return the sequences at the worker: those of this router as they are now, and those of other routers as of
+        the last heartbeat."""
+        return batch_of([owner.all_progress[handle] for handle, owner in self._owners.items()], self._num_others)
 
     def unstarted(self) -> list[int]:
         """Return the handles of sequences that have not joined the worker's batch."""
@@ -294,6 +301,7 @@ class DecodeStream:
                 self.heartbeat = message.heartbeat
                 self.links = link_speeds_from_wire(message.heartbeat.links)
                 self.service_times = service_times_of(message.heartbeat)
+                self._num_others = message.heartbeat.waiting + message.heartbeat.running - self.num_sequences
             case "leaving":
                 self._on_draining(message.leaving.grace_s)
 
@@ -317,6 +325,9 @@ class DecodeStream:
             owner = self._owner(token.handle)
             if owner is not None:
                 owner.all_progress[token.handle].record_token(now_s)
+                if owner.on_first_token is not None:
+                    on_first_token, owner.on_first_token = owner.on_first_token, None
+                    on_first_token(now_s)
                 owner.events.put_nowait(token)
 
     def _on_started(self, started: worker_pb2.SequenceStarted) -> None:

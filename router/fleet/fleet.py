@@ -13,20 +13,19 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from cluster.errors import NoWorkers, Overloaded
+from cluster.errors import NoWorkers
 from cluster.member import Capacity, Member, MemberState, fingerprint_difference
 from cluster.messages import LinkSpeed, MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.scale_target import ScaleTarget
-from cluster.request_size import RequestSize, decode_shortage, prefill_shortage
 from router.fleet.decode_peer import DecodePeer
 from router.fleet.decode_stream import DecodeStream
 from router.fleet.membership import DeregisteredWorkers
 from router.fleet.peer import Peer
 from router.fleet.prefill_peer import PrefillPeer
 from router.fleet.supervision import Supervisors, WorkerTimeouts
-from router.policies.admission import early_refusal
-from router.policies.placement import WorkerLoad
+from router.policies.candidates import WorkerLoad
+from router.policies.work_ahead import DEFAULT_MAX_CHUNK, NO_SEQUENCES, SequenceBatch, WorkAhead
 from router.running import running
 from tandem.internal.v1 import worker_pb2_grpc
 
@@ -117,18 +116,22 @@ class Fleet:
         await self._changed.wait()
 
     def prefill_loads(self) -> list[WorkerLoad]:
+        now_s = asyncio.get_running_loop().time()
         return [
             WorkerLoad(
                 member=peer.member.id,
                 kv_format=peer.kv_format,
                 assigned=peer.assigned,
                 capacity=peer.member.capacity,
+                full_for_s=peer.backlog.full_for_s(now_s),
+                work=_work_ahead(peer, NO_SEQUENCES, now_s),
             )
             for peer in self._prefills.values()
             if self._may_get_work(peer)
         ]
 
     def decode_loads(self) -> list[WorkerLoad]:
+        now_s = asyncio.get_running_loop().time()
         return [
             WorkerLoad(
                 member=peer.member.id,
@@ -140,10 +143,17 @@ class Fleet:
                 links=peer.stream.links,
                 kv_bytes_per_token=_kv_bytes_per_token(peer.member),
                 capacity=peer.member.capacity,
+                full_for_s=peer.backlog.full_for_s(now_s),
+                work=_work_ahead(peer, peer.stream.batch(), now_s),
             )
             for peer in self._decodes.values()
             if self._may_get_work(peer) and peer.stream.connected.is_set()
         ]
+
+    def available(self) -> list[Member]:
+        """Return the workers that may get work now, of both roles."""
+        decodes = [peer for peer in self._decodes.values() if peer.stream.connected.is_set()]
+        return [peer.member for peer in (*self._prefills.values(), *decodes) if self._may_get_work(peer)]
 
     def capacities(self, role: Role) -> list[Capacity]:
         """Return the capacities of a role's workers that do not drain, whether they answer now or not: registered
@@ -160,20 +170,6 @@ class Fleet:
         """Return `capacities`, plus those of workers that drain or left recently: they may be restarting."""
         deregistered = self._deregistered.members(asyncio.get_running_loop().time())
         return _known_capacities([*self._workers(role), *(m for m in deregistered if m.role is role)])
-
-    def early_refusal(self, size: RequestSize, time_left_s: float) -> Overloaded | None:
-        """Return why the workers that accept work and can hold the request would serve it too late; None if they would
-        not."""
-        now_s = asyncio.get_running_loop().time()
-        prefills, decodes = (
-            [
-                peer.backlog.estimate(now_s)
-                for peer in peers.values()
-                if self._may_get_work(peer) and not (peer.member.capacity and shortage(peer.member.capacity, size))
-            ]
-            for peers, shortage in ((self._prefills, prefill_shortage), (self._decodes, decode_shortage))
-        )
-        return early_refusal(prefills, decodes, time_left_s)
 
     def prefill(self, member: MemberId) -> PrefillPeer:
         """Return a connected prefill worker. Raises NoWorkers."""
@@ -360,6 +356,22 @@ def _known_capacities(members: Iterable[Member]) -> list[Capacity]:
     capacities = [member.capacity for member in members]
     known = [capacity for capacity in capacities if capacity is not None]
     return known if len(known) == len(capacities) else []
+
+
+def _work_ahead(peer: Peer, batch: SequenceBatch, now_s: float) -> WorkAhead | None:
+    """Return what prediction has to know about a worker; None before it has reported its speed."""
+    if peer.service_times is None:
+        return None
+    capacity = peer.member.capacity
+    max_chunk = capacity.max_prefill_tokens if capacity is not None else 0
+    max_running = capacity.max_num_seqs if capacity is not None else 1 << 30
+    return WorkAhead(
+        times=peer.service_times,
+        prompts=peer.backlog.queue(now_s),
+        batch=batch,
+        max_chunk=max_chunk or DEFAULT_MAX_CHUNK,
+        max_running=max_running,
+    )
 
 
 def _kv_bytes_per_token(member: Member) -> float:

@@ -21,7 +21,7 @@ from cluster.protocol.received import checked
 from cluster.service_times import ServiceTimes
 from cluster.serving.rpc_errors import error_from_rpc
 from router.fleet.supervision import WorkerTimeouts, answers, refuses_connections
-from router.policies.admission import BacklogEstimator
+from router.policies.work_ahead import PromptBacklog
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
 _CHECK_S = 1.0
@@ -51,7 +51,7 @@ class Peer(ABC):
         self.kv_format = sys.intern(repr(member.fingerprint))
         self.trusted = True
         self.assigned = 0  # sequences that this router has there
-        self.backlog = BacklogEstimator()
+        self.backlog = PromptBacklog()
         self.drain_deadline_s: float | None = None  # by the event loop's clock; None: it stays
         self._channel = channel
         self._timeouts = timeouts

@@ -22,6 +22,7 @@ from cluster.protocol.service_times_wire import service_times_of
 from cluster.service_times import ServiceTimes
 from router.fleet.peer import OWN_CALL_S, Peer
 from router.fleet.supervision import WorkerTimeouts
+from router.policies.work_ahead import PromptWork
 from router.running import running
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
@@ -93,6 +94,7 @@ class PrefillPeer(Peer):
     ) -> None:
         super().__init__(member, channel, timeouts=timeouts, on_change=on_change, telemetry=telemetry)
         self.heartbeat = worker_pb2.Heartbeat()
+        self._service_times: ServiceTimes | None = None
         self._heartbeat_s = super().heard_s
         self._stub = worker_pb2_grpc.PrefillWorkerStub(channel)
         self._abandoning: set[asyncio.Task[None]] = set()
@@ -103,18 +105,20 @@ class PrefillPeer(Peer):
 
     @property
     def service_times(self) -> ServiceTimes | None:
-        return service_times_of(self.heartbeat)
+        return self._service_times
 
     async def run(self) -> str:
         async with running(self._follow_heartbeats()):
             return await super().run()
 
     @asynccontextmanager
-    async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillCall]:
-        """Start a prefill. Leaving the block early cancels it."""
+    async def prefill(self, job: PrefillJob, num_cached: int = 0) -> AsyncIterator[PrefillCall]:
+        """Start a prefill of which the worker is expected to have `num_cached` tokens cached. Leaving the block early
+        cancels it."""
         with self.assign(len(job.seeds)):
             call = self._stub.Prefill(wire.prefill_job_to_wire(job), timeout=job.timeout_s)
-            number = self.backlog.add_prompt(len(job.token_ids), asyncio.get_running_loop().time())
+            work = PromptWork.of(len(job.token_ids), num_cached)
+            number = self.backlog.add_prompt(work, asyncio.get_running_loop().time())
             try:
                 yield PrefillCall(self, call, number, len(job.seeds))
             finally:
@@ -159,6 +163,8 @@ class PrefillPeer(Peer):
         """Store the figures of a heartbeat. A malformed heartbeat only shows that the worker lives."""
         try:
             self.heartbeat = checked(heartbeat)
+            self._service_times = service_times_of(heartbeat)
+            self.backlog.record_heartbeat(heartbeat.waiting + heartbeat.running)
         except MalformedMessage as error:
             self._telemetry.count("tandem_malformed_messages_total", message="heartbeat")
             _LOG.warning("malformed message", extra={"worker": str(self.member.id), "problem": error.message})

@@ -81,9 +81,10 @@ class PrefixLocator:
         self._index = index
 
     def cached_tokens(self, token_ids: Sequence[int], salt: str) -> dict[MemberId, int]:
-        """The number of leading tokens that each prefill worker has cached; workers without any are missing. The last
-        token never counts: it is always computed. Empty where there are fewer than two workers to choose from."""
-        members = [peer.member for load in self._fleet.prefill_loads() if (peer := self._fleet.peer(load.member))]
+        """The number of leading tokens that each worker has cached; workers without any are missing. The last token
+        never counts: it is always computed. Of decode workers only what this router sent there is known. Empty where
+        there are fewer than two workers to choose from."""
+        members = self._fleet.available()
         if len(members) < 2:
             return {}
         chain, cached = self._chain(members[0], token_ids[:-1], salt), dict[MemberId, int]()
@@ -104,6 +105,13 @@ class PrefixLocator:
             return NamelessChain()
         return self._chain(member, token_ids, salt)
 
+    def num_cached(self, chain: BlockChain, worker: MemberId) -> int:
+        """Return how many leading tokens of this chain the worker is expected to have cached."""
+        peer = self._fleet.peer(worker)
+        if peer is None or peer.member.capacity is None:
+            return 0
+        return self._index.leading_blocks(chain.hashes).get(worker, 0) * peer.member.capacity.block_size
+
     def note_routed(self, chain: BlockChain, worker: MemberId) -> None:
         """The worker computes, imports or has generated all blocks of this chain."""
         self._index.note_routed(chain.hashes, worker)
@@ -114,7 +122,7 @@ class PrefixLocator:
         if pulling is None:
             return ()
         sources = []
-        available = {load.member for load in (*self._fleet.prefill_loads(), *self._fleet.decode_loads())}
+        available = {member.id for member in self._fleet.available()}
         for worker, num_blocks in sorted(self._index.leading_blocks(chain.hashes).items(), key=lambda item: -item[1]):
             peer = self._fleet.peer(worker)
             if peer is not None and worker in available and worker != puller and peer.kv_format == pulling.kv_format:

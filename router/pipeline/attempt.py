@@ -29,6 +29,7 @@ from router.pipeline.failures import DECODE, PREFILL, AttemptFailed, RetryBudget
 from router.pipeline.hedges import Hedges, Overtaken
 from router.pipeline.migration import Migrations
 from router.pipeline.worker_choice import PairHealth, WorkerChoice
+from router.policies.work_ahead import PromptWork
 from router.request.admitted_request import AdmittedRequest
 from router.request.choice import Choice
 from router.running import branches, running
@@ -229,7 +230,7 @@ class Attempt:
                 sources = self._prefixes.sources(chain, puller=prefill_id)
                 job = self._admitted.prefill_job(self._choices, self._number, decode_id, sources)
                 prefill = self._fleet.prefill(prefill_id)
-                async with prefill.prefill(job) as call:
+                async with prefill.prefill(job, self._prefixes.num_cached(chain, prefill_id)) as call:
                     ticket_import.begin(await self._from(prefill, call.ticket()), self._number, prefill)
                     self._deliver_first(await self._from(prefill, call.first_tokens()), prefill_id)
                     self._prefixes.note_routed(chain, prefill_id)
@@ -255,9 +256,12 @@ class Attempt:
         """Run both legs on one decode worker."""
         with leg(DECODE, decode_id):
             decode = self._fleet.decode(decode_id)
-            with DecodeLeg(self._admitted, decode, self._choices, exporter=None) as decoding:
+            committed = self._choices[0].committed
+            chain = self._chain(decode_id, committed)
+            num_tokens = len(self._admitted.request.prompt_token_ids) + len(committed)
+            prompt = PromptWork.of(num_tokens, self._prefixes.num_cached(chain, decode_id))
+            with DecodeLeg(self._admitted, decode, self._choices, exporter=None, prompt=prompt) as decoding:
                 self._admitted.dispatched(decode=decode_id)
-                committed = self._choices[0].committed
                 job = self._admitted.decode_job(decoding.owners, committed, self._number, self._router, None)
                 await self._from(decode, decode.start(job))
                 await self._follow(decoding)

@@ -31,6 +31,7 @@ from router.pipeline.failures import (
     leg,
 )
 from router.policies.sequence_progress import SequenceProgress
+from router.policies.work_ahead import PromptWork
 from router.request.admitted_request import AdmittedRequest
 from router.request.choice import Choice
 from router.running import running
@@ -44,6 +45,7 @@ class DecodeLeg:
         choices: Sequence[Choice],
         *,
         exporter: MemberId | None,  # whose KV it begins with
+        prompt: PromptWork | None = None,  # without an exporter: what the worker computes
         opened: AbstractContextManager[Sequences] | None = None,  # handles that are there already
     ) -> None:
         self.decode = decode
@@ -52,8 +54,9 @@ class DecodeLeg:
         self._exporter = exporter
         self._exit = ExitStack()
         if opened is None:
+            size, num_expected = admitted.size(), admitted.expected_output
             opened = decode.open_sequences(
-                [SequenceProgress(choice.num_missing, admitted.size()) for choice in choices]
+                [SequenceProgress(choice.num_missing, size, num_expected) for choice in choices], prompt
             )
         self.sequences = self._exit.enter_context(opened)
         self.owners = dict(zip(self.sequences.handles, choices, strict=True))

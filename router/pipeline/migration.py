@@ -29,7 +29,8 @@ from router.fleet.fleet import Fleet
 from router.pipeline.decode_leg import DecodeLeg
 from router.pipeline.failures import DECODE, AttemptFailed, leg
 from router.pipeline.worker_choice import facts_of
-from router.policies.placement import Policy, WorkerLoad
+from router.policies.candidates import WorkerLoad
+from router.policies.placement import Policy
 from router.request.admitted_request import AdmittedRequest
 from tandem.internal.v1 import worker_pb2
 

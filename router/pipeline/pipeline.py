@@ -28,6 +28,7 @@ from router.pipeline.worker_choice import PairHealth, WorkerChoice
 from router.policies.breakers import BreakerPolicy
 from router.policies.hedging import claim
 from router.policies.placement import Placement, Policy
+from router.policies.sequence_progress import OutputLengths
 from router.request.account import PhaseName
 from router.request.admitted_request import AdmittedRequest
 from router.request.choice import Choice
@@ -51,6 +52,7 @@ _INLINE_CHARACTERS = 2048  # a longer text is tokenized off the event loop
 _INLINE_TOKENS = 1024  # a resumed request with more tokens is replayed off the event loop
 # Why a decode worker prefills a prompt, in the ledger and in tandem_local_prefills_total.
 _COLOCATED = "colocated"  # the cluster never had a prefill worker
+_PREDICTED = "predicted"  # placement chose it although a pair was there
 _NO_PREFILL_WORKER = "no_prefill_worker"
 _PAIR_BREAKERS_OPEN = "pair_breakers_open"  # prefill workers exist; their circuit breakers with decode workers are open
 _NO_LARGE_ENOUGH_PAIR = "no_large_enough_pair"  # prefill workers exist; no pair can hold the request
@@ -107,6 +109,7 @@ class Pipeline:
             telemetry=telemetry,
         )
         self._threads = TokenizerThreads()
+        self._outputs = OutputLengths()
         self._settings = settings
         self._clock = clock
         self._telemetry = telemetry
@@ -152,6 +155,8 @@ class Pipeline:
                         live.outbox.put(delta)
                     async with self._hedging.of_request(self._complete) as hedges:
                         await self._complete(hedges, admitted, admitted.choices)
+                    for choice in admitted.choices:
+                        self._outputs.record(choice.num_committed, resolved.stops.max_tokens)
                     return admitted
         except (TimeoutError, DeadlineExceeded) as error:
             if admitted is not None and admitted.shortage is not None:
@@ -231,6 +236,7 @@ class Pipeline:
             account=live.account,
             outbox=live.outbox,
             clock=self._clock,
+            expected_output=self._outputs.expected(request.stops.max_tokens),
             keeps_queue_position=acceptance.is_recent(self._wall_us()),
         )
 
@@ -260,7 +266,7 @@ class Pipeline:
             admitted.waits(admitted.choices[0], too_large)
             await self._fleet.changed()
         admitted.waits(admitted.choices[0], None)
-        refusal = too_large or self._fleet.early_refusal(size, admitted.time_left_s())
+        refusal = too_large or self._worker_choice.early_refusal(admitted)
         if refusal is not None:
             raise refusal
 
@@ -306,22 +312,27 @@ class Pipeline:
     ) -> None:
         """Run one attempt at both legs. Raises AttemptFailed; the tokens that the client has by then are committed."""
         if placement.prefill is None or local_reason:
-            self._record_local_prefill(admitted, choices, local_reason)
+            self._record_local_prefill(admitted, choices, placement, local_reason)
             await attempt.on_decode(placement.decode)
         elif choices[0].num_missing == 1:
             await attempt.first_token_only(placement.prefill)
         else:
             await attempt.hand_over(placement.prefill, placement.decode)
 
-    def _record_local_prefill(self, admitted: AdmittedRequest, choices: Sequence[Choice], reason: str) -> None:
-        """Count a prefill on a decode worker. It is a fallback only where the cluster once had a prefill worker."""
-        if not reason and self._fleet.prefill_loads():
+    def _record_local_prefill(
+        self, admitted: AdmittedRequest, choices: Sequence[Choice], placement: Placement, reason: str
+    ) -> None:
+        """Count a prefill on a decode worker. It is a fallback only where the cluster once had a prefill worker, and no
+        pair could be chosen."""
+        if not (reason or placement.is_fallback):
+            reason = _PREDICTED
+        elif not reason and self._fleet.prefill_loads():
             has_large_pair = self._worker_choice.has_large_pair(admitted, choices)
             reason = _PAIR_BREAKERS_OPEN if has_large_pair else _NO_LARGE_ENOUGH_PAIR
         elif not reason:
             reason = _NO_PREFILL_WORKER if self._fleet.has_prefill_pool else _COLOCATED
         self._telemetry.count("tandem_local_prefills_total", reason=reason)
-        if reason != _COLOCATED:
+        if reason not in (_COLOCATED, _PREDICTED):
             admitted.account.add_reason(reason)
 
     def _takes_over(self, request: GenerateRequest) -> bool:

@@ -1,6 +1,6 @@
 """Chooses the workers of a request: a pair for a new attempt, or another decode worker for a ticket that was issued.
 
-Collects what placement has to know (router/policies/placement.py decides) and records how hand-offs between each pair
+Collects what placement has to know (router/policies/ decides) and records how hand-offs between each pair
 of workers ended. A failed hand-off counts against its pair once both workers have answered since then; if one of them
 has not, that worker failed, and the fleet handles it.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from cluster.errors import NoWorkerLargeEnough
+from cluster.errors import NoWorkerLargeEnough, Overloaded
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.request_size import RequestSize, decode_shortage, prefill_shortage, too_large
@@ -21,16 +21,10 @@ from router.fleet.fleet import Fleet
 from router.fleet.peer import Peer
 from router.fleet.prefix_locator import PrefixLocator
 from router.pipeline.failures import AttemptFailed
+from router.policies.admission import early_refusal
 from router.policies.breakers import BreakerPolicy, BreakerState, Pair, PairBreakers, Trial
-from router.policies.placement import (
-    LeastLoaded,
-    Placement,
-    Policy,
-    RequestFacts,
-    WorkerLoad,
-    has_large_pair,
-    is_servable,
-)
+from router.policies.candidates import RequestFacts, WorkerLoad, has_large_pair, is_servable
+from router.policies.placement import LeastLoaded, Placement, Policy
 from router.request.admitted_request import AdmittedRequest
 from router.request.choice import Choice
 
@@ -146,15 +140,14 @@ class WorkerChoice:
 
         `without_prefill`: prefer a decode worker that runs both legs.
         """
-        prompt = admitted.request.prompt_token_ids + choices[0].committed
-        cached_tokens = self._prefixes.cached_tokens(prompt, admitted.request.cache_salt)
-        facts = replace(_facts(admitted, choices, choices[0].num_committed), cached_tokens=cached_tokens)
+        facts = self._facts_with_prefixes(admitted, choices)
         while True:
             facts = replace(facts, excluded_pairs=self._pairs.excluded_pairs())
             placement = self._choose(facts, without_prefill=without_prefill)
-            is_hasty = placement is not None and placement.prefill is None and self._fleet.is_checking_prefill
+            is_hasty = placement is not None and placement.is_fallback and self._fleet.is_checking_prefill
             if placement is not None and (without_prefill or not is_hasty):
                 admitted.waits(choices[0], None)
+                self._telemetry.count("tandem_placement_decisions_total", reason=placement.reason)
                 return placement
             shortage = self._shortage(facts.size) if placement is None else None
             admitted.waits(choices[0], shortage)
@@ -172,6 +165,14 @@ class WorkerChoice:
             if any(not prefill_shortage(capacity, size) for capacity in prefills):
                 return None
         return too_large(size, decodes)
+
+    def early_refusal(self, admitted: AdmittedRequest) -> Overloaded | None:
+        """Return why a new request would be served too late or not at all; None if it would be served in time."""
+        facts = self._facts_with_prefixes(admitted, admitted.choices)
+        facts = replace(facts, excluded_pairs=self._pairs.excluded_pairs())
+        prefills, decodes = self._fleet.prefill_loads(), self._fleet.decode_loads()
+        ways = self._policy.ways(prefills, decodes, facts)
+        return early_refusal(prefills, decodes, ways, facts, admitted.time_left_s())
 
     def has_large_pair(self, admitted: AdmittedRequest, choices: Sequence[Choice]) -> bool:
         """Return whether two workers could serve these choices by a hand-off if the pair's circuit breaker were
@@ -203,6 +204,11 @@ class WorkerChoice:
         if placement is None or placement.prefill is None:
             return None
         return self._fleet.decode(placement.decode)
+
+    def _facts_with_prefixes(self, admitted: AdmittedRequest, choices: Sequence[Choice]) -> RequestFacts:
+        prompt = admitted.request.prompt_token_ids + choices[0].committed
+        cached_tokens = self._prefixes.cached_tokens(prompt, admitted.request.cache_salt)
+        return replace(_facts(admitted, choices, choices[0].num_committed), cached_tokens=cached_tokens)
 
     def _shortage(self, size: RequestSize) -> NoWorkerLargeEnough | None:
         """Return why no worker can hold a request without a placement; None if there is no decode worker at all."""
@@ -240,4 +246,5 @@ def facts_of(admitted: AdmittedRequest, size: RequestSize) -> RequestFacts:
         avoid=frozenset(admitted.failed_members),
         num_committed=size.num_committed,
         too_small=frozenset(admitted.too_small),
+        expected_output=max(1.0, admitted.expected_output - size.num_committed),
     )

@@ -1,15 +1,17 @@
 """Chooses the workers of a request from the loads of all workers. Pure.
 
-A policy sees only pairs that can exchange KV and hold the request (cluster/request_size.py).
+A policy sees only pairs that can exchange KV and hold the request (router/policies/candidates.py). `SloAware` predicts
+times (router/policies/slo_aware.py); the policies here compare loads.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
-from cluster.member import Capacity
-from cluster.messages import LinkSpeed, MemberId
-from cluster.request_size import RequestSize, decode_shortage, handoff_shortage, prefill_shortage
+from cluster.messages import MemberId
+from router.policies.candidates import Pair, RequestFacts, WorkerLoad, pairs, transfer_s
+from router.policies.prediction import Prediction
 
 # A pair is slow when it needs this much longer for the prompt's KV than the fastest known pair. Smaller differences
 # between measurements must not keep equal pairs from taking turns.
@@ -22,78 +24,50 @@ SECOND_LOOK_EVERY = 64
 SECOND_LOOK_MARGIN_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """The load of one worker that may be chosen, as the router knows it now."""
+class PlacementReason(StrEnum):
+    """What decided between the candidates of a request."""
 
-    member: MemberId
-    kv_format: str  # workers with equal values can exchange KV
-    assigned: int  # sequences that this router has there, queued or running
-    waiting: int = 0  # the worker's own figures, from its last heartbeat, over all routers
-    running: int = 0
-    free_blocks: int = 0
-    links: tuple[LinkSpeed, ...] = ()  # of a decode worker: how fast it reads each exporter; each one's first counts
-    kv_bytes_per_token: float = 0.0
-    capacity: Capacity | None = None  # None: not known, and taken as large enough
-
-    @property
-    def depth(self) -> int:
-        """The number of sequences ahead of a new one. Heartbeats lag and this router's own count does not, so the
-        larger counts."""
-        return max(self.assigned, self.waiting + self.running)
+    ONLY_CANDIDATE = "only_candidate"
+    LOWEST_LOAD = "lowest_load"  # the policy compares loads
+    CACHED_PREFIX = "cached_prefix"  # loads are equal up to one request; the prompt's beginning is cached there
+    TURN = "turn"  # the policy does not compare
+    SLO = "slo"  # all others are predicted to miss more latency targets
+    TTFT = "ttft"  # the shortest predicted time to first token
+    TOKEN_DELAY = "token_delay"  # TTFT is equal; later tokens come earliest, those of running sequences included
+    KV_BYTES = "kv_bytes"  # the same, and the least KV is moved
+    TIE = "tie"  # equal in everything: drawn
+    UNKNOWN_SPEED = "unknown_speed"  # a worker has not reported its speed: decided as by prefix-aware
 
 
 @dataclass(frozen=True, slots=True)
-class RequestFacts:
-    """What placement has to know about a request."""
+class Candidate:
+    """One way to serve a request, and what was predicted for it."""
 
-    num_prompt_tokens: int  # to prefill, with those that an earlier attempt drew
-    max_tokens: int  # that are still missing
-    num_choices: int
-    avoid: frozenset[MemberId] = frozenset()  # failed this request before: last choice
-    cached_tokens: Mapping[MemberId, int] = field(default_factory=dict)  # of the prompt, by prefill worker
-    excluded_pairs: Collection[tuple[MemberId, MemberId]] = (
-        frozenset()
-    )  # prefill and decode workers not to be paired now
-    num_committed: int = 0  # of num_prompt_tokens, those that an earlier attempt drew
-    too_small: Collection[MemberId] = frozenset()  # workers that have refused this request for its size
-
-    @property
-    def size(self) -> RequestSize:
-        num_prompt, num_output = self.num_prompt_tokens - self.num_committed, self.num_committed + self.max_tokens
-        return RequestSize(num_prompt, num_output, self.num_committed, self.num_choices)
-
-    def fits_prefill(self, load: WorkerLoad) -> bool:
-        return self._fits(load, prefill_shortage)
-
-    def fits_decode(self, load: WorkerLoad) -> bool:
-        """Return whether the worker can prefill the prompt and run every choice to its end."""
-        return self._fits(load, decode_shortage)
-
-    def fits_import(self, load: WorkerLoad) -> bool:
-        """Return whether the worker can import from a prefill worker. If only one token is missing, nothing is
-        imported."""
-        return not self.size.needs_decode or self.fits_handoff(load)
-
-    def fits_handoff(self, load: WorkerLoad) -> bool:
-        """Return whether the worker can import the tokens known so far and run every choice to its end."""
-        return self.fits_decode(load) and self._fits(load, handoff_shortage)
-
-    def _fits(self, load: WorkerLoad, shortage: Callable[[Capacity, RequestSize], str]) -> bool:
-        if load.member in self.too_small:
-            return False
-        return load.capacity is None or not shortage(load.capacity, self.size)
+    prefill: MemberId | None  # None: the decode worker computes the prompt
+    decode: MemberId
+    prediction: Prediction
+    num_violations: int  # latency targets that it is predicted to miss
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The chosen workers. `prefill` None: the decode worker prefills the prompt."""
+    """The chosen workers. `prefill` None: the decode worker computes the prompt."""
 
     prefill: MemberId | None
     decode: MemberId
+    reason: PlacementReason
+    is_fallback: bool = False  # there was no pair to choose
+    considered: tuple[Candidate, ...] = ()  # the chosen one first, then the others from best to worst; empty: no
+    # prediction was made
 
 
 class Policy(Protocol):
+    def ways(
+        self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
+    ) -> Sequence[Pair]:
+        """Return every pair, and every decode worker alone, from which `choose` chooses."""
+        ...
+
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Placement | None:
@@ -110,13 +84,19 @@ class LeastLoaded:
         self._turns = _Turns()
         self._speeds = _Speeds()
 
+    def ways(
+        self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
+    ) -> Sequence[Pair]:
+        return pairs(prefills, decodes, request)
+
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Placement | None:
-        pairs = _pairs(prefills, decodes, request)
-        least = min(map(_depth, pairs), default=0)
-        lightest = [pair for pair in pairs if _depth(pair) == least]
-        return self._turns.choose(self._speeds.without_slow(lightest, request.num_prompt_tokens), pairs)
+        found = pairs(prefills, decodes, request)
+        least = min(map(_depth, found), default=0)
+        lightest = [pair for pair in found if _depth(pair) == least]
+        best = self._speeds.without_slow(lightest, request.num_prompt_tokens)
+        return self._turns.choose(best, found, PlacementReason.LOWEST_LOAD)
 
 
 class PrefixAware:
@@ -127,13 +107,21 @@ class PrefixAware:
         self._turns = _Turns()
         self._speeds = _Speeds()
 
+    def ways(
+        self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
+    ) -> Sequence[Pair]:
+        return pairs(prefills, decodes, request)
+
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Placement | None:
-        pairs = _pairs(prefills, decodes, request)
-        costs = [_depth(pair) + _share_to_compute(pair, request) for pair in pairs]
-        cheapest = [pair for pair, cost in zip(pairs, costs, strict=True) if cost == min(costs)]
-        return self._turns.choose(self._speeds.without_slow(cheapest, request.num_prompt_tokens), pairs)
+        found = pairs(prefills, decodes, request)
+        costs = [_depth(pair) + _share_to_compute(pair, request) for pair in found]
+        cheapest = [pair for pair, cost in zip(found, costs, strict=True) if cost == min(costs)]
+        best = self._speeds.without_slow(cheapest, request.num_prompt_tokens)
+        is_for_prefix = any(_share_to_compute(pair, request) < 1 for pair in best)
+        reason = PlacementReason.CACHED_PREFIX if is_for_prefix else PlacementReason.LOWEST_LOAD
+        return self._turns.choose(best, found, reason)
 
 
 class RoundRobin:
@@ -142,24 +130,16 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turns = _Turns()
 
+    def ways(
+        self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
+    ) -> Sequence[Pair]:
+        return pairs(prefills, decodes, request)
+
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Placement | None:
-        pairs = _pairs(prefills, decodes, request)
-        return self._turns.choose(pairs, pairs)
-
-
-def policy(name: str) -> Policy:
-    """Return the policy that `--placement` names."""
-    policies: dict[str, type[PrefixAware] | type[LeastLoaded] | type[RoundRobin]] = {
-        "prefix-aware": PrefixAware,
-        "least-loaded": LeastLoaded,
-        "round-robin": RoundRobin,
-    }
-    return policies[name]()
-
-
-_Pair = tuple[WorkerLoad | None, WorkerLoad]
+        found = pairs(prefills, decodes, request)
+        return self._turns.choose(found, found, PlacementReason.TURN)
 
 
 class _Turns:
@@ -169,7 +149,7 @@ class _Turns:
         self._turn = 0
         self._last_turn: dict[MemberId, int] = {}
 
-    def choose(self, best: Sequence[_Pair], pairs: Sequence[_Pair]) -> Placement | None:
+    def choose(self, best: Sequence[Pair], pairs: Sequence[Pair], reason: PlacementReason) -> Placement | None:
         """Return the pair of `best` that was chosen least recently. Workers in none of `pairs` are forgotten."""
         if not best:
             return None
@@ -180,9 +160,14 @@ class _Turns:
         for load in (prefill, decode):
             if load is not None:
                 self._last_turn[load.member] = self._turn
-        return Placement(prefill.member if prefill is not None else None, decode.member)
+        return Placement(
+            prefill=prefill.member if prefill is not None else None,
+            decode=decode.member,
+            reason=reason if len(pairs) > 1 else PlacementReason.ONLY_CANDIDATE,
+            is_fallback=prefill is None,
+        )
 
-    def _rank(self, pair: _Pair) -> tuple[int, str]:
+    def _rank(self, pair: Pair) -> tuple[int, str]:
         loads = [load for load in pair if load is not None]
         turns = sum(self._last_turn.get(load.member, 0) for load in loads)
         return turns, " ".join(str(load.member) for load in loads)
@@ -196,7 +181,7 @@ class _Speeds:
         self._looked_at: dict[tuple[MemberId, MemberId], int] = {}
         self._num_looks = 0
 
-    def without_slow(self, pairs: Sequence[_Pair], num_prompt_tokens: int) -> Sequence[_Pair]:
+    def without_slow(self, pairs: Sequence[Pair], num_prompt_tokens: int) -> Sequence[Pair]:
         """Return the pairs that are not known to be slow. A pair without a measurement stays, or it would never be
         measured."""
         times_s = [_transfer_s(pair, num_prompt_tokens) for pair in pairs]
@@ -211,7 +196,7 @@ class _Speeds:
         bearable = [pair for pair, time_s in slow if time_s is not None and limit_s < time_s <= bearable_s]
         return [self._second_look(bearable)] if bearable else quick
 
-    def _second_look(self, slow: Sequence[_Pair]) -> _Pair:
+    def _second_look(self, slow: Sequence[Pair]) -> Pair:
         pair = min(slow, key=lambda pair: self._looked_at.get(_names(pair), 0))
         self._num_skipped, self._num_looks = 0, self._num_looks + 1
         present = set(map(_names, slow))
@@ -220,59 +205,25 @@ class _Speeds:
         return pair
 
 
-def _pairs(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[_Pair]:
-    """Return all pairs that can hold the request, can exchange KV and are not excluded. Workers to avoid are used only
-    if there are no others. If no pair is left, return decode workers alone: hand-offs have just failed and would fail
-    again, or a worker of each pair is too small."""
-    prefills = list(filter(request.fits_prefill, prefills))
-    importers = list(filter(request.fits_import, decodes))
-    preferred = _preferring_others(prefills, request.avoid), _preferring_others(importers, request.avoid)
-    pairs = _disaggregated(*preferred, request) or _disaggregated(prefills, importers, request)
-    alone = _preferring_others(list(filter(request.fits_decode, decodes)), request.avoid)
-    return [*pairs] or [(None, decode) for decode in alone]
-
-
-def has_large_pair(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> bool:
-    """Return whether two workers could serve the request by a hand-off, excluded or not."""
-    anywhere = replace(request, excluded_pairs=frozenset())
-    return any(prefill is not None for prefill, _ in _pairs(prefills, decodes, anywhere))
-
-
-def is_servable(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> bool:
-    """Return whether some workers could serve the request, by a hand-off or without one."""
-    return bool(_pairs(prefills, decodes, replace(request, excluded_pairs=frozenset())))
-
-
-def _disaggregated(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[_Pair]:
-    fitting = [(p, d) for d in decodes for p in prefills if p.kv_format == d.kv_format]
-    return [(p, d) for p, d in fitting if (p.member, d.member) not in request.excluded_pairs]
-
-
-def _depth(pair: _Pair) -> int:
+def _depth(pair: Pair) -> int:
     return sum(load.depth for load in pair if load is not None)
 
 
-def _share_to_compute(pair: _Pair, request: RequestFacts) -> float:
+def _share_to_compute(pair: Pair, request: RequestFacts) -> float:
     """Return the share of the prompt that the prefill worker has to compute."""
     prefill, _ = pair
     cached = request.cached_tokens.get(prefill.member, 0) if prefill is not None else 0
     return max(0.0, 1 - cached / request.num_prompt_tokens)
 
 
-def _names(pair: _Pair) -> tuple[MemberId, MemberId]:
+def _names(pair: Pair) -> tuple[MemberId, MemberId]:
     prefill, decode = pair
     assert prefill is not None, "there is nothing to transfer"
     return prefill.member, decode.member
 
 
-def _transfer_s(pair: _Pair, num_prompt_tokens: int) -> float | None:
-    """Return the estimated transfer time; None if it is not known or nothing is transferred."""
+def _transfer_s(pair: Pair, num_prompt_tokens: int) -> float | None:
     prefill, decode = pair
     if prefill is None:
         return None
-    link = next((link for link in decode.links if link.exporter == prefill.member), None)
-    return link.transfer_s(num_prompt_tokens * decode.kv_bytes_per_token) if link is not None else None
-
-
-def _preferring_others(loads: Sequence[WorkerLoad], avoid: Iterable[MemberId]) -> Sequence[WorkerLoad]:
-    return [load for load in loads if load.member not in avoid] or loads
+    return transfer_s(prefill, decode, num_prompt_tokens * decode.kv_bytes_per_token)

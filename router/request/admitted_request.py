@@ -35,13 +35,17 @@ class AdmittedRequest:
         account: RequestAccount,
         outbox: Outbox,
         clock: Clock,
+        expected_output: float,
         keeps_queue_position: bool = False,
     ) -> None:
-        """`keeps_queue_position`: the request is new, or it resumes one whose first deadline has not passed."""
+        """`expected_output`: tokens that a choice is expected to generate in all, at least 1.
+
+        `keeps_queue_position`: the request is new, or it resumes one whose first deadline has not passed."""
         self.request_id = request_id
         self.request = request
         self.choices = tuple(choices)
         self.account = account
+        self.expected_output = expected_output
         self.failed_members: set[MemberId] = set()
         self.too_small: set[MemberId] = set()  # workers that refused this request for its size
         self.execution = Execution()

@@ -1,6 +1,7 @@
 """A router in this process, over scripted workers in this process: everything between them is real."""
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,8 +19,9 @@ from router.fleet.supervision import WorkerTimeouts
 from router.pipeline.migration import Migrations
 from router.pipeline.pipeline import Pipeline, PipelineSettings
 from router.policies.breakers import BreakerPolicy
-from router.policies.placement import policy
+from router.policies.candidates import NO_TARGETS
 from router.policies.prefix_index import PrefixIndex
+from router.policies.slo_aware import policy
 from router.request.live_requests import LiveRequests
 from router.request.validation import MessageLimits, resolve
 from router.requests import GenerateRequest, Output, SamplingParams, StopConditions, Summary, TokenPrompt
@@ -97,7 +99,7 @@ class RouterUnderTest:
             telemetry=self.telemetry,
             follow_cache_events=CacheEventFollower(index).follow,
         )
-        chooser = policy(placement)
+        chooser = policy(placement, NO_TARGETS, random.random)
         self.migrations = Migrations(
             router=self.member.id,
             fleet=self.fleet,
@@ -162,6 +164,15 @@ class RouterUnderTest:
         async with asyncio.timeout(10):
             while worker.id not in self._connected():
                 await self.fleet.changed()
+
+    async def knows_speeds(self) -> None:
+        """Wait until the router has the service times that the registered workers send now."""
+        for worker in self.workers:
+            peer = self.fleet.peer(worker.id)
+            assert peer is not None
+            async with asyncio.timeout(10):
+                while peer.service_times != worker.service_times:
+                    await peer.inspect()  # heartbeats come meanwhile
 
     async def until_gone(self, worker: ScriptedWorker) -> None:
         async with asyncio.timeout(10):

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from cluster.errors import DeadlineExceeded, Overloaded, QueueFull
-from router.policies.admission import BacklogEstimator
+from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from router.requests import GenerateRequest, TextPrompt
 from tests.system.router_harness import answer_to, ask, router_under_test
 
@@ -51,15 +51,15 @@ async def test_a_full_decode_pool_refuses_a_new_request_before_its_prompt_is_com
 
 async def test_a_request_whose_turn_would_come_after_its_deadline_is_refused_without_a_job() -> None:
     async with router_under_test() as router:
-        prefill = await router.add_prefill("p0")
-        await router.add_decode("d0")
+        prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
+        prefill.service_times = decode.service_times = _OF_100_TOKENS_PER_S
         await router.connected()
-        router.fleet.prefill(prefill.id).backlog = _of_100_tokens_per_s()
+        await router.knows_speeds()
         prefill.before_first_tokens.close()
         ahead = asyncio.create_task(answer_to(router, ask(prompt=tuple(range(1, 1001)), max_tokens=2)))
         async with asyncio.timeout(10):
             await prefill.before_first_tokens.reached.wait()
-        with pytest.raises(Overloaded, match="ahead of this one") as refusal:
+        with pytest.raises(Overloaded, match="first token is predicted in") as refusal:
             await answer_to(router, ask(timeout_s=4.0))
         assert refusal.value.retry_after_s == pytest.approx(6.0, abs=1.0)
         assert len(prefill.jobs) == 1
@@ -69,13 +69,7 @@ async def test_a_request_whose_turn_would_come_after_its_deadline_is_refused_wit
         await ahead
 
 
-def _of_100_tokens_per_s() -> BacklogEstimator:
-    backlog, now_s = BacklogEstimator(), asyncio.get_running_loop().time() - 100.0
-    for _ in range(20):
-        number = backlog.add_prompt(100, now_s)
-        now_s += 1.0
-        backlog.record_computed(number, now_s)
-    return backlog
+_OF_100_TOKENS_PER_S = ServiceTimes(PrefillTimes(0.0, 0.01, 0.0, 0.0), DecodeTimes(0.01, 0.0, 0.0, 0.0))
 
 
 async def test_a_deadline_ends_a_request_whose_text_is_being_tokenized_and_frees_its_place(

@@ -108,7 +108,11 @@ PURE = [
     "router.fleet.membership",
     "router.policies.hedging",
     "router.request.validation",
+    "router.policies.candidates",
     "router.policies.placement",
+    "router.policies.prediction",
+    "router.policies.slo_aware",
+    "router.policies.work_ahead",
     "router.policies.prefix_index",
     "tandem.keepalive",
 ]

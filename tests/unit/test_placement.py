@@ -4,16 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.messages import LinkSpeed, MemberId
+from router.policies.candidates import RequestFacts, WorkerLoad
 from router.policies.placement import (
     SECOND_LOOK_EVERY,
     SLOW_MARGIN_S,
     LeastLoaded,
     Placement,
+    PlacementReason,
     PrefixAware,
-    RequestFacts,
     RoundRobin,
-    WorkerLoad,
-    policy,
 )
 
 
@@ -177,10 +176,21 @@ def test_no_decode_worker_is_no_placement() -> None:
     assert LeastLoaded().choose([load("p0")], [], facts()) is None
 
 
-def test_every_policy_that_can_be_configured_exists() -> None:
-    assert isinstance(policy("least-loaded"), LeastLoaded)
-    assert isinstance(policy("prefix-aware"), PrefixAware)
-    assert isinstance(policy("round-robin"), RoundRobin)
+def test_a_policy_names_what_decided() -> None:
+    prefills, decodes = [load("p0"), load("p1")], [load("d0")]
+    reasons = {
+        PlacementReason.LOWEST_LOAD: LeastLoaded().choose(prefills, decodes, facts()),
+        PlacementReason.CACHED_PREFIX: PrefixAware().choose(prefills, decodes, cached(p1=64)),
+        PlacementReason.TURN: RoundRobin().choose(prefills, decodes, facts()),
+        PlacementReason.ONLY_CANDIDATE: PrefixAware().choose(prefills[:1], decodes, facts()),
+    }
+    assert all(placement and placement.reason is reason for reason, placement in reasons.items())
+
+
+def test_a_decode_worker_alone_is_a_fallback() -> None:
+    alone = LeastLoaded().choose([], [load("d0")], facts())
+    paired = LeastLoaded().choose([load("p0")], [load("d0")], facts())
+    assert (alone and alone.is_fallback, paired and paired.is_fallback) == (True, False)
 
 
 _LOADS = st.lists(

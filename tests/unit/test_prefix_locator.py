@@ -6,7 +6,7 @@ from cluster.member import Capacity, Member
 from cluster.messages import CacheEvents, LayoutFingerprint, MemberId, PrefixSource, Role
 from cluster.protocol.hashing import NATIVE, NamelessChain, keyed_chains
 from router.fleet.prefix_locator import PrefixLocator
-from router.policies.placement import WorkerLoad
+from router.policies.candidates import WorkerLoad
 from router.policies.prefix_index import PrefixIndex
 
 _LAYOUT = LayoutFingerprint(weights="w", model_config="c", dtype="float32", block_table="t")
@@ -47,6 +47,9 @@ class _Fleet:
 
     def decode_loads(self) -> list[WorkerLoad]:
         return self._loads(Role.DECODE)
+
+    def available(self) -> list[Member]:
+        return [peer.member for peer in self.peers.values() if peer.member.id not in self.drained]
 
     def _loads(self, role: Role) -> list[WorkerLoad]:
         ready = [peer for peer in self.peers.values() if peer.member.role is role]
@@ -120,11 +123,13 @@ def test_reported_and_routed_blocks_both_count_as_cached() -> None:
     assert locator.sources(locator.chain(_P1, _TOKENS, ""), puller=_P1) == (PrefixSource(_P0, "p0:1", 48),)
 
 
-def test_placement_counts_no_decode_worker_and_needs_two_prefill_workers() -> None:
+def test_what_was_sent_to_a_decode_worker_counts_too_and_one_worker_alone_needs_no_look_up() -> None:
     index = PrefixIndex()
     fleet, locator = _locator(index)
-    locator.note_routed(locator.chain(_D0, _TOKENS, ""), _D0)
-    assert locator.cached_tokens(_TOKENS, "") == {}
+    locator.note_routed(locator.chain(_D0, _TOKENS[:32], ""), _D0)
     _report(index, _P0, 48)
-    fleet.drained.add(_P1)
+    assert locator.cached_tokens(_TOKENS, "") == {_D0: 32, _P0: 48}
+    assert locator.num_cached(locator.chain(_D0, _TOKENS, ""), _D0) == 32
+    assert locator.num_cached(locator.chain(_P1, _TOKENS, ""), _P1) == 0
+    fleet.drained |= {_P1, _D0}
     assert locator.cached_tokens(_TOKENS, "") == {}

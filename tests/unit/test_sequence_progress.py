@@ -1,6 +1,10 @@
 """The sequences of a draining worker that should move instead of waiting for their end there."""
 
-from router.policies.sequence_progress import SequenceProgress, sequences_to_move
+import pytest
+
+from cluster.request_size import RequestSize
+from router.policies.sequence_progress import OutputLengths, SequenceProgress, batch_of, sequences_to_move
+from router.policies.work_ahead import SequenceBatch
 
 _PAUSES_S = [number / 8 for number in range(100)]
 
@@ -66,3 +70,33 @@ def test_a_preempted_sequence_may_move_after_its_next_token() -> None:
     assert sequences_to_move({1: progress}, 10.5, 11.0) == []
     progress.record_token(10.5)
     assert sequences_to_move({1: progress}, 10.5, 11.0) == [1] and not progress.is_waiting
+
+
+def test_outputs_are_expected_to_be_as_long_as_those_of_requests_that_allowed_as_much() -> None:
+    outputs = OutputLengths()
+    assert outputs.expected(1000) == 1000.0  # nothing has ended yet
+    for _ in range(100):
+        outputs.record(100, 1000)
+        outputs.record(8, 8)
+    assert outputs.expected(1000) == pytest.approx(100.0)
+    assert outputs.expected(8) == 8.0
+    assert outputs.expected(1) == 1.0
+
+
+def test_a_sequence_that_outlives_its_expected_length_is_still_expected_to_run_for_a_while() -> None:
+    progress = SequenceProgress(100, RequestSize(50, 100), num_expected=40.0)
+    assert (progress.expected_left, progress.length, progress.is_decoding) == (40.0, 50, False)
+    for _ in range(60):
+        progress.record_token(0.0)
+    assert (progress.expected_left, progress.length, progress.is_decoding) == (10.0, 110, True)
+    for _ in range(35):
+        progress.record_token(0.0)
+    assert progress.expected_left == 5.0  # it may get no more
+
+
+def test_a_batch_counts_joining_sequences_and_those_of_other_routers() -> None:
+    running, joining = (SequenceProgress(left, RequestSize(100, left)) for left in (21, 40))
+    running.record_token(0.0)
+    assert batch_of([running, joining], 0) == SequenceBatch(num_running=1, num_joining=1, context=201, left=30.0)
+    assert batch_of([running, joining], 2).num_running == 3
+    assert batch_of([], -5) == SequenceBatch()

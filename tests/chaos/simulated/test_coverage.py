@@ -21,6 +21,9 @@ REACHED_BY = {
         "tests/unit/test_decode_exports.py::test_a_router_that_reconnects_without_sequences_ends_its_old_sequences"
     ),
     "pair_breakers_open": ("tests/system/test_pair_breakers.py::test_with_every_pair_open_decode_prefills_by_name"),
+    "predicted": (
+        "tests/system/test_auto_placement.py::test_a_decode_worker_computes_the_prompt_while_the_prefill_worker_is_busy"
+    ),
     "step_failed": (
         "tests/unit/test_prefill_scheduler.py::test_a_failing_step_ends_its_prompts_only_and_keeps_their_leases"
     ),

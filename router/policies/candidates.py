@@ -1,0 +1,162 @@
+"""The workers that may serve a request: their loads, what placement has to know about the request, and which of them
+can form a pair. Pure.
+
+A pair is a prefill worker and a decode worker that can exchange KV and hold the request (cluster/request_size.py), or a
+decode worker alone.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from cluster.member import Capacity
+from cluster.messages import LinkSpeed, MemberId
+from cluster.request_size import RequestSize, decode_shortage, handoff_shortage, prefill_shortage
+from router.policies.work_ahead import WorkAhead
+
+
+@dataclass(frozen=True, slots=True)
+class SloTargets:
+    """The times within which a request should be served; infinite: any time will do."""
+
+    ttft_s: float = math.inf
+    itl_s: float = math.inf  # on average, from its first token to its last one
+
+    @staticmethod
+    def of_ms(ttft_ms: float, itl_ms: float) -> "SloTargets":
+        """Return targets given in milliseconds; 0: none."""
+        return SloTargets(ttft_ms / 1000 or math.inf, itl_ms / 1000 or math.inf)
+
+    def preferring(self, other: "SloTargets") -> "SloTargets":
+        """Return the targets of `other` where it has any."""
+        return SloTargets(
+            other.ttft_s if other.ttft_s < math.inf else self.ttft_s,
+            other.itl_s if other.itl_s < math.inf else self.itl_s,
+        )
+
+
+NO_TARGETS = SloTargets()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """The load of one worker that may be chosen, as the router knows it now."""
+
+    member: MemberId
+    kv_format: str  # workers with equal values can exchange KV
+    assigned: int  # sequences that this router has there, queued or running
+    waiting: int = 0  # the worker's own figures, from its last heartbeat, over all routers
+    running: int = 0
+    free_blocks: int = 0
+    links: tuple[LinkSpeed, ...] = ()  # of a decode worker: how fast it reads each exporter; each one's first counts
+    kv_bytes_per_token: float = 0.0
+    capacity: Capacity | None = None  # None: not known, and taken as large enough
+    full_for_s: float = 0.0  # its queue is full for this long, as it reported; 0: it accepts more
+    work: WorkAhead | None = None  # for predictions; None: the worker has not reported its speed
+
+    @property
+    def depth(self) -> int:
+        """The number of sequences ahead of a new one. Heartbeats lag and this router's own count does not, so the
+        larger counts."""
+        return max(self.assigned, self.waiting + self.running)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What placement has to know about a request."""
+
+    num_prompt_tokens: int  # to prefill, with those that an earlier attempt drew
+    max_tokens: int  # that are still missing
+    num_choices: int
+    avoid: frozenset[MemberId] = frozenset()  # failed this request before: last choice
+    cached_tokens: Mapping[MemberId, int] = field(default_factory=dict)  # of the prompt, by worker
+    excluded_pairs: Collection[tuple[MemberId, MemberId]] = (
+        frozenset()
+    )  # prefill and decode workers not to be paired now
+    num_committed: int = 0  # of num_prompt_tokens, those that an earlier attempt drew
+    too_small: Collection[MemberId] = frozenset()  # workers that have refused this request for its size
+    expected_output: float = 1.0  # tokens of `max_tokens` that it is expected to generate, the first one included
+    targets: SloTargets = NO_TARGETS  # of this request
+
+    @property
+    def size(self) -> RequestSize:
+        num_prompt, num_output = self.num_prompt_tokens - self.num_committed, self.num_committed + self.max_tokens
+        return RequestSize(num_prompt, num_output, self.num_committed, self.num_choices)
+
+    def fits_prefill(self, load: WorkerLoad) -> bool:
+        return self._fits(load, prefill_shortage)
+
+    def fits_decode(self, load: WorkerLoad) -> bool:
+        """Return whether the worker can prefill the prompt and run every choice to its end."""
+        return self._fits(load, decode_shortage)
+
+    def fits_import(self, load: WorkerLoad) -> bool:
+        """Return whether the worker can import from a prefill worker. If only one token is missing, nothing is
+        imported."""
+        return not self.size.needs_decode or self.fits_handoff(load)
+
+    def fits_handoff(self, load: WorkerLoad) -> bool:
+        """Return whether the worker can import the tokens known so far and run every choice to its end."""
+        return self.fits_decode(load) and self._fits(load, handoff_shortage)
+
+    def _fits(self, load: WorkerLoad, shortage: Callable[[Capacity, RequestSize], str]) -> bool:
+        if load.member in self.too_small:
+            return False
+        return load.capacity is None or not shortage(load.capacity, self.size)
+
+
+Pair = tuple[WorkerLoad | None, WorkerLoad]
+
+
+def pairs(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[Pair]:
+    """Return all pairs that can hold the request, can exchange KV and are not excluded. Workers to avoid are used only
+    if there are no others. If no pair is left, return decode workers alone: hand-offs have just failed and would fail
+    again, or a worker of each pair is too small."""
+    prefills = list(filter(request.fits_prefill, prefills))
+    importers = list(filter(request.fits_import, decodes))
+    preferred = _preferring_others(prefills, request.avoid), _preferring_others(importers, request.avoid)
+    found = _disaggregated(*preferred, request) or _disaggregated(prefills, importers, request)
+    return found or _alone(decodes, request)
+
+
+def candidates(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[Pair]:
+    """Return every way to serve the request: its `pairs`, and each decode worker alone that can hold it. A way with a
+    worker to avoid is returned only if there is no other."""
+    found = pairs(prefills, decodes, request)
+    if found and found[0][0] is not None:
+        found = [*found, *_alone(decodes, request)]
+    return [pair for pair in found if not _members(pair) & request.avoid] or found
+
+
+def has_large_pair(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> bool:
+    """Return whether two workers could serve the request by a hand-off, excluded or not."""
+    anywhere = replace(request, excluded_pairs=frozenset())
+    return any(prefill is not None for prefill, _ in pairs(prefills, decodes, anywhere))
+
+
+def is_servable(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> bool:
+    """Return whether some workers could serve the request, by a hand-off or without one."""
+    return bool(pairs(prefills, decodes, replace(request, excluded_pairs=frozenset())))
+
+
+def _disaggregated(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[Pair]:
+    fitting = [(p, d) for d in decodes for p in prefills if p.kv_format == d.kv_format and p.member != d.member]
+    return [(p, d) for p, d in fitting if (p.member, d.member) not in request.excluded_pairs]
+
+
+def _alone(decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[Pair]:
+    return [(None, decode) for decode in _preferring_others(list(filter(request.fits_decode, decodes)), request.avoid)]
+
+
+def _members(pair: Pair) -> set[MemberId]:
+    return {load.member for load in pair if load is not None}
+
+
+def transfer_s(prefill: WorkerLoad, decode: WorkerLoad, num_bytes: float) -> float | None:
+    """Return the estimated time to move that many bytes of KV; None if it is not known."""
+    link = next((link for link in decode.links if link.exporter == prefill.member), None)
+    return link.transfer_s(num_bytes) if link is not None else None
+
+
+def _preferring_others(loads: Sequence[WorkerLoad], avoid: Iterable[MemberId]) -> Sequence[WorkerLoad]:
+    return [load for load in loads if load.member not in avoid] or loads

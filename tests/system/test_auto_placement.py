@@ -1,0 +1,96 @@
+"""`--placement auto` over scripted workers: predictions from heartbeats and from what this router has sent."""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
+from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
+from tests.system.router_harness import Answer, RouterUnderTest, answer_to, ask, router_under_test
+from tests.system.scripted_workers import ScriptedDecode, ScriptedPrefill
+
+DEADLINE_S = 10.0
+TIMES = ServiceTimes(PrefillTimes(0.0, 0.01, 0.0, 0.0), DecodeTimes(0.01, 0.0, 0.0, 0.0))  # 100 prompt tokens a second
+LONG = tuple(range(1, 101))
+
+
+async def _pool(
+    router: RouterUnderTest, num_prefill: int, num_decode: int
+) -> tuple[list[ScriptedPrefill], list[ScriptedDecode]]:
+    prefills = [await router.add_prefill(f"p{number}") for number in range(num_prefill)]
+    decodes = [await router.add_decode(f"d{number}") for number in range(num_decode)]
+    for prefill in prefills:
+        prefill.service_times = TIMES
+    for decode in decodes:
+        decode.service_times = replace(TIMES, prefill=PrefillTimes(0.0, 0.012, 0.0, 0.0))
+    await router.connected()
+    await router.knows_speeds()
+    return prefills, decodes
+
+
+async def _reached(prefill: ScriptedPrefill) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        await prefill.before_first_tokens.reached.wait()
+
+
+async def test_a_decode_worker_computes_the_prompt_while_the_prefill_worker_is_busy() -> None:
+    async with router_under_test(placement="auto") as router:
+        (prefill,), (decode,) = await _pool(router, 1, 1)
+        prefill.before_first_tokens.close()
+        ahead = asyncio.create_task(answer_to(router, ask(prompt=LONG, max_tokens=2)))
+        await _reached(prefill)
+        answer = await answer_to(router, ask())
+        assert answer.summary.ledger.members == (str(decode.id),)
+        assert answer.summary.ledger.reasons == ()  # it is no fallback
+        assert router.telemetry.value("tandem_local_prefills_total", reason="predicted") == 1
+        assert router.telemetry.value("tandem_placement_decisions_total", reason="ttft") == 2
+        prefill.before_first_tokens.open()
+        await ahead
+        assert len(prefill.jobs) == 1
+
+
+async def test_an_idle_prefill_worker_computes_prompts_beside_a_decode_worker_that_has_work() -> None:
+    async with router_under_test(placement="auto") as router:
+        (prefill,), (decode,) = await _pool(router, 1, 1)
+        decode.pause_at = 2
+        running, answer = router.pipeline.generate(ask(prompt=LONG)), Answer()
+        async for output in running:
+            answer.take(output)
+            if len(answer.token_ids.get(0, ())) == 2:
+                break
+        decode.pause_at, num_jobs = None, len(prefill.jobs)
+        await answer_to(router, ask())
+        assert len(prefill.jobs) == num_jobs + 1
+        await running.aclose()
+
+
+async def test_requests_that_arrive_together_do_not_meet_at_one_worker() -> None:
+    async with router_under_test(placement="auto") as router:
+        prefills, _ = await _pool(router, 3, 1)
+        for prefill in prefills:
+            prefill.before_first_tokens.close()
+        asked = [asyncio.create_task(answer_to(router, ask(prompt=LONG, max_tokens=2))) for _ in range(3)]
+        for prefill in prefills:
+            await _reached(prefill)
+            prefill.before_first_tokens.open()
+        await asyncio.gather(*asked)
+        assert Counter(len(prefill.jobs) for prefill in prefills) == {1: 3}
+
+
+async def test_a_worker_that_becomes_slower_gets_less() -> None:
+    async with router_under_test(placement="auto") as router:
+        (slow, fast), (decode,) = await _pool(router, 2, 1)
+        slow.service_times = replace(TIMES, prefill=PrefillTimes(0.0, 0.05, 0.0, 0.0))
+        decode.service_times = slow.service_times
+        await router.knows_speeds()
+        for _ in range(6):
+            await answer_to(router, ask(max_tokens=2))
+        assert (len(slow.jobs), len(fast.jobs)) == (0, 6)
+
+
+async def test_without_a_known_speed_every_request_is_served_all_the_same() -> None:
+    async with router_under_test(placement="auto") as router:
+        await router.add_prefill("p0")
+        await router.add_decode("d0")
+        await router.connected()
+        assert len((await answer_to(router, ask())).token_ids[0]) == 8
+        assert router.telemetry.value("tandem_placement_decisions_total", reason="unknown_speed") == 1

@@ -1,0 +1,158 @@
+"""The policy `auto`: latency targets first, then time to first token, then later tokens, then the KV to move."""
+
+import random
+from collections import Counter
+from dataclasses import fields, replace
+
+import pytest
+
+from cluster.messages import MemberId
+from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
+from cluster.settings.config import RouterConfig
+from router.policies.candidates import NO_TARGETS, RequestFacts, SloTargets, WorkerLoad
+from router.policies.placement import LeastLoaded, Placement, PlacementReason, PrefixAware, RoundRobin
+from router.policies.slo_aware import SloAware, policy
+from router.policies.work_ahead import PromptQueue, PromptWork, SequenceBatch, WorkAhead
+
+TIMES = ServiceTimes(PrefillTimes(0.0, 0.001, 0.0, 0.0), DecodeTimes(0.01, 0.001, 0.0, 0.0))
+REQUEST = RequestFacts(num_prompt_tokens=400, max_tokens=41, num_choices=1, expected_output=41.0)
+
+
+def load(name: str, *, num_ahead: int = 0, running: int = 0, left: float = 1000.0, slower: float = 1.0) -> WorkerLoad:
+    times = replace(TIMES, prefill=PrefillTimes(0.0, 0.001 * slower, 0.0, 0.0))
+    prompts = PromptQueue(PromptWork(num_ahead, 0.0), PromptWork(num_ahead, 0.0))
+    batch = SequenceBatch(num_running=running, context=100 * running, left=left)
+    return WorkerLoad(MemberId(name, "1"), "a", 0, work=WorkAhead(times, prompts, batch), kv_bytes_per_token=100.0)
+
+
+def choose(
+    prefills: list[WorkerLoad],
+    decodes: list[WorkerLoad],
+    request: RequestFacts = REQUEST,
+    targets: SloTargets = NO_TARGETS,
+) -> Placement:
+    placement = SloAware(targets, random.Random(1).random).choose(prefills, decodes, request)
+    assert placement is not None
+    return placement
+
+
+def names(placement: Placement) -> tuple[str | None, str]:
+    return placement.prefill.id if placement.prefill else None, placement.decode.id
+
+
+def test_the_candidate_with_the_earliest_first_token_is_chosen() -> None:
+    placement = choose([load("p0", num_ahead=900), load("p1")], [load("d0", num_ahead=500)])
+    assert (names(placement), placement.reason) == (("p1", "d0"), PlacementReason.TTFT)
+
+
+def test_a_decode_worker_computes_the_prompt_where_that_is_sooner_than_behind_the_queue_of_prefill() -> None:
+    placement = choose([load("p0", num_ahead=900)], [load("d0", running=2)])
+    assert (names(placement), placement.is_fallback) == ((None, "d0"), False)
+
+
+def test_the_holder_of_the_prefix_does_it_all_where_that_is_soonest() -> None:
+    request = replace(REQUEST, cached_tokens={MemberId("d1", "1"): 390})
+    assert names(choose([load("p0")], [load("d0"), load("d1")], request)) == (None, "d1")
+
+
+def test_a_faster_worker_may_have_more_work_ahead() -> None:
+    prefills = [load("slow", slower=4.0), load("fast", num_ahead=800)]
+    assert names(choose(prefills, [load("d0", num_ahead=9000)])) == ("fast", "d0")
+
+
+def test_equal_first_tokens_are_decided_by_the_delay_of_later_tokens() -> None:
+    placement = choose([load("p0")], [load("d0", running=8), load("d1", running=1)])
+    assert (names(placement), placement.reason) == (("p0", "d1"), PlacementReason.TOKEN_DELAY)
+
+
+def test_a_candidate_that_misses_a_target_is_chosen_only_if_all_do() -> None:
+    prefills, decodes = [load("p0", num_ahead=200)], [load("d0", running=4, left=40.0)]
+    without = choose(prefills, decodes)
+    assert names(without) == (None, "d0")
+    protected = choose(prefills, decodes, targets=SloTargets(ttft_s=1.0, itl_s=0.02))
+    assert (names(protected), protected.reason) == (("p0", "d0"), PlacementReason.SLO)
+    hopeless = choose(prefills, decodes, targets=SloTargets(ttft_s=0.1))
+    assert names(hopeless) == (None, "d0")
+    assert all(candidate.num_violations for candidate in hopeless.considered)
+
+
+def test_targets_of_the_request_go_before_those_of_the_router() -> None:
+    prefills, decodes = [load("p0", num_ahead=200)], [load("d0", running=4)]
+    strict, loose = SloTargets(ttft_s=0.5), SloTargets(ttft_s=60.0)
+    assert choose(prefills, decodes, targets=loose).considered[-1].num_violations == 0
+    own = choose(prefills, decodes, replace(REQUEST, targets=strict), loose)
+    assert own.considered[-1].num_violations == 1
+
+
+def test_equals_are_drawn_evenly() -> None:
+    policy = SloAware(NO_TARGETS, random.Random(3).random)
+    decodes = [load(f"d{number}", num_ahead=9000) for number in range(4)]
+    drawn = Counter(names(found) for _ in range(400) if (found := policy.choose([load("p0")], decodes, REQUEST)))
+    assert len(drawn) == 4 and min(drawn.values()) > 60
+    assert choose([load("p0")], decodes).reason is PlacementReason.TIE
+
+
+def test_equal_seeds_draw_equally() -> None:
+    decodes = [load(f"d{number}") for number in range(4)]
+    one, other = (SloAware(NO_TARGETS, random.Random(5).random) for _ in range(2))
+    assert [one.choose([], decodes, REQUEST) for _ in range(20)] == [
+        other.choose([], decodes, REQUEST) for _ in range(20)
+    ]
+
+
+def test_every_candidate_is_kept_with_its_prediction_the_chosen_one_first() -> None:
+    placement = choose([load("p0"), load("p1", num_ahead=900)], [load("d0", num_ahead=300)])
+    assert [(c.prefill.id if c.prefill else None, c.decode.id) for c in placement.considered] == [
+        ("p0", "d0"),
+        (None, "d0"),
+        ("p1", "d0"),
+    ]
+    assert [c.prediction.ttft_s for c in placement.considered] == pytest.approx([0.4, 0.7, 1.3])
+
+
+def test_a_worker_that_failed_this_request_is_the_last_choice_of_every_kind() -> None:
+    request = replace(REQUEST, avoid=frozenset({MemberId("p0", "1")}))
+    assert names(choose([load("p0")], [load("d0", num_ahead=9000)], request)) == (None, "d0")
+    request = replace(REQUEST, avoid=frozenset({MemberId("d0", "1")}))
+    assert choose([load("p0")], [load("d0")], request).considered
+
+
+def test_without_a_pair_the_choice_is_a_fallback() -> None:
+    request = replace(REQUEST, excluded_pairs={(MemberId("p0", "1"), MemberId("d0", "1"))})
+    placement = choose([load("p0")], [load("d0")], request)
+    assert (names(placement), placement.is_fallback) == ((None, "d0"), True)
+    assert placement.reason is PlacementReason.ONLY_CANDIDATE
+
+
+def test_a_worker_is_never_paired_with_itself() -> None:
+    both = load("w0")
+    assert names(choose([both], [both])) == (None, "w0")
+
+
+def test_while_a_speed_is_unknown_load_and_prefix_decide() -> None:
+    unknown = WorkerLoad(MemberId("p1", "1"), "a", 0)
+    placement = choose([replace(load("p0"), assigned=5), unknown], [load("d0")])
+    assert (names(placement), placement.reason) == (("p1", "d0"), PlacementReason.UNKNOWN_SPEED)
+    assert placement.considered == ()
+
+
+def test_every_policy_that_can_be_configured_exists() -> None:
+    (setting,) = (field for field in fields(RouterConfig) if field.name == "placement")
+    kinds = {type(policy(name, NO_TARGETS, random.random)) for name in setting.metadata["choices"]}
+    assert kinds == {SloAware, PrefixAware, LeastLoaded, RoundRobin}
+
+
+def test_no_worker_no_placement() -> None:
+    assert SloAware(NO_TARGETS, random.random).choose([load("p0")], [], REQUEST) is None
+
+
+def test_a_random_fleet_is_never_served_worse_than_the_best_static_arm_predicts() -> None:
+    """The decision is among all candidates, so it is at least as good as always pairing and as never pairing."""
+    draws = random.Random(7)
+    for _ in range(200):
+        prefills, decodes = (
+            [load(f"{role}{n}", num_ahead=draws.randrange(2000), running=draws.randrange(5)) for n in range(3)]
+            for role in "pd"
+        )
+        found = choose(prefills, decodes).considered
+        assert found[0].prediction.ttft_s <= min(candidate.prediction.ttft_s for candidate in found) * 1.02 + 0.001

@@ -1,0 +1,85 @@
+"""The work ahead of a new request at one worker, as one router counts it."""
+
+import pytest
+
+from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
+from router.policies.work_ahead import PromptBacklog, PromptWork, SequenceBatch, WorkAhead
+
+TIMES = ServiceTimes(PrefillTimes(0.01, 0.001, 0.0, 0.0), DecodeTimes(0.005, 0.001, 0.0, 0.0))
+
+
+def test_a_sent_prompt_counts_at_once_and_until_it_is_computed() -> None:
+    backlog = PromptBacklog()
+    first = backlog.add_prompt(PromptWork.of(100, 0), 10.0)
+    second = backlog.add_prompt(PromptWork.of(300, 100), 11.0)
+    queue = backlog.queue(12.0)
+    assert (queue.work.num_new, queue.first.num_new, queue.elapsed_s) == (300, 100, 2.0)
+    backlog.record_computed(first, 12.5)
+    queue = backlog.queue(13.0)
+    assert (queue.work.num_new, queue.first.num_new, queue.elapsed_s) == (200, 200, 0.5)
+    backlog.record_computed(second, 14.0)
+    assert backlog.queue(15.0).work == PromptWork()
+
+
+def test_time_without_prompts_does_not_count_as_progress() -> None:
+    backlog = PromptBacklog()
+    backlog.record_computed(backlog.add_prompt(PromptWork.of(100, 0), 0.0), 1.0)
+    backlog.add_prompt(PromptWork.of(100, 0), 3600.0)
+    assert backlog.queue(3600.5).elapsed_s == 0.5
+
+
+def test_a_removed_prompt_does_not_count_and_a_prompt_ends_once() -> None:
+    backlog = PromptBacklog()
+    number = backlog.add_prompt(PromptWork.of(100, 0), 0.0)
+    stays = backlog.add_prompt(PromptWork.of(7, 0), 0.0)
+    backlog.remove_prompt(number)
+    backlog.remove_prompt(number)
+    assert backlog.queue(0.0).work.num_new == 7
+    backlog.record_computed(stays, 1.0)
+    backlog.remove_prompt(stays)
+    assert backlog.queue(1.0).work == PromptWork()
+
+
+def test_prompts_of_other_routers_count_until_the_next_heartbeat() -> None:
+    backlog = PromptBacklog()
+    number = backlog.add_prompt(PromptWork.of(100, 0), 0.0)
+    backlog.record_heartbeat(3)  # two of them are not of this router, and taken to be as long as its own
+    assert backlog.queue(0.0).work.num_new == 300
+    backlog.record_computed(number, 1.0)
+    assert backlog.queue(1.0).work.num_new == 200
+    backlog.record_heartbeat(0)
+    assert backlog.queue(1.0).work.num_new == 0
+
+
+def test_a_full_queue_counts_until_its_retry_time_or_until_a_prompt_is_computed() -> None:
+    backlog = PromptBacklog()
+    backlog.record_full_queue(None, 0.0)
+    assert backlog.full_for_s(0.0) == 0.0
+    backlog.record_full_queue(4.0, 0.0)
+    assert backlog.full_for_s(1.0) == pytest.approx(3.0)
+    assert backlog.full_for_s(4.0) == 0.0
+    backlog.record_computed(backlog.add_prompt(PromptWork.of(100, 0), 0.0), 1.0)
+    assert backlog.full_for_s(1.0) == 0.0
+
+
+def test_the_last_token_of_a_cached_prompt_is_computed() -> None:
+    work = PromptWork.of(100, 100)
+    assert (work.num_new, work.attended) == (1, 100)
+
+
+def test_prompts_are_predicted_chunk_by_chunk() -> None:
+    work = WorkAhead(TIMES, max_chunk=100)
+    assert work.prompt_s(PromptWork.of(250, 0), 0) == pytest.approx(3 * 0.01 + 0.25, rel=0.01)
+    assert work.prompt_s(PromptWork(), 0) == 0.0
+
+
+def test_prompts_beside_running_sequences_take_at_least_the_steps_of_both() -> None:
+    beside = WorkAhead(TIMES, batch=SequenceBatch(4, 0, 400, 10.0), max_chunk=100)
+    alone_s = beside.prompt_s(PromptWork.of(250, 0), 0)
+    assert beside.prompt_s(PromptWork.of(250, 0), 4) == pytest.approx(alone_s + 3 * 0.004, rel=0.01)
+
+
+def test_sequences_of_other_routers_are_as_long_as_the_own_ones() -> None:
+    batch = SequenceBatch(num_running=2, num_joining=2, context=400, left=8.0)
+    assert batch.with_others(3) == SequenceBatch(5, 2, 700, 8.0)
+    assert batch.with_others(-1) == batch
