@@ -14,7 +14,7 @@ from cluster import shared_memory
 from cluster.messages import Epoch, MemberId
 from engine.kv import cuda_memory
 from kvtransfer.transports.cuda import access as cuda_access
-from kvtransfer.transports.shm.descriptor_server import DescriptorServer, parse_endpoint, receive_descriptor
+from kvtransfer.transports.shm.pool_file import GEOMETRY, PoolFileExporter, parse_endpoint, receive_descriptor
 
 NUM_BYTES = 3 << 20
 BYTE = 0x5A
@@ -25,7 +25,7 @@ async def export() -> None:
     file, size, address = cuda_memory._allocate(NUM_BYTES, 0)
     assert size == 4 << 20
     ctypes.memset(address, BYTE, size)
-    server = DescriptorServer(file, size.to_bytes(8, "little"))
+    server = PoolFileExporter(file, 1, size, size)
     await server.start()
     _say(server.grant(EPOCH).hex())
     await asyncio.to_thread(sys.stdin.read)
@@ -36,7 +36,7 @@ async def import_() -> None:
 
     path, token = parse_endpoint(bytes.fromhex(await asyncio.to_thread(sys.stdin.readline)))
     _, geometry, file = await receive_descriptor(path, EPOCH, token)
-    size = int.from_bytes(geometry, "little")
+    _, _, size = GEOMETRY.unpack(geometry)
     address = cuda_access._import_for_reading(driver, file, size, 0)
     for _ in range(2):
         _say(f"{_protection(address)} {ctypes.string_at(address, size) == bytes([BYTE]) * size}")

@@ -345,8 +345,9 @@ async def test_the_importer_maps_the_pool_for_reading_only() -> None:
     exporter, importer = ShmExporter(memory=source), ShmImporter(memory=target)
     await exporter.start()
     channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
+    assert channel._pool is not None
     with pytest.raises(ValueError, match="read-only"):
-        channel._remote[0, 0] = 1
+        channel._pool.memory[0, 0] = 1
     await importer.close()
     await exporter.close()
 
@@ -356,7 +357,8 @@ async def test_the_end_of_the_exporter_ends_the_mapping_of_its_pool() -> None:
     exporter, importer = ShmExporter(memory=source), ShmImporter(memory=target)
     await exporter.start()
     channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
-    mapped = weakref.ref(channel._remote)
+    assert channel._pool is not None
+    mapped = weakref.ref(channel._pool.memory)
     await channel.finish()
     assert importer.num_mappings == 1 and mapped() is not None
     endpoint = exporter.grant(EPOCH)

@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvtransfer.transports.shm.descriptor_server import PrivateDirectory
+from kvtransfer.transports.shm.pool_file import PrivateDirectory
 
 _HOLDER = """
 import sys
 from pathlib import Path
-from kvtransfer.transports.shm.descriptor_server import PrivateDirectory
+from kvtransfer.transports.shm.pool_file import PrivateDirectory
 directory = PrivateDirectory(Path(sys.argv[1]))
 print(directory.path, flush=True)
 sys.stdin.read()

@@ -1,8 +1,13 @@
-"""Passes a file descriptor to other processes of the host that present a token, over a Unix socket.
+"""A pool that lies in a file: passed over a Unix socket to processes of the host that present a token, and mapped by
+them.
 
 The connection stays open on both sides; its end shows that the other process has ended. The socket is in a private
 directory. A killed process cannot remove its directory, so each directory contains a lock file, whose lock the kernel
 drops with the process, and each new process removes directories of the same user whose lock is free.
+
+An importer keeps one mapping per exporter process. The end of the connection ends the mapping, which would otherwise
+keep the memory of a dead exporter. Copies run on the importer's threads. A copy cannot be stopped and always ends by
+itself; destroying its channel waits for it.
 """
 
 import asyncio
@@ -14,11 +19,17 @@ import shutil
 import socket
 import struct
 import tempfile
-from collections.abc import Coroutine
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from cluster.messages import Epoch
+from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.sockets import joined
 
 _PREFIX = "tandem-kv-"
 _LOCK = "lock"
@@ -28,6 +39,9 @@ _TOKEN_BYTES = 16
 _TIMEOUT_S = 5.0
 _ACCEPT_PAUSE_S = 0.1  # without descriptors, accepting again at once would only spin
 _MAX_GEOMETRY_BYTES = 4096
+GEOMETRY = struct.Struct("<QQQ")  # number of blocks, bytes per block, bytes of the file
+
+Mapped = TypeVar("Mapped")  # a pool in the address space of this process, unmapped with the last reference to it
 
 
 class PrivateDirectory:
@@ -72,12 +86,13 @@ def _is_held(lock: Path) -> bool:
     return False
 
 
-class DescriptorServer:
-    """Owns the directory, the socket and its connections, but not the descriptor."""
+class PoolFileExporter:
+    """Passes the pool's file to importers of admitted epochs. Owns the directory, the socket and its connections,
+    but not the file."""
 
-    def __init__(self, descriptor: int, geometry: bytes) -> None:
-        """`geometry` is sent together with the descriptor."""
-        self._descriptor, self._geometry = descriptor, geometry
+    def __init__(self, file: int, num_blocks: int, block_bytes: int, num_bytes: int) -> None:
+        """`num_bytes` is the length of the file."""
+        self._descriptor, self._geometry = file, GEOMETRY.pack(num_blocks, block_bytes, num_bytes)
         self._tokens: dict[tuple[bytes, int], bytes] = {}  # by (ticket id, attempt)
         self._directory: PrivateDirectory | None = None
         self._listener: socket.socket | None = None
@@ -136,6 +151,118 @@ class DescriptorServer:
                     await loop.sock_recv(connection, 1)
             except (OSError, MemoryError):
                 return  # the importer is gone, or memory is short; the end of the connection tells the importer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RemotePool(Generic[Mapped]):
+    """One exporter's pool as this process maps it, and the connection that lives as long as the exporter."""
+
+    connection: socket.socket
+    memory: Mapped
+    num_blocks: int
+
+
+class PoolFileImporter(ABC, Generic[Mapped]):
+    """Owns the mappings, by exporter process, and the threads that copy."""
+
+    def __init__(self, memory: PoolMemory, name: str) -> None:
+        self._block_bytes = memory.block_bytes
+        self._threads = ThreadPoolExecutor(2, f"kv-{name}")
+        self._pools: dict[str, RemotePool[Mapped]] = {}  # by socket path, which names one start of one exporter
+        self._channels: set[PoolFileChannel[Mapped]] = set()
+
+    @property
+    def num_mappings(self) -> int:
+        """Return the number of exporters whose memory this process maps."""
+        return len(self._pools)
+
+    async def open_channel(self, epoch: Epoch, exporter_endpoint: bytes) -> "PoolFileChannel[Mapped]":
+        path, token = parse_endpoint(exporter_endpoint)
+        pool = self._pools.get(path)
+        if pool is None or not is_open(pool.connection):
+            self._unmap(path)
+            pool = await self._receive(path, epoch, token)
+        channel = PoolFileChannel(pool, self.start_copy, self._channels.discard)
+        self._channels.add(channel)
+        return channel
+
+    async def close(self) -> None:
+        for channel in tuple(self._channels):
+            await channel.destroy()
+        for path in tuple(self._pools):
+            self._unmap(path)
+        self._threads.shutdown(wait=False)
+
+    @abstractmethod
+    async def map(self, file: int, num_blocks: int, num_bytes: int) -> Mapped:
+        """Map the file for reading and close it. Raises TransportError."""
+
+    @abstractmethod
+    def start_copy(self, source: Mapped, source_ids: Sequence[int], target_ids: Sequence[int]) -> Future[None] | None:
+        """Copy blocks into the local pool, on a thread or, where it returns None, before it returns."""
+
+    async def _receive(self, path: str, epoch: Epoch, token: bytes) -> RemotePool[Mapped]:
+        connection, geometry, file = await receive_descriptor(path, epoch, token)
+        try:
+            num_blocks, num_bytes = self._checked(geometry, file)
+            memory = await self.map(file, num_blocks, num_bytes)
+        except BaseException:
+            connection.close()
+            raise
+        self._unmap(path)  # two hand-offs may have mapped it at once
+        pool = self._pools[path] = RemotePool(connection, memory, num_blocks)
+        asyncio.get_running_loop().add_reader(connection, self._unmap, path)
+        return pool
+
+    def _checked(self, geometry: bytes, file: int) -> tuple[int, int]:
+        """Return (number of blocks, bytes of the file). Raises TransportError after closing the file."""
+        if len(geometry) == GEOMETRY.size:
+            num_blocks, block_bytes, num_bytes = GEOMETRY.unpack(geometry)
+            if block_bytes == self._block_bytes and num_blocks * block_bytes <= num_bytes:
+                return num_blocks, num_bytes
+        os.close(file)
+        raise TransportError(f"the exporter's pool is not of blocks of {self._block_bytes} bytes")
+
+    def _unmap(self, path: str) -> None:
+        """Drop the mapping. Copies in flight keep the memory until they are done."""
+        pool = self._pools.pop(path, None)
+        if pool is not None:
+            asyncio.get_running_loop().remove_reader(pool.connection)
+            pool.connection.close()
+
+
+class PoolFileChannel(Generic[Mapped]):
+    """The Channel of `shm` and `cuda_ipc`."""
+
+    def __init__(
+        self,
+        pool: RemotePool[Mapped],
+        start_copy: Callable[[Mapped, Sequence[int], Sequence[int]], Future[None] | None],
+        ended: "Callable[[PoolFileChannel[Mapped]], None]",
+    ) -> None:
+        self._pool: RemotePool[Mapped] | None = pool  # None: destroyed
+        self._start_copy, self._ended = start_copy, ended
+        self._read: Future[None] | None = None  # in flight, or ended by anything but success
+
+    async def read(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
+        assert len(remote_block_ids) == len(local_block_ids)
+        if self._pool is None or self._read is not None:
+            raise TransportError("the channel is closed or poisoned")
+        if remote_block_ids and not 0 <= min(remote_block_ids) <= max(remote_block_ids) < self._pool.num_blocks:
+            raise TransportError(f"a block past the {self._pool.num_blocks} of the exporter's pool")
+        self._read = self._start_copy(self._pool.memory, remote_block_ids, local_block_ids)
+        if self._read is not None:
+            await asyncio.wrap_future(self._read)
+        self._read = None
+
+    async def destroy(self) -> None:
+        self._pool = None  # otherwise the traceback of a failed read keeps a dead exporter's memory mapped
+        if self._read is not None:
+            await joined(self._read)
+        self._ended(self)
+
+    async def finish(self) -> None:
+        await self.destroy()
 
 
 def parse_endpoint(endpoint: bytes) -> tuple[str, bytes]:
