@@ -13,9 +13,11 @@ from tandem import channel
 from tandem.client import AsyncClient, Client
 from tandem.errors import TandemError, error_from_rpc
 from tandem.routers import addresses
+from tandem.v1 import admin_pb2_grpc
 
 Metadata: TypeAlias = Sequence[tuple[str, str]]
 Answer = TypeVar("Answer")
+Call: TypeAlias = Callable[[admin_pb2_grpc.AdminStub, Metadata], Answer]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,8 +52,8 @@ def open_async_client(arguments: argparse.Namespace) -> AsyncClient:
     return AsyncClient(address, _api_key(arguments), tls_ca=tls_ca(arguments, address), discover=arguments.discover)
 
 
-def ask(arguments: argparse.Namespace, call: Callable[[grpc.Channel, Metadata], Answer]) -> Answer:
-    """Make a call that the client library lacks, at the first router that can be reached. Raises ConfigError as
+def ask(arguments: argparse.Namespace, call: Call[Answer]) -> Answer:
+    """Make an operator's call at the first router that can be reached. Raises ConfigError as
     `open_client`, and the client library's errors."""
     failure: TandemError | None = None
     for address in addresses(find_address(arguments.address)):
@@ -65,18 +67,17 @@ def ask(arguments: argparse.Namespace, call: Callable[[grpc.Channel, Metadata], 
     raise failure
 
 
-def ask_one(arguments: argparse.Namespace, address: str, call: Callable[[grpc.Channel, Metadata], Answer]) -> Answer:
+def ask_one(arguments: argparse.Namespace, address: str, call: Call[Answer]) -> Answer:
     """Do what `ask` does, at the router at `address`."""
     authorities = tls_ca(arguments, find_address(arguments.address))
     with channel.open_channel(address, tls_ca=authorities) as opened:
         try:
-            return call(opened, metadata(arguments))
+            return call(admin_pb2_grpc.AdminStub(opened), _metadata(arguments))
         except grpc.RpcError as error:
             raise error_from_rpc(error) from error
 
 
-def metadata(arguments: argparse.Namespace) -> Metadata:
-    """The metadata of a call that the client library lacks."""
+def _metadata(arguments: argparse.Namespace) -> Metadata:
     key = _api_key(arguments)
     return [("authorization", f"Bearer {key}")] if key else []
 

@@ -13,7 +13,7 @@ dropping it cancels it on every worker. If a router is lost, its generations con
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -40,21 +40,7 @@ _CALL_TIMEOUT_S = 30.0  # of a call that is no generation
 class _BaseClient(Generic[Channel]):
     """The parts of both clients: the routers, and the metadata and timeouts of every call."""
 
-    def __init__(
-        self, routers: Routers[Channel], api_key: str | None, timeout_s: float, keepalive_timeout_s: float
-    ) -> None:
-        self._routers: Routers[Channel] = routers
-        self._metadata: Metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
-        self._timeout_s = timeout_s
-        self._keepalive_timeout_s = keepalive_timeout_s
-
-    def _parameters(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> CallParameters:
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return CallParameters(request, self._routers, self._metadata, timeout_s, self._keepalive_timeout_s)
-
-
-class Client(_BaseClient[grpc.Channel]):
-    """A blocking client of one cluster. Several threads may use it; each generation has one reader."""
+    _open_channel: Callable[..., Channel]
 
     def __init__(
         self,
@@ -79,9 +65,22 @@ class Client(_BaseClient[grpc.Channel]):
         - `keepalive_timeout_s`: a router that sends no message for this long while a reader waits counts as lost.
 
         Raises OSError if the file cannot be read, and ValueError without an address."""
-        dial = partial(open_channel, tls_ca=tls_ca, secure=secure)
-        super().__init__(Routers(addresses(address), dial, discover=discover), api_key, timeout_s, keepalive_timeout_s)
-        self._watch = KeepAliveWatch()
+        dial = partial(self._open_channel, tls_ca=tls_ca, secure=secure)
+        self._routers: Routers[Channel] = Routers(addresses(address), dial, discover=discover)
+        self._metadata: Metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self._timeout_s = timeout_s
+        self._keepalive_timeout_s = keepalive_timeout_s
+        self._watch = KeepAliveWatch()  # of blocking generations; its thread runs only while one of them is read
+
+    def _parameters(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> CallParameters:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return CallParameters(request, self._routers, self._metadata, timeout_s, self._keepalive_timeout_s)
+
+
+class Client(_BaseClient[grpc.Channel]):
+    """A blocking client of one cluster. Several threads may use it; each generation has one reader."""
+
+    _open_channel = staticmethod(open_channel)
 
     def generate(
         self,
@@ -137,19 +136,7 @@ class Client(_BaseClient[grpc.Channel]):
 class AsyncClient(_BaseClient[grpc.aio.Channel]):
     """A client like Client for asyncio. It must be created and used on one event loop."""
 
-    def __init__(
-        self,
-        address: str | Sequence[str],
-        api_key: str | None = None,
-        *,
-        timeout_s: float = _GENERATION_TIMEOUT_S,
-        tls_ca: str | None = None,
-        secure: bool = False,
-        discover: bool = True,
-        keepalive_timeout_s: float = KEEPALIVE_TIMEOUT_S,
-    ) -> None:
-        dial = partial(open_async_channel, tls_ca=tls_ca, secure=secure)
-        super().__init__(Routers(addresses(address), dial, discover=discover), api_key, timeout_s, keepalive_timeout_s)
+    _open_channel = staticmethod(open_async_channel)
 
     def generate(
         self,

@@ -61,22 +61,50 @@ class CallParameters:
         )
 
 
-class Generation:
-    """Iterate over its deltas, or call `result`. It has one reader and can be read once."""
+class _BaseGeneration:
+    """The parts of both generations: what was read, and the call to the present router."""
 
-    def __init__(self, parameters: CallParameters, watch: KeepAliveWatch) -> None:
+    def __init__(self, parameters: CallParameters) -> None:
         self._parameters = parameters
-        self._watch = watch
         self._progress = parameters.progress()
-        self._closed = threading.Event()
         self._pending: deque[Delta] = deque()
         self._has_metadata = False
-        self._call, self._keepalive = self._start_call()
 
     @property
     def request_id(self) -> str:
         """The request's id. It changes only if the id was still live at a router after the first router was lost."""
         return self._progress.request.request_id
+
+    def _begin_call(self) -> tuple[Any, KeepAliveTimer]:
+        """Call the present router. Returns gRPC's call and the timer of its keep-alive messages."""
+        progress, parameters = self._progress, self._parameters
+        stub = parameters.routers.stub(progress.router)
+        self._has_metadata = False
+        left_s = progress.time_left_s(time.monotonic())
+        call = stub.Generate(progress.request, timeout=left_s, metadata=parameters.metadata_with_keepalive())
+        return call, KeepAliveTimer(parameters.routers.keepalive_timeout_s(progress.router), can_ping=True)
+
+    def _learn(self, metadata: Iterable[tuple[str, str | bytes]] | None, timer: KeepAliveTimer) -> list[Any]:
+        """Use the initial metadata of the call. Returns channels to close."""
+        router, routers = self._progress.router, self._parameters.routers
+        routers.on_metadata(router, metadata, self._parameters.keepalive_timeout_s)
+        timer.timeout_s = routers.keepalive_timeout_s(router)
+        return routers.learn(router, metadata)
+
+    def _add(self, response: inference_pb2.GenerateResponse) -> None:
+        self._parameters.routers.first = self._progress.router
+        self._pending.extend(self._progress.add(response))
+
+
+class Generation(_BaseGeneration):
+    """Iterate over its deltas, or call `result`. It has one reader and can be read once."""
+
+    def __init__(self, parameters: CallParameters, watch: KeepAliveWatch) -> None:
+        super().__init__(parameters)
+        self._watch = watch
+        self._closed = threading.Event()
+        self._call: _Call
+        self._call, self._keepalive = self._begin_call()
 
     def __iter__(self) -> Iterator[Delta]:
         return self
@@ -94,8 +122,7 @@ class Generation:
                 self._continue(lost)
                 continue
             self._read_metadata()
-            self._parameters.routers.first = self._progress.router
-            self._pending.extend(self._progress.add(response))
+            self._add(response)
         return self._pending.popleft()
 
     def result(self) -> Result:
@@ -113,27 +140,16 @@ class Generation:
         """Read the initial metadata, once per call: the response has begun, or the call has ended."""
         if not self._has_metadata:
             self._has_metadata = True
-            router, routers, metadata = self._progress.router, self._parameters.routers, self._call.initial_metadata()
-            routers.on_metadata(router, metadata, self._parameters.keepalive_timeout_s)
-            self._keepalive.timeout_s = routers.keepalive_timeout_s(router)
-            for channel in routers.learn(router, metadata):
+            for channel in self._learn(self._call.initial_metadata(), self._keepalive):
                 channel.close()
 
     def _continue(self, error: TandemError) -> None:
         """Raises TandemError."""
         if self._closed.wait(self._progress.on_lost(error, time.monotonic())) or self._parameters.routers.is_closed:
             raise _closed() from error
-        self._call, self._keepalive = self._start_call()
+        self._call, self._keepalive = self._begin_call()
         if self._closed.is_set():  # while the call was started
             self._call.cancel()
-
-    def _start_call(self) -> tuple[_Call, KeepAliveTimer]:
-        progress, parameters = self._progress, self._parameters
-        stub = parameters.routers.stub(progress.router)
-        self._has_metadata = False
-        left_s = progress.time_left_s(time.monotonic())
-        call: _Call = stub.Generate(progress.request, timeout=left_s, metadata=parameters.metadata_with_keepalive())
-        return call, KeepAliveTimer(parameters.routers.keepalive_timeout_s(progress.router), can_ping=True)
 
     def _ping(self) -> None:
         """Call the router on the connection of the generation. Runs on the thread of the watch."""
@@ -150,22 +166,14 @@ class Generation:
         self.close()
 
 
-class AsyncGeneration:
+class AsyncGeneration(_BaseGeneration):
     """A Generation that is read with `async for` or `await generation.result()`."""
 
     def __init__(self, parameters: CallParameters) -> None:
-        self._parameters = parameters
-        self._progress = parameters.progress()
+        super().__init__(parameters)
         self._closed = asyncio.Event()
-        self._pending: deque[Delta] = deque()
-        self._has_metadata = False
         self._ping_task: asyncio.Task[None] | None = None  # the last ping
-        self._call, self._responses, self._keepalive = self._start_call()
-
-    @property
-    def request_id(self) -> str:
-        """The request's id. It changes only if the id was still live at a router after the first router was lost."""
-        return self._progress.request.request_id
+        self._start_call()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
@@ -192,8 +200,7 @@ class AsyncGeneration:
                 await self._continue(lost)
                 continue
             await self._read_metadata()
-            self._parameters.routers.first = self._progress.router
-            self._pending.extend(self._progress.add(response))
+            self._add(response)
         return self._pending.popleft()
 
     async def result(self) -> Result:
@@ -217,14 +224,7 @@ class AsyncGeneration:
         """Read the metadata as `Generation._read_metadata` does."""
         if not self._has_metadata:
             self._has_metadata = True
-            router, routers, metadata = (
-                self._progress.router,
-                self._parameters.routers,
-                await self._call.initial_metadata(),
-            )
-            routers.on_metadata(router, metadata, self._parameters.keepalive_timeout_s)
-            self._keepalive.timeout_s = routers.keepalive_timeout_s(router)
-            for channel in routers.learn(router, metadata):
+            for channel in self._learn(await self._call.initial_metadata(), self._keepalive):
                 await channel.close()
 
     async def _continue(self, error: TandemError) -> None:
@@ -235,17 +235,12 @@ class AsyncGeneration:
                 await self._closed.wait()
         if self._is_over:
             raise _closed() from error
-        self._call, self._responses, self._keepalive = self._start_call()
+        self._start_call()
 
-    def _start_call(self) -> tuple[_AsyncCall, AsyncIterator[inference_pb2.GenerateResponse], KeepAliveTimer]:
-        progress, parameters = self._progress, self._parameters
-        stub = parameters.routers.stub(progress.router)
-        self._has_metadata = False
-        left_s = progress.time_left_s(time.monotonic())
-        call: _AsyncCall = stub.Generate(
-            progress.request, timeout=left_s, metadata=parameters.metadata_with_keepalive()
-        )
-        return call, aiter(call), KeepAliveTimer(parameters.routers.keepalive_timeout_s(progress.router), can_ping=True)
+    def _start_call(self) -> None:
+        self._call: _AsyncCall
+        self._call, self._keepalive = self._begin_call()
+        self._responses = aiter(self._call)
 
     def _ping(self) -> None:
         self._ping_task = asyncio.create_task(self._ping_router(self._keepalive))

@@ -5,14 +5,12 @@ import json
 import sys
 import time
 
-import grpc
-
 from cli import connection
 from cluster.errors import ConfigError
 from cluster.process import ExitStatus
 from tandem.enum_words import DRAIN_OUTCOMES
 from tandem.errors import DeadlineExceeded
-from tandem.v1 import admin_pb2, admin_pb2_grpc
+from tandem.v1 import admin_pb2
 
 HELP = "let a worker or router finish or move its work, without accepting more, and then leave"
 _ASK_TIMEOUT_S = 30.0
@@ -70,11 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _ask(arguments: argparse.Namespace) -> admin_pb2.DrainResponse:
     request = admin_pb2.DrainRequest(member_id=arguments.member, wait=arguments.wait)
     timeout_s = arguments.timeout_s if arguments.wait else _ASK_TIMEOUT_S
-
-    def call(channel: grpc.Channel, metadata: connection.Metadata) -> admin_pb2.DrainResponse:
-        answer: admin_pb2.DrainResponse = admin_pb2_grpc.AdminStub(channel).Drain(
-            request, timeout=timeout_s, metadata=metadata
-        )
-        return answer
-
-    return connection.ask(arguments, call)
+    answer: admin_pb2.DrainResponse = connection.ask(
+        arguments, lambda admin, metadata: admin.Drain(request, timeout=timeout_s, metadata=metadata)
+    )
+    return answer

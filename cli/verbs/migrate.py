@@ -3,10 +3,8 @@
 import argparse
 import json
 
-import grpc
-
 from cli import connection
-from tandem.v1 import admin_pb2, admin_pb2_grpc
+from tandem.v1 import admin_pb2
 
 HELP = "move a decode worker's running sequences, with their KV, to another one; their streams continue"
 _TIMEOUT_S = 600.0
@@ -27,24 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Move this router's sequences only. A sequence that cannot move continues where it is, which is not an error."""
-    answer = _ask(arguments)
+    request = admin_pb2.MigrateRequest(source=arguments.source, target=arguments.to, max_sequences=arguments.max)
+    answer = connection.ask(
+        arguments, lambda admin, metadata: admin.Migrate(request, timeout=_TIMEOUT_S, metadata=metadata)
+    )
     if arguments.json:
         print(json.dumps({"moved": answer.num_moved, "kept": answer.num_kept}))
     else:
         print(f"{answer.num_moved} sequence(s) moved, {answer.num_kept} stayed or were prefilled again")
     return 0
-
-
-def _ask(arguments: argparse.Namespace) -> admin_pb2.MigrateResponse:
-    request = admin_pb2.MigrateRequest(source=arguments.source, target=arguments.to, max_sequences=arguments.max)
-
-    def call(channel: grpc.Channel, metadata: connection.Metadata) -> admin_pb2.MigrateResponse:
-        answer: admin_pb2.MigrateResponse = admin_pb2_grpc.AdminStub(channel).Migrate(
-            request, timeout=_TIMEOUT_S, metadata=metadata
-        )
-        return answer
-
-    return connection.ask(arguments, call)
 
 
 def _positive(text: str) -> int:

@@ -5,8 +5,6 @@ import json
 import sys
 from collections.abc import Sequence
 
-import grpc
-
 from cli import connection
 from cli.local.last_cluster import find_address
 from cli.table import table
@@ -89,8 +87,5 @@ def _name(member: str) -> str:
     return member.partition("@")[0] or "-"
 
 
-def _ask(channel: grpc.Channel, metadata: connection.Metadata) -> Sequence[admin_pb2.LiveRequest]:
-    answer = admin_pb2_grpc.AdminStub(channel).Requests(
-        admin_pb2.RequestsRequest(), timeout=_TIMEOUT_S, metadata=metadata
-    )
-    return list(answer.requests)
+def _ask(admin: admin_pb2_grpc.AdminStub, metadata: connection.Metadata) -> Sequence[admin_pb2.LiveRequest]:
+    return list(admin.Requests(admin_pb2.RequestsRequest(), timeout=_TIMEOUT_S, metadata=metadata).requests)

@@ -106,16 +106,15 @@ class _Scaling:
         self.version = 0
         self.is_set = False
 
-    def run(self, channel: grpc.Channel, metadata: connection.Metadata) -> admin_pb2.ScaleTarget:
+    def run(self, admin: admin_pb2_grpc.AdminStub, metadata: connection.Metadata) -> admin_pb2.ScaleTarget:
         """Raises grpc.RpcError, and the client library's errors."""
-        stub = admin_pb2_grpc.AdminStub(channel)
-        news = stub.Follow(admin_pb2.FollowRequest(), timeout=self._timeout_s, metadata=metadata)
+        news = admin.Follow(admin_pb2.FollowRequest(), timeout=self._timeout_s, metadata=metadata)
         try:
             status = next(news)
             target = status.target
             if not self.is_set:  # otherwise a router that was lost since has set it
                 request = admin_pb2.ScaleRequest(prefill=self._sizes.prefill, decode=self._sizes.decode)
-                target = stub.Scale(request, timeout=_ASK_TIMEOUT_S, metadata=metadata).target
+                target = admin.Scale(request, timeout=_ASK_TIMEOUT_S, metadata=metadata).target
                 self.version, self._follower, self.is_set = target.version, target.follower, True
             while self._wait and not self._is_over(target):
                 before, status = status, next(news)

@@ -4,13 +4,11 @@ import argparse
 import json
 import sys
 
-import grpc
-
 from cli import connection
 from cli.local.last_cluster import find_address
 from cli.table import table
 from tandem.enum_words import MEMBER_ROLES, MEMBER_STATES
-from tandem.v1 import admin_pb2, admin_pb2_grpc
+from tandem.v1 import admin_pb2
 
 HELP = "members of the cluster, their blocks and queues"
 _TIMEOUT_S = 10.0
@@ -128,11 +126,8 @@ def _sorted(status: admin_pb2.StatusResponse) -> list[admin_pb2.MemberStatus]:
 
 def ask(arguments: argparse.Namespace) -> admin_pb2.StatusResponse:
     """Request the router's status of the cluster. Raises ConfigError, and the client library's errors."""
-
-    def call(channel: grpc.Channel, metadata: connection.Metadata) -> admin_pb2.StatusResponse:
-        status: admin_pb2.StatusResponse = admin_pb2_grpc.AdminStub(channel).Status(
-            admin_pb2.StatusRequest(), timeout=_TIMEOUT_S, metadata=metadata
-        )
-        return status
-
-    return connection.ask(arguments, call)
+    request = admin_pb2.StatusRequest()
+    answer: admin_pb2.StatusResponse = connection.ask(
+        arguments, lambda admin, metadata: admin.Status(request, timeout=_TIMEOUT_S, metadata=metadata)
+    )
+    return answer
