@@ -107,5 +107,10 @@ class ServiceTimes:
         if not work.is_mixed:
             return prefill_s + decode_s
         factor = self.mixed.factor if self.mixed is not None else 1.0
-        both_s = prefill_s + decode_s - min(self.prefill.step_s, self.decode.step_s)
-        return max(prefill_s, decode_s, factor * both_s)
+        return max(prefill_s, decode_s, factor * self.both_s(work))
+
+    def both_s(self, work: StepWork) -> float:
+        """Return what a mixed step would take if its parts added up, with the larger step_s counted once."""
+        prefill_s = self.prefill.seconds(work.num_new, work.attended)
+        decode_s = self.decode.seconds(work.batch, work.context)
+        return prefill_s + decode_s - min(self.prefill.step_s, self.decode.step_s)

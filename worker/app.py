@@ -9,15 +9,19 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from cluster.clock import MonotonicClock
 from cluster.errors import Unhealthy
 from cluster.member import Capacity
+from cluster.service_times import ServiceTimes
 from engine.build import Engine
 from engine.scheduling.commands import LeasePrefix, PrefixLeased
-from engine.scheduling.step import Runner, Scheduler
+from engine.scheduling.step import Runner, Scheduler, StepPlan
 from engine.steps.step_loop import StepLoop
+from engine.timing.service_time_fit import ServiceTimeFit, TimedStep, step_work
+from engine.timing.steps_at_load import time_steps
 from worker.canary import CanaryRunner
 from worker.heartbeats import Heartbeats
 from worker.life import WorkerLife
@@ -65,7 +69,10 @@ class WorkerApp(ABC, Generic[CommandT, EventT]):
             life.on_loop(self._on_events),
             on_error=lambda error: _LOG.error("a step failed", exc_info=error),
             on_fatal=life.fatal,
+            on_timed=self._on_timed,
         )
+        self._fit = ServiceTimeFit()
+        self._time_steps = partial(time_steps, engine, runner, life.config.max_num_seqs)
         self._canary = canary_type(
             self.steps.post, vocab_size=engine.model_info.vocab_size, timeout_s=canary_timeout_s(life.config)
         )
@@ -81,6 +88,16 @@ class WorkerApp(ABC, Generic[CommandT, EventT]):
             lease_prefix=self._lease_prefix,
             clock=self.clock,
         )
+
+    def service_times(self) -> ServiceTimes | None:
+        """Return how fast this worker computes; None before `run` has timed its first steps."""
+        times = self._fit.times
+        if times is not None:
+            for model, part in (("prefill", times.prefill), ("decode", times.decode), ("mixed", times.mixed)):
+                if part is not None:
+                    error = part.relative_error
+                    self.life.telemetry.gauge("tandem_service_time_relative_error", error, model=model)
+        return times
 
     @abstractmethod
     def on_events(self, events: tuple[EventT, ...]) -> None:
@@ -113,6 +130,7 @@ class WorkerApp(ABC, Generic[CommandT, EventT]):
         """Serve until the worker is asked to stop, then drain. Raises ConfigError, Fenced, Unhealthy, DrainIncomplete
         and InternalError."""
         await self.transfer.start()
+        self._fit.start(await asyncio.to_thread(self._time_steps))
         self.steps.start()
         tasks = [
             asyncio.create_task(self.heartbeats.run(), name="heartbeats"),
@@ -135,6 +153,11 @@ class WorkerApp(ABC, Generic[CommandT, EventT]):
 
     async def _lease_prefix(self, ticket_id: bytes, block_hashes: tuple[bytes, ...], min_blocks: int) -> PrefixLeased:
         return await self.steps.ask(LeasePrefix(ticket_id, block_hashes, min_blocks))
+
+    def _on_timed(self, plan: StepPlan, seconds: float) -> None:
+        work = step_work(plan)
+        if work is not None:
+            self._fit.add(TimedStep(work, seconds))
 
     def _on_events(self, events: tuple[EventT, ...]) -> None:
         self.on_events(self._canary.take(self.steps.settle(events)))

@@ -64,6 +64,7 @@ class _DecodeApp(WorkerApp[commands.Command, commands.Event]):
             interval_s=config.heartbeat_s,
             num_steps=lambda: self.steps.progress.steps,
             watch=self.watch,
+            service_times=self.service_times,
             links=lambda: link_speeds_to_wire(self.transfer.links.speeds()),
         )
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self.service, life.server.grpc)

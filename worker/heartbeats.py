@@ -5,6 +5,8 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from cluster.errors import Unavailable
+from cluster.protocol.wire import service_times_to_wire
+from cluster.service_times import ServiceTimes
 from tandem.internal.v1 import worker_pb2
 from tandem.v1 import admin_pb2
 from worker.watch import WorkerWatch
@@ -22,13 +24,16 @@ class Heartbeats:
         interval_s: float,
         num_steps: Callable[[], int],
         watch: WorkerWatch,
+        service_times: Callable[[], ServiceTimes | None],
         links: Callable[[], Sequence[admin_pb2.LinkSpeed]] = tuple,
     ) -> None:
-        """`num_steps`: the engine's step counter. `links`: the measured speeds of this worker's links."""
+        """`num_steps`: the engine's step counter. `service_times`: how fast this worker computes. `links`: the measured
+        speeds of this worker's links."""
         self._send = send
         self._interval_s = interval_s
         self._num_steps = num_steps
         self._watch = watch
+        self._service_times = service_times
         self._links = links
 
     async def run(self) -> None:
@@ -42,6 +47,7 @@ class Heartbeats:
             else:
                 running, waiting = int(inspected.figures["running"]), int(inspected.figures["waiting"])
                 free_blocks = inspected.blocks["free"] + inspected.blocks["cached"]
+            times = self._service_times()
             self._send(
                 worker_pb2.Heartbeat(
                     step=self._num_steps(),
@@ -50,6 +56,7 @@ class Heartbeats:
                     free_blocks=free_blocks,
                     links=self._links(),
                     step_s=self._watch.health.step_s,
+                    service_times=None if times is None else service_times_to_wire(times),
                 )
             )
             await asyncio.sleep(self._interval_s)

@@ -61,6 +61,7 @@ class _PrefillApp(WorkerApp[commands.Command, commands.Event]):
             interval_s=life.config.heartbeat_s,
             num_steps=lambda: self.steps.progress.steps,
             watch=self.watch,
+            service_times=self.service_times,
         )
         self.service = self._prefill_service(life, engine, compute)
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self.service, life.server.grpc)

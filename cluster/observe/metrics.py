@@ -96,6 +96,9 @@ METRICS: dict[str, Metric] = {
         "reason",
     ),
     "tandem_http_responses_total": _counter("HTTP responses", "route", "status"),
+    "tandem_service_time_relative_error": _gauge(
+        "median error of the predicted seconds of this worker's recent steps, in parts of the measured ones", "model"
+    ),
     "tandem_canaries_total": _counter(
         "test generations of idle workers; counted elsewhere only as steps and computed tokens", "outcome"
     ),

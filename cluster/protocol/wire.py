@@ -29,6 +29,7 @@ from cluster.messages import (
 )
 from cluster.protocol.hashing import MAX_PREFIX_BLOCKS, split_hashes
 from cluster.protocol.received import checked
+from cluster.service_times import DecodeTimes, HandOffTimes, MixedTimes, PrefillTimes, ServiceTimes
 from tandem.enum_words import FINISH_REASONS, EnumWords
 from tandem.internal.v1 import kv_pb2, worker_pb2
 from tandem.v1 import admin_pb2, inference_pb2
@@ -344,6 +345,44 @@ def cache_events_from_wire(message: worker_pb2.CacheEvents) -> CacheEvents:
         split_hashes(message.stored),
         split_hashes(message.removed),
         message.cleared,
+    )
+
+
+def service_times_to_wire(times: ServiceTimes) -> worker_pb2.ServiceTimes:
+    prefill, decode, mixed, hand_off = times.prefill, times.decode, times.mixed, times.hand_off
+    return worker_pb2.ServiceTimes(
+        prefill=worker_pb2.PrefillTimes(
+            step_s=prefill.step_s,
+            per_token_s=prefill.per_token_s,
+            per_token_context_s=prefill.per_token_context_s,
+            relative_error=prefill.relative_error,
+        ),
+        decode=worker_pb2.DecodeTimes(
+            step_s=decode.step_s,
+            per_sequence_s=decode.per_sequence_s,
+            per_context_token_s=decode.per_context_token_s,
+            relative_error=decode.relative_error,
+        ),
+        mixed=worker_pb2.MixedTimes(factor=mixed.factor, relative_error=mixed.relative_error) if mixed else None,
+        hand_off=(
+            worker_pb2.HandOffTimes(fixed_s=hand_off.fixed_s, relative_error=hand_off.relative_error)
+            if hand_off
+            else None
+        ),
+    )
+
+
+def service_times_of(heartbeat: worker_pb2.Heartbeat) -> ServiceTimes | None:
+    """Return the models in a checked heartbeat; None if the worker has measured nothing yet."""
+    if not heartbeat.HasField("service_times"):
+        return None
+    times = heartbeat.service_times
+    prefill, decode, mixed, hand_off = times.prefill, times.decode, times.mixed, times.hand_off
+    return ServiceTimes(
+        prefill=PrefillTimes(prefill.step_s, prefill.per_token_s, prefill.per_token_context_s, prefill.relative_error),
+        decode=DecodeTimes(decode.step_s, decode.per_sequence_s, decode.per_context_token_s, decode.relative_error),
+        mixed=MixedTimes(mixed.factor, mixed.relative_error) if times.HasField("mixed") else None,
+        hand_off=HandOffTimes(hand_off.fixed_s, hand_off.relative_error) if times.HasField("hand_off") else None,
     )
 
 

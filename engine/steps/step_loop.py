@@ -108,9 +108,11 @@ class StepInFlight:
 class StepLoop(Generic[CommandT, EventT]):
     """The step thread's loop.
 
-    It calls `emit`, `on_error` and `on_fatal` on its own thread, so they must only pass their arguments on. `on_error`
-    is called after a step raised: its sequences have ended, and the loop continues. `on_fatal` is called after the
-    scheduler raised, which means that an invariant is broken, or after `emit` raised: the loop has ended.
+    It calls `emit`, `on_error`, `on_fatal` and `on_timed` on its own thread, so they must only pass their arguments on.
+    `on_error` is called after a step raised: its sequences have ended, and the loop continues. `on_fatal` is called
+    after the scheduler raised, which means that an invariant is broken, or after `emit` raised: the loop has ended.
+    `on_timed` is called after a step has succeeded, with the seconds from its planning to its end, or from the end of
+    the step before it if it was launched behind that one.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class StepLoop(Generic[CommandT, EventT]):
         *,
         on_error: Callable[[Exception], None],
         on_fatal: Callable[[Exception], None],
+        on_timed: Callable[[StepPlan, float], None] = lambda plan, seconds: None,
     ) -> None:
         self._scheduler = scheduler
         self._ahead = scheduler if isinstance(scheduler, PlanningAhead) else None
@@ -130,6 +133,7 @@ class StepLoop(Generic[CommandT, EventT]):
         self._emit = emit
         self._on_error = on_error
         self._on_fatal = on_fatal
+        self._on_timed = on_timed
         self._held: list[tuple[EventT, ...]] | None = [] if isinstance(runner, Launcher) else None  # None: none is held
         self._inbox: SimpleQueue[CommandT | _Stop] = SimpleQueue()
         self._kept: CommandT | _Stop | None = None  # taken from the inbox, to be applied when no step is running
@@ -280,7 +284,10 @@ class StepLoop(Generic[CommandT, EventT]):
         self._hand_over(events)
         before, ended_s = self._progress, self._clock.now_s()
         assert before.busy_since_s is not None
-        longest_s = max(before.longest_step_s, ended_s - before.busy_since_s)
+        step_s = ended_s - before.busy_since_s
+        longest_s = max(before.longest_step_s, step_s)
+        if not isinstance(result, Exception):
+            self._on_timed(in_flight.plan, step_s)
         self._progress = Progress(
             steps=before.steps + 1,
             last_step_s=ended_s,

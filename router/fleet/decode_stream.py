@@ -21,8 +21,7 @@ from cluster.messages import LinkSpeed, MemberId
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
 from cluster.protocol.received import checked
-from cluster.protocol.service_times_wire import service_times_of
-from cluster.protocol.wire import link_speeds_from_wire
+from cluster.protocol.wire import link_speeds_from_wire, service_times_of
 from cluster.request_size import RequestSize
 from cluster.service_times import ServiceTimes
 from cluster.serving.rpc_errors import error_from_rpc

@@ -18,7 +18,7 @@ from cluster.messages import PrefillJob, SampledToken
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
 from cluster.protocol.received import checked, malformed
-from cluster.protocol.service_times_wire import service_times_of
+from cluster.protocol.wire import service_times_of
 from cluster.service_times import ServiceTimes
 from router.fleet.peer import OWN_CALL_S, Peer
 from router.fleet.supervision import WorkerTimeouts

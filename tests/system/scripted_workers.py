@@ -30,8 +30,7 @@ from cluster.messages import (
 )
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
-from cluster.protocol.service_times_wire import service_times_to_wire
-from cluster.protocol.wire import link_speeds_to_wire
+from cluster.protocol.wire import link_speeds_to_wire, service_times_to_wire
 from cluster.service_times import ServiceTimes
 from cluster.serving.serving import GrpcServer
 from tandem.enum_words import FINISH_REASONS

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.observe.health import LIVENESS, READINESS
 from cluster.process import ExitStatus
+from cluster.protocol.wire import service_times_of
 from tandem.enum_words import MEMBER_STATES
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tests.faults.control import FaultControl, Worker
@@ -139,4 +140,7 @@ async def test_a_prefill_worker_sends_heartbeats_to_every_subscriber(shm_cluster
         first, second = await call.read(), await call.read()
         call.cancel()
     assert first.free_blocks > 0
+    times = service_times_of(first)
+    assert times is not None, "no step was timed before the first heartbeat"
+    assert 0 < times.step_s(1, 100) <= times.step_s(64, 6400) and 0 < times.prefill_s(1) <= times.prefill_s(512)
     assert second.step >= first.step

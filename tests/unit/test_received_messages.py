@@ -14,7 +14,7 @@ from cluster.protocol import tickets, wire
 from cluster.protocol.hashing import split_hashes
 from cluster.protocol.message_rules import RULES
 from cluster.protocol.received import checked
-from cluster.protocol.service_times_wire import service_times_of
+from cluster.protocol.wire import service_times_of
 from kvtransfer.wire import handoff_wire
 from router.fleet import decode_events
 from tandem.internal.v1 import kv_pb2, worker_pb2

@@ -75,6 +75,7 @@ class _Bench:
         self.events: SimpleQueue[Event] = SimpleQueue()
         self.step_errors: list[Exception] = []
         self.fatal: SimpleQueue[Exception] = SimpleQueue()
+        self.timed: list[tuple[StepPlan, float]] = []
         self.loop: StepLoop[Command, Event] = StepLoop(
             self.scheduler,
             self.runner,
@@ -82,6 +83,7 @@ class _Bench:
             self._emit,
             on_error=self.step_errors.append,
             on_fatal=self.fatal.put,
+            on_timed=lambda plan, seconds: self.timed.append((plan, seconds)),
         )
         self.loop.start()
 
@@ -162,6 +164,23 @@ def test_a_cancel_during_a_step_takes_effect_before_the_next(bench: _Bench) -> N
     assert isinstance(bench.until(Failed), Failed)
     assert bench.inspect().blocks == {"quarantined": 0, "leased": 2, "held": 0, "cached": 0, "free": 6}
     assert len(bench.runner.plans) == 1
+
+
+def test_every_step_that_succeeds_is_timed_without_the_wait_before_it(bench: _Bench) -> None:
+    bench.runner.errors.put(RuntimeError("the device is gone"))
+    bench.submit(b"1", 3)
+    bench.until(Failed)
+    assert bench.timed == []
+
+    bench.inspect()  # nothing to compute
+    idle_until_s = MonotonicClock().now_s()
+    bench.submit(b"2", 18)
+    bench.until(Finished)
+    bench.inspect()
+
+    assert [plan for plan, _ in bench.timed] == bench.runner.plans
+    assert all(seconds > 0 for _, seconds in bench.timed)
+    assert sum(seconds for _, seconds in bench.timed) <= MonotonicClock().now_s() - idle_until_s
 
 
 def test_a_failing_step_is_reported_once_and_the_loop_continues(bench: _Bench) -> None:

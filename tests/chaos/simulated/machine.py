@@ -16,8 +16,10 @@ from unittest import mock
 
 from cluster.clock import Clock
 from cluster.member import from_json, to_json
+from cluster.service_times import StepWork
 from cluster.settings.config import WorkerConfig
 from engine.kv.host_blocks import SwappingRunner
+from engine.timing.service_time_fit import TimedStep
 from kvtransfer.exporter.exporter import Exporter
 from kvtransfer.transports.available import Available
 from kvtransfer.transports.base import TransportSetup
@@ -35,6 +37,10 @@ from tests.chaos.simulated.transport import Exports, Imports
 from tests.system.router_harness import DEMO_MODEL
 
 _FIXED_ROWS = 16.0  # the fixed cost of a step, in rows
+_STEPS_AT_LOAD = tuple(
+    TimedStep(StepWork(num_new, attended, batch, context), 0.004 + 0.0005 * (num_new + batch))
+    for num_new, attended, batch, context in ((16, 136, 0, 0), (64, 2080, 0, 0), (0, 0, 1, 16), (0, 0, 8, 128))
+)
 _COLLECTIONS = 3  # one collection frees objects that the next one collects
 _WALL_S = 1_800_000_000.0
 
@@ -218,6 +224,7 @@ def simulated_machine() -> Iterator[None]:
     replaced["worker.app.StepLoop"] = SimulatedStepLoop
     replaced["worker.app.MonotonicClock"] = SimulatedClock
     replaced["worker.decode_app.fixed_rows"] = lambda _: _FIXED_ROWS
+    replaced["worker.app.time_steps"] = lambda *_: _STEPS_AT_LOAD
     with ExitStack() as stack:
         vocab_size()
         for name, value in replaced.items():

@@ -1,0 +1,95 @@
+"""Least squares with coefficients that are not negative, for few features. Pure."""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from itertools import combinations
+
+_RIDGE = 1e-9  # of each feature's own square: equations that cannot tell features apart share between them
+
+
+class NormalEquations:
+    """The sums of a weighted least-squares problem: a measurement costs O(features^2), and old ones can fade."""
+
+    def __init__(self, num_features: int) -> None:
+        self.num_features = num_features
+        self._xx = [0.0] * (num_features * num_features)
+        self._xy = [0.0] * num_features
+
+    def add(self, features: Sequence[float], target: float, weight: float) -> None:
+        size = self.num_features
+        for i, feature in enumerate(features):
+            weighted = weight * feature
+            self._xy[i] += weighted * target
+            for j in range(size):
+                self._xx[i * size + j] += weighted * features[j]
+
+    def scale(self, factor: float) -> None:
+        """Multiply the weights of all measurements so far."""
+        self._xx = [factor * value for value in self._xx]
+        self._xy = [factor * value for value in self._xy]
+
+    def scale_targets(self, factor: float) -> None:
+        """Multiply the targets of all measurements so far."""
+        self._xy = [factor * value for value in self._xy]
+
+    def add_all(self, other: "NormalEquations", factor: float) -> None:
+        """Add the measurements of another problem with `factor` times their weights."""
+        self._xx = [mine + factor * theirs for mine, theirs in zip(self._xx, other._xx, strict=True)]
+        self._xy = [mine + factor * theirs for mine, theirs in zip(self._xy, other._xy, strict=True)]
+
+    def solve(self) -> tuple[float, ...]:
+        """Return the best coefficients that are not negative; 0 for a feature that was 0 in every measurement.
+
+        The best ones are the least-squares solution of some subset of the features, the others being 0. All subsets are
+        tried, the largest first; a full solution without negative coefficients is the best at once.
+        """
+        size = self.num_features
+        norms = [math.sqrt(self._xx[i * size + i]) for i in range(size)]
+        present = [i for i in range(size) if norms[i] > 0]
+        best, best_gain = [0.0] * size, 0.0
+        for subset in _subsets(tuple(present)):
+            coefficients = self._solve_subset(subset, norms)
+            if coefficients is None or min(coefficients) < 0:
+                continue
+            gain = sum(c * self._xy[i] for i, c in zip(subset, coefficients, strict=True))
+            if gain > best_gain:
+                best_gain, best = gain, [0.0] * size
+                for i, coefficient in zip(subset, coefficients, strict=True):
+                    best[i] = coefficient
+            if len(subset) == len(present):
+                break
+        return tuple(best)
+
+    def _solve_subset(self, subset: Sequence[int], norms: Sequence[float]) -> list[float] | None:
+        """Return the coefficients of these features alone, or None if they cannot be told apart numerically."""
+        size = self.num_features
+        rows = [
+            [self._xx[i * size + j] / (norms[i] * norms[j]) for j in subset] + [self._xy[i] / norms[i]] for i in subset
+        ]
+        for place, row in enumerate(rows):
+            row[place] += _RIDGE
+        solution = _gauss(rows)
+        return None if solution is None else [c / norms[i] for i, c in zip(subset, solution, strict=True)]
+
+
+@cache
+def _subsets(features: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(subset for size in range(len(features), 0, -1) for subset in combinations(features, size))
+
+
+def _gauss(rows: list[list[float]]) -> list[float] | None:
+    """Solve a positive definite system, given as rows of `[matrix | right side]`, without pivoting."""
+    size = len(rows)
+    for i in range(size):
+        pivot = rows[i][i]
+        if pivot <= 0:
+            return None
+        for row in rows[i + 1 :]:
+            factor = row[i] / pivot
+            for j in range(i, size + 1):
+                row[j] -= factor * rows[i][j]
+    solution = [0.0] * size
+    for i in reversed(range(size)):
+        solution[i] = (rows[i][size] - sum(rows[i][j] * solution[j] for j in range(i + 1, size))) / rows[i][i]
+    return solution

@@ -1,0 +1,235 @@
+"""Fits the models of `cluster/service_times.py` to the steps of one worker. Pure.
+
+Three models are fitted: steps that compute prompts only, steps that decode only, and what a step that does both takes
+more or less than the sum. Each step changes its model at once and counts less with every later one (recursive least
+squares with forgetting). Errors count relative to the step's time, and no coefficient is negative.
+
+What protects a model:
+
+- A step that took much more or less than predicted counts with a bounded time, so that a pause of the process hardly
+  changes the model.
+- Five steps in a row that deviate in one direction change the speed of the whole model: a worker that became slower
+  is slower for every size of step, also for those that it has not computed since.
+- Sizes are divided into ranges, and every range that was ever measured keeps a small weight. A worker that has decoded
+  one sequence for an hour still predicts a batch.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeAlias
+
+from cluster.least_squares import NormalEquations
+from cluster.service_times import DecodeTimes, MixedTimes, PrefillTimes, ServiceTimes, StepWork, attended_tokens
+from engine.scheduling.step import StepPlan
+
+FORGETTING = 0.97  # per step: about the last thirty count
+_SPEED_RUN = 5  # steps in a row, all slower or all quicker than predicted
+_SPEED_DEVIATION = 1.25  # by this factor at least
+_SPEED_AFTER = 20  # steps: before, a deviation shows that the model is young
+_OUTLIER = 3.0  # a step counts as at most this many times what was predicted, and at least as this part
+_NEW_RANGE_OUTLIER = 10.0  # in a range that was never measured, where the model may be far off
+_RANGE_WEIGHT = 0.05  # of a range, in steps
+_RANGE_GAIN = 0.3  # of the newest step in its range
+_MAX_RANGES = 64
+_NUM_ERRORS = 64
+_NUM_FACTORS = 15
+_MIN_SECONDS = 1e-7
+_SOLVE_EVERY_S = 0.02  # of computed steps: quick steps must not wait for the fit
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """A completed step and how long it took, without waiting for work."""
+
+    work: StepWork
+    seconds: float
+
+
+class ServiceTimeFit:
+    """The models of one worker. It belongs to one thread; `times` may be read by any."""
+
+    def __init__(self) -> None:
+        self._prefill, self._decode, self._mixed = _ModelFit(), _ModelFit(), _FactorFit()
+        self._unsolved_s = 0.0
+        self.times: ServiceTimes | None = None  # None until a step of each kind was measured
+
+    def start(self, at_load: Sequence[TimedStep]) -> None:
+        """Begin with steps of both kinds that were timed before the first request."""
+        for fit, is_decode in ((self._prefill, False), (self._decode, True)):
+            fit.start([_sample(step) for step in at_load if (step.work.batch > 0) is is_decode])
+        self._publish()
+
+    def add(self, step: TimedStep) -> None:
+        """Add a completed step. A step that computed nothing is ignored."""
+        work, seconds = step.work, max(step.seconds, _MIN_SECONDS)
+        if work.is_mixed:
+            if self.times is not None:
+                self._mixed.add(self.times, work, seconds)
+        elif work.num_new:
+            self._prefill.add(_sample(step))
+        elif work.batch:
+            self._decode.add(_sample(step))
+        self._unsolved_s += seconds
+        if self._unsolved_s >= _SOLVE_EVERY_S or self.times is None:
+            self._publish()
+
+    def _publish(self) -> None:
+        self._unsolved_s = 0.0
+        prefill, decode = self._prefill.solve(), self._decode.solve()
+        if prefill is None or decode is None:
+            return
+        self.times = ServiceTimes(
+            prefill=PrefillTimes(*prefill, self._prefill.relative_error),
+            decode=DecodeTimes(*decode, self._decode.relative_error),
+            mixed=self._mixed.times,
+        )
+
+
+def step_work(plan: StepPlan) -> StepWork | None:
+    """Return the step's work; None if it also copies blocks between the pool and host memory, whose time depends on
+    something else.
+
+    A chunk of one token counts as a decode, also where it ends a prompt. Draft tokens count as sequences of their own:
+    each is one more row of the same products.
+    """
+    if plan.swaps_in or plan.swaps_out:
+        return None
+    num_new = batch = context = 0
+    attended = 0.0
+    for chunk in plan.chunks:
+        num_tokens = len(chunk.token_ids)
+        if num_tokens == 1 + chunk.num_draft_tokens:
+            batch += num_tokens
+            context += num_tokens * chunk.end
+        else:
+            num_new += num_tokens
+            attended += attended_tokens(num_tokens, chunk.start)
+    return StepWork(num_new, attended, batch, context)
+
+
+_Coefficients: TypeAlias = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    features: tuple[float, float, float]
+    size_range: tuple[int, int]  # powers of two
+    seconds: float
+
+
+def _sample(step: TimedStep) -> _Sample:
+    work, seconds = step.work, max(step.seconds, _MIN_SECONDS)
+    number, total = (work.batch, work.context) if work.batch else (work.num_new, work.attended)
+    return _Sample((1.0, number, total), (number.bit_length(), int(total / number).bit_length()), seconds)
+
+
+class _ModelFit:
+    """seconds = a + b * number + c * total, over recent steps and, with little weight, one mean of every range."""
+
+    def __init__(self) -> None:
+        self._recent = NormalEquations(3)
+        self._ranges: OrderedDict[tuple[int, int], NormalEquations] = OrderedDict()
+        self._coefficients: _Coefficients | None = None
+        self._is_changed = False
+        self._num_steps = 0
+        self._run: list[_Sample] = []  # the last steps if all deviate in one direction; the model lacks them yet
+        self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
+
+    @property
+    def relative_error(self) -> float:
+        return median(self._errors) if self._errors else 0.0
+
+    def start(self, samples: Sequence[_Sample]) -> None:
+        for sample in samples:
+            self._record(sample)
+        self.solve()
+        self._errors.extend(abs(self._predict(sample) - sample.seconds) / sample.seconds for sample in samples)
+
+    def add(self, sample: _Sample) -> None:
+        self._num_steps += 1
+        predicted_s = self._predict(sample)
+        if predicted_s > 0:
+            self._errors.append(abs(predicted_s - sample.seconds) / sample.seconds)
+        direction = self._direction(sample)
+        if self._run and direction != self._direction(self._run[-1]):
+            self._end_run()
+        if not direction:
+            self._record(sample)
+            return
+        self._run.append(sample)
+        if len(self._run) == _SPEED_RUN:
+            self._change_speed(median(sample.seconds / self._predict(sample) for sample in self._run))
+            self._end_run()
+
+    def solve(self) -> _Coefficients | None:
+        """Return the coefficients; None before the first step."""
+        if self._is_changed:
+            equations = NormalEquations(3)
+            equations.add_all(self._recent, 1.0)
+            for of_range in self._ranges.values():
+                equations.add_all(of_range, _RANGE_WEIGHT)
+            fixed, per_number, per_total = equations.solve()
+            self._coefficients, self._is_changed = (fixed, per_number, per_total), False
+        return self._coefficients
+
+    def _predict(self, sample: _Sample) -> float:
+        if self._coefficients is None:
+            return 0.0
+        return sum(c * feature for c, feature in zip(self._coefficients, sample.features, strict=True))
+
+    def _direction(self, sample: _Sample) -> int:
+        """Return 1 if the step was slower than predicted, -1 if it was quicker, 0 if it was near or tells nothing
+        about the speed."""
+        if self._num_steps <= _SPEED_AFTER or sample.size_range not in self._ranges:
+            return 0
+        ratio = sample.seconds / max(self._predict(sample), _MIN_SECONDS)
+        return (ratio > _SPEED_DEVIATION) - (ratio < 1 / _SPEED_DEVIATION)
+
+    def _change_speed(self, factor: float) -> None:
+        factor = min(max(factor, 1 / _OUTLIER), _OUTLIER)
+        for equations in (self._recent, *self._ranges.values()):
+            equations.scale_targets(factor)
+        assert self._coefficients is not None
+        fixed, per_number, per_total = self._coefficients
+        self._coefficients = factor * fixed, factor * per_number, factor * per_total
+
+    def _end_run(self) -> None:
+        for sample in self._run:
+            self._record(sample)
+        self._run.clear()
+
+    def _record(self, sample: _Sample) -> None:
+        predicted_s, seconds = self._predict(sample) or sample.seconds, sample.seconds
+        bound = _OUTLIER if sample.size_range in self._ranges else _NEW_RANGE_OUTLIER
+        seconds = min(max(seconds, predicted_s / bound), predicted_s * bound)
+        # Relative to the prediction: weights by the measured time would favour the quick ones among noisy steps.
+        weight = max(predicted_s, seconds / 2) ** -2
+        self._recent.scale(FORGETTING)
+        self._recent.add(sample.features, seconds, weight)
+        of_range = self._ranges.get(sample.size_range)
+        if of_range is None:
+            of_range = self._ranges[sample.size_range] = NormalEquations(3)
+            of_range.add(sample.features, seconds, weight)
+            if len(self._ranges) > _MAX_RANGES:
+                self._ranges.popitem(last=False)
+        else:
+            of_range.scale(1 - _RANGE_GAIN)
+            of_range.add(sample.features, seconds, _RANGE_GAIN * weight)
+            self._ranges.move_to_end(sample.size_range)
+        self._is_changed = True
+
+
+class _FactorFit:
+    """The median over recent mixed steps of what they took in parts of the sum of prefill and decode."""
+
+    def __init__(self) -> None:
+        self._factors: deque[float] = deque(maxlen=_NUM_FACTORS)
+        self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
+        self.times: MixedTimes | None = None
+
+    def add(self, known: ServiceTimes, work: StepWork, seconds: float) -> None:
+        self._errors.append(abs(known.seconds(work) - seconds) / seconds)
+        self._factors.append(seconds / max(known.both_s(work), _MIN_SECONDS))
+        self.times = MixedTimes(median(self._factors), median(self._errors))

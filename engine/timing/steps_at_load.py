@@ -1,0 +1,74 @@
+"""Times a handful of real steps before a worker serves, so that the first request can be predicted."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from cluster.messages import Sampling
+from engine.build import Engine
+from engine.scheduling.schedule import blocks_for
+from engine.scheduling.step import Chunk, Runner, Sample, StepPlan
+from engine.timing.service_time_fit import TimedStep, step_work
+
+_PREFILLS = ((16, 0), (64, 0), (16, 1008), (256, 0))  # (new tokens, tokens before them)
+_DECODES = ((1, 16), (8, 16), (1, 1024), (8, 256))  # (sequences, their length)
+_REPEATS = 2  # the quickest counts: a pause only ever makes a step longer
+_MAX_SECONDS = 1.0  # in all; the first step of each kind is timed in any case
+_SAMPLING = Sampling(temperature=1.0)
+
+
+def time_steps(
+    engine: Engine, runner: Runner, max_num_seqs: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[TimedStep, ...]:
+    """Run steps of a few sizes, of both kinds in turns and the smallest first, until `_MAX_SECONDS` have passed. Sizes
+    that the pool, the model's length or `max_num_seqs` do not allow are reduced. The pool must be unused; its used
+    blocks are zeroed afterwards."""
+    began_s, timed, most_blocks = clock(), [], 0
+    for number, plan in enumerate(_plans(engine, max_num_seqs)):
+        if number > 1 and clock() - began_s > _MAX_SECONDS:
+            break
+        most_blocks = max(most_blocks, *(max(chunk.block_ids) + 1 for chunk in plan.chunks))
+        work = step_work(plan)
+        assert work is not None
+        timed.append(TimedStep(work, _quickest_s(runner, plan, began_s + _MAX_SECONDS, clock)))
+    engine.pool.raw[torch.arange(most_blocks, device=engine.pool.device)] = 0
+    return tuple(timed)
+
+
+def _quickest_s(runner: Runner, plan: StepPlan, until_s: float, clock: Callable[[], float]) -> float:
+    """Return the shortest time of the step. The first run is repeated in any case, since it may compile kernels."""
+    quickest_s, now_s = float("inf"), clock()
+    for repeat in range(1 + _REPEATS):
+        if repeat > 1 and now_s > until_s:
+            break
+        before_s = now_s
+        runner.run(plan)
+        now_s = clock()
+        if repeat:
+            quickest_s = min(quickest_s, now_s - before_s)
+    return quickest_s
+
+
+def _plans(engine: Engine, max_num_seqs: int) -> Iterator[StepPlan]:
+    pool, longest = engine.pool, min(engine.model_info.max_model_len, engine.pool.num_tokens)
+    size = pool.layout.block_size
+    for (num_new, before), (batch, length) in zip(_PREFILLS, _DECODES, strict=True):
+        num_new = min(num_new, longest)
+        yield StepPlan((_chunk(0, min(before, longest - num_new), num_new, 0, size),))
+        length = min(length, longest)
+        num_blocks = blocks_for(length, size)
+        batch = min(batch, max_num_seqs, pool.num_blocks // num_blocks)
+        yield StepPlan(tuple(_chunk(i, length - 1, 1, i * num_blocks, size) for i in range(batch)))
+
+
+def _chunk(sequence_id: int, start: int, num_tokens: int, first_block: int, block_size: int) -> Chunk:
+    """Return a chunk of a sequence whose tokens before `start` were never computed: their KV is zero."""
+    end = start + num_tokens
+    return Chunk(
+        sequence_id=sequence_id,
+        token_ids=(1,) * num_tokens,
+        start=start,
+        block_ids=tuple(range(first_block, first_block + blocks_for(end, block_size))),
+        samples=(Sample(seed=0, position=end, sampling=_SAMPLING),),
+    )
