@@ -9,6 +9,7 @@ from types import ModuleType
 
 from cluster.errors import ConfigError, TandemError
 from cluster.process import ExitStatus
+from cluster.settings.config_sources import refuse_unknown
 from tandem.errors import TandemError as ClientError
 
 # Each has HELP, add_arguments(parser) and run(arguments) -> exit status.
@@ -49,8 +50,11 @@ def _run(arguments: Sequence[str] | None) -> int:
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     modules: dict[str, ModuleType] = {}
+    parsers: dict[str, argparse.ArgumentParser] = {}
     for name in _VERBS:
         module = modules[name] = import_module(f"cli.verbs.{name}")
-        module.add_arguments(verbs.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False))
-    parsed = parser.parse_args(arguments)
+        parsers[name] = verbs.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
+        module.add_arguments(parsers[name])
+    parsed, unknown = parser.parse_known_args(arguments)
+    refuse_unknown(parsers[parsed.verb], unknown)
     return int(modules[parsed.verb].run(parsed))

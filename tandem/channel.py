@@ -21,13 +21,20 @@ _OPTIONS = (
 
 # Parts of gRPC's messages, and explanations.
 _MEANINGS = (
-    ("CERTIFICATE_VERIFY_FAILED: certificate has expired", "its certificate has expired"),
-    ("CERTIFICATE_VERIFY_FAILED: certificate is not yet valid", "its certificate is not valid yet; compare the clocks"),
-    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not of an authority that is trusted here; look at --tls-ca"),
-    ("Hostname Verification Check failed", "its certificate does not name this host: the subjectAltName lacks it"),
-    ("WRONG_VERSION_NUMBER", "it does not speak TLS"),
-    ("Failed parsing HTTP/2", "it does not speak gRPC; a router's gRPC port is another one than its HTTP port"),
-    ("Socket closed", "it closed the connection at once: it may want TLS, or a certificate of its own authority"),
+    ("CERTIFICATE_VERIFY_FAILED: certificate has expired", "the server's certificate has expired"),
+    (
+        "CERTIFICATE_VERIFY_FAILED: certificate is not yet valid",
+        "the server's certificate is not valid yet; check clocks",
+    ),
+    ("CERTIFICATE_VERIFY_FAILED", "the server's certificate is not signed by a trusted authority; see --tls-ca"),
+    ("Hostname Verification Check failed", "the server's certificate does not name this host in its subjectAltName"),
+    ("WRONG_VERSION_NUMBER", "the server does not use TLS"),
+    ("Failed parsing HTTP/2", "the server does not use gRPC; a router's gRPC port is not its HTTP port"),
+    ("Connection refused", "no process accepts connections at this address"),
+    (
+        "Socket closed",
+        "the server closed the connection at once; it may require TLS or its authority's certificate",
+    ),
 )
 
 

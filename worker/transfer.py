@@ -152,7 +152,7 @@ def _wire_format(config: WorkerConfig, pool: PoolMemory, table: BlockTable) -> W
     wire = WireDtype(config.kv_wire_dtype).format(pool, table)
     block_bytes = wire.memory.block_bytes
     _LOG.info(
-        "KV travels as %s: %d bytes a block, %.3f of the pool's",
+        "KV is transferred as %s: %d bytes per block, %.3f of the pool's",
         config.kv_wire_dtype,
         block_bytes,
         block_bytes / pool.block_bytes,

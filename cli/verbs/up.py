@@ -206,7 +206,7 @@ def _check_ports_are_free(host: str, routers: Sequence[Ports]) -> None:
     ours = next(
         (one for one in running(os.environ) if one.http.endswith(tuple(f":{port}" for _, port in refused))), None
     )
-    hint = f"; your cluster of process {ours.pid} uses them" if ours is not None else ""
+    hint = f"; the cluster of process {ours.pid} uses this port" if ours is not None else ""
     raise ConfigError(f"cannot listen on {taken}{hint}; choose another {flags}, or 0 for a free port")
 
 

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -82,7 +83,20 @@ def parse_arguments(config_type: type[Config], prog: str, arguments: Sequence[st
     """Parse the arguments of a process started as `python -m prog ...`. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=config_type.__doc__, allow_abbrev=False)
     add_flags(parser, config_type)
-    return load_config(config_type, vars(parser.parse_args(arguments)))
+    parsed, unknown = parser.parse_known_args(arguments)
+    refuse_unknown(parser, unknown)
+    return load_config(config_type, vars(parsed))
+
+
+def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
+    """Refuse arguments that the parser did not recognise. Raises ConfigError, which names the nearest flag."""
+    if not unknown:
+        return
+    name = unknown[0].partition("=")[0]
+    if not name.startswith("-"):
+        raise ConfigError(f"unexpected argument {name!r}; {parser.prog} --help lists the arguments")
+    flags = frozenset(re.findall(r"--[a-z][a-z0-9-]*", parser.format_usage()))
+    raise ConfigError(f"unknown flag {name}{_nearest(name, flags)}; {parser.prog} --help lists the flags")
 
 
 def _fields_by_owner(config_type: type[Config]) -> dict[type, list[dataclasses.Field[object]]]:

@@ -27,7 +27,7 @@ from router.request.validation import check_model
 from router.text.model_files import ModelInfo
 from router.text.tokenization import Tokenization
 
-_NO_PATH = "there is no such path here; GET /docs shows those there are"
+_NO_PATH = "there is no such path; GET /docs lists the paths"
 
 
 class Publishes(Protocol):

@@ -34,5 +34,5 @@ async def test_a_cluster_with_8_bits_on_the_wire_answers(redis_url: str, tmp_pat
     assert logits[answer.token_ids[0]] > logits.max() - 0.1  # drawn at prefill, before anything was quantised
     assert answer.ledger.kv_bytes == figures["kv_bytes"] == 3 * wire_block_bytes < 0.53 * 3 * _LAYOUT.block_bytes
     assert figures["handoffs_ok"] == 1 and figures["local_prefills"] == 0
-    assert f"KV travels as int8: {wire_block_bytes} bytes a block" in cluster.output()
+    assert f"KV is transferred as int8: {wire_block_bytes} bytes per block" in cluster.output()
     assert set(codes.values()) == {0}, cluster.output()[-4000:]

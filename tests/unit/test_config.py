@@ -66,11 +66,19 @@ def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:
         _worker(["--model", "m"], {"TANDEM_BLOK_SIZE": "8"})
 
 
-def test_an_unknown_flag_ends_the_process_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        parse_arguments(WorkerConfig, "prefill_worker", ["--model", "m", "--blok-size", "8"])
-    assert end.value.code == 2
-    assert "--blok-size" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--blok-size", "8"], "unknown flag --blok-size; did you mean --block-size?"),
+        (["--blok-size=8"], "unknown flag --blok-size; did you mean --block-size?"),
+        (["--no-such-thing"], "unknown flag --no-such-thing; python -m prefill_worker --help lists the flags"),
+        (["eight"], "unexpected argument 'eight'"),
+    ],
+)
+def test_an_unknown_flag_is_refused_with_the_nearest_name(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_arguments(WorkerConfig, "prefill_worker", ["--model", "m", *arguments])
+    assert message in refused.value.message
 
 
 @pytest.mark.parametrize(

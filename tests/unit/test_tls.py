@@ -74,7 +74,7 @@ async def test_a_member_port_refuses_plaintext_and_callers_without_a_certificate
     async with serving(certificates.loaded().member_credentials()) as address:
         without = client_credentials(certificates.authority)
         assert "closed the connection" in await refusal(grpc.aio.secure_channel(address, without))
-        assert "may want TLS" in await refusal(open_channel(address))
+        assert "may require TLS" in await refusal(open_channel(address))
 
 
 async def test_a_client_needs_no_certificate_but_the_authority(certificates: Certificates) -> None:
@@ -82,15 +82,15 @@ async def test_a_client_needs_no_certificate_but_the_authority(certificates: Cer
     async with serving(certificates.loaded().public_credentials()) as address:
         assert await refusal(open_async_channel(address, tls_ca=ca)) == ""
         other = open_async_channel(address, tls_ca=str(certificates.other_authority.cert))
-        assert "not of an authority that is trusted here" in await refusal(other)
-        assert "not of an authority that is trusted here" in await refusal(open_async_channel(address, secure=True))
-        assert "may want TLS" in await refusal(open_async_channel(address))
+        assert "not signed by a trusted authority" in await refusal(other)
+        assert "not signed by a trusted authority" in await refusal(open_async_channel(address, secure=True))
+        assert "may require TLS" in await refusal(open_async_channel(address))
 
 
 async def test_the_client_library_names_a_server_without_tls_and_a_missing_file(certificates: Certificates) -> None:
     async with serving(None) as address:
         async with AsyncClient(address, tls_ca=str(certificates.authority.cert)) as client:
-            with pytest.raises(Unavailable, match="it does not speak TLS"):
+            with pytest.raises(Unavailable, match="the server does not use TLS"):
                 await client.models()
     with pytest.raises(FileNotFoundError):
         AsyncClient("127.0.0.1:1", tls_ca="/nowhere/ca.crt")
@@ -99,10 +99,10 @@ async def test_the_client_library_names_a_server_without_tls_and_a_missing_file(
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda made: made.expired, "its certificate has expired"),
-        (lambda made: made.nameless, "does not name this host: the subjectAltName lacks it"),
-        (lambda made: made.elsewhere, "does not name this host: the subjectAltName lacks it"),
-        (lambda made: made.stranger, "not of an authority that is trusted here"),
+        (lambda made: made.expired, "the server's certificate has expired"),
+        (lambda made: made.nameless, "does not name this host in its subjectAltName"),
+        (lambda made: made.elsewhere, "does not name this host in its subjectAltName"),
+        (lambda made: made.stranger, "not signed by a trusted authority"),
     ],
 )
 async def test_a_caller_gets_the_reason_why_a_members_certificate_is_refused(
