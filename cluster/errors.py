@@ -26,6 +26,7 @@
     │   ├── Draining
     │   ├── Unhealthy             a worker's step thread or event loop is stuck, or its tokens are wrong
     │   ├── WorkerLost
+    │   │   └── AllWorkersSilent  the router receives nothing from any worker, and may be cut off itself
     │   ├── StepFailed            a worker's step raised an exception: its device, memory or model failed
     │   └── WrongTokens           a worker sent tokens that break the protocol
     ├── MalformedMessage          another member sent a message with a field out of its bounds
@@ -175,6 +176,13 @@ class Unhealthy(Unavailable):
 
 class WorkerLost(Unavailable):
     reason = "worker_lost"
+
+
+class AllWorkersSilent(WorkerLost):
+    """The worker does not answer, and no other worker has sent anything since it was asked. It uses up no attempt, so
+    clients never receive it."""
+
+    reason = "all_workers_silent"
 
 
 class StepFailed(Unavailable):

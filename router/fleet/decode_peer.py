@@ -36,10 +36,11 @@ class DecodePeer(Peer):
         stream: DecodeStream,
         *,
         timeouts: WorkerTimeouts,
+        others: Callable[[], Sequence[Peer]],
         on_change: Callable[[], None],
         telemetry: Telemetry,
     ) -> None:
-        super().__init__(member, channel, timeouts=timeouts, on_change=on_change, telemetry=telemetry)
+        super().__init__(member, channel, timeouts=timeouts, others=others, on_change=on_change, telemetry=telemetry)
         self._stub = worker_pb2_grpc.DecodeWorkerStub(channel)
         self.stream = stream
         self.moves = asyncio.Semaphore(MAX_CONCURRENT_MOVES)  # one permit per sequence being moved away
@@ -128,5 +129,5 @@ class DecodePeer(Peer):
     def _calls(self) -> worker_pb2_grpc.DecodeWorkerStub:
         """The stub. Raises WorkerLost if the channel is closed, for callers that still hold this peer."""
         if self._lost.is_set():
-            raise self._worker_lost()
+            raise self._gone()
         return self._stub

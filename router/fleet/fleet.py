@@ -230,6 +230,11 @@ class Fleet:
     def _peers(self) -> list[Peer]:
         return [*self._prefills.values(), *self._decodes.values()]
 
+    def _others(self, member: MemberId) -> list[Peer]:
+        """Return all connected workers but one, those first from which this router received messages last."""
+        others = (peer for peer in self._peers() if peer.member.id != member)
+        return sorted(others, key=lambda peer: peer.heard_s, reverse=True)
+
     def _workers(self, role: Role) -> list[Member]:
         """Return a role's workers that are registered or connected, and were not refused."""
         members = {peer.member.id: peer.member for peer in self._peers()} | self._registered
@@ -294,6 +299,7 @@ class Fleet:
             member,
             channel,
             timeouts=self._timeouts,
+            others=lambda: self._others(member.id),
             on_change=self._notify,
             telemetry=self._telemetry,
         )
@@ -312,7 +318,13 @@ class Fleet:
             telemetry=self._telemetry,
         )
         peer = DecodePeer(
-            member, channel, stream, timeouts=self._timeouts, on_change=self._notify, telemetry=self._telemetry
+            member,
+            channel,
+            stream,
+            timeouts=self._timeouts,
+            others=lambda: self._others(member.id),
+            on_change=self._notify,
+            telemetry=self._telemetry,
         )
         return await self._serve(peer, self._decodes)
 

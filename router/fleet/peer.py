@@ -1,27 +1,31 @@
 """The connection of this router to one incarnation of one worker.
 
 Owns the count of this router's work there and the worker's health: a failed call makes it suspect at once, silence
-after a while, and a direct health check clears or loses it. Every call has a deadline and ends early when the worker is
-lost.
+after a while, and a direct health check clears or loses it. Each health check goes to two other workers too: if none
+of them answers either, the silence may be this router's own fault (router/policies/silence.py). Every call has a
+deadline and ends early when the worker is lost.
 """
 
 import asyncio
+import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import grpc
 
-from cluster.errors import Cancelled, QueueFull, TandemError, Unavailable, Unhealthy, WorkerLost
+from cluster.errors import AllWorkersSilent, Cancelled, QueueFull, TandemError, Unavailable, Unhealthy, WorkerLost
 from cluster.member import Member
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol.received import checked
 from cluster.service_times import ServiceTimes
 from cluster.serving.rpc_errors import error_from_rpc
-from router.fleet.supervision import WorkerTimeouts, answers, refuses_connections
+from router.fleet.supervision import WorkerTimeouts, check_health, refuses_connections
+from router.policies.silence import Silence
 from router.policies.work_ahead import PromptBacklog
+from router.running import running
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
 _CHECK_S = 1.0
@@ -30,6 +34,7 @@ _CHECK_PAUSE_S = 0.2
 _LONGEST_CHECK_S = 2.5  # a longer check shows that this router itself was stopped
 _LEAST_WAIT_S = 0.001  # the rest may be less than the clock's resolution
 _LAPSED_CHECK_S = 1.0
+_NUM_OTHERS_ASKED = 2
 OWN_CALL_S = 5.0  # for calls of the router itself, which belong to no request
 
 Answer = TypeVar("Answer")
@@ -44,9 +49,11 @@ class Peer(ABC):
         channel: grpc.aio.Channel,
         *,
         timeouts: WorkerTimeouts,
+        others: "Callable[[], Sequence[Peer]]",
         on_change: Callable[[], None],
         telemetry: Telemetry,
     ) -> None:
+        """`others` returns the other connected workers, those first from which this router received messages last."""
         self.member = member
         self.kv_format = sys.intern(repr(member.fingerprint))
         self.trusted = True
@@ -55,15 +62,14 @@ class Peer(ABC):
         self.drain_deadline_s: float | None = None  # by the event loop's clock; None: it stays
         self._channel = channel
         self._timeouts = timeouts
+        self._others = others
         self._on_change = on_change
         self._telemetry = telemetry
         self._registered = True
         self._worker = worker_pb2_grpc.WorkerStub(channel)
         self._suspected = asyncio.Event()
         self._lost = asyncio.Event()
-        self._num_missed = 0  # health checks, in a row
-        self._asked_s = 0.0  # when the last missed check began
-        self._missed_s = 0.0  # when it last missed a health check, silent or not
+        self._silence = Silence()
         self._lost_detail = ""
         self._answered_s = asyncio.get_running_loop().time()
 
@@ -83,8 +89,9 @@ class Peer(ABC):
 
     @property
     def num_missed(self) -> int:
-        """How many health checks the worker has missed in a row since it became silent; 0 once it has sent anything."""
-        return self._num_missed if self.heard_s <= self._asked_s else 0
+        """How many health checks the worker has missed in a row since it became silent by itself; 0 once it has sent
+        anything."""
+        return self._silence.num_missed(self.heard_s)
 
     def suspect(self) -> None:
         """A call failed: give the worker no new work until a health check has passed."""
@@ -112,13 +119,13 @@ class Peer(ABC):
         """Check the worker's health until it is lost, or has left and has no work of this router. Returns the
         reason."""
         while True:
-            await self._until_suspected()
+            is_silent = await self._until_suspected()
             self._suspected.clear()
-            problem = await self._check_until_sure()
+            problem = await self._check_until_sure(is_silent)
             if problem is not None:
                 return problem
-            if self._num_missed:
-                self._num_missed = 0
+            silence, self._silence = self._silence, Silence()
+            if silence.num_counted:
                 self._telemetry.count("tandem_false_suspicions_total", role=self.member.role)
             if self._registered:
                 self.trusted = True
@@ -128,14 +135,28 @@ class Peer(ABC):
             else:
                 asyncio.get_running_loop().call_later(_LAPSED_CHECK_S, self._suspected.set)
 
+    async def ask(self, timeout_s: float) -> None:
+        """Check the worker's health once, for another one that is silent. No answer has no effect."""
+        if not (await check_health(self._channel, timeout_s)).problem:
+            self._answered_s = asyncio.get_running_loop().time()
+
+    def loss(self, problem: str) -> WorkerLost:
+        """Return the error of work that the worker no longer serves. It is AllWorkersSilent if this router may be cut
+        off from all workers."""
+        is_own = not self._silence.continues(self.heard_s) or self._silence.is_of_worker(self._another_sent_s())
+        kind = WorkerLost if is_own else AllWorkersSilent
+        return kind(f"{self.member.role} worker {self.member.id} {problem}")
+
     async def inspect(self) -> worker_pb2.InspectResponse:
         """Return the worker's own figures. Raises TandemError."""
         asking = self._worker.Inspect(worker_pb2.InspectRequest(), timeout=OWN_CALL_S)
         inspected: worker_pb2.InspectResponse = await self._unless_lost(asking)
         return checked(inspected)
 
-    async def _until_suspected(self) -> None:
-        """Wait until a call has failed, or the worker was silent and missed a health check."""
+    async def _until_suspected(self) -> bool:
+        """Wait until a call has failed, or the worker was silent and missed a health check. Returns whether it was
+        silent."""
+        is_silent = False
         while not self._suspected.is_set():
             left_s = self._timeouts.health_check_after_s - self.silent_s
             if left_s > 0:
@@ -143,21 +164,26 @@ class Peer(ABC):
                     async with asyncio.timeout(max(left_s, _LEAST_WAIT_S)):
                         await self._suspected.wait()
             elif not await self._answers(self._timeouts.health_check_timeout_s):
-                self._missed()
+                is_silent = True
+                self._count_missed()
                 self.suspect()
+        return is_silent
 
-    async def _check_until_sure(self) -> str | None:
-        """Repeat the health check. Returns None once the worker answers, else why it is lost."""
+    async def _check_until_sure(self, is_silent: bool) -> str | None:
+        """Repeat the health check. Returns None once the worker answers, else why it is lost. A worker that was silent
+        answers with any message."""
         loop = asyncio.get_running_loop()
         left_s = self._timeouts.recovery_timeout_s
         while True:
-            began_s, limit_s = loop.time(), self._timeouts.health_check_timeout_s if self._num_missed else _CHECK_S
-            if await self._answers(min(limit_s, max(0.0, left_s))) or (self._num_missed and not self.num_missed):
+            began_s, limit_s = loop.time(), self._timeouts.health_check_timeout_s if is_silent else _CHECK_S
+            if await self._answers(min(limit_s, max(0.0, left_s))):
+                return None
+            if is_silent and not self._silence.continues(self.heard_s):
                 return None
             if await refuses_connections(self.member.address):
                 return "its address refuses connections"
-            if self._num_missed:
-                self._missed()
+            if is_silent:
+                self._count_missed()
             left_s -= min(loop.time() - began_s, _LONGEST_CHECK_S)
             if left_s <= 0:
                 return f"it did not answer for {self._timeouts.recovery_timeout_s:g} s"
@@ -165,22 +191,33 @@ class Peer(ABC):
             left_s -= _CHECK_PAUSE_S
 
     async def _answers(self, timeout_s: float) -> bool:
-        """Return whether the worker answers. The check is repeated if this router itself was stopped while it
-        waited."""
+        """Return whether the worker answers. Others are asked at the same time. The check is repeated if this router
+        itself was stopped while it waited."""
         loop = asyncio.get_running_loop()
         while True:
             asked_s = loop.time()
-            if await answers(self._channel, timeout_s):
+            async with running(self._ask_others(timeout_s)):
+                check = await check_health(self._channel, timeout_s)
+            if not check.problem:
                 self._answered_s = loop.time()
                 return True
             if loop.time() - asked_s <= timeout_s + _LATE_S:
-                self._missed_s = asked_s
+                record = self._silence.record_timeout if check.timed_out else self._silence.record_failure
+                record(asked_s, sent_s=self.heard_s)
                 return False
 
-    def _missed(self) -> None:
-        """Record that the silent worker missed a health check."""
-        self._num_missed = self.num_missed + 1
-        self._asked_s = self._missed_s
+    async def _ask_others(self, timeout_s: float) -> None:
+        asked = self._others()[:_NUM_OTHERS_ASKED]
+        # The connection of one of them may close meanwhile, which is no problem of this worker.
+        await asyncio.gather(*(other.ask(timeout_s) for other in asked), return_exceptions=True)
+
+    def _another_sent_s(self) -> float:
+        """Return when this router last received anything from another worker."""
+        return max((other.heard_s for other in self._others()), default=-math.inf)
+
+    def _count_missed(self) -> None:
+        """Count the health check that the silent worker has just missed, unless this router may be cut off."""
+        self._silence.count(self._another_sent_s())
         self._on_change()
 
     @contextmanager
@@ -200,7 +237,7 @@ class Peer(ABC):
         try:
             await asyncio.wait((work, lost), return_when=asyncio.FIRST_COMPLETED)
             if not work.done() or (work.cancelled() and self._lost.is_set()):  # the channel closes with the peer
-                raise self._worker_lost()
+                raise self._gone()
             result = work.result()
             self._answered_s = asyncio.get_running_loop().time()
             return result
@@ -210,8 +247,8 @@ class Peer(ABC):
             work.cancel()
             lost.cancel()
 
-    def _worker_lost(self) -> WorkerLost:
-        return WorkerLost(f"{self.member.role} worker {self.member.id} is lost: {self._lost_detail}")
+    def _gone(self) -> WorkerLost:
+        return self.loss(f"is lost: {self._lost_detail}")
 
     def _judged(self, error: TandemError) -> TandemError:
         """A call that failed in the network, or that the worker cut off, makes it suspect; a refusal does not. The
@@ -222,5 +259,5 @@ class Peer(ABC):
             self.suspect()
         if isinstance(error, Cancelled) or type(error) is Unavailable:
             self.suspect()
-            return WorkerLost(f"{self.member.role} worker {self.member.id} does not answer: {error.message}")
+            return self.loss(f"does not answer: {error.message}")
         return error

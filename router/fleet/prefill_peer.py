@@ -5,7 +5,7 @@ Owns the Abandon calls that outlive their requests. Never retries; the pipeline 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -89,10 +89,11 @@ class PrefillPeer(Peer):
         channel: grpc.aio.Channel,
         *,
         timeouts: WorkerTimeouts,
+        others: Callable[[], Sequence[Peer]],
         on_change: Callable[[], None],
         telemetry: Telemetry,
     ) -> None:
-        super().__init__(member, channel, timeouts=timeouts, on_change=on_change, telemetry=telemetry)
+        super().__init__(member, channel, timeouts=timeouts, others=others, on_change=on_change, telemetry=telemetry)
         self.heartbeat = worker_pb2.Heartbeat()
         self._service_times: ServiceTimes | None = None
         self._heartbeat_s = super().heard_s

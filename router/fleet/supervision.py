@@ -58,22 +58,24 @@ class WorkerTimeouts:
 _TIMEOUT_S = 1.0
 
 
-async def answers(channel: grpc.aio.Channel, timeout_s: float = _TIMEOUT_S) -> bool:
-    """Return whether the worker's gRPC server answers and reports that it is alive. Whether it accepts new work is
-    registered elsewhere."""
-    return not await health_problem(channel, timeout_s)
+@dataclass(frozen=True, slots=True)
+class HealthCheck:
+    problem: str  # empty: the worker answered, and is alive
+    timed_out: bool = False  # nothing came back, not even a broken connection
 
 
-async def health_problem(channel: grpc.aio.Channel, timeout_s: float = _TIMEOUT_S) -> str:
-    """Return why the worker's gRPC server does not answer, or that it is stuck; empty if it is healthy."""
+async def check_health(channel: grpc.aio.Channel, timeout_s: float = _TIMEOUT_S) -> HealthCheck:
+    """Ask the worker's gRPC server whether the worker is alive. Whether it accepts new work is registered elsewhere."""
     check = health_pb2_grpc.HealthStub(channel).Check
     try:
         answer = await check(health_pb2.HealthCheckRequest(service=LIVENESS), timeout=timeout_s)
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.NOT_FOUND:
-            return ""  # of a version that knows no such service, and answers all the same
-        return explained(error.details() or error.code().name)
-    return "" if answer.status == health_pb2.HealthCheckResponse.SERVING else "it reports that it is unhealthy"
+            return HealthCheck("")  # of a version that knows no such service, and answers all the same
+        problem = explained(error.details() or error.code().name)
+        return HealthCheck(problem, timed_out=error.code() is grpc.StatusCode.DEADLINE_EXCEEDED)
+    is_alive = answer.status == health_pb2.HealthCheckResponse.SERVING
+    return HealthCheck("" if is_alive else "it reports that it is unhealthy")
 
 
 async def refuses_connections(address: str) -> bool:
@@ -158,7 +160,7 @@ class Supervisors:
         logged once."""
         channel = self._connect(member.address)
         try:
-            reason = await health_problem(channel)
+            reason = (await check_health(channel)).problem
             if reason and reason != logged:
                 _LOG.warning("worker does not answer", extra={"worker": str(member.id), "reason": reason})
             if not reason:

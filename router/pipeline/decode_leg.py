@@ -142,7 +142,7 @@ class DecodeLeg:
             case SequencesFailed(reason, detail):
                 raise failed_sequences(reason, detail, prefill=self._exporter, decode=self.worker)
             case StreamLost(detail):
-                raise WorkerLost(f"decode worker {self.worker.id} is lost: {detail}")
+                raise self.decode.loss(f"is lost: {detail}")
 
     def _check_first_tokens(self, started: SequencesStarted) -> None:
         """Decode must continue from the tokens that the client was given. The worker names the first token of each

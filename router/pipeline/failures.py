@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cluster.errors import (
+    AllWorkersSilent,
     DeadlineExceeded,
     Draining,
     HandOffFailed,
@@ -167,6 +168,7 @@ class RetryBudget:
         self._fleet = fleet
         self._telemetry = telemetry
         self._tries = 0
+        self._last_cost = 0  # of the failure recorded last
 
     @property
     def is_exhausted(self) -> bool:
@@ -183,7 +185,8 @@ class RetryBudget:
         return self._tries + self._cost(failure) < self._max_attempts - 1
 
     def record_failure(self, failure: AttemptFailed) -> None:
-        self._tries += self._cost(failure)
+        self._last_cost = self._cost(failure)
+        self._tries += self._last_cost
         self._admitted.failed(failure.name, failure.member)
         self._telemetry.count("tandem_retries_total", leg=failure.leg, reason=failure.reason)
         if failure.is_leaving:
@@ -203,14 +206,18 @@ class RetryBudget:
 
     def refund(self) -> None:
         """The failure recorded last has caused another one: count one attempt for both."""
-        self._tries = max(0, self._tries - 1)
+        self._tries -= self._last_cost
+        self._last_cost = 0
 
     def reset(self) -> None:
         """Decode has worked: count failures from zero."""
-        self._tries = 0
+        self._tries = self._last_cost = 0
 
     def _cost(self, failure: AttemptFailed) -> int:
         """A refusal by a worker that drains or is too small costs no attempt. Neither does the loss of a worker that
-        drains: it may end between its refusals, and it is not chosen again."""
+        drains: it may end between its refusals, and it is not chosen again. Nor does a loss while no worker sends
+        anything: the next attempt cannot start before one answers."""
+        if isinstance(failure.error, AllWorkersSilent):
+            return 0
         is_drained = isinstance(failure.error, WorkerLost) and self._fleet.is_draining(failure.member)
         return 0 if failure.is_leaving or failure.is_too_small or is_drained else 1

@@ -1,10 +1,10 @@
 """Decides when a hedge starts, and which execution of a choice may append tokens. Pure.
 
-A worker that misses the answer to one health check is suspect. The requests that wait for it are hedged: another worker
-starts a second execution of the same choices from the tokens that the client has, while the suspect's execution stays
-the current one. The first token of the hedge makes the hedge current, for all its choices at once; a token of the
-suspect before that cancels the hedge. Tokens of an execution that is not current are dropped. When a worker misses a
-second answer, requests that are not hedged treat it as lost.
+A worker that misses one health check is suspect (silence.py decides which missed checks count). The requests that wait
+for it are hedged: another worker starts a second execution of the same choices from the tokens that the client has,
+while the suspect's execution stays the current one. The first token of the hedge makes the hedge current, for all its
+choices at once; a token of the suspect before that cancels the hedge. Tokens of an execution that is not current are
+dropped. When a worker misses a second answer, requests that are not hedged treat it as lost.
 
 A hedge doubles the work, so only a share of the running requests may have one at a time. A hedge that has its first
 token no longer counts, since the suspect's execution is over.

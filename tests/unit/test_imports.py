@@ -111,6 +111,7 @@ PURE = [
     "router.policies.sequence_progress",
     "router.fleet.membership",
     "router.policies.hedging",
+    "router.policies.silence",
     "router.request.validation",
     "router.policies.candidates",
     "router.policies.placement",

@@ -18,6 +18,7 @@ async def test_a_ticket_given_up_after_the_channel_closed_stays_until_its_deadli
         Member(id=MemberId("p0", "a1"), role=Role.PREFILL, address="127.0.0.1:1", model="m"),
         channel,
         timeouts=WorkerTimeouts(heartbeat_timeout_s=1.0, recovery_timeout_s=1.0),
+        others=list,
         on_change=lambda: None,
         telemetry=Telemetry(),
     )

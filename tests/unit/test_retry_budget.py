@@ -3,7 +3,15 @@
 import pytest
 
 from cluster.clock import ManualClock
-from cluster.errors import Draining, HandOffFailed, HandOffReason, TandemError, WorkerLost, WrongTokens
+from cluster.errors import (
+    AllWorkersSilent,
+    Draining,
+    HandOffFailed,
+    HandOffReason,
+    TandemError,
+    WorkerLost,
+    WrongTokens,
+)
 from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
 from router.pipeline.failures import (
@@ -157,3 +165,14 @@ def test_a_failure_of_a_pair_is_named_in_the_ledger_and_its_exporter_suspected()
     _retry_budget(3, live, fleet).record_failure(failure)
     assert live.account.reasons == ("handoff_read_failed",)
     assert fleet.suspected == [_EXPORTER]
+
+
+def test_a_loss_while_no_worker_sends_anything_costs_no_attempt() -> None:
+    retry_budget = _retry_budget(max_attempts=2)
+    retry_budget.record_failure(_failure())
+    for leg in (PREFILL, DECODE):
+        silent = _failure(leg, AllWorkersSilent("it does not answer"))
+        assert silent.leaves_ticket is (leg == DECODE)
+        retry_budget.record_failure(silent)
+    retry_budget.refund()
+    assert retry_budget.has_one_attempt_left, "the failure that counts is not refunded"

@@ -21,7 +21,7 @@ from cluster.observe.telemetry import Telemetry
 from cluster.serving.serving import GrpcServer, is_serving, open_channel
 from cluster.serving.tls import ClusterTls, load_tls
 from cluster.settings.config import RouterConfig
-from router.fleet.supervision import health_problem
+from router.fleet.supervision import check_health
 from tandem.channel import open_async_channel
 from tandem.client import AsyncClient
 from tandem.errors import Unavailable
@@ -50,7 +50,7 @@ async def serving(credentials: grpc.ServerCredentials | None) -> AsyncIterator[s
 async def refusal(channel: grpc.aio.Channel) -> str:
     """Return the reason why the server does not answer, or an empty text when it answers."""
     try:
-        return await health_problem(channel)
+        return (await check_health(channel)).problem
     finally:
         await channel.close()
 

@@ -14,6 +14,7 @@ EVIDENCE: dict[str, tuple[str, ...]] = {
     "a worker is stopped or cut off": ("prefill is stopped", "decode is stopped", "prefill is cut", "decode is cut"),
     "a worker is suspected, and other workers could serve its requests": ("counted: hedges",),
     "a suspected worker misses a second health check": ("error: worker_lost",),
+    "a router receives nothing from any worker": ("error: all_workers_silent",),
     "the decode worker that imports a ticket is suspected, and another one answers": ("counted: tickets_reissued",),
     "a decode worker's stream is silent while its health check answers": ("decode stream: silent",),
     "a connection breaks and comes back": ("decode stream: came back",),

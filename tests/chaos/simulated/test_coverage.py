@@ -17,6 +17,9 @@ from tests.chaos.simulated.record import RESULTS
 _ROOT = Path(__file__).parents[3]
 _BASES = frozenset({"resume_refused"})  # of a class that only its subclasses are raised of
 REACHED_BY = {
+    "all_workers_silent": (
+        "tests/system/test_silent_workers.py::test_losing_all_workers_by_silence_uses_up_no_attempt"
+    ),
     "began_again": (
         "tests/unit/test_decode_exports.py::test_a_router_that_reconnects_without_sequences_ends_its_old_sequences"
     ),
