@@ -12,7 +12,7 @@ from engine.scheduling.step import Chunk, Runner, Sample, StepPlan
 from engine.timing.service_time_fit import TimedStep, step_work
 
 _PREFILLS = ((16, 0), (64, 0), (16, 1008), (256, 0))  # (new tokens, tokens before them)
-_DECODES = ((1, 16), (8, 16), (1, 1024), (8, 256))  # (sequences, their length)
+_DECODES = ((1, 16), (8, 16), (1, 1024), (32, 16))  # (sequences, their length)
 _REPEATS = 2  # the quickest counts: a pause only ever makes a step longer
 _MAX_SECONDS = 1.0  # in all; the first step of each kind is timed in any case
 _SAMPLING = Sampling(temperature=1.0)
@@ -54,12 +54,12 @@ def _plans(engine: Engine, max_num_seqs: int) -> Iterator[StepPlan]:
     pool, longest = engine.pool, min(engine.model_info.max_model_len, engine.pool.num_tokens)
     size = pool.layout.block_size
     for (num_new, before), (batch, length) in zip(_PREFILLS, _DECODES, strict=True):
-        num_new = min(num_new, longest)
-        yield StepPlan((_chunk(0, min(before, longest - num_new), num_new, 0, size),))
         length = min(length, longest)
         num_blocks = blocks_for(length, size)
         batch = min(batch, max_num_seqs, pool.num_blocks // num_blocks)
         yield StepPlan(tuple(_chunk(i, length - 1, 1, i * num_blocks, size) for i in range(batch)))
+        num_new = min(num_new, longest)
+        yield StepPlan((_chunk(0, min(before, longest - num_new), num_new, 0, size),))
 
 
 def _chunk(sequence_id: int, start: int, num_tokens: int, first_block: int, block_size: int) -> Chunk:

@@ -52,7 +52,7 @@ def test_the_steps_at_load_predict_other_steps_and_leave_the_pool_zeroed(
 
 def test_a_slow_model_is_measured_by_two_runs_of_one_step_of_each_kind(tiny: Engine) -> None:
     runner = _TimedRunner(tiny)
-    prompt, one = time_steps(tiny, runner, 4, lambda: runner.now_s)
+    one, prompt = time_steps(tiny, runner, 4, lambda: runner.now_s)
     assert len(runner.plans) == 4
     assert (prompt.work.num_new, prompt.work.attended, prompt.seconds) == (16, attended_tokens(16, 0), 42.0)
     assert (one.work.batch, one.work.context, one.seconds) == (1, 16, 12.0)
