@@ -25,7 +25,6 @@ from engine.steps.step_loop import StepLoop
 from kvtransfer.exporter.exporter import Exporter, FirstToken, TailBlock
 from prefill_worker.prefixes.cache_event_publisher import CacheEventPublisher
 from prefill_worker.prefixes.prefix_pulls import PrefixPulls
-from prefill_worker.prefixes.rates import RunningRate
 from prefill_worker.prefixes.tiers import PrefixTiers
 from prefill_worker.scheduling import commands
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
@@ -53,7 +52,6 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         exporter: Exporter,
         pulls: PrefixPulls | None,  # None: this worker pulls no prefixes
         tiers: PrefixTiers | None,  # None: evicted blocks are lost
-        compute: RunningRate,  # tokens
         cache_events: CacheEventPublisher,
         follow_heartbeats: Callable[[], AsyncIterator[worker_pb2.Heartbeat]],
         vocab_size: int,
@@ -67,7 +65,6 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._exporter = exporter
         self._pulls = pulls
         self._tiers = tiers
-        self._compute = compute
         self._cache_events = cache_events
         self._follow_heartbeats = follow_heartbeats
         self._vocab_size = vocab_size
@@ -241,7 +238,6 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._telemetry.count("tandem_prefix_cached_tokens_total", event.num_cached)
         call = self._waiting(event.ticket_id)
         if call is not None:
-            self._compute.note(len(call.job.token_ids) - event.num_cached, event.prefill_s)
             call.outcome.set_result(event)  # first of all, so that the client's first token does not wait
         self._exporter.finish(
             event.ticket_id,

@@ -129,8 +129,8 @@ class WorkerApp(ABC, Generic[CommandT, EventT]):
     async def run(self, capacity: Capacity, announce: Callable[..., None]) -> None:
         """Serve until the worker is asked to stop, then drain. Raises ConfigError, Fenced, Unhealthy, DrainIncomplete
         and InternalError."""
-        await self.transfer.start()
         self._fit.start(await asyncio.to_thread(self._time_steps))
+        await self.transfer.start()
         self.steps.start()
         tasks = [
             asyncio.create_task(self.heartbeats.run(), name="heartbeats"),

@@ -18,7 +18,6 @@ from kvtransfer.importer.calls import GrpcChannelPool
 from kvtransfer.wire.wire_format import WireDtype
 from prefill_worker.prefixes.cache_event_publisher import CacheEventPublisher
 from prefill_worker.prefixes.prefix_pulls import PrefixPulls, PullResources
-from prefill_worker.prefixes.rates import RunningRate
 from prefill_worker.prefixes.tiers import PrefixTiers, TierResources, open_tiers
 from prefill_worker.scheduling import commands
 from prefill_worker.scheduling.limits import PrefillLimits
@@ -51,9 +50,9 @@ class _PrefillApp(WorkerApp[commands.Command, commands.Event]):
     def __init__(self, life: WorkerLife, engine: Engine) -> None:
         super().__init__(life, engine, _scheduler(life, engine), engine.runner, PrefillCanary)
         self._released = asyncio.Event()
-        compute, pull_ids = RunningRate(), itertools.count()
-        self.pulls = self._prefix_pulls(life, compute, pull_ids)
-        self.tiers = self._prefix_tiers(life, engine, compute, pull_ids)
+        pull_ids = itertools.count()
+        self.pulls = self._prefix_pulls(life, pull_ids)
+        self.tiers = self._prefix_tiers(life, engine, pull_ids)
         self._cache_events = CacheEventPublisher(life.member, self.steps)
         self._heartbeat_feed = HeartbeatFeed()
         self.heartbeats = Heartbeats(
@@ -63,11 +62,11 @@ class _PrefillApp(WorkerApp[commands.Command, commands.Event]):
             watch=self.watch,
             service_times=self.service_times,
         )
-        self.service = self._prefill_service(life, engine, compute)
+        self.service = self._prefill_service(life, engine)
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self.service, life.server.grpc)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._worker_service(life), life.server.grpc)
 
-    def _prefix_pulls(self, life: WorkerLife, compute: RunningRate, pull_ids: Iterator[int]) -> PrefixPulls | None:
+    def _prefix_pulls(self, life: WorkerLife, pull_ids: Iterator[int]) -> PrefixPulls | None:
         """Build the prefix pulls. Returns None with a quantised wire dtype: pulled blocks would differ from computed
         ones."""
         if life.config.prefix_caching == "off" or life.config.kv_wire_dtype != NATIVE:
@@ -80,16 +79,14 @@ class _PrefillApp(WorkerApp[commands.Command, commands.Event]):
             block_size=life.config.block_size,
             block_bytes=self.transfer.block_bytes,
             new_chain=life.new_chain,
-            compute=compute,
+            compute_s=self._compute_s,
             pull_ids=pull_ids,
             clock=self.clock,
             telemetry=life.telemetry,
         )
         return PrefixPulls(resources, self.steps)
 
-    def _prefix_tiers(
-        self, life: WorkerLife, engine: Engine, compute: RunningRate, pull_ids: Iterator[int]
-    ) -> PrefixTiers | None:
+    def _prefix_tiers(self, life: WorkerLife, engine: Engine, pull_ids: Iterator[int]) -> PrefixTiers | None:
         if life.config.prefix_caching == "off" or not life.config.prefix_host_bytes:
             return None
         index, storage = open_tiers(life.config, engine.pool, engine.fingerprint)
@@ -99,19 +96,24 @@ class _PrefillApp(WorkerApp[commands.Command, commands.Event]):
             new_chain=life.new_chain,
             block_size=life.config.block_size,
             block_bytes=engine.pool.block_bytes,
-            compute=compute,
+            compute_s=self._compute_s,
             pull_ids=pull_ids,
             telemetry=life.telemetry,
         )
         return PrefixTiers(resources, self.steps)
 
-    def _prefill_service(self, life: WorkerLife, engine: Engine, compute: RunningRate) -> PrefillService:
+    def _compute_s(self, num_tokens: int, num_before: int) -> float:
+        """Predict the seconds to compute a part of a prompt behind `num_before` tokens of it."""
+        times = self.service_times()
+        assert times is not None, "a job came before the first steps were timed"
+        return times.prompt_s(num_tokens, num_before, self.life.config.max_prefill_tokens)
+
+    def _prefill_service(self, life: WorkerLife, engine: Engine) -> PrefillService:
         return PrefillService(
             steps=self.steps,
             exporter=self.transfer.exporter,
             pulls=self.pulls,
             tiers=self.tiers,
-            compute=compute,
             cache_events=self._cache_events,
             follow_heartbeats=self._heartbeat_feed.follow,
             vocab_size=engine.model_info.vocab_size,

@@ -9,8 +9,9 @@ computed.
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import grpc
 
@@ -29,7 +30,6 @@ from kvtransfer.importer.calls import GrpcChannelPool
 from kvtransfer.importer.importer import ExpectedPrompt, Importer
 from kvtransfer.importer.links import LinkTable
 from kvtransfer.memory import Reservation
-from prefill_worker.prefixes.rates import RunningRate
 from prefill_worker.scheduling import commands
 from tandem.internal.v1 import kv_pb2, kv_pb2_grpc
 
@@ -42,12 +42,16 @@ MIN_BLOCKS = 4
 MAX_COST_RATIO = 0.7
 
 
+# Predicts the seconds to compute (a number of tokens of a prompt, behind a number of tokens before them).
+ComputeSeconds: TypeAlias = Callable[[int, int], float]
+
+
 @dataclass(frozen=True, slots=True)
 class PullFacts:
     block_size: int
     block_bytes: int  # of one block on the wire
     num_cached: int  # leading blocks of the prompt that this worker has cached
-    compute_tokens_per_s: float | None  # measured over this worker's prefills; None: none has ended yet
+    compute_s: ComputeSeconds
     links: Mapping[MemberId, LinkSpeed]  # to each source; a link that was never measured is missing
 
 
@@ -61,8 +65,6 @@ class Pull:
 def choose_pull(job: PrefillJob, facts: PullFacts) -> Pull | None:
     """The pull that saves most time, or None where no pull is clearly cheaper than computing. A source whose link was
     never measured counts as infinitely fast, so that it gets measured; the timeout bounds what that may cost."""
-    if facts.compute_tokens_per_s is None:
-        return None
     max_blocks = min(sealed_blocks(len(job.token_ids) - 1, facts.block_size), MAX_PREFIX_BLOCKS)
     best: tuple[float, Pull] | None = None
     for source in job.prefix_sources:
@@ -70,7 +72,7 @@ def choose_pull(job: PrefillJob, facts: PullFacts) -> Pull | None:
         num_missing = num_blocks - facts.num_cached
         if num_missing < MIN_BLOCKS:
             continue
-        compute_s = num_missing * facts.block_size / facts.compute_tokens_per_s
+        compute_s = facts.compute_s(num_missing * facts.block_size, facts.num_cached * facts.block_size)
         speed = facts.links.get(source.member)
         pull_s = speed.transfer_s(num_missing * facts.block_bytes) if speed is not None else 0.0
         saved_s = compute_s - pull_s
@@ -90,7 +92,7 @@ class PullResources:
     block_size: int
     block_bytes: int  # of one block on the wire
     new_chain: NewChain
-    compute: RunningRate  # tokens
+    compute_s: ComputeSeconds
     pull_ids: Iterator[int]  # unique among all pulls, fetches from tiers and look-ups of this worker
     clock: Clock
     telemetry: Telemetry
@@ -155,7 +157,7 @@ class PrefixPulls:
             block_size=self._resources.block_size,
             block_bytes=self._resources.block_bytes,
             num_cached=await self._num_cached(chain.hashes),
-            compute_tokens_per_s=self._resources.compute.per_s,
+            compute_s=self._resources.compute_s,
             links={member: speed for member, speed in speeds.items() if speed is not None},
         )
 

@@ -28,8 +28,7 @@ from engine.scheduling.commands import Quiet, Release
 from engine.scheduling.schedule import sealed_blocks
 from engine.steps.questions import StepInbox
 from kvtransfer.memory import PoolMemory
-from prefill_worker.prefixes.prefix_pulls import MAX_COST_RATIO, MIN_TIMEOUT_S
-from prefill_worker.prefixes.rates import RunningRate
+from prefill_worker.prefixes.prefix_pulls import MAX_COST_RATIO, MIN_TIMEOUT_S, ComputeSeconds
 from prefill_worker.prefixes.tier_index import Place, Store, TierIndex
 from prefill_worker.prefixes.tier_storage import LATE, OK, BlockFiles, Fetched, TierStorage
 from prefill_worker.scheduling import commands
@@ -37,6 +36,7 @@ from prefill_worker.scheduling import commands
 _LOG = logging.getLogger("tandem.prefill.tiers")
 _MAX_STORES = 4  # prompts whose blocks are being copied out or wait for it; the blocks of one more are dropped
 _ANSWER_TIMEOUT_S = 30.0  # of the step thread
+_NEWEST_SHARE = 0.2  # of the newest copy in a rate
 _RATE_EXPIRES_S = 10.0  # a measured rate older than this no longer rules a fetch out
 _CLOSE_TIMEOUT_S = 5.0
 _Answer = TypeVar("_Answer")
@@ -83,7 +83,7 @@ class TierResources:
     new_chain: NewChain
     block_size: int
     block_bytes: int
-    compute: RunningRate  # tokens
+    compute_s: ComputeSeconds
     pull_ids: Iterator[int]  # unique among all pulls, fetches from tiers and look-ups of this worker
     telemetry: Telemetry
 
@@ -99,11 +99,23 @@ class _Fetch:
     work: Future[Fetched] | None = None  # None: not submitted
 
 
+class _CopyRate:
+    """Bytes copied per second: a moving average that follows changes within a dozen copies."""
+
+    def __init__(self) -> None:
+        self.per_s: float | None = None  # None: nothing was measured yet
+
+    def note(self, num_bytes: int, seconds: float) -> None:
+        if seconds > 0:
+            rate = num_bytes / seconds
+            self.per_s = rate if self.per_s is None else self.per_s + _NEWEST_SHARE * (rate - self.per_s)
+
+
 class PrefixTiers:
     def __init__(self, resources: TierResources, steps: StepInbox[commands.Command]) -> None:
         self._resources = resources
         self._steps = steps
-        self._host_rate, self._disk_rate = RunningRate(), RunningRate()  # bytes
+        self._host_rate, self._disk_rate = _CopyRate(), _CopyRate()
         self._measured_s = 0.0  # when one of the rates was last measured
         self._fetcher = ThreadPoolExecutor(1, "tier-fetch")
         self._storer = ThreadPoolExecutor(1, "tier-store")
@@ -140,7 +152,7 @@ class PrefixTiers:
         try:
             num_cached = await self._num_cached(hashes)
             num_held = self._resources.index.num_held(hashes[num_cached:])
-            compute_s = self._compute_s_if_cheaper(hashes[num_cached : num_cached + num_held])
+            compute_s = self._compute_s_if_cheaper(hashes[num_cached : num_cached + num_held], num_cached)
             if compute_s is not None:
                 await self._fetch(hashes[: num_cached + num_held], chain.parent_of(0), compute_s)
         except Exception:  # noqa: BLE001 - a tier is best-effort: its failure is logged, and the prompt is computed
@@ -180,19 +192,19 @@ class PrefixTiers:
             for executor in (self._storer, self._fetcher):
                 executor.shutdown(wait=False, cancel_futures=True)
 
-    def _compute_s_if_cheaper(self, hashes: Sequence[bytes]) -> float | None:
+    def _compute_s_if_cheaper(self, hashes: Sequence[bytes], num_cached: int) -> float | None:
         """The estimated time to compute these blocks; None where reading them is not clearly cheaper. A rate that
         expired does not rule reading out, so that it is measured again."""
         resources = self._resources
-        if not hashes or resources.compute.per_s is None:
+        if not hashes:
             return None
-        compute_s = len(hashes) * resources.block_size / resources.compute.per_s
+        compute_s = resources.compute_s(len(hashes) * resources.block_size, num_cached * resources.block_size)
         rate = self._rate(resources.index.first_missing(hashes) < len(hashes)).per_s
         read_s = len(hashes) * resources.block_bytes / rate if rate is not None else 0.0
         is_expired = asyncio.get_running_loop().time() - self._measured_s > _RATE_EXPIRES_S
         return compute_s if is_expired or read_s <= MAX_COST_RATIO * compute_s else None
 
-    def _rate(self, reads_disk: bool) -> RunningRate:
+    def _rate(self, reads_disk: bool) -> _CopyRate:
         return self._disk_rate if reads_disk else self._host_rate
 
     def _note_rate(self, fetched: Fetched, places: Sequence[Place]) -> None:

@@ -28,7 +28,6 @@ from kvtransfer.transports.base import Channel, ImporterTransport
 from kvtransfer.transports.shm.transport import ShmExporter, ShmImporter
 from kvtransfer.wire.wire_format import NativeFormat
 from prefill_worker.prefixes.cache_event_publisher import CacheEventPublisher
-from prefill_worker.prefixes.rates import RunningRate
 from prefill_worker.scheduling import commands
 from prefill_worker.scheduling.limits import PrefillLimits
 from prefill_worker.scheduling.scheduler import PrefillScheduler
@@ -212,7 +211,6 @@ async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
         exporter=exporter,
         pulls=None,
         tiers=None,
-        compute=RunningRate(),
         cache_events=CacheEventPublisher(MemberId("p0", "1"), steps),
         follow_heartbeats=HeartbeatFeed().follow,
         max_calls=64,

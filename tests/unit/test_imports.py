@@ -101,7 +101,6 @@ PURE = [
     "prefill_worker.scheduling.jobs",
     "prefill_worker.scheduling.limits",
     "prefill_worker.scheduling.prompt_blocks",
-    "prefill_worker.prefixes.rates",
     "prefill_worker.scheduling.scheduler",
     "prefill_worker.prefixes.tier_index",
     "router.policies.admission",

@@ -10,7 +10,6 @@ import pytest
 from cluster.errors import QueueFull
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
-from prefill_worker.prefixes.rates import RunningRate
 from prefill_worker.service import PrefillService
 from tests.prefill_jobs import prefill_job
 
@@ -35,7 +34,6 @@ def _service(steps: _Steps, telemetry: Telemetry) -> PrefillService:
     return PrefillService(
         steps=steps,  # type: ignore[arg-type]
         exporter=_Exporter(),  # type: ignore[arg-type]
-        compute=RunningRate(),
         vocab_size=100,
         max_calls=2,
         cluster_key=b"key",

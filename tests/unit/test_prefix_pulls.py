@@ -21,7 +21,6 @@ from kvtransfer.importer.importer import ExpectedPrompt, ImportedBlocks
 from kvtransfer.importer.links import LinkTable
 from kvtransfer.memory import BlockSource
 from prefill_worker.prefixes.prefix_pulls import PrefixPulls, PullResources
-from prefill_worker.prefixes.rates import RunningRate
 from prefill_worker.scheduling.commands import (
     AdmitPull,
     Command,
@@ -90,8 +89,7 @@ class _Bench:
         self.address = address
         self._num_here, self._has_room = num_here, has_room
         self.channels = GrpcChannelPool(grpc.aio.insecure_channel)
-        self.compute = RunningRate()
-        self.compute.note(100, 100.0)  # one token a second: pulling is worth nearly anything
+        self.token_s = 1.0  # pulling is worth nearly anything
         means = PullResources(
             member=_ME,
             importer=importer,  # type: ignore[arg-type]  # a stand-in with the one method that is used
@@ -100,7 +98,7 @@ class _Bench:
             block_size=_BLOCK,
             block_bytes=100,
             new_chain=keyed_chains(b"key", _BLOCK),
-            compute=self.compute,
+            compute_s=lambda num_tokens, num_before: self.token_s * num_tokens,
             pull_ids=itertools.count(),
             clock=self.clock,
             telemetry=self.telemetry,
@@ -166,8 +164,7 @@ async def test_after_a_failed_pull_the_source_is_avoided_for_ten_seconds(importe
     async with _served(source) as address:
         bench = _Bench(address, importer)
         if importer.hangs:  # computing is quick: the shortest timeout
-            bench.compute.note(10**9, 1.0)
-            bench.compute.note(10**9, 1.0)
+            bench.token_s = 1e-9
         assert await bench.fetch() == 0
         assert isinstance(bench.posted[-1], DiscardPull)
         assert bench.outcome(outcome) == 1

@@ -15,7 +15,7 @@ def _job(*sources: tuple[MemberId, int], num_tokens: int = 1001) -> PrefillJob:
 
 def _facts(
     num_cached: int = 0,
-    tokens_per_s: float | None = 1000.0,
+    tokens_per_s: float = 1000.0,
     near_bytes_per_s: float = 1e9,
     far_bytes_per_s: float = 1e7,
 ) -> PullFacts:
@@ -23,7 +23,7 @@ def _facts(
         block_size=_BLOCK,
         block_bytes=1 << 20,
         num_cached=num_cached,
-        compute_tokens_per_s=tokens_per_s,
+        compute_s=lambda num_tokens, num_before: num_tokens / tokens_per_s,
         links={
             _NEAR: LinkSpeed(_NEAR, "shm", near_bytes_per_s, 0.001),
             _FAR: LinkSpeed(_FAR, "tcp", far_bytes_per_s, 0.002),
@@ -57,10 +57,9 @@ def test_the_source_that_saves_most_time_is_chosen() -> None:
     assert longer is not None and longer.source.member == _FAR
 
 
-def test_an_unmeasured_source_is_tried_once_the_compute_rate_is_known() -> None:
+def test_an_unmeasured_source_is_tried() -> None:
     stranger = MemberId("stranger", "1")
     assert choose_pull(_job((stranger, 640)), _facts()) is not None
-    assert choose_pull(_job((stranger, 640)), _facts(tokens_per_s=None)) is None
     assert choose_pull(_job(), _facts()) is None
 
 

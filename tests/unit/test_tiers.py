@@ -236,7 +236,7 @@ async def test_a_hung_disk_delays_one_prompt_by_the_timeout_and_quarantines_bloc
 ) -> None:
     worker = TierBench(tmp_path, slots=3)
     await _fill(worker, 1, 2, 3)
-    worker.compute.note(1e9, 1.0)  # computing is quick: the shortest deadline
+    worker.token_s = 1e-9  # computing is quick: the shortest deadline
     hangs, reads = threading.Event(), list[bytes]()
     real_read = BlockFiles.read
 

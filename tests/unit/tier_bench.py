@@ -12,7 +12,6 @@ from engine.kv.layout import LayerShape, lay_out
 from engine.kv.pool import KvPool
 from engine.scheduling.step import DrawnToken, StepResult
 from engine.steps.questions import Questions
-from prefill_worker.prefixes.rates import RunningRate
 from prefill_worker.prefixes.tier_storage import BlockFiles
 from prefill_worker.prefixes.tiers import PrefixTiers, TierResources, open_tiers
 from prefill_worker.scheduling import commands
@@ -50,13 +49,16 @@ class TierBench:
             new_chain=chains,
         )
         self.index, storage = open_tiers(config, self.pool, LAYOUT)
-        self.telemetry, self.compute = Telemetry(), RunningRate()
-        self.compute.note(1.0, 1.0)  # slow: any copy is worth it
+        self.telemetry = Telemetry()
+        self.token_s = 1.0  # slow: any copy is worth it
         self.questions = Questions(self._post)
         resources = TierResources(
-            self.index, storage, chains, BLOCK_SIZE, BLOCK_BYTES, self.compute, itertools.count(), self.telemetry
+            self.index, storage, chains, BLOCK_SIZE, BLOCK_BYTES, self._compute_s, itertools.count(), self.telemetry
         )
         self.tiers = PrefixTiers(resources, self.questions)
+
+    def _compute_s(self, num_tokens: int, num_before: int) -> float:
+        return self.token_s * num_tokens
 
     async def ask(self, *tokens: int) -> int:
         """Prefills a prompt; how many tokens were found. What was found must be what was computed."""
