@@ -264,7 +264,8 @@ class Pipeline:
         size = admitted.size(num_choices=len(admitted.choices))
         while (too_large := self._worker_choice.size_refusal(size)) and not self._fleet.knows_absent_workers:
             admitted.waits(admitted.choices[0], too_large)
-            await self._fleet.changed()
+            with self._worker_choice.waiting(too_large):
+                await self._fleet.changed()
         admitted.waits(admitted.choices[0], None)
         refusal = too_large or self._worker_choice.early_refusal(admitted)
         if refusal is not None:

@@ -151,7 +151,7 @@ class WorkerChoice:
                 return placement
             shortage = self._shortage(facts.size) if placement is None else None
             admitted.waits(choices[0], shortage)
-            with self._counted(shortage):
+            with self.waiting(shortage):
                 await self._fleet.changed()
 
     def size_refusal(self, size: RequestSize) -> NoWorkerLargeEnough | None:
@@ -165,6 +165,18 @@ class WorkerChoice:
             if any(not prefill_shortage(capacity, size) for capacity in prefills):
                 return None
         return too_large(size, decodes)
+
+    @contextmanager
+    def waiting(self, shortage: NoWorkerLargeEnough | None) -> Iterator[None]:
+        """Count a request that waits in the block because of this shortage; None: for another reason."""
+        if shortage is None:
+            yield
+            return
+        self._telemetry.shift(_WAITING, 1)
+        try:
+            yield
+        finally:
+            self._telemetry.shift(_WAITING, -1)
 
     def early_refusal(self, admitted: AdmittedRequest) -> Overloaded | None:
         """Return why a new request would be served too late or not at all; None if it would be served in time."""
@@ -215,17 +227,6 @@ class WorkerChoice:
         decodes = self._fleet.decode_loads()
         capacities = [load.capacity for load in decodes if load.capacity is not None]
         return too_large(size, capacities) if decodes else None
-
-    @contextmanager
-    def _counted(self, shortage: NoWorkerLargeEnough | None) -> Iterator[None]:
-        if shortage is None:
-            yield
-            return
-        self._telemetry.shift(_WAITING, 1)
-        try:
-            yield
-        finally:
-            self._telemetry.shift(_WAITING, -1)
 
     def _choose(self, facts: RequestFacts, *, without_prefill: bool) -> Placement | None:
         prefills, decodes = self._fleet.prefill_loads(), self._fleet.decode_loads()

@@ -112,11 +112,12 @@ async def test_a_router_that_has_just_started_waits_for_a_large_worker_that_may_
         await router.add_decode("d0", capacity=SMALL)
         await router.connected()
         answering = asyncio.create_task(answer_to(router, request := ask()))
-        await asyncio.sleep(0)
+        await _waits(router)
         assert not answering.done()
         await router.add_decode("d1", capacity=LARGE)
         async with asyncio.timeout(10):
             assert (await answering).token_ids[0] == expected_tokens(router, request)
+        assert router.telemetry.value("tandem_requests_waiting_for_large_worker") == 0
 
 
 @pytest.mark.parametrize("target", [ScaleTarget(0, 1), ScaleTarget(0, 2, follower="up", reached=1)])
@@ -144,6 +145,7 @@ async def test_the_wait_for_a_large_worker_ends_with_the_same_refusal(absence_s:
         with pytest.raises(NoWorkerLargeEnough):
             async with asyncio.timeout(10):
                 await answer_to(router, ask(timeout_s=timeout_s))
+        assert router.telemetry.value("tandem_requests_waiting_for_large_worker") == 0
 
 
 async def test_a_suspected_large_worker_is_waited_for() -> None:
