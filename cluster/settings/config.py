@@ -75,6 +75,7 @@ class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
         require(bool(self.model), "--model is needed: a local folder or a hub name")
         _require_port("port", self.port)
         require(self.canary_interval_s >= 0, f"--canary-interval-s must not be negative, not {self.canary_interval_s}")
+        require(self.stream_grace_s >= 0, f"--stream-grace-s must not be negative, not {self.stream_grace_s}")
         require(
             0 < self.heartbeat_s <= self.registration_ttl_s / 2,
             f"--heartbeat-s must be positive and at most half of --registration-ttl-s ({self.registration_ttl_s:g} s),"

@@ -109,7 +109,7 @@ class EngineSettings:
             f" {self.local_world_size}",
         )
         if self.kv_cache_memory != "auto":
-            parse_bytes(self.kv_cache_memory, "--kv-cache-memory")
+            parse_bytes(self.kv_cache_memory, "--kv-cache-memory", otherwise="auto")
         _ = self.swap_bytes  # raises ConfigError
         require(self.step_timeout_s > 0, f"--step-timeout-s must be positive, not {self.step_timeout_s}")
         require(self.num_draft_tokens >= 1, f"--num-draft-tokens must be at least 1, not {self.num_draft_tokens}")
@@ -121,23 +121,25 @@ class EngineSettings:
 
     @property
     def swap_bytes(self) -> int:
-        return 0 if self.swap_space.strip() == "0" else parse_bytes(self.swap_space, "--swap-space")
+        is_off = self.swap_space.strip() == "0"
+        return 0 if is_off else parse_bytes(self.swap_space, "--swap-space", otherwise="0 for none")
 
     @property
     def model_name(self) -> str:
         return self.served_model_name or Path(self.model.rstrip("/")).name
 
 
-def parse_bytes(text: str, flag: str = "a size") -> int:
-    """Convert '1048576', '512KiB', '256MiB' or '2GiB' to bytes. `flag` begins the message of an error. Raises
-    ConfigError."""
+def parse_bytes(text: str, flag: str = "a size", *, otherwise: str = "") -> int:
+    """Convert '1048576', '512KiB', '256MiB' or '2GiB' to bytes, at least 1. `flag` begins the message of an error,
+    which also names `otherwise`, what the setting may be instead of a size. Raises ConfigError."""
     units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1}
     unit = next((unit for unit in units if text.endswith(unit)), "")
     try:
         num_bytes = int(float(text.removesuffix(unit)) * units.get(unit, 1))
     except (ValueError, OverflowError):
-        raise ConfigError(f"{flag} must be bytes or a number with KiB, MiB or GiB, not {text!r}") from None
-    require(num_bytes > 0, f"{flag} must be positive, not {text!r}")
+        num_bytes = 0
+    wanted = "a positive number of bytes, or of KiB, MiB or GiB" + (f", or {otherwise}" if otherwise else "")
+    require(num_bytes > 0, f"{flag} must be {wanted}, not {text!r}")
     return num_bytes
 
 

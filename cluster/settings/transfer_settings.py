@@ -68,7 +68,9 @@ class TransferSettings:
 
     @property
     def prefix_host_bytes(self) -> int:
-        return parse_bytes(self.prefix_host_memory, "--prefix-host-memory") if self.prefix_host_memory else 0
+        if not self.prefix_host_memory:
+            return 0
+        return parse_bytes(self.prefix_host_memory, "--prefix-host-memory", otherwise="empty for none")
 
     @property
     def forced_transports(self) -> tuple[str, ...]:

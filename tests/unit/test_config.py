@@ -10,7 +10,7 @@ from cli.local.layout import Layout, Pools, Ports
 from cluster.errors import ConfigError
 from cluster.settings.config import RouterConfig, WorkerConfig, echo
 from cluster.settings.config_sources import load_config, parse_arguments
-from cluster.settings.engine_settings import parse_bytes
+from cluster.settings.engine_settings import flag_of, parse_bytes
 
 
 def _worker(arguments: Sequence[str], environment: dict[str, str] | None = None) -> WorkerConfig:
@@ -140,6 +140,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("dtype", "int3"),
         ("heartbeat_s", 0.0),
         ("heartbeat_s", 3.0),
+        ("stream_grace_s", -1.0),
     ],
 )
 def test_a_setting_out_of_its_range_is_refused_and_named(name: str, value: object) -> None:
@@ -194,11 +195,48 @@ def test_sizes_are_read_with_their_unit(text: str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
 
 
+_NUMBERS = [
+    (config_type, item.name)
+    for config_type in (WorkerConfig, RouterConfig)
+    for item in dataclasses.fields(config_type)
+    if isinstance(item.default, int | float)
+]
+
+
+@pytest.mark.parametrize(("config_type", "name"), _NUMBERS)
+def test_the_least_number_that_a_message_names_is_accepted(
+    config_type: type[WorkerConfig] | type[RouterConfig], name: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(config_type, {"model": "m", name: -1}, {})
+    message = str(refused.value)
+    others = {"model": "m"} | ({"heartbeat_s": 1e-12} if config_type is WorkerConfig else {})
+    for words, accepted, refused_too in (
+        ("must not be negative", 0, -1e-9),
+        ("must be from 0", 0, -1),
+        ("must be at least 1", 1, 0),
+        ("must be positive", 1e-9, 0),
+    ):
+        if f"{flag_of(name)} {words}," in message or f"{flag_of(name)} {words} to" in message:
+            load_config(config_type, {**others, name: accepted}, {})
+            with pytest.raises(ConfigError, match=words):
+                load_config(config_type, {**others, name: refused_too}, {})
+
+
 @pytest.mark.parametrize("name", ["kv_cache_memory", "swap_space", "prefix_disk_space", "prefix_host_memory"])
 @pytest.mark.parametrize("text", ["3XB", "-1"])
 def test_a_wrong_size_is_refused_with_its_flag(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be .*{text}"):
         load_config(WorkerConfig, {"model": "m", name: text}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"), [("kv_cache_memory", "auto"), ("swap_space", "0"), ("prefix_host_memory", "")]
+)
+def test_the_message_about_a_wrong_size_names_what_else_is_allowed(name: str, instead: str) -> None:
+    load_config(WorkerConfig, {"model": "m", name: instead}, {})
+    with pytest.raises(ConfigError, match=f", or {instead or 'empty'}"):
+        load_config(WorkerConfig, {"model": "m", name: "-1"}, {})
 
 
 def test_lengths_given_to_tandem_up_reach_every_process() -> None:
