@@ -71,7 +71,7 @@ def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:
     [
         (["--blok-size", "8"], "unknown flag --blok-size; did you mean --block-size?"),
         (["--blok-size=8"], "unknown flag --blok-size; did you mean --block-size?"),
-        (["--no-such-thing"], "unknown flag --no-such-thing; python -m prefill_worker --help lists the flags"),
+        (["--zzz"], "unknown flag --zzz; python -m prefill_worker --help lists the flags"),
         (["eight"], "unexpected argument 'eight'"),
     ],
 )
