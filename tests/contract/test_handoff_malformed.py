@@ -20,7 +20,7 @@ from tests.contract.kv_pools import BLOCK_SIZE
 from tests.unit.member_messages import mutations
 
 # No message waits for longer: a change that makes the importer ignore one ends its hand-off at a deadline.
-SHORT = TransferSettings(attach_timeout_s=0.4, lease_s=0.3, max_lease_s=0.4, read_timeout_s=0.4)
+SHORT = TransferSettings(attach_timeout_s=1.0, lease_s=1.0, max_lease_s=1.0, read_timeout_s=1.0)
 KINDS = ("accepted", "sealed", "finished", "settled")
 Change = Callable[[Any], None]
 
@@ -60,7 +60,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> BrokenExporter:
 
 @pytest.fixture
 async def rig(broken: BrokenExporter) -> AsyncIterator[Rig]:
-    async with handoff_rig("loopback", num_blocks=64, settings=SHORT) as rig:
+    async with handoff_rig("loopback", num_blocks=192, settings=SHORT) as rig:
         yield rig
 
 
@@ -102,7 +102,7 @@ async def test_any_malformed_message_of_an_exporter_ends_that_hand_off_only(rig:
     assert len(cases) > 150
     cases = random.Random(5).sample(cases, 120)
     reasons: dict[str, str] = {}
-    slots = asyncio.Semaphore(8)
+    slots = asyncio.Semaphore(24)
 
     async def run(number: int, what: str, kind: str, mutated: Any) -> None:
         async with slots:

@@ -225,7 +225,7 @@ async def test_a_transport_that_does_not_connect_the_workers_is_reported() -> No
         elsewhere = FarAway(rig.means.transports.importers[0])
         rig.means = replace(rig.means, transports=Available((), (elsewhere, *rig.means.transports.importers[1:])))
         paths = await rig.measure()
-        assert "does not reach" in paths["shm"].reason
+        assert "does not connect the two" in paths["shm"].reason
         assert paths["tcp"].reason == ""
 
 

@@ -119,9 +119,10 @@ class NcclExporter:
             while self._answer(link):
                 pass
         except messages.Refusal as error:
+            link.withdraw()
             with contextlib.suppress(OSError):
                 messages.send(connection, messages.Refused(str(error)))
-            link.withdraw()
+            link.abort("")
         except (TransportError, OSError) as error:
             link.abort(str(error))
         else:

@@ -102,11 +102,13 @@ class NcclLink:
         self._move(lambda: self._life.agreed(time.monotonic()))
 
     def withdraw(self) -> None:
-        """End the link because one side refused, which is not a failure."""
+        """Give up the communicator because one side refuses, which is not a failure. `abort` must follow.
+
+        The side that refuses calls it before it says so: its peer may make a new link as soon as it knows."""
         with self._lock:
             if self._owns_life and self._life.state is CommunicatorState.AGREEING:
                 self._life.withdraw()
-        self.abort("")
+                self._owns_life = False
 
     def connect(self, unique_id: bytes, rank: int) -> None:
         """Initialise and warm the communicator. Raises TransportError."""

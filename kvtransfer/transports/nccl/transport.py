@@ -270,6 +270,7 @@ def _agree(link: NcclLink, hello: messages.Hello, limits: CommunicatorLimits) ->
         _make_communicator(link, hello, limits)
     except messages.Refusal:
         link.withdraw()
+        link.abort("")
         raise
     except (TransportError, OSError) as error:
         link.abort(str(error))
