@@ -1,5 +1,5 @@
-"""Sequences that are to move: a real router, a scripted prefill worker, and two scripted decode workers of which the
-second one joins when a test wants it to."""
+"""The parties of a migration: a real router, a scripted prefill worker, and two scripted decode workers, of which the
+second one joins when a test lets it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,6 +11,8 @@ from router.pipeline.migration import MigrationCount
 from router.requests import GenerateRequest
 from tests.system.router_harness import Answer, RouterUnderTest, expected_tokens, router_under_test
 from tests.system.scripted_workers import ScriptedDecode, ScriptedPrefill
+
+MOVED, KEPT, NOTHING = MigrationCount(1, 0), MigrationCount(0, 1), MigrationCount(0, 0)
 
 
 class Stage:
@@ -85,3 +87,12 @@ async def stage(**settings: object) -> AsyncIterator[Stage]:
         finally:
             stream_handles = [peer.stream.num_sequences for peer in router.fleet._decodes.values()]
             assert not any(stream_handles), "a handle outlives its request"
+
+
+async def none_frozen(decode: ScriptedDecode) -> None:
+    await decode.until(lambda: not decode.frozen)
+
+
+async def all_cancelled(decode: ScriptedDecode) -> None:
+    handles = {start.handle for job in decode.jobs for start in job.sequences}
+    await decode.until(lambda: handles <= decode.cancelled_handles)

@@ -270,3 +270,13 @@ def expected_tokens(router: RouterUnderTest, request: GenerateRequest, choice: i
     prompt = request.prompt.token_ids
     seed = resolve(request, prompt, router.tokenization.model_info).seeds[choice]
     return [scripted_token(prompt, seed, index) for index in range(request.stop.max_tokens)]
+
+
+async def ask_and_hold(
+    router: RouterUnderTest, request: GenerateRequest, decode: ScriptedDecode
+) -> "asyncio.Task[Answer]":
+    """Send a request, and stop the tokens of its decode worker."""
+    task = asyncio.create_task(answer_to(router, request))
+    async with asyncio.timeout(10):
+        await decode.paused.wait()
+    return task

@@ -5,22 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.errors import Draining, HandOffReason, QueueFull, Unavailable, WorkerLost, WrongTokens
+from cluster.errors import Draining, HandOffReason, QueueFull, Unavailable, WorkerLost
 from cluster.member import MemberState
 from cluster.messages import LayoutFingerprint
-from router.requests import GenerateRequest
-from tests.system.router_harness import Answer, RouterUnderTest, answer_to, ask, expected_tokens, router_under_test
-from tests.system.scripted_workers import FINGERPRINT, ScriptedDecode
-
-
-async def _ask_and_hold(
-    router: RouterUnderTest, request: GenerateRequest, decode: ScriptedDecode
-) -> "asyncio.Task[Answer]":
-    """Send a request, and stop the tokens of its decode worker."""
-    task = asyncio.create_task(answer_to(router, request))
-    async with asyncio.timeout(10):
-        await decode.paused.wait()
-    return task
+from tests.system.router_harness import (
+    answer_to,
+    ask,
+    ask_and_hold,
+    expected_tokens,
+    router_under_test,
+)
+from tests.system.scripted_workers import FINGERPRINT
 
 
 async def test_prefill_that_dies_before_the_first_token_is_replaced() -> None:
@@ -145,7 +140,7 @@ async def test_the_death_of_decode_during_a_stream_loses_and_repeats_no_token(n:
         await router.connected()
         victim.pause_at = 7
         request = ask(max_tokens=20, n=n)
-        task = await _ask_and_hold(router, request, victim)
+        task = await ask_and_hold(router, request, victim)
         survivor = await router.add_decode("d1")
         await router.connected()
         await victim.die()
@@ -164,7 +159,7 @@ async def test_a_stream_waits_for_the_only_decode_worker_to_come_back() -> None:
         await router.connected()
         victim.pause_at = 5
         request = ask(max_tokens=12)
-        task = await _ask_and_hold(router, request, victim)
+        task = await ask_and_hold(router, request, victim)
         await victim.die()
         await router.until_gone(victim)
         await router.add_decode("d0", incarnation=2)
@@ -178,7 +173,7 @@ async def test_every_worker_may_die_in_turn() -> None:
         await router.connected()
         worker.pause_at = 3
         request = ask(max_tokens=40)
-        task = await _ask_and_hold(router, request, worker)
+        task = await ask_and_hold(router, request, worker)
         for generation in range(1, 6):  # more deaths than attempts: each follower made progress
             successor = await router.add_decode(f"d{generation}")
             successor.pause_at = 3 + 5 * generation if generation < 5 else None
@@ -194,156 +189,6 @@ async def test_every_worker_may_die_in_turn() -> None:
         assert answer.summary.ledger.reasons == ("decode_worker_lost",) * 5
 
 
-async def test_a_first_token_that_differs_from_the_delivered_one_ends_the_attempt() -> None:
-    async with router_under_test() as router:
-        prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
-        await router.connected()
-        decode.first_token_offset = 1
-        request = ask()
-        answer = await answer_to(router, request)
-        assert answer.token_ids[0] == expected_tokens(router, request)
-        assert answer.summary.ledger.reasons == ("decode_first_token_mismatch",)
-        assert prefill.jobs[1].num_committed == 1
-
-
-async def test_a_start_message_without_every_first_token_ends_the_attempt() -> None:
-    """Otherwise the tokens would not be compared, and the ledger would report a local prefill."""
-    async with router_under_test() as router:
-        await router.add_prefill("p0")
-        decode = await router.add_decode("d0")
-        await router.connected()
-        # One of two is no valid message; none at all is one, of a worker that did not prefill.
-        for num_kept_back, reason in ((1, "decode_malformed_message"), (2, "decode_first_token_count")):
-            decode.num_first_tokens_kept_back = num_kept_back
-            request = ask(n=2)
-            answer = await answer_to(router, request)
-            assert [answer.token_ids[choice] for choice in range(2)] == [
-                expected_tokens(router, request, choice) for choice in range(2)
-            ]
-            assert answer.summary.ledger.reasons == (reason,)
-            assert answer.summary.ledger.transport == "tcp"
-
-
-async def test_a_token_of_a_sequence_whose_start_message_was_lost_ends_the_attempt() -> None:
-    """Its tokens have the right indices, but the token from which it began was not compared."""
-    async with router_under_test() as router:
-        await router.add_prefill("p0")
-        decode = await router.add_decode("d0")
-        await router.connected()
-        decode.num_starts_lost = 1
-        request = ask()
-        answer = await answer_to(router, request)
-        assert answer.token_ids[0] == expected_tokens(router, request)
-        assert answer.summary.ledger.reasons == ("decode_worker_lost",)
-
-
-async def test_wrong_tokens_in_the_last_attempt_end_the_request_by_that_name() -> None:
-    """The reason is never `internal`, which stands for faults of this router."""
-    async with router_under_test(max_attempts=1) as router:
-        await router.add_prefill("p0")
-        decode = await router.add_decode("d0")
-        await router.connected()
-        decode.index_changes = [(5, 9)]
-        with pytest.raises(WrongTokens, match="expected 5"):
-            await answer_to(router, ask(max_tokens=12))
-        assert router.telemetry.value("tandem_requests_total", outcome="wrong_tokens") == 1
-
-
-@pytest.mark.parametrize("sent_instead", [3, 6], ids=["repeated", "missing"])
-async def test_a_repeated_or_missing_token_starts_a_new_attempt(sent_instead: int) -> None:
-    async with router_under_test() as router:
-        await router.add_prefill("p0")
-        decode = await router.add_decode("d0")
-        await router.connected()
-        decode.index_changes = [(5, sent_instead)]
-        request = ask()
-        answer = await answer_to(router, request)
-        assert answer.token_ids[0] == expected_tokens(router, request)
-        assert answer.summary.ledger.reasons == ("decode_token_out_of_order",)
-
-
-async def test_messages_of_a_woken_worker_are_dropped_and_its_job_is_cancelled() -> None:
-    async with router_under_test(silence_s=0.3, grace_s=0.2) as router:
-        await router.add_prefill("p0")
-        stopped = await router.add_decode("d0")
-        await router.connected()
-        stopped.pause_at = 4
-        request = ask(max_tokens=10)
-        task = await _ask_and_hold(router, request, stopped)
-        stopped.voice.close()
-        await router.until_gone(stopped)
-        await router.add_decode("d1")
-        assert (await task).token_ids[0] == expected_tokens(router, request)
-        stopped.cancelled.clear()
-        stopped.resumed.set()
-        stopped.voice.open()
-        async with asyncio.timeout(10):
-            await stopped.cancelled.wait()
-        assert stopped.cancelled_handles == {stopped.jobs[0].sequences[0].handle}
-        assert router.telemetry.value("tandem_stale_messages_total") > 0
-
-
-async def test_a_broken_stream_that_comes_back_in_time_loses_nothing() -> None:
-    async with router_under_test() as router:
-        prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
-        await router.connected()
-        decode.pause_at = 5
-        request = ask(max_tokens=12)
-        task = await _ask_and_hold(router, request, decode)
-        decode.break_streams()
-        await router.until_gone(decode)  # suspect at once
-        decode.resumed.set()
-        answer = await task
-        assert answer.token_ids[0] == expected_tokens(router, request)
-        assert answer.summary.ledger.reasons == ()
-        assert len(prefill.jobs) == len(decode.jobs) == 1
-
-
-async def test_an_end_lost_with_the_connection_starts_the_next_attempt() -> None:
-    async with router_under_test(grace_s=0.3) as router:
-        await router.add_prefill("p0")
-        decode = await router.add_decode("d0")
-        await router.connected()
-        decode.pause_at = 5
-        request = ask(max_tokens=6)
-        task = await _ask_and_hold(router, request, decode)
-        decode.break_streams()
-        await router.until_gone(decode)
-        decode.voice.close()  # reconnects are not answered until its last token is lost
-        decode.resumed.set()
-        await decode.running[decode.jobs[0].sequences[0].handle]
-        decode.lose_messages()
-        decode.voice.open()
-        assert (await task).token_ids[0] == expected_tokens(router, request)
-
-
-async def test_a_newer_incarnation_ends_the_jobs_of_the_old_one() -> None:
-    async with router_under_test() as router:
-        old = await router.add_prefill("p0")
-        await router.add_decode("d0")
-        await router.connected()
-        old.before_first_tokens.close()
-        task = asyncio.create_task(answer_to(router, request := ask()))
-        async with asyncio.timeout(10):
-            await old.before_first_tokens.reached.wait()
-        new = await router.add_prefill("p0", incarnation=2)
-        answer = await task
-        assert answer.token_ids[0] == expected_tokens(router, request)
-        assert answer.summary.ledger.members[0] in (str(new.id), answer.summary.ledger.members[-1])
-
-
-async def test_streams_of_an_old_decode_incarnation_continue_at_the_new_one() -> None:
-    async with router_under_test() as router:
-        await router.add_prefill("p0")
-        old = await router.add_decode("d0")
-        await router.connected()
-        old.pause_at = 4
-        request = ask()
-        task = await _ask_and_hold(router, request, old)
-        await router.add_decode("d0", incarnation=2)
-        assert (await task).token_ids[0] == expected_tokens(router, request)
-
-
 async def test_a_lapsed_lease_stops_new_work_and_ends_nothing() -> None:
     async with router_under_test() as router:
         await router.add_prefill("p0")
@@ -351,7 +196,7 @@ async def test_a_lapsed_lease_stops_new_work_and_ends_nothing() -> None:
         await router.connected()
         decode.pause_at = 4
         request = ask()
-        task = await _ask_and_hold(router, request, decode)
+        task = await ask_and_hold(router, request, decode)
         router.membership.tell(())
         await router.until_gone(decode)
         assert not router.fleet.is_ready
@@ -367,7 +212,7 @@ async def test_a_draining_worker_gets_no_new_work_and_finishes_its_own() -> None
         await router.connected()
         leaving.pause_at = 4
         request = ask()
-        task = await _ask_and_hold(router, request, leaving)
+        task = await ask_and_hold(router, request, leaving)
         leaving.state = MemberState.DRAINING
         other = await router.add_decode("d1")
         await router.until_gone(leaving)

@@ -1,7 +1,7 @@
 """A member exits when a newer incarnation takes its name; its requests continue at others and are never mixed up.
 
-tests/contract/test_handoff_refusals.py tests the fencing of hand-offs, and test_failover.py a decode worker that was
-stopped and continues.
+tests/contract/test_handoff_refusals.py tests the fencing of hand-offs, and test_wrong_messages.py a decode worker that
+was stopped and continues.
 """
 
 import asyncio

@@ -13,7 +13,7 @@ from cluster.member import Member, MemberState
 from cluster.registry.registration import Registration
 from cluster.registry.registry import Registry
 from tests.system.redis_processes import HOST, redis_cluster, redis_process, sentinel
-from tests.system.test_registry import DEADLINE_S, member, until
+from tests.system.registry_rig import DEADLINE_S, member, until
 
 # What a member needs of Redis, and no more.
 _RIGHTS = ("-@all", "+@read", "+@write", "+@scripting", "+@pubsub", "+@connection", "-@dangerous", "+time")

@@ -22,7 +22,7 @@ from cluster.registry.redis_server import RedisServer
 from cluster.registry.registry import Registry
 from tests.system.asking import Answer, ask, question
 from tests.system.local_cluster import LocalCluster
-from tests.system.test_registry import until
+from tests.system.registry_rig import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 

@@ -11,7 +11,7 @@ import pytest
 from tandem.client import AsyncClient, Client
 from tandem.errors import Cancelled, InvalidRequest, Unavailable
 from tandem.v1 import inference_pb2
-from tests.unit.test_client import TWO_CHOICES, Response, ScriptedRouter, aborting, generation_request, router
+from tests.unit.scripted_router import TWO_CHOICES, Response, ScriptedRouter, aborting, generation_request, router
 
 NOBODY = "127.0.0.1:1"
 

@@ -31,14 +31,14 @@ REACHED_BY = {
         "tests/unit/test_prefill_scheduler.py::test_a_failing_step_ends_its_prompts_only_and_keeps_their_leases"
     ),
     "wrong_tokens": (
-        "tests/system/test_failover.py::test_wrong_tokens_in_the_last_attempt_end_the_request_by_that_name"
+        "tests/system/test_wrong_messages.py::test_wrong_tokens_in_the_last_attempt_end_the_request_by_that_name"
     ),
     "stream_ended": (
         "tests/unit/test_decode_exports.py::test_sequences_end_when_the_stream_of_their_router_does_not_come_back"
     ),
     "deferred": ("tests/system/test_migration.py::test_a_freeze_refused_for_its_limit_is_retried"),
     "first_token_count": (
-        "tests/system/test_failover.py::test_a_start_message_without_every_first_token_ends_the_attempt"
+        "tests/system/test_wrong_messages.py::test_a_start_message_without_every_first_token_ends_the_attempt"
     ),
     "handshake": ("tests/unit/test_silent_connections.py::test_every_wait_for_a_clients_bytes_times_out"),
     "replaced": (
@@ -55,7 +55,7 @@ REACHED_BY = {
     ),
     "acceptance_missing": ("tests/system/test_takeover.py::test_a_request_id_alone_does_not_take_over_a_live_stream"),
     "acceptance_of_another_client": (
-        "tests/system/test_takeover.py::test_an_acceptance_belongs_to_the_api_key_of_its_request"
+        "tests/system/test_acceptance.py::test_an_acceptance_belongs_to_the_api_key_of_its_request"
     ),
     "colocated": ("tests/system/test_pipeline.py::test_a_colocated_cluster_prefills_on_decode_and_counts_no_fallback"),
     "deadline_exceeded": (
@@ -67,12 +67,12 @@ REACHED_BY = {
     ),
     "internal": "tests/unit/test_serving.py::test_no_stack_trace_reaches_a_client_and_one_reaches_the_log",
     "malformed_message": ("tests/contract/test_handoff_versions.py::test_versions_that_are_no_range_are_refused"),
-    "open_failed": ("tests/unit/test_handoff.py::test_channel_that_does_not_open_leaves_no_block_to_quarantine"),
+    "open_failed": ("tests/unit/test_import_machine.py::test_channel_that_does_not_open_leaves_no_block_to_quarantine"),
     "overloaded": ("tests/contract/test_link_check.py::test_one_link_check_runs_at_a_time"),
     "prompt_changed": ("tests/unit/test_request_acceptance.py::test_another_prompt_is_refused_by_name"),
     "request_changed": ("tests/unit/test_request_acceptance.py::test_changed_parameters_are_refused_by_name"),
     "request_too_large": (
-        "tests/system/test_takeover.py::test_every_admitted_request_can_be_resumed_with_all_its_tokens"
+        "tests/system/test_acceptance.py::test_every_admitted_request_can_be_resumed_with_all_its_tokens"
     ),
     "stale_incarnation": (
         "tests/contract/test_handoff_refusals.py::test_a_ticket_of_an_earlier_incarnation_is_refused"
@@ -91,7 +91,7 @@ REACHED_BY = {
     "disturbed": "tests/unit/test_canary.py::test_a_canary_computed_beside_other_work_is_not_judged",
     "duplicate_request": "tests/unit/test_live_table.py::test_a_live_id_is_refused_until_its_request_has_been_served",
     "first_token_mismatch": (
-        "tests/system/test_migration.py::test_a_target_that_starts_from_another_token_ends_the_move"
+        "tests/system/test_migration_failures.py::test_a_target_that_starts_from_another_token_ends_the_move"
     ),
     "foreign_ticket": "tests/unit/test_tickets.py::test_another_importer_or_another_incarnation_is_foreign",
     "layout_mismatch": (
@@ -120,7 +120,7 @@ REACHED_BY = {
     "resume_superseded": "tests/unit/test_live_requests.py::test_only_a_call_of_a_higher_number_takes_a_stream_over",
     "slow_client": "tests/unit/test_outbox.py::test_above_the_bound_only_the_slowest_client_is_ended",
     "timeout": (
-        "tests/system/test_migration.py::test_a_target_that_does_not_start_in_time_is_abandoned_and_its_job_cancelled"
+        "tests/system/test_migration_failures.py::test_a_target_that_does_not_start_in_time_is_abandoned_and_its_job_cancelled"
     ),
     "unauthenticated": "tests/unit/test_serving.py::test_an_interceptor_may_refuse_a_call_with_a_named_error",
     "unknown_model": "tests/unit/openai_api/test_refusals.py::test_an_unknown_model_is_not_found",

@@ -1,0 +1,136 @@
+"""Tests of the promises that only `tcp` makes: reads of a stopped exporter, long reads, TLS, and dead connections."""
+
+import asyncio
+import socket
+import ssl
+from contextlib import suppress
+
+import pytest
+import torch
+
+from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.tcp.exporting import ANNOUNCEMENT, ANSWER, MAGIC, pack_endpoint
+from kvtransfer.transports.tcp.transport import TcpExporter, TcpImporter
+from tests.certificates import load
+from tests.contract.kv_pools import random_pool
+from tests.contract.transport_rig import EPOCH, certificates_of_the_run, over_shm, over_tcp, over_tls, read_by_thread
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+async def test_destroying_the_channel_ends_a_read_of_a_stopped_tcp_exporter(
+    is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exporter accepts and never answers, so no read ends by itself."""
+    if not is_short:
+        read_by_thread(monkeypatch)
+    target = random_pool(4, seed=3)
+    importer = TcpImporter(memory=target)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = pack_endpoint(b"k" * 16, "127.0.0.1", silent.getsockname()[1])
+        channel = await importer.open_channel(EPOCH, endpoint)
+        read = asyncio.create_task(channel.read([0], [0]))
+        peer, _ = await asyncio.to_thread(silent.accept)
+        with peer:
+            assert await asyncio.to_thread(peer.recv, 4) == b"TKV1"
+            assert not read.done()
+            await channel.destroy()
+            with pytest.raises(TransportError):
+                await read
+    await importer.close()
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+async def test_a_tcp_exporter_that_stops_in_mid_answer_writes_nothing_once_the_channel_is_destroyed(
+    is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_short:
+        read_by_thread(monkeypatch)
+    target = random_pool(4, seed=3, layers=600)
+    importer = TcpImporter(memory=target)
+    with socket.create_server(("127.0.0.1", 0)) as half:
+        channel = await importer.open_channel(EPOCH, pack_endpoint(b"k" * 16, "127.0.0.1", half.getsockname()[1]))
+        read = asyncio.create_task(channel.read([0], [1]))
+        peer, _ = await asyncio.to_thread(half.accept)
+        with peer:
+            await asyncio.to_thread(peer.recv, ANNOUNCEMENT.size)
+            answer = ANSWER.pack(MAGIC, EPOCH.ticket_id, EPOCH.attempt, 1, False, target.block_bytes)
+            await asyncio.to_thread(peer.sendall, answer + b"x" * 100_000)
+            async with asyncio.timeout(5):
+                while bytes(target.raw[1, :10].numpy()) != b"x" * 10:  # noqa: ASYNC110 - memory has no events
+                    await asyncio.sleep(0)
+            await channel.destroy()
+            before = target.raw.clone()
+            with suppress(OSError):
+                await asyncio.to_thread(peer.sendall, b"y" * 100)
+            with pytest.raises(TransportError):
+                await read
+    assert torch.equal(target.raw, before)
+    await importer.close()
+
+
+async def test_a_long_read_is_in_order_whatever_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More blocks than one system call takes, in pools larger than any socket's buffer."""
+    source, target = random_pool(3000, seed=1, layers=16), random_pool(3000, seed=2, layers=16)
+    order = torch.randperm(3000, generator=torch.Generator().manual_seed(3)).tolist()
+    for make in (over_tcp, over_shm, over_tls):
+        target.raw.zero_()
+        exporter, importer = make(source, target)
+        await exporter.start()
+        channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
+        await channel.read(order, range(3000))
+        assert torch.equal(target.raw, source.raw[order])
+        await channel.finish()
+        await importer.close()
+        await exporter.close()
+
+
+@pytest.mark.parametrize("who", ["plain", "of another authority", "without certificate"])
+async def test_a_peer_without_a_certificate_of_the_cluster_cannot_read_over_tcp(who: str) -> None:
+    source, target = random_pool(4, seed=1), random_pool(4, seed=2)
+    exporter, _ = over_tls(source, target)
+    await exporter.start()
+    certificates = certificates_of_the_run()
+    contexts = {
+        "plain": None,
+        "of another authority": load(certificates.stranger, certificates.other_authority).client_context(),
+        "without certificate": ssl.create_default_context(cafile=str(certificates.authority.cert)),
+    }
+    importer = TcpImporter(memory=target, tls=contexts[who])
+    before = target.raw.clone()
+    with pytest.raises(TransportError):
+        await _open_and_read(importer, exporter.grant(EPOCH))
+    assert torch.equal(target.raw, before)
+    await importer.close()
+    await exporter.close()
+
+
+async def _open_and_read(importer: TcpImporter, endpoint: bytes) -> None:
+    """With TLS 1.3 the importer detects only at its first read that it was refused."""
+    channel = await importer.open_channel(EPOCH, endpoint)
+    await channel.read([0], [0])
+
+
+async def test_an_importer_with_tls_reads_only_from_exporters_with_tls() -> None:
+    source, target = random_pool(4, seed=1), random_pool(4, seed=2)
+    exporter, _ = over_tcp(source, target)
+    await exporter.start()
+    importer = TcpImporter(memory=target, tls=certificates_of_the_run().loaded().client_context())
+    with pytest.raises(TransportError):
+        await importer.open_channel(EPOCH, exporter.grant(EPOCH))
+    await importer.close()
+    await exporter.close()
+
+
+async def test_an_idle_tcp_connection_that_ended_is_neither_used_again_nor_kept() -> None:
+    """A restarted exporter has a new connection, and kept old ones would accumulate."""
+    source, target = random_pool(4, seed=1), random_pool(4, seed=2)
+    importer = TcpImporter(memory=target)
+    for _ in range(3):
+        exporter = TcpExporter(memory=source, host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0)
+        await exporter.start()
+        channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
+        await channel.read([1], [2])
+        await channel.finish()
+        await exporter.close()
+    assert len(importer._idle) == 1
+    await importer.close()
