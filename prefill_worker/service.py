@@ -20,16 +20,16 @@ from cluster.observe.telemetry import Telemetry
 from cluster.protocol import tickets, wire
 from cluster.protocol.hashing import hash_prompt
 from cluster.protocol.received import checked
+from engine.scheduling import commands
 from engine.scheduling.commands import Release
 from engine.steps.step_loop import StepLoop
 from kvtransfer.exporter.exporter import Exporter, FirstToken, TailBlock
 from prefill_worker.prefixes.cache_event_publisher import CacheEventPublisher
 from prefill_worker.prefixes.prefix_pulls import PrefixPulls
 from prefill_worker.prefixes.tiers import PrefixTiers
-from prefill_worker.scheduling import commands
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
-_Outcome = commands.Finished | commands.Failed
+_Outcome = commands.ExportFinished | commands.ExportFailed
 Result = TypeVar("Result")
 
 
@@ -88,12 +88,12 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             if self._tiers is not None and chain is not None:
                 await _unless_ended(call, self._tiers.fetch(job, chain))
             num_pulled = 0 if self._pulls is None else await _unless_ended(call, self._pulls.pull(job))
-            self._steps.post(commands.Submit(ticket_id, job))
+            self._steps.post(commands.AdmitExport(ticket_id, job))
             # Shielded: cancelling this wait must not cancel the future, which would look like the attempt's end.
             ticket = await asyncio.shield(call.accepted)
             yield worker_pb2.PrefillEvent(accepted=worker_pb2.PrefillAccepted(ticket=ticket))
             outcome = await asyncio.shield(call.outcome)
-            if isinstance(outcome, commands.Failed):
+            if isinstance(outcome, commands.ExportFailed):
                 raise outcome.error
             if self._tiers is not None and chain is not None:
                 self._tiers.store(chain)
@@ -126,9 +126,9 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         """Apply the events of the step thread, in order. Answers to `StepLoop.ask` are not among them."""
         for event in events:
             match event:
-                case commands.Accepted():
+                case commands.ExportAccepted():
                     self._on_accepted(event)
-                case commands.Refused():
+                case commands.ExportRefused():
                     self._on_refused(event)
                 case commands.Sealed():
                     self._exporter.seal(
@@ -137,9 +137,9 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                         block_ids=event.block_ids,
                         unverified=event.unverified,
                     )
-                case commands.Finished():
+                case commands.ExportFinished():
                     self._on_finished(event)
-                case commands.Failed():
+                case commands.ExportFailed():
                     self._on_failed(event)
 
     @property
@@ -153,18 +153,18 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     def end_work(self, error: Unhealthy) -> None:
         """End every call with this error, and cancel its job on the step thread."""
         for ticket_id, call in self._calls.items():
-            self._steps.post(commands.Cancel(ticket_id))
+            self._steps.post(commands.CancelExport(ticket_id))
             self._exporter.fail(ticket_id, reason=HandOffReason.PREFILL_FAILED, detail=error.message)
             if not call.accepted.done():
                 call.accepted.set_exception(error)
                 call.accepted.exception()  # retrieved: the outcome carries the error
             if not call.outcome.done():
-                call.outcome.set_result(commands.Failed(ticket_id, error))
+                call.outcome.set_result(commands.ExportFailed(ticket_id, error))
 
     async def drain(self) -> None:
         """Refuse new calls, refuse jobs that have not started, and wait until the present calls have ended."""
         self._draining = True
-        self._steps.post(commands.Leave())
+        self._steps.post(commands.DrainExports())
         await self._idle.wait()
 
     def _checked(self, job: PrefillJob) -> PrefillJob:
@@ -199,12 +199,12 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         if not self._calls:
             self._idle.set()
         if not call.outcome.done():
-            self._steps.post(commands.Cancel(ticket_id))
+            self._steps.post(commands.CancelExport(ticket_id))
             self._exporter.fail(ticket_id, reason=HandOffReason.CANCELLED, detail="the prefill was cancelled")
         else:
             self._exporter.expect_soon(ticket_id)
 
-    def _on_accepted(self, event: commands.Accepted) -> None:
+    def _on_accepted(self, event: commands.ExportAccepted) -> None:
         call = self._waiting(event.ticket_id)
         if call is None:  # cancelled meanwhile: no ticket was issued, so its blocks are released here
             self._steps.post(Release(event.ticket_id))
@@ -224,14 +224,14 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             signed = issued.signed
         call.accepted.set_result(signed)
 
-    def _on_refused(self, event: commands.Refused) -> None:
+    def _on_refused(self, event: commands.ExportRefused) -> None:
         self._telemetry.count("tandem_prefill_refused_total", reason=event.error.reason)
         call = self._waiting(event.ticket_id)
         if call is not None:
             call.accepted.set_exception(event.error)
-            call.outcome.set_result(commands.Failed(event.ticket_id, event.error))
+            call.outcome.set_result(commands.ExportFailed(event.ticket_id, event.error))
 
-    def _on_finished(self, event: commands.Finished) -> None:
+    def _on_finished(self, event: commands.ExportFinished) -> None:
         self._rate.note_end(event.ended_s)
         self._telemetry.observe("tandem_prefill_queue_seconds", event.queue_s)
         self._telemetry.observe("tandem_prefill_seconds", event.prefill_s)
@@ -246,7 +246,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             ended_s=event.ended_s,
         )
 
-    def _on_failed(self, event: commands.Failed) -> None:
+    def _on_failed(self, event: commands.ExportFailed) -> None:
         self._telemetry.count("tandem_prefill_failed_total", reason=event.error.reason)
         self._exporter.fail(event.ticket_id, reason=HandOffReason.PREFILL_FAILED, detail=str(event.error))
         call = self._waiting(event.ticket_id)
@@ -259,7 +259,7 @@ async def _unless_ended(call: _Call, work: Coroutine[Any, Any, Result]) -> Resul
     working = asyncio.ensure_future(work)
     try:
         await asyncio.wait((working, call.outcome), return_when=asyncio.FIRST_COMPLETED)
-        if isinstance(outcome := call.outcome.result() if call.outcome.done() else None, commands.Failed):
+        if isinstance(outcome := call.outcome.result() if call.outcome.done() else None, commands.ExportFailed):
             raise outcome.error
         return await working
     finally:

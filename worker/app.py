@@ -17,7 +17,7 @@ from cluster.errors import Unhealthy
 from cluster.member import Capacity
 from cluster.service_times import ServiceTimes
 from engine.build import Engine
-from engine.scheduling.commands import LeasePrefix, PrefixLeased
+from engine.scheduling.cache_commands import LeasePrefix, PrefixLeased
 from engine.scheduling.step import Runner, Scheduler, StepPlan
 from engine.steps.step_loop import StepLoop
 from engine.timing.service_time_fit import ServiceTimeFit, TimedStep, step_work

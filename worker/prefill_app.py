@@ -12,16 +12,16 @@ from cluster.protocol.hashing import NATIVE
 from cluster.request_size import LengthLimits
 from cluster.settings.config import WorkerConfig
 from engine.build import Engine, build_engine
+from engine.scheduling import commands
 from engine.scheduling.commands import Release
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import make_policy
+from engine.scheduling.scheduler import SequenceScheduler
 from kvtransfer.importer.calls import GrpcChannelPool
 from kvtransfer.wire.wire_format import WireDtype
 from prefill_worker.prefixes.cache_event_publisher import CacheEventPublisher
 from prefill_worker.prefixes.prefix_pulls import PrefixPulls, PullResources
 from prefill_worker.prefixes.tiers import PrefixTiers, TierResources, open_tiers
-from prefill_worker.scheduling import commands
-from prefill_worker.scheduling.limits import PrefillLimits
-from prefill_worker.scheduling.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
 from tandem.internal.v1 import worker_pb2_grpc
 from worker.app import WorkerApp
@@ -179,13 +179,13 @@ class _PrefillApp(WorkerApp[commands.Command, commands.Event]):
                 await part.close()
 
 
-def _scheduler(life: WorkerLife, engine: Engine) -> PrefillScheduler:
+def _scheduler(life: WorkerLife, engine: Engine) -> SequenceScheduler:
     limits = _limits(life.config, engine)
-    return PrefillScheduler(limits, new_chain=life.new_chain, policy=make_policy(life.config.scheduling_policy))
+    return SequenceScheduler(limits, new_chain=life.new_chain, policy=make_policy(life.config.scheduling_policy))
 
 
-def _limits(config: WorkerConfig, engine: Engine) -> PrefillLimits:
-    return PrefillLimits(
+def _limits(config: WorkerConfig, engine: Engine) -> SchedulerLimits:
+    return SchedulerLimits(
         num_blocks=engine.pool.num_blocks,
         block_size=config.block_size,
         max_model_len=engine.model_info.max_model_len,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from cluster import holders
 from cluster.messages import PrefillJob, Sampling, TokenStops
-from prefill_worker.scheduling import commands
+from engine.scheduling import commands
 from worker.canary import prompt_of
 
 
@@ -38,13 +38,13 @@ class PrefillCanary:
             cache_salt=self._salt,
             is_batch=True,
         )
-        self._post(commands.Submit(self._ticket_id, job))
+        self._post(commands.AdmitExport(self._ticket_id, job))
         return answer
 
     def end(self, number: int) -> None:
         if self._ticket_id in self._own:
             self._own[self._ticket_id] = None
-            self._post(commands.Cancel(self._ticket_id))
+            self._post(commands.CancelExport(self._ticket_id))
 
     def owners(self) -> Iterator[str]:
         """Yield the running canary, as a holder of blocks."""
@@ -56,18 +56,18 @@ class PrefillCanary:
 
     def _is_own(self, event: commands.Event) -> bool:
         match event:
-            case commands.Accepted(ticket_id=ticket_id):
+            case commands.ExportAccepted(ticket_id=ticket_id):
                 return self._knows(ticket_id)
-            case commands.Refused(ticket_id=ticket_id) | commands.Failed(ticket_id=ticket_id):
+            case commands.ExportRefused(ticket_id=ticket_id) | commands.ExportFailed(ticket_id=ticket_id):
                 is_own = self._knows(ticket_id)
                 self._own.pop(ticket_id, None)
                 return is_own
-            case commands.Finished(ticket_id=ticket_id, tokens=tokens) if self._knows(ticket_id):
+            case commands.ExportFinished(ticket_id=ticket_id, tokens=tokens) if self._knows(ticket_id):
                 answer = self._own.pop(ticket_id)
                 if answer is not None and not answer.done():
                     answer.set_result(tuple(token.token_id for token in tokens))
                 return True
-            case commands.Sealed() | commands.Finished():
+            case commands.Sealed() | commands.ExportFinished():
                 self.was_alone = False
         return False
 

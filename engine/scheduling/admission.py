@@ -1,15 +1,14 @@
-"""Admission of jobs and imported hand-offs as sequences of the batch, or their refusal. Pure. Owned by the decode
+"""Admission of jobs and imported hand-offs as sequences that are decoded here, or their refusal. Pure. Owned by the
 scheduler.
 """
-
-from itertools import count
 
 from cluster.errors import DuplicateRequest, InternalError, QueueFull, TandemError
 from cluster.messages import DecodeJob
 from cluster.protocol.hashing import NATIVE, BlockChain, NewChain
+from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.batch import Batch
-from engine.scheduling.batching.reservations import BlockGrant, block_request_of
-from engine.scheduling.batching.sequences import Choices, LiveSequences
+from engine.scheduling.batching.live_sequences import Choices, LiveSequences
+from engine.scheduling.batching.reservations import BlockGrant, Reservations, block_request_of
 from engine.scheduling.commands import AdmitImported, Event, Failed, Reserve, Reserved, Unreservable
 from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.limits import SchedulerLimits
@@ -21,29 +20,32 @@ class SequenceAdmission:
     def __init__(
         self,
         limits: SchedulerLimits,
-        batch: Batch,
-        live: LiveSequences,
         *,
+        batch: Batch,
+        pool: BlockPool,
+        reservations: Reservations,
+        live: LiveSequences,
         new_chain: NewChain,
         wire_dtype: str,
         lengths: LengthPredictor | None,
     ) -> None:
         self._limits = limits
         self._batch = batch
+        self._pool = pool
+        self._reservations = reservations
         self._live = live
         self._new_chain = new_chain
         self._wire_dtype = wire_dtype
         self._lengths = lengths
-        self._arrivals = count()
 
     def reserve(self, command: Reserve, now_s: float) -> tuple[Event, ...]:
         refusal = self._limits.reservation_refusal(command.num_blocks)
-        if refusal is None and self._batch.reservations.num_waiting >= self._limits.max_queue:
+        if refusal is None and self._reservations.num_waiting >= self._limits.max_queue:
             refusal = QueueFull(f"{self._limits.max_queue} hand-offs wait for blocks, which is --max-queue: try later")
         if refusal is not None:
             return (Unreservable(command.handoff_id, refusal),)
-        request = block_request_of(command, next(self._arrivals), now_s, self._limits.block_size, self._lengths)
-        self._batch.reservations.add(request)
+        request = block_request_of(command, self._live.next_arrival(), now_s, self._limits.block_size, self._lengths)
+        self._reservations.add(request)
         return ()
 
     def grant_blocks(self, now_s: float) -> tuple[Event, ...]:
@@ -52,18 +54,18 @@ class SequenceAdmission:
         return tuple(Reserved(grant.request.handoff_id, grant.block_ids, grant.num_cached) for grant in granted)
 
     def admit_imported(self, command: AdmitImported, now_s: float) -> tuple[Event, ...]:
-        job, grant = command.job, self._batch.reservations.pop_grant(command.handoff_id)
+        job, grant = command.job, self._reservations.pop_grant(command.handoff_id)
         if grant is None:
             return (_refused(job, InternalError(f"hand-off {command.handoff_id} has no blocks here")),)
         refusal = self._refusal(job) or self._limits.import_refusal(command, grant.block_ids)
         if refusal is None:
             chain = self._new_chain(job.cache_salt, self._wire_dtype)
             chain.hashes = list(grant.request.block_hashes)
-            self._batch.pool.mark_unverified(command.unverified)
-            self._batch.pool.keep(command.sealed_block_ids, chain.hashes, chain.parent_of(0))
+            self._pool.mark_unverified(command.unverified)
+            self._pool.keep(command.sealed_block_ids, chain.hashes, chain.parent_of(0))
             if any(token_id is not None for token_id in command.first_tokens):
                 self._admit_choices(command, grant, chain, now_s)
-        self._batch.pool.release(grant.block_ids)  # blocks that no sequence shares are now free, or cached
+        self._pool.release(grant.block_ids)  # blocks that no sequence shares are now free, or cached
         return (_refused(job, refusal),) if refusal is not None else ()
 
     def admit_local(self, job: DecodeJob, now_s: float) -> tuple[Event, ...]:
@@ -72,7 +74,7 @@ class SequenceAdmission:
             refusal = QueueFull(f"{num_waiting} sequences wait and --max-queue is {self._limits.max_queue}: try later")
         if refusal is not None:
             return (_refused(job, refusal),)
-        group = self._live.new_group(next(self._arrivals), job, now_s)
+        group = self._live.new_group(self._live.next_arrival(), job, now_s)
         fresh = tuple((i, start) for i, start in enumerate(job.sequences) if not start.committed_token_ids)
         alone: list[Choices] = [((i, start),) for i, start in enumerate(job.sequences) if start.committed_token_ids]
         if fresh and self._limits.fit_together(len(job.prompt_token_ids), len(fresh)):
@@ -95,7 +97,7 @@ class SequenceAdmission:
             sequence.num_cached = grant.num_cached * self._limits.block_size
             sequence.token_ids.append(first_token_id)
             sequence.block_ids = command.sealed_block_ids + command.tail_block_ids[index : index + 1]
-            self._batch.pool.share(sequence.block_ids)
+            self._pool.share(sequence.block_ids)
             self._batch.add_ready(sequence, now_s)
 
     def _refusal(self, job: DecodeJob) -> TandemError | None:

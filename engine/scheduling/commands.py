@@ -3,44 +3,12 @@
 These two directions are the only meeting place of asyncio and the thread that owns the device and the block pool.
 """
 
-from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
 
 from cluster.errors import TandemError
-from cluster.messages import DecodeJob, MemberId, SampledToken
-
-AnswerT = TypeVar("AnswerT")
-Key: TypeAlias = tuple[Hashable, ...]
-
-
-class Question(Generic[AnswerT]):
-    """A command that the scheduler answers with one event: an AnswerT or a Refusal with the same key."""
-
-    __slots__ = ()
-
-    @property
-    def key(self) -> Key:
-        """Unique among the questions that wait for an answer."""
-        raise NotImplementedError
-
-
-class Answer:
-    """An event that answers a question."""
-
-    __slots__ = ()
-
-    @property
-    def key(self) -> Key:
-        """The key of the question."""
-        raise NotImplementedError
-
-
-class Refusal(Answer):
-    """An answer that raises its error at the caller who asked."""
-
-    __slots__ = ()
-    error: TandemError
+from cluster.messages import DecodeJob, MemberId, PrefillJob, SampledToken
+from engine.scheduling.cache_commands import CacheAnswer, CacheCommand
+from engine.scheduling.question import Answer, Key, Question, Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,32 +31,6 @@ class Tail:
 
     block_id: int
     num_valid: int
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixLeased(Answer):
-    """Holds no blocks when fewer than `min_blocks` are cached."""
-
-    ticket_id: bytes
-    block_ids: tuple[int, ...]
-    unverified: frozenset[int] = frozenset()  # of these, the blocks that came from another worker and were not verified
-
-    @property
-    def key(self) -> Key:
-        return LeasePrefix, self.ticket_id
-
-
-@dataclass(frozen=True, slots=True)
-class LeasePrefix(Question[PrefixLeased]):
-    """Lease the cached leading blocks of this chain to a ticket until Release."""
-
-    ticket_id: bytes
-    block_hashes: tuple[bytes, ...]
-    min_blocks: int
-
-    @property
-    def key(self) -> Key:
-        return LeasePrefix, self.ticket_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +75,8 @@ class Reserve(Question["Reserved"]):
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """End a hand-off whose sequences will not join, and free its blocks. Blocks that a read may still write to go to
-    quarantine instead."""
+    """End a hand-off whose sequences will not join, or a pull that failed, and free its blocks. Blocks that a read may
+    still write to go to quarantine instead. Hand-offs and pulls of one worker have different ids."""
 
     handoff_id: int
     quarantined_block_ids: frozenset[int] = frozenset()
@@ -160,6 +102,29 @@ class AdmitLocal:
     after them. Answered by Failed if the queue is full or the job can never fit."""
 
     job: DecodeJob
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitExport:
+    """Prefill the job for a worker that imports the KV: its blocks are leased to the ticket and announced as they are
+    sealed, and it ends with the first token of each choice. Without an importer nothing is leased. Answered by
+    ExportAccepted or ExportRefused."""
+
+    ticket_id: bytes
+    job: PrefillJob
+
+
+@dataclass(frozen=True, slots=True)
+class CancelExport:
+    """Cancel an export. Its sealed blocks stay leased until Release, its other blocks are free at once. Answered by
+    ExportFailed (reason cancelled) if it was still waiting or running, by nothing if it had ended."""
+
+    ticket_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DrainExports:
+    """Refuse new exports, and exports that have no blocks yet, with Draining."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +162,15 @@ Command = (
     | Quiet
     | AdmitImported
     | AdmitLocal
+    | AdmitExport
+    | CancelExport
+    | DrainExports
     | CancelSequences
     | Freeze
     | Thaw
-    | LeasePrefix
     | Release
     | Inspect
+    | CacheCommand
 )
 
 
@@ -301,6 +269,48 @@ class ThawRefused:
     error: TandemError
 
 
+@dataclass(frozen=True, slots=True)
+class ExportAccepted:
+    ticket_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRefused:
+    """The export was refused: too many sequences wait, the worker drains, or the prompt can never fit."""
+
+    ticket_id: bytes
+    error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """Blocks that were sealed, in the ticket's order. Only for exports with an importer."""
+
+    ticket_id: bytes
+    first_index: int
+    block_ids: tuple[int, ...]
+    unverified: frozenset[int] = frozenset()  # of these, those that came from elsewhere and were not verified
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFinished:
+    """The prompt is computed. Comes after its last Sealed. Durations by the step thread's clock."""
+
+    ticket_id: bytes
+    tokens: tuple[SampledToken, ...]  # one per choice
+    tail: Tail | None
+    num_cached: int  # tokens that were found in the prefix cache and not computed
+    queue_s: float
+    prefill_s: float
+    ended_s: float  # when its last step ended
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFailed:
+    ticket_id: bytes
+    error: TandemError
+
+
 Event = (
     Reserved
     | Unreservable
@@ -311,6 +321,11 @@ Event = (
     | FreezeRefused
     | Thawed
     | ThawRefused
-    | PrefixLeased
+    | ExportAccepted
+    | ExportRefused
+    | Sealed
+    | ExportFinished
+    | ExportFailed
     | Inspected
+    | CacheAnswer
 )

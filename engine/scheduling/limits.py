@@ -1,4 +1,4 @@
-"""The limits of a decode worker, and the errors with which it refuses jobs beyond them. Pure values.
+"""The limits of a worker, and the errors with which it refuses jobs beyond them. Pure values.
 
 A job that can never be served is refused before it gets any resource, so no admitted job waits for ever.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cluster.errors import InternalError, InvalidRequest, TandemError, WorkerTooSmall
 from cluster.member import Capacity
-from cluster.messages import DecodeJob
+from cluster.messages import DecodeJob, PrefillJob
 from cluster.request_size import (
     NO_LIMITS,
     LengthLimits,
@@ -17,6 +17,7 @@ from cluster.request_size import (
     decode_shortage,
     handoff_blocks,
     handoff_shortage,
+    prefill_shortage,
 )
 from engine.scheduling.commands import AdmitImported
 from engine.scheduling.schedule import sealed_blocks, tail_length
@@ -32,7 +33,7 @@ class SchedulerLimits:
     max_num_seqs: int
     max_prefill_tokens: int
     max_queue: int
-    watermark: float
+    watermark: float = 0.0
     num_swap_slots: int = 0  # blocks that fit into the swap space
     lengths: LengthLimits = NO_LIMITS
     prefix_eviction: str = "value"
@@ -76,6 +77,14 @@ class SchedulerLimits:
         shortage = decode_shortage(self.capacity, size)
         if not shortage and job.signed_ticket is not None:
             shortage = handoff_shortage(self.capacity, size)
+        return WorkerTooSmall(shortage) if shortage else None
+
+    def export_refusal(self, job: PrefillJob) -> TandemError | None:
+        if not job.token_ids or not job.seeds:
+            return InvalidRequest("a prefill needs at least one token and one choice")
+        num_prompt = len(job.token_ids) - job.num_committed
+        size = RequestSize(num_prompt, job.stops.max_tokens, job.num_committed, len(job.seeds))
+        shortage = prefill_shortage(self.capacity, size)
         return WorkerTooSmall(shortage) if shortage else None
 
     def reservation_refusal(self, num_blocks: int) -> TandemError | None:

@@ -1,7 +1,8 @@
 """The scheduler: commands in, step plans and events out. Pure: no clock, no model, no waiting.
 
 It admits jobs as sequences of a `Batch`, plans steps, and turns their outcomes into events. The batch decides which
-sequence gets slots and blocks. Every running decode gets one token of a step; prompts share the rest of the budget.
+sequence gets slots and blocks. Every running decode gets one token of a step; prompts share the rest of the budget. A
+sequence is decoded here, or it is an export: a prompt whose KV another worker imports.
 """
 
 from dataclasses import replace
@@ -10,31 +11,35 @@ from cluster import holders
 from cluster.errors import DeadlineExceeded, StepFailed, TandemError
 from cluster.messages import FinishReason, MemberId, SampledToken
 from cluster.protocol.hashing import NATIVE, NewChain
+from engine.kv.block_pool import BlockPool
 from engine.scheduling.admission import SequenceAdmission
 from engine.scheduling.batching.batch import Batch
+from engine.scheduling.batching.block_tables import BlockTables
+from engine.scheduling.batching.live_sequences import LiveSequences
+from engine.scheduling.batching.reservations import Reservations
 from engine.scheduling.batching.sequences import (
     Group,
-    LiveSequences,
     Sequence,
     chunk_of,
     finish_reason_of,
     reaches_last_known,
     until_finished,
 )
-from engine.scheduling.batching.swapping import PreemptionCost
+from engine.scheduling.batching.swapping import PreemptionCost, SwapSpace
 from engine.scheduling.commands import (
+    AdmitExport,
     AdmitImported,
     AdmitLocal,
+    CancelExport,
     CancelSequences,
     Command,
     Discard,
+    DrainExports,
     Event,
     Failed,
     Freeze,
     Inspect,
     Inspected,
-    LeasePrefix,
-    PrefixLeased,
     Quiet,
     Release,
     Reserve,
@@ -42,9 +47,11 @@ from engine.scheduling.commands import (
     StepTokens,
     Thaw,
 )
+from engine.scheduling.exports import PromptExports
 from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import FirstCome, Policy
+from engine.scheduling.prefix_access import PrefixAccess
 from engine.scheduling.schedule import ChunkBudget
 from engine.scheduling.speculation import NewDrafter, Speculation
 from engine.scheduling.step import UNKNOWN_TOKEN, Chunk, DrawnToken, StepPlan, StepResult
@@ -69,12 +76,31 @@ class SequenceScheduler:
         """`lengths`: predicts output lengths; without it only the watermark is kept available for growth."""
         self._limits = limits
         self._cost = cost or PreemptionCost()
-        self._batch = Batch(limits, new_chain, self._cost, policy or FirstCome())
-        self._speculation = Speculation(new_drafter, self._batch.tables)
-        self._leases = TicketLeases(self._batch.pool, limits.block_size)
-        self._live = LiveSequences(lengths)
+        pool = self._pool = BlockPool(limits.num_blocks, limits.prefix_eviction)
+        swaps = self._swaps = SwapSpace(limits.num_swap_slots, self._cost)
+        tables = self._tables = BlockTables(limits, new_chain, pool, swaps)
+        reservations = self._reservations = Reservations(pool)
+        batch = self._batch = Batch(
+            limits, pool=pool, swaps=swaps, tables=tables, reservations=reservations, policy=policy or FirstCome()
+        )
+        self._speculation = Speculation(new_drafter, tables)
+        leases = self._leases = TicketLeases(pool, limits.block_size)
+        live = self._live = LiveSequences(lengths)
         self._admission = SequenceAdmission(
-            limits, self._batch, self._live, new_chain=new_chain, wire_dtype=wire_dtype, lengths=lengths
+            limits,
+            batch=batch,
+            pool=pool,
+            reservations=reservations,
+            live=live,
+            new_chain=new_chain,
+            wire_dtype=wire_dtype,
+            lengths=lengths,
+        )
+        self._exports = PromptExports(
+            limits, batch=batch, pool=pool, tables=tables, live=live, leases=leases, new_chain=new_chain
+        )
+        self._prefixes = PrefixAccess(
+            pool, leases=leases, reservations=reservations, num_to_leave=lambda: batch.num_blocks_waited_for
         )
         self._freezer = SequenceFreezer(self._batch, self._live, self._leases)
         self._in_flight = StepsInFlight()
@@ -90,9 +116,9 @@ class SequenceScheduler:
             case Reserve():
                 events = self._admission.reserve(command, now_s)
             case Discard(handoff_id, quarantined):
-                self._batch.reservations.discard(handoff_id, quarantined)
+                self._reservations.discard(handoff_id, quarantined)
             case Quiet(block_ids):
-                self._batch.pool.end_quarantine(sorted(block_ids))
+                self._pool.end_quarantine(sorted(block_ids))
             case AdmitImported():
                 events = self._admission.admit_imported(command, now_s)
             case AdmitLocal(job):
@@ -104,18 +130,24 @@ class SequenceScheduler:
                 events = (self._freezer.freeze(command, now_s),)
             case Thaw():
                 events = (self._freezer.thaw(command, now_s),)
-            case LeasePrefix(ticket_id, block_hashes, min_blocks):
-                leased = self._leases.lease_prefix(ticket_id, block_hashes, min_blocks)
-                events = (PrefixLeased(ticket_id, leased, self._leases.unverified(ticket_id)),)
+            case AdmitExport():
+                events = (self._exports.admit(command, now_s),)
+            case CancelExport(ticket_id):
+                events = self._exports.cancel(ticket_id)
+            case DrainExports():
+                events = self._exports.drain()
             case Release(ticket_id):
-                self._leases.release(ticket_id)
+                self._exports.release(ticket_id)
             case Inspect(inspection_id):
                 events = (self._inspect(inspection_id),)
+            case _:
+                events = self._prefixes.apply(command)
         return events + self._admission.grant_blocks(now_s)
 
     def reap(self, now_s: float) -> tuple[tuple[Event, ...], float | None]:
-        expired = tuple(self._expire(group, now_s) for group in self._live.due(now_s))
-        return expired + (self._admission.grant_blocks(now_s) if expired else ()), self._live.next_deadline_s
+        expired = tuple(event for group in self._live.due(now_s) for event in self._expire(group, now_s))
+        granted = self._admission.grant_blocks(now_s) if expired else ()
+        return (*self._prefixes.due(), *expired, *granted), self._live.next_deadline_s
 
     def plan(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
         assert not self._in_flight, "a step is in flight"
@@ -143,45 +175,54 @@ class SequenceScheduler:
             self._in_flight.block_planning_ahead()
         started = started_events(step)
         tokens: list[SequenceToken] = []
+        exported: list[Event] = []
         for sequence, chunk, drawn in zip(step.sequences, plan.chunks, result.tokens, strict=True):
             self._tokens_computed += len(chunk.token_ids)
             if sequence.is_over:
                 self._batch.free_ended(sequence)
             else:
                 num_advanced = 0 if step.is_assumed else len(chunk.token_ids)
-                tokens += self._apply_outcome(sequence, chunk, drawn, num_advanced, now_s)
+                if sequence.group.export is None:
+                    tokens += self._apply_outcome(sequence, chunk, drawn, num_advanced, now_s)
+                else:
+                    sequence.advance(num_advanced)
+                    exported += self._exports.advance(sequence, drawn, now_s)
         for sequence, chunk, drafted in zip(step.sequences, plan.chunks, result.draft_tokens, strict=False):
             if chunk.draft is not None:
                 self._speculation.store(sequence, drafted)
         self._tokens_drawn += len(tokens)
         told = (StepTokens(self._steps, tuple(tokens)),) if tokens else ()
-        return started + told + self._admission.grant_blocks(now_s)
+        return (*started, *exported, *told, *self._admission.grant_blocks(now_s))
 
     def fail(self, plan: StepPlan, error: Exception, now_s: float) -> tuple[Event, ...]:
         step = self._end_step(plan, has_failed=True)
         started = started_events(step)
         reason = StepFailed(f"the step of these sequences failed: {type(error).__name__}: {error}")
         handles: dict[Group, list[int]] = {}
+        failed: list[Event] = []
         for sequence in step.sequences:
             if sequence.is_over:
                 self._batch.free_ended(sequence)
+            elif sequence.group.export is not None:
+                failed += self._exports.fail(sequence, reason)
             else:
                 handles.setdefault(sequence.group, []).extend(start.handle for _, start in sequence.choices)
-        failed = tuple(self._fail(group, tuple(ended), reason, now_s) for group, ended in handles.items())
-        return started + failed + self._admission.grant_blocks(now_s)
+        failed += (self._fail(group, tuple(ended), reason, now_s) for group, ended in handles.items())
+        return (*started, *failed, *self._admission.grant_blocks(now_s))
 
     def check(self) -> None:
         """Raise AssertionError if the pool, the sequences, the hand-offs and the leases disagree."""
         self._batch.check(self._live.check())
-        self._batch.pool.check_leases(self._leases.leases)
+        self._pool.check_leases(self._leases.leases)
 
     def holders(self) -> frozenset[str]:
         """Return the names of everything that holds blocks or waits for them."""
-        handoff_ids = (*self._batch.reservations.handoff_ids, *self._batch.pool.quarantined_for)
+        handoff_ids = (*self._reservations.handoff_ids, *self._pool.quarantined_for)
         return frozenset(
             (
                 *map(holders.hand_off, handoff_ids),
                 *map(holders.ticket, self._leases.ticket_ids),
+                *map(holders.ticket, self._live.tickets),
                 *(holders.sequence(router, handle) for router, handle in self._live.names()),
             )
         )
@@ -192,23 +233,25 @@ class SequenceScheduler:
         self._batch.begin_step(now_s)
         decoding = [*self._batch.decoding(now_s), *self._batch.resume_swapped(now_s)]
         budget = ChunkBudget(self._limits.max_prefill_tokens, len(decoding))
-        parts = [(sequence, 1) for sequence in decoding]
-        parts += self._batch.prompt_parts(budget, now_s)
-        swaps_out, swaps_in = self._batch.swaps.swaps_out, self._batch.swaps.swaps_in
+        prompts = self._batch.prompt_parts(budget, now_s)
+        parts = [*((sequence, 1) for sequence in decoding), *prompts]
+        swaps_out, swaps_in = self._swaps.swaps_out, self._swaps.swaps_in
         if not parts and not swaps_out:
             # A waiting sequence may have to wait for a hand-off that ranks before it by now.
             return self._admission.grant_blocks(now_s), None
-        copies = tuple(copy for sequence in decoding for copy in self._batch.tables.copy_shared_tail(sequence))
+        exports = [sequence for sequence, _ in prompts if sequence.group.export is not None and not sequence.has_run]
+        announced = tuple(event for sequence in exports for event in self._exports.start(sequence, now_s))
+        copies = tuple(copy for sequence in decoding for copy in self._tables.copy_shared_tail(sequence))
         draft_tokens = self._speculation.propose(decoding, budget, self._batch.num_spare_blocks)
         feeds = self._in_flight.feeds()
         chunks = tuple(self._chunk(*part, draft_tokens.get(part[0].number, ()), feeds) for part in parts)
         plan = StepPlan(chunks, copies, swaps_out, swaps_in)
         self._in_flight.begin(plan, tuple(sequence for sequence, _ in parts), now_s)
-        return (), plan
+        return announced, plan
 
     def _end_step(self, plan: StepPlan, *, has_failed: bool) -> PlannedStep:
         self._steps += 1
-        self._batch.tables.end_step(has_failed=has_failed)
+        self._tables.end_step(has_failed=has_failed)
         return self._in_flight.end(plan)
 
     def _chunk(
@@ -230,11 +273,13 @@ class SequenceScheduler:
         if chunk.samples and not drawn:  # its input token was drawn again, so the chunk is computed again
             return []
         sequence.advance(num_advanced)
-        self._batch.tables.cache_sealed(sequence)
+        self._tables.cache_sealed(sequence)
         if not drawn:
             return []
+        if len(sequence.choices) == 1:
+            return [self._append(sequence, drawn[0], now_s)]
         # From now on each choice is a sequence of its own.
-        split = self._batch.split_choices(sequence, self._live.numbers, now_s)
+        split = self._batch.split_choices(sequence, self._live.new_number, now_s)
         for other in split[1:]:
             self._live.add_split(other)
         return [self._append(choice, token, now_s) for choice, token in zip(split, drawn, strict=True)]
@@ -245,11 +290,11 @@ class SequenceScheduler:
         """Accepted draft tokens have KV, like known tokens; the last drawn token has none yet."""
         self._speculation.judge(sequence, chunk, drawn)
         *right, last = until_finished(sequence.group.job.stops, drawn, sequence.num_output)
-        router, handle, first = sequence.group.job.router, sequence.choices[0][1].handle, sequence.num_output
+        router, handle, first = sequence.group.router, sequence.choices[0][1].handle, sequence.num_output
         sequence.token_ids += [token.token_id for token in right]
         sequence.advance(len(chunk.token_ids) - chunk.num_draft_tokens + len(right))
-        self._batch.tables.cache_sealed(sequence)
-        self._batch.tables.trim(sequence)
+        self._tables.cache_sealed(sequence)
+        self._tables.trim(sequence)
         told = [SampledToken(token.token_id, token.logprobs, None) for token in right]
         return [
             *(SequenceToken(router, handle, index, token) for index, token in enumerate(told, start=first)),
@@ -258,7 +303,7 @@ class SequenceScheduler:
 
     def _append(self, sequence: Sequence, token: DrawnToken, now_s: float) -> SequenceToken:
         """Append a drawn token to a sequence with one choice, and end the sequence if it is finished."""
-        router, handle, index = sequence.group.job.router, sequence.choices[0][1].handle, sequence.num_output
+        router, handle, index = sequence.group.router, sequence.choices[0][1].handle, sequence.num_output
         sequence.token_ids.append(token.token_id)
         reason = finish_reason_of(sequence)
         if reason is None:
@@ -279,19 +324,21 @@ class SequenceScheduler:
 
     # Ends
 
-    def _expire(self, group: Group, now_s: float) -> Event:
+    def _expire(self, group: Group, now_s: float) -> tuple[Event, ...]:
+        if group.export is not None:
+            return self._exports.expire(group)
         stops = group.job.stops
         live = self._live.of_group(group)
         handles, sequences = tuple(live), live.values()
         phase = "decode" if any(sequence.has_run for sequence in sequences) else "the decode queue"
         progress = f"{max(sequence.num_output for sequence in sequences)} of {stops.max_tokens} tokens"
         error = DeadlineExceeded(f"{group.job.timeout_s:.3g} s passed in {phase}, with {progress}")
-        return self._fail(group, handles, error, now_s)
+        return (self._fail(group, handles, error, now_s),)
 
     def _fail(self, group: Group, handles: tuple[int, ...], error: TandemError, now_s: float) -> Event:
         for handle in handles:
-            self._end_choice(group.job.router, handle, None, now_s)
-        return Failed(group.job.router, handles, error)
+            self._end_choice(group.router, handle, None, now_s)
+        return Failed(group.router, handles, error)
 
     def _end_choice(self, router: MemberId, handle: int, reason: FinishReason | None, now_s: float) -> None:
         """End a choice and free its blocks. `reason`: why it finished; None if it was cancelled or failed. Does nothing
@@ -316,9 +363,11 @@ class SequenceScheduler:
             "tokens_drawn": self._tokens_drawn,
             "tokens_computed": self._tokens_computed,
             "sequences_done": self._sequences_done,
+            "pulls": self._reservations.num_pulls,
+            **self._exports.figures,
             **self._batch.figures,
             **self._speculation.figures,
         }
-        blocks = self._batch.pool.counts()
+        blocks = self._pool.counts()
         numbers = {name: float(n) for name, n in figures.items()}
         return Inspected(inspection_id, blocks, numbers, violation, self.holders())

@@ -61,7 +61,7 @@ class Speculation:
 
     def request(self, sequence: Sequence) -> DraftRequest | None:
         """Return the request to the draft model of a sequence whose next token is drawn in this step."""
-        if self._new_drafter is None or len(sequence.choices) > 1:
+        if self._new_drafter is None or len(sequence.choices) > 1 or sequence.group.export is not None:
             return None
         return self._drafter(sequence).request(sequence.token_ids, max(1, self._num_decoding))
 

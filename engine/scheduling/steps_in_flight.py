@@ -64,14 +64,14 @@ class StepsInFlight:
             step.may_plan_ahead = False
 
     def assume_completed(self) -> None:
-        """Assume that the only step in flight computes its plan, and that no sequence ends with it except those that
-        reach `max_tokens`."""
+        """Assume that the only step in flight computes its plan, and that only those sequences end with it that are
+        certain to."""
         (step,) = self._in_flight
         assert not step.is_assumed
         step.is_assumed = True
         for sequence, chunk in zip(step.sequences, step.plan.chunks, strict=True):
             sequence.advance(len(chunk.token_ids))
-            if chunk.samples and sequence.num_output_left > 1:
+            if chunk.samples and not sequence.is_last_token_next:
                 sequence.token_ids.append(UNKNOWN_TOKEN)
 
     def feeds(self) -> dict[int, int]:
@@ -86,16 +86,16 @@ class StepsInFlight:
 
 
 def started_events(step: PlannedStep) -> tuple[Started, ...]:
-    """Return a Started event per group for the sequences that were in a step for the first time."""
+    """Return a Started event per group for the sequences decoded here that were in a step for the first time."""
     first: dict[Group, list[Sequence]] = {}
     for sequence in step.first_runs:
-        if not sequence.is_over:
+        if not sequence.is_over and sequence.group.export is None:
             first.setdefault(sequence.group, []).append(sequence)
     events = []
     for group, sequences in first.items():
         handles = tuple(start.handle for sequence in sequences for _, start in sequence.choices)
         num_cached = max(sequence.num_cached for sequence in sequences)
-        events.append(Started(group.job.router, handles, step.planned_s - group.admitted_s, num_cached))
+        events.append(Started(group.router, handles, step.planned_s - group.admitted_s, num_cached))
     return tuple(events)
 
 

@@ -1,4 +1,4 @@
-"""The leases of tickets on blocks of frozen sequences and of cached prefixes. Pure. Owned by the scheduler.
+"""The leases of tickets on blocks of exports, of frozen sequences and of cached prefixes. Pure. Owned by the scheduler.
 
 A ticket pins its blocks until it is released, even if its sequence ends. One block may belong to several tickets,
 because the choices of one prompt share blocks and are frozen one by one.
@@ -6,11 +6,13 @@ because the choices of one prompt share blocks and are frozen one by one.
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
 from cluster.errors import DuplicateRequest, NotFound
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.batch import Batch
-from engine.scheduling.batching.sequences import LiveSequences, Sequence
+from engine.scheduling.batching.live_sequences import LiveSequences
+from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.commands import Event, Freeze, FreezeRefused, Frozen, Tail, Thaw, Thawed, ThawRefused
 from engine.scheduling.schedule import sealed_blocks, tail_length
 
@@ -23,6 +25,9 @@ class TicketLeases:
 
     def __len__(self) -> int:
         return len(self._tickets)
+
+    def __contains__(self, ticket_id: bytes) -> bool:
+        return ticket_id in self._tickets
 
     @property
     def ticket_ids(self) -> Iterable[bytes]:
@@ -48,7 +53,12 @@ class TicketLeases:
         self._pool.lease(self._tickets[ticket_id])
         return sealed_ids, tail
 
-    def lease_prefix(self, ticket_id: bytes, block_hashes: tuple[bytes, ...], min_blocks: int) -> tuple[int, ...]:
+    def extend(self, ticket_id: bytes, block_ids: tuple[int, ...]) -> None:
+        """Lease more blocks to the ticket of an export, in the order of its prompt."""
+        self._pool.lease(block_ids)
+        self._tickets[ticket_id] = self._tickets.get(ticket_id, ()) + block_ids
+
+    def lease_prefix(self, ticket_id: bytes, block_hashes: SequenceOf[bytes], min_blocks: int) -> tuple[int, ...]:
         """Lease the cached blocks of the longest known prefix of this chain. Return them, or () if they are fewer than
         `min_blocks`."""
         assert ticket_id not in self._tickets, f"ticket {ticket_id.hex()} used twice"
@@ -57,6 +67,13 @@ class TicketLeases:
             return ()
         self._tickets[ticket_id] = block_ids
         self._pool.lease_found(block_ids)
+        return block_ids
+
+    def lease_for_copy(self, ticket_id: bytes, block_hashes: SequenceOf[bytes], first: int) -> tuple[int, ...]:
+        """Lease the cached blocks of this chain from index `first` on while they are copied. Return them."""
+        assert ticket_id not in self._tickets, f"ticket {ticket_id.hex()} used twice"
+        block_ids = self._tickets[ticket_id] = self._pool.find(block_hashes)[first:]
+        self._pool.lease_copied(block_ids)
         return block_ids
 
     def release(self, ticket_id: bytes) -> None:

@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from cluster.clock import Clock
-from engine.scheduling.commands import Question
+from engine.scheduling.question import Question
 from engine.scheduling.step import (
     Feeding,
     Launched,

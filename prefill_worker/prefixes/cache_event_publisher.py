@@ -12,8 +12,8 @@ from collections.abc import AsyncGenerator
 from cluster.errors import Draining, Overloaded
 from cluster.messages import CacheEvents, MemberId
 from cluster.protocol import wire
+from engine.scheduling import cache_commands, commands
 from engine.steps.questions import StepInbox
-from prefill_worker.scheduling import commands
 from tandem.internal.v1 import worker_pb2
 
 _MIN_INTERVAL_S = 0.2  # between two messages of one subscription; changes in between are merged into one message
@@ -25,7 +25,7 @@ class CacheEventPublisher:
         self._member = member
         self._steps = steps
         self._ids = itertools.count()
-        self._asking: set[asyncio.Task[commands.CacheEventsReady]] = set()  # one for each subscriber that waits
+        self._asking: set[asyncio.Task[cache_commands.CacheEventsReady]] = set()  # one for each subscriber that waits
         self._closed = asyncio.Event()
         self._num_subscribers = 0
 
@@ -58,7 +58,7 @@ class CacheEventPublisher:
     async def _next(self, since: int | None) -> CacheEvents:
         """Raises Draining when the worker leaves before there is an event."""
         subscriber_id = next(self._ids)
-        asking = asyncio.create_task(self._steps.ask(commands.AwaitCacheEvents(subscriber_id, since)))
+        asking = asyncio.create_task(self._steps.ask(cache_commands.AwaitCacheEvents(subscriber_id, since)))
         self._asking.add(asking)
         try:
             await asyncio.wait([asking])
@@ -69,7 +69,7 @@ class CacheEventPublisher:
             self._asking.discard(asking)
             if not asking.done() or asking.cancelled():
                 asking.cancel()
-                self._steps.post(commands.CancelCacheEvents(subscriber_id))
+                self._steps.post(cache_commands.CancelCacheEvents(subscriber_id))
 
     async def _pause(self) -> None:
         try:

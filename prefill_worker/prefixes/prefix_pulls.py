@@ -23,6 +23,7 @@ from cluster.observe.telemetry import Telemetry
 from cluster.protocol.hashing import MAX_PREFIX_BLOCKS, NATIVE, BlockChain, NewChain
 from cluster.protocol.received import checked, malformed
 from cluster.serving.rpc_errors import error_from_rpc
+from engine.scheduling import cache_commands, commands
 from engine.scheduling.commands import Quiet
 from engine.scheduling.schedule import sealed_blocks
 from engine.steps.questions import StepInbox
@@ -30,7 +31,6 @@ from kvtransfer.importer.calls import GrpcChannelPool
 from kvtransfer.importer.importer import ExpectedPrompt, Importer
 from kvtransfer.importer.links import LinkTable
 from kvtransfer.memory import Reservation
-from prefill_worker.scheduling import commands
 from tandem.internal.v1 import kv_pb2, kv_pb2_grpc
 
 _LOG = logging.getLogger("tandem.prefill.pulls")
@@ -131,13 +131,13 @@ class PrefixPulls:
         """Reserve the blocks of a pull. Raises HandOffFailed."""
         hashes = self._hashes[handoff_id]
         assert len(hashes) == num_blocks, f"a pull of {len(hashes)} blocks reserves {num_blocks}"
-        reserved = await self._steps.ask(commands.ReservePull(handoff_id, hashes))
+        reserved = await self._steps.ask(cache_commands.ReservePull(handoff_id, hashes))
         if reserved.block_ids is None:
             raise HandOffFailed(HandOffReason.NOT_ENOUGH_BLOCKS, "too few blocks for a pull")
         return Reservation(reserved.block_ids, reserved.num_cached)
 
     def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
-        self._steps.post(commands.DiscardPull(handoff_id, quarantined))
+        self._steps.post(commands.Discard(handoff_id, quarantined))
 
     def release_quarantined(self, block_ids: frozenset[int]) -> None:
         self._steps.post(Quiet(block_ids))
@@ -162,7 +162,7 @@ class PrefixPulls:
         )
 
     async def _num_cached(self, hashes: Sequence[bytes]) -> int:
-        found = await self._steps.ask(commands.FindPrefix(next(self._resources.pull_ids), tuple(hashes)))
+        found = await self._steps.ask(cache_commands.FindPrefix(next(self._resources.pull_ids), tuple(hashes)))
         return found.num_blocks
 
     async def _pull_in_time(self, job: PrefillJob, pull: Pull, chain: BlockChain) -> int:
@@ -208,7 +208,7 @@ class PrefixPulls:
             )
         finally:
             del self._hashes[pull_id]
-        self._steps.post(commands.AdmitPull(pull_id, chain.parent_of(0), hashes, imported.unverified_block_ids))
+        self._steps.post(cache_commands.AdmitPull(pull_id, chain.parent_of(0), hashes, imported.unverified_block_ids))
         return (len(hashes) - imported.num_cached) * resources.block_size
 
     async def _ask_for_ticket(self, job: PrefillJob, pull: Pull, hashes: Sequence[bytes]) -> kv_pb2.LeasePrefixResponse:

@@ -24,6 +24,7 @@ from cluster.protocol import tickets
 from cluster.protocol.hashing import NATIVE, BlockChain, NewChain
 from cluster.settings.config import WorkerConfig
 from cluster.settings.engine_settings import parse_bytes
+from engine.scheduling import cache_commands, commands
 from engine.scheduling.commands import Quiet, Release
 from engine.scheduling.schedule import sealed_blocks
 from engine.steps.questions import StepInbox
@@ -31,7 +32,6 @@ from kvtransfer.memory import PoolMemory
 from prefill_worker.prefixes.prefix_pulls import MAX_COST_RATIO, MIN_TIMEOUT_S, ComputeSeconds
 from prefill_worker.prefixes.tier_index import Place, Store, TierIndex
 from prefill_worker.prefixes.tier_storage import LATE, OK, BlockFiles, Fetched, TierStorage
-from prefill_worker.scheduling import commands
 
 _LOG = logging.getLogger("tandem.prefill.tiers")
 _MAX_STORES = 4  # prompts whose blocks are being copied out or wait for it; the blocks of one more are dropped
@@ -214,14 +214,14 @@ class PrefixTiers:
         self._rate(any(place.slot is None for place in places)).note(num_bytes, fetched.seconds)
 
     async def _num_cached(self, hashes: Sequence[bytes]) -> int:
-        found = await self._steps.ask(commands.FindPrefix(next(self._resources.pull_ids), tuple(hashes)))
+        found = await self._steps.ask(cache_commands.FindPrefix(next(self._resources.pull_ids), tuple(hashes)))
         return found.num_blocks
 
     async def _fetch(self, hashes: Sequence[bytes], root: bytes, compute_s: float) -> None:
         fetch = _Fetch(next(self._resources.pull_ids))
         self._fetches.add(fetch)
         try:
-            reserved = await self._steps.ask(commands.ReservePull(fetch.pull_id, tuple(hashes)))
+            reserved = await self._steps.ask(cache_commands.ReservePull(fetch.pull_id, tuple(hashes)))
             if reserved.block_ids is None:
                 self._count("fetch", "no_room", len(hashes))
                 return
@@ -231,7 +231,7 @@ class PrefixTiers:
                 self._count("fetch", "late", len(fetch.places))
                 return
             filled = tuple(hashes[: reserved.num_cached + fetched.num_blocks])
-            self._steps.post(commands.AdmitPull(fetch.pull_id, root, filled, fetched.unverified))
+            self._steps.post(cache_commands.AdmitPull(fetch.pull_id, root, filled, fetched.unverified))
             self._count_fetched(fetched, fetch.places)
         finally:
             self._release(fetch)
@@ -252,11 +252,11 @@ class PrefixTiers:
         long as the thread may write to them."""
         fetch.stop.set()  # a thread that starts only now copies nothing
         if fetch.work is None or fetch.work.cancel() or fetch.work.done():
-            self._steps.post(commands.DiscardPull(fetch.pull_id))
+            self._steps.post(commands.Discard(fetch.pull_id))
             self._end_fetch(fetch)
             return
         loop = asyncio.get_running_loop()
-        self._steps.post(commands.DiscardPull(fetch.pull_id, fetch.fresh))
+        self._steps.post(commands.Discard(fetch.pull_id, fetch.fresh))
         fetch.work.add_done_callback(lambda _: loop.call_soon_threadsafe(self._on_late_end, fetch))
 
     def _on_late_end(self, fetch: _Fetch) -> None:
@@ -319,10 +319,10 @@ class PrefixTiers:
             self._copying_out.discard(ticket_id)
         return frozenset(store.block_hash for store, _ in jobs)
 
-    async def _lease(self, ticket_id: bytes, hashes: tuple[bytes, ...], first: int) -> commands.LeasedForCopy:
+    async def _lease(self, ticket_id: bytes, hashes: tuple[bytes, ...], first: int) -> cache_commands.LeasedForCopy:
         """Lease the cached blocks from index `first` on. Release must follow in any case. Raises TimeoutError."""
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-            return await self._steps.ask(commands.LeaseForCopy(ticket_id, hashes, first))
+            return await self._steps.ask(cache_commands.LeaseForCopy(ticket_id, hashes, first))
 
     def _count(self, action: str, outcome: str, num_blocks: int) -> None:
         self._resources.telemetry.count("tandem_prefix_tier_blocks_total", num_blocks, action=action, outcome=outcome)

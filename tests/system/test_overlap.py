@@ -18,7 +18,10 @@ from cluster.settings.engine_settings import EngineSettings
 from cluster.settings.transfer_settings import TransferSettings
 from engine.build import build_engine
 from engine.kv.pool import KvPool
+from engine.scheduling import commands
 from engine.scheduling.commands import Release
+from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import Runner, StepPlan, StepResult
 from engine.steps.step_loop import StepLoop
 from kvtransfer.exporter.exporter import Exporter
@@ -28,9 +31,6 @@ from kvtransfer.transports.base import Channel, ImporterTransport
 from kvtransfer.transports.shm.transport import ShmExporter, ShmImporter
 from kvtransfer.wire.wire_format import NativeFormat
 from prefill_worker.prefixes.cache_event_publisher import CacheEventPublisher
-from prefill_worker.scheduling import commands
-from prefill_worker.scheduling.limits import PrefillLimits
-from prefill_worker.scheduling.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
 from tandem.internal.v1 import kv_pb2_grpc, worker_pb2_grpc
 from tests.contract.handoff_rig import Counters, DecodeBlocks
@@ -178,8 +178,8 @@ async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
     def emit(events: tuple[commands.Event, ...]) -> None:
         loop.call_soon_threadsafe(lambda: services[0].on_events(steps.settle(events)))
 
-    scheduler = PrefillScheduler(
-        PrefillLimits(
+    scheduler = SequenceScheduler(
+        SchedulerLimits(
             num_blocks=engine.pool.num_blocks,
             max_model_len=1 << 20,
             block_size=settings.block_size,

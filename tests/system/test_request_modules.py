@@ -11,7 +11,7 @@ async def test_counter_lists_the_modules_of_every_process_and_no_generated_stub(
     assert {"router/pipeline/pipeline.py", "kvtransfer/importer/importer.py", "kvtransfer/exporter/exporter.py"} <= set(
         counted.modules
     )
-    assert {"prefill_worker/scheduling/scheduler.py", "engine/scheduling/scheduler.py"} <= set(counted.modules)
+    assert "engine/scheduling/scheduler.py" in counted.modules
     not_counted = ("tandem/v1/", "tandem/internal/v1/", "benchmarks/", "tests/")
     assert not [module for module in counted.modules if module.startswith(not_counted)]
     assert counted.num_lines > 1000

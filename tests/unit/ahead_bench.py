@@ -1,4 +1,4 @@
-"""A DecodeBench whose steps are planned ahead, over a device that computes in order at times of its own.
+"""A SchedulerBench whose steps are planned ahead, over a device that computes in order at times of its own.
 
 A step may be computed as soon as it is launched, or only when its result is read: an error in the work between them
 shows in one of the two.
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from engine.scheduling.commands import Command, Event, Frozen, Inspected, Started
 from engine.scheduling.step import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult
-from tests.unit.decode_bench import DecodeBench, HandOff
 from tests.unit.fake_paged_runner import VOCAB_SIZE, FakePagedRunner
+from tests.unit.scheduler_bench import HandOff, SchedulerBench
 
 
 class Stream:
@@ -73,7 +73,7 @@ class Stream:
 
 
 @dataclass
-class AheadBench(DecodeBench):
+class AheadBench(SchedulerBench):
     """At each step `may_go_ahead` decides whether another step is planned behind it, and `computes` how many of the
     launched steps the device computes before a result is read. `redraws` is passed to the Stream.
     """
@@ -97,11 +97,11 @@ class AheadBench(DecodeBench):
         self.scheduler.check()
 
     def cancel(self, handles: Iterable[int]) -> None:
-        self._settle_if_all_waits()
+        self.settle_if_all_waits()
         super().cancel(handles)
 
     def discard(self, handoff: HandOff, quarantined: Iterable[int] = ()) -> None:
-        self._settle_if_all_waits()
+        self.settle_if_all_waits()
         super().discard(handoff, quarantined)
 
     def finish(self, handoff: HandOff, *, is_verified: bool = True) -> None:
@@ -123,9 +123,7 @@ class AheadBench(DecodeBench):
         """
         if not self.flying:
             self._take_in(self.scheduler.reap(self.now_s)[0])
-            events, plan = self.scheduler.plan(self.now_s)
-            assert plan is None or not events
-            self._take_in(events)
+            plan = self._plan()
             if plan is None:
                 self.scheduler.check()
                 return None
@@ -153,7 +151,7 @@ class AheadBench(DecodeBench):
                 assert not any(self.choices[handle].ended for handle in event.handles), "started after its end"
         super()._take_in(events)
 
-    def _settle_if_all_waits(self) -> None:
+    def settle_if_all_waits(self) -> None:
         """While a command waits for a step's end, report the step's events before the command is applied."""
         if not self.scheduler.may_plan_ahead:
             self.settle()
@@ -181,3 +179,4 @@ class AheadBench(DecodeBench):
         else:
             self._take_in(self.scheduler.fail(plan, error, self.now_s))
         self.scheduler.check()
+        self.check_leased()

@@ -24,7 +24,8 @@ from tandem.internal.v1 import kv_pb2, worker_pb2
 from tests.contract.handoff_rig import EXPORTER, IMPORTER, KEY, LAYOUT, Counters
 from tests.contract.kv_pools import random_pool
 from tests.loopback import LoopbackExporter, LoopbackNetwork
-from tests.unit.decode_bench import ROUTER, DecodeBench, limits
+from tests.unit.export_bench import limits
+from tests.unit.scheduler_bench import ROUTER, SchedulerBench
 
 ATTEMPT = 3
 GRACE_S = 0.01
@@ -34,7 +35,7 @@ NO_CONTEXT = cast(Any, None)
 
 class FrozenWorker:
     def __init__(self) -> None:
-        self.bench = DecodeBench(limits())
+        self.bench = SchedulerBench(limits())
         self.clock = ManualClock()
         self.posted: list[commands.Command] = []
         self.telemetry = Telemetry()

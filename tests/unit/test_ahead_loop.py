@@ -25,8 +25,9 @@ from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import StepPlan, StepResult
 from engine.steps.step_loop import StepLoop
 from tests.unit.ahead_bench import Stream
-from tests.unit.decode_bench import ROUTER, limits
+from tests.unit.export_bench import limits
 from tests.unit.fake_paged_runner import FakePagedRunner
+from tests.unit.scheduler_bench import ROUTER
 
 _DEADLINE_S = 20.0
 

@@ -9,10 +9,10 @@ import pytest
 from cluster.errors import Draining, Overloaded
 from cluster.messages import MemberId
 from engine.kv.block_pool import BlockPool
+from engine.scheduling import cache_commands, commands
+from engine.scheduling.prefix_access import CacheEventSubscribers
 from engine.steps.questions import Questions
 from prefill_worker.prefixes.cache_event_publisher import CacheEventPublisher
-from prefill_worker.scheduling import commands
-from prefill_worker.scheduling.prompt_blocks import CacheEventSubscribers
 from tandem.internal.v1 import worker_pb2
 
 _ME = MemberId("me", "1")
@@ -43,9 +43,9 @@ class _Worker:
     def _post(self, command: commands.Command) -> None:
         self.posted.append(command)
         match command:
-            case commands.AwaitCacheEvents():
+            case cache_commands.AwaitCacheEvents():
                 self.subscribers.add(command)
-            case commands.CancelCacheEvents(subscriber_id):
+            case cache_commands.CancelCacheEvents(subscriber_id):
                 self.subscribers.cancel(subscriber_id)
         asyncio.get_running_loop().call_soon(self.answer)
 
@@ -87,7 +87,7 @@ async def test_a_cancelled_subscription_leaves_no_question_at_the_step_thread() 
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
 
-    assert isinstance(worker.posted[-1], commands.CancelCacheEvents)
+    assert isinstance(worker.posted[-1], cache_commands.CancelCacheEvents)
     worker.keep(_HASHES[0])
     assert worker.subscribers.due() == ()
 

@@ -14,14 +14,12 @@ from cluster.observe.stand_still import StuckLimits
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol.hashing import nameless_chains
 from cluster.serving.serving import GrpcServer
+from engine.scheduling import commands as prefill_commands
 from engine.scheduling.commands import Inspect, Inspected
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import DrawnToken, StepPlan, StepResult
 from engine.steps.step_loop import StepLoop
-from prefill_worker.scheduling import commands as prefill_commands
-from prefill_worker.scheduling.limits import PrefillLimits
-from prefill_worker.scheduling.scheduler import PrefillScheduler
 from tests.unit.fake_paged_runner import VOCAB_SIZE, FakePagedRunner
 from worker.canary import Canaries, CanaryJudge, CanaryRunner, Outcome
 from worker.decode_canary import DecodeCanary
@@ -111,8 +109,8 @@ class Bench:
 
 def _scheduler(role: str) -> Any:
     if role == "prefill":
-        return PrefillScheduler(
-            PrefillLimits(
+        return SequenceScheduler(
+            SchedulerLimits(
                 num_blocks=_NUM_BLOCKS,
                 block_size=_BLOCK_SIZE,
                 max_prefill_tokens=64,
@@ -196,12 +194,12 @@ async def test_real_work_continues_beside_a_canary_and_only_its_events_are_sent(
         bench.device.may_go.clear()
         flying = asyncio.create_task(bench.canaries.fly())
         job = PrefillJob("request", 0, (1, 2, 3), Sampling(), TokenStops(9), (7,), 0, MemberId("d", "1"), 60.0)
-        bench.steps.post(prefill_commands.Submit(b"real", job))
+        bench.steps.post(prefill_commands.AdmitExport(b"real", job))
         bench.device.may_go.set()
         await flying
         await bench.inspect()
         kinds = [type(event) for event in bench.told]
-        assert kinds == [prefill_commands.Accepted, prefill_commands.Finished]
+        assert kinds == [prefill_commands.ExportAccepted, prefill_commands.ExportFinished]
     finally:
         bench.close()
 

@@ -3,7 +3,8 @@
 from collections import Counter
 
 from engine.scheduling.step import StepPlan
-from tests.unit.decode_bench import DecodeBench, limits
+from tests.unit.export_bench import limits
+from tests.unit.scheduler_bench import SchedulerBench
 
 _BLOCK_SIZE = limits().block_size
 
@@ -22,7 +23,7 @@ def _assert_owned(plan: StepPlan) -> None:
 
 
 def test_choices_and_requests_that_share_blocks_write_only_to_their_own() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     prompt = range(1, 3 * _BLOCK_SIZE + 2)
     bench.admit(bench.job(prompt, num_choices=3, max_tokens=3 * _BLOCK_SIZE))
     num_shared = 0
@@ -40,12 +41,12 @@ def test_choices_and_requests_that_share_blocks_write_only_to_their_own() -> Non
 
 
 def test_cached_blocks_are_never_written() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     prompt = range(1, 3 * _BLOCK_SIZE + 2)
     for number in range(6):
         bench.admit(bench.job([*prompt, *range(number)], num_choices=2, max_tokens=2 * _BLOCK_SIZE))
         for _ in range(3):
-            pool = bench.scheduler._batch.pool
+            pool = bench.scheduler._pool
             cached = {block_id for block_id in range(pool.num_blocks) if block_id in pool._cache}
             evicted = pool.num_evicted
             plan = bench.step()

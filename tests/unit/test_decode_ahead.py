@@ -9,18 +9,20 @@ import pytest
 
 from cluster.messages import DecodeJob
 from cluster.settings.engine_settings import SCHEDULING_POLICIES
-from engine.scheduling.commands import LeasePrefix, Quiet, Release
+from engine.scheduling.cache_commands import LeasePrefix
+from engine.scheduling.commands import Quiet, Release
 from engine.scheduling.step import BlockSwap, StepPlan
 from engine.scheduling.steps_in_flight import StepsInFlight
 from tests.unit.ahead_bench import AheadBench
-from tests.unit.decode_bench import HandOff, known_lengths, limits
+from tests.unit.export_bench import limits
+from tests.unit.scheduler_bench import HandOff, known_lengths
 
 # Beside the first ones some that notice what those do not: places taken, swaps and starts under a running step.
 _SEEDS = (*range(36), 49, 52, 57, 152, 226, 244, 256, 263)
 _NUM_TURNS = 90
 
 
-class _Play:
+class Play:
     """Random calls of every command, between and during steps that are planned ahead or not."""
 
     def __init__(self, seed: int) -> None:
@@ -50,11 +52,15 @@ class _Play:
         self.restlessness = dice.choice([0.1, 0.5, 0.9])
         self.offered: set[bytes] = set()
 
-    def play(self, num_turns: int) -> None:
-        ways: tuple[Callable[[], None], ...] = (
+    @property
+    def ways(self) -> tuple[Callable[[], None], ...]:
+        return (
             *(self.admit, self.admit, self.reserve, self.reserve, self.finish, self.finish, self.finish),
             *(self.discard, self.quiet, self.cancel, self.freeze, self.thaw, self.release, self.offer, self.fail),
         )
+
+    def play(self, num_turns: int) -> None:
+        ways = self.ways
         for _ in range(num_turns):
             self.bench.now_s += 1.0
             while self.dice.random() < self.restlessness:
@@ -136,6 +142,12 @@ class _Play:
 
     def end(self) -> None:
         """After all hand-offs and leases are released, every sequence ends."""
+        self.end_moves()
+        self.bench.run()
+        self.bench.end_all()
+
+    def end_moves(self) -> None:
+        """Thaw every frozen sequence and release every ticket."""
         bench = self.bench
         for ticket_id in list(bench.frozen):
             bench.release(ticket_id)
@@ -145,14 +157,12 @@ class _Play:
                 bench.thaw(handle)
         for ticket_id in self.offered:
             bench.apply(Release(ticket_id))
-        bench.run()
-        bench.end_all()
 
 
 @pytest.mark.parametrize("place", range(4))
 def test_any_schedule_planned_ahead_gives_every_sequence_its_serial_tokens_and_leaks_no_block(place: int) -> None:
     for seed in _SEEDS[place::4]:
-        _Play(seed).play(_NUM_TURNS)
+        Play(seed).play(_NUM_TURNS)
 
 
 def test_no_step_is_planned_ahead_of_a_step_that_forks_or_copies() -> None:

@@ -14,8 +14,8 @@ from cluster.protocol import tickets, wire
 from cluster.protocol.hashing import hash_prompt
 from decode_worker.exports import MAX_FROZEN, FreezeOrder
 from tests.contract.handoff_rig import IMPORTER, KEY
-from tests.unit.decode_bench import ROUTER
 from tests.unit.frozen_worker import ATTEMPT, FrozenWorker
+from tests.unit.scheduler_bench import ROUTER
 
 
 @pytest_asyncio.fixture

@@ -8,11 +8,12 @@ from hypothesis.stateful import precondition, rule
 from cluster.errors import DeadlineExceeded, DuplicateRequest, NotFound
 from cluster.messages import FinishReason
 from engine.scheduling.commands import Frozen, Thaw, ThawRefused
-from tests.unit.decode_bench import ROUTER, DecodeBench, limits
-from tests.unit.test_decode_scheduler import _AnySchedule
+from tests.unit.export_bench import limits
+from tests.unit.scheduler_bench import ROUTER, SchedulerBench
+from tests.unit.test_decode_scheduler import AnySchedule
 
 
-class _AnyMigration(_AnySchedule):
+class _AnyMigration(AnySchedule):
     """The schedules of that test, with sequences that are frozen, read, thawed or cancelled at any moment."""
 
     def frozen_handles(self) -> list[int]:
@@ -66,7 +67,7 @@ TestSequencesThatMoveGiveTheirSerialTokensAndLeakNoBlock = _AnyMigration.TestCas
 TestSequencesThatMoveGiveTheirSerialTokensAndLeakNoBlock.settings = settings(max_examples=100, stateful_step_count=50)
 
 
-def _running(bench: DecodeBench, *, prompt: int = 6, num_choices: int = 1, max_tokens: int = 20) -> list[int]:
+def _running(bench: SchedulerBench, *, prompt: int = 6, num_choices: int = 1, max_tokens: int = 20) -> list[int]:
     """Choices that have drawn two tokens."""
     handles = bench.admit(bench.job(range(1, 1 + prompt), num_choices=num_choices, max_tokens=max_tokens))
     bench.step()
@@ -74,14 +75,14 @@ def _running(bench: DecodeBench, *, prompt: int = 6, num_choices: int = 1, max_t
     return handles
 
 
-def _frozen(bench: DecodeBench, handle: int) -> Frozen:
+def _frozen(bench: SchedulerBench, handle: int) -> Frozen:
     frozen = bench.freeze(handle)
     assert frozen is not None
     return frozen
 
 
 def test_a_frozen_sequence_is_in_no_step_and_keeps_its_blocks() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     (moving,) = _running(bench)
     (staying,) = bench.admit(bench.job([9, 8], max_tokens=9))
 
@@ -99,7 +100,7 @@ def test_a_frozen_sequence_is_in_no_step_and_keeps_its_blocks() -> None:
 @pytest.mark.parametrize(("prompt", "num_valid"), [(6, 3), (7, 0)])
 def test_a_frozen_sequence_leases_all_computed_tokens(prompt: int, num_valid: int) -> None:
     """The last drawn token is not leased: the worker that continues the sequence computes its KV."""
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     frozen = _frozen(bench, *_running(bench, prompt=prompt))
 
     assert len(frozen.token_ids) == prompt + 1
@@ -108,7 +109,7 @@ def test_a_frozen_sequence_leases_all_computed_tokens(prompt: int, num_valid: in
 
 
 def test_a_cancelled_frozen_sequence_is_freed_when_its_reader_ends() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     (moving,) = _running(bench)
     frozen = _frozen(bench, moving)
 
@@ -121,7 +122,7 @@ def test_a_cancelled_frozen_sequence_is_freed_when_its_reader_ends() -> None:
 
 
 def test_a_frozen_sequence_keeps_its_blocks_when_its_lease_ends() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     (moving,) = _running(bench)
     bench.release(_frozen(bench, moving).ticket_id)
 
@@ -132,7 +133,7 @@ def test_a_frozen_sequence_keeps_its_blocks_when_its_lease_ends() -> None:
 
 
 def test_a_thawed_sequence_continues_under_its_new_handle_without_copies() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     (moving,) = _running(bench, max_tokens=9)
     bench.release(_frozen(bench, moving).ticket_id)
 
@@ -145,7 +146,7 @@ def test_a_thawed_sequence_continues_under_its_new_handle_without_copies() -> No
 
 
 def test_a_thawed_sequence_copies_its_tail_while_an_importer_still_reads() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     (moving,) = _running(bench)
     frozen = _frozen(bench, moving)
 
@@ -161,7 +162,7 @@ def test_a_thawed_sequence_copies_its_tail_while_an_importer_still_reads() -> No
 
 
 def test_a_younger_sequence_is_preempted_when_a_thaw_lacks_a_block_for_its_tail() -> None:
-    bench = DecodeBench(limits(num_blocks=3))
+    bench = SchedulerBench(limits(num_blocks=3))
     (moving,) = _running(bench, prompt=2, max_tokens=3)
     (younger,) = bench.admit(bench.job(range(1, 8), max_tokens=2))
     frozen = _frozen(bench, moving)
@@ -177,7 +178,7 @@ def test_a_younger_sequence_is_preempted_when_a_thaw_lacks_a_block_for_its_tail(
 
 
 def test_choices_of_one_prompt_move_one_by_one() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     handles = _running(bench, prompt=10, num_choices=3, max_tokens=12)
 
     first, second = _frozen(bench, handles[0]), _frozen(bench, handles[1])
@@ -193,7 +194,7 @@ def test_choices_of_one_prompt_move_one_by_one() -> None:
 
 
 def test_a_choice_can_be_frozen_one_step_after_its_tail_is_its_own() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     handles = bench.admit(bench.job(range(1, 11), num_choices=3, max_tokens=12))
     bench.step()
 
@@ -206,7 +207,7 @@ def test_a_choice_can_be_frozen_one_step_after_its_tail_is_its_own() -> None:
 
 
 def test_a_freeze_or_thaw_of_a_sequence_that_does_not_decode_is_refused() -> None:
-    bench = DecodeBench(limits(max_num_seqs=1, max_prefill_tokens=4))
+    bench = SchedulerBench(limits(max_num_seqs=1, max_prefill_tokens=4))
     (running,) = bench.admit(bench.job([1, 2], max_tokens=30))
     bench.step()
     (waiting,) = bench.admit(bench.job([3, 4]))
@@ -225,7 +226,7 @@ def test_a_freeze_or_thaw_of_a_sequence_that_does_not_decode_is_refused() -> Non
 
 
 def test_a_prompt_that_lacks_its_last_token_cannot_be_frozen() -> None:
-    bench = DecodeBench(limits(max_prefill_tokens=4))
+    bench = SchedulerBench(limits(max_prefill_tokens=4))
     handles = bench.admit(bench.job(range(1, 6), num_choices=2, max_tokens=4))
     bench.step()
 
@@ -235,7 +236,7 @@ def test_a_prompt_that_lacks_its_last_token_cannot_be_frozen() -> None:
 
 
 def test_a_sequence_that_ended_before_its_freeze_is_not_found() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     (handle,) = _running(bench, max_tokens=2)
 
     assert bench.choices[handle].ended == FinishReason.LENGTH
@@ -244,7 +245,7 @@ def test_a_sequence_that_ended_before_its_freeze_is_not_found() -> None:
 
 
 def test_a_thaw_to_a_handle_in_use_leaves_the_sequence_frozen() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     (moving,), (other,) = _running(bench), _running(bench)
     frozen = _frozen(bench, moving)
 
@@ -258,7 +259,7 @@ def test_a_thaw_to_a_handle_in_use_leaves_the_sequence_frozen() -> None:
 
 
 def test_a_deadline_ends_a_frozen_sequence_and_a_thawed_one_under_its_new_handle() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     frozen_one, thawed_one = (
         bench.admit(bench.job([1, 2, 3], max_tokens=50, timeout_s=timeout_s))[0] for timeout_s in (5.0, 6.0)
     )
@@ -276,7 +277,7 @@ def test_a_deadline_ends_a_frozen_sequence_and_a_thawed_one_under_its_new_handle
 
 
 def test_a_thawed_sequence_waits_when_its_slot_is_in_use() -> None:
-    bench = DecodeBench(limits(max_num_seqs=1))
+    bench = SchedulerBench(limits(max_num_seqs=1))
     (moving,) = _running(bench)
     bench.release(_frozen(bench, moving).ticket_id)
     (newcomer,) = bench.admit(bench.job([7, 7], max_tokens=4))
@@ -294,7 +295,7 @@ def test_a_thawed_sequence_waits_when_its_slot_is_in_use() -> None:
 @pytest.mark.parametrize("num_tokens", range(1, 10))
 def test_a_sequence_moved_to_another_worker_draws_the_tokens_of_a_serial_run(num_tokens: int) -> None:
     """The lengths cover every distance from a block's boundary."""
-    source, target = DecodeBench(limits()), DecodeBench(limits())
+    source, target = SchedulerBench(limits()), SchedulerBench(limits())
     (moving,) = source.admit(source.job(range(1, 6), max_tokens=20))
     for _ in range(num_tokens):
         source.step()

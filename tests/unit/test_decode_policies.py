@@ -8,17 +8,18 @@ import pytest
 
 from cluster.messages import FinishReason
 from engine.scheduling.batching.watermark import PredictedGrowth, peak_growth
-from tests.unit.decode_bench import DecodeBench, known_lengths, limits
+from tests.unit.export_bench import limits
+from tests.unit.scheduler_bench import SchedulerBench, known_lengths
 
 
-def _ended(bench: DecodeBench) -> set[str]:
+def _ended(bench: SchedulerBench) -> set[str]:
     bench.run()
     bench.assert_idle()
     return {choice.ended for choice in bench.choices.values()}
 
 
 def test_a_higher_ranked_sequence_takes_the_slot_and_the_displaced_one_keeps_its_blocks() -> None:
-    bench = DecodeBench(limits(max_num_seqs=1), policy="priority")
+    bench = SchedulerBench(limits(max_num_seqs=1), policy="priority")
     (low,) = bench.admit(bench.job([1, 2, 3], max_tokens=20, priority=1))
     for _ in range(3):
         bench.step()
@@ -38,7 +39,7 @@ def test_a_higher_ranked_sequence_takes_the_slot_and_the_displaced_one_keeps_its
 def test_a_higher_ranked_sequence_takes_scarce_blocks_and_the_preempted_one_continues_later(
     num_swap_slots: int, num_again: int
 ) -> None:
-    bench = DecodeBench(limits(num_blocks=5, num_swap_slots=num_swap_slots), policy="priority", prefix_caching=False)
+    bench = SchedulerBench(limits(num_blocks=5, num_swap_slots=num_swap_slots), policy="priority", prefix_caching=False)
     bench.admit(bench.job([1, 2, 3], max_tokens=12, priority=1))
     for _ in range(4):
         bench.step()
@@ -54,7 +55,7 @@ def test_a_higher_ranked_sequence_takes_scarce_blocks_and_the_preempted_one_cont
 
 
 def test_a_higher_ranked_hand_off_gets_blocks_after_the_step_that_swaps_their_content_out() -> None:
-    bench = DecodeBench(limits(num_blocks=5, num_swap_slots=8), policy="priority", prefix_caching=False)
+    bench = SchedulerBench(limits(num_blocks=5, num_swap_slots=8), policy="priority", prefix_caching=False)
     (low,) = bench.admit(bench.job([1, 2, 3], max_tokens=15, priority=1))
     for _ in range(6):
         bench.step()
@@ -71,7 +72,7 @@ def test_a_higher_ranked_hand_off_gets_blocks_after_the_step_that_swaps_their_co
 
 
 def test_the_waiting_hand_off_of_the_older_request_gets_its_blocks_first() -> None:
-    bench = DecodeBench(limits(num_blocks=5), prefix_caching=False)
+    bench = SchedulerBench(limits(num_blocks=5), prefix_caching=False)
     bench.admit(bench.job([1, 2, 3, 4, 5], max_tokens=3))
     bench.step()
     later = bench.reserve(bench.job(range(10, 26), max_tokens=2))
@@ -87,7 +88,7 @@ def test_the_waiting_hand_off_of_the_older_request_gets_its_blocks_first() -> No
 
 
 def test_fcfs_displaces_no_sequence() -> None:
-    bench = DecodeBench(limits(max_num_seqs=1))
+    bench = SchedulerBench(limits(max_num_seqs=1))
     (first,) = bench.admit(bench.job([1, 2, 3], max_tokens=20, priority=1))
     bench.step()
     (second,) = bench.admit(bench.job([4, 5, 6], max_tokens=4, priority=0))
@@ -100,7 +101,7 @@ def test_fcfs_displaces_no_sequence() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "shortest", "mlfq"])
 def test_the_batch_class_yields_to_every_other_request(policy: str) -> None:
-    bench = DecodeBench(limits(num_blocks=6, max_num_seqs=2), policy=policy)
+    bench = SchedulerBench(limits(num_blocks=6, max_num_seqs=2), policy=policy)
     batch = bench.admit(bench.job([1, 2, 3], max_tokens=14, is_batch=True))
     batch += bench.admit(bench.job([1, 2, 4], max_tokens=14, is_batch=True))
     for _ in range(4):
@@ -118,7 +119,7 @@ def test_the_batch_class_yields_to_every_other_request(policy: str) -> None:
 
 def test_blocks_that_running_sequences_are_predicted_to_need_stay_free() -> None:
     """Each sequence has six tokens: three sequences of one block will need two each."""
-    bench = DecodeBench(limits(num_blocks=5), lengths=known_lengths(6))
+    bench = SchedulerBench(limits(num_blocks=5), lengths=known_lengths(6))
     handles = [bench.admit(bench.job([place, 2, 3], max_tokens=6))[0] for place in range(3)]
 
     bench.step()
@@ -129,7 +130,7 @@ def test_blocks_that_running_sequences_are_predicted_to_need_stay_free() -> None
 
 
 def test_a_sequence_longer_than_predicted_preempts_and_no_token_is_lost() -> None:
-    bench = DecodeBench(limits(num_blocks=6, num_swap_slots=10), lengths=known_lengths(2))
+    bench = SchedulerBench(limits(num_blocks=6, num_swap_slots=10), lengths=known_lengths(2))
     for place in range(4):
         bench.admit(bench.job([place, 2, 3], max_tokens=15))
 
@@ -139,7 +140,7 @@ def test_a_sequence_longer_than_predicted_preempts_and_no_token_is_lost() -> Non
 
 @pytest.mark.parametrize("num_handoffs", [0, 9])
 def test_hand_offs_leave_room_to_grow_for_an_older_waiting_prompt(num_handoffs: int) -> None:
-    bench = DecodeBench(limits(num_blocks=8), lengths=known_lengths(12), prefix_caching=False)
+    bench = SchedulerBench(limits(num_blocks=8), lengths=known_lengths(12), prefix_caching=False)
     bench.admit(bench.job([1, 2, 3], max_tokens=12))
     bench.step()
     (waiting,) = bench.admit(bench.job(range(10, 20), max_tokens=12))  # three blocks, and three to grow by
@@ -153,7 +154,7 @@ def test_hand_offs_leave_room_to_grow_for_an_older_waiting_prompt(num_handoffs: 
 
 
 def test_a_hand_off_predicted_to_outgrow_the_pool_is_granted_when_no_sequence_runs() -> None:
-    bench = DecodeBench(limits(num_blocks=8), lengths=known_lengths(20))
+    bench = SchedulerBench(limits(num_blocks=8), lengths=known_lengths(20))
 
     handoff = bench.reserve(bench.job(range(1, 5), num_choices=4, max_tokens=20))
 

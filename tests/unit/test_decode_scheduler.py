@@ -19,19 +19,11 @@ from cluster.errors import (
 )
 from cluster.messages import DecodeJob, FinishReason
 from cluster.settings.engine_settings import SCHEDULING_POLICIES
-from engine.scheduling.commands import (
-    AdmitImported,
-    AdmitLocal,
-    Failed,
-    LeasePrefix,
-    PrefixLeased,
-    Quiet,
-    Release,
-    Started,
-    StepTokens,
-)
-from tests.unit.decode_bench import DecodeBench, HandOff, known_lengths, limits
+from engine.scheduling.cache_commands import LeasePrefix, PrefixLeased
+from engine.scheduling.commands import AdmitImported, AdmitLocal, Failed, Quiet, Release, Started, StepTokens
+from tests.unit.export_bench import limits
 from tests.unit.fake_paged_runner import num_tokens
+from tests.unit.scheduler_bench import HandOff, SchedulerBench, known_lengths
 
 
 def _prompt(num_shared: int, rest: list[int]) -> list[int]:
@@ -43,7 +35,7 @@ _PROMPTS = st.builds(_prompt, st.integers(0, 10), st.lists(st.integers(1, 49), m
 _STANDINGS = st.tuples(st.integers(-1, 1), st.sampled_from([False, False, True]))  # priority, batch class
 
 
-class _AnySchedule(RuleBasedStateMachine):
+class AnySchedule(RuleBasedStateMachine):
     """Arrivals, hand-offs that arrive, fail and linger, cancels, failing steps and deadlines, over pools that are too
     small.
     """
@@ -75,7 +67,7 @@ class _AnySchedule(RuleBasedStateMachine):
         is_predicting: bool,
         draft_period: int,
     ) -> None:
-        self.bench = DecodeBench(
+        self.bench = SchedulerBench(
             limits(
                 num_blocks=num_blocks,
                 block_size=block_size,
@@ -198,24 +190,24 @@ class _AnySchedule(RuleBasedStateMachine):
         return [handoff for handoff in self.bench.handoffs.values() if handoff.block_ids is not None]
 
 
-TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock = _AnySchedule.TestCase
+TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock = AnySchedule.TestCase
 TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock.settings = settings(
     max_examples=250, stateful_step_count=40
 )
 
 
-def _free(bench: DecodeBench) -> int:
+def _free(bench: SchedulerBench) -> int:
     return bench.inspect().blocks["free"]
 
 
-def _imported(bench: DecodeBench, job: DecodeJob) -> list[int]:
+def _imported(bench: SchedulerBench, job: DecodeJob) -> list[int]:
     """A hand-off from reservation to admission, without a step in between."""
     bench.finish(bench.reserve(job))
     return [start.handle for start in job.sequences]
 
 
 def test_an_admitted_sequence_joins_the_next_step() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     bench.admit(bench.job(range(1, 9), max_tokens=50))
     for _ in range(5):
         bench.step()
@@ -230,7 +222,7 @@ def test_an_admitted_sequence_joins_the_next_step() -> None:
 
 
 def test_a_sequence_leaves_the_batch_in_the_step_of_its_end() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     short, long = bench.admit(bench.job([1, 2], max_tokens=2)) + bench.admit(bench.job([3, 4], max_tokens=4))
     bench.step()
     bench.step()
@@ -242,7 +234,7 @@ def test_a_sequence_leaves_the_batch_in_the_step_of_its_end() -> None:
 
 
 def test_choices_share_the_prompts_blocks_and_own_their_tails() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     bench.admit(bench.job(range(1, 11), num_choices=4, max_tokens=8))
 
     first = bench.step()
@@ -257,7 +249,7 @@ def test_choices_share_the_prompts_blocks_and_own_their_tails() -> None:
 
 
 def test_a_prompt_that_ends_on_a_block_boundary_needs_no_copies() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     bench.admit(bench.job(range(1, 9), num_choices=3, max_tokens=8))
 
     plans = bench.run()
@@ -267,7 +259,7 @@ def test_a_prompt_that_ends_on_a_block_boundary_needs_no_copies() -> None:
 
 
 def test_choices_that_never_fit_together_run_one_by_one() -> None:
-    bench = DecodeBench(limits(num_blocks=3, max_num_seqs=2))
+    bench = SchedulerBench(limits(num_blocks=3, max_num_seqs=2))
     bench.admit(bench.job(range(1, 7), num_choices=5, max_tokens=5))
 
     bench.run()
@@ -277,7 +269,7 @@ def test_choices_that_never_fit_together_run_one_by_one() -> None:
 
 
 def test_a_long_prompt_does_not_delay_decodes() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     decoding = [handle for _ in range(4) for handle in bench.admit(bench.job([1, 2], max_tokens=40))]
     bench.step()
     (long,) = bench.admit(bench.job(range(1, 101), max_tokens=2))
@@ -290,7 +282,7 @@ def test_a_long_prompt_does_not_delay_decodes() -> None:
 
 
 def test_with_a_backlog_steps_carry_exactly_the_budget() -> None:
-    bench = DecodeBench(limits(num_blocks=400, max_num_seqs=12), prefix_caching=False)
+    bench = SchedulerBench(limits(num_blocks=400, max_num_seqs=12), prefix_caching=False)
     for place in range(60):
         bench.admit(bench.job(range(1, 10 + 7 * (place % 9)), max_tokens=3))
 
@@ -305,7 +297,7 @@ def test_with_a_backlog_steps_carry_exactly_the_budget() -> None:
 
 
 def test_a_prompt_advances_even_if_decodes_use_the_whole_budget() -> None:
-    bench = DecodeBench(limits(max_prefill_tokens=3))
+    bench = SchedulerBench(limits(max_prefill_tokens=3))
     for _ in range(4):
         _imported(bench, bench.job([1, 2, 3], max_tokens=60))
     (late,) = bench.admit(bench.job(range(1, 20)))
@@ -317,7 +309,7 @@ def test_a_prompt_advances_even_if_decodes_use_the_whole_budget() -> None:
 
 
 def test_the_youngest_sequence_is_preempted_and_later_continues_its_output() -> None:
-    bench = DecodeBench(limits(num_blocks=6))
+    bench = SchedulerBench(limits(num_blocks=6))
     old, young = bench.admit(bench.job([1, 2, 3], max_tokens=17)) + bench.admit(bench.job([4, 5, 6], max_tokens=17))
 
     while bench.inspect().figures["preemptions"] == 0:
@@ -334,7 +326,7 @@ def test_the_youngest_sequence_is_preempted_and_later_continues_its_output() -> 
 
 
 def test_many_sequences_in_a_tiny_pool_recompute_few_tokens() -> None:
-    bench = DecodeBench(limits(num_blocks=8, block_size=2))
+    bench = SchedulerBench(limits(num_blocks=8, block_size=2))
     for place in range(12):
         bench.admit(bench.job(range(1, 4 + place % 5), max_tokens=9))
 
@@ -346,7 +338,7 @@ def test_many_sequences_in_a_tiny_pool_recompute_few_tokens() -> None:
 
 
 def test_a_preempted_sequence_comes_back_before_younger_ones() -> None:
-    bench = DecodeBench(limits(num_blocks=6, max_num_seqs=2))
+    bench = SchedulerBench(limits(num_blocks=6, max_num_seqs=2))
     bench.admit(bench.job([1, 2, 3], max_tokens=17))
     (preempted,) = bench.admit(bench.job([4, 5, 6], max_tokens=17))
     (younger,) = bench.admit(bench.job([7], max_tokens=2))
@@ -363,7 +355,7 @@ def test_a_preempted_sequence_comes_back_before_younger_ones() -> None:
 
 
 def test_hand_offs_reserve_all_their_blocks_at_once_the_oldest_first() -> None:
-    bench = DecodeBench(limits(num_blocks=10))
+    bench = SchedulerBench(limits(num_blocks=10))
     holder = bench.reserve(bench.job(range(1, 25)))
     large = bench.reserve(bench.job(range(1, 21)))
     small = bench.reserve(bench.job([1, 2]))
@@ -374,7 +366,7 @@ def test_hand_offs_reserve_all_their_blocks_at_once_the_oldest_first() -> None:
 
 
 def test_a_hand_off_leaves_the_watermark_of_blocks_free() -> None:
-    bench = DecodeBench(limits(num_blocks=10, watermark=0.2))
+    bench = SchedulerBench(limits(num_blocks=10, watermark=0.2))
 
     first = bench.reserve(bench.job(range(1, 29)))
     second = bench.reserve(bench.job([1, 2, 3, 4, 5]))
@@ -388,7 +380,7 @@ def test_a_hand_off_leaves_the_watermark_of_blocks_free() -> None:
 
 
 def test_younger_local_prompts_do_not_overtake_a_hand_off() -> None:
-    bench = DecodeBench(limits(num_blocks=10))
+    bench = SchedulerBench(limits(num_blocks=10))
     bench.admit(bench.job(range(1, 9), max_tokens=20))
     bench.step()
     handoff = bench.reserve(bench.job(range(1, 35)))
@@ -400,7 +392,7 @@ def test_younger_local_prompts_do_not_overtake_a_hand_off() -> None:
 
 
 def test_imports_do_not_delay_an_older_local_prompt() -> None:
-    bench = DecodeBench(limits(max_num_seqs=2))
+    bench = SchedulerBench(limits(max_num_seqs=2))
     bench.admit(bench.job([1, 2], max_tokens=3))
     bench.admit(bench.job([1, 2], max_tokens=6))
     bench.step()
@@ -413,7 +405,7 @@ def test_imports_do_not_delay_an_older_local_prompt() -> None:
 
 
 def test_a_prompt_that_lacks_blocks_does_not_delay_a_younger_import() -> None:
-    bench = DecodeBench(limits(num_blocks=10, max_num_seqs=2), prefix_caching=False)
+    bench = SchedulerBench(limits(num_blocks=10, max_num_seqs=2), prefix_caching=False)
     bench.admit(bench.job(range(1, 9), max_tokens=30))
     (short,) = bench.admit(bench.job([5], max_tokens=12))
     bench.step()
@@ -430,7 +422,7 @@ def test_a_prompt_that_lacks_blocks_does_not_delay_a_younger_import() -> None:
 
 
 def test_a_prompt_that_exceeds_the_watermark_starts_when_no_sequence_runs() -> None:
-    bench = DecodeBench(limits(num_blocks=10, watermark=0.5))
+    bench = SchedulerBench(limits(num_blocks=10, watermark=0.5))
     running, large = bench.admit(bench.job([1, 2], max_tokens=5)) + bench.admit(bench.job(range(1, 33), max_tokens=5))
     bench.step()
     assert bench.choices[running].started and not bench.choices[large].started
@@ -441,7 +433,7 @@ def test_a_prompt_that_exceeds_the_watermark_starts_when_no_sequence_runs() -> N
 
 
 def test_a_running_sequence_that_cannot_grow_waits_for_the_hand_off_that_holds_the_other_blocks() -> None:
-    bench = DecodeBench(limits(num_blocks=4))
+    bench = SchedulerBench(limits(num_blocks=4))
     (running,) = bench.admit(bench.job([1, 2, 3], max_tokens=9))
     bench.step()
     handoff = bench.reserve(bench.job(range(1, 12), max_tokens=2))
@@ -455,7 +447,7 @@ def test_a_running_sequence_that_cannot_grow_waits_for_the_hand_off_that_holds_t
 
 
 def test_quarantined_blocks_are_not_reserved_until_their_reads_have_ended() -> None:
-    bench = DecodeBench(limits(num_blocks=4))
+    bench = SchedulerBench(limits(num_blocks=4))
     handoff = bench.reserve(bench.job(range(1, 13)))
     assert handoff.block_ids is not None
     lingering = frozenset(handoff.block_ids[:2])
@@ -470,7 +462,7 @@ def test_quarantined_blocks_are_not_reserved_until_their_reads_have_ended() -> N
 
 
 def test_choices_that_ended_with_their_first_token_do_not_join_and_free_their_tails() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     job = bench.job([1, 2, 3, 4, 5], num_choices=3, max_tokens=6)
     handoff = bench.reserve(job)
     assert handoff.block_ids is not None and len(handoff.block_ids) == 4
@@ -483,7 +475,7 @@ def test_choices_that_ended_with_their_first_token_do_not_join_and_free_their_ta
 
 
 def test_a_hand_off_with_only_ended_choices_frees_all_blocks() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     job = bench.job([1, 2, 3, 4, 5], num_choices=2, max_tokens=1)
 
     _imported(bench, job)
@@ -503,7 +495,7 @@ def test_a_hand_off_with_only_ended_choices_frees_all_blocks() -> None:
 def test_an_import_that_does_not_match_its_job_is_refused_and_freed(
     spoil: Callable[[tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     job = bench.job([1, 2, 3, 4, 5], num_choices=2)
     handoff = bench.reserve(job)
     assert handoff.block_ids is not None
@@ -516,7 +508,7 @@ def test_an_import_that_does_not_match_its_job_is_refused_and_freed(
 
 
 def test_cancelled_sequences_free_their_blocks_at_once() -> None:
-    bench = DecodeBench(limits(max_num_seqs=2))
+    bench = SchedulerBench(limits(max_num_seqs=2))
     running = bench.admit(bench.job(range(1, 9), num_choices=2, max_tokens=30))
     waiting = bench.admit(bench.job([1, 2, 3]))
     bench.step()
@@ -528,7 +520,7 @@ def test_cancelled_sequences_free_their_blocks_at_once() -> None:
 
 
 def test_cancelling_a_choice_during_the_shared_prefill_leaves_the_others() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     first, second, third = bench.admit(bench.job(range(1, 35), num_choices=3))
     bench.step()
     held = bench.inspect().blocks["held"]
@@ -542,7 +534,7 @@ def test_cancelling_a_choice_during_the_shared_prefill_leaves_the_others() -> No
 
 
 def test_a_stop_token_ends_a_sequence_but_not_before_min_tokens() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     stops = range(40)  # of 50: nearly every token would end it
     job = bench.job([1, 2, 3], max_tokens=60, min_tokens=7, stops=stops)
     (handle,) = bench.admit(job)
@@ -558,7 +550,7 @@ def test_a_stop_token_ends_a_sequence_but_not_before_min_tokens() -> None:
 
 @pytest.mark.parametrize("num_committed", [1, 4, 9])
 def test_a_resumed_sequence_draws_the_tokens_of_an_uninterrupted_run(num_committed: int) -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     whole = bench.job([1, 2, 3, 4, 5], max_tokens=10)
     seed = whole.sequences[0].seed
     expected = bench.serial(whole.prompt_token_ids, whole.stops, seed, 10)
@@ -574,15 +566,15 @@ def test_a_resumed_sequence_draws_the_tokens_of_an_uninterrupted_run(num_committ
     bench.assert_idle()
 
 
-def _too_long(bench: DecodeBench) -> DecodeJob:
+def _too_long(bench: SchedulerBench) -> DecodeJob:
     return bench.job(range(1, 50), max_tokens=152)
 
 
-def _longer_than_the_pool(bench: DecodeBench) -> DecodeJob:
+def _longer_than_the_pool(bench: SchedulerBench) -> DecodeJob:
     return bench.job([1, 2], max_tokens=40)
 
 
-def _complete(bench: DecodeBench) -> DecodeJob:
+def _complete(bench: SchedulerBench) -> DecodeJob:
     return bench.job([1, 2], max_tokens=3, committed=[3])
 
 
@@ -595,9 +587,9 @@ def _complete(bench: DecodeBench) -> DecodeJob:
     ],
 )
 def test_a_job_that_can_never_be_served_is_refused_with_the_numbers(
-    make: Callable[[DecodeBench], DecodeJob], num_blocks: int, error: type[TandemError], text: str
+    make: Callable[[SchedulerBench], DecodeJob], num_blocks: int, error: type[TandemError], text: str
 ) -> None:
-    bench = DecodeBench(limits(num_blocks=num_blocks))
+    bench = SchedulerBench(limits(num_blocks=num_blocks))
 
     bench.admit(make(bench))
 
@@ -607,7 +599,7 @@ def test_a_job_that_can_never_be_served_is_refused_with_the_numbers(
 
 
 def test_a_sequence_that_just_fits_the_pool_is_served() -> None:
-    bench = DecodeBench(limits(num_blocks=10))
+    bench = SchedulerBench(limits(num_blocks=10))
     (handle,) = bench.admit(bench.job([1, 2], max_tokens=39))
 
     bench.run()
@@ -617,7 +609,7 @@ def test_a_sequence_that_just_fits_the_pool_is_served() -> None:
 
 
 def test_a_full_queue_and_a_handle_in_use_are_refused() -> None:
-    bench = DecodeBench(limits(max_queue=2))
+    bench = SchedulerBench(limits(max_queue=2))
     jobs = [bench.job([1, 2]) for _ in range(3)]
     for job in jobs:
         bench.admit(job)
@@ -632,7 +624,7 @@ def test_a_full_queue_and_a_handle_in_use_are_refused() -> None:
 
 
 def test_an_exceeded_deadline_frees_all_blocks_and_names_its_phase() -> None:
-    bench = DecodeBench(limits(max_num_seqs=1))
+    bench = SchedulerBench(limits(max_num_seqs=1))
     bench.admit(bench.job([1, 2, 3], max_tokens=30, timeout_s=5.0))
     bench.admit(bench.job([1, 2, 3], max_tokens=30, timeout_s=9.0))
     bench.step()
@@ -651,7 +643,7 @@ def test_an_exceeded_deadline_frees_all_blocks_and_names_its_phase() -> None:
 
 
 def test_a_failed_step_ends_only_its_own_sequences() -> None:
-    bench = DecodeBench(limits(max_num_seqs=2))
+    bench = SchedulerBench(limits(max_num_seqs=2))
     hit = bench.admit(bench.job([1, 2], num_choices=2, max_tokens=9))
     (spared,) = bench.admit(bench.job([3, 4], max_tokens=9))
     bench.step()
@@ -667,7 +659,7 @@ def test_a_failed_step_ends_only_its_own_sequences() -> None:
 
 
 def test_started_events_carry_the_queue_time_and_tokens_carry_their_step() -> None:
-    bench = DecodeBench(limits(max_num_seqs=1))
+    bench = SchedulerBench(limits(max_num_seqs=1))
     first, second = bench.job([1, 2], max_tokens=1), bench.job([3, 4], max_tokens=1)
     scheduler = bench.scheduler
     scheduler.apply(AdmitLocal(first), 1.0)
@@ -686,8 +678,8 @@ def test_started_events_carry_the_queue_time_and_tokens_carry_their_step() -> No
 
 
 def test_inspection_names_a_leaked_block_and_ends_no_sequence() -> None:
-    bench = DecodeBench(limits())
-    bench.scheduler._batch.pool.reserve(1)  # no user accounts for it
+    bench = SchedulerBench(limits())
+    bench.scheduler._pool.reserve(1)  # no user accounts for it
 
     violation = bench.inspect().violation
 
@@ -695,7 +687,7 @@ def test_inspection_names_a_leaked_block_and_ends_no_sequence() -> None:
 
 
 def test_a_cached_prefix_is_reserved_with_its_content_and_not_moved() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     _imported(bench, bench.job(range(1, 19), max_tokens=4))
 
     handoff = bench.reserve(bench.job([*range(1, 15), 40, 41], max_tokens=4))
@@ -708,7 +700,7 @@ def test_a_cached_prefix_is_reserved_with_its_content_and_not_moved() -> None:
 
 
 def test_generated_tokens_are_cached_for_the_next_turn_of_a_conversation() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     (first,) = _imported(bench, bench.job(range(1, 10), max_tokens=8))
     bench.run()
     answer = bench.choices[first].output
@@ -722,7 +714,7 @@ def test_generated_tokens_are_cached_for_the_next_turn_of_a_conversation() -> No
 
 
 def test_a_granted_prefix_is_neither_evicted_nor_reused_while_the_rest_is_moved() -> None:
-    bench = DecodeBench(limits(num_blocks=8))
+    bench = SchedulerBench(limits(num_blocks=8))
     _imported(bench, bench.job(range(1, 18), max_tokens=2))
     bench.run()
     handoff = bench.reserve(bench.job(range(1, 22), max_tokens=2))
@@ -738,7 +730,7 @@ def test_a_granted_prefix_is_neither_evicted_nor_reused_while_the_rest_is_moved(
 
 
 def test_the_watermark_counts_only_blocks_that_are_not_cached() -> None:
-    bench = DecodeBench(limits(num_blocks=10, watermark=0.2))
+    bench = SchedulerBench(limits(num_blocks=10, watermark=0.2))
     holder = bench.reserve(bench.job(range(1, 21), max_tokens=2))
     bench.finish(holder)
 
@@ -750,7 +742,7 @@ def test_the_watermark_counts_only_blocks_that_are_not_cached() -> None:
 
 
 def test_a_local_prompt_computes_only_tokens_that_are_not_cached() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     bench.admit(bench.job(range(1, 18), max_tokens=2))
     bench.run()
 
@@ -763,7 +755,7 @@ def test_a_local_prompt_computes_only_tokens_that_are_not_cached() -> None:
 
 
 def test_a_preempted_sequence_reuses_its_blocks_that_are_still_cached() -> None:
-    bench = DecodeBench(limits(num_blocks=6))
+    bench = SchedulerBench(limits(num_blocks=6))
     bench.admit(bench.job([1, 2, 3], max_tokens=17))
     (young,) = bench.admit(bench.job([4, 5, 6], max_tokens=17))
     while bench.inspect().figures["preemptions"] == 0:
@@ -778,7 +770,7 @@ def test_a_preempted_sequence_reuses_its_blocks_that_are_still_cached() -> None:
 
 
 def test_quantised_kv_is_found_by_hand_offs_of_its_wire_dtype_only() -> None:
-    bench = DecodeBench(limits(), wire_dtype="int8")
+    bench = SchedulerBench(limits(), wire_dtype="int8")
     _imported(bench, bench.job(range(1, 18), max_tokens=2))
     bench.run()
 
@@ -795,7 +787,7 @@ def test_quantised_kv_is_found_by_hand_offs_of_its_wire_dtype_only() -> None:
 
 
 def test_a_refused_or_discarded_import_leaves_no_cached_block() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     discarded = bench.reserve(bench.job(range(1, 18), max_tokens=2))
     bench.discard(discarded)
     refused = bench.reserve(bench.job(range(1, 18), max_tokens=2))
@@ -808,7 +800,7 @@ def test_a_refused_or_discarded_import_leaves_no_cached_block() -> None:
 
 
 def test_tenants_share_no_prefix_in_a_decode_worker() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     _imported(bench, bench.job(range(1, 18), max_tokens=2, salt="a"))
 
     assert bench.reserve(bench.job(range(1, 18), salt="b")).num_cached == 0
@@ -816,7 +808,7 @@ def test_tenants_share_no_prefix_in_a_decode_worker() -> None:
 
 
 def test_a_prefix_leased_to_another_worker_is_pinned_until_released() -> None:
-    bench = DecodeBench(limits(num_blocks=6))
+    bench = SchedulerBench(limits(num_blocks=6))
     (handle,) = _imported(bench, bench.job(range(1, 10), max_tokens=8))
     bench.run()
     known = (*range(1, 10), *bench.choices[handle].output)

@@ -10,12 +10,13 @@ from engine.scheduling.commands import AdmitLocal, StepTokens
 from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import Runner, Sample, StepPlan, StepResult
 from engine.speculation.drafter import Acceptance, ModelDrafter
-from tests.unit.decode_bench import DecodeBench, limits
+from tests.unit.export_bench import limits
 from tests.unit.fake_paged_runner import FakePagedRunner, next_token
+from tests.unit.scheduler_bench import SchedulerBench
 
 
 def test_accepted_draft_tokens_give_the_same_tokens_in_fewer_steps() -> None:
-    bench = DecodeBench(limits(), draft_period=1000)
+    bench = SchedulerBench(limits(), draft_period=1000)
     (handle,) = bench.admit(bench.job([1, 2, 3], max_tokens=25))
 
     plans = bench.run()
@@ -28,7 +29,7 @@ def test_accepted_draft_tokens_give_the_same_tokens_in_fewer_steps() -> None:
 
 
 def test_rejected_draft_tokens_cost_no_block_and_no_token() -> None:
-    bench = DecodeBench(limits(), draft_period=1)
+    bench = SchedulerBench(limits(), draft_period=1)
     (handle,) = bench.admit(bench.job([1, 2, 3], max_tokens=25))
 
     while bench.live:
@@ -45,7 +46,7 @@ def test_a_stop_token_among_accepted_draft_tokens_ends_the_sequence() -> None:
     stops = range(0, 50, 7)
     outputs = []
     for draft_period in (0, 1000):
-        bench = DecodeBench(limits(num_blocks=300), draft_period=draft_period)
+        bench = SchedulerBench(limits(num_blocks=300), draft_period=draft_period)
         handles = [bench.admit(bench.job([place], max_tokens=40, min_tokens=6, stops=stops))[0] for place in range(30)]
         bench.run()
         bench.assert_idle()
@@ -58,7 +59,7 @@ def test_a_stop_token_among_accepted_draft_tokens_ends_the_sequence() -> None:
 
 
 def test_no_draft_token_goes_past_the_last_token() -> None:
-    bench = DecodeBench(limits(), draft_period=1000)
+    bench = SchedulerBench(limits(), draft_period=1000)
     bench.admit(bench.job([1, 2, 3], max_tokens=6))
 
     plans = bench.run()
@@ -68,7 +69,7 @@ def test_no_draft_token_goes_past_the_last_token() -> None:
 
 
 def test_speculation_reserves_no_block_that_a_hand_off_waits_for() -> None:
-    bench = DecodeBench(limits(num_blocks=5), draft_period=1000)
+    bench = SchedulerBench(limits(num_blocks=5), draft_period=1000)
     bench.admit(bench.job([1, 2, 3], max_tokens=12))
     bench.step()
     handoff = bench.reserve(bench.job(range(1, 20)))
@@ -83,7 +84,7 @@ def test_speculation_reserves_no_block_that_a_hand_off_waits_for() -> None:
 
 
 def test_a_full_step_leaves_no_room_for_draft_tokens() -> None:
-    bench = DecodeBench(limits(max_prefill_tokens=8), draft_period=1000)
+    bench = SchedulerBench(limits(max_prefill_tokens=8), draft_period=1000)
     bench.admit(bench.job([1, 2, 3], max_tokens=30))
     bench.step()
     (long,) = bench.admit(bench.job(range(1, 40), max_tokens=2))
@@ -95,7 +96,7 @@ def test_a_full_step_leaves_no_room_for_draft_tokens() -> None:
 
 @pytest.mark.parametrize("num_steps", range(1, 5))
 def test_a_sequence_with_draft_tokens_moves_with_accepted_tokens_only(num_steps: int) -> None:
-    source, target = DecodeBench(limits(), draft_period=4), DecodeBench(limits(), draft_period=3)
+    source, target = SchedulerBench(limits(), draft_period=4), SchedulerBench(limits(), draft_period=3)
     (moving,) = source.admit(source.job(range(1, 6), max_tokens=30))
     for _ in range(num_steps):
         source.step()
@@ -136,7 +137,7 @@ class _DraftingRunner:
 
 
 def test_tokens_drafted_by_the_runner_are_verified_in_the_next_step() -> None:
-    bench = DecodeBench(limits())
+    bench = SchedulerBench(limits())
     job = bench.job([1, 2, 3], max_tokens=13)
     scheduler = SequenceScheduler(
         bench.limits, new_chain=nameless_chains(), new_drafter=lambda: ModelDrafter(Acceptance(3, 16))

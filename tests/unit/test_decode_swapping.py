@@ -5,11 +5,12 @@ import pytest
 from cluster.messages import FinishReason
 from engine.scheduling.batching.swapping import PreemptionCost
 from engine.scheduling.step import StepPlan
-from tests.unit.decode_bench import DecodeBench, limits
+from tests.unit.export_bench import limits
 from tests.unit.fake_paged_runner import num_tokens
+from tests.unit.scheduler_bench import SchedulerBench
 
 
-def _until_preempted(bench: DecodeBench) -> StepPlan:
+def _until_preempted(bench: SchedulerBench) -> StepPlan:
     for _ in range(100):
         plan = bench.step()
         assert plan is not None
@@ -18,14 +19,14 @@ def _until_preempted(bench: DecodeBench) -> StepPlan:
     raise AssertionError("nothing was preempted")
 
 
-def _two_that_outgrow_the_pool(bench: DecodeBench) -> tuple[int, int]:
+def _two_that_outgrow_the_pool(bench: SchedulerBench) -> tuple[int, int]:
     (old,) = bench.admit(bench.job([1, 2, 3], max_tokens=17))
     (young,) = bench.admit(bench.job([4, 5, 6], max_tokens=17))
     return old, young
 
 
 def test_a_swapped_sequence_continues_without_computing_a_token_again() -> None:
-    bench = DecodeBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False)
+    bench = SchedulerBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False)
     old, young = _two_that_outgrow_the_pool(bench)
 
     plan = _until_preempted(bench)
@@ -43,7 +44,7 @@ def test_a_swapped_sequence_continues_without_computing_a_token_again() -> None:
 
 
 def test_a_preempted_sequence_is_recomputed_when_the_swap_space_is_full() -> None:
-    bench = DecodeBench(limits(num_blocks=6, num_swap_slots=2), prefix_caching=False)
+    bench = SchedulerBench(limits(num_blocks=6, num_swap_slots=2), prefix_caching=False)
     _two_that_outgrow_the_pool(bench)
 
     assert _until_preempted(bench).swaps_out == ()
@@ -56,7 +57,7 @@ def test_a_preempted_sequence_is_recomputed_when_the_swap_space_is_full() -> Non
 
 @pytest.mark.parametrize(("compute_s_per_token", "swapped"), [(0.1, 0), (10.0, 1)])
 def test_preemption_swaps_or_recomputes_whichever_is_cheaper(compute_s_per_token: float, swapped: int) -> None:
-    bench = DecodeBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False)
+    bench = SchedulerBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False)
     bench.cost.copy_s_per_block, bench.cost.compute_s_per_token = 1.0, compute_s_per_token
     _two_that_outgrow_the_pool(bench)
 
@@ -68,7 +69,7 @@ def test_preemption_swaps_or_recomputes_whichever_is_cheaper(compute_s_per_token
 
 
 def test_a_failed_step_frees_the_swap_slots_reserved_for_it() -> None:
-    bench = DecodeBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False)
+    bench = SchedulerBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False)
     old, young = _two_that_outgrow_the_pool(bench)
     while len(bench.choices[old].output) < 10:
         bench.step()
@@ -83,7 +84,7 @@ def test_a_failed_step_frees_the_swap_slots_reserved_for_it() -> None:
 
 
 def test_a_failed_swap_in_ends_the_sequence_and_frees_its_slots() -> None:
-    bench = DecodeBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False)
+    bench = SchedulerBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False)
     old, young = _two_that_outgrow_the_pool(bench)
     _until_preempted(bench)
     bench.cancel([old])
@@ -95,7 +96,7 @@ def test_a_failed_swap_in_ends_the_sequence_and_frees_its_slots() -> None:
 
 
 def test_a_swapped_sequence_that_is_cancelled_frees_its_slots_at_once() -> None:
-    bench = DecodeBench(limits(num_blocks=6, num_swap_slots=8))
+    bench = SchedulerBench(limits(num_blocks=6, num_swap_slots=8))
     _, young = _two_that_outgrow_the_pool(bench)
     _until_preempted(bench)
     assert bench.inspect().figures["swap_slots_used"] == 3
@@ -108,7 +109,7 @@ def test_a_swapped_sequence_that_is_cancelled_frees_its_slots_at_once() -> None:
 
 
 def test_blocks_shared_with_other_sequences_are_not_swapped_out_and_are_reused() -> None:
-    bench = DecodeBench(limits(num_blocks=8, num_swap_slots=8))
+    bench = SchedulerBench(limits(num_blocks=8, num_swap_slots=8))
     handles = bench.admit(bench.job(range(1, 13), num_choices=3, max_tokens=11))
 
     plan = _until_preempted(bench)
@@ -121,7 +122,7 @@ def test_blocks_shared_with_other_sequences_are_not_swapped_out_and_are_reused()
 
 
 def test_shared_blocks_that_were_freed_are_computed_again() -> None:
-    bench = DecodeBench(limits(num_blocks=9, num_swap_slots=8))
+    bench = SchedulerBench(limits(num_blocks=9, num_swap_slots=8))
     (old,) = bench.admit(bench.job(range(30, 41), max_tokens=24))  # will need every block
     first, second, third = bench.admit(bench.job(range(1, 13), num_choices=3, max_tokens=20))
     while len(bench.choices[old].output) < 20:
@@ -138,7 +139,7 @@ def test_shared_blocks_that_were_freed_are_computed_again() -> None:
 
 def test_an_imported_sequence_comes_back_with_the_bytes_that_were_imported() -> None:
     """The open tail comes back too: its bytes are the imported ones, which this worker would not have computed."""
-    bench = DecodeBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False, wire_dtype="int8")
+    bench = SchedulerBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False, wire_dtype="int8")
     bench.admit(bench.job([1, 2, 3], max_tokens=17))
     handoff = bench.reserve(bench.job([4, 5, 6], max_tokens=17))
     bench.finish(handoff)
@@ -152,7 +153,7 @@ def test_an_imported_sequence_comes_back_with_the_bytes_that_were_imported() -> 
 
 
 def test_a_half_computed_prompt_continues_after_preemption() -> None:
-    bench = DecodeBench(limits(num_blocks=12, num_swap_slots=20, max_prefill_tokens=5), prefix_caching=False)
+    bench = SchedulerBench(limits(num_blocks=12, num_swap_slots=20, max_prefill_tokens=5), prefix_caching=False)
     (old,) = bench.admit(bench.job([1, 2, 3], max_tokens=30))
     bench.step()
     (young,) = bench.admit(bench.job(range(1, 41), max_tokens=3))

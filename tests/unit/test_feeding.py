@@ -24,8 +24,8 @@ from engine.steps.runner import ModelRunner, StartedStep
 from engine.steps.sampler import Draw
 from engine.steps.step_loop import StepLoop
 from tests.golden.families import FAMILIES
-from tests.unit.decode_bench import ROUTER
 from tests.unit.pretend_gpu import OnGpu, PretendGpu
+from tests.unit.scheduler_bench import ROUTER
 from tests.unit.test_pretend_gpu import OnCpu, build, gpu, on_cpu, settings
 
 __all__ = ["build", "gpu", "on_cpu"]

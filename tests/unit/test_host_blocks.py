@@ -70,7 +70,7 @@ def _outputs(engine: Engine, num_blocks: int, num_slots: int) -> tuple[dict[int,
                 for told in event.tokens:
                     outputs[told.handle].append(told.token.token_id)
         scheduler.check()
-    return outputs, dict(scheduler._batch.swaps.figures)
+    return outputs, dict(scheduler._swaps.figures)
 
 
 @pytest.mark.parametrize(("num_slots", "way"), [(12, "swapped_in"), (0, "recomputed")])

@@ -5,11 +5,11 @@ import threading
 from cluster.clock import MonotonicClock
 from cluster.messages import MemberId, PrefillJob, Sampling, TokenStops
 from cluster.protocol.hashing import nameless_chains
+from engine.scheduling.commands import AdmitExport, Command, Event, ExportFailed, ExportFinished
+from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import StepPlan, StepResult
 from engine.steps.step_loop import StepLoop
-from prefill_worker.scheduling.commands import Command, Event, Failed, Finished, Submit
-from prefill_worker.scheduling.limits import PrefillLimits
-from prefill_worker.scheduling.scheduler import PrefillScheduler
 from tests.unit.fake_paged_runner import FakePagedRunner
 
 _DEADLINE_S = 20.0
@@ -47,8 +47,8 @@ class _Bench:
         self.errors: list[Exception] = []
         self.fatal: list[Exception] = []
         self.ended = threading.Event()
-        scheduler = PrefillScheduler(
-            PrefillLimits(
+        scheduler = SequenceScheduler(
+            SchedulerLimits(
                 num_blocks=8, block_size=4, max_model_len=1 << 20, max_prefill_tokens=8, max_num_seqs=4, max_queue=9
             ),
             new_chain=nameless_chains(),
@@ -64,7 +64,7 @@ class _Bench:
 
     def _emit(self, events: tuple[Event, ...]) -> None:
         self.log += [type(event).__name__ for event in events]
-        if any(isinstance(event, Finished | Failed) for event in events):
+        if any(isinstance(event, ExportFinished | ExportFailed) for event in events):
             self.ended.set()
 
     def prefill(self, num_tokens: int) -> None:
@@ -72,7 +72,7 @@ class _Bench:
         self.ended.clear()
         tokens = tuple(range(1, num_tokens + 1))
         job = PrefillJob("request", 0, tokens, Sampling(), TokenStops(9), (7,), 0, MemberId("decode", "1"), 1e6)
-        self.loop.post(Submit(bytes([num_tokens]), job))
+        self.loop.post(AdmitExport(bytes([num_tokens]), job))
         if self.loop.progress.steps == 0 and not self.loop.is_alive:
             self.loop.start()
         assert self.ended.wait(_DEADLINE_S)
@@ -83,9 +83,9 @@ def test_a_steps_events_are_sent_after_the_launch_of_the_next_step() -> None:
     bench.prefill(24)
     assert bench.loop.stop(_DEADLINE_S)
 
-    steps = [what for what in bench.log if what in ("launch", "result", "Sealed", "Finished")]
+    steps = [what for what in bench.log if what in ("launch", "result", "Sealed", "ExportFinished")]
     assert steps[:7] == ["launch", "result", "launch", "Sealed", "result", "launch", "Sealed"]
-    assert steps[-3:] == ["result", "Sealed", "Finished"]
+    assert steps[-3:] == ["result", "Sealed", "ExportFinished"]
     assert not bench.errors and not bench.fatal
 
 
@@ -97,5 +97,5 @@ def test_a_launch_that_raises_ends_its_sequences_and_the_loop_continues() -> Non
     assert bench.loop.stop(_DEADLINE_S)
 
     assert [str(error) for error in bench.errors] == ["no memory"]
-    assert "Failed" in bench.log and bench.log[-1] == "Finished"
+    assert "ExportFailed" in bench.log and bench.log[-1] == "ExportFinished"
     assert not bench.fatal

@@ -7,7 +7,7 @@ import pytest
 
 from cluster.errors import MalformedMessage, Overloaded
 from cluster.protocol.hashing import hash_blocks
-from engine.scheduling.commands import LeasePrefix, PrefixLeased
+from engine.scheduling.cache_commands import LeasePrefix, PrefixLeased
 from engine.steps.questions import Questions
 from kvtransfer.exporter.exporter import IssuedTicket
 from kvtransfer.exporter.service import PrefixLeases

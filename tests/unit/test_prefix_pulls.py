@@ -15,21 +15,14 @@ from cluster.messages import MemberId, PrefixSource
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol.hashing import keyed_chains
 from cluster.serving.rpc_errors import ErrorInterceptor
+from engine.scheduling.cache_commands import AdmitPull, FindPrefix, PrefixFound, PullReserved, ReservePull
+from engine.scheduling.commands import Command, Discard
 from engine.steps.questions import Questions
 from kvtransfer.importer.calls import GrpcChannelPool
 from kvtransfer.importer.importer import ExpectedPrompt, ImportedBlocks
 from kvtransfer.importer.links import LinkTable
 from kvtransfer.memory import BlockSource
 from prefill_worker.prefixes.prefix_pulls import PrefixPulls, PullResources
-from prefill_worker.scheduling.commands import (
-    AdmitPull,
-    Command,
-    DiscardPull,
-    FindPrefix,
-    PrefixFound,
-    PullReserved,
-    ReservePull,
-)
 from tandem.internal.v1 import kv_pb2, kv_pb2_grpc
 from tests.prefill_jobs import prefill_job
 
@@ -166,7 +159,7 @@ async def test_after_a_failed_pull_the_source_is_avoided_for_ten_seconds(importe
         if importer.hangs:  # computing is quick: the shortest timeout
             bench.token_s = 1e-9
         assert await bench.fetch() == 0
-        assert isinstance(bench.posted[-1], DiscardPull)
+        assert isinstance(bench.posted[-1], Discard)
         assert bench.outcome(outcome) == 1
 
         assert await bench.fetch() == 0

@@ -5,15 +5,17 @@ content.
 from cluster.messages import MemberId
 from cluster.protocol.hashing import NATIVE, keyed_chains
 from engine.kv.block_pool import BlockPool
-from engine.scheduling.commands import LeasePrefix, PrefixLeased, Release
-from engine.scheduling.commands import LeasePrefix as OfferFromDecode
-from engine.scheduling.commands import PrefixLeased as OfferedByDecode
+from engine.scheduling import cache_commands, commands
+from engine.scheduling.cache_commands import LeasePrefix, PrefixLeased
+from engine.scheduling.cache_commands import LeasePrefix as OfferFromDecode
+from engine.scheduling.cache_commands import PrefixLeased as OfferedByDecode
+from engine.scheduling.commands import Release
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import make_policy
-from prefill_worker.scheduling import commands
-from prefill_worker.scheduling.limits import PrefillLimits
-from prefill_worker.scheduling.scheduler import PrefillScheduler
+from engine.scheduling.scheduler import SequenceScheduler
 from tests.prefill_jobs import prefill_job
-from tests.unit.decode_bench import DecodeBench, limits
+from tests.unit.export_bench import limits
+from tests.unit.scheduler_bench import SchedulerBench
 
 _BLOCK = 4
 _TOKENS = tuple(range(1, 14))  # three full blocks, and one token
@@ -40,8 +42,8 @@ class _Prefill:
     def __init__(self, unverified_places: tuple[int, ...]) -> None:
         chains = keyed_chains(b"key", _BLOCK)
         policy = make_policy("fcfs")
-        self.scheduler = PrefillScheduler(
-            PrefillLimits(
+        self.scheduler = SequenceScheduler(
+            SchedulerLimits(
                 num_blocks=16,
                 max_model_len=1 << 20,
                 block_size=_BLOCK,
@@ -55,11 +57,11 @@ class _Prefill:
         chain = chains("", NATIVE)
         chain.extend(_TOKENS)
         self.hashes = tuple(chain.hashes)
-        (reserved,) = self.scheduler.apply(commands.ReservePull(1, self.hashes), 0.0)
-        assert isinstance(reserved, commands.PullReserved) and reserved.block_ids is not None
+        (reserved,) = self.scheduler.apply(cache_commands.ReservePull(1, self.hashes), 0.0)
+        assert isinstance(reserved, cache_commands.PullReserved) and reserved.block_ids is not None
         self.block_ids = reserved.block_ids
         self.unverified = frozenset(self.block_ids[place] for place in unverified_places)
-        self.scheduler.apply(commands.AdmitPull(1, chain.parent_of(0), self.hashes, self.unverified), 0.0)
+        self.scheduler.apply(cache_commands.AdmitPull(1, chain.parent_of(0), self.hashes, self.unverified), 0.0)
 
 
 def test_a_prefix_ticket_names_its_unverified_blocks() -> None:
@@ -71,7 +73,7 @@ def test_a_prefix_ticket_names_its_unverified_blocks() -> None:
 def test_an_unverified_prefix_of_a_prompt_is_handed_over_as_unverified() -> None:
     prefill = _Prefill(unverified_places=(1,))
     prefill.scheduler.apply(
-        commands.Submit(b"t", prefill_job(_TOKENS, max_tokens=4, importer=MemberId("d0", "1"))), 0.0
+        commands.AdmitExport(b"t", prefill_job(_TOKENS, max_tokens=4, importer=MemberId("d0", "1"))), 0.0
     )
     events, plan = prefill.scheduler.plan(0.0)
     (sealed,) = [event for event in events if isinstance(event, commands.Sealed)]
@@ -80,13 +82,13 @@ def test_an_unverified_prefix_of_a_prompt_is_handed_over_as_unverified() -> None
 
 def test_unverified_blocks_are_copied_to_the_tiers_with_their_provenance() -> None:
     prefill = _Prefill(unverified_places=(2,))
-    (leased,) = prefill.scheduler.apply(commands.LeaseForCopy(b"t", prefill.hashes, 0), 0.0)
-    assert leased == commands.LeasedForCopy(b"t", prefill.block_ids, prefill.unverified)
+    (leased,) = prefill.scheduler.apply(cache_commands.LeaseForCopy(b"t", prefill.hashes, 0), 0.0)
+    assert leased == cache_commands.LeasedForCopy(b"t", prefill.block_ids, prefill.unverified)
     prefill.scheduler.apply(Release(b"t"), 0.0)
     prefill.scheduler.check()
 
 
-def _imported(bench: DecodeBench, *, is_verified: bool, num_output: int = 12) -> int:
+def _imported(bench: SchedulerBench, *, is_verified: bool, num_output: int = 12) -> int:
     handoff = bench.reserve(bench.job(_TOKENS[:6], max_tokens=num_output))
     bench.finish(handoff, is_verified=is_verified)
     return handoff.job.sequences[0].handle
@@ -94,7 +96,7 @@ def _imported(bench: DecodeBench, *, is_verified: bool, num_output: int = 12) ->
 
 def test_a_migrated_sequence_keeps_its_unverified_blocks() -> None:
     for is_verified in (True, False):
-        bench = DecodeBench(limits(num_blocks=16))
+        bench = SchedulerBench(limits(num_blocks=16))
         handle = _imported(bench, is_verified=is_verified)
         came = set(bench.sequence(handle).block_ids)
         for _ in range(4):
@@ -106,7 +108,7 @@ def test_a_migrated_sequence_keeps_its_unverified_blocks() -> None:
 
 
 def test_cached_blocks_keep_their_provenance() -> None:
-    bench = DecodeBench(limits(num_blocks=16))
+    bench = SchedulerBench(limits(num_blocks=16))
     handle = _imported(bench, is_verified=False)
     sealed = bench.sequence(handle).block_ids[:1]
     bench.run()
@@ -117,12 +119,12 @@ def test_cached_blocks_keep_their_provenance() -> None:
 
 
 def test_swapped_blocks_keep_their_provenance() -> None:
-    bench = DecodeBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False)
+    bench = SchedulerBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False)
     handles = [_imported(bench, is_verified=False) for _ in range(2)]
     while not (plan := bench.step()) or not plan.swaps_in:
         pass
     targets = {swap.block_id for swap in plan.swaps_in}
-    pool = bench.scheduler._batch.pool
+    pool = bench.scheduler._pool
     living = [bench.sequence(handle) for handle in handles if handle in bench.live]
     (back,) = [sequence for sequence in living if set(sequence.block_ids) & targets]
     assert set(back.block_ids[:2]) <= pool.unverified_among(back.block_ids), "its two imported blocks"

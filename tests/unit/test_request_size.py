@@ -21,13 +21,13 @@ from cluster.request_size import (
     prefill_shortage,
     too_large,
 )
+from engine.scheduling.commands import AdmitExport, ExportAccepted, ExportFinished, ExportRefused
 from engine.scheduling.limits import SchedulerLimits
-from prefill_worker.scheduling.commands import Accepted, Finished, Refused, Submit
-from prefill_worker.scheduling.limits import PrefillLimits
-from prefill_worker.scheduling.scheduler import PrefillScheduler
+from engine.scheduling.scheduler import SequenceScheduler
 from tests.prefill_jobs import prefill_job
-from tests.unit.decode_bench import DecodeBench, limits
+from tests.unit.export_bench import limits
 from tests.unit.fake_paged_runner import FakePagedRunner
+from tests.unit.scheduler_bench import SchedulerBench
 
 LENGTHS = st.builds(LengthLimits, st.sampled_from([0, 0, 0, 5]), st.sampled_from([0, 0, 0, 6]))
 DECODE_LIMITS = st.builds(
@@ -62,7 +62,7 @@ def capacity(**changed: int) -> Capacity:
 def test_a_decode_worker_finishes_exactly_the_requests_that_fit_by_the_routers_rule(
     worker: SchedulerLimits, size: RequestSize
 ) -> None:
-    bench = DecodeBench(worker)
+    bench = SchedulerBench(worker)
     prompt = [1 + place % 40 for place in range(size.num_prompt)]
     committed = [size.num_committed]  # of each choice
     job = bench.job(prompt, max_tokens=size.max_tokens, num_choices=size.num_choices, committed=committed)
@@ -83,7 +83,7 @@ def test_a_decode_worker_finishes_exactly_the_requests_that_fit_by_the_routers_r
 def test_a_decode_worker_imports_exactly_the_requests_that_fit_by_the_routers_rule(
     worker: SchedulerLimits, size: RequestSize
 ) -> None:
-    bench = DecodeBench(worker)
+    bench = SchedulerBench(worker)
     starts = bench.job(range(1, size.num_prompt + 1), max_tokens=size.max_tokens, num_choices=size.num_choices)
     known = tuple(1 + place % 40 for place in range(size.num_committed))
     sequences = tuple(replace(start, committed_token_ids=known) for start in starts.sequences)
@@ -107,7 +107,7 @@ def test_a_decode_worker_imports_exactly_the_requests_that_fit_by_the_routers_ru
 def test_a_prefill_worker_computes_exactly_the_requests_that_fit_by_the_routers_rule(
     size: RequestSize, lengths: LengthLimits, num_blocks: int, block_size: int, max_model_len: int
 ) -> None:
-    worker = PrefillLimits(
+    worker = SchedulerLimits(
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=max_model_len,
@@ -116,7 +116,7 @@ def test_a_prefill_worker_computes_exactly_the_requests_that_fit_by_the_routers_
         max_queue=4,
         lengths=lengths,
     )
-    scheduler = PrefillScheduler(worker, new_chain=keyed_chains(b"key", block_size))
+    scheduler = SequenceScheduler(worker, new_chain=keyed_chains(b"key", block_size))
     runner = FakePagedRunner(num_blocks, block_size)
     job = prefill_job(
         [1 + place % 40 for place in range(size.num_known)],
@@ -124,15 +124,15 @@ def test_a_prefill_worker_computes_exactly_the_requests_that_fit_by_the_routers_
         seeds=tuple(range(size.num_choices)),
         num_committed=size.num_committed,
     )
-    (event,) = scheduler.apply(Submit(b"ticket", job), 0.0)
+    (event,) = scheduler.apply(AdmitExport(b"ticket", job), 0.0)
 
-    assert isinstance(event, Refused if prefill_shortage(worker.capacity, size) else Accepted)
-    if isinstance(event, Refused):
+    assert isinstance(event, ExportRefused if prefill_shortage(worker.capacity, size) else ExportAccepted)
+    if isinstance(event, ExportRefused):
         assert isinstance(event.error, WorkerTooSmall)
         return
     finished = []
     while (plan := scheduler.plan(0.0)[1]) is not None:
-        finished += [e for e in scheduler.complete(plan, runner.run(plan), 0.0) if isinstance(e, Finished)]
+        finished += [e for e in scheduler.complete(plan, runner.run(plan), 0.0) if isinstance(e, ExportFinished)]
     assert len(finished) == 1
 
 

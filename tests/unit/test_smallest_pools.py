@@ -13,15 +13,14 @@ from cluster.messages import MemberId, PrefillJob
 from cluster.protocol.hashing import keyed_chains
 from cluster.request_size import LengthLimits
 from cluster.settings.engine_settings import SCHEDULING_POLICIES
-from engine.scheduling.commands import Release
+from engine.scheduling.commands import AdmitExport, Event, ExportAccepted, ExportFinished, ExportRefused, Release
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import make_policy
-from prefill_worker.scheduling.commands import Accepted, Event, Finished, Refused, Submit
-from prefill_worker.scheduling.limits import PrefillLimits
-from prefill_worker.scheduling.scheduler import PrefillScheduler
+from engine.scheduling.scheduler import SequenceScheduler
 from tests.prefill_jobs import prefill_job
-from tests.unit.decode_bench import DecodeBench, HandOff, limits
+from tests.unit.export_bench import limits
 from tests.unit.fake_paged_runner import FakePagedRunner
+from tests.unit.scheduler_bench import HandOff, SchedulerBench
 
 NUM_JOBS = 12
 
@@ -45,7 +44,7 @@ def tokens(dice: random.Random) -> list[int]:
 @pytest.mark.parametrize("seed", range(25))
 def test_every_decode_job_in_a_small_pool_ends_or_is_refused_with_the_numbers(policy: str, seed: int) -> None:
     dice = random.Random(seed)
-    bench = DecodeBench(smallest(dice), policy=policy)
+    bench = SchedulerBench(smallest(dice), policy=policy)
     handoffs: list[HandOff] = []
     for _ in range(NUM_JOBS):
         job = bench.job(
@@ -75,7 +74,7 @@ def test_every_decode_job_in_a_small_pool_ends_or_is_refused_with_the_numbers(po
         assert len(re.findall(r"\d+", failed.error.message)) >= 2, failed.error.message
 
 
-def finish_granted(bench: DecodeBench, handoffs: list[HandOff]) -> int:
+def finish_granted(bench: SchedulerBench, handoffs: list[HandOff]) -> int:
     """Finish the hand-offs whose blocks are reserved. Return their number."""
     granted = [handoff for handoff in handoffs if handoff.block_ids is not None]
     for handoff in granted:
@@ -84,7 +83,7 @@ def finish_granted(bench: DecodeBench, handoffs: list[HandOff]) -> int:
     return len(granted)
 
 
-def is_refused(bench: DecodeBench, handoff: HandOff) -> bool:
+def is_refused(bench: SchedulerBench, handoff: HandOff) -> bool:
     """Whether the hand-off was refused with the number of blocks it needs; a router then computes the prompt on this
     worker.
     """
@@ -100,8 +99,8 @@ def is_refused(bench: DecodeBench, handoff: HandOff) -> bool:
 def test_every_prefill_job_in_a_small_pool_ends_or_is_refused_with_the_numbers(policy: str, seed: int) -> None:
     dice = random.Random(seed)
     size = smallest(dice)
-    scheduler = PrefillScheduler(
-        PrefillLimits(
+    scheduler = SequenceScheduler(
+        SchedulerLimits(
             num_blocks=size.num_blocks,
             max_model_len=1 << 20,
             block_size=size.block_size,
@@ -118,14 +117,14 @@ def test_every_prefill_job_in_a_small_pool_ends_or_is_refused_with_the_numbers(p
     for number in range(NUM_JOBS):
         seeds, max_tokens = tuple(range(dice.randint(1, 4))), dice.randint(1, 99)
         job = prefill_job(tokens(dice), seeds=seeds, max_tokens=max_tokens, importer=MemberId("decode", "1"))
-        (event,) = scheduler.apply(Submit(number.to_bytes(4, "big"), job), 0.0)
+        (event,) = scheduler.apply(AdmitExport(number.to_bytes(4, "big"), job), 0.0)
         needed = len(job.token_ids)
-        if isinstance(event, Refused):
+        if isinstance(event, ExportRefused):
             assert -(-needed // size.block_size) > size.num_blocks
             assert isinstance(event.error, WorkerTooSmall)
             assert {str(needed), str(size.num_blocks * size.block_size)} <= set(re.findall(r"\d+", event.error.message))
         else:
-            assert isinstance(event, Accepted)
+            assert isinstance(event, ExportAccepted)
             num_accepted += 1
 
     while True:
@@ -143,14 +142,14 @@ def test_every_prefill_job_in_a_small_pool_ends_or_is_refused_with_the_numbers(p
 
 
 def note(events: tuple[Event, ...], leased: list[bytes]) -> int:
-    finished = [event.ticket_id for event in events if isinstance(event, Finished)]
+    finished = [event.ticket_id for event in events if isinstance(event, ExportFinished)]
     leased += finished
     return len(finished)
 
 
-def limited_prefill() -> PrefillScheduler:
-    return PrefillScheduler(
-        PrefillLimits(
+def limited_prefill() -> SequenceScheduler:
+    return SequenceScheduler(
+        SchedulerLimits(
             num_blocks=9,
             max_model_len=1 << 20,
             block_size=4,
@@ -172,13 +171,13 @@ def limited_prefill() -> PrefillScheduler:
     ],
 )
 def test_a_prefill_worker_enforces_the_operators_lengths(job: PrefillJob, said: str) -> None:
-    (event,) = limited_prefill().apply(Submit(b"1", job), 0.0)
-    assert isinstance(event, Refused if said else Accepted)
-    assert not isinstance(event, Refused) or said in event.error.message
+    (event,) = limited_prefill().apply(AdmitExport(b"1", job), 0.0)
+    assert isinstance(event, ExportRefused if said else ExportAccepted)
+    assert not isinstance(event, ExportRefused) or said in event.error.message
 
 
 def test_a_decode_worker_enforces_the_operators_lengths() -> None:
-    bench = DecodeBench(replace(limits(), lengths=LengthLimits(max_input_length=5, max_output_length=7)))
+    bench = SchedulerBench(replace(limits(), lengths=LengthLimits(max_input_length=5, max_output_length=7)))
     bench.admit(bench.job([1] * 6, max_tokens=7))
     bench.admit(bench.job([1] * 5, max_tokens=8))
     bench.admit(bench.job([1] * 5, max_tokens=7, committed=[4]))

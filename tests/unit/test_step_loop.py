@@ -11,27 +11,29 @@ from cluster.clock import ManualClock, MonotonicClock
 from cluster.errors import DeadlineExceeded, Unavailable
 from cluster.messages import MemberId, PrefillJob, Sampling, TokenStops
 from cluster.protocol.hashing import nameless_chains
-from engine.scheduling.commands import Inspect, Inspected, Release
-from engine.scheduling.step import StepPlan, StepResult
-from engine.steps.step_loop import StepLoop
-from prefill_worker.scheduling.commands import (
-    AwaitCacheEvents,
-    Cancel,
+from engine.scheduling.cache_commands import AwaitCacheEvents
+from engine.scheduling.commands import (
+    AdmitExport,
+    CancelExport,
     Command,
     Event,
-    Failed,
-    Finished,
+    ExportFailed,
+    ExportFinished,
+    Inspect,
+    Inspected,
+    Release,
     Sealed,
-    Submit,
 )
-from prefill_worker.scheduling.limits import PrefillLimits
-from prefill_worker.scheduling.scheduler import PrefillScheduler
+from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.scheduler import SequenceScheduler
+from engine.scheduling.step import StepPlan, StepResult
+from engine.steps.step_loop import StepLoop
 from tests.unit.fake_paged_runner import FakePagedRunner
 
 _DEADLINE_S = 20.0
 
 
-class _CountingScheduler(PrefillScheduler):
+class _CountingScheduler(SequenceScheduler):
     """Breaks an invariant on demand, and counts the loop's turns."""
 
     turns = 0
@@ -66,7 +68,7 @@ class _HeldRunner(FakePagedRunner):
 class _Bench:
     def __init__(self, clock: ManualClock | MonotonicClock) -> None:
         self.scheduler = _CountingScheduler(
-            PrefillLimits(
+            SchedulerLimits(
                 num_blocks=8, block_size=4, max_model_len=1 << 20, max_prefill_tokens=8, max_num_seqs=4, max_queue=9
             ),
             new_chain=nameless_chains(),
@@ -95,7 +97,7 @@ class _Bench:
         importer = MemberId("decode", "1") if imported else None
         token_ids = tuple(range(1, num_tokens + 1))
         job = PrefillJob("request", 0, token_ids, Sampling(), TokenStops(9), (7,), 0, importer, timeout_s)
-        self.loop.post(Submit(ticket_id, job))
+        self.loop.post(AdmitExport(ticket_id, job))
 
     def until(self, kind: type[Event]) -> Event:
         while not isinstance(event := self.events.get(timeout=_DEADLINE_S), kind):
@@ -120,9 +122,9 @@ def bench() -> Iterator[_Bench]:
 def test_a_command_becomes_steps_and_steps_become_events(bench: _Bench) -> None:
     bench.submit(b"1", 18)
 
-    finished = bench.until(Finished)
+    finished = bench.until(ExportFinished)
 
-    assert isinstance(finished, Finished) and finished.ticket_id == b"1"
+    assert isinstance(finished, ExportFinished) and finished.ticket_id == b"1"
     assert bench.inspect().blocks["leased"] == 5
     bench.loop.post(Release(b"1"))
     assert bench.inspect().blocks["free"] == 8
@@ -158,10 +160,10 @@ def test_a_cancel_during_a_step_takes_effect_before_the_next(bench: _Bench) -> N
     assert bench.runner.entered.wait(_DEADLINE_S)
     assert bench.loop.progress.busy_since_s is not None
 
-    bench.loop.post(Cancel(b"1"))
+    bench.loop.post(CancelExport(b"1"))
     bench.runner.may_go.set()
 
-    assert isinstance(bench.until(Failed), Failed)
+    assert isinstance(bench.until(ExportFailed), ExportFailed)
     assert bench.inspect().blocks == {"quarantined": 0, "leased": 2, "held": 0, "cached": 0, "free": 6}
     assert len(bench.runner.plans) == 1
 
@@ -169,13 +171,13 @@ def test_a_cancel_during_a_step_takes_effect_before_the_next(bench: _Bench) -> N
 def test_every_step_that_succeeds_is_timed_without_the_wait_before_it(bench: _Bench) -> None:
     bench.runner.errors.put(RuntimeError("the device is gone"))
     bench.submit(b"1", 3)
-    bench.until(Failed)
+    bench.until(ExportFailed)
     assert bench.timed == []
 
     bench.inspect()  # nothing to compute
     idle_until_s = MonotonicClock().now_s()
     bench.submit(b"2", 18)
-    bench.until(Finished)
+    bench.until(ExportFinished)
     bench.inspect()
 
     assert [plan for plan, _ in bench.timed] == bench.runner.plans
@@ -186,11 +188,11 @@ def test_every_step_that_succeeds_is_timed_without_the_wait_before_it(bench: _Be
 def test_a_failing_step_is_reported_once_and_the_loop_continues(bench: _Bench) -> None:
     bench.runner.errors.put(RuntimeError("the device is gone"))
     bench.submit(b"1", 3)
-    assert isinstance(failed := bench.until(Failed), Failed) and failed.ticket_id == b"1"
+    assert isinstance(failed := bench.until(ExportFailed), ExportFailed) and failed.ticket_id == b"1"
 
     bench.submit(b"2", 3)
 
-    assert isinstance(bench.until(Finished), Finished)
+    assert isinstance(bench.until(ExportFinished), ExportFinished)
     assert [str(error) for error in bench.step_errors] == ["the device is gone"]
     assert bench.fatal.empty()
 
@@ -207,12 +209,12 @@ def test_a_broken_invariant_ends_the_loop_and_is_reported(bench: _Bench) -> None
 
 def test_a_deadline_wakes_a_waiting_loop(bench: _Bench) -> None:
     bench.submit(b"1", 32)
-    bench.until(Finished)
+    bench.until(ExportFinished)
     bench.submit(b"2", 32, timeout_s=0.05)  # its blocks are leased to the first
 
-    failed = bench.until(Failed)
+    failed = bench.until(ExportFailed)
 
-    assert isinstance(failed, Failed) and isinstance(failed.error, DeadlineExceeded)
+    assert isinstance(failed, ExportFailed) and isinstance(failed.error, DeadlineExceeded)
     assert bench.inspect().figures["waiting"] == 0
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.kv.block_pool import BlockState
+from engine.scheduling import cache_commands, commands
 from prefill_worker.prefixes import tiers
-from prefill_worker.scheduling import commands
 from tests.faults.injection import AwaitFaults, SubmitFaults, When, Where
 from tests.prefill_jobs import prefill_job
 from tests.unit.tier_bench import TierBench, prompt
@@ -41,7 +41,7 @@ async def _check(bench: TierBench) -> None:
     bench.scheduler.check()
     bench.index.check()
     assert bench.scheduler.holders() == set(bench.tiers.owners()) == frozenset()
-    counts = bench.scheduler._blocks.pool.counts()
+    counts = bench.scheduler._pool.counts()
     assert counts[BlockState.FREE] + counts[BlockState.CACHED] == bench.pool.num_blocks
     assert all(held.is_whole and not held.pins for held in bench.index._host.values())
     for number in (2, 3, 1):
@@ -116,7 +116,7 @@ async def test_leases_that_are_granted_in_the_turn_of_their_time_limit_are_relea
     monkeypatch.setattr(loop, "time", lambda: real_time() + stopped_s)
 
     def post(command: commands.Command) -> None:
-        if isinstance(command, commands.LeaseForCopy):
+        if isinstance(command, cache_commands.LeaseForCopy):
             loop.call_soon(stop, command)
         else:
             real_post(command)

@@ -53,17 +53,17 @@ async def test_a_block_keeps_its_provenance_in_both_tiers_and_after_a_restart(tm
     worker, job = TierBench(tmp_path, slots=3), prefill_job(prompt(1))
     chain = worker.tiers.chain(job)
     worker.compute_prompt(job)
-    pool = worker.scheduler._blocks.pool
+    pool = worker.scheduler._pool
     pool._unverified.add(pool.find(chain.hashes)[1])
     worker.tiers.store(chain)
     await worker.stored()
 
     async def unverified_after_fetch(bench: TierBench) -> list[bool]:
         await _fill(bench, 2, 3)  # evicts the prompt from the pool
-        assert bench.scheduler._blocks.pool.find(chain.hashes) == ()
+        assert bench.scheduler._pool.find(chain.hashes) == ()
         assert await bench.ask(*prompt(1)) == 12
-        found = bench.scheduler._blocks.pool.find(chain.hashes)
-        return [block_id in bench.scheduler._blocks.pool.unverified_among(found) for block_id in found]
+        found = bench.scheduler._pool.find(chain.hashes)
+        return [block_id in bench.scheduler._pool.unverified_among(found) for block_id in found]
 
     assert await unverified_after_fetch(worker) == [False, True, False]
     await worker.tiers.close()
@@ -217,7 +217,7 @@ async def test_copying_a_block_to_a_tier_does_not_count_as_a_use() -> None:
     """Else every block would seem to have been used again."""
     worker = TierBench()
     await _fill(worker, 1)
-    uses = worker.scheduler._blocks.pool._cache._eviction._last_use.values()  # type: ignore[attr-defined]
+    uses = worker.scheduler._pool._cache._eviction._last_use.values()  # type: ignore[attr-defined]
     assert [use.num_uses for use in uses] == [1, 1, 1]
     await worker.tiers.close()
 
@@ -249,11 +249,11 @@ async def test_a_hung_disk_delays_one_prompt_by_the_timeout_and_quarantines_bloc
     job = prefill_job(prompt(1))
     await worker.tiers.fetch(job, worker.tiers.chain(job))
     assert worker.outcomes("fetch") == {"late": 3}
-    assert worker.scheduler._blocks.pool.counts()["quarantined"] == 3
+    assert worker.scheduler._pool.counts()["quarantined"] == 3
 
     hangs.set()
     await asyncio.wrap_future(worker.tiers._fetcher.submit(int))  # runs after the read that hung
-    assert worker.scheduler._blocks.pool.counts()["quarantined"] == 0
+    assert worker.scheduler._pool.counts()["quarantined"] == 0
     await worker.tiers.fetch(job, worker.tiers.chain(job))
     assert len(reads) == 1, "a slow disk is left alone"
     worker.scheduler.check()

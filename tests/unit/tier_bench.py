@@ -10,13 +10,13 @@ from cluster.protocol.hashing import keyed_chains
 from cluster.settings.config import WorkerConfig
 from engine.kv.layout import LayerShape, lay_out
 from engine.kv.pool import KvPool
+from engine.scheduling import commands
+from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import DrawnToken, StepResult
 from engine.steps.questions import Questions
 from prefill_worker.prefixes.tier_storage import BlockFiles
 from prefill_worker.prefixes.tiers import PrefixTiers, TierResources, open_tiers
-from prefill_worker.scheduling import commands
-from prefill_worker.scheduling.limits import PrefillLimits
-from prefill_worker.scheduling.scheduler import PrefillScheduler
 from tests.prefill_jobs import prefill_job
 
 LAYOUT = LayoutFingerprint(weights="w", model_config="c", dtype="float32", block_table="t")
@@ -37,8 +37,8 @@ class TierBench:
             prefix_disk_space=str(files * BlockFiles.file_bytes(BLOCK_BYTES)),
         )
         chains = keyed_chains(b"key", BLOCK_SIZE)
-        self.scheduler = PrefillScheduler(
-            PrefillLimits(
+        self.scheduler = SequenceScheduler(
+            SchedulerLimits(
                 num_blocks=_NUM_BLOCKS,
                 block_size=BLOCK_SIZE,
                 max_model_len=1 << 20,
@@ -65,7 +65,7 @@ class TierBench:
         job = prefill_job(tokens)
         chain = self.tiers.chain(job)
         await self.tiers.fetch(job, chain)
-        (finished,) = [event for event in self.compute_prompt(job) if isinstance(event, commands.Finished)]
+        (finished,) = [event for event in self.compute_prompt(job) if isinstance(event, commands.ExportFinished)]
         self.tiers.store(chain)
         await self.stored()
         self.index.check()
@@ -78,7 +78,7 @@ class TierBench:
         return {name: value for name, value in values.items() if value}
 
     def compute_prompt(self, job: PrefillJob) -> list[commands.Event]:
-        self._post(commands.Submit(b"ticket", job))
+        self._post(commands.AdmitExport(b"ticket", job))
         _, plan = self.scheduler.plan(0.0)
         assert plan is not None
         (chunk,) = plan.chunks

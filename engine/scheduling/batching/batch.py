@@ -1,8 +1,7 @@
-"""The rules by which sequences get slots and blocks, and by which they are preempted. Pure. Owned by the decode
-scheduler.
+"""The rules by which sequences get slots and blocks, and by which they are preempted. Pure. Owned by the scheduler.
 
-The batch owns the block pool, the reservations of hand-offs and the queues of sequences. It never sees a command or an
-event. A *slot* is one of the `max_num_seqs` places in a step; a sequence uses one per choice.
+The batch owns the queues of sequences. It never sees a command or an event. A *slot* is one of the `max_num_seqs`
+places in a step; a sequence uses one per choice, and an export uses one.
 
 A sequence is in exactly one state:
 
@@ -24,24 +23,26 @@ default the earlier arrival ranks first). Whoever ranks first is served first.
 4. **Preemption for waiting work.** If the policy is preemptive, or the last sequence is of the batch class, waiting
    work that ranks before running sequences takes their slots and, if memory is short, their blocks. This happens before
    the step is planned.
-5. **Freezing.** A frozen sequence keeps its blocks and gives up its slots. When it is thawed, it is ready.
+5. **Exports.** An export may lose its slot, and is passed over while prompts that rank before it use the step's
+   budget, but it keeps its blocks: they are leased as they are sealed, and an importer may read them.
+6. **Freezing.** A frozen sequence keeps its blocks and gives up its slots. When it is thawed, it is ready.
 
-There is no deadlock. In every plan the first in rank can get every block except those of frozen sequences, of hand-offs
-in progress in either direction and of quarantine; these are freed without waiting for anything here. A job that does
-not fit into the whole pool is refused at admission.
+There is no deadlock. In every plan the first in rank can get every block except those of exports, of frozen sequences,
+of hand-offs in progress in either direction and of quarantine; these are freed without waiting for anything here but a
+slot, and a sequence that cannot grow gives up its slot to an export. A job that does not fit into the whole pool is
+refused at admission.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 
-from cluster.protocol.hashing import NewChain
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.block_tables import BlockTables
 from engine.scheduling.batching.preemption import Preemption
 from engine.scheduling.batching.reservations import BlockGrant, Reservations
 from engine.scheduling.batching.sequence_queues import Ranking, SequenceQueues
 from engine.scheduling.batching.sequences import Sequence
-from engine.scheduling.batching.swapping import PreemptionCost, SwapSpace
+from engine.scheduling.batching.swapping import SwapSpace
 from engine.scheduling.batching.watermark import Watermark
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import Policy
@@ -49,45 +50,53 @@ from engine.scheduling.schedule import ChunkBudget
 
 
 class Batch:
-    """The block pool, the block tables, the queues of sequences, and the rules above."""
+    """The queues of sequences and the rules above. The scheduler shares the pool, the tables, the reservations and the
+    swap space with it."""
 
-    def __init__(self, limits: SchedulerLimits, new_chain: NewChain, cost: PreemptionCost, policy: Policy) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        *,
+        pool: BlockPool,
+        swaps: SwapSpace,
+        tables: BlockTables,
+        reservations: Reservations,
+        policy: Policy,
+    ) -> None:
         self._limits = limits
-        self.pool = BlockPool(limits.num_blocks, limits.prefix_eviction)
-        self.swaps = SwapSpace(limits.num_swap_slots, cost)
-        self.tables = BlockTables(limits, new_chain, self.pool, self.swaps)
-        self.reservations = Reservations(self.pool)
+        self._pool = pool
+        self._swaps = swaps
+        self._tables = tables
+        self._reservations = reservations
         self._ranking = Ranking(policy)
         self._queues = SequenceQueues(self._ranking, limits.max_num_seqs)
-        self._watermark = Watermark(limits, self._queues, self.tables)
-        self._preemption = Preemption(
-            self._ranking, self._queues, self.tables, self.pool, self.reservations, self._watermark
-        )
+        self._watermark = Watermark(limits, self._queues, tables)
+        self._preemption = Preemption(self._ranking, self._queues, tables, pool, reservations, self._watermark)
         self._ended_in_flight: set[Sequence] = set()  # ended, but a step in flight writes to their blocks
 
     @property
     def num_waiting(self) -> int:
-        return self._queues.waiting.num_choices + self._queues.ready.num_choices
+        return self._queues.waiting.num_slots + self._queues.ready.num_slots
 
     @property
     def num_spare_blocks(self) -> int:
         """Available blocks above the watermark; 0 if a sequence or a hand-off waits for blocks."""
-        if len(self._queues.waiting) or self.reservations.num_waiting:
+        if len(self._queues.waiting) or self._reservations.num_waiting:
             return 0
-        return max(0, self.pool.num_available - self._limits.num_watermark_blocks)
+        return max(0, self._pool.num_available - self._limits.num_watermark_blocks)
 
     @property
     def figures(self) -> dict[str, int]:
         return {
-            "running": self._queues.running.num_choices,
+            "running": self._queues.running.num_slots,
             "waiting": self.num_waiting,
             "frozen": len(self._queues.frozen),
-            "handoffs_waiting": self.reservations.num_waiting,
+            "handoffs_waiting": self._reservations.num_waiting,
             "preemptions": self._preemption.preemptions,
             "displaced": self._preemption.displaced,
-            "tokens_cached": self.tables.tokens_cached,
-            "blocks_evicted": self.pool.num_evicted,
-            **self.swaps.figures,
+            "tokens_cached": self._tables.tokens_cached,
+            "blocks_evicted": self._pool.num_evicted,
+            **self._swaps.figures,
         }
 
     def add_ready(self, sequence: Sequence, now_s: float) -> None:
@@ -95,31 +104,46 @@ class Batch:
         self._queues.add_ready(sequence, now_s)
 
     def add_waiting(self, sequence: Sequence, now_s: float) -> None:
-        self._queues.add_waiting(sequence, now_s, now_s)
+        self._queues.add_waiting(sequence, now_s)
+
+    @property
+    def num_blocks_waited_for(self) -> int:
+        """The number of blocks that waiting sequences and hand-offs need."""
+        return sum(map(self._tables.num_needed, self._queues.waiting)) + self._reservations.num_blocks_waited_for
+
+    def waiting_exports(self) -> list[bytes]:
+        """Return the tickets of exports that have no blocks yet."""
+        exports = (sequence.group.export for sequence in self._queues.waiting)
+        return [export.ticket_id for export in exports if export is not None]
 
     def grant_reservations(self, now_s: float) -> list[BlockGrant]:
         """Give hand-offs their blocks, in rank order, while the pool has enough. Must not be called while a step is
         being planned: the blocks that the step swaps out are not copied yet."""
-        if not self.reservations.num_waiting:
+        if not self._reservations.num_waiting:
             return []
-        self.reservations.sort(self._ranking.request_rank, now_s)
-        granted = self.reservations.grant(self._watermark.for_handoff)
-        self.tables.tokens_cached += sum(grant.num_cached for grant in granted) * self._limits.block_size
+        self._reservations.sort(self._ranking.request_rank, now_s)
+        granted = self._reservations.grant(self._watermark.for_handoff)
+        self._tables.tokens_cached += sum(grant.num_cached for grant in granted) * self._limits.block_size
         return granted
 
     def begin_step(self, now_s: float) -> None:
         """Sort the queues by the ranks at `now_s`, preempt for waiting work, and give slots to ready sequences."""
         self._queues.sort(now_s)
-        self.reservations.sort(self._ranking.request_rank, now_s)
+        self._reservations.sort(self._ranking.request_rank, now_s)
         num_promised = self._preemption.preempt_for_waiting(now_s)
         if len(self._queues.ready):
             self._join_ready(num_promised, now_s)
 
     def decoding(self, now_s: float) -> list[Sequence]:
         """Return the running sequences with one token to compute. Each has the block for that token's KV."""
-        # In rank order, so that a preempted sequence always ranks after all that were examined before.
-        running = (s for s in tuple(self._queues.running) if s.num_left == 1 and s.block_ids)
-        return [s for s in running if self._preemption.grow(s, now_s)]
+        decoding = []
+        # In rank order, so that a preempted sequence always ranks after all that were examined before. It has no blocks
+        # when its turn comes.
+        for sequence in tuple(self._queues.running):
+            decodes = sequence.num_left == 1 and sequence.block_ids and sequence.group.export is None
+            if decodes and self._preemption.grow(sequence, now_s):
+                decoding.append(sequence)
+        return decoding
 
     def resume_swapped(self, now_s: float) -> list[Sequence]:
         """Start the first waiting sequences as long as each was swapped out while it decoded. They decode in this step
@@ -132,18 +156,24 @@ class Batch:
         return resumed
 
     def prompt_parts(self, budget: ChunkBudget, now_s: float) -> list[tuple[Sequence, int]]:
-        """Divide the step's remaining budget among sequences with more than one token to compute, running or waiting,
-        in rank order. Return each with its number of tokens. Waiting sequences that get tokens start to run."""
-        running = deque(sequence for sequence in self._queues.running if sequence.num_left > 1)
+        """Divide the step's remaining budget among prompts: running ones in rank order, each after the waiting ones
+        that go before it. Return each with its number of tokens. Waiting sequences that get tokens start to run."""
+        # The last token of an export is a prompt's too; that of a sequence decoded here is computed like a decode.
+        running = deque(
+            s for s in self._queues.running if s.num_left > 1 or (s.group.export is not None and s.num_left)
+        )
         parts = []
         while budget.left and (sequence := self._next_prompt(running, now_s)) is not None:
+            sequence.run(now_s)
             parts.append((sequence, budget.take(sequence.num_left)))
+        for sequence in running:
+            sequence.wait(now_s)
         return parts
 
-    def split_choices(self, sequence: Sequence, numbers: Iterator[int], now_s: float) -> list[Sequence]:
+    def split_choices(self, sequence: Sequence, new_number: Callable[[], int], now_s: float) -> list[Sequence]:
         """Split a sequence into one running sequence per choice, all on the same blocks. Each but the first has a spare
         block for a copy of the tail. Return all of them."""
-        others = self.tables.split_choices(sequence, numbers)
+        others = self._tables.split_choices(sequence, new_number)
         for other in others:
             self._queues.add_running(other, now_s)
         return [sequence, *others]
@@ -168,14 +198,14 @@ class Batch:
 
     def can_plan_ahead(self) -> bool:
         """Return whether the next step can be planned without preempting, copying or swapping."""
-        if not self.swaps.is_idle:
+        if not self._swaps.is_idle:
             return False
         num_lacking = 0
         for sequence in self._queues.holders:
-            if (sequence.spare_ids and len(sequence.choices) == 1) or self.tables.is_tail_leased(sequence):
+            if (sequence.spare_ids and len(sequence.choices) == 1) or self._tables.is_tail_leased(sequence):
                 return False
-            num_lacking += self.tables.num_lacking(sequence)
-        return num_lacking <= self.pool.num_available and not self._preemption.may_preempt()
+            num_lacking += self._tables.num_lacking(sequence)
+        return num_lacking <= self._pool.num_available and not self._preemption.may_preempt()
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that ended. Its blocks are freed now, or by `free_ended` if a step in flight contains
@@ -185,32 +215,32 @@ class Batch:
         if sequence.num_steps_in_flight:
             self._ended_in_flight.add(sequence)
         else:
-            self.tables.free(sequence)
+            self._tables.free(sequence)
 
     def free_ended(self, sequence: Sequence) -> None:
         """Free the blocks of a removed sequence unless another step in flight contains it."""
         if not sequence.num_steps_in_flight:
             self._ended_in_flight.remove(sequence)
-            self.tables.free(sequence)
+            self._tables.free(sequence)
 
     def remove_choice(self, sequence: Sequence, handle: int, now_s: float) -> None:
         """Remove one of several choices. The other choices continue."""
         assert len(sequence.choices) > 1
         self._queues.remove_choice(sequence, handle, now_s)
-        self.tables.free_spare(sequence)
+        self._tables.free_spare(sequence)
 
     def check(self, live: set[int]) -> None:
         """Raise AssertionError if the pool's reference counts differ from the blocks that sequences and hand-offs hold.
         `live`: the numbers of the sequences that must be in the queues."""
-        self.pool.check()
-        references = [0] * self.pool.num_blocks
+        self._pool.check()
+        references = [0] * self._pool.num_blocks
         for sequence in (*self._queues.holders, *self._queues.frozen, *self._ended_in_flight):
             for block_id in sequence.block_ids + sequence.spare_ids:
                 references[block_id] += 1
-        for block_id in self.reservations.granted_block_ids:
+        for block_id in self._reservations.granted_block_ids:
             references[block_id] += 1
-        self.pool.check_references(references)
-        self.swaps.check(list(self._queues.waiting))
+        self._pool.check_references(references)
+        self._swaps.check(list(self._queues.waiting))
         self._queues.check(live)
 
     def _join_ready(self, num_promised: int, now_s: float) -> None:
@@ -221,18 +251,21 @@ class Batch:
         if head is not None and not self._can_start(head):
             head = None
         for sequence in tuple(self._queues.ready):
+            if self._preemption.is_stalled(sequence):
+                continue
             num_slots = self._queues.num_free_slots
             if head is not None and head.rank < sequence.rank:
-                num_slots -= max(len(head.choices), num_promised)
-            if num_slots < len(sequence.choices):
+                num_slots -= max(head.num_slots, num_promised)
+            if num_slots < sequence.num_slots:
                 break
             self._queues.start_running(sequence, now_s)
 
     def _next_prompt(self, running: deque[Sequence], now_s: float) -> Sequence | None:
-        """Return the sequence that ranks next: the first waiting one, which starts if it can, or else the first of
-        `running`, which is removed from there."""
+        """Return the prompt that comes next: the first waiting one if it displaces the first of `running` and can
+        start, or else the first of `running`, which is removed from there."""
         head = self._queues.waiting.first
-        if head is not None and (not running or head.rank < running[0].rank) and self._start_waiting(now_s) is head:
+        goes_first = head is not None and (not running or self._ranking.displaces(head, running[0], now_s))
+        if goes_first and self._start_waiting(now_s) is head:
             return head
         return running.popleft() if running else None
 
@@ -240,18 +273,18 @@ class Batch:
         """Start the first waiting sequence and return it, or return None if it has to wait. It gets the blocks of all
         its known tokens; the KV of cached and swapped blocks counts as computed."""
         sequence = self._queues.waiting.first
-        if sequence is None or len(sequence.choices) > self._queues.num_free_slots:
+        if sequence is None or sequence.num_slots > self._queues.num_free_slots:
             return None
-        if not self._can_start(sequence) or not self.tables.can_allocate(sequence):
+        if not self._can_start(sequence) or not self._tables.can_allocate(sequence):
             return None
-        self.tables.allocate(sequence)
+        self._tables.allocate(sequence)
         self._queues.start_running(sequence, now_s)
         return sequence
 
     def _can_start(self, sequence: Sequence) -> bool:
         """Return whether the pool has enough blocks for a waiting sequence and no hand-off ranks before it."""
-        request = self.reservations.first
+        request = self._reservations.first
         if request is not None and request.rank < sequence.rank:
             return False
-        num_left = self.pool.num_available - self.tables.num_newly_used(sequence)
+        num_left = self._pool.num_available - self._tables.num_newly_used(sequence)
         return num_left >= self._watermark.for_sequence(sequence)

@@ -3,7 +3,7 @@
 Only this module adds and removes sequences' references to blocks. The batch decides which sequence may have blocks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from cluster.protocol.hashing import NATIVE, NewChain
 from engine.kv.block_pool import BlockPool, BlockState
@@ -27,7 +27,7 @@ class BlockTables:
 
     def num_needed(self, sequence: Sequence) -> int:
         """Return the number of blocks for all known tokens of a sequence, with a tail per choice."""
-        return self._limits.num_needed(len(sequence.token_ids), len(sequence.choices))
+        return self._limits.num_needed(len(sequence.token_ids), sequence.num_slots)
 
     def num_newly_used(self, sequence: Sequence) -> int:
         """Return by how much `num_available` falls if this waiting sequence starts now."""
@@ -65,6 +65,7 @@ class BlockTables:
         else:
             sequence.num_computed = sequence.num_cached = num_found
             self.tokens_cached += num_found
+        sequence.advance(0)  # cached tokens are done before its wait ends
 
     def evict(self, sequence: Sequence) -> None:
         """Free the blocks of a preempted sequence. Its KV is swapped out if that is cheaper than computing it again."""
@@ -144,15 +145,15 @@ class BlockTables:
         self._pool.release((source,))
         return (BlockCopy(source, target),)
 
-    def split_choices(self, sequence: Sequence, numbers: Iterator[int]) -> list[Sequence]:
+    def split_choices(self, sequence: Sequence, new_number: Callable[[], int]) -> list[Sequence]:
         """Split off a new sequence for each choice but the first, on the same blocks, with a spare block for its
-        tail."""
+        tail. Return the new ones."""
         choices, spare_ids = sequence.choices, sequence.spare_ids
-        sequence.choices, sequence.spare_ids = choices[:1], ()
+        sequence.choices, sequence.num_slots, sequence.spare_ids = choices[:1], 1, ()
         others = []
         for place, choice in enumerate(choices[1:]):
             self._pool.share(sequence.block_ids)
-            others.append(sequence.split_off(next(numbers), choice, spare_ids[place : place + 1]))
+            others.append(sequence.split_off(new_number(), choice, spare_ids[place : place + 1]))
         return others
 
     def cache_sealed(self, sequence: Sequence) -> None:

@@ -56,7 +56,7 @@ class Preemption:
             last = self._queues.last_holder
             if last is None or not self._ranking.displaces(sequence, last, now_s):
                 break
-            num_slots += len(sequence.choices)
+            num_slots += sequence.num_slots
             if not self._free_slots(num_slots, sequence, now_s):
                 break
             if sequence in waiting:
@@ -65,23 +65,28 @@ class Preemption:
                 is_behind_handoff = request is not None and request.rank < sequence.rank
                 if is_behind_handoff or not self._free_blocks(num_wanted, sequence, now_s):
                     break
-                num_promised += len(sequence.choices)
+                num_promised += sequence.num_slots
         return num_promised
 
     def free_stalled_slot(self, now_s: float) -> None:
-        """Take the slot of a running sequence that cannot grow and is the last with blocks, if a ready sequence
-        ranks before it: each would wait for the other."""
-        last, first = self._queues.last_holder, self._queues.ready.first
-        if last is None or first is None or last not in self._queues.running or last.rank < first.rank:
+        """Take the slot of a running sequence that is stalled, if an export or a sequence that ranks before it waits
+        for a slot: each would wait for the other."""
+        last, first = self._queues.last_preemptible, self._queues.ready.first
+        if last is None or first is None or last not in self._queues.running or not self.is_stalled(last):
             return
-        if last.num_left == 1 and self._tables.num_lacking(last) > self._pool.num_available:
+        if first.rank < last.rank or any(sequence.group.export is not None for sequence in self._queues.ready):
             self._queues.move_to_ready(last, now_s)
+
+    def is_stalled(self, sequence: Sequence) -> bool:
+        """Return whether it cannot grow, and no sequence that may be preempted ranks after it."""
+        is_last = sequence is self._queues.last_preemptible
+        return is_last and sequence.num_left == 1 and self._tables.num_lacking(sequence) > self._pool.num_available
 
     def grow(self, sequence: Sequence, now_s: float) -> bool:
         """Make room for its known tokens. Returns False if there is none and no sequence behind it has blocks."""
         num_lacking = self._tables.num_lacking(sequence)
         while num_lacking and not self._tables.grow(sequence, num_lacking):
-            last = self._queues.last_holder
+            last = self._queues.last_preemptible
             assert last is not None
             if last.rank <= sequence.rank:
                 return False
@@ -112,7 +117,8 @@ class Preemption:
         would not be enough; then returns False."""
         if self._pool.num_available >= num_blocks:
             return True
-        holders = sorted(self._queues.holders, key=lambda s: s.rank, reverse=True)
+        decoded_here = (holder for holder in self._queues.holders if holder.group.export is None)
+        holders = sorted(decoded_here, key=lambda s: s.rank, reverse=True)
         victims = list(itertools.takewhile(lambda holder: self._ranking.displaces(wanting, holder, now_s), holders))
         block_ids = [block_id for victim in victims for block_id in victim.block_ids + victim.spare_ids]
         num_freed = sum(self._pool.num_users(block_id) == 1 for block_id in block_ids)
@@ -128,5 +134,4 @@ class Preemption:
         self.preemptions += 1
         self._queues.remove(sequence)
         self._tables.evict(sequence)
-        waits_since_s = sequence.waits_since_s
-        self._queues.add_waiting(sequence, now_s if waits_since_s is None else waits_since_s, now_s)
+        self._queues.add_waiting(sequence, now_s)

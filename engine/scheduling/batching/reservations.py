@@ -1,10 +1,11 @@
-"""Hand-offs that wait for blocks, and the blocks granted to hand-offs. Pure. Owned by the scheduler.
+"""Hand-offs that wait for blocks, and the blocks granted to hand-offs and pulls. Pure. Owned by the scheduler.
 
-A hand-off gets all its blocks at once or none, in the policy's order, so there is no hold-and-wait.
+A hand-off gets all its blocks at once or none, in the policy's order, so there is no hold-and-wait. A pull gets all its
+blocks at once or is refused: it may speed up a prompt, and must never delay another one.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -41,6 +42,16 @@ class Reservations:
         self._pool = pool
         self._requests: dict[int, BlockRequest] = {}  # by hand-off, in the order of their ranks
         self._grants: dict[int, BlockGrant] = {}
+        self._pulls: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def num_pulls(self) -> int:
+        return len(self._pulls)
+
+    @property
+    def num_blocks_waited_for(self) -> int:
+        """The number of blocks that waiting hand-offs need."""
+        return sum(request.num_blocks for request in self._requests.values())
 
     @property
     def num_waiting(self) -> int:
@@ -48,12 +59,13 @@ class Reservations:
 
     @property
     def handoff_ids(self) -> Iterator[int]:
-        """The hand-offs that wait for blocks or hold blocks."""
-        return chain(self._requests, self._grants)
+        """The hand-offs and pulls that wait for blocks or hold blocks."""
+        return chain(self._requests, self._grants, self._pulls)
 
     @property
     def granted_block_ids(self) -> list[int]:
-        return [block_id for grant in self._grants.values() for block_id in grant.block_ids]
+        granted = (grant.block_ids for grant in self._grants.values())
+        return list(chain.from_iterable((*granted, *self._pulls.values())))
 
     @property
     def first(self) -> BlockRequest | None:
@@ -97,16 +109,34 @@ class Reservations:
         return self._grants.pop(handoff_id, None)
 
     def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
-        """Drop a request, or free the blocks of a grant except `quarantined` ones, which go to quarantine. Does nothing
-        if the hand-off was admitted or discarded before."""
+        """Drop a request, or free the blocks of a grant or a pull except `quarantined` ones, which go to quarantine.
+        Does nothing if it was admitted or discarded before."""
         self._requests.pop(handoff_id, None)
         grant = self._grants.pop(handoff_id, None)
-        if grant is None:
-            return
-        foreign = quarantined - set(grant.block_ids)
+        block_ids = grant.block_ids if grant is not None else self._pulls.pop(handoff_id, ())
+        foreign = quarantined - set(block_ids)
         assert not foreign, f"hand-off {handoff_id} quarantines {sorted(foreign)}, which it does not hold"
         self._pool.quarantine(sorted(quarantined), handoff_id)
-        self._pool.release([block_id for block_id in grant.block_ids if block_id not in quarantined])
+        self._pool.release([block_id for block_id in block_ids if block_id not in quarantined])
+
+    def reserve_pull(
+        self, pull_id: int, block_hashes: Sequence[bytes], *, num_to_leave: int
+    ) -> tuple[tuple[int, ...], int] | None:
+        """Return the blocks of a pull, and how many leading ones hold their content already. None: fewer than
+        `num_to_leave` blocks would stay available."""
+        assert pull_id not in self.handoff_ids, f"pull {pull_id} reserves twice"
+        found = self._pool.find(block_hashes)
+        num_fresh = len(block_hashes) - len(found)
+        if self._pool.num_available_beside(found) - num_fresh < num_to_leave:
+            return None
+        block_ids = self._pool.reserve_beside(found, num_fresh)
+        assert block_ids is not None
+        self._pulls[pull_id] = block_ids
+        return block_ids, len(found)
+
+    def pop_pull(self, pull_id: int) -> tuple[int, ...]:
+        """Remove a pull and return its blocks. The caller owns the references to them."""
+        return self._pulls.pop(pull_id)
 
 
 def block_request_of(

@@ -1,11 +1,58 @@
 """The queues of sequences (running, ready, waiting, frozen), sorted by rank. Pure. Owned by the batch."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from engine.scheduling.batching.reservations import BlockRequest
-from engine.scheduling.batching.sequences import RankedSequences, Sequence
+from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.policies import FirstCome, Policy, Rank, Work, displaces, full_rank
+
+
+def _rank(sequence: Sequence) -> Rank:
+    return sequence.rank
+
+
+@dataclass(slots=True, eq=False)
+class RankedSequences:
+    """A list of sequences in rank order, lowest rank first."""
+
+    _sequences: list[Sequence] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    @property
+    def first(self) -> Sequence | None:
+        return self._sequences[0] if self._sequences else None
+
+    @property
+    def last(self) -> Sequence | None:
+        return self._sequences[-1] if self._sequences else None
+
+    @property
+    def last_decoded_here(self) -> Sequence | None:
+        """The last one that is not an export."""
+        return next((s for s in reversed(self._sequences) if s.group.export is None), None)
+
+    @property
+    def num_slots(self) -> int:
+        return sum(sequence.num_slots for sequence in self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._sequences, sequence, key=_rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        self._sequences.remove(sequence)
+
+    def sort(self, rank: Callable[[Sequence], Rank]) -> None:
+        """Compute all ranks again and sort by them."""
+        for sequence in self._sequences:
+            sequence.rank = rank(sequence)
+        self._sequences.sort(key=_rank)
 
 
 class Ranking:
@@ -51,18 +98,24 @@ class SequenceQueues:
 
     @property
     def num_free_slots(self) -> int:
-        return self._max_num_seqs - self.running.num_choices
+        return self._max_num_seqs - self.running.num_slots
 
     @property
-    def holders(self) -> Iterator[Sequence]:
-        """The sequences with blocks that may be preempted."""
-        yield from self.running
-        yield from self.ready
+    def holders(self) -> tuple[Sequence, ...]:
+        """The sequences with blocks that steps may contain. Any of them may lose its slots."""
+        return (*self.running, *self.ready)
 
     @property
     def last_holder(self) -> Sequence | None:
         """The sequence with blocks that ranks last."""
         return max((s for s in (self.running.last, self.ready.last) if s), key=lambda s: s.rank, default=None)
+
+    @property
+    def last_preemptible(self) -> Sequence | None:
+        """The sequence that ranks last of those that may lose their blocks. An export keeps its own: an importer may
+        read them already, and it ends without waiting for anything here."""
+        found = (places.last_decoded_here for places in (self.running, self.ready))
+        return max((s for s in found if s), key=lambda s: s.rank, default=None)
 
     def sort(self, now_s: float) -> None:
         """Sort by the ranks at `now_s`."""
@@ -79,13 +132,13 @@ class SequenceQueues:
         self._put(self.running, sequence, now_s)
 
     def add_ready(self, sequence: Sequence, now_s: float) -> None:
-        """Add a sequence that is in no queue. It waits from `now_s`."""
+        """Add a sequence that is in no queue. It waits from `now_s`, unless it waits already."""
         sequence.wait(now_s)
         self._put(self.ready, sequence, now_s)
 
-    def add_waiting(self, sequence: Sequence, since_s: float, now_s: float) -> None:
-        """Add a sequence that is in no queue and has no blocks. It has waited since `since_s`."""
-        sequence.wait(since_s)
+    def add_waiting(self, sequence: Sequence, now_s: float) -> None:
+        """Add a sequence that is in no queue and has no blocks. It waits from `now_s`, unless it waits already."""
+        sequence.wait(now_s)
         self._put(self.waiting, sequence, now_s)
 
     def move_to_ready(self, sequence: Sequence, now_s: float) -> None:
@@ -108,6 +161,7 @@ class SequenceQueues:
         """Remove one of several choices. The rank of the sequence may change."""
         place = self._remove(sequence)
         sequence.choices = tuple(choice for choice in sequence.choices if choice[1].handle != handle)
+        sequence.num_slots = len(sequence.choices)
         self._put(place, sequence, now_s)
 
     def check(self, live: set[int]) -> None:
@@ -116,14 +170,15 @@ class SequenceQueues:
         everywhere = (*self.running, *self.ready, *self.waiting, *self.frozen)
         present = [sequence.number for sequence in everywhere]
         assert sorted(present) == sorted(live), f"sequences {present} are here, {live} are live"
-        assert self.num_free_slots >= 0, f"{self.running.num_choices} running"
+        assert self.num_free_slots >= 0, f"{self.running.num_slots} running"
         assert not any(s.block_ids or s.spare_ids for s in self.waiting), "a waiting sequence has blocks"
-        for place, waits in ((self.running, False), (self.ready, True), (self.waiting, True)):
+        for place in (self.running, self.ready, self.waiting):
             ranks = [sequence.rank for sequence in place]
             assert ranks == sorted(set(ranks)), f"ranks out of order, or not all different: {ranks}"
-            assert all((sequence.waits_since_s is not None) == waits for sequence in place), (
-                "a sequence waits while it runs, or does not wait in a queue"
-            )
+        assert not any(
+            s.waits_since_s is not None and s.num_left == 1 and s.group.export is None for s in self.running
+        ), "a sequence waits while it decodes"
+        assert all(s.waits_since_s is not None for s in (*self.ready, *self.waiting)), "a sequence does not wait"
 
     def _put(self, place: RankedSequences, sequence: Sequence, now_s: float) -> None:
         sequence.rank = self._ranking.rank(sequence, now_s)
@@ -138,13 +193,18 @@ class SequenceQueues:
 def _work(sequence: Sequence, now_s: float) -> Work:
     group = sequence.group
     waits = sequence.waits_since_s is not None
+    num_prompt, num_done, predicted_tokens = group.num_prompt, sequence.num_done, sequence.predicted_tokens
+    if group.export is not None:
+        # All that it computes is a prompt. Cached tokens cost nothing, and its output comes with its last chunk.
+        num_prompt = len(sequence.token_ids) - sequence.num_cached
+        num_done, predicted_tokens = max(0, num_done - sequence.num_cached), 1
     return Work(
         arrival=group.number,
         arrived_s=group.admitted_s - group.job.age_s,
         deadline_s=group.admitted_s + group.job.timeout_s,
-        num_prompt=len(group.job.prompt_token_ids),
-        num_done=sequence.num_done,
-        predicted_tokens=sequence.predicted_tokens,
+        num_prompt=num_prompt,
+        num_done=num_done,
+        predicted_tokens=predicted_tokens,
         priority=group.job.priority,
         is_batch=group.job.is_batch,
         is_resumed=group.job.is_interrupted,

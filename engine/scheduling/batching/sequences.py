@@ -1,23 +1,32 @@
-"""The scheduler's sequences: their state, the table of live ones, and their chunks of a step. Pure. Owned by the
-scheduler alone.
+"""The scheduler's sequences: their state, their destination, and their chunks of a step. Pure. Owned by the scheduler
+alone.
 
-A sequence has several choices only while their shared prompt is being prefilled on this worker. With the prompt's last
-chunk every choice draws its own token and becomes a sequence of its own.
+A sequence is decoded *here*, or it is an *export*: a prompt whose blocks are leased to a ticket as they are sealed, and
+that ends with its first tokens.
+
+A sequence that is decoded here has several choices only while their shared prompt is being prefilled. With the prompt's
+last chunk every choice draws its own token and becomes a sequence of its own.
 """
 
-from bisect import insort
-from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
-from itertools import count
 
-from cluster.messages import DecodeJob, FinishReason, MemberId, SequenceStart, TokenStops
+from cluster.messages import DecodeJob, FinishReason, MemberId, PrefillJob, SequenceStart, TokenStops
 from cluster.protocol.hashing import BlockChain
-from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.policies import Rank
-from engine.scheduling.schedule import Deadlines, banned_token_ids, blocks_for, finish_reason
+from engine.scheduling.schedule import banned_token_ids, blocks_for, finish_reason
 from engine.scheduling.step import Chunk, DraftRequest, DrawnToken, Sample
 from engine.speculation.drafter import Drafter
+
+
+@dataclass(slots=True, eq=False)
+class Export:
+    """The destination of a sequence whose KV another worker imports. Its KV leaves through the ticket."""
+
+    ticket_id: bytes
+    has_importer: bool  # False as soon as no importer will come: nothing more is leased or announced
+    num_leased: int = 0  # leading blocks that are sealed, leased and announced
+    started_s: float = 0.0  # when its first step was planned
 
 
 @dataclass(slots=True, eq=False)
@@ -25,9 +34,17 @@ class Group:
     """The sequences of one job. `number` is the order of arrival; a hand-off arrives with its Reserve."""
 
     number: int
-    job: DecodeJob
+    job: DecodeJob | PrefillJob
+    num_prompt: int  # tokens of the prompt, without committed ones
     admitted_s: float
-    num_live: int  # choices that have not ended
+    num_live: int = 0  # choices that have not ended; an export counts as one
+    export: Export | None = None  # None: its sequences are decoded here
+
+    @property
+    def router(self) -> MemberId:
+        """The router that receives the tokens of sequences decoded here."""
+        assert isinstance(self.job, DecodeJob), "an export has no router's stream"
+        return self.job.router
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +68,8 @@ class Sequence:
     choices: tuple[tuple[int, SequenceStart], ...]  # (index in the job, start)
     token_ids: list[int]
     chain: BlockChain  # hashes of its full blocks
+    # Places in a step, and copies of the tail block: one per choice. An export draws all its tokens from one place.
+    num_slots: int
     num_computed: int = 0
     num_kept: int = 0  # leading blocks that are sealed and in the prefix cache
     num_cached: int = 0  # leading tokens whose KV was found in the prefix cache
@@ -67,7 +86,7 @@ class Sequence:
     # Input to policies (engine.scheduling.policies.Work).
     num_done: int = 0  # the highest num_computed so far
     num_done_waiting: int = 0  # num_done when its last wait ended
-    waits_since_s: float | None = None  # None while it runs
+    waits_since_s: float | None = None  # None while it runs; a running prompt waits while steps pass it over
     waited_s: float = 0.0  # duration of its last wait
 
     @property
@@ -77,11 +96,16 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        return len(self.token_ids) - len(self.group.job.prompt_token_ids)
+        return len(self.token_ids) - self.group.num_prompt
 
     @property
     def num_output_left(self) -> int:
         return self.group.job.stops.max_tokens - self.num_output
+
+    @property
+    def is_last_token_next(self) -> bool:
+        """Whether the next token is certain to end it."""
+        return self.group.export is not None or self.num_output_left <= 1
 
     def advance(self, num_tokens: int) -> None:
         """Count `num_tokens` more tokens as computed."""
@@ -89,11 +113,14 @@ class Sequence:
         self.num_done = max(self.num_done, self.num_computed)
 
     def wait(self, now_s: float) -> None:
-        self.waits_since_s = now_s
+        """Begin to wait, unless it waits already."""
+        if self.waits_since_s is None:
+            self.waits_since_s = now_s
 
     def run(self, now_s: float) -> None:
-        """End its wait."""
-        assert self.waits_since_s is not None
+        """End its wait, if it waits."""
+        if self.waits_since_s is None:
+            return
         self.waited_s, self.waits_since_s, self.num_done_waiting = now_s - self.waits_since_s, None, self.num_done
 
     def split_off(self, number: int, choice: tuple[int, SequenceStart], spare_ids: tuple[int, ...]) -> "Sequence":
@@ -103,148 +130,13 @@ class Sequence:
             self,
             number=number,
             choices=(choice,),
+            num_slots=1,
             token_ids=list(self.token_ids),
             chain=self.chain.copy(),
             num_cached=0,
             spare_ids=spare_ids,
             drafter=None,
         )
-
-
-def _rank(sequence: Sequence) -> Rank:
-    return sequence.rank
-
-
-@dataclass(slots=True, eq=False)
-class RankedSequences:
-    """A list of sequences in rank order, lowest rank first."""
-
-    _sequences: list[Sequence] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
-
-    @property
-    def first(self) -> Sequence | None:
-        return self._sequences[0] if self._sequences else None
-
-    @property
-    def last(self) -> Sequence | None:
-        return self._sequences[-1] if self._sequences else None
-
-    @property
-    def num_choices(self) -> int:
-        return sum(len(sequence.choices) for sequence in self._sequences)
-
-    def add(self, sequence: Sequence) -> None:
-        insort(self._sequences, sequence, key=_rank)
-
-    def remove(self, sequence: Sequence) -> None:
-        self._sequences.remove(sequence)
-
-    def sort(self, rank: Callable[[Sequence], Rank]) -> None:
-        """Compute all ranks again and sort by them."""
-        for sequence in self._sequences:
-            sequence.rank = rank(sequence)
-        self._sequences.sort(key=_rank)
-
-
-Choices = tuple[tuple[int, SequenceStart], ...]
-
-
-class LiveSequences:
-    """The table of live sequences by router and handle, with their deadlines. `lengths` records the output length of
-    each choice that ends and predicts that of new ones."""
-
-    def __init__(self, lengths: LengthPredictor | None) -> None:
-        self._lengths = lengths
-        self._sequences: dict[
-            tuple[MemberId, int], Sequence
-        ] = {}  # a sequence with several choices has one entry per handle
-        self._groups: dict[int, Group] = {}
-        self._deadlines: Deadlines[int] = Deadlines()  # by group number
-        self.numbers = count()
-
-    @property
-    def next_deadline_s(self) -> float | None:
-        return self._deadlines.next_s()
-
-    def __contains__(self, key: tuple[MemberId, int]) -> bool:
-        return key in self._sequences
-
-    def names(self) -> Iterable[tuple[MemberId, int]]:
-        """Return the router and the handle of every live choice."""
-        return self._sequences.keys()
-
-    def get(self, router: MemberId, handle: int) -> Sequence | None:
-        return self._sequences.get((router, handle))
-
-    def due(self, now_s: float) -> Iterator[Group]:
-        """Yield the groups whose deadline has passed."""
-        for number in self._deadlines.due(now_s):
-            yield self._groups[number]
-
-    def of_group(self, group: Group) -> dict[int, Sequence]:
-        """Return the live sequences of a group by handle."""
-        return {handle: sequence for (_, handle), sequence in self._sequences.items() if sequence.group is group}
-
-    def new_group(self, number: int, job: DecodeJob, now_s: float) -> Group:
-        group = self._groups[number] = Group(number, job, now_s, num_live=0)
-        self._deadlines.add(number, now_s + job.timeout_s)
-        return group
-
-    def new_sequence(self, group: Group, choices: Choices, chain: BlockChain) -> Sequence:
-        """Create a sequence for choices that continue from the same tokens, and list its choices as live."""
-        token_ids = list(group.job.prompt_token_ids + choices[0][1].committed_token_ids)
-        sequence = Sequence(next(self.numbers), group, choices, token_ids, chain)
-        self.predict(sequence)
-        group.num_live += len(choices)
-        for _, start in choices:
-            self._sequences[group.job.router, start.handle] = sequence
-        return sequence
-
-    def add_split(self, sequence: Sequence) -> None:
-        """List a sequence that was split off under the handle of its only choice."""
-        self._sequences[sequence.group.job.router, sequence.choices[0][1].handle] = sequence
-
-    def rename(self, sequence: Sequence, new_handle: int) -> None:
-        """Change the handle of a sequence with one choice."""
-        router, ((index, start),) = sequence.group.job.router, sequence.choices
-        sequence.choices = ((index, replace(start, handle=new_handle)),)
-        del self._sequences[router, start.handle]
-        self._sequences[router, new_handle] = sequence
-
-    def predict(self, sequence: Sequence) -> None:
-        """Predict its output length, if it has no prediction or has exceeded it."""
-        if self._lengths is not None and sequence.num_output >= sequence.predicted_tokens:
-            job = sequence.group.job
-            known = len(job.prompt_token_ids), sequence.num_output
-            sequence.predicted_tokens = self._lengths.predict(job.cache_salt, *known, job.stops.max_tokens)
-
-    def end(self, router: MemberId, handle: int, reason: FinishReason | None) -> Sequence | None:
-        """Remove a choice. `reason`: why it finished; None if it was cancelled or failed. Return the sequence that it
-        was a choice of, or None if it had ended before."""
-        sequence = self._sequences.pop((router, handle), None)
-        if sequence is None:
-            return None
-        group, job = sequence.group, sequence.group.job
-        if self._lengths is not None:
-            was_cut = reason is not FinishReason.STOP
-            self._lengths.observe(job.cache_salt, len(job.prompt_token_ids), sequence.num_output, was_cut=was_cut)
-        group.num_live -= 1
-        if group.num_live == 0:
-            del self._groups[group.number]
-            self._deadlines.discard(group.number)
-        return sequence
-
-    def check(self) -> set[int]:
-        """Raise AssertionError if groups and sequences disagree. Return the numbers of all sequences."""
-        num_live = sum(group.num_live for group in self._groups.values())
-        assert num_live == len(self._sequences), f"groups count {num_live} live choices of {len(self._sequences)}"
-        return {sequence.number for sequence in self._sequences.values()}
 
 
 def reaches_last_known(sequence: Sequence, num_tokens: int) -> bool:

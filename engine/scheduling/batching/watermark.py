@@ -1,7 +1,8 @@
 """The number of blocks that must remain available, for growth, when a sequence or a hand-off gets blocks. Pure.
 
 It is at least the configured watermark, and more if the predicted outputs of sequences that rank before need more. It
-is 0 for a sequence that was preempted, and for any sequence while no other has blocks, so every sequence starts.
+is 0 for a sequence that was preempted, and for any sequence while none that may grow has blocks, so every sequence
+starts.
 """
 
 from collections import Counter
@@ -52,7 +53,7 @@ class Watermark:
 
     def for_sequence(self, sequence: Sequence) -> int:
         """Return the number of blocks that must remain when this waiting sequence starts."""
-        if sequence.has_run or self._queues.last_holder is None:
+        if sequence.has_run or self._queues.last_preemptible is None:
             return 0
         return max(self._limits.num_watermark_blocks, self._peak_growth(sequence.rank, self._growth_of(sequence)))
 
@@ -61,7 +62,7 @@ class Watermark:
         which waiting sequences that rank before it start."""
         before = [sequence for sequence in self._queues.waiting if sequence.rank < request.rank]
         num_needed = self._limits.num_watermark_blocks
-        if before or self._queues.last_holder is not None:
+        if before or self._queues.last_preemptible is not None:
             growths = [growth for sequence in before for growth in self._growth_of(sequence)]
             # It is unknown when the imported sequences will join, so their whole predicted growth counts.
             num_needed = max(num_needed, self._peak_growth(request.rank, growths) + request.num_to_grow)

@@ -18,17 +18,16 @@ from engine.scheduling.batching.preemption import Preemption
 from engine.scheduling.batching.reservations import Reservations
 from engine.scheduling.batching.sequence_queues import SequenceQueues
 from engine.scheduling.batching.swapping import SwapSpace
-from engine.scheduling.tickets import TicketLeases as DecodeOffers
+from engine.scheduling.exports import PromptExports
+from engine.scheduling.tickets import TicketLeases
 from kvtransfer.protocol import export_machine, import_state, leases
-from prefill_worker.scheduling.prompt_blocks import PromptBlocks
-from prefill_worker.scheduling.scheduler import PrefillScheduler
 from router.fleet.decode_stream import DecodeStream
 from router.policies import breakers
 from router.request.account import RequestAccount
 
 LABELS = ("side", "leg", "action", "source", "finder", "outcome", "reason")  # those that name a cause
 _NOT_COUNTED = frozenset({"tandem_http_responses_total"})
-_DECODE_MOVES = {
+_SCHEDULER_MOVES = {
     SequenceQueues: (
         "start_running",
         "add_ready",
@@ -41,12 +40,9 @@ _DECODE_MOVES = {
     ),
     Preemption: ("_preempt",),
     SwapSpace: ("swap_in", "abandon"),
-    DecodeOffers: ("lease", "lease_prefix", "release"),
-    Reservations: ("grant", "discard"),
-}
-_PREFILL_MOVES = {
-    PrefillScheduler: ("_submit", "_start", "_finish", "_abort", "_leave", "_release"),
-    PromptBlocks: ("lease_prefix", "lease_for_copy", "reserve_pull", "lease_tail"),
+    TicketLeases: ("lease", "extend", "lease_prefix", "lease_for_copy", "release"),
+    Reservations: ("grant", "discard", "reserve_pull"),
+    PromptExports: ("admit", "start", "_finish", "_abort", "drain", "_lease_tail"),
 }
 _PHRASES = {  # of what a WorkerLost says, where nothing is counted
     "and another one does": "prompt left a silent worker",
@@ -77,8 +73,7 @@ def known() -> tuple[str, ...]:
     }
     for name, table in tables.items():
         names += [f"{name}: {before} > {after}" for before, following in table.items() for after in sorted(following)]
-    for group, moves in (("decode scheduler", _DECODE_MOVES), ("prefill scheduler", _PREFILL_MOVES)):
-        names += [f"{group}: {method.strip('_')}" for methods in moves.values() for method in methods]
+    names += [f"scheduler: {method.strip('_')}" for methods in _SCHEDULER_MOVES.values() for method in methods]
     names += [f"swap: {outcome}" for outcome in _SWAP_OUTCOMES]
     names += [f"member: {state}" for state in MemberState if state is not MemberState.STARTING]
     names.remove("lease: running > running")
@@ -113,10 +108,9 @@ def _wrappers(count: Count) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield breakers._Breaker, "move", functools.partial(_before, before=_counting_breaker(count))
     yield DecodeStream, "_converse", functools.partial(_counting_streams, count)
     yield SwapSpace, "swap_out", functools.partial(_counting_swaps, count)
-    for group, moves in (("decode scheduler", _DECODE_MOVES), ("prefill scheduler", _PREFILL_MOVES)):
-        for owner, methods in moves.items():
-            for method in methods:
-                yield owner, method, functools.partial(_after, count=count, name=f"{group}: {method.strip('_')}")
+    for owner, methods in _SCHEDULER_MOVES.items():
+        for method in methods:
+            yield owner, method, functools.partial(_after, count=count, name=f"scheduler: {method.strip('_')}")
 
 
 def _before(function: Any, before: Callable[..., object]) -> Any:

@@ -1,4 +1,4 @@
-"""A PrefillScheduler under the simulated clock: prompts, and when each was done."""
+"""A SequenceScheduler under the simulated clock: prompts, and when each was done."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from math import inf
 
 from cluster.messages import PrefillJob, Sampling, TokenStops
 from cluster.protocol.hashing import nameless_chains
+from engine.scheduling.commands import AdmitExport, Command, Event, ExportFinished
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import Policy
+from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import Sample
-from prefill_worker.scheduling.commands import Command, Event, Finished, Submit
-from prefill_worker.scheduling.limits import PrefillLimits
-from prefill_worker.scheduling.scheduler import PrefillScheduler
 from tests.unit.fake_paged_runner import FakePagedRunner, next_token
 from tests.unit.scheduling.simulation import SameToken, Simulation, Step, StepCost
 
@@ -55,8 +55,8 @@ def prefill(
     prompts: Sequence[Prompt], policy: Policy, cost: StepCost, *, max_prefill_tokens: int = 512, num_blocks: int = 0
 ) -> Prefilled:
     """`prompts` in order of arrival. With `num_blocks` every first token follows from what its block table leads to."""
-    scheduler = PrefillScheduler(
-        PrefillLimits(
+    scheduler = SequenceScheduler(
+        SchedulerLimits(
             num_blocks=num_blocks or 1 << 16,
             max_model_len=1 << 20,
             block_size=_BLOCK_SIZE,
@@ -71,11 +71,11 @@ def prefill(
     simulation = Simulation[Command, Event](scheduler, cost, runner)
     jobs = [prompt.job(number) for number, prompt in enumerate(prompts)]
     simulation.run(
-        (prompt.arrives_s, Submit(_ticket(number), job))
+        (prompt.arrives_s, AdmitExport(_ticket(number), job))
         for number, (prompt, job) in enumerate(zip(prompts, jobs, strict=True))
     )
     scheduler.check()
-    done = {event.ticket_id: (now_s, event) for now_s, event in simulation.events if isinstance(event, Finished)}
+    done = {event.ticket_id: (now_s, event) for now_s, event in simulation.events if isinstance(event, ExportFinished)}
     for number, job in enumerate(jobs):
         if num_blocks and _ticket(number) in done:
             (token,) = done[_ticket(number)][1].tokens

@@ -1,27 +1,23 @@
-"""Drives a SequenceScheduler step by step on the fake runner and judges every token against a serial run."""
+"""Drives a SequenceScheduler step by step on the fake runner, with work of both destinations, and judges every token
+against a serial run.
+"""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 from cluster.messages import DecodeJob, FinishReason, MemberId, Sampling, SequenceStart, TokenStops
-from cluster.protocol.hashing import NATIVE, keyed_chains, nameless_chains
 from engine.scheduling.batching.sequences import Sequence
-from engine.scheduling.batching.swapping import PreemptionCost
 from engine.scheduling.commands import (
     AdmitImported,
     AdmitLocal,
     CancelSequences,
-    Command,
     Discard,
     Event,
     Failed,
     Freeze,
     FreezeRefused,
     Frozen,
-    Inspect,
-    Inspected,
-    Quiet,
     Release,
     Reserve,
     Reserved,
@@ -33,27 +29,13 @@ from engine.scheduling.commands import (
     Unreservable,
 )
 from engine.scheduling.length_prediction import LengthPredictor
-from engine.scheduling.limits import SchedulerLimits
-from engine.scheduling.policies import make_policy
 from engine.scheduling.schedule import banned_token_ids, finish_reason
-from engine.scheduling.scheduler import SequenceScheduler
-from engine.scheduling.step import DraftRequest, Sample, StepPlan
-from tests.unit.fake_paged_runner import VOCAB_SIZE, FakePagedRunner, next_token
+from engine.scheduling.speculation import NewDrafter
+from engine.scheduling.step import DraftRequest, Sample
+from tests.unit.export_bench import ExportBench
+from tests.unit.fake_paged_runner import VOCAB_SIZE, next_token
 
 ROUTER = MemberId("router", "1")
-
-
-def limits(**changed: int | float) -> SchedulerLimits:
-    values: dict[str, int | float] = {
-        "num_blocks": 64,
-        "block_size": 4,
-        "max_model_len": 200,
-        "max_num_seqs": 8,
-        "max_prefill_tokens": 16,
-        "max_queue": 64,
-        "watermark": 0.0,
-    }
-    return SchedulerLimits(**(values | changed))  # type: ignore[arg-type]
 
 
 def known_lengths(num_output: int = 6) -> LengthPredictor:
@@ -93,7 +75,7 @@ class HandOff:
 class _KnowingDrafter:
     """Proposes the tokens that a serial run would draw, except for every `draft_period`-th one."""
 
-    bench: "DecodeBench"
+    bench: "SchedulerBench"
     num_made: int = 0
     judged: int = 0
 
@@ -121,41 +103,20 @@ class _KnowingDrafter:
 
 
 @dataclass
-class DecodeBench:
-    limits: SchedulerLimits
-    prefix_caching: bool = True
-    wire_dtype: str = NATIVE
-    policy: str = "fcfs"
-    lengths: LengthPredictor | None = None
+class SchedulerBench(ExportBench):
     draft_period: int = 0  # every draft_period-th draft token is wrong; 0: speculation is off
-    now_s: float = 0.0
     choices: dict[int, Choice] = field(default_factory=dict)
     handoffs: dict[int, HandOff] = field(default_factory=dict)
-    quarantined: set[int] = field(default_factory=set)
     failures: list[Failed] = field(default_factory=list)
     refused_handoffs: list[Unreservable] = field(default_factory=list)
     frozen: dict[bytes, Frozen] = field(default_factory=dict)  # by ticket, until it is released
     refused_moves: list[FreezeRefused | ThawRefused] = field(default_factory=list)
     ended_at_prefill: set[int] = field(default_factory=set)  # a refused job names them too
-    steps: int = 0
 
     def __post_init__(self) -> None:
-        self.new_chain = keyed_chains(b"key", self.limits.block_size) if self.prefix_caching else nameless_chains()
-        self.cost = PreemptionCost()
-        self.scheduler = SequenceScheduler(
-            self.limits,
-            new_chain=self.new_chain,
-            wire_dtype=self.wire_dtype,
-            cost=self.cost,
-            policy=make_policy(self.policy),
-            lengths=self.lengths,
-            new_drafter=(lambda: _KnowingDrafter(self)) if self.draft_period else None,
-        )
-        self.runner = FakePagedRunner(self.limits.num_blocks, self.limits.block_size)
+        super().__post_init__()
         self._next_handle = 0
-        self._next_handoff = 0
-        self._next_ticket = 0
-        self._offered: dict[bytes, list[list[int | None]]] = {}
+        self._frozen_content: dict[bytes, list[list[int | None]]] = {}
 
     def job(
         self,
@@ -210,8 +171,8 @@ class DecodeBench:
 
     def reserve(self, job: DecodeJob) -> HandOff:
         """Choices of a hand-off go on from the same tokens."""
-        handoff = self.handoffs[self._next_handoff] = HandOff(self._next_handoff, job)
-        self._next_handoff += 1
+        handoff_id = self.new_handoff_id()
+        handoff = self.handoffs[handoff_id] = HandOff(handoff_id, job)
         num_blocks = self.limits.num_needed(len(handoff.token_ids), len(job.sequences))
         chain = self.new_chain(job.cache_salt, self.wire_dtype)
         chain.extend(handoff.token_ids)
@@ -251,7 +212,7 @@ class DecodeBench:
 
     def freeze(self, handle: int) -> Frozen | None:
         """None: refused."""
-        ticket_id, self._next_ticket = b"%d" % self._next_ticket, self._next_ticket + 1
+        ticket_id = self.new_ticket()
         self.apply(Freeze(ticket_id, ROUTER, handle))
         frozen = self.frozen.get(ticket_id)
         if frozen is not None:
@@ -267,7 +228,7 @@ class DecodeBench:
         """
         tail_ids = () if frozen.tail is None else (frozen.tail.block_id,)
         content = [list(self.runner.written[block_id]) for block_id in frozen.sealed_block_ids + tail_ids]
-        assert self._offered.setdefault(frozen.ticket_id, content) == content, "a leased block has changed"
+        assert self._frozen_content.setdefault(frozen.ticket_id, content) == content, "a leased block has changed"
         num_valid = 0 if frozen.tail is None else frozen.tail.num_valid
         size, num_tokens = self.limits.block_size, len(frozen.token_ids)
         assert len(frozen.sealed_block_ids) * size + num_valid == num_tokens
@@ -289,7 +250,7 @@ class DecodeBench:
         del self.choices[handle]
         return new_handle
 
-    def receive(self, source: "DecodeBench", frozen: Frozen, handle: int) -> int:
+    def receive(self, source: "SchedulerBench", frozen: Frozen, handle: int) -> int:
         """Continue the sequence on this bench from the blocks of the ticket. Return its handle here."""
         source.read(frozen)
         moving = source.choices[handle]
@@ -305,37 +266,6 @@ class DecodeBench:
         assert sequence is not None
         return sequence
 
-    def apply(self, command: Command) -> None:
-        self._take_in(self.scheduler.apply(command, self.now_s))
-
-    def step(self, error: Exception | None = None) -> StepPlan | None:
-        """One turn of the loop after the commands. With an error, the runner raises it."""
-        self._take_in(self.scheduler.reap(self.now_s)[0])
-        events, plan = self.scheduler.plan(self.now_s)
-        assert plan is None or not events, "the outside hears of blocks before the step has copied what was in them"
-        self._take_in(events)
-        if plan is not None:
-            self.steps += 1
-            if error is None:
-                self._take_in(self.scheduler.complete(plan, self.runner.run(plan), self.now_s))
-            else:
-                self._take_in(self.scheduler.fail(plan, error, self.now_s))
-        self.scheduler.check()
-        return plan
-
-    def run(self, most_steps: int = 10_000) -> list[StepPlan]:
-        """Run until there is nothing to compute."""
-        plans: list[StepPlan] = []
-        while (plan := self.step()) is not None:
-            plans.append(plan)
-            assert len(plans) <= most_steps, "no end"
-        return plans
-
-    def inspect(self) -> Inspected:
-        (inspected,) = self.scheduler.apply(Inspect(1), self.now_s)
-        assert isinstance(inspected, Inspected)
-        return inspected
-
     @property
     def live(self) -> list[int]:
         return [handle for handle, choice in self.choices.items() if not choice.ended]
@@ -347,7 +277,7 @@ class DecodeBench:
         for handoff in list(self.handoffs.values()):
             if handoff.handoff_id in self.handoffs:
                 self.discard(handoff)
-        self.apply(Quiet(frozenset(self.quarantined)))
+        self.end_quarantine()
         self.run()
         self.assert_idle()
         for choice in self.choices.values():
@@ -357,8 +287,7 @@ class DecodeBench:
     def assert_idle(self) -> None:
         """Everything ended, and no block is in use."""
         inspected = self.inspect()
-        assert inspected.violation == ""
-        assert self.live == []
+        assert self.live == [] and inspected.violation == ""
         assert inspected.blocks["free"] + inspected.blocks["cached"] == self.limits.num_blocks, inspected.blocks
         assert self.prefix_caching or not inspected.blocks["cached"]
         assert inspected.figures["running"] == inspected.figures["waiting"] == 0
@@ -384,39 +313,41 @@ class DecodeBench:
         token_id = next_token(prompt + output, sample)
         return token_id, finish_reason(stops, token_id, len(output) + 1)
 
-    def _take_in(self, events: tuple[Event, ...]) -> None:
-        for event in events:
-            match event:
-                case Reserved(handoff_id, block_ids, num_cached):
-                    handoff = self.handoffs[handoff_id]
-                    assert handoff.block_ids is None, "reserved twice"
-                    handoff.block_ids, handoff.num_cached = block_ids, num_cached
-                    found = handoff.token_ids[: num_cached * self.limits.block_size]
-                    assert self.runner.read(block_ids[:num_cached], len(found)) == found
-                    for block_id in block_ids[num_cached:]:
-                        self.runner.scribble(block_id, mark=handoff_id + 1)
-                case Unreservable():
-                    del self.handoffs[event.handoff_id]
-                    self.refused_handoffs.append(event)
-                case Started(_, handles):
-                    for handle in handles:
-                        assert not self.choices[handle].started, "started twice"
-                        self.choices[handle].started = True
-                case StepTokens():
-                    self._take_tokens(event)
-                case Failed(_, handles):
-                    self.failures.append(event)
-                    for handle in handles:
-                        assert not self.choices[handle].ended or handle in self.ended_at_prefill, "failed after its end"
-                        self.choices[handle].ended = "failed"
-                case Frozen():
-                    self.frozen[event.ticket_id] = event
-                case FreezeRefused() | ThawRefused():
-                    self.refused_moves.append(event)
-                case Thawed(_, handle):
-                    assert handle in self.choices
-                case Inspected():
-                    assert event.violation == ""
+    def _new_drafter(self) -> NewDrafter | None:
+        return (lambda: _KnowingDrafter(self)) if self.draft_period else None
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case Reserved(handoff_id, block_ids, num_cached):
+                handoff = self.handoffs[handoff_id]
+                assert handoff.block_ids is None, "reserved twice"
+                handoff.block_ids, handoff.num_cached = block_ids, num_cached
+                found = handoff.token_ids[: num_cached * self.limits.block_size]
+                assert self.runner.read(block_ids[:num_cached], len(found)) == found
+                for block_id in block_ids[num_cached:]:
+                    self.runner.scribble(block_id, mark=handoff_id + 1)
+            case Unreservable():
+                del self.handoffs[event.handoff_id]
+                self.refused_handoffs.append(event)
+            case Started(_, handles):
+                for handle in handles:
+                    assert not self.choices[handle].started, "started twice"
+                    self.choices[handle].started = True
+            case StepTokens():
+                self._take_tokens(event)
+            case Failed(_, handles):
+                self.failures.append(event)
+                for handle in handles:
+                    assert not self.choices[handle].ended or handle in self.ended_at_prefill, "failed after its end"
+                    self.choices[handle].ended = "failed"
+            case Frozen():
+                self.frozen[event.ticket_id] = event
+            case FreezeRefused() | ThawRefused():
+                self.refused_moves.append(event)
+            case Thawed(_, handle):
+                assert handle in self.choices
+            case _:
+                super()._on_event(event)
 
     def _take_tokens(self, event: StepTokens) -> None:
         assert event.step == self.steps

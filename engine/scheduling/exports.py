@@ -1,0 +1,185 @@
+"""Prompts that are computed for export: admission, leases as blocks are sealed, and their ends. Pure. Owned by the
+scheduler.
+
+An export waits, starts and is computed like a prompt that is decoded here. Its sealed blocks enter the prefix cache
+too. It ends with the first token of each choice; its leases outlive it and end with Release.
+"""
+
+from cluster.errors import Cancelled, DeadlineExceeded, Draining, QueueFull, StepFailed, TandemError
+from cluster.messages import PrefillJob, SampledToken
+from cluster.observe.service_rate import ServiceRate
+from cluster.protocol.hashing import NATIVE, NewChain
+from engine.kv.block_pool import BlockPool
+from engine.scheduling.batching.batch import Batch
+from engine.scheduling.batching.block_tables import BlockTables
+from engine.scheduling.batching.live_sequences import LiveSequences
+from engine.scheduling.batching.sequences import Export, Group, Sequence
+from engine.scheduling.commands import (
+    AdmitExport,
+    Event,
+    ExportAccepted,
+    ExportFailed,
+    ExportFinished,
+    ExportRefused,
+    Sealed,
+    Tail,
+)
+from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.schedule import finish_reason, sealed_blocks, tail_length
+from engine.scheduling.step import DrawnToken
+from engine.scheduling.tickets import TicketLeases
+
+
+class PromptExports:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        *,
+        batch: Batch,
+        pool: BlockPool,
+        tables: BlockTables,
+        live: LiveSequences,
+        leases: TicketLeases,
+        new_chain: NewChain,
+    ) -> None:
+        self._limits = limits
+        self._batch = batch
+        self._pool = pool
+        self._tables = tables
+        self._live = live
+        self._leases = leases
+        self._new_chain = new_chain
+        self._is_draining = False
+        self._rate = ServiceRate()
+        self._num_finished = 0
+        self._num_failed = 0
+
+    @property
+    def figures(self) -> dict[str, int]:
+        return {"prompts_done": self._num_finished, "prompts_failed": self._num_failed}
+
+    def admit(self, command: AdmitExport, now_s: float) -> Event:
+        ticket_id, job = command.ticket_id, command.job
+        is_used = ticket_id in self._leases or self._live.get_export(ticket_id) is not None
+        assert not is_used, f"ticket {ticket_id.hex()} used twice"
+        refusal = self._refusal(job)
+        if refusal is not None:
+            return ExportRefused(ticket_id, refusal)
+        export = Export(ticket_id, has_importer=job.importer is not None)
+        sequence = self._live.new_export(export, job, self._new_chain(job.cache_salt, NATIVE), now_s)
+        self._batch.add_waiting(sequence, now_s)
+        return ExportAccepted(ticket_id)
+
+    def cancel(self, ticket_id: bytes) -> tuple[Event, ...]:
+        return self._abort(ticket_id, Cancelled("the prefill was cancelled"))
+
+    def drain(self) -> tuple[Event, ...]:
+        """Refuse new exports from now on, and end those that have no blocks yet."""
+        self._is_draining = True
+        reason = Draining("this worker is draining and had not started this prefill; try another")
+        return tuple(event for ticket_id in self._batch.waiting_exports() for event in self._abort(ticket_id, reason))
+
+    def release(self, ticket_id: bytes) -> None:
+        """End the leases of a ticket. An export that still waits or runs continues without an importer."""
+        self._leases.release(ticket_id)
+        sequence = self._live.get_export(ticket_id)
+        if sequence is not None:
+            export = _export(sequence)
+            export.has_importer, export.num_leased = False, 0
+
+    def start(self, sequence: Sequence, now_s: float) -> tuple[Event, ...]:
+        """Announce the cached blocks of an export whose first step is being planned."""
+        _export(sequence).started_s = now_s
+        return self._seal(sequence)
+
+    def advance(self, sequence: Sequence, drawn: tuple[DrawnToken, ...], now_s: float) -> tuple[Event, ...]:
+        """Announce the blocks that a step has sealed. With the first tokens the export ends."""
+        self._tables.cache_sealed(sequence)
+        sealed = self._seal(sequence)
+        return (*sealed, self._finish(sequence, drawn, now_s)) if drawn else sealed
+
+    def fail(self, sequence: Sequence, error: StepFailed) -> tuple[Event, ...]:
+        return self._abort(_export(sequence).ticket_id, error)
+
+    def expire(self, group: Group) -> tuple[Event, ...]:
+        """End an export whose deadline has passed."""
+        assert group.export is not None
+        sequence, timeout_s = self._live.get_export(group.export.ticket_id), group.job.timeout_s
+        assert sequence is not None
+        if sequence.block_ids:
+            progress = f"in prefill, after {sequence.num_computed} of {len(sequence.token_ids)} tokens"
+        else:
+            progress = "in the prefill queue"
+        return self._abort(group.export.ticket_id, DeadlineExceeded(f"{timeout_s:.3g} s passed {progress}"))
+
+    def _refusal(self, job: PrefillJob) -> TandemError | None:
+        if self._is_draining:
+            return Draining("this worker is draining; try another")
+        refusal, num_waiting = self._limits.export_refusal(job), self._batch.num_waiting
+        if refusal is None and num_waiting >= self._limits.max_queue:
+            refusal = QueueFull(
+                f"{num_waiting} sequences wait and --max-queue is {self._limits.max_queue}: try later",
+                retry_after_s=self._rate.retry_after_s(),
+            )
+        return refusal
+
+    def _seal(self, sequence: Sequence) -> tuple[Event, ...]:
+        """Lease and announce the blocks that were sealed since the last call, if an importer will come."""
+        export = _export(sequence)
+        num_sealed = sealed_blocks(sequence.num_computed, self._limits.block_size)
+        first, newly_sealed = export.num_leased, sequence.block_ids[export.num_leased : num_sealed]
+        if not export.has_importer or not newly_sealed:
+            return ()
+        self._leases.extend(export.ticket_id, newly_sealed)
+        export.num_leased = num_sealed
+        return (Sealed(export.ticket_id, first, newly_sealed, self._pool.unverified_among(newly_sealed)),)
+
+    def _finish(self, sequence: Sequence, drawn: tuple[DrawnToken, ...], now_s: float) -> Event:
+        export, group = _export(sequence), sequence.group
+        tail = self._lease_tail(sequence, export)
+        self._end(export.ticket_id)
+        self._rate.note_end(now_s)
+        self._num_finished += 1
+        stops, num_output = group.job.stops, sequence.num_output + 1
+        tokens = tuple(
+            SampledToken(token.token_id, token.logprobs, finish_reason(stops, token.token_id, num_output))
+            for token in drawn
+        )
+        return ExportFinished(
+            ticket_id=export.ticket_id,
+            tokens=tokens,
+            tail=tail,
+            num_cached=sequence.num_cached,
+            queue_s=export.started_s - group.admitted_s,
+            prefill_s=now_s - export.started_s,
+            ended_s=now_s,
+        )
+
+    def _lease_tail(self, sequence: Sequence, export: Export) -> Tail | None:
+        """Lease the partly filled last block. None: the prompt fills its last block, or no importer will come."""
+        num_valid = tail_length(sequence.num_computed, self._limits.block_size)
+        if not export.has_importer or not num_valid:
+            return None
+        self._leases.extend(export.ticket_id, sequence.block_ids[-1:])
+        return Tail(sequence.block_ids[-1], num_valid)
+
+    def _abort(self, ticket_id: bytes, error: TandemError) -> tuple[Event, ...]:
+        """End an export that is not finished. Does nothing if it has ended."""
+        if not self._end(ticket_id):
+            return ()
+        self._num_failed += 1
+        return (ExportFailed(ticket_id, error),)
+
+    def _end(self, ticket_id: bytes) -> bool:
+        """Remove an export; its leases stay. Returns False if it had ended before."""
+        sequence = self._live.end_export(ticket_id)
+        if sequence is None:
+            return False
+        self._batch.remove(sequence)
+        return True
+
+
+def _export(sequence: Sequence) -> Export:
+    export = sequence.group.export
+    assert export is not None
+    return export
