@@ -50,7 +50,7 @@ async def test_unavailable_transports_are_left_out_with_their_reason(
     assert await _offered(["shm", "cuda_ipc", "nccl", "tcp+tls"], "cpu") == ["shm", "tcp+tls"]
     told = capsys.readouterr().err.splitlines()
     assert [line.partition(" is left out: ")[0] for line in told] == ["cuda_ipc", "nccl"]
-    assert all("not on a GPU" in line or "not lie in" in line for line in told)
+    assert all("not on a GPU" in line or "not exported GPU memory" in line for line in told)
 
 
 def test_the_committed_table_is_computed_from_the_committed_samples() -> None:
