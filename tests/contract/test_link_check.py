@@ -1,187 +1,19 @@
-"""A pair measured over real transports and gRPC: what is told, who is let in, and that no block is lost or touched."""
+"""Tests that a link check measures a pair over real transports, admits only members, and loses or changes no block."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import grpc
 import pytest
 
-from cluster.clock import MonotonicClock
 from cluster.errors import HandOffFailed, HandOffReason, InvalidRequest, Overloaded, TandemError, Unavailable
-from cluster.messages import Epoch, MemberId
-from cluster.observe.telemetry import Telemetry
 from cluster.protocol.wire import epoch_from_wire, fingerprint_to_wire
-from cluster.serving.rpc_errors import error_from_rpc
-from cluster.serving.serving import GrpcServer, open_channel
-from cluster.settings.transfer_settings import TransferSettings
-from engine.kv.pool import KvPool
-from kvtransfer.exporter.exporter import Exporter
-from kvtransfer.exporter.link_check_access import OPEN_S, LinkCheckAccess, sign_link_check
-from kvtransfer.exporter.service import KvTransferServicer
 from kvtransfer.importer import link_check as probe_module
-from kvtransfer.importer.link_check import Destination, LinkCheck, LinkCheckContext
-from kvtransfer.importer.links import LinkTable
 from kvtransfer.transports.available import Available
-from kvtransfer.transports.base import Channel, ExporterTransport, ImporterTransport, TransportError
-from kvtransfer.wire.wire_format import NativeFormat
-from tandem.internal.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
-from tests.contract.handoff_rig import EXPORTER, IMPORTER, KEY, LAYOUT, Counters, DecodeBlocks, transports
-from tests.contract.kv_pools import random_pool
-from tests.loopback import Fault, FaultSchedule
-
-DEADLINE_S = 20.0
-NUM_BLOCKS = 64
-STRANGER = MemberId("d9", "z")
-
-
-class StuckTransport:
-    """A transport whose reads never end, and which cannot prove that they have."""
-
-    def __init__(self) -> None:
-        self.let_go = asyncio.Event()
-
-    @property
-    def name(self) -> str:
-        return "tcp"
-
-    def endpoint(self) -> bytes:
-        return b""
-
-    async def open_channel(self, epoch: Epoch, exporter_endpoint: bytes) -> Channel:
-        return self
-
-    async def read(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
-        await asyncio.Event().wait()
-
-    async def destroy(self) -> None:
-        await self.let_go.wait()
-
-    async def finish(self) -> None:
-        raise AssertionError("a poisoned channel was released")
-
-    async def close(self) -> None:
-        pass
-
-
-@dataclass
-class Rig:
-    source: KvPool
-    target: KvPool
-    exporter_sides: tuple[ExporterTransport, ...]
-    opening: LinkCheckAccess
-    means: LinkCheckContext
-    blocks: DecodeBlocks
-    address: str
-    links: LinkTable
-    schedule: FaultSchedule
-    unhealthy: list[str]
-
-    def probe(self, num_free: Callable[[], Awaitable[int]] | None = None) -> LinkCheck:
-        async def free() -> int:
-            return self.blocks.pool.counts()["free"]
-
-        ids = iter(range(1000, 2000))
-        return LinkCheck(self.means, Destination(self.blocks, lambda: next(ids), num_free or free))
-
-    async def measure(self, max_blocks: int = 0, exporter: MemberId = EXPORTER) -> dict[str, worker_pb2.MeasuredPath]:
-        request = worker_pb2.CheckLinkRequest(exporter=str(exporter), address=self.address, max_blocks=max_blocks)
-        async with asyncio.timeout(DEADLINE_S):
-            answer = await self.probe().measure(request)
-        return {path.transport: path for path in answer.paths}
-
-    def request(
-        self, importer: MemberId = IMPORTER, key: bytes = KEY, address: str = ""
-    ) -> kv_pb2.OpenLinkCheckRequest:
-        return kv_pb2.OpenLinkCheckRequest(
-            importer=str(importer),
-            signature=sign_link_check(key, str(importer), EXPORTER, address or self.address),
-            layout=fingerprint_to_wire(LAYOUT),
-            transports=["tcp"],
-            endpoints={"tcp": b""},
-        )
-
-    async def start_check(self, request: kv_pb2.OpenLinkCheckRequest) -> kv_pb2.OpenLinkCheckResponse:
-        """Start a link check. Raises the exporter's error."""
-        async with open_channel(self.address) as channel:
-            try:
-                answer: kv_pb2.OpenLinkCheckResponse = await kv_pb2_grpc.KvTransferStub(channel).OpenLinkCheck(
-                    request, timeout=DEADLINE_S
-                )
-            except grpc.aio.AioRpcError as error:
-                raise error_from_rpc(error) from error
-        return answer
-
-    def check(self) -> None:
-        """Check that every block is free and the pool's accounts agree."""
-        self.blocks.pool.check()
-        assert self.blocks.pool.counts()["free"] == NUM_BLOCKS
-
-
-@asynccontextmanager
-async def probe_rig(
-    *names: str,
-    missing_here: dict[str, str] | None = None,
-    missing_there: dict[str, str] | None = None,
-    importer_sides: Sequence[ImporterTransport] | None = None,
-    faults: dict[int, Fault] | None = None,
-    open_s: float = OPEN_S,
-) -> AsyncIterator[Rig]:
-    source, target = random_pool(NUM_BLOCKS, seed=1), random_pool(NUM_BLOCKS, seed=2)
-    schedule = FaultSchedule(faults)
-    sides = [transports(name, source, target, schedule) for name in names or ("shm", "tcp")]
-    exporters = tuple(exporter for exporter, _ in sides)
-    importers = tuple(importer for _, importer in sides) if importer_sides is None else tuple(importer_sides)
-    server = GrpcServer(service_names=[], telemetry=Telemetry())
-    address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
-    exporter = Exporter(
-        member=EXPORTER,
-        address=address,
-        wire=NativeFormat(source),
-        layout=LAYOUT,
-        key=KEY,
-        settings=TransferSettings(),
-        transports=exporters,
-        release=lambda ticket_id: None,
-        clock=MonotonicClock(),
-        counters=Counters(),
-    )
-    opening = LinkCheckAccess(
-        member=EXPORTER,
-        address=address,
-        memory=source,
-        layout=LAYOUT,
-        key=KEY,
-        transports=Available(exporters, (), missing_there or {}),
-        open_s=open_s,
-    )
-    kv_pb2_grpc.add_KvTransferServicer_to_server(
-        KvTransferServicer(exporter=exporter, link_checks=opening), server.grpc
-    )
-    links, unhealthy = LinkTable([importer.name for importer in importers]), list[str]()
-    means = LinkCheckContext(
-        member=IMPORTER,
-        layout=LAYOUT,
-        key=KEY,
-        block_bytes=target.block_bytes,
-        transports=Available((), importers, missing_here or {}),
-        connect=open_channel,
-        links=links,
-        clock=MonotonicClock(),
-        unhealthy=unhealthy.append,
-    )
-    await exporter.start()
-    await server.start()
-    try:
-        blocks = DecodeBlocks(NUM_BLOCKS)
-        yield Rig(source, target, exporters, opening, means, blocks, address, links, schedule, unhealthy)
-    finally:
-        for importer in importers:
-            await importer.close()
-        await server.stop(0.0)
-        opening.close()
-        await exporter.close()
+from kvtransfer.transports.base import TransportError
+from tandem.internal.v1 import kv_pb2, worker_pb2
+from tests.contract.handoff_rig import EXPORTER, IMPORTER, LAYOUT
+from tests.contract.link_check_rig import DEADLINE_S, NUM_BLOCKS, STRANGER, FarAway, StuckTransport, probe_rig
+from tests.loopback import Fault
 
 
 async def test_every_shared_transport_is_measured_best_first() -> None:
@@ -227,17 +59,6 @@ async def test_a_transport_that_does_not_connect_the_workers_is_reported() -> No
         paths = await rig.measure()
         assert "does not connect the two" in paths["shm"].reason
         assert paths["tcp"].reason == ""
-
-
-class FarAway:
-    """The shm transport of a worker on another host."""
-
-    def __init__(self, inner: ImporterTransport) -> None:
-        self._inner = inner
-        self.name, self.open_channel, self.close = inner.name, inner.open_channel, inner.close
-
-    def endpoint(self) -> bytes:
-        return b"another host"
 
 
 async def test_a_transport_that_fails_in_a_link_check_is_reported_and_the_next_is_measured() -> None:

@@ -12,7 +12,7 @@ from kvtransfer.importer import link_check as probe_module
 from kvtransfer.transports.base import Channel
 from tandem.internal.v1 import worker_pb2
 from tests.contract.handoff_rig import EXPORTER
-from tests.contract.test_link_check import DEADLINE_S, Rig, probe_rig
+from tests.contract.link_check_rig import DEADLINE_S, Rig, probe_rig
 from tests.faults.injection import AwaitFaults, When
 
 

@@ -10,7 +10,8 @@ import pytest
 from router.pipeline.migration import MigrationCount
 from router.requests import GenerateRequest
 from tests.system.router_harness import Answer, RouterUnderTest, expected_tokens, router_under_test
-from tests.system.scripted_workers import ScriptedDecode, ScriptedPrefill
+from tests.system.scripted_decode import ScriptedDecode
+from tests.system.scripted_workers import ScriptedPrefill
 
 MOVED, KEPT, NOTHING = MigrationCount(1, 0), MigrationCount(0, 1), MigrationCount(0, 0)
 

@@ -27,14 +27,8 @@ from router.request.validation import MessageLimits, resolve
 from router.requests import GenerateRequest, Output, SamplingParams, StopConditions, Summary, TokenPrompt
 from router.running import running
 from router.text.tokenization import Tokenization
-from tests.system.scripted_workers import (
-    FINGERPRINT,
-    ScriptedDecode,
-    ScriptedPrefill,
-    ScriptedWorker,
-    Store,
-    scripted_token,
-)
+from tests.system.scripted_decode import ScriptedDecode
+from tests.system.scripted_workers import FINGERPRINT, ScriptedPrefill, ScriptedWorker, Store, scripted_token
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 PROMPT = (5, 6, 7, 8)

@@ -12,7 +12,8 @@ from cluster.serving.serving import MAX_MESSAGE_BYTES, GrpcServer, open_channel
 from router.grpc_api.service import AdminService, ApiKeyInterceptor, InferenceService, WriteTimeout
 from tandem.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.system.router_harness import PROMPT, RouterUnderTest, router_under_test
-from tests.system.scripted_workers import ScriptedDecode, ScriptedPrefill
+from tests.system.scripted_decode import ScriptedDecode
+from tests.system.scripted_workers import ScriptedPrefill
 
 MAX_TOKENS = 12
 HOUR_S = 3600.0

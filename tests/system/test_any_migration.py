@@ -9,7 +9,7 @@ import pytest
 
 from cluster.errors import HandOffReason, NotFound, QueueFull
 from tests.system.router_harness import Answer, RouterUnderTest, ask, expected_tokens, router_under_test
-from tests.system.scripted_workers import ScriptedDecode
+from tests.system.scripted_decode import ScriptedDecode
 
 _NUM_RUNS = 8  # of each seed
 _NUM_ROUNDS = 14

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from tests.system.router_harness import Answer, RouterUnderTest, answer_to, ask, router_under_test
-from tests.system.scripted_workers import ScriptedDecode, ScriptedPrefill
+from tests.system.scripted_decode import ScriptedDecode
+from tests.system.scripted_workers import ScriptedPrefill
 
 DEADLINE_S = 10.0
 TIMES = ServiceTimes(PrefillTimes(0.0, 0.01, 0.0, 0.0), DecodeTimes(0.01, 0.0, 0.0, 0.0))  # 100 prompt tokens a second

@@ -5,7 +5,7 @@ import asyncio
 from cluster.errors import QueueFull
 from tests.system.migration_stage import Stage, stage
 from tests.system.router_harness import answer_to, ask
-from tests.system.scripted_workers import ScriptedDecode
+from tests.system.scripted_decode import ScriptedDecode
 
 _LONG_S = 1000.0
 

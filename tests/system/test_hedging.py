@@ -12,7 +12,8 @@ import pytest
 from cluster.errors import QueueFull
 from router.requests import GenerateRequest
 from tests.system.router_harness import Answer, RouterUnderTest, answer_to, ask, expected_tokens, router_under_test
-from tests.system.scripted_workers import Gate, ScriptedDecode, ScriptedPrefill, ScriptedWorker
+from tests.system.scripted_decode import ScriptedDecode
+from tests.system.scripted_workers import Gate, ScriptedPrefill, ScriptedWorker
 
 _DEADLINE_S = 20.0
 

@@ -8,7 +8,7 @@ import pytest
 from cluster.errors import HandOffReason
 from router.policies.breakers import BreakerPolicy
 from tests.system.router_harness import RouterUnderTest, answer_to, ask, expected_tokens, router_under_test
-from tests.system.scripted_workers import ScriptedDecode
+from tests.system.scripted_decode import ScriptedDecode
 
 _LONG_PAUSE = BreakerPolicy(first_pause_s=1000.0, max_pause_s=1000.0)
 _NO_PAUSE = BreakerPolicy(first_pause_s=1e-6, max_pause_s=1e-6)

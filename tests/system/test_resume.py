@@ -16,7 +16,8 @@ from tandem.client import AsyncClient, Client
 from tandem.errors import Unavailable
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 from tests.system.router_harness import PROMPT, RouterUnderTest, ask, expected_tokens, router_under_test
-from tests.system.scripted_workers import ScriptedDecode, ScriptedPrefill, scripted_token
+from tests.system.scripted_decode import ScriptedDecode
+from tests.system.scripted_workers import ScriptedPrefill, scripted_token
 
 MAX_TOKENS = 12
 Response = inference_pb2.GenerateResponse

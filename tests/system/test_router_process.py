@@ -16,7 +16,8 @@ from cluster.registry.registry import Registry
 from cluster.serving.serving import open_channel
 from tandem.v1 import inference_pb2_grpc
 from tests.system.router_harness import DEMO_MODEL
-from tests.system.scripted_workers import ScriptedDecode, Store
+from tests.system.scripted_decode import ScriptedDecode
+from tests.system.scripted_workers import Store
 from tests.system.test_router_service import generate_request
 
 _FLAGS = ("--model", str(DEMO_MODEL), "--port", "0", "--grpc-port", "0")

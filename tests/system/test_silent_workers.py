@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.system.router_harness import Answer, RouterUnderTest, answer_to, ask, expected_tokens, router_under_test
-from tests.system.scripted_workers import ScriptedDecode, ScriptedPrefill, ScriptedWorker
+from tests.system.scripted_decode import ScriptedDecode
+from tests.system.scripted_workers import ScriptedPrefill, ScriptedWorker
 
 _DEADLINE_S = 20.0
 

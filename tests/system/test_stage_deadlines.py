@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.system.router_harness import Answer, RouterUnderTest, answer_to, ask, expected_tokens, router_under_test
-from tests.system.scripted_workers import ScriptedDecode, ScriptedPrefill
+from tests.system.scripted_decode import ScriptedDecode
+from tests.system.scripted_workers import ScriptedPrefill
 
 _DEADLINE_S = 10.0  # of a test's wait; requests have the harness's 30 s
 

@@ -22,7 +22,7 @@ from tests.system.router_harness import (
     expected_tokens,
     router_under_test,
 )
-from tests.system.scripted_workers import ScriptedDecode
+from tests.system.scripted_decode import ScriptedDecode
 from tests.system.test_router_service import collect, generate_request, reason_of, served
 from tests.system.test_waiting_for_workers import _http, _question
 
