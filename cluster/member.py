@@ -23,7 +23,7 @@ class MemberState(StrEnum):
 
 
 class DrainOutcome(StrEnum):
-    """How a drain ended."""
+    """The ways in which a drain can end."""
 
     DRAINED = "drained"  # all work was finished or moved
     INCOMPLETE = "incomplete"  # the grace period ended first

@@ -1,4 +1,4 @@
-"""How a Tandem process runs: until a signal stops it, with an exit status that tells why it ended.
+"""Runs a Tandem process until a signal stops it, and gives it an exit status that tells why it ended.
 
     async def main() -> None:
         config = parse_arguments(WorkerConfig, "prefill_worker", sys.argv[1:])

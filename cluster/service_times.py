@@ -1,4 +1,4 @@
-"""How fast one worker computes: fitted models of its prefill, decode and mixed steps and of its hand-offs. Pure.
+"""The speed of one worker: fitted models of its prefill, decode and mixed steps and of its hand-offs. Pure.
 
 Workers fit these models to their own steps and send them with every heartbeat; routers predict with them. All times are
 the worker's own time for the work, in seconds, without waiting in any queue. Nothing is fitted here.
@@ -18,7 +18,7 @@ def attended_tokens(num_new: int, context: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step computes, as the models see it."""
+    """The work of one step, in the quantities that the models use."""
 
     num_new: int = 0  # tokens of prompts
     attended: float = 0.0  # the sum of `attended_tokens` over the prompts' chunks

@@ -56,7 +56,7 @@ class StopConditions:
 
 @dataclass(frozen=True, slots=True)
 class ResumedChoice:
-    """What a client has received of one choice."""
+    """The tokens of one choice that a client has already received."""
 
     token_ids: tuple[int, ...] = ()
     num_characters: int = 0  # of the text that came with them
@@ -90,7 +90,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What one choice has grown by. `token_ids` may be empty when only text that was held back is released."""
+    """New tokens and text of one choice. `token_ids` may be empty when only text that was held back is released."""
 
     choice: int
     first_index: int  # how many tokens of this choice came before

@@ -21,7 +21,7 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What was appended to one choice. `token_ids` is empty if the delta only releases text that was held back."""
+    """New tokens and text of one choice. `token_ids` is empty if the delta only releases text that was held back."""
 
     choice: int
     first_index: int  # number of this choice's tokens before these
@@ -66,7 +66,7 @@ class WorkerTime:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where the request's time went, in seconds: disjoint phases that sum to `wall_s`."""
+    """The time of a request in seconds, as disjoint phases that sum to `wall_s`."""
 
     phases: tuple[Phase, ...]
     wall_s: float

@@ -39,7 +39,7 @@ Ends: TypeAlias = "Sequence[asyncio.Future[None]]"
 
 @dataclass(frozen=True, slots=True)
 class WorkerProfile:
-    """What routers and other workers must know to use this worker."""
+    """The properties of this worker that routers and other workers need."""
 
     fingerprint: LayoutFingerprint
     capacity: Capacity

@@ -1,4 +1,4 @@
-"""What the command does: it reads the kept results, measures the points that are left, and writes the page."""
+"""Runs the measurement: it reads the kept results, measures the points that are left, and writes the page."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""How a client command finds the cluster: by --address, TANDEM_ADDRESS, or the cluster last started on this machine."""
+"""Finds the cluster for a client command: by --address, TANDEM_ADDRESS, or the cluster last started on this machine."""
 
 import json
 import os

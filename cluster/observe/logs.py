@@ -1,4 +1,4 @@
-"""How a process logs: one line per record to stderr, with the request id and the numbers as fields.
+"""The logs of a process: one line per record to stderr, with the request id and the numbers as fields.
 
     logging.getLogger("tandem.router").info("admitted", extra={"request_id": "r1", "prompt_tokens": 12})
     2026-11-21T09:14:02.113Z INFO tandem.router request_id=r1 admitted prompt_tokens=12

@@ -16,7 +16,7 @@ CLIENT_STALL_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
-    """What every process of a cluster needs to find and trust the others."""
+    """The settings with which every process of a cluster finds and authenticates the others."""
 
     redis: str = setting(
         "",

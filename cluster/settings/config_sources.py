@@ -1,4 +1,4 @@
-"""Where the settings of a process come from: flags, environment variables and a file, one name for all three.
+"""Reads the settings of a process from flags, environment variables and a file, with one name for all three.
 
 A field `max_model_len` is the flag `--max-model-len`, the variable `TANDEM_MAX_MODEL_LEN` and the key `max_model_len`
 of the YAML file given by `--config`. Flags win over variables, variables over the file, the file over the default; an

@@ -44,7 +44,7 @@ class SchedulerLimits:
 
     @property
     def capacity(self) -> Capacity:
-        """What the worker registers, so that routers know which requests it would refuse."""
+        """The limits that the worker registers, from which routers derive the requests that it would refuse."""
         return Capacity(
             num_blocks=self.num_blocks,
             block_size=self.block_size,

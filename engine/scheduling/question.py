@@ -1,4 +1,4 @@
-"""What questions to the step thread are: commands that are answered with one event. Pure values."""
+"""Questions to the step thread: commands that are answered with one event. Pure values."""
 
 from collections.abc import Hashable
 from typing import Generic, TypeAlias, TypeVar
@@ -16,7 +16,7 @@ class Question(Generic[AnswerT]):
 
     @property
     def key(self) -> Key:
-        """Unique among the questions that wait for an answer."""
+        """A key that is unique among the questions that wait for an answer."""
         raise NotImplementedError
 
 

@@ -83,7 +83,7 @@ def choose_pull(job: PrefillJob, facts: PullFacts) -> Pull | None:
 
 @dataclass(frozen=True, slots=True)
 class PullResources:
-    """What every pull of one worker uses."""
+    """The parts of a worker that all its pulls share."""
 
     member: MemberId
     importer: Importer

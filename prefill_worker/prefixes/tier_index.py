@@ -1,4 +1,5 @@
-"""Which blocks lie in the tiers under the pool, and which blocks are copied, demoted or dropped to make room. Pure.
+"""The index of the blocks in the tiers below the pool. It decides which blocks are copied, demoted or dropped to make
+room. Pure.
 
 Owned by `PrefixTiers`; the bytes are in tier_storage.py. The host tier has a fixed number of slots. A block that is
 stored takes a free slot, or the slot of the least recently used block, which is demoted (written to disk) first. A
@@ -24,7 +25,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where to read a block from. Without a slot: from disk."""
+    """The place to read a block from: a slot of host memory, or disk if there is no slot."""
 
     block_hash: bytes
     slot: int | None
@@ -125,7 +126,7 @@ class TierIndex:
                 self._disk[store.demoted] = None
 
     def only_in_host(self) -> tuple[Place, ...]:
-        """Blocks that are not on disk, the most recently used first, as many as disk has room for."""
+        """Return the blocks that are not on disk, the most recently used first, as many as disk has room for."""
         places = [Place(h, held.slot) for h, held in self._host.items() if held.is_whole and h not in self._disk]
         return tuple(reversed(places))[: max(0, self._max_files - len(self._disk) - len(self._moving))]
 

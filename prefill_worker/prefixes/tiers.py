@@ -76,7 +76,7 @@ def _open_files(
 
 @dataclass(frozen=True, slots=True)
 class TierResources:
-    """What the tiers of one worker use."""
+    """The parts of a worker that its tiers use."""
 
     index: TierIndex
     storage: TierStorage
@@ -90,7 +90,7 @@ class TierResources:
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """What one fetch holds: blocks reserved for it, and pinned places of the tiers."""
+    """The blocks reserved for one fetch, and the places of the tiers that it has pinned."""
 
     pull_id: int
     places: tuple[Place, ...] = ()

@@ -1,4 +1,4 @@
-"""What operators ask of the cluster: drain a member, or change the number of workers of each role.
+"""Performs operators' commands: drain a member, or change the number of workers of each role.
 
 A worker or another router is drained by a call to it, this router by its own stop event. The drained member reports
 what became of its work; a member that ends without a report is lost. The process that runs the workers follows the

@@ -1,4 +1,4 @@
-"""Which workers left recently, and which routers a client is told about: derived from the registered members. Pure."""
+"""The workers that left recently, and the routers that clients receive: derived from the registered members. Pure."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ ABSENCE_S = 60.0  # a worker that is restarted, or cut off from the registry, is
 
 
 class DeregisteredWorkers:
-    """Workers that were registered until recently. A worker that restarts is absent for a moment."""
+    """Workers that were registered until recently. A worker that restarts is absent for a short time."""
 
     def __init__(self, absence_s: float = ABSENCE_S) -> None:
         self._absence_s = absence_s

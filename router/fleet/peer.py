@@ -75,13 +75,13 @@ class Peer(ABC):
 
     @property
     def heard_s(self) -> float:
-        """When the worker last sent anything, by the event loop's clock."""
+        """The time when the worker last sent anything, by the event loop's clock."""
         return self._answered_s
 
     @property
     @abstractmethod
     def service_times(self) -> ServiceTimes | None:
-        """How fast the worker computes, from its last heartbeat; None before it has measured anything."""
+        """The worker's speed from its last heartbeat; None before it has measured anything."""
 
     @property
     def silent_s(self) -> float:
@@ -89,7 +89,7 @@ class Peer(ABC):
 
     @property
     def num_missed(self) -> int:
-        """How many health checks the worker has missed in a row since it became silent by itself; 0 once it has sent
+        """The number of consecutive health checks that the worker has missed since it became silent; 0 once it has sent
         anything."""
         return self._silence.num_missed(self.heard_s)
 

@@ -1,4 +1,4 @@
-"""Which workers hold the beginning of a prompt: the router's estimate, for placement and for pulls.
+"""Estimates which workers hold the beginning of a prompt, for placement and for pulls.
 
 The prefix index (router/policies/prefix_index.py) decides; this module feeds it. `CacheEventFollower` subscribes to the
 cache events of every prefill worker. `PrefixLocator` names the blocks of a prompt and asks the index. A wrong estimate
@@ -113,11 +113,12 @@ class PrefixLocator:
         return self._index.leading_blocks(chain.hashes).get(worker, 0) * peer.member.capacity.block_size
 
     def note_routed(self, chain: BlockChain, worker: MemberId) -> None:
-        """The worker computes, imports or has generated all blocks of this chain."""
+        """Record that the worker computes, imports or has generated all blocks of this chain."""
         self._index.note_routed(chain.hashes, worker)
 
     def sources(self, chain: BlockChain, *, puller: MemberId) -> tuple[PrefixSource, ...]:
-        """At most three workers from which `puller` can pull a prefix of this chain, the longest prefix first."""
+        """Return at most three workers from which `puller` can pull a prefix of this chain, the longest prefix
+        first."""
         pulling = self._fleet.peer(puller)
         if pulling is None:
             return ()

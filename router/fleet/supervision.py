@@ -1,4 +1,4 @@
-"""How this router finds out whether workers live: timeouts, direct health checks, and one supervising task per worker.
+"""Detects whether workers are alive: timeouts, direct health checks, and one supervising task per worker.
 
 A supervisor connects to its worker, has it served for as long as it answers, and connects again after a pause. The task
 ends when the worker is no longer registered. An internal error lengthens the pause and never loses the worker.
@@ -28,7 +28,8 @@ _LEAST_ANSWER_S = 0.25  # a machine that is only busy may take as long
 
 @dataclass(frozen=True, slots=True)
 class WorkerTimeouts:
-    """How long this router waits for a silent worker. docs/failover.md lists the timeouts of each stage.
+    """The timeouts after which this router checks, suspects and drops a silent worker. docs/failover.md lists the
+    timeouts of each stage.
 
     `heartbeat_timeout_s`: a stream without any message for this long is broken. `recovery_timeout_s`: a worker whose
     stream broke may reconnect within this time, and a suspect worker may miss health checks for this time. `absence_s`:

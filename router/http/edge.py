@@ -1,4 +1,4 @@
-"""What every HTTP request passes before its route: a request id, the API key, size limits, and a handler for all
+"""The middleware of every HTTP request: it assigns a request id, checks the API key and size limits, and handles all
 errors.
 
 This is plain ASGI, so that streams are not buffered and a client's disconnect is noticed at once. Owns the count of

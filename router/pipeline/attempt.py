@@ -39,7 +39,7 @@ _REISSUED = "ticket_reissued"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptContext:
-    """What every attempt of a router uses."""
+    """The parts of a router that all its attempts share."""
 
     router: MemberId
     key: bytes  # the cluster's key, which signs tickets

@@ -1,4 +1,4 @@
-"""How an attempt fails: on which leg, by which worker, for which named reason; and how many retries a request has left.
+"""The failure of an attempt, by leg, worker and named reason, and the number of retries that a request has left.
 
 Only a failure that another attempt may avoid becomes AttemptFailed. An invalid request stays an error of the client.
 """
@@ -205,7 +205,7 @@ class RetryBudget:
         self._admitted.account.add_reason(name)
 
     def refund(self) -> None:
-        """The failure recorded last has caused another one: count one attempt for both."""
+        """Count the failure that was recorded last and the one that it caused as one attempt."""
         self._tries -= self._last_cost
         self._last_cost = 0
 

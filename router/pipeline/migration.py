@@ -41,7 +41,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.8  # before a worker that freezes 
 
 @dataclass(frozen=True, slots=True)
 class MigrationCount:
-    """How many sequences a call moved, and how many it did not."""
+    """The number of sequences that a call moved, and that it did not move."""
 
     num_moved: int
     num_kept: int  # continued where they were, or were prefilled again

@@ -1,4 +1,4 @@
-"""Which requests may begin: admission control and the early refusal of requests that would be served too late. Pure.
+"""Admission control, and the early refusal of requests that would be served too late. Pure.
 
 The early refusal uses the same predictions as placement: of the time when the prefill will have ended, with all work
 that was sent to the workers before. So a burst is not admitted because the requests before it have not reached decode.

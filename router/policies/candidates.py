@@ -63,7 +63,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What placement has to know about a request."""
+    """The facts about a request that placement uses."""
 
     num_prompt_tokens: int  # to prefill, with those that an earlier attempt drew
     max_tokens: int  # that are still missing

@@ -25,7 +25,7 @@ SECOND_LOOK_MARGIN_S = 1.0
 
 
 class PlacementReason(StrEnum):
-    """What decided between the candidates of a request."""
+    """The criterion that decided between the candidates of a request."""
 
     ONLY_CANDIDATE = "only_candidate"
     LOWEST_LOAD = "lowest_load"  # the policy compares loads

@@ -15,7 +15,7 @@ from router.policies.work_ahead import PromptWork, WorkAhead
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a request would experience at one candidate, in seconds."""
+    """The predicted times of a request at one candidate, in seconds."""
 
     ttft_s: float  # from now to the first token
     itl_s: float  # the mean time between its tokens, from the first one on

@@ -1,4 +1,4 @@
-"""Which worker holds which block of a prompt, by block hash. Pure.
+"""An index of the workers that hold each block of a prompt, by block hash. Pure.
 
 Two sources of different weight, both keyed by the hash of a block, which covers everything before it:
 
@@ -141,7 +141,7 @@ class RoutedBlocks:
         return len(self._workers)
 
     def add(self, block_hashes: Sequence[bytes], worker: MemberId) -> None:
-        """A restarted worker replaces its previous incarnation."""
+        """Record cached blocks. A restarted worker replaces its previous incarnation."""
         for block_hash in reversed(block_hashes):  # the beginning is dropped last: without it nothing is found
             others = [other for other in self._workers.get(block_hash, ()) if other.id != worker.id]
             self._workers[block_hash] = (worker, *others[: _MAX_WORKERS - 1])
@@ -150,7 +150,7 @@ class RoutedBlocks:
             self._workers.popitem(last=False)
 
     def remove(self, block_hashes: Sequence[bytes], worker: MemberId) -> None:
-        """The worker has evicted these blocks."""
+        """Record that the worker has evicted these blocks."""
         for block_hash in block_hashes:
             if others := tuple(other for other in self._workers.get(block_hash, ()) if other.id != worker.id):
                 self._workers[block_hash] = others
@@ -158,8 +158,8 @@ class RoutedBlocks:
                 self._workers.pop(block_hash, None)
 
     def leading_blocks(self, block_hashes: Sequence[bytes]) -> dict[MemberId, int]:
-        """For each worker that was sent the beginning of this chain: the number of leading blocks. Counts as a use of
-        the blocks that are found."""
+        """Return the number of leading blocks of this chain for each worker that was sent its beginning. Counts as a
+        use of the blocks that are found."""
         lengths: dict[MemberId, int] = {}
         for length, block_hash in enumerate(block_hashes, start=1):
             continuing = [w for w in self._workers.get(block_hash, ()) if lengths.get(w, 0) == length - 1]

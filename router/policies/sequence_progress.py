@@ -73,7 +73,7 @@ class SequenceProgress:
 
 
 class OutputLengths:
-    """How long outputs are, from those that ended: the mean share of `max_tokens` that was generated, for each power of
+    """Statistics of the length of ended outputs: the mean share of `max_tokens` that was generated, for each power of
     two of `max_tokens`. Before the first one has ended, all of `max_tokens` is expected."""
 
     def __init__(self) -> None:

@@ -72,7 +72,7 @@ NO_SEQUENCES = SequenceBatch()
 
 @dataclass(frozen=True, slots=True)
 class WorkAhead:
-    """What prediction has to know about one worker."""
+    """The facts about one worker that prediction uses."""
 
     times: ServiceTimes
     prompts: PromptQueue = PromptQueue()

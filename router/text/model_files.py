@@ -40,7 +40,7 @@ Json = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the router knows about the model that it serves."""
+    """The properties of the served model that the router uses."""
 
     model: str  # folder or hub name
     name: str  # what clients call it

@@ -49,8 +49,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """Where the KV of a preempted sequence is: its `first` leading blocks are shared and stay in the prefix cache, the
-    others are in slots of host memory."""
+    """The KV of a preempted sequence: its `first` leading blocks are shared and stay in the prefix cache, the others
+    are in slots of host memory."""
 
     first: int
     slots: tuple[int, ...]
