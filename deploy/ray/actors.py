@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import ray
 
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, DeadlineExceeded
 from cluster.messages import Role
 from cluster.settings.config import RouterConfig, WorkerConfig
 from cluster.settings.config_sources import load_config
@@ -36,9 +36,14 @@ class MemberProcess:
         self._thread.start()
 
     def ready(self, timeout_s: float) -> str:
-        """Wait for the member's ready line. Raises TimeoutError, and ConfigError for wrong settings."""
+        """Wait for the member's ready line. Raises DeadlineExceeded, and ConfigError for wrong settings."""
         if not self._ready.wait(timeout_s):
-            raise TimeoutError(f"not ready after {timeout_s} s")
+            context = ray.get_runtime_context()
+            raise DeadlineExceeded(
+                f"Ray actor {context.get_actor_name()} on node {context.get_node_id()} is not ready after"
+                f" {timeout_s:g} s: its {self._thread.name} member still loads its model or waits for Redis; its log"
+                " has the reason"
+            )
         if self._refusal is not None:
             raise self._refusal
         return self._ready_line

@@ -5,7 +5,9 @@ another one started. Only this file and actors.py call Ray.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -17,11 +19,12 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, DeadlineExceeded, TandemError
 from cluster.messages import Role
 from deploy.ray.actors import MemberProcess
 
 _DRAIN_S = 60.0
+_ANSWER_S = 10.0  # for an actor's answer, beyond the time that it may take for what it is asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,10 @@ class RayPools:
         busy: Mapping[str, float] | None = None,
     ) -> list[str]:
         """Start members, or drain the least busy ones (the newest among equals), until the pool has `size`. `busy` is
-        the load of each worker by member id. Return the ready lines of new members."""
+        the load of each worker by member id. Return the ready lines of new members.
+
+        Raises DeadlineExceeded, which names members that are not ready in time, and the error of a member that cannot
+        start."""
         if size < 0:
             raise ConfigError(f"a pool cannot have {size} members")
         present = self.members(role)
@@ -79,12 +85,12 @@ class RayPools:
             self._end(name)
         first = _number(present[-1]) + 1 if present else 0
         new = [f"{role}-{first + i}" for i in range(size - len(present))]
-        actors = [self._start(role, name, self._settings | dict(own_settings or {})) for name in new]
-        return ray.get([actor.ready.remote(self._start_timeout_s) for actor in actors])
+        actors = {name: self._start(role, name, self._settings | dict(own_settings or {})) for name in new}
+        return self._ready_lines(role, actors)
 
     def wait_ready(self, role: Role) -> None:
-        """Wait until all members are ready. Raises TimeoutError, and the error of a member that cannot start."""
-        ray.get([self.actor(name).ready.remote(self._start_timeout_s) for name in self.members(role)])
+        """Wait until all members are ready. Raises as `scale` does."""
+        self._ready_lines(role, {name: self.actor(name) for name in self.members(role)})
 
     def actor(self, name: str) -> "ActorHandle[MemberProcess]":
         return ray.get_actor(name, namespace=self._namespace)
@@ -95,6 +101,25 @@ class RayPools:
             for name in self.members(role):
                 self._end(name)
 
+    def _ready_lines(self, role: Role, actors: "Mapping[str, ActorHandle[MemberProcess]]") -> list[str]:
+        asked: dict[Any, str] = {actor.ready.remote(self._start_timeout_s): name for name, actor in actors.items()}
+        if not asked:
+            return []
+        _, pending = ray.wait(list(asked), num_returns=len(asked), timeout=self._start_timeout_s + _ANSWER_S)
+        if pending:
+            names = ", ".join(sorted(asked[one] for one in pending))
+            bundle = self._resources.get(role, Resources()).bundle()
+            raise DeadlineExceeded(
+                f"Ray has not started {names} within {self._start_timeout_s:g} s: each needs a node with {bundle} free;"
+                " `ray status` shows what is free"
+            )
+        try:
+            return ray.get(list(asked))
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, TandemError):
+                raise error.cause from None
+            raise
+
     def _least_busy(self, present: list[str], busy: Mapping[str, float]) -> list[str]:
         loads = {name: busy.get(self._member_id(name), 0.0) if busy else 0.0 for name in present}
         return sorted(present, key=lambda name: (loads[name], -_number(name)))
@@ -103,7 +128,7 @@ class RayPools:
         """The member id of an actor; empty if it is not ready."""
         try:
             line = str(ray.get(self.actor(name).ready.remote(0.0)))
-        except (TimeoutError, ConfigError, ray.exceptions.RayError):
+        except ray.exceptions.RayError:  # not ready, refused settings, or gone
             return ""
         fields = dict(word.partition("=")[::2] for word in line.split())
         return fields.get("member", "").partition("@")[0]
@@ -129,7 +154,8 @@ class RayPools:
 
     def _end(self, name: str) -> None:
         actor = self.actor(name)
-        ray.get(actor.drain.remote(_DRAIN_S), timeout=_DRAIN_S + 10)
+        with suppress(ray.exceptions.GetTimeoutError):  # it does not drain, or Ray has never started it
+            ray.get(actor.drain.remote(_DRAIN_S), timeout=_DRAIN_S + _ANSWER_S)
         ray.kill(actor, no_restart=True)
         for group_id, row in placement_group_table().items():
             if row["name"] == self._group(name) and row["state"] != "REMOVED":

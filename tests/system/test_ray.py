@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from cluster.errors import DeadlineExceeded
 from cluster.messages import Role
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
@@ -97,6 +98,18 @@ def _ready_again(pools: RayPools, name: str) -> str:
         except ray.exceptions.RayActorError:
             continue
     raise AssertionError(f"{name} did not come back")
+
+
+def test_members_that_are_not_ready_in_time_are_named(pools: RayPools, redis_url: str, cluster_name: str) -> None:
+    settings = {"redis": redis_url, "cluster_name": cluster_name, "model": DEMO_MODEL}
+    hasty = RayPools(
+        namespace=cluster_name, settings=settings, resources={Role.DECODE: Resources(1000.0)}, start_timeout_s=0.0
+    )
+    with pytest.raises(DeadlineExceeded, match=r"Ray actor prefill-0 on node \w+ is not ready after 0 s: its prefill"):
+        hasty.scale(Role.PREFILL, 1)
+    with pytest.raises(DeadlineExceeded, match=r"has not started decode-0 within 0 s: .* \{'CPU': 1000.0\} free"):
+        hasty.scale(Role.DECODE, 1)
+    ray.kill(hasty.actor("decode-0"), no_restart=True)
 
 
 def test_pools_on_ray_follow_the_scale_target(pools: RayPools, redis_url: str, cluster_name: str) -> None:
