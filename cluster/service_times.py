@@ -82,6 +82,15 @@ class ServiceTimes:
     mixed: MixedTimes | None = None  # None: the worker has computed no mixed step yet, and the factor is taken as 1
     hand_off: HandOffTimes | None = None  # None: the worker has imported nothing yet
 
+    def relative_errors(self) -> dict[str, float]:
+        """Return the relative error of each model that has measured something, by name."""
+        errors = {"prefill": self.prefill.relative_error, "decode": self.decode.relative_error}
+        if self.mixed is not None:
+            errors["mixed"] = self.mixed.relative_error
+        if self.hand_off is not None:
+            errors["hand_off"] = self.hand_off.relative_error
+        return errors
+
     def prefill_s(self, num_new: int, context: float = 0.0) -> float:
         """Predict a step that computes one chunk of a prompt, `context` tokens of which are in the cache before."""
         return self.seconds(StepWork(num_new=num_new, attended=attended_tokens(num_new, context)))

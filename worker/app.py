@@ -9,6 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -91,12 +92,11 @@ class WorkerApp(ABC, Generic[CommandT, EventT]):
 
     def service_times(self) -> ServiceTimes | None:
         """Return how fast this worker computes; None before `run` has timed its first steps."""
-        times = self._fit.times
-        if times is not None:
-            for model, part in (("prefill", times.prefill), ("decode", times.decode), ("mixed", times.mixed)):
-                if part is not None:
-                    error = part.relative_error
-                    self.life.telemetry.gauge("tandem_service_time_relative_error", error, model=model)
+        if self._fit.times is None:
+            return None
+        times = replace(self._fit.times, hand_off=self.transfer.links.hand_off)
+        for model, error in times.relative_errors().items():
+            self.life.telemetry.gauge("tandem_service_time_relative_error", error, model=model)
         return times
 
     @abstractmethod

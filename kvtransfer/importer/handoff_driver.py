@@ -103,6 +103,7 @@ class HandOffDriver:
         self._ended = asyncio.Event()
         self._began_s = context.clock.now_s()
         self._finished_s = self._began_s
+        self._pieces: list[tuple[float, int]] = []  # when each piece had been read, and its bytes
         self._transports = TransportChoice(
             epoch=plan.epoch,
             transports=context.transports,
@@ -270,7 +271,7 @@ class HandOffDriver:
             if self._reads is None:
                 context = self._context
                 channel = await self._transports.open_channel()
-                self._reads = BlockReader(channel, context.wire, context.verifier, self._transports.record_read)
+                self._reads = BlockReader(channel, context.wire, context.verifier, self._record_piece)
         except Exception as error:  # noqa: BLE001 - memory, device or library: nothing was written
             self._on_read_error(error)
             self._apply(events.OpenFailed(read.read_id, self._cause))
@@ -284,6 +285,10 @@ class HandOffDriver:
             reading = self._state.reading
             self._apply(events.ReadCompleted(read.read_id, digests))
             asyncio.get_running_loop().call_soon(self._count_checked, reading, digests)  # the next messages leave first
+
+    def _record_piece(self, num_bytes: int, seconds: float) -> None:
+        self._transports.record_read(num_bytes, seconds)
+        self._pieces.append((self._context.clock.now_s(), num_bytes))
 
     def _on_read_error(self, error: Exception) -> None:
         self._cause = _message_of(error)
@@ -337,6 +342,8 @@ class HandOffDriver:
         kv_bytes = action.num_read * self._context.wire.memory.block_bytes
         self._count("ok", None)
         self._context.counters.moved(transport=self._transports.transport, num_bytes=kv_bytes)
+        num_exposed = sum(num_bytes for ended_s, num_bytes in self._pieces if ended_s > self._finished_s)
+        self._transports.record_hand_off(num_exposed, now_s - self._finished_s)
         if self.answer.done():  # the request was cancelled in this turn of the loop
             self._blocks.discard(self.handoff_id, frozenset())
         else:

@@ -9,11 +9,13 @@ read that took much longer than the line predicts changes it by a bounded amount
 within a few reads.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from cluster.messages import LinkSpeed, MemberId
+from cluster.service_times import HandOffTimes
 
 FORGETTING = 0.9  # per read: about the last ten count
 MIN_READS = 3
@@ -21,6 +23,7 @@ _OUTLIER = 3.0  # a read counts as at most this many times what the line predict
 _WEIGHT_FLOOR_BYTES = 256 * 1024  # below it, reads differ by latency only
 _MIN_SPREAD = 0.05  # of sizes, relative: with less, they cannot tell latency from bandwidth
 _MIN_SECONDS = 1e-7
+_NUM_HAND_OFFS = 31
 MAX_LINKS = 256
 DOES_NOT_REACH = "does not connect the two: they share no host, or no such device"
 FIRST_BACKOFF_S = 1.0
@@ -85,6 +88,8 @@ class LinkTable:
         """`transports` are ordered best first, as hand-offs use them."""
         self._transports = tuple(transports)
         self._links: OrderedDict[tuple[MemberId, str], _Link] = OrderedDict()
+        self._fixed_s: deque[float] = deque(maxlen=_NUM_HAND_OFFS)  # of recent hand-offs over any link
+        self._errors: deque[float] = deque(maxlen=_NUM_HAND_OFFS)
 
     def is_usable(self, exporter: MemberId, transport: str, now_s: float) -> bool:
         """Return False during the backoff after a failure. The backoff doubles with each failure in a row."""
@@ -105,6 +110,29 @@ class LinkTable:
         backoff_s = min(FIRST_BACKOFF_S * 2.0 ** min(link.failures, 30), MAX_BACKOFF_S)
         link.failures += 1
         link.unusable_until_s = now_s + backoff_s
+
+    def record_hand_off(self, exporter: MemberId, transport: str, num_bytes: int, exposed_s: float) -> None:
+        """Record a completed hand-off: the time from the end of the prefill to its end, and the bytes that were read in
+        that time. It tells nothing before the link's speed is known."""
+        moving_s = 0.0
+        if num_bytes:
+            link = self._links.get((exporter, transport))
+            estimate = link.fit.estimate() if link is not None else None
+            if estimate is None:
+                return
+            moving_s = estimate.latency_s + num_bytes / estimate.bytes_per_s
+        known = self.hand_off
+        if known is not None:
+            self._errors.append(abs(known.fixed_s + moving_s - exposed_s) / max(exposed_s, _MIN_SECONDS))
+        self._fixed_s.append(max(0.0, exposed_s - moving_s))
+
+    @property
+    def hand_off(self) -> HandOffTimes | None:
+        """What recent hand-offs took beside moving bytes: messages, reservation, digests, the settlement. None before
+        the first one."""
+        if not self._fixed_s:
+            return None
+        return HandOffTimes(median(self._fixed_s), median(self._errors) if self._errors else 0.0)
 
     def speeds(self) -> tuple[LinkSpeed, ...]:
         """Return the speed of each link, sorted by exporter and then as hand-offs prefer them: links that last failed

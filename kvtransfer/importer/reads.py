@@ -74,6 +74,10 @@ class TransportChoice:
     def record_read(self, num_bytes: int, seconds: float) -> None:
         self._links.record_read(self._epoch.exporter, self.transport, num_bytes, seconds, self._clock.now_s())
 
+    def record_hand_off(self, num_bytes: int, exposed_s: float) -> None:
+        """Record the part of a hand-off that followed the prefill."""
+        self._links.record_hand_off(self._epoch.exporter, self.transport, num_bytes, exposed_s)
+
     def record_failure(self) -> None:
         """Record that the current transport could not be opened or failed."""
         self._links.record_failure(self._epoch.exporter, self.transport, self._clock.now_s())

@@ -26,6 +26,7 @@ from kvtransfer.digests import KNOWN_DIGESTS
 from kvtransfer.exporter.exporter import Exporter, FirstToken, TailBlock
 from kvtransfer.exporter.service import KvTransferServicer
 from kvtransfer.importer.importer import ExpectedPrompt, ImportedBlocks, Importer
+from kvtransfer.importer.links import LinkTable
 from kvtransfer.memory import PoolMemory, Reservation
 from kvtransfer.transports.base import Channel, ExporterTransport, ImporterTransport, TransportError
 from kvtransfer.transports.cuda.transport import CudaIpcExporter, CudaIpcImporter
@@ -279,6 +280,7 @@ class Rig:
     wire_dtype: str = "native"
     dice: random.Random = field(default_factory=lambda: random.Random(7))
     imports: list[asyncio.Task[ImportedBlocks]] = field(default_factory=list)
+    links: LinkTable = field(default_factory=lambda: LinkTable(()))  # the importer's
 
     def prefill(self, num_tokens: int, *, num_choices: int = 1, attempt: int = 1) -> Prefill:
         """Queue and accept a prefill. Its blocks are reserved, and nothing is computed."""
@@ -502,8 +504,10 @@ async def handoff_rig(
         protocol=exporter_protocol,
         digests=exporter_digests,
     )
+    links = LinkTable([watched.name, *(other.name for other in watched_others)])
     importer = Importer(
         member=IMPORTER,
+        links=links,
         wire=wires[1],
         layout=importer_layout,
         block_size=BLOCK_SIZE,
@@ -532,6 +536,7 @@ async def handoff_rig(
         alternatives=watched_others,
         schedule=schedule,
         wire_dtype=wire_dtype,
+        links=links,
     )
     kv_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(exporter=exporter), server)
     await exporter.start()

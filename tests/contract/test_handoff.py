@@ -44,6 +44,21 @@ async def test_a_prompt_of_any_length_arrives_intact(rig: Rig, num_tokens: int) 
     rig.decode.finish(1)
 
 
+async def test_every_hand_off_is_timed_beside_the_bytes_that_it_moves(rig: Rig) -> None:
+    assert rig.links.hand_off is None
+    exposed_s = []
+    for number in range(1, 7):  # after three reads the link's speed is known
+        prefill = rig.prefill(2 * BLOCK_SIZE)
+        importing = rig.start_import(prefill, number)
+        prefill.compute()
+        async with asyncio.timeout(DEADLINE_S):
+            exposed_s.append((await importing).exposed_transfer_s)
+            await prefill.released.wait()
+        rig.decode.finish(number)
+    assert rig.links.hand_off is not None, "no hand-off was timed"
+    assert 0 <= rig.links.hand_off.fixed_s <= max(exposed_s)
+
+
 async def test_blocks_arrive_while_later_ones_are_not_sealed(rig: Rig) -> None:
     prefill = rig.prefill(4 * BLOCK_SIZE + 1)
     importing = rig.start_import(prefill)

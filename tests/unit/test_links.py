@@ -151,3 +151,36 @@ def test_links_unused_for_longest_are_dropped() -> None:
         read(book, MemberId(f"prefill-{index:04}", "a"), "shm", 1e9, times=MIN_READS)
     kept = [figure.exporter.id for figure in book.speeds()]
     assert kept == [f"prefill-{index:04}" for index in range(10, MAX_LINKS + 10)]
+
+
+def _hand_off(book: LinkTable, num_bytes: int, fixed_s: float) -> None:
+    moving_s = seconds(num_bytes, bytes_per_s=1e9, latency_s=1e-4) if num_bytes else 0.0
+    book.record_hand_off(EXPORTER, "shm", num_bytes, fixed_s + moving_s)
+
+
+def test_the_fixed_part_of_hand_offs_is_what_their_bytes_do_not_explain() -> None:
+    book = LinkTable(["shm"])
+    read(book, EXPORTER, "shm", 1e9)
+    for num_bytes in (0, MIB, 64 * MIB) * 5:
+        _hand_off(book, num_bytes, 0.003)
+    assert book.hand_off is not None
+    assert book.hand_off.fixed_s == pytest.approx(0.003, rel=0.01)
+    assert book.hand_off.relative_error < 0.01
+
+
+def test_a_stalled_hand_off_does_not_change_the_fixed_part_and_a_lasting_change_does() -> None:
+    book = LinkTable(["shm"])
+    for _ in range(8):
+        _hand_off(book, 0, 0.003)
+    _hand_off(book, 0, 5.0)
+    assert book.hand_off is not None and book.hand_off.fixed_s == 0.003
+    for _ in range(31):
+        _hand_off(book, 0, 0.030)
+    assert book.hand_off.fixed_s == 0.030
+
+
+def test_a_hand_off_over_an_unmeasured_link_tells_nothing() -> None:
+    book = LinkTable(["shm"])
+    _hand_off(book, MIB, 0.003)
+    assert book.hand_off is None
+    assert book.speeds() == ()

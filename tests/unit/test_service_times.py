@@ -80,6 +80,12 @@ def test_service_times_keep_their_values_on_the_wire(mixed: MixedTimes | None, h
     assert service_times_of(checked(worker_pb2.Heartbeat.FromString(sent.SerializeToString()))) == times
 
 
+def test_the_errors_are_those_of_the_models_that_have_measured_something() -> None:
+    assert TIMES.relative_errors() == {"prefill": 0.1, "decode": 0.05}
+    every = replace(TIMES, mixed=MixedTimes(1.2, 0.3), hand_off=HandOffTimes(0.003, 0.2))
+    assert every.relative_errors() == {"prefill": 0.1, "decode": 0.05, "mixed": 0.3, "hand_off": 0.2}
+
+
 def test_a_heartbeat_without_service_times_gives_none() -> None:
     assert service_times_of(worker_pb2.Heartbeat(step=1)) is None
 
