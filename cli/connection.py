@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def open_client(arguments: argparse.Namespace) -> Client:
-    """Raises ConfigError without an address, or if the --tls-ca file is missing."""
+    """Return a client of the cluster that the arguments name. Raises ConfigError without an address, or if the --tls-ca
+    file is missing."""
     address = find_address(arguments.address)
     return Client(address, _api_key(arguments), tls_ca=tls_ca(arguments, address), discover=arguments.discover)
 

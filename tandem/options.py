@@ -58,8 +58,8 @@ def generate_request(
     messages: Iterable[Message] | None,
     options: GenerateOptions,
 ) -> inference_pb2.GenerateRequest:
-    """Raises ValueError for a value that the message cannot hold, and TypeError for a value of the wrong type or an
-    unknown option."""
+    """Return the request message. Raises ValueError for a value that the message cannot hold, and TypeError for a value
+    of the wrong type or an unknown option."""
     _check_prompt(prompt, token_ids, messages)
     _check_options(options)
     stop = options.get("stop", ())
@@ -93,7 +93,7 @@ def generate_request(
 
 
 def tokenize_request(text: str | None, messages: Iterable[Message] | None) -> inference_pb2.TokenizeRequest:
-    """Raises ValueError and TypeError."""
+    """Return the request message. Raises ValueError and TypeError."""
     if (text is None) == (messages is None):
         raise ValueError("give exactly one of text and messages")
     if text is not None and not isinstance(text, str):
@@ -102,7 +102,8 @@ def tokenize_request(text: str | None, messages: Iterable[Message] | None) -> in
 
 
 def token_ids_message(token_ids: Sequence[int], name: str = "token_ids") -> inference_pb2.TokenIds:
-    """Raises TypeError for a value that is no sequence of integers, ValueError for an integer that is no token id."""
+    """Return token ids as a message. Raises TypeError for a value that is not a sequence of integers, and ValueError
+    for an integer that is not a token id."""
     try:
         return inference_pb2.TokenIds(ids=token_ids)
     except TypeError:

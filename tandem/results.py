@@ -113,7 +113,7 @@ def model_from_wire(message: inference_pb2.Model) -> Model:
 
 
 def delta_from_wire(message: inference_pb2.ChoiceDelta) -> Delta:
-    """Raises InternalError for a finish reason that this version of the library does not know."""
+    """Return the delta of a message. Raises InternalError for an unknown finish reason."""
     try:
         finish_reason = FINISH_REASONS.word(message.finish_reason)
     except ValueError as error:

@@ -19,8 +19,7 @@ class WorkerLoads:
         self._tls = tls
 
     async def ask(self) -> Mapping[str, float]:
-        """Return by member id the load (see `load`); {} if no router
-        answers."""
+        """Return the load of each worker by member id (see `load`); {} if no router answers."""
         for router in self._routers:
             async with open_channel(router, self._tls) as channel:
                 try:

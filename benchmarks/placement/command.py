@@ -55,7 +55,7 @@ class _Kept:
         return read_log(self._log.read_text().splitlines()) if self._log.exists() else ([], [])
 
     def append(self, result: Calibration | PointResult) -> None:
-        """Raises RuntimeError if the code is no longer the one that the results are for."""
+        """Append a line to the log. Raises RuntimeError if the code is no longer the one that the results are for."""
         if not self.is_quick and (_changed() or _present_code() != self.code):
             raise RuntimeError("the code changed while it was measured; the point is not kept")
         with self._log.open("a") as file:

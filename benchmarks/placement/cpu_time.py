@@ -26,7 +26,7 @@ class CpuTime:
 
 
 def cpu_time(pids: Iterable[int]) -> CpuTime:
-    """Raises FileNotFoundError if a process has ended."""
+    """Return the CPU time of these processes and of the machine. Raises FileNotFoundError if a process has ended."""
     fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
     busy = sum(field for index, field in enumerate(fields[:_GUEST]) if index not in _IDLE)
     return CpuTime(time.monotonic(), busy / _PER_S, sum(map(_process_s, pids)))

@@ -82,7 +82,7 @@ class Measuring:
         return {name: _joined(each) for name, each in found.items()}
 
     async def _turn(self, arm: RunningArm, arrivals: Sequence[Arrival], name: str) -> _Turn:
-        """Raises RuntimeError if a process of the arm ended meanwhile."""
+        """Measure one turn. Raises RuntimeError if a process of the arm ended during it."""
         pids = arm.pids()
         begin = cpu_time(pids.values())
         generated = await self._run(arm, arrivals, name, "planned")

@@ -22,7 +22,7 @@ class Sender:
     timeout_s: float  # of one request
 
     async def send(self, number: int, arrival: Arrival) -> AsyncGenerator[int, None]:
-        """Raises RequestFailed."""
+        """Send a request and yield the number of tokens of each line of the answer. Raises RequestFailed."""
         request = {"token_ids": list(self.prompts[number]), "max_tokens": arrival.output_tokens}
         host, _, port = self.address.rpartition(":")
         missing = arrival.output_tokens

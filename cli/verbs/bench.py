@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def arrivals_from(arguments: argparse.Namespace) -> list[Arrival]:
-    """Raises ConfigError."""
+    """Return the requests and their times, from the trace or drawn. Raises ConfigError."""
     random = Random(arguments.seed)
     drawn = {
         "--rate": arguments.rate,

@@ -178,7 +178,8 @@ def _measured(
 
 
 def _worker_channel(address: str, arguments: argparse.Namespace) -> grpc.Channel:
-    """Raises ConfigError if the cluster uses TLS and no certificate for the workers is given."""
+    """Return a channel to a worker. Raises ConfigError if the cluster uses TLS and no certificate for the workers is
+    given."""
     tls_ca = connection.tls_ca(arguments, find_address(arguments.address))
     options = [("grpc.enable_http_proxy", 0)]
     if tls_ca is None:

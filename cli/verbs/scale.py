@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def sizes_from(words: list[str]) -> Sizes:
-    """Raises ConfigError."""
+    """Return the pool sizes given as `prefill=N` and `decode=N`. Raises ConfigError."""
     found: dict[str, int] = {}
     for word in words:
         pool, _, number = word.partition("=")
@@ -107,7 +107,7 @@ class _Scaling:
         self.is_set = False
 
     def run(self, admin: admin_pb2_grpc.AdminStub, metadata: connection.Metadata) -> admin_pb2.ScaleTarget:
-        """Raises grpc.RpcError, and the client library's errors."""
+        """Set the target and wait until it is reached. Raises grpc.RpcError and the client library's errors."""
         news = admin.Follow(admin_pb2.FollowRequest(), timeout=self._timeout_s, metadata=metadata)
         try:
             status = next(news)

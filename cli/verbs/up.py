@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def plan_from(arguments: argparse.Namespace) -> tuple[Plan, UpConfig]:
-    """Raises ConfigError."""
+    """Return the cluster that the arguments describe. Raises ConfigError."""
     given = {name: value for name, value in vars(arguments).items() if name in _names() | {"config"}}
     config = load_config(UpConfig, given)
     pools = pools_from(arguments.prefill, arguments.decode, arguments.colocated)
@@ -96,7 +96,7 @@ def plan_from(arguments: argparse.Namespace) -> tuple[Plan, UpConfig]:
 
 
 def pools_from(prefill: int | None, decode: int | None, colocated: int | None) -> Pools:
-    """Raises ConfigError."""
+    """Return the sizes of the pools. Raises ConfigError."""
     if colocated is not None:
         if prefill is not None or decode is not None:
             raise ConfigError("--colocated replaces --prefill and --decode: give it alone or leave it out")
@@ -112,7 +112,7 @@ def pools_from(prefill: int | None, decode: int | None, colocated: int | None) -
 
 
 def routers_from(count: int, config: RouterConfig) -> list[Ports]:
-    """Raises ConfigError."""
+    """Return the ports of each router. Raises ConfigError."""
     if count < 1:
         raise ConfigError(f"a cluster needs at least one router, not --routers {count}")
     return router_ports(Ports(config.port, config.grpc_port), count)

@@ -83,7 +83,7 @@ class EnumValue:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """True or false."""
+    """A boolean field."""
 
     def admits(self, value: object) -> bool:
         return isinstance(value, bool)
@@ -130,7 +130,7 @@ class Octets:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A message, which has rules of its own."""
+    """A message field, whose message has its own rules."""
 
     is_required: bool = False
 

@@ -55,7 +55,7 @@ def unpack_ids(packed: bytes) -> tuple[int, ...]:
 
 
 def member_from_wire(text: str) -> MemberId:
-    """Raises InvalidRequest."""
+    """Return the member of a message. Raises InvalidRequest."""
     try:
         return MemberId.parse(text)
     except ValueError as error:
@@ -118,7 +118,7 @@ def prefill_job_to_wire(job: PrefillJob) -> worker_pb2.PrefillRequest:
 
 
 def prefill_job_from_wire(message: worker_pb2.PrefillRequest) -> PrefillJob:
-    """Raises MalformedMessage."""
+    """Return the job of a message. Raises MalformedMessage."""
     checked(message)
     return PrefillJob(
         request_id=message.request_id,
@@ -162,7 +162,7 @@ def decode_job_to_wire(job: DecodeJob) -> worker_pb2.StartRequest:
 
 
 def decode_job_from_wire(message: worker_pb2.StartRequest) -> DecodeJob:
-    """Raises MalformedMessage."""
+    """Return the job of a message. Raises MalformedMessage."""
     checked(message)
     return DecodeJob(
         request_id=message.request_id,
@@ -337,7 +337,7 @@ def cache_events_to_wire(events: CacheEvents) -> Iterator[worker_pb2.CacheEvents
 
 
 def cache_events_from_wire(message: worker_pb2.CacheEvents) -> CacheEvents:
-    """Raises MalformedMessage."""
+    """Return the cache events of a message. Raises MalformedMessage."""
     checked(message)
     return CacheEvents(
         message.first_number,

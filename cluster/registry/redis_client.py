@@ -78,7 +78,7 @@ class RedisUrl:
 
 
 def read_redis_url(text: str) -> RedisUrl:
-    """Raises ConfigError."""
+    """Parse a Redis URL. Raises ConfigError."""
     scheme, found, rest = text.partition("://")
     forms = {str(form): (form, False) for form in RedisForm}
     forms |= {f"rediss{form.removeprefix('redis')}": (form, True) for form in RedisForm if form is not RedisForm.SOCKET}
@@ -117,7 +117,8 @@ class RedisClient:
         return self._client.register_script(text)
 
     def pubsub(self) -> PubSub:
-        """Enter it with `async with`, then call `subscribe`. A cluster forwards messages between its nodes."""
+        """Return a subscription. Enter it with `async with`, then call `subscribe`. A cluster forwards messages between
+        its nodes."""
         return self._client.pubsub()
 
     async def subscribe(self, news: PubSub, channel: str) -> None:
@@ -144,7 +145,7 @@ class RedisClient:
 
 
 def open_redis(text: str, timeout_s: float) -> RedisClient:
-    """Raises ConfigError."""
+    """Return a client for this URL; it connects later. Raises ConfigError."""
     url = read_redis_url(text)
     try:
         match url.form:

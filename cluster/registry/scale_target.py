@@ -24,7 +24,7 @@ class ScaleTarget:
 
 
 def check_sizes(prefill: int | None, decode: int | None) -> None:
-    """Raises InvalidRequest."""
+    """Check the wanted sizes of the pools. Raises InvalidRequest."""
     if prefill is None and decode is None:
         raise InvalidRequest("give the number of workers of a pool: prefill, decode or both")
     if decode == 0:

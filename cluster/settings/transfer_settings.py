@@ -81,7 +81,7 @@ class TransferSettings:
 
 
 def require_one_quantisation(kv_cache_dtype: str, kv_wire_dtype: str) -> None:
-    """Raises ConfigError."""
+    """Refuse 8-bit KV in the pool together with quantised KV on the wire. Raises ConfigError."""
     require(
         kv_cache_dtype == "auto" or kv_wire_dtype == "native",
         f"--kv-wire-dtype {kv_wire_dtype} cannot go with --kv-cache-dtype {kv_cache_dtype}: 8-bit KV is sent"
@@ -90,7 +90,7 @@ def require_one_quantisation(kv_cache_dtype: str, kv_wire_dtype: str) -> None:
 
 
 def require_exact_wire(deterministic: str, kv_wire_dtype: str) -> None:
-    """Raises ConfigError."""
+    """Refuse quantised KV on the wire in deterministic mode. Raises ConfigError."""
     require(
         deterministic == "off" or kv_wire_dtype == "native",
         f"--deterministic on cannot go with --kv-wire-dtype {kv_wire_dtype}: KV would change on the wire",

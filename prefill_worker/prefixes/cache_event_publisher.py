@@ -56,7 +56,7 @@ class CacheEventPublisher:
             asking.cancel()
 
     async def _next(self, since: int | None) -> CacheEvents:
-        """Raises Draining when the worker leaves before there is an event."""
+        """Wait for the next events and return them. Raises Draining when the worker leaves first."""
         subscriber_id = next(self._ids)
         asking = asyncio.create_task(self._steps.ask(cache_commands.AwaitCacheEvents(subscriber_id, since)))
         self._asking.add(asking)

@@ -157,7 +157,7 @@ class TierStorage:
         return OK, stored.is_verified
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy on a stream of its own on a GPU, so that no step of the engine waits for it."""
+        """Copy on a separate stream on a GPU, so that no step of the engine waits for it."""
         if self._stream is None:
             target.copy_(source)
         else:

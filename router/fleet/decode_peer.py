@@ -84,7 +84,7 @@ class DecodePeer(Peer):
 
     @contextmanager
     def split_sequence(self, sequences: Sequences, handle: int) -> Iterator[Sequences]:
-        """Give one of an attempt's sequences a lifetime of its own."""
+        """Separate the lifetime of one of an attempt's sequences from the others."""
         with self.assign(1), self.stream.split_sequence(sequences, handle) as parted:
             yield parted
 

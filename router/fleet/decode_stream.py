@@ -105,7 +105,8 @@ class DecodeStream:
 
     @contextmanager
     def split_sequence(self, sequences: Sequences, handle: int) -> Iterator[Sequences]:
-        """Give one of an attempt's sequences a lifetime of its own. On exit, cancel it if it has not ended."""
+        """Separate the lifetime of one of an attempt's sequences from the others. On exit, cancel it if it has not
+        ended."""
         parted = self._owners[handle] = sequences.split(handle)
         try:
             yield parted

@@ -65,7 +65,7 @@ class CacheEventFollower:
         return "the worker ended the subscription"
 
     def _apply(self, worker: Member, message: worker_pb2.CacheEvents) -> bool:
-        """False: events are missing. Raises InvalidRequest, MalformedMessage."""
+        """Apply a message to the index. Return False if events are missing. Raises InvalidRequest, MalformedMessage."""
         if message.member not in ("", str(worker.id)):
             self._index.forget(worker.id)
             raise InvalidRequest(f"{message.member} answers at the address of {worker.id}")

@@ -57,7 +57,7 @@ def generate_request_from_wire(
 
 
 def chat_from_wire(chat: inference_pb2.ChatPrompt) -> tuple[ChatMessage, ...]:
-    """Raises InvalidRequest for a message without a known role."""
+    """Return the messages of a conversation. Raises InvalidRequest for a message without a known role."""
     return tuple(ChatMessage(_role(message.role), message.content) for message in chat.messages)
 
 

@@ -150,7 +150,7 @@ class _Bodies:
             self._num_bytes_of_all -= num_counted
 
     def _check(self, num_bytes: int, num_structure: int = 0) -> None:
-        """Raises HTTPException, InvalidRequest, Overloaded."""
+        """Check the size of a body so far. Raises HTTPException, InvalidRequest, Overloaded."""
         if num_bytes > self._max_bytes:
             raise HTTPException(413, f"the body is larger than {self._max_bytes} bytes, the most this router takes")
         if num_structure > _MAX_STRUCTURE:

@@ -74,7 +74,7 @@ class DecodeLeg:
         self._exit.close()
 
     def split(self, handle: int) -> "DecodeLeg":
-        """Return a leg of its own for one sequence; this leg keeps the others."""
+        """Return a separate leg for one sequence; this leg keeps the others."""
         opened = self.decode.split_sequence(self.sequences, handle)
         return DecodeLeg(self._admitted, self.decode, [self.owners[handle]], exporter=self._exporter, opened=opened)
 

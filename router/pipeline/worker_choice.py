@@ -155,8 +155,8 @@ class WorkerChoice:
                 await self._fleet.changed()
 
     def size_refusal(self, size: RequestSize) -> NoWorkerLargeEnough | None:
-        """Return why a new request of this size would wait in vain; None if a worker can hold it. Workers that do not
-        answer now, or that left recently, may come back and count."""
+        """Return why no worker can ever hold a new request of this size; None if one can. Workers that do not answer
+        now, or that left recently, may come back and count."""
         decodes = self._fleet.recent_capacities(Role.DECODE)
         if not decodes or any(not decode_shortage(capacity, size) for capacity in decodes):
             return None

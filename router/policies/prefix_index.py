@@ -69,8 +69,8 @@ class ReportedBlocks:
         return self._next_number.get(worker)
 
     def apply(self, worker: MemberId, events: CacheEvents, *, max_blocks: int) -> bool:
-        """False, and all blocks of the worker are dropped: events are missing, or the worker reports more blocks than
-        it can hold. Events that were applied before change nothing."""
+        """Apply cache events. Return False, and drop all blocks of the worker, if events are missing or the worker
+        reports more blocks than it can hold. Events that were applied before change nothing."""
         next_number = self._next_number.get(worker)
         if events.cleared:
             self._clear(worker)

@@ -37,7 +37,7 @@ _LAST_US = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """The content of an acceptance."""
+    """The signed content of an acceptance: the stream, its owner, and digests of its prompt and parameters."""
 
     stream_id: bytes  # random; the key of the stream on every router that serves it
     rendered_at_us: int  # UTC, since 1970: what a chat template takes for the present

@@ -219,7 +219,7 @@ class Tokenization:
         return tuple(encoding.ids)
 
     def _check_head(self, text: str) -> None:
-        """Raises PromptTooLong if the beginning of the text alone far exceeds the model's context."""
+        """Refuse a text whose beginning alone far exceeds the model's context. Raises PromptTooLong."""
         max_model_len = self.model_info.max_model_len
         num_characters = _HEAD_CHARACTERS * max_model_len
         if len(text) <= num_characters:

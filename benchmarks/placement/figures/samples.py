@@ -60,7 +60,7 @@ class ArmResult:
 
 
 def sample_of(record: Record) -> Sample:
-    """Raises ValueError for a failed record or one of less than two tokens."""
+    """Return the sample of a record. Raises ValueError for a failed record or one of less than two tokens."""
     gaps = record.inter_token_s
     if record.error or not gaps:
         raise ValueError("a sample needs an answered request of two tokens")
