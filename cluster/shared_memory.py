@@ -30,7 +30,7 @@ def allocate_sealed(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
     try:
         os.ftruncate(descriptor, num_bytes)
         mapping = mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED)
-        with contextlib.suppress(OSError):  # EINVAL: a kernel that does not know this seal
+        with contextlib.suppress(OSError):  # EINVAL: the kernel does not support this seal
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
     except BaseException:

@@ -128,7 +128,7 @@ class Exports:
         freezing = self._freezing.pop(event.ticket_id)
         order = freezing.order
         if self._tickets.get((order.router, order.handle)) != event.ticket_id:
-            self._post(Release(event.ticket_id))  # the sequence was cancelled meanwhile
+            self._post(Release(event.ticket_id))  # the sequence was cancelled in the meantime
             _fail(freezing.answer, NotFound(f"sequence {order.handle} was cancelled"))
             return
         issued = self._exporter.issue(

@@ -206,7 +206,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
 
     def _on_accepted(self, event: commands.ExportAccepted) -> None:
         call = self._waiting(event.ticket_id)
-        if call is None:  # cancelled meanwhile: no ticket was issued, so its blocks are released here
+        if call is None:  # cancelled in the meantime: no ticket was issued, so its blocks are released here
             self._steps.post(Release(event.ticket_id))
             return
         job = call.job

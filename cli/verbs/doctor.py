@@ -131,7 +131,7 @@ def _cluster_report(arguments: argparse.Namespace) -> ClusterReport:
         if member.last_seen_s
     ]
     problems += [
-        f"{member.member_id} is registered, and the router does not reach it at {member.address}; its log says why"
+        f"{member.member_id} is registered, but the router cannot reach it at {member.address}; its log has the reason"
         for member in members
         if member.role != admin_pb2.MEMBER_ROLE_ROUTER and not member.figures and not member.last_seen_s
     ]

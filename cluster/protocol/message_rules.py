@@ -55,7 +55,7 @@ _HASH = Octets(_HASH_BYTES, least=_HASH_BYTES)
 _DIGESTS = Octets(_MOST_BYTES, unit=_DIGEST_BYTES)
 _DIGEST = Octets(_DIGEST_BYTES, unit=_DIGEST_BYTES)  # empty: its exporter computes none
 _TICKET_ID = Octets(_TICKET_ID_BYTES, least=_TICKET_ID_BYTES)
-_SIGNATURE = Octets(64)  # a wrong one has a name of its own
+_SIGNATURE = Octets(64)  # a wrong one has its own reason
 _SIGNED = Octets(1 << 16, least=1)
 _SIGNED_OR_NONE = Octets(1 << 16)
 _ENDPOINT = Octets(1 << 20)

@@ -115,6 +115,6 @@ def refuse_unequal(member: Member, others: tuple[Member, ...]) -> None:
             )
         if not member.speaks_with(other):
             raise ConfigError(
-                f"this worker speaks protocol {member.protocol_oldest} to {member.protocol_newest}; {other.role} "
-                f"worker {other.id} speaks {other.protocol_oldest} to {other.protocol_newest}"
+                f"this worker supports protocol {member.protocol_oldest} to {member.protocol_newest}; {other.role} "
+                f"worker {other.id} supports {other.protocol_oldest} to {other.protocol_newest}"
             )

@@ -46,7 +46,7 @@ _CHANNEL_OPTIONS = (
     # time of an idle one, and a call fails when the first attempt does.
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.enable_http_proxy", 0),  # members reach each other directly, whatever the environment says
+    ("grpc.enable_http_proxy", 0),  # members reach each other directly; the environment's proxy settings are ignored
 )
 
 

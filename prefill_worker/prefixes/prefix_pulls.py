@@ -189,7 +189,7 @@ class PrefixPulls:
         return num_tokens
 
     async def _pull(self, job: PrefillJob, pull: Pull, chain: BlockChain) -> int:
-        """Lease, read and cache the prefix; return the number of tokens that were read. Raises HandOffFailed, MalformedMessage,
+        """Lease, read and cache the prefix; return the number of read tokens. Raises HandOffFailed, MalformedMessage,
         AioRpcError."""
         resources = self._resources
         leased = await self._ask_for_ticket(job, pull, chain.hashes[: pull.num_blocks])

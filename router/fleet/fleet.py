@@ -279,11 +279,11 @@ class Fleet:
         if member.model != self._router.model:
             return f"it serves {member.model}, this router {self._router.model}"
         if not member.speaks_with(self._router):
-            return f"it speaks protocol {member.protocol}, this router {self._router.protocol}"
+            return f"it supports protocol {member.protocol}, this router {self._router.protocol}"
         served = (other for other in self._registered.values() if other.id in self._supervisors)
         stranger = next((other for other in served if not member.speaks_with(other)), None)
         if stranger is not None:
-            return f"it speaks protocol {member.protocol}, {stranger.role} worker {stranger.id} {stranger.protocol}"
+            return f"it supports protocol {member.protocol}, {stranger.role} worker {stranger.id} {stranger.protocol}"
         if member.fingerprint is None:
             return "it has no fingerprint"
         ours = next((peer.member.fingerprint for peer in self._peers() if peer.member.fingerprint is not None), None)

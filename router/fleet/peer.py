@@ -208,7 +208,7 @@ class Peer(ABC):
 
     async def _ask_others(self, timeout_s: float) -> None:
         asked = self._others()[:_NUM_OTHERS_ASKED]
-        # The connection of one of them may close meanwhile, which is no problem of this worker.
+        # The connection of one of them may close in the meantime, which does not concern this worker.
         await asyncio.gather(*(other.ask(timeout_s) for other in asked), return_exceptions=True)
 
     def _another_sent_s(self) -> float:

@@ -75,7 +75,7 @@ class PrefillCall:
 
     async def _next(self, expected: str) -> worker_pb2.PrefillEvent:
         event = await self._peer.read(self._call)
-        while event is not None and event.WhichOneof("event") is None:  # of a kind that only newer versions know
+        while event is not None and event.WhichOneof("event") is None:  # of a kind that only newer versions send
             event = await self._peer.read(self._call)
         if event is None or event.WhichOneof("event") != expected:
             raise WorkerLost(f"prefill worker {self._peer.member.id} ended a call without {expected}")

@@ -72,7 +72,7 @@ async def check_health(channel: grpc.aio.Channel, timeout_s: float = _TIMEOUT_S)
         answer = await check(health_pb2.HealthCheckRequest(service=LIVENESS), timeout=timeout_s)
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.NOT_FOUND:
-            return HealthCheck("")  # of a version that knows no such service, and answers all the same
+            return HealthCheck("")  # of a version without this service, which answers nevertheless
         problem = explained(error.details() or error.code().name)
         return HealthCheck(problem, timed_out=error.code() is grpc.StatusCode.DEADLINE_EXCEEDED)
     is_alive = answer.status == health_pb2.HealthCheckResponse.SERVING

@@ -181,7 +181,7 @@ class _Request(_Strict):
     service_tier: Literal["auto", "default", "flex"] = Field(
         "auto", description="flex: uses only capacity that no other request needs"
     )
-    # What vLLM's clients know beyond OpenAI's fields.
+    # Fields that vLLM's clients send beyond OpenAI's.
     top_k: int | None = Field(None, description="0 or -1 keeps all tokens")
     min_p: float | None = Field(None, description="drops tokens less likely than this share of the likeliest")
     min_tokens: int = Field(0, description="no end before this many tokens")

@@ -60,7 +60,7 @@ _NO_LARGE_ENOUGH_PAIR = "no_large_enough_pair"  # prefill workers exist; no pair
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
-    request_timeout_s: float  # of a request without a timeout of its own
+    request_timeout_s: float  # of a request that sets no timeout
     max_attempts: int  # failed in a row without a token from decode
     messages: MessageLimits
     breakers: BreakerPolicy = field(default_factory=BreakerPolicy)

@@ -49,7 +49,7 @@ class Choice:
             raise OutOfOrder(f"choice {self.number} got token {index}, expected {expected}")
         self._committed.append(token.token_id)
         finish_reason, stop_cause, text = token.finish_reason, None, ""
-        if finish_reason is FinishReason.STOP:  # EOS or a stop token: it has no text of its own
+        if finish_reason is FinishReason.STOP:  # EOS or a stop token, which has no text
             text = self._text.flush()
             stop_cause = str(token.token_id) if token.token_id in self._request.named_stop_token_ids else None
         else:

@@ -94,7 +94,7 @@ def check(request: GenerateRequest, model: ModelInfo) -> None:
 def check_model(name: str, model: ModelInfo) -> None:
     """Check the name of the model; empty means the served one. Raises UnknownModel."""
     if name not in ("", model.name):
-        raise UnknownModel(f"there is no model {name!r} here; this router serves {model.name!r}")
+        raise UnknownModel(f"there is no model {name!r}; this router serves {model.name!r}")
 
 
 def check_token_ids(token_ids: tuple[int, ...], model: ModelInfo) -> None:
@@ -214,9 +214,9 @@ def _require(condition: bool, message: str) -> None:
 
 _TOKEN_BYTES = 4  # of a token id at most: packed to workers; as a varint from clients, for vocabularies up to 2**28
 _CHOICE_BYTES = 48  # of a choice without its tokens: tags and lengths, handle, seed, characters, reason of its end
-# What a resumed message has more than the first, beside the tokens: sampling, max_tokens, acceptance, resume number.
+# A resumed message has more than the first, apart from tokens: sampling, max_tokens, acceptance, resume number.
 _ACCEPTED_BYTES = 288
-# What a message to a worker has beside tokens: ids, addresses, stop token ids, salt, ticket, holders of prefixes.
+# A message to a worker has, apart from tokens: ids, addresses, stop token ids, salt, ticket, holders of prefixes.
 _JOB_BYTES = 64 * 1024
 
 

@@ -134,7 +134,7 @@ def _tojson(
 
 
 _HEAD_CHARACTERS = 16  # per token of the context: a prompt that is longer is judged by its beginning first
-_HEAD_MARGIN = 2  # a cut changes the tokens beside it, never as many as the context has
+_HEAD_MARGIN = 2  # a cut changes adjacent tokens, but fewer than the context has
 
 
 class Tokenization:
@@ -252,7 +252,7 @@ def _read_tokenizer(folder: Path, tokenizer_config: dict[str, object]) -> Tokeni
         return None
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
+    except Exception as error:  # the library raises bare Exception for any error in the file
         raise ConfigError(f"cannot read {path}: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -59,7 +59,7 @@ def test_workers_exchange_kv_only_with_a_common_protocol_version(ours: int, thei
     if can_pair:
         refuse_unequal(one, (other,))
     else:
-        with pytest.raises(ConfigError, match=r"speaks protocol \d to \d"):
+        with pytest.raises(ConfigError, match=r"supports protocol \d to \d"):
             refuse_unequal(one, (other,))
 
 
