@@ -1,6 +1,6 @@
-"""Loopback: both sides in one process, with faults at chosen steps. For tests and the simulator.
+"""The loopback transport: both sides in one process, with faults at chosen steps. For tests and the simulator.
 
-A step is one block's copy, counted over the whole schedule. A read goes on in a task of its own, so a cancelled one
+A step is one block's copy, counted over the whole schedule. A read continues in a separate task, so a cancelled one
 still writes, as a real one would, until its channel is destroyed.
 """
 

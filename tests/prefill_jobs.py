@@ -1,4 +1,5 @@
-"""A prefill as a test asks for one: greedy, alone, a minute's time; what matters to the test is said there."""
+"""Makes the prefill jobs of tests: greedy, alone, with a deadline of a minute; a test gives only the fields that matter
+to it."""
 
 from collections.abc import Sequence
 from dataclasses import replace

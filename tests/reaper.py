@@ -1,9 +1,9 @@
-"""Ends what a test run has started when the run can no longer do so: it was killed, or a test ran into its timeout.
+"""Ends the processes of a test run that can no longer end them itself: it was killed, or a test exceeded its timeout.
 
     python tests/reaper.py PIDFD TOKEN
 
-Runs beside pytest, in a session of its own, and waits until the process of the descriptor has ended. Then it kills
-every process whose environment holds the token: children inherit it, and so do theirs. Standard library only.
+Runs next to pytest, in a separate session, and waits until the process of the descriptor has ended. Then it kills every
+process whose environment holds the token: children inherit it, and so do theirs. Standard library only.
 """
 
 import os

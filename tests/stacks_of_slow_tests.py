@@ -23,7 +23,7 @@ class StacksOfSlowTests:
     """Keeps the snapshots of the test that runs now. One instance serves one test process."""
 
     def __init__(self, *, first_s: float = 10.0, every_s: float = 20.0) -> None:
-        """The first snapshot is made after `first_s`: most tests that wait in vain have deadlines of 20 or 60 s."""
+        """The first snapshot is made after `first_s`: the waits of most tests have deadlines of 20 or 60 s."""
         self._first_s, self._every_s = first_s, every_s
         self._changed = threading.Condition()
         self._began_s: float | None = None  # None: no test runs

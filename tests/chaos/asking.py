@@ -219,7 +219,7 @@ _WAYS = {Way.LIBRARY: _by_library, Way.GRPC: _by_grpc, Way.HTTP: _by_http}
 
 
 def _overlap_s(wait: tuple[float, float], worked: Iterable[tuple[float, float]]) -> float:
-    """Return how much of the wait lies within these intervals. Each moment counts once."""
+    """Return how much of the wait is within these intervals. Each moment counts once."""
     total_s, covered_to_s = 0.0, wait[0]
     for began_s, ended_s in sorted(worked):
         began_s, ended_s = max(began_s, covered_to_s), min(ended_s, wait[1])

@@ -28,8 +28,9 @@ from worker import transfer as worker_transfer
 
 
 class Hold:
-    """Says `hold EXPORTER` when a read begins to be held, `gone EXPORTER` when it ends. Hears `hold`; `step`: what is
-    held goes on, the next reads do not; `go`; `hang`: the next step says `hung step` and waits; `wake`."""
+    """Holds a worker's reads and steps on command. It writes `hold EXPORTER` when a read begins to be held and `gone
+    EXPORTER` when it ends. It reads `hold`; `step`: the held read continues, the next reads are held; `go`; `hang`: the
+    next step writes `hung step` and waits; `wake`."""
 
     def __init__(self) -> None:
         self._is_held = False

@@ -1,8 +1,8 @@
 """Catch a victim while it holds a request in a given phase: find it, stop it, and verify the phase again.
 
 A stopped process cannot advance, so the second look still holds when the fault is injected. Another member that could
-advance the request meanwhile is stopped too, for tenths of a second, far below every timeout. Owns the requests that
-make a phase long enough.
+advance the request in the meantime is stopped too, for tenths of a second, far below every timeout. Owns the requests
+that make a phase long enough.
 """
 
 import asyncio
@@ -135,7 +135,7 @@ class Meeting:
                 self.let_go()
 
     async def _is_computing(self, prefill: str) -> bool:
-        """Return whether more tokens than one step's are computed meanwhile: the oldest prompt has then begun."""
+        """Return whether more tokens than one step's are computed in this time: the oldest prompt has then begun."""
         before = (await self._views.inspect(prefill)).figures["tokens_computed"]
         for _ in range(20):
             figures = (await self._views.inspect(prefill)).figures
@@ -274,7 +274,7 @@ class Meeting:
             self._chaos.signal(name, signal.SIGSTOP)
 
     def _drive(self, questions: Sequence[Question], times: int) -> None:
-        """Send questions, each under a salt of its own, so that no prefix of it is cached."""
+        """Send questions, each under a separate salt, so that none of its prefix is cached."""
         routers = [self._victim.name] if self._victim.role == "router" else self._chaos.living("router")
         for number in range(times):
             way = _WAYS[(number + self.num_tries) % len(_WAYS)]

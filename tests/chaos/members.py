@@ -1,4 +1,4 @@
-"""The cluster under test: two members of each role, a Redis of its own, and everything around them that can fail.
+"""The cluster under test: two members of each role, a separate Redis, and everything around them that can fail.
 
 Owns every process, mount, network and file of a run, and ends them all. Members keep their names and routers their
 ports when they are restarted, as under a supervisor. Injects no faults.

@@ -7,6 +7,7 @@ import pytest
 def ucx_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let UCX use the loopback interface only.
 
-    It asks for every interface of the machine when an agent is created, and fails if one disappears meanwhile. Tests
-    that run beside these create and remove interfaces for their network namespaces."""
+    It asks for every interface of the machine when an agent is created, and fails if one disappears in the meantime.
+    Tests that run concurrently create and remove interfaces for their network namespaces.
+    """
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")

@@ -1,6 +1,6 @@
-"""An exporter of a GPU pool in a process of its own. Not a test: tests/contract/test_cuda_ipc.py starts it.
+"""An exporter of a GPU pool in a separate process. Not a test: tests/contract/test_cuda_ipc.py starts it.
 
-Prints its endpoint, then serves until its input ends. With an argument its pool is of so many blocks, and zero.
+Prints its endpoint, then serves until its input ends. With an argument its pool has that number of blocks, and is zero.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""An exporter in a process of its own, to be stopped and killed. Not a test: tests/contract/test_handoff_processes.py
+"""An exporter in a separate process, to be stopped and killed. Not a test: tests/contract/test_handoff_processes.py
 starts it, reads one line with the signed tickets, and writes one line when the first blocks are to be sealed."""
 
 import asyncio

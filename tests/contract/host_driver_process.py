@@ -2,8 +2,8 @@
 
 Not a test: tests/contract/test_cuda_bindings.py starts it.
 
-`export` prints its endpoint and serves until its input ends. `import` reads one from its input, says what it sees, and
-again at every further line.
+`export` prints its endpoint and serves until its input ends. `import` reads one from its input, prints the content that
+it maps, and prints it again at every further line.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""An exporter over the real NCCL in a process of its own. Not a test: tests/contract/test_nccl_wheels.py starts it.
+"""An exporter over the real NCCL in a separate process. Not a test: tests/contract/test_nccl_wheels.py starts it.
 
-Prints one endpoint per line, then serves until its input ends. The pool is on the GPU where there is one.
+Prints one endpoint per line, then serves until its input ends. The pool is on the GPU if there is one.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""One side of a NIXL read in a process of its own, to be stopped, killed and cut off; test_nixl.py starts it.
+"""One side of a NIXL read in a separate process, to be stopped, killed and cut off; test_nixl.py starts it.
 
 Forked from a server that has imported everything but the library, so that a start costs no imports.
 """

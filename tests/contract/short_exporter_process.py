@@ -1,4 +1,4 @@
-"""A TCP exporter in a process of its own that can be left without address space: no thread can be started then.
+"""A TCP exporter in a separate process that can be left without address space: no thread can be started then.
 
 Not a test. Its argument is the address to listen on. Writes its endpoint in hexadecimal, then reads words from stdin:
 `short` takes the address space away, `whole` gives it back; each is answered with itself.

@@ -50,7 +50,7 @@ class SocketNccl:
             self._let_go.wait()
 
     def let_go(self) -> None:
-        """Let every call that hangs go on."""
+        """Let every hanging call continue."""
         self.hang = ""
         self._let_go.set()
 

@@ -209,7 +209,8 @@ async def test_pages_of_an_exporter_killed_during_a_copy_stay_readable() -> None
         is_gone = asyncio.Event()
 
         async def read_on() -> None:
-            """Whenever the owner dies, a copy is under way; and one begins after."""
+            """Copy without end, so that a copy is in progress whenever the owner dies, and another begins
+            afterwards."""
             is_last = False
             while not is_last:
                 is_last = is_gone.is_set()

@@ -1,4 +1,4 @@
-"""One contract for hand-offs, whatever the transport: real pools, real gRPC, real sockets and shared memory."""
+"""Tests of hand-offs over every transport: real pools, real gRPC, real sockets and shared memory."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

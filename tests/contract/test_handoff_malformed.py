@@ -1,4 +1,4 @@
-"""A real importer of an exporter that is broken: whatever one of its messages says, only that hand-off ends.
+"""Tests that any malformed message of an exporter ends only its hand-off at a real importer.
 
 The exporter is real too, up to the message that it sends: one message of each hand-off is changed on its way out.
 """

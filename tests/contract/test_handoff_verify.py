@@ -57,8 +57,8 @@ async def test_a_verifying_importer_refuses_blocks_without_digests(importer: Tra
 
 @pytest.mark.parametrize("passes_on", ["all", "sample"])
 async def test_a_verifying_importer_refuses_unverified_provenance(passes_on: str) -> None:
-    """A computes, B imports, C imports from B with --kv-verify all. The digests that B makes anew prove nothing of what
-    came to B: C takes the blocks only if B verified them."""
+    """A computes, B imports, C imports from B with --kv-verify all. The digests that B computes prove nothing about the
+    blocks that B received: C takes the blocks only if B verified them."""
     middle = TransferSettings(kv_verify=passes_on)
     async with handoff_rig("tcp", importer_settings=middle) as rig:
         prefill = rig.prefill(5 * BLOCK_SIZE + 1)

@@ -103,7 +103,7 @@ async def test_an_exporter_that_answers_in_a_version_that_was_not_offered_is_aba
 
 @suspended
 async def test_unknown_messages_of_a_newer_exporter_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fields in every message, and messages of its own between them."""
+    """Fields in every message, and unknown messages between them."""
     messages = IncomingCall.messages
 
     async def later(call: IncomingCall):  # type: ignore[no-untyped-def] # noqa: ANN202

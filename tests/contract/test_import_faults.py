@@ -1,5 +1,5 @@
-"""An import that fails or is cancelled at any await, over real gRPC: its blocks come back on both workers, and the
-caller is told at once."""
+"""Tests that an import that fails or is cancelled at any await, over real gRPC, returns its blocks on both workers and
+fails at its caller at once."""
 
 import asyncio
 

@@ -1,4 +1,5 @@
-"""A TCP exporter that keeps its connection open and says nothing: a read of it fails soon, wherever it falls silent."""
+"""Tests that a read from a TCP exporter that keeps its connection open and sends nothing more fails soon, wherever it
+stops."""
 
 import asyncio
 import sys

@@ -69,7 +69,7 @@ async def test_a_tcp_exporter_that_stops_in_mid_answer_writes_nothing_once_the_c
 
 
 async def test_a_long_read_is_in_order_whatever_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More blocks than one system call takes, in pools larger than any socket's buffer."""
+    """The read has more blocks than one system call accepts, in pools larger than any socket's buffer."""
     source, target = random_pool(3000, seed=1, layers=16), random_pool(3000, seed=2, layers=16)
     order = torch.randperm(3000, generator=torch.Generator().manual_seed(3)).tolist()
     for make in (over_tcp, over_shm, over_tls):

@@ -43,7 +43,7 @@ def test_bfloat16_is_as_near_as_transformers_own(name: str, tmp_path: Path) -> N
 
 
 def observed(engine: Engine) -> tuple[torch.Tensor, list[list[int]]]:
-    """Logits in the order of steps, and for each of them what was said up to there."""
+    """Return the logits in the order of steps, and for each of them the tokens so far."""
     rows: list[torch.Tensor] = []
     prefixes: list[list[int]] = []
     so_far: dict[int, list[int]] = {}
@@ -58,7 +58,7 @@ def observed(engine: Engine) -> tuple[torch.Tensor, list[list[int]]]:
 
 @torch.inference_mode()
 def said(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
-    """The last token's logits `[1, vocab]`, computed for the whole sequence at once."""
+    """Return the last token's logits `[1, vocab]`, computed for the whole sequence at once."""
     logits: torch.Tensor = model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[:, -1].float()
     return logits
 

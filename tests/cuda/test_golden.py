@@ -45,7 +45,7 @@ def test_logits_and_greedy_tokens_are_the_models_own(name: str, graphs: str, tmp
 
 
 def plans(engine: Engine) -> Iterator[StepPlan]:
-    """Three sequences: their prompts in chunks, some beside decodes, then decodes alone."""
+    """Return the steps of three sequences: their prompts in chunks, some together with decodes, then decodes alone."""
     blocks_each = engine.pool.layout.num_blocks_for(MAX_LEN)
     tables = [tuple(range(which * blocks_each, (which + 1) * blocks_each)) for which in range(3)]
     computed = [0, 0, 0]

@@ -1,7 +1,7 @@
 """Faults on command: a test orders a fault, and a worker in another process reports when it has happened.
 
 One Unix socket. The worker sends `hello NAME`; the test sends `inject FAULT`, and the worker answers `ordered` and
-later `injected FAULT`. Whatever is held back continues after the test sends `go`.
+later `injected FAULT`. Everything that is held continues after the test sends `go`.
 """
 
 import asyncio

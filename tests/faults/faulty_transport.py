@@ -29,7 +29,7 @@ class Fault(StrEnum):
 
 
 class FaultSource(Protocol):
-    """Decides when a read fails, and is told what was injected."""
+    """Decides when a read fails, and receives the injected faults."""
 
     def next(self, transport: str) -> Fault | None: ...
 

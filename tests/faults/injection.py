@@ -1,7 +1,7 @@
 """Raise exceptions at every point where a coroutine waits or work goes to another thread, one point per run.
 
-A first run counts the points; each later run raises at one of them. Whatever the code under test holds then must be
-released, at every point.
+A first run counts the points; each later run raises at one of them. At every point, the code under test must release
+everything that it holds.
 """
 
 import asyncio

@@ -97,9 +97,8 @@ class HandedOver:
         return found
 
     def _score(self, token_ids: tuple[int, ...]) -> torch.Tensor:
-        """Score every token in a chunk of its own, as in decoding, in one step: each attends to the tokens before it,
-        whose K and V the step has already written.
-        """
+        """Score every token in a separate chunk, as in decoding, in one step: each attends to the tokens before it,
+        whose K and V the step has already written."""
         chunks = tuple(
             Chunk(0, token_ids[at : at + 1], at, self._blocks, (Sample(seed=0, position=at + 1, sampling=Sampling()),))
             for at in range(PROMPT_TOKENS, NUM_TOKENS - 1)

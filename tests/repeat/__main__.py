@@ -1,4 +1,4 @@
-"""`make test-repeat`: run the tests repeatedly, on a quiet machine and beside a busy loop per core.
+"""`make test-repeat`: run the tests repeatedly, on a quiet machine and with a busy loop per core.
 
     python -m tests.repeat [--only quiet|loaded|loaded-system] [--runs N] [--log FILE]
 

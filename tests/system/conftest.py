@@ -1,5 +1,5 @@
 """The real Redis, one per run of the tests, and clusters in it. Starting four workers costs seconds: a test that can
-share one does, on the event loop of the session, and leaves it as it was or leaves its dead to be mended."""
+share one does, on the event loop of the session. The fixture restarts members that a test ended."""
 
 import asyncio
 import secrets
@@ -44,7 +44,7 @@ async def tcp_cluster(redis_url: str, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def cluster(shm_cluster: LocalCluster) -> LocalCluster:
-    """A complete and idle cluster, in whatever state the test before left it. Two prefill and two decode workers,
+    """A complete and idle cluster; its caches are as the test before left them. Two prefill and two decode workers,
     float32."""
     await shm_cluster.mend()
     await shm_cluster.until_free()

@@ -1,9 +1,9 @@
 """Members forked from a process that has imported their libraries already, for tests.
 
 A worker imports torch and transformers for 3 s of processor time; that is most of its start. A fork server imports them
-once per test process and forks each member from there. A member is a process of its own: it runs its module as
-`__main__` with its own arguments, environment and output, is stopped and killed by its id, and has nothing of gRPC, of
-another thread from before the fork.
+once per test process and forks each member from there. A member is a separate process: it runs its module as `__main__`
+with its own arguments, environment and output, is stopped and killed by its id, and has nothing of gRPC, of another
+thread from before the fork.
 
 Forked members share the seed of `hash()` and all that is read before Python code runs, such as LD_PRELOAD and
 OMP_NUM_THREADS. `test_tandem_command.py`, `test_router_process.py`, the far members of `test_link_cut.py`, the tests of

@@ -148,7 +148,7 @@ class LocalCluster:
         return (*self._cluster_flags(), *self._flags)
 
     async def mend(self) -> None:
-        """Start the members that have ended again, under their names. Returns when the router is connected to all
+        """Restart the members that have ended, under their names. Returns when the router is connected to all
         workers."""
         dead = [member for member in self.members.values() if member.process.returncode is not None]
         for member in dead:

@@ -1,4 +1,4 @@
-"""The whole path with real processes: every answer is what transformers would have said, every hand-off real."""
+"""Tests of the whole path with real processes: every answer equals that of transformers, over real hand-offs."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""Bad input to real processes: a clear error that says what to change, and no work for anybody.
+"""Tests that bad input to real processes gets a clear error that names the necessary change, and causes no work.
 
 Requests go to a running cluster, over gRPC and HTTP; processes with wrong settings are started as operators start them.
 """
@@ -33,7 +33,7 @@ _WORK = ("tokens_computed", "prompts_done", "prompts_failed", "tokens_drawn", "w
 
 @asynccontextmanager
 async def _no_work(cluster: LocalCluster) -> AsyncIterator[None]:
-    """Check that no worker queued, computed or drew anything meanwhile."""
+    """Check that no worker queued, computed or drew anything in this time."""
     before = [await cluster.figures(role) for role in ("prefill", "decode")]
     yield
     after = [await cluster.figures(role) for role in ("prefill", "decode")]

@@ -69,8 +69,8 @@ async def _small_router(cluster: LocalCluster) -> AsyncIterator[Member]:
 async def _asked(
     cluster: LocalCluster, channel: grpc.aio.Channel, number: int, untold: set[int]
 ) -> grpc.aio.AioRpcError | None:
-    """Keep the place of every served request until all requests have been answered, so that each
-    one has a place of its own."""
+    """Keep the place of every served request until all requests have been answered, so that each request has a separate
+    place."""
     asked = question((5, 6, 7, number % 900), max_tokens=_LONG_TOKENS, ignore_eos=True, cache_salt=str(number))
     call = cluster.inference(channel).Generate(asked, timeout=_FLOOD_S)
     try:
@@ -87,7 +87,7 @@ async def _asked(
 
 
 async def _flood(cluster: LocalCluster, router: Member, num_requests: int) -> tuple[int, list[grpc.aio.AioRpcError]]:
-    """All at once; how many were served, and how the others were told."""
+    """Send all requests at once; return how many were served, and the errors of the others."""
     untold = set(range(num_requests))
     async with cluster.channel(router.name) as channel:
         ended = await asyncio.gather(*(_asked(cluster, channel, number, untold) for number in range(num_requests)))

@@ -1,7 +1,7 @@
-"""A client that goes away costs nothing more: its blocks are free on both pools within two engine steps.
+"""Tests that the blocks of a client that disconnects are free on both pools within two engine steps.
 
-The bound is measured where the cancel arrives, so there these tests speak to the workers as a router does. What the
-router does with a client that goes away is told by the pools of both sides.
+The bound is measured where the cancel arrives, so these tests call the workers as a router does. The pools of both
+sides show what the router does with a client that disconnects.
 """
 
 import asyncio

@@ -1,4 +1,5 @@
-"""Real members are asked to leave while they work: no stream loses a token, and the exit status tells what was left."""
+"""Tests that real members that drain while they work lose no token, and that their exit status shows whether work was
+left."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""A decode worker says that it leaves: a real router takes its sequences elsewhere in time, over scripted workers."""
+"""Tests that a real router moves the sequences of a draining decode worker in time, over scripted workers."""
 
 import asyncio
 

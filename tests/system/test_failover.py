@@ -1,4 +1,4 @@
-"""Whatever dies, refuses or lies: the client gets every token once, in order, and the ones it would have had."""
+"""Tests that when workers die, refuse or fail, the client gets every token once, in order, and the same tokens."""
 
 import asyncio
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""One fault suite for every transport: the reason is named, the answer is right all the same, and nothing is left.
+"""One fault suite for every transport: the reason is named, the answer is correct nevertheless, and nothing is left.
 
 Two prefill workers, and per transport a decode worker that has only this one and injects faults on order. With
-FAULTS_REPORT set, a table of what each fault cost is written there.
+FAULTS_REPORT set, a table of the cost of each fault is written to it.
 """
 
 import asyncio
@@ -220,7 +220,7 @@ async def test_hand_offs_wait_while_either_pool_is_full(whole: Suite) -> None:
 
 
 async def test_a_sequence_that_cannot_move_continues_at_its_worker(whole: Suite) -> None:
-    """Each decode worker has a transport of its own here, so neither can read from the other."""
+    """Each decode worker has a different transport here, so neither can read from the other."""
     request = question(range(30, 90), max_tokens=250, n=2, ignore_eos=True)
     undisturbed = await ask(whole.cluster, request)
     async with asked(whole.cluster, request) as answer:

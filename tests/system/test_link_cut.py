@@ -1,4 +1,5 @@
-"""The cable to another host is cut and healed later: requests go on on this side of it, and nothing is left on either.
+"""Tests that requests continue on this side of a link to another host that is cut and restored later, and that nothing
+is left on either side.
 
 The far host is a network namespace with a prefill and a decode worker; Redis, the router and a second worker of each
 pool are here. KV goes by tcp. Decode workers hold a read on order, so that the cut comes in the middle of a hand-off.

@@ -1,4 +1,5 @@
-"""A worker whose step hangs: it says so, its requests go on elsewhere unchanged, it comes back or makes room.
+"""Tests that a worker whose step hangs reports it, that its requests continue elsewhere unchanged, and that it recovers
+or exits.
 
 Two workers whose steps hang on order join the shared cluster, one in each pool.
 """

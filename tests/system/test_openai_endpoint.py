@@ -1,4 +1,4 @@
-"""The OpenAI endpoint and the client library before real workers: one cluster, asked by both, says the same."""
+"""Tests that the OpenAI endpoint and the client library give the same answers from one cluster of real workers."""
 
 import asyncio
 from collections.abc import AsyncIterator

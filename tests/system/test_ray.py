@@ -91,7 +91,7 @@ def test_ray_starts_restarts_and_scales_the_pools(pools: RayPools) -> None:
 
 
 def _ready_again(pools: RayPools, name: str) -> str:
-    """Ray queues calls to an actor that it is restarting, or says that it died under this one."""
+    """Ray queues calls to an actor that it is restarting, or reports that it died during this one."""
     for _ in range(20):
         try:
             return str(ray.get(pools.actor(name).ready.remote(90.0)))

@@ -1,7 +1,8 @@
-"""Redis dies and comes back empty, stands still until every key has expired, is emptied: clients see nothing of it.
+"""Tests that clients notice nothing while Redis dies and comes back empty, stops until every key has expired, or is
+emptied.
 
-A real cluster on a Redis of its own. Clients of both interfaces ask again and again; each answer must be the
-undisturbed one, got without a retry.
+The cluster is real, on a separate Redis. Clients of both interfaces send requests continuously; each answer must be the
+undisturbed one, without a retry.
 """
 
 import asyncio

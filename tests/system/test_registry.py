@@ -145,7 +145,7 @@ async def test_a_worker_that_does_not_match_the_cluster_is_refused_with_both_val
 
 
 async def test_a_starting_worker_does_not_keep_out_a_worker_that_matches_the_accepted_ones(registry: Registry) -> None:
-    """Two workers start together beside one that serves. The one that does not match is refused with the serving
+    """Two workers start together while another one serves. The one that does not match is refused with the serving
     worker's values, and the other one joins, whichever comes first."""
     foreign = replace(FINGERPRINT, weights="weights-b")
     await Registration(registry, member("d0", role=Role.DECODE, state=MemberState.READY)).join()

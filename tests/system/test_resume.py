@@ -1,6 +1,6 @@
-"""A router dies under its client, at every point of a stream: another one goes on, and nothing is lost or repeated.
+"""Tests that when a router dies at any point of a stream, another one continues it, and nothing is lost or repeated.
 
-Both routers and the client are real; the workers are scripted, so that each token says whose it is.
+Both routers and the client are real; the workers are scripted, so that each token shows its stream.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A decode worker dies in the middle: whatever the request asked for holds, field by field, as if nothing had been."""
+"""Tests that after the death of a decode worker every field of the request still holds."""
 
 import asyncio
 from dataclasses import replace

@@ -35,7 +35,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 @pytest.fixture
 def tandem(up: Up, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run a client command on that cluster beside this loop, and return its status and output."""
+    """Run a client command on that cluster without blocking this loop, and return its status and output."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", up.environment["XDG_RUNTIME_DIR"])
 
     async def command(*arguments: str) -> tuple[int, str]:

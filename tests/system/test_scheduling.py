@@ -38,7 +38,7 @@ def _long(number: int, *, priority: int = 0, is_batch: bool = False) -> inferenc
 async def test_a_request_that_goes_first_takes_the_slot_of_one_that_runs(
     two_slots: LocalCluster, is_batch: bool
 ) -> None:
-    """It has its answer while those before it are in the middle of theirs; what they say stays what each says alone."""
+    """The request is answered while those before it are still decoded; the answers of all equal those of each alone."""
     held = [_long(number, is_batch=is_batch) for number in range(_SLOTS)]
     urgent = question((*_PROMPT, 300), max_tokens=8, ignore_eos=True)
     urgent.priority = 0 if is_batch else -1

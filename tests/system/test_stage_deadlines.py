@@ -1,6 +1,7 @@
-"""A worker that is slow or stopped in one stage of a request is noticed there, long before the request's own deadline.
+"""Tests that a worker that is slow or stopped in one stage of a request is detected there, long before the request's
+deadline.
 
-Silence is borne for shorter than by default; the request's deadline never comes into it.
+The timeouts for silence are shorter than the defaults; the request's deadline never matters.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Workers of unequal pools: a request goes only to workers that can hold it, and waits while none of them can. A small
+"""Tests that a request goes only to workers whose pool can hold it, and waits while no such worker is present. A small
 worker never makes a request invalid."""
 
 import asyncio

@@ -47,7 +47,7 @@ def _long(max_tokens: int = 300) -> inference_pb2.GenerateRequest:
 
 
 async def test_a_complete_cluster_refuses_a_request_that_no_worker_can_hold_at_once(unequal: LocalCluster) -> None:
-    """The router has just started. The scale target tells it that no worker is absent."""
+    """The router has just started. The scale target shows that no worker is absent."""
     registry = Registry(url=unequal.redis_url, cluster_name=unequal.name, ttl_s=60.0)
     follower = Following(registry, "test", ScaleTarget(prefill=1, decode=2))
     try:

@@ -1,4 +1,4 @@
-"""`tandem up` in a process of its own, for tests."""
+"""Runs `tandem up` in a separate process for tests."""
 
 import os
 import signal
@@ -59,7 +59,7 @@ class Up:
         return {member: pid for _, member, pid in self._children() if member}
 
     def end(self) -> int:
-        """End the command and all its processes, whatever their state."""
+        """End the command and all its processes in any state."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         try:

@@ -1,4 +1,5 @@
-"""A SchedulerBench whose steps are planned ahead, over a device that computes in order at times of its own.
+"""A SchedulerBench whose steps are planned ahead, over a device that computes in order, at times that the bench
+chooses.
 
 A step may be computed as soon as it is launched, or only when its result is read: an error in the work between them
 shows in one of the two.

@@ -1,4 +1,5 @@
-"""Triton's interpreter with the arithmetic of a GPU in 16 and 8 bits, and where kernels can run here at all.
+"""Triton's interpreter with the arithmetic of a GPU in 16 and 8 bits, and the condition under which kernels can run on
+this machine.
 
 The interpreter keeps bfloat16 as its bits in uint16, and gets it wrong (Triton 3.6, `runtime/interpreter.py`): `tl.dot`
 multiplies the bits as whole numbers; a whole number becomes the bits of that number; float32 is cut off where a GPU

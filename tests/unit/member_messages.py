@@ -1,6 +1,6 @@
 """Every message that members send to each other, found in the descriptors: an example of each, and mutations of it.
 
-A field that is added to worker.proto or kv.proto is mutated without anybody adding it here.
+A field that is added to worker.proto or kv.proto is mutated automatically.
 """
 
 from collections.abc import Iterator

@@ -170,7 +170,7 @@ class SchedulerBench(ExportBench):
         return [start.handle for start in job.sequences]
 
     def reserve(self, job: DecodeJob) -> HandOff:
-        """Choices of a hand-off go on from the same tokens."""
+        """Choices of a hand-off continue from the same tokens."""
         handoff_id = self.new_handoff_id()
         handoff = self.handoffs[handoff_id] = HandOff(handoff_id, job)
         num_blocks = self.limits.num_needed(len(handoff.token_ids), len(job.sequences))

@@ -56,7 +56,7 @@ class FixedDrafter:
 
 @dataclass(slots=True)
 class Oracle:
-    """Knows what will be drawn, and says something else where `is_right` says so."""
+    """A drafter that proposes the tokens that will be drawn, or other tokens where `is_right` is False."""
 
     truth: Sequence[int]
     is_right: Iterable[bool]
@@ -112,7 +112,7 @@ class Talk:
 
 
 def talks_of(count: int, prompt: Sequence[int], most_tokens: int) -> list[Talk]:
-    """Alike, each with blocks of its own and its number as seed."""
+    """Return equal sequences, each with its own blocks and its number as seed."""
     width = blocks_for(most_tokens, BLOCK_SIZE)
     return [Talk(i, list(prompt), tuple(range(i * width, (i + 1) * width)), seed=i) for i in range(count)]
 

@@ -77,7 +77,7 @@ def masked_by_large_numbers(x: torch.Tensor) -> torch.Tensor:
 
 
 def unequal_logits_of_equal_scores(x: torch.Tensor) -> torch.Tensor:
-    """Beside the best one, what is below 1e-17 is nothing."""
+    """Relative to the best score, differences below 1e-17 vanish."""
     return torch.where(torch.arange(x.shape[1]) % 3 == 0, x.round(), 1e-20 * x)
 
 

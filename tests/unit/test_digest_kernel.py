@@ -121,7 +121,7 @@ def test_digests_wait_for_no_step_that_still_computes() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_repeated_digests_keep_no_more_memory_than_the_first() -> None:
-    """Their sums are 4 MiB: beside a pool that takes nearly all, what is kept per stream counts."""
+    """Their sums are 4 MiB: with a pool that takes nearly all memory, the memory kept per stream matters."""
     blocks = torch.zeros((256, 2 << 20), dtype=torch.uint8, device="cuda")
     digest_tensor(blocks)
     before = torch.cuda.memory_reserved()

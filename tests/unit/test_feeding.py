@@ -131,7 +131,7 @@ def test_a_step_that_is_drawn_in_parts_feeds_no_step(
 
 
 def test_a_failed_launch_waits_for_its_stream(gpu: PretendGpu, build: Callable[..., Engine]) -> None:
-    """The step's blocks are freed next, and an import may write to them beside the engine's stream."""
+    """The step's blocks are freed next, and an import may write to them concurrently with the engine's stream."""
     engine = build(cuda_graphs="off")
     assert isinstance(engine.runner, LaunchingRunner)
 
@@ -161,7 +161,7 @@ class _Launching(ModelRunner):
 
 
 def served(engine: Engine, *, feeds: bool) -> dict[int, list[int]]:
-    """Eight sequences through scheduler and loop, some of which end by a token of their own."""
+    """Run eight sequences through scheduler and loop, some of which end by a stop token."""
     runner = _Launching(engine.runner.forward, engine.pool)
     runner.feeds = feeds
     tokens: dict[int, list[int]] = {}

@@ -258,7 +258,7 @@ import signal; signal.pause()
 
 
 def test_child_processes_of_a_cut_section_report_their_stacks() -> None:
-    """A worker hangs and its parent waits; as under `tandem up`, each process has a session of its own."""
+    """A worker hangs and its parent waits; as under `tandem up`, each process has a separate session."""
     section = Section("told", (sys.executable, "-c", WITH_A_WORKER, WORKER), 60.0, told)
     process = _started(section, 60.0)
     assert process.stdout is not None and "up" in process.stdout.readline()

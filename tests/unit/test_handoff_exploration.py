@@ -1,4 +1,4 @@
-"""Two hand-offs through everything that can go wrong: all reachable states, and what each guard is there for.
+"""Tests of all reachable states of two hand-offs with every fault, and of what each guard prevents.
 
 Covered exhaustively, each by itself: two tickets of one to three blocks on one pair of workers, with room for both or
 for only one, on either side; two attempts on one ticket, by the same decode worker or by another. In each, control

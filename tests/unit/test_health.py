@@ -19,7 +19,7 @@ _PATIENT = StuckLimits(timeout_s=60.0, exit_s=60.0)
 
 
 class Looped:
-    """A health port whose event loop runs on a thread of its own, and stops when a test calls `stand_still`."""
+    """A health port whose event loop runs on a separate thread, and stops when a test calls `stand_still`."""
 
     def __init__(self, limits: StuckLimits) -> None:
         self.status = HealthStatus(["tandem.internal.v1.Worker"])

@@ -1,4 +1,4 @@
-"""Heartbeats that routers follow by a call of their own."""
+"""Tests of the heartbeats that routers receive in a separate call."""
 
 from tandem.internal.v1 import worker_pb2
 from worker.heartbeats import HeartbeatFeed

@@ -140,7 +140,7 @@ async def test_a_later_async_call_to_a_frozen_router_times_out_without_a_message
 
 
 def test_time_in_which_the_reader_does_not_wait_does_not_count() -> None:
-    """The messages that arrived meanwhile are read afterwards."""
+    """The messages that arrived in that time are read afterwards."""
     with (
         router(FrozenRouter, responses=TWO_CHOICES) as (frozen, first),
         Client(first, keepalive_timeout_s=0.1) as client,

@@ -1,6 +1,6 @@
 """The attention kernels over shapes at every edge, by Triton's interpreter, against attention written out in float64.
 
-Every place that no sequence has written holds NaN, every tensor that the kernels make lies between guards, and each
+Every place that no sequence has written holds NaN, every tensor that the kernels make is between guards, and each
 launch is watched (`watched_launches.py`). What may differ is bounded element by element: weights and results are
 rounded once each to the query's dtype, the rest is float32.
 """

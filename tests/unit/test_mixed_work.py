@@ -1,4 +1,4 @@
-"""One scheduler with work of both destinations: sequences that are decoded here beside prompts for export."""
+"""One scheduler with work of both destinations: sequences that are decoded here, and prompts for export."""
 
 from collections.abc import Callable
 

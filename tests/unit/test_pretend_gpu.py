@@ -106,7 +106,8 @@ def settings(folder: Path, **changes: object) -> EngineSettings:
 
 
 def plans() -> Iterator[StepPlan]:
-    """A prompt beside a decode, decodes alone, a copied block, rejected draft tokens; every sampling method."""
+    """Return the steps: a prompt together with a decode, decodes alone, a copied block, rejected draft tokens; every
+    sampling method."""
     ways = (Sampling(), Sampling(0.8, top_p=0.9), Sampling(0.7, top_k=20, min_p=0.02, num_logprobs=3))
 
     def sampled(row: int, position: int, count: int = 1) -> tuple[Sample, ...]:

@@ -1,6 +1,5 @@
-"""The other work of a worker on a pretended GPU beside plain steps: each path draws a CPU's tokens and waits for
-nothing but its tokens, unless the test names another wait.
-"""
+"""Tests of a worker's other paths on a pretended GPU than plain steps: each path draws a CPU's tokens and waits for
+nothing but its tokens, unless the test names another wait."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -37,7 +36,7 @@ def choices() -> Iterator[StepPlan]:
 
 
 def said(runner: ModelRunner) -> list[tuple[int, list[tuple[int, float]]]]:
-    """Tokens of all choices, each with its best ones and their log-probabilities."""
+    """Return the tokens of all choices, each with its best ones and their log-probabilities."""
     tokens = [token for plan in choices() for drawn in runner.run(plan).tokens for token in drawn]
     return [(each.token_id, list(each.logprobs.top) if each.logprobs else []) for each in tokens]
 

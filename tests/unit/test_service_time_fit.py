@@ -1,4 +1,4 @@
-"""A worker's models of its own speed: exact without noise, near with noise, and quick to follow a change."""
+"""Tests of a worker's models of its own speed: exact without noise, near with noise, and quick to follow a change."""
 
 import math
 import random

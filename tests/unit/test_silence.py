@@ -1,4 +1,4 @@
-"""A worker's silence counts only if this router receives messages from another worker meanwhile."""
+"""A worker's silence counts only if this router receives messages from another worker in that time."""
 
 import math
 

@@ -1,4 +1,5 @@
-"""The draft model: its tokens follow from the known tokens, whatever was rejected, dropped or evicted before."""
+"""Tests that the draft model's tokens depend only on the known tokens, not on tokens that were rejected, dropped or
+evicted before."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A test that waits in vain says what it waited for."""
+"""Tests that a test that waits too long reports what it waits for."""
 
 from pathlib import Path
 

@@ -109,7 +109,8 @@ async def test_a_fetch_that_fails_is_counted_and_its_prompt_is_computed(
 async def test_leases_that_are_granted_in_the_turn_of_their_time_limit_are_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The case occurs in a process that was stopped for longer than the limit: answer and limit are due at once."""
+    """The case occurs in a process that was stopped for longer than the limit: answer and limit occur in the same
+    turn."""
     bench = await _filled(tmp_path)
     loop, stopped_s = asyncio.get_running_loop(), 0.0
     real_time, real_post = loop.time, bench.questions.post

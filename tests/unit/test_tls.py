@@ -108,7 +108,7 @@ async def test_the_client_library_names_a_server_without_tls_and_a_missing_file(
 async def test_a_caller_gets_the_reason_why_a_members_certificate_is_refused(
     certificates: Certificates, wrong: Callable[[Certificates], Pair], said: str
 ) -> None:
-    """The member started without a check of its own certificate."""
+    """The member started without the check of its certificate."""
     ours, pair = certificates.loaded(), wrong(certificates)
     careless = dataclasses.replace(ours, cert=pair.cert.read_bytes(), key=pair.key.read_bytes())
     async with serving(careless.member_credentials()) as address:

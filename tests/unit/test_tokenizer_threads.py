@@ -1,6 +1,5 @@
-"""Long texts are tokenized beside the event loop on a few threads; of a text that is far too long only the beginning
-is.
-"""
+"""Tests that long texts are tokenized on a few threads, not on the event loop, and that only the beginning of a far too
+long text is tokenized."""
 
 import asyncio
 import threading

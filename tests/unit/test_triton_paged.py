@@ -22,7 +22,8 @@ LEAST_PART = 64  # of these heads' tile of columns
 
 
 def long_case(lens: list[int], device: str) -> tuple[torch.Tensor, LayerKv, PackedBatch]:
-    """One decode per context; its values depend only on its length, so they are equal beside any other decodes."""
+    """One decode per context; its values depend only on its length, so they are equal whichever decodes share the
+    step."""
     layout = lay_out([SHAPE] * 2, BLOCK_SIZE, "float32")
     counts = [layout.num_blocks_for(length) for length in lens]
     pool = KvPool(layout, sum(counts), device)
@@ -77,7 +78,8 @@ def test_a_context_read_in_parts_gives_the_result_of_the_whole(options: Attentio
 
 
 def test_a_sequence_gets_the_same_bits_beside_any_other() -> None:
-    """A context of 60 tokens alone is read whole; beside one of 700, every context is read in parts that are merged."""
+    """A context of 60 tokens alone is read whole; together with one of 700, every context is read in parts that are
+    merged."""
     options = AttentionOptions(0.25)
     beside = triton_output([60, 700, 200], options)
     assert torch.equal(triton_output([60], options)[0], beside[0])

@@ -1,4 +1,4 @@
-"""Run many schedules: one after another in this process, or in chunks, each in a process of its own."""
+"""Run many schedules: one after another in this process, or in chunks, each in a separate process."""
 
 import gc
 import multiprocessing

@@ -132,7 +132,7 @@ class Client:
             self._ended.add(delta.choice)
 
     def _reconnect_if_due(self, router: str) -> None:
-        """Break the connection if the schedule says so. One end may learn it long before the other."""
+        """Break the connection if the schedule orders it. One end may detect it long before the other."""
         after = self.ask.reconnect_after
         if not self._has_reconnected and after is not None and sum(map(len, self._got)) >= after:
             self._has_reconnected = True

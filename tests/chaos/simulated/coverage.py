@@ -54,7 +54,7 @@ Count = Callable[[str], None]
 
 
 def error_kinds(base: type[TandemError] = TandemError) -> Iterator[type[TandemError]]:
-    """Return every class of cluster/errors.py that has a reason of its own."""
+    """Return every class of cluster/errors.py that declares a reason."""
     if "reason" in vars(base) and base.__module__ == TandemError.__module__:
         yield base
     for kind in base.__subclasses__():
@@ -123,7 +123,7 @@ def _before(function: Any, before: Callable[..., object]) -> Any:
 
 
 def _after(function: Any, count: Count, name: str) -> Any:
-    """Count a call, unless its result says that there was nothing to do."""
+    """Count a call, unless its result is that nothing had to be done."""
 
     @functools.wraps(function)
     def counting(*arguments: Any, **keywords: Any) -> Any:

@@ -1,7 +1,7 @@
 """The simulated engine: KV is a chain of hashes, and every token is a hash of all KV bytes of its sequence.
 
 One wrong, stale or missing byte in any block of a table changes the next token and all later ones. Nothing else does:
-every cluster must produce the tokens of a serial run on a pool of its own.
+every cluster must produce the tokens of a serial run on a separate pool.
 """
 
 import hashlib
@@ -155,7 +155,7 @@ def memory_of(pool: KvPool) -> memoryview:
 def serial_tokens(
     prompt: Sequence[int], seed: int, max_tokens: int, *, block_size: int, vocab_size: int
 ) -> tuple[int, ...]:
-    """Return the tokens of one sequence that runs alone on a pool of its own."""
+    """Return the tokens of one sequence that runs alone on a separate pool."""
     num_blocks = -(-(len(prompt) + max_tokens) // block_size)
     memory = memoryview(bytearray(num_blocks * layout_of(block_size).block_bytes))
     runner = StandInRunner(memory, vocab_size, block_size)

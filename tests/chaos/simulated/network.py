@@ -33,27 +33,28 @@ class Conversation:
         self.on_broken: dict[Process, Callable[[], None]] = {}  # by end
         self._open_ends = {client.place, server.place}
 
-    def say(self, to: Process, heard: Callable[..., None], *what: Any) -> None:
-        """Send a message: `heard` is called at the other end, unless that end dies or the conversation breaks first."""
+    def say(self, to: Process, receive: Callable[..., None], *what: Any) -> None:
+        """Send a message: `receive` is called at the other end, unless that end dies or the conversation breaks
+        first."""
         if self.network.is_cut(self.client.place, self.server.place):
-            self.held.append((to, heard, what))
+            self.held.append((to, receive, what))
             return
         loop = self.network.loop
         at_s = max(self._arrives_s[to], loop.time() + self.network.latency_s())
         self._arrives_s[to] = at_s
-        loop.call_at(at_s, heard, *what, context=to.context)
+        loop.call_at(at_s, receive, *what, context=to.context)
 
     def flush(self) -> None:
         held, self.held = self.held, []
-        for to, heard, what in held:
-            self.say(to, heard, *what)
+        for to, receive, what in held:
+            self.say(to, receive, *what)
         self._forget()
 
     def break_at(self, end: Process) -> None:
         """Tell this end that the connection is broken: it receives nothing more."""
-        heard = self.on_broken.pop(end, None)
-        if heard is not None:
-            self.say(end, heard)
+        receive = self.on_broken.pop(end, None)
+        if receive is not None:
+            self.say(end, receive)
 
     def end(self, end: Process) -> None:
         """Close this end: it sends and receives nothing more."""
@@ -188,7 +189,7 @@ class Network:
             return
         is_cut = self.is_cut(conversation.client.place, conversation.server.place)
         if is_cut or (conversation.server.is_stopped and conversation.server.is_alive):
-            heard = conversation.on_broken.pop(conversation.client, None)
-            if heard is not None:
-                heard()
+            receive = conversation.on_broken.pop(conversation.client, None)
+            if receive is not None:
+                receive()
             conversation.break_at(conversation.server)

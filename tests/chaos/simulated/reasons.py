@@ -1,8 +1,8 @@
 """Find every failure reason in the production code, and whether the stored results reached it.
 
 Reasons are the names of cluster/errors.py, and the words that are counted under a label of `_LABELS` or noted in a
-request's ledger. They are found by reading the source: constants in the calls that count, and values of variables whose
-name says that they hold a reason. A reason that is built at run time consists of these.
+request's ledger. They are found by reading the source: constants in the calls that count, and values of variables that
+hold a reason by their name. A reason that is built at run time consists of these.
 """
 
 import ast

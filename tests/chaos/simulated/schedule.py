@@ -253,7 +253,7 @@ def _mixed(dice: Random, num_routers: int) -> tuple[Ask, ...]:
 
 
 def _long(dice: Random, num_routers: int) -> tuple[Ask, ...]:
-    """Draw long prompts beside short ones."""
+    """Draw long prompts among short ones."""
     asks = []
     for _ in range(dice.choice((2, 3, 5))):
         num_tokens = dice.choice((dice.randint(1, 8), dice.randint(40, 80), dice.randint(40, 80)))

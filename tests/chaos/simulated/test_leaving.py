@@ -1,4 +1,4 @@
-"""Schedules in which members drain while they work: two of a pool at once, and beside other faults."""
+"""Schedules in which members drain while they work: two of a pool at once, and together with other faults."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """A router that is cut off from all workers, Redis and its clients keeps its requests, and they keep their attempts.
 
 A request has two attempts here: the loss of each of three silent decode workers would end it. One attempt may fail by a
-ticket that expired meanwhile.
+ticket that expired in the meantime.
 """
 
 from collections import Counter

@@ -181,8 +181,8 @@ class World:
             self._recovering.append(self.loop.create_task(harm, name=f"{place} {mishap.kind}"))
 
     def _note_hit(self, mishap: Mishap, place: str, num_past: int) -> None:
-        """Record the hit only if no request has passed the phase meanwhile: the victim then still holds the intended
-        one."""
+        """Record the hit only if no request has passed the phase in the meantime: the victim then still holds the
+        intended one."""
         is_met = mishap.phase is None or num_past == self._num_past(mishap.phase, place)
         if is_met and not all(task.done() for task in self._asking):
             self.hit.append((mishap.role, mishap.kind, mishap.phase or ""))
@@ -202,7 +202,7 @@ class World:
     # The cluster's life
 
     def add(self, role: str) -> Member:
-        """Start one more member of a role at a place of its own."""
+        """Start one more member of a role at a new place."""
         index = sum(member.role == role for member in self.members.values())
         member = self.members[f"{role}{index}"] = Member(self, role, index)
         member.start()

@@ -1,7 +1,7 @@
 """A small world in which two hand-offs meet everything that can go wrong, and a breadth-first search through all of it.
 
 The machines are the production ones: kvtransfer.protocol.export_machine, with its leases, and
-kvtransfer.protocol.import_machine. Around them stands what they must survive:
+kvtransfer.protocol.import_machine. The world around them contains everything that they must survive:
 
 - one prefill worker with a small pool, which reserves whole prompts, oldest first, computes one block per chunk, and
   reuses freed blocks, so that a late read finds another prompt's KV there;

@@ -1,6 +1,6 @@
-"""Prompts are computed in chunks beside decodes (Sarathi, Agrawal et al., 2023; Dynamic SplitFuse, DeepSpeed-FastGen,
-2023): a long prompt delays each token of a decode by one chunk, and a backlog fills every step to the budget.
-"""
+"""Tests that prompts are computed in chunks together with decodes (Sarathi, Agrawal et al., 2023; Dynamic SplitFuse,
+DeepSpeed-FastGen, 2023): a long prompt delays each token of a decode by one chunk, and a backlog fills every step to
+the budget."""
 
 import pytest
 

@@ -39,9 +39,8 @@ def test_a_long_prompt_yields_to_a_higher_ranked_one_and_keeps_its_blocks() -> N
 
 
 def test_a_prompt_that_waits_for_blocks_is_not_overtaken() -> None:
-    """The second prompt waits for blocks of the first. The third would fit beside the first, whose last step has tokens
-    to spare, and would delay the second.
-    """
+    """The second prompt waits for blocks of the first. The third would fit together with the first, whose last step has
+    tokens to spare, and would delay the second."""
     prompts = [Prompt(num_tokens=num_tokens) for num_tokens in (3000, 3200, 512)]
     assert prefill(prompts, FirstCome(), PER_STEP, num_blocks=224).done_s == [6.0, 13.0, 14.0]
 
