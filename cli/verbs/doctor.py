@@ -244,4 +244,4 @@ def _row(path: PathReport, is_chosen: bool) -> tuple[str, ...]:
     if not path.works:
         return path.transport, "-", "-", "-", path.reason
     rate, latency = f"{path.bytes_per_s / 1e9:.2f}", f"{path.latency_s * 1e6:.0f} us"
-    return path.transport, "yes" if is_chosen else "-", rate, latency, "" if is_chosen else "comes after"
+    return path.transport, "yes" if is_chosen else "-", rate, latency, "" if is_chosen else "fallback"

@@ -34,10 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    lengths = tuple(arguments.tokens or _DEFAULT_TOKENS)
-    if arguments.block_size < 1 or min(lengths) < 1:
+    if arguments.block_size < 1 or min(arguments.tokens or (1,)) < 1:
         raise ConfigError("--block-size and --tokens must be at least 1")
     found = estimate(read_config(arguments.model), arguments.dtype, arguments.kv_cache_dtype)
+    lengths = arguments.tokens or _lengths(found.max_tokens)
     memory_bytes = parse_bytes(arguments.kv_cache_memory, "--kv-cache-memory")
     sequences = [
         {
@@ -69,3 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
     heading = ("tokens", f"KV in blocks of {arguments.block_size}", f"sequences in {arguments.kv_cache_memory}")
     print(table(heading, rows))
     return 0
+
+
+def _lengths(max_tokens: int | None) -> list[int]:
+    """Return the lengths to show by default: none beyond the model's longest sequence, which is the last one."""
+    if max_tokens is None:
+        return list(_DEFAULT_TOKENS)
+    return [length for length in _DEFAULT_TOKENS if length < max_tokens] + [max_tokens]

@@ -14,6 +14,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _WIDTH = ("hidden_size", "n_embd", "d_model")
+_LENGTH = ("max_position_embeddings", "n_positions", "max_sequence_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class KvEstimate:
     num_layers: int
     layer: LayerShape
     dtype: str
+    max_tokens: int | None  # the model's longest sequence, if its configuration names one
 
     @property
     def bytes_per_token(self) -> int:
@@ -54,6 +56,7 @@ def estimate(config: Mapping[str, object], dtype: str = "auto", kv_cache_dtype: 
         num_layers=_first(text, _LAYERS),
         layer=_layer(text, num_heads),
         dtype=computed if kv_cache_dtype == "auto" else kv_cache_dtype,
+        max_tokens=next((length for key in _LENGTH if isinstance(length := text.get(key), int)), None),
     )
 
 

@@ -276,6 +276,11 @@ def test_estimate_needs_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures["lengths"] == [{"tokens": 1024, "request_bytes": 1 << 20, "sequences": 1}]
 
 
+def test_estimate_shows_no_length_beyond_the_models_longest_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--json"]) == 0
+    assert [row["tokens"] for row in json.loads(capsys.readouterr().out)["lengths"]] == [256, 1024]
+
+
 def test_an_address_is_taken_from_the_flag_then_the_variable_then_the_last_cluster(tmp_path: Path) -> None:
     environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
     with pytest.raises(ConfigError, match="tandem up"):

@@ -56,6 +56,12 @@ def test_kv_of_eight_bits_includes_its_scales(dtype: str) -> None:
     assert kv.request_bytes(100, block_size=16) == 112 * kv.bytes_per_token
 
 
+def test_the_longest_sequence_is_that_of_the_configuration_or_unknown() -> None:
+    assert estimate({**GPT2, "n_positions": 1024}).max_tokens == 1024
+    assert estimate({**LLAMA_7B, "max_position_embeddings": 4096}).max_tokens == 4096
+    assert estimate(GPT2).max_tokens is None
+
+
 def test_a_missing_size_is_named() -> None:
     with pytest.raises(ConfigError, match="num_hidden_layers"):
         estimate({"hidden_size": 64, "num_attention_heads": 4})
