@@ -13,30 +13,24 @@ class NormalEquations:
 
     def __init__(self, num_features: int) -> None:
         self.num_features = num_features
-        self._xx = [0.0] * (num_features * num_features)
-        self._xy = [0.0] * num_features
+        self._sums = [0.0] * (num_features * (num_features + 1))  # rows of `[features x features | features x target]`
 
-    def add(self, features: Sequence[float], target: float, weight: float) -> None:
-        size = self.num_features
-        for i, feature in enumerate(features):
-            weighted = weight * feature
-            self._xy[i] += weighted * target
-            for j in range(size):
-                self._xx[i * size + j] += weighted * features[j]
-
-    def scale(self, factor: float) -> None:
-        """Multiply the weights of all measurements so far."""
-        self._xx = [factor * value for value in self._xx]
-        self._xy = [factor * value for value in self._xy]
+    def add(self, features: Sequence[float], target: float, weight: float, keep: float = 1.0) -> None:
+        """Add a measurement, after the weights of all earlier ones were multiplied by `keep`."""
+        row = (*features, target)
+        self._sums = [
+            keep * old + weight * new
+            for old, new in zip(self._sums, [a * b for a in features for b in row], strict=True)
+        ]
 
     def scale_targets(self, factor: float) -> None:
         """Multiply the targets of all measurements so far."""
-        self._xy = [factor * value for value in self._xy]
+        for row in range(self.num_features):
+            self._sums[self._at(row, self.num_features)] *= factor
 
     def add_all(self, other: "NormalEquations", factor: float) -> None:
         """Add the measurements of another problem with `factor` times their weights."""
-        self._xx = [mine + factor * theirs for mine, theirs in zip(self._xx, other._xx, strict=True)]
-        self._xy = [mine + factor * theirs for mine, theirs in zip(self._xy, other._xy, strict=True)]
+        self._sums = [mine + factor * theirs for mine, theirs in zip(self._sums, other._sums, strict=True)]
 
     def solve(self) -> tuple[float, ...]:
         """Return the best coefficients that are not negative; 0 for a feature that was 0 in every measurement.
@@ -45,14 +39,14 @@ class NormalEquations:
         tried, the largest first; a full solution without negative coefficients is the best at once.
         """
         size = self.num_features
-        norms = [math.sqrt(self._xx[i * size + i]) for i in range(size)]
+        norms = [math.sqrt(self._sums[self._at(i, i)]) for i in range(size)]
         present = [i for i in range(size) if norms[i] > 0]
         best, best_gain = [0.0] * size, 0.0
         for subset in _subsets(tuple(present)):
             coefficients = self._solve_subset(subset, norms)
             if coefficients is None or min(coefficients) < 0:
                 continue
-            gain = sum(c * self._xy[i] for i, c in zip(subset, coefficients, strict=True))
+            gain = sum(c * self._sums[self._at(i, size)] for i, c in zip(subset, coefficients, strict=True))
             if gain > best_gain:
                 best_gain, best = gain, [0.0] * size
                 for i, coefficient in zip(subset, coefficients, strict=True):
@@ -63,14 +57,18 @@ class NormalEquations:
 
     def _solve_subset(self, subset: Sequence[int], norms: Sequence[float]) -> list[float] | None:
         """Return the coefficients of these features alone, or None if they cannot be told apart numerically."""
-        size = self.num_features
         rows = [
-            [self._xx[i * size + j] / (norms[i] * norms[j]) for j in subset] + [self._xy[i] / norms[i]] for i in subset
+            [self._sums[self._at(i, j)] / (norms[i] * norms[j]) for j in subset]
+            + [self._sums[self._at(i, self.num_features)] / norms[i]]
+            for i in subset
         ]
         for place, row in enumerate(rows):
             row[place] += _RIDGE
         solution = _gauss(rows)
         return None if solution is None else [c / norms[i] for i, c in zip(subset, solution, strict=True)]
+
+    def _at(self, row: int, column: int) -> int:
+        return row * (self.num_features + 1) + column
 
 
 @cache

@@ -177,7 +177,9 @@ class _ModelFit:
     def _predict(self, sample: _Sample) -> float:
         if self._coefficients is None:
             return 0.0
-        return sum(c * feature for c, feature in zip(self._coefficients, sample.features, strict=True))
+        fixed, per_number, per_total = self._coefficients
+        one, number, total = sample.features
+        return fixed * one + per_number * number + per_total * total
 
     def _direction(self, sample: _Sample) -> int:
         """Return 1 if the step was slower than predicted, -1 if it was quicker, 0 if it was near or tells nothing
@@ -206,8 +208,7 @@ class _ModelFit:
         seconds = min(max(seconds, predicted_s / bound), predicted_s * bound)
         # Relative to the prediction: weights by the measured time would favour the quick ones among noisy steps.
         weight = max(predicted_s, seconds / 2) ** -2
-        self._recent.scale(FORGETTING)
-        self._recent.add(sample.features, seconds, weight)
+        self._recent.add(sample.features, seconds, weight, FORGETTING)
         of_range = self._ranges.get(sample.size_range)
         if of_range is None:
             of_range = self._ranges[sample.size_range] = NormalEquations(3)
@@ -215,8 +216,7 @@ class _ModelFit:
             if len(self._ranges) > _MAX_RANGES:
                 self._ranges.popitem(last=False)
         else:
-            of_range.scale(1 - _RANGE_GAIN)
-            of_range.add(sample.features, seconds, _RANGE_GAIN * weight)
+            of_range.add(sample.features, seconds, _RANGE_GAIN * weight, 1 - _RANGE_GAIN)
             self._ranges.move_to_end(sample.size_range)
         self._is_changed = True
 
