@@ -56,9 +56,9 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """All samples of one model: the steps at load by each clock, and the rounds."""
+    """All samples of one model: the steps at load, and the rounds."""
 
-    at_load: dict[str, list[TimedStep]]
+    at_load: list[TimedStep]
     rounds: list[list[Sampled]]
 
 
@@ -77,9 +77,8 @@ def measure(folder: Path, samples: Samples, num_rounds: int) -> Iterator[Samples
     engine = build_engine(settings)
     engine.pool.raw.fill_(0)  # pages that were never touched would be counted into the first round
     try:
-        for clock, read in _CLOCKS.items():
-            if clock not in samples.at_load:
-                samples.at_load[clock] = list(time_steps(engine, engine.runner, max(_BATCHES), read))
+        if not samples.at_load:
+            samples.at_load.extend(time_steps(engine, engine.runner, max(_BATCHES)))
         while len(samples.rounds) < num_rounds:
             plans = list(_plans(engine))
             random.Random(len(samples.rounds)).shuffle(plans)
@@ -126,7 +125,7 @@ def errors(samples: Samples, clock: str) -> dict[tuple[str, str], list[float]]:
     load alone, "first" those of the first round, "later" those after it."""
     at_load, fit = ServiceTimeFit(), ServiceTimeFit()
     for one in (at_load, fit):
-        one.start(samples.at_load[clock])
+        one.start(samples.at_load)
     found: dict[tuple[str, str], list[float]] = {}
     for number, steps in enumerate(samples.rounds):
         for step in steps:
@@ -178,7 +177,7 @@ def _stored(commit: str) -> dict[str, Samples]:
 
 
 def _read(model: dict[str, Any]) -> Samples:
-    at_load = {clock: [TimedStep(StepWork(*work), s) for work, s in steps] for clock, steps in model["at_load"].items()}
+    at_load = [TimedStep(StepWork(*work), seconds) for work, seconds in model["at_load"]]
     rounds = [
         [Sampled(StepWork(*work), dict(zip(_CLOCKS, times, strict=True))) for work, *times in steps]
         for steps in model["rounds"]
@@ -192,7 +191,7 @@ def _write(results: dict[str, Samples], machine: dict[str, str]) -> None:
 
     models = {
         name: {
-            "at_load": {clock: [[numbers(s.work), s.seconds] for s in steps] for clock, steps in model.at_load.items()},
+            "at_load": [[numbers(step.work), step.seconds] for step in model.at_load],
             "rounds": [[[numbers(s.work), *s.seconds.values()] for s in steps] for steps in model.rounds],
         }
         for name, model in results.items()
@@ -211,7 +210,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         shape = MODELS[0].save(Path(directory) / MODELS[0].name)
         for name, folder in (("Demo model", _DEMO), (f"{MODELS[0].name} shape, random weights", shape)):
-            kept = results.setdefault(name, Samples({}, []))
+            kept = results.setdefault(name, Samples([], []))
             for _ in measure(folder, kept, arguments.rounds):
                 if arguments.write:
                     _write({name: model for name, model in results.items() if model.rounds}, machine)

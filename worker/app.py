@@ -92,9 +92,12 @@ class WorkerApp(ABC, Generic[CommandT, EventT]):
 
     def service_times(self) -> ServiceTimes | None:
         """Return how fast this worker computes; None before `run` has timed its first steps."""
-        if self._fit.times is None:
+        progress = self.steps.progress
+        idle_s = self.clock.now_s() - progress.last_step_s if progress.busy_since_s is None else 0.0
+        times = self._fit.times_after(idle_s)
+        if times is None:
             return None
-        times = replace(self._fit.times, hand_off=self.transfer.links.hand_off)
+        times = replace(times, hand_off=self.transfer.links.hand_off)
         for model, error in times.relative_errors().items():
             self.life.telemetry.gauge("tandem_service_time_relative_error", error, model=model)
         return times

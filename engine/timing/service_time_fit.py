@@ -10,6 +10,8 @@ What protects a model:
   changes the model.
 - Five steps in a row that deviate in one direction change the speed of the whole model: a worker that became slower
   is slower for every size of step, also for those that it has not computed since.
+- A worker that was slow gets less work, so its model would stay slow after the worker has recovered. After `IDLE_S`
+  without a step the worker reports its quickest speed again, and the next steps correct it if it is still slow.
 - Sizes are divided into ranges, and every range that was ever measured keeps a small weight. A worker that has decoded
   one sequence for an hour still predicts a batch.
 """
@@ -36,6 +38,7 @@ _MAX_RANGES = 64
 _NUM_ERRORS = 64
 _NUM_FACTORS = 15
 _MIN_SECONDS = 1e-7
+IDLE_S = 30.0
 _SOLVE_EVERY_S = 0.02  # of computed steps: quick steps must not wait for the fit
 
 
@@ -54,6 +57,7 @@ class ServiceTimeFit:
         self._prefill, self._decode, self._mixed = _ModelFit(), _ModelFit(), _FactorFit()
         self._unsolved_s = 0.0
         self.times: ServiceTimes | None = None  # None until a step of each kind was measured
+        self._quickest: ServiceTimes | None = None  # the same at the quickest speed so far
 
     def start(self, at_load: Sequence[TimedStep]) -> None:
         """Begin with steps of both kinds that were timed before the first request."""
@@ -75,12 +79,22 @@ class ServiceTimeFit:
         if self._unsolved_s >= _SOLVE_EVERY_S or self.times is None:
             self._publish()
 
+    def times_after(self, idle_s: float) -> ServiceTimes | None:
+        """Return the models to report after `idle_s` seconds without a step."""
+        return self.times if idle_s < IDLE_S else self._quickest
+
     def _publish(self) -> None:
         self._unsolved_s = 0.0
         prefill, decode = self._prefill.solve(), self._decode.solve()
         if prefill is None or decode is None:
             return
-        self.times = ServiceTimes(
+        self.times = self._models(prefill, decode)
+        self._quickest = self._models(
+            _divided(prefill, self._prefill.slowdown), _divided(decode, self._decode.slowdown)
+        )
+
+    def _models(self, prefill: "_Coefficients", decode: "_Coefficients") -> ServiceTimes:
+        return ServiceTimes(
             prefill=PrefillTimes(*prefill, self._prefill.relative_error),
             decode=DecodeTimes(*decode, self._decode.relative_error),
             mixed=self._mixed.times,
@@ -134,6 +148,7 @@ class _ModelFit:
         self._coefficients: _Coefficients | None = None
         self._is_changed = False
         self._num_steps = 0
+        self.slowdown = 1.0  # of the present speed, as a factor of the quickest one
         self._run: list[_Sample] = []  # the last steps if all deviate in one direction; the model lacks them yet
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
 
@@ -194,8 +209,8 @@ class _ModelFit:
         for equations in (self._recent, *self._ranges.values()):
             equations.scale_targets(factor)
         assert self._coefficients is not None
-        fixed, per_number, per_total = self._coefficients
-        self._coefficients = factor * fixed, factor * per_number, factor * per_total
+        self._coefficients = _divided(self._coefficients, 1 / factor)
+        self.slowdown = max(1.0, self.slowdown * factor)
 
     def _end_run(self) -> None:
         for sample in self._run:
@@ -219,6 +234,11 @@ class _ModelFit:
             of_range.add(sample.features, seconds, _RANGE_GAIN * weight, 1 - _RANGE_GAIN)
             self._ranges.move_to_end(sample.size_range)
         self._is_changed = True
+
+
+def _divided(coefficients: _Coefficients, by: float) -> _Coefficients:
+    fixed, per_number, per_total = coefficients
+    return fixed / by, per_number / by, per_total / by
 
 
 class _FactorFit:

@@ -19,11 +19,15 @@ _SAMPLING = Sampling(temperature=1.0)
 
 
 def time_steps(
-    engine: Engine, runner: Runner, max_num_seqs: int, clock: Callable[[], float] = time.perf_counter
+    engine: Engine, runner: Runner, max_num_seqs: int, clock: Callable[[], float] | None = None
 ) -> tuple[TimedStep, ...]:
     """Run steps of a few sizes, of both kinds in turns and the smallest first, until `_MAX_SECONDS` have passed. Sizes
     that the pool, the model's length or `max_num_seqs` do not allow are reduced. The pool must be unused; its used
-    blocks are zeroed afterwards."""
+    blocks are zeroed afterwards.
+
+    On a CPU the default clock is that of the thread, so that other processes do not count: a worker that seems too slow
+    gets no work and would never be corrected, while one that seems too quick is corrected by its first steps."""
+    clock = clock or (time.thread_time if engine.pool.device.type == "cpu" else time.perf_counter)
     began_s, timed, most_blocks = clock(), [], 0
     for number, plan in enumerate(_plans(engine, max_num_seqs)):
         if number > 1 and clock() - began_s > _MAX_SECONDS:

@@ -19,7 +19,7 @@ from cluster.service_times import (
     attended_tokens,
 )
 from engine.scheduling.step import BlockSwap, Chunk, Sample, StepPlan
-from engine.timing.service_time_fit import ServiceTimeFit, TimedStep, step_work
+from engine.timing.service_time_fit import IDLE_S, ServiceTimeFit, TimedStep, step_work
 
 TRUE = ServiceTimes(PrefillTimes(0.02, 6e-4, 1e-7, 0.0), DecodeTimes(0.01, 8e-4, 2e-6, 0.0))
 
@@ -156,6 +156,26 @@ def test_a_slowdown_under_noise_is_followed_within_thirty_steps() -> None:
         for work in chance.choices(DECODES, k=30):
             fit.add(TimedStep(work, 2 * time_of(work)))
         assert median(times_of(fit).seconds(work) / exact(work) for work in DECODES) > 1.6
+
+
+def test_a_worker_that_was_slow_reports_its_quickest_speed_once_it_has_been_idle() -> None:
+    fit = started()
+    run(fit, [*PREFILLS, *DECODES] * 3, exact)
+    run(fit, [*PREFILLS, *DECODES] * 2, lambda work: 3 * exact(work))
+    for idle_s, factor in ((0.0, 3.0), (IDLE_S - 0.1, 3.0), (IDLE_S, 1.0)):
+        reported = fit.times_after(idle_s)
+        assert reported is not None
+        for work in (*PREFILLS, *DECODES):
+            assert reported.seconds(work) == pytest.approx(factor * exact(work), rel=0.1)
+
+
+def test_a_worker_that_became_quicker_reports_that_speed_when_idle_too() -> None:
+    fit = started()
+    run(fit, DECODES * 5, exact)
+    run(fit, DECODES * 5, lambda work: exact(work) / 2)
+    reported = fit.times_after(IDLE_S)
+    assert reported is not None
+    assert reported.seconds(DECODES[5]) == pytest.approx(exact(DECODES[5]) / 2, rel=0.1)
 
 
 def test_a_worker_that_decoded_one_sequence_for_long_still_predicts_batches() -> None:
