@@ -77,11 +77,17 @@ class Exports:
         self._grace_s = grace_s
         self._max_frozen = max_frozen
         self._tickets: dict[Key, bytes] = {}  # of the sequences that are frozen or being frozen
+        self._issued: set[bytes] = set()
         self._freezing: dict[bytes, _Freezing] = {}
         self._thawing: dict[Key, _Thawing] = {}  # by the new handle
 
     def __len__(self) -> int:
         return len(self._tickets)
+
+    @property
+    def num_tickets(self) -> int:
+        """The number of tickets that were issued for frozen sequences and not yet released."""
+        return len(self._issued)
 
     def owners(self) -> Iterator[str]:
         """Return the tickets that are being frozen, as holders of blocks."""
@@ -140,6 +146,7 @@ class Exports:
             num_choices=1,
             ticket_id=event.ticket_id,
         )
+        self._issued.add(event.ticket_id)
         if event.sealed_block_ids:
             self._exporter.seal(
                 event.ticket_id, first_index=0, block_ids=event.sealed_block_ids, unverified=event.unverified
@@ -175,6 +182,7 @@ class Exports:
     def release(self, ticket_id: bytes) -> None:
         """Release a ticket. The exporter calls this when no lease of it is left."""
         self._post(Release(ticket_id))
+        self._issued.discard(ticket_id)
         key = next((key for key, known in self._tickets.items() if known == ticket_id), None)
         if key is not None:
             asyncio.get_running_loop().call_later(self._grace_s, self._end_forgotten, key, ticket_id)

@@ -40,6 +40,7 @@ class Imports:
         cluster_key: bytes,
         new_chain: NewChain,
         wire_dtype: str,
+        handoff_ids: Iterator[int],
         vocab_size: int,
         steps: StepInbox[commands.Command],
         on_admitted: Callable[[DecodeJob, ImportedBlocks, frozenset[int]], None],
@@ -49,12 +50,12 @@ class Imports:
         self._cluster_key = cluster_key
         self._new_chain = new_chain
         self._wire_dtype = wire_dtype
+        self._handoff_ids = handoff_ids
         self._vocab_size = vocab_size
         self._steps = steps
         self._on_admitted = on_admitted
         self._on_failed = on_failed
         self._imports: dict[int, _Import] = {}
-        self._next_id = 0
 
     def __len__(self) -> int:
         return len(self._imports)
@@ -72,8 +73,7 @@ class Imports:
 
     def new_id(self) -> int:
         """Return a new hand-off id. A link check reserves blocks under such an id as well."""
-        self._next_id += 1
-        return self._next_id
+        return next(self._handoff_ids)
 
     def cancel(self, router: MemberId, handles: frozenset[int]) -> None:
         """End imports whose every choice is cancelled; the other imports remember their cancelled choices."""

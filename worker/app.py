@@ -1,171 +1,272 @@
-"""The parts that the workers of both roles have, and the order in which they start and end.
+"""The worker: one engine, one scheduler and one step loop, behind the services of both roles on one port.
 
-This module joins step thread, watch and transfer. A role adds its scheduler, its service and its canary
-(`prefill_app.py`, `decode_app.py`).
+This module builds every part before any of them starts, joins them, and starts and ends them in order. A worker's role
+is what routers use it for. It can do the work of both; only what costs memory is left out where the role rarely needs
+it: swap space and draft model with prefill, prefix pulls and tiers with decode.
 """
 
 import asyncio
+import itertools
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
 
 from cluster.clock import MonotonicClock
 from cluster.errors import Unhealthy
 from cluster.member import Capacity
+from cluster.messages import Role
+from cluster.process import lasting
+from cluster.protocol.wire import link_speeds_to_wire
+from cluster.request_size import LengthLimits
 from cluster.service_times import ServiceTimes
-from engine.build import Engine
+from cluster.settings.config import WorkerConfig
+from engine.build import Engine, build_engine
+from engine.kv.host_blocks import HostBlocks, open_host_blocks, with_swaps
+from engine.scheduling import commands
+from engine.scheduling.batching.swapping import PreemptionCost
 from engine.scheduling.cache_commands import LeasePrefix, PrefixLeased
-from engine.scheduling.step import Runner, Scheduler, StepPlan
+from engine.scheduling.length_prediction import LengthPredictor
+from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.policies import make_policy
+from engine.scheduling.scheduler import SequenceScheduler
+from engine.scheduling.step import StepPlan
+from engine.speculation.draft_model import with_draft_model
+from engine.speculation.drafter import drafter_factory
+from engine.speculation.step_cost import fixed_rows
 from engine.steps.step_loop import StepLoop
 from engine.timing.service_time_fit import ServiceTimeFit, TimedStep, step_work
 from engine.timing.steps_at_load import time_steps
-from worker.canary import CanaryRunner
+from kvtransfer.wire.wire_format import WireDtype
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
+from worker.canary_generation import CanaryGeneration
+from worker.decode_part import DecodePart
 from worker.heartbeats import Heartbeats
 from worker.life import WorkerLife
+from worker.prefill_part import PrefillPart
+from worker.service import WorkerService
 from worker.transfer import WorkerTransfer
 from worker.watch import canary_timeout_s, watch_over
 
 _LOG = logging.getLogger("tandem.worker")
 
-CommandT = TypeVar("CommandT")
-EventT = TypeVar("EventT")
+
+async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
+    """Run the worker until it is asked to stop, then drain. Raises ConfigError, ModelRefused, Fenced."""
+    with lasting():
+        engine = await life.unless_stopped(partial(_engine, life.config, life.role))
+    if engine is None:
+        return
+    swap_bytes = life.config.swap_bytes if life.role is Role.DECODE else 0
+    host_blocks, swap_report = open_host_blocks(engine.pool, swap_bytes)
+    for line in (*engine.report, swap_report):
+        _LOG.info(line)
+    await WorkerApp(life, engine, host_blocks).run(announce)
 
 
-class RoleCanary(CanaryRunner, Protocol[EventT]):
-    """The role's canary runner, which removes the events of its canaries from those of the step thread."""
+class WorkerApp:
+    """A worker, built completely before any part starts."""
 
-    def take(self, events: tuple[EventT, ...]) -> tuple[EventT, ...]: ...
-
-    def owners(self) -> Iterator[str]: ...
-
-
-class RoleCanaryType(Protocol[EventT]):
-    def __call__(self, post: Callable[[Any], None], *, vocab_size: int, timeout_s: float) -> RoleCanary[EventT]: ...
-
-
-class WorkerApp(ABC, Generic[CommandT, EventT]):
-    """A worker, built completely before any part starts. A subclass builds its service and heartbeats after these
-    parts."""
-
-    heartbeats: Heartbeats
-
-    def __init__(
-        self,
-        life: WorkerLife,
-        engine: Engine,
-        scheduler: Scheduler[CommandT, EventT],
-        runner: Runner,
-        canary_type: RoleCanaryType[EventT],
-    ) -> None:
-        self.life = life
-        self.clock = MonotonicClock()
-        self.steps = StepLoop[CommandT, EventT](
-            scheduler,
+    def __init__(self, life: WorkerLife, engine: Engine, host_blocks: HostBlocks | None) -> None:
+        config, limits = life.config, _limits(life.config, engine, host_blocks)
+        runner = with_swaps(engine.runner, host_blocks) if host_blocks else engine.runner
+        self._life = life
+        self._capacity: Capacity = limits.capacity
+        self._clock = MonotonicClock()
+        self._steps = StepLoop[commands.Command, commands.Event](
+            _scheduler(life, engine, limits, host_blocks),
             runner,
-            self.clock,
+            self._clock,
             life.on_loop(self._on_events),
             on_error=lambda error: _LOG.error("a step failed", exc_info=error),
             on_fatal=life.fatal,
             on_timed=self._on_timed,
         )
         self._fit = ServiceTimeFit()
-        self._time_steps = partial(time_steps, engine, runner, life.config.max_num_seqs)
-        self._canary = canary_type(
-            self.steps.post, vocab_size=engine.model_info.vocab_size, timeout_s=canary_timeout_s(life.config)
+        self._time_steps = partial(time_steps, engine, runner, config.max_num_seqs)
+        self._canary = CanaryGeneration(
+            self._steps.post, vocab_size=engine.model_info.vocab_size, timeout_s=canary_timeout_s(config)
         )
-        self.watch = watch_over(
-            self.steps, self._canary, life=life, clock=self.clock, end_work=self.end_work, owners=self._all_owners
+        self._watch = watch_over(
+            self._steps, self._canary, life=life, clock=self._clock, end_work=self._end_work, owners=self._owners
         )
-        self.transfer = WorkerTransfer(
+        self._transfer = WorkerTransfer(
             life=life,
             pool=engine.pool,
             table=engine.pool.layout,
             layout=engine.fingerprint,
-            release=self.release,
+            release=self._release,
             lease_prefix=self._lease_prefix,
-            clock=self.clock,
+            clock=self._clock,
         )
+        handoff_ids = itertools.count(1)
+        self._prefill = PrefillPart(
+            life,
+            engine,
+            self._steps,
+            self._transfer,
+            compute_s=self._compute_s,
+            handoff_ids=handoff_ids,
+            refuse_if_unhealthy=self._watch.health.refuse_if_unhealthy,
+            clock=self._clock,
+        )
+        self._decode = DecodePart(
+            life,
+            engine,
+            self._steps,
+            self._transfer,
+            limits=limits,
+            handoff_ids=handoff_ids,
+            num_free_blocks=self._num_free_blocks,
+            refuse_if_unhealthy=self._watch.health.refuse_if_unhealthy,
+        )
+        self._heartbeats = Heartbeats(
+            self._beat,
+            interval_s=config.heartbeat_s,
+            num_steps=lambda: self._steps.progress.steps,
+            watch=self._watch,
+            service_times=self._service_times,
+            links=lambda: link_speeds_to_wire(self._transfer.links.speeds()),
+        )
+        self._add_services()
 
-    def service_times(self) -> ServiceTimes | None:
-        """Return how fast this worker computes; None before `run` has timed its first steps."""
-        progress = self.steps.progress
-        idle_s = self.clock.now_s() - progress.last_step_s if progress.busy_since_s is None else 0.0
-        times = self._fit.times_after(idle_s)
-        if times is None:
-            return None
-        times = replace(times, hand_off=self.transfer.links.hand_off)
-        for model, error in times.relative_errors().items():
-            self.life.telemetry.gauge("tandem_service_time_relative_error", error, model=model)
-        return times
-
-    @abstractmethod
-    def on_events(self, events: tuple[EventT, ...]) -> None:
-        """Apply the events that neither answer a question nor belong to a canary."""
-
-    @abstractmethod
-    def owners(self) -> Iterator[str]:
-        """Yield the holders of blocks that live in the role's objects on the event loop."""
-
-    @abstractmethod
-    def release(self, ticket_id: bytes) -> None:
-        """Free the blocks of a ticket that has no lease left."""
-
-    @abstractmethod
-    def end_work(self, error: Unhealthy) -> None:
-        """End every call and stream that a router has here with this error."""
-
-    @abstractmethod
-    async def drain(self, grace_s: float) -> None:
-        """Take no new work and return when the present work has ended or moved away. Raises DrainIncomplete."""
-
-    @abstractmethod
-    async def close_calls(self) -> None:
-        """End the calls and streams that are left, before the server ends."""
-
-    async def close_caches(self) -> None:
-        """Close what outlives the transfer."""
-
-    async def run(self, capacity: Capacity, announce: Callable[..., None]) -> None:
+    async def run(self, announce: Callable[..., None]) -> None:
         """Serve until the worker is asked to stop, then drain. Raises ConfigError, Fenced, Unhealthy, DrainIncomplete
         and InternalError."""
         self._fit.start(await asyncio.to_thread(self._time_steps))
-        await self.transfer.start()
-        self.steps.start()
+        await self._transfer.start()
+        self._steps.start()
         tasks = [
-            asyncio.create_task(self.heartbeats.run(), name="heartbeats"),
-            asyncio.create_task(self.watch.canaries.run(), name="canaries"),
+            asyncio.create_task(self._heartbeats.run(), name="heartbeats"),
+            asyncio.create_task(self._watch.canaries.run(), name="canaries"),
         ]
+        profile, watch = self._transfer.profile(self._capacity), self._watch.health.watch
         try:
-            await self.life.live(
-                self.transfer.profile(capacity), announce=announce, drain=self.drain, watch=self.watch.health.watch
-            )
+            await self._life.live(profile, announce=announce, drain=self._drain, watch=watch)
         finally:
             for task in tasks:
                 task.cancel()
             async with AsyncExitStack() as ending:  # in the reverse order; one that fails does not skip the others
-                ending.push_async_callback(asyncio.to_thread, self.steps.stop, self.watch.health.stop_s)
-                ending.push_async_callback(self.close_caches)
-                ending.push_async_callback(self.transfer.close)
-                ending.push_async_callback(self.life.end)
-                ending.callback(self.transfer.end_idle_calls)
-                ending.push_async_callback(self.close_calls)
+                ending.push_async_callback(asyncio.to_thread, self._steps.stop, self._watch.health.stop_s)
+                ending.push_async_callback(self._prefill.close_caches)
+                ending.push_async_callback(self._transfer.close)
+                ending.push_async_callback(self._life.end)
+                ending.callback(self._transfer.end_idle_calls)
+                ending.push_async_callback(self._decode.service.close)
+                ending.callback(self._prefill.close_calls)
+
+    def _add_services(self) -> None:
+        server = self._life.server.grpc
+        worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self._prefill.service, server)
+        worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self._decode.service, server)
+        service = WorkerService(
+            member=self._life.member,
+            inspections=self._watch.inspections,
+            more_figures=self._figures,
+            request_drain=self._life.request_drain,
+            check_link=self._decode.link_check.measure,
+            publish_cache_events=self._prefill.cache_events.subscribe,
+        )
+        worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
+
+    def _service_times(self) -> ServiceTimes | None:
+        """Return how fast this worker computes; None before `run` has timed its first steps."""
+        progress = self._steps.progress
+        idle_s = self._clock.now_s() - progress.last_step_s if progress.busy_since_s is None else 0.0
+        times = self._fit.times_after(idle_s)
+        if times is None:
+            return None
+        times = replace(times, hand_off=self._transfer.links.hand_off)
+        for model, error in times.relative_errors().items():
+            self._life.telemetry.gauge("tandem_service_time_relative_error", error, model=model)
+        return times
+
+    def _compute_s(self, num_tokens: int, num_before: int) -> float:
+        """Predict the seconds to compute a part of a prompt behind `num_before` tokens of it."""
+        times = self._service_times()
+        assert times is not None, "a job came before the first steps were timed"
+        return times.prompt_s(num_tokens, num_before, self._life.config.max_prefill_tokens)
+
+    def _beat(self, heartbeat: worker_pb2.Heartbeat) -> None:
+        self._prefill.heartbeats.beat(heartbeat)
+        self._decode.service.beat(heartbeat)
+
+    async def _drain(self, grace_s: float) -> None:
+        """Take no new work and return when the present work has ended or moved away. Raises DrainIncomplete."""
+        prompts = self._prefill.drain(grace_s, num_frozen=self._decode.num_frozen_tickets)
+        outcomes = await asyncio.gather(prompts, self._decode.service.drain(grace_s), return_exceptions=True)
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
+    def _end_work(self, error: Unhealthy) -> None:
+        """End every call and stream that a router has here with this error."""
+        self._prefill.end_work(error)
+        self._decode.end_work(error)
+
+    def _release(self, ticket_id: bytes) -> None:
+        """Free the blocks of a ticket that has no lease left."""
+        self._decode.release(ticket_id)
+        self._prefill.on_released()
 
     async def _lease_prefix(self, ticket_id: bytes, block_hashes: tuple[bytes, ...], min_blocks: int) -> PrefixLeased:
-        return await self.steps.ask(LeasePrefix(ticket_id, block_hashes, min_blocks))
+        return await self._steps.ask(LeasePrefix(ticket_id, block_hashes, min_blocks))
+
+    async def _num_free_blocks(self) -> int:
+        return (await self._watch.inspections.inspect()).blocks["free"]
 
     def _on_timed(self, plan: StepPlan, seconds: float) -> None:
         work = step_work(plan)
         if work is not None:
             self._fit.add(TimedStep(work, seconds))
 
-    def _on_events(self, events: tuple[EventT, ...]) -> None:
-        self.on_events(self._canary.take(self.steps.settle(events)))
+    def _on_events(self, events: tuple[commands.Event, ...]) -> None:
+        events = self._canary.take(self._steps.settle(events))
+        self._prefill.service.on_events(events)
+        self._decode.service.on_events(events)
 
-    def _all_owners(self) -> Iterator[str]:
-        yield from self._canary.owners()
-        yield from self.transfer.owners()
-        yield from self.owners()
+    def _owners(self) -> Iterator[str]:
+        """Yield the holders of blocks that live on the event loop."""
+        for part in (self._canary, self._transfer, self._prefill, self._decode):
+            yield from part.owners()
+
+    def _figures(self) -> dict[str, float]:
+        health = self._watch.health.figures()
+        return self._transfer.figures() | health | self._prefill.figures() | self._decode.figures()
+
+
+def _engine(config: WorkerConfig, role: Role) -> Engine:
+    """Build the engine. Raises ConfigError and ModelRefused."""
+    engine = build_engine(config, WireDtype(config.kv_wire_dtype))
+    drafts = role is Role.DECODE and config.speculation == "draft"
+    return with_draft_model(config, engine) if drafts else engine
+
+
+def _scheduler(
+    life: WorkerLife, engine: Engine, limits: SchedulerLimits, host_blocks: HostBlocks | None
+) -> SequenceScheduler:
+    return SequenceScheduler(
+        limits,
+        new_chain=life.new_chain,
+        wire_dtype=life.config.kv_wire_dtype,
+        cost=PreemptionCost(host_blocks.copy_s_per_block() if host_blocks else None),
+        policy=make_policy(life.config.scheduling_policy),
+        lengths=LengthPredictor(),
+        new_drafter=drafter_factory(life.config, lambda: fixed_rows(engine)) if life.role is Role.DECODE else None,
+    )
+
+
+def _limits(config: WorkerConfig, engine: Engine, host_blocks: HostBlocks | None) -> SchedulerLimits:
+    return SchedulerLimits(
+        num_blocks=engine.pool.num_blocks,
+        block_size=config.block_size,
+        max_model_len=engine.model_info.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_prefill_tokens=config.max_prefill_tokens,
+        max_queue=config.max_queue,
+        watermark=config.watermark,
+        num_swap_slots=host_blocks.num_slots if host_blocks else 0,
+        lengths=LengthLimits(config.max_input_length, config.max_output_length),
+        prefix_eviction=config.prefix_eviction,
+    )

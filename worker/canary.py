@@ -3,21 +3,19 @@
 A canary takes the same path as a request: the worker's scheduler, its steps and its kernels. It is greedy and alone in
 its steps, so every canary must give the tokens of the first one; a device that computes something else is found before
 a client notices. Requests that arrive meanwhile go first, and that canary's result is then ignored. This module owns
-when the next canary is due and what the first one gave; a `CanaryRunner` of the worker's role runs them.
+when the next canary is due and what the first one gave; `CanaryGeneration` runs them.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Protocol
 
 from cluster.clock import Clock
 from cluster.observe.telemetry import Telemetry
+from worker.canary_generation import CanaryGeneration
 from worker.health import StepProgress, WorkerHealth
 
-NUM_TOKENS = 4
-PROMPT_TOKENS = 8  # with the tokens that follow, less than a block of the usual size: nothing of it is cached
 _LOG = logging.getLogger("tandem.worker.canary")
 _FINDER = "canary"
 
@@ -27,10 +25,6 @@ class Outcome(StrEnum):
     DIFFERS = "differs"
     LATE = "late"
     DISTURBED = "disturbed"  # other work shared its steps or delayed it, so the result is ignored
-
-
-def prompt_of(vocab_size: int) -> tuple[int, ...]:
-    return tuple(1 + place % (vocab_size - 1) for place in range(PROMPT_TOKENS))
 
 
 class CanaryJudge:
@@ -50,27 +44,10 @@ class CanaryJudge:
         return Outcome.OK if token_ids == self._expected else Outcome.DIFFERS
 
 
-class CanaryRunner(Protocol):
-    """Runs the canaries of one role's workers, on the event loop."""
-
-    @property
-    def was_alone(self) -> bool:
-        """Whether there was no other work since `begin`."""
-        ...
-
-    def begin(self, number: int) -> asyncio.Future[tuple[int, ...]]:
-        """Start a canary. The future returns all its tokens."""
-        ...
-
-    def end(self, number: int) -> None:
-        """Remove what is left of the canary, whether or not it has ended."""
-        ...
-
-
 class Canaries:
     def __init__(
         self,
-        runner: CanaryRunner,
+        runner: CanaryGeneration,
         *,
         interval_s: float,
         timeout_s: float,

@@ -57,8 +57,7 @@ class Inspections:
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """`more_figures` adds the figures of the event loop: hand-offs, leases, streams. `check_link` times the
-    transports from another worker's memory to this worker's; None: this worker imports no KV. `publish_cache_events`
-    serves one subscription; None: this worker publishes no cache events."""
+    transports from another worker's memory to this worker's. `publish_cache_events` serves one subscription."""
 
     def __init__(
         self,
@@ -67,9 +66,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         inspections: Inspections,
         more_figures: Callable[[], dict[str, float]],
         request_drain: Callable[[], Awaitable[DrainOutcome]],
-        check_link: Callable[[worker_pb2.CheckLinkRequest], Awaitable[worker_pb2.CheckLinkResponse]] | None = None,
-        publish_cache_events: Callable[[worker_pb2.SubscribeCacheEventsRequest], AsyncIterator[worker_pb2.CacheEvents]]
-        | None = None,
+        check_link: Callable[[worker_pb2.CheckLinkRequest], Awaitable[worker_pb2.CheckLinkResponse]],
+        publish_cache_events: Callable[[worker_pb2.SubscribeCacheEventsRequest], AsyncIterator[worker_pb2.CacheEvents]],
     ) -> None:
         self._check_link = check_link
         self._publish_cache_events = publish_cache_events
@@ -99,14 +97,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def CheckLink(
         self, request: worker_pb2.CheckLinkRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_pb2.CheckLinkResponse:
-        if self._check_link is None:
-            raise Unavailable(f"{self._member} imports no KV; ask a decode worker")
         return await self._check_link(checked(request))
 
     async def SubscribeCacheEvents(
         self, request: worker_pb2.SubscribeCacheEventsRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[worker_pb2.CacheEvents]:
-        if self._publish_cache_events is None:
-            raise Unavailable(f"{self._member} publishes no cache events; subscribe at a prefill worker")
         async for message in self._publish_cache_events(checked(request)):
             yield message

@@ -10,18 +10,15 @@ from cluster.process import lasting
 from cluster.settings.config import WorkerConfig
 from worker.life import WorkerLife
 
-_SERVICES = {
-    Role.PREFILL: ("tandem.internal.v1.PrefillWorker", "tandem.internal.v1.Worker", "tandem.internal.v1.KvTransfer"),
-    Role.DECODE: ("tandem.internal.v1.DecodeWorker", "tandem.internal.v1.Worker", "tandem.internal.v1.KvTransfer"),
-}
+_SERVICES = tuple(f"tandem.internal.v1.{name}" for name in ("PrefillWorker", "DecodeWorker", "Worker", "KvTransfer"))
 
 
 async def run(config: WorkerConfig, role: Role, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:
     """Serve until `stop` is set, then drain. Raises ConfigError, ModelRefused, RegistryUnavailable, Fenced and
     DrainIncomplete."""
-    life = WorkerLife(config, role=role, service_names=_SERVICES[role], stop=stop)
+    life = WorkerLife(config, role=role, service_names=_SERVICES, stop=stop)
     await life.check_registry()
     with lasting():
-        app = await life.unless_stopped(partial(import_module, f"worker.{role}_app"))
+        app = await life.unless_stopped(partial(import_module, "worker.app"))
     if app is not None:
         await app.serve(life, announce=announce)

@@ -9,7 +9,8 @@ from cluster.errors import Unhealthy
 from cluster.observe.stand_still import StuckLimits
 from cluster.settings.config import WorkerConfig
 from engine.steps.questions import Asked
-from worker.canary import Canaries, CanaryRunner
+from worker.canary import Canaries
+from worker.canary_generation import CanaryGeneration
 from worker.health import StepThread, WorkerHealth
 from worker.life import WorkerLife
 from worker.service import Inspections
@@ -34,14 +35,14 @@ def canary_timeout_s(config: WorkerConfig) -> float:
 
 def watch_over(
     steps: AskedStepThread,
-    runner: CanaryRunner,
+    runner: CanaryGeneration,
     *,
     life: WorkerLife,
     clock: Clock,
     end_work: Callable[[Unhealthy], None],
     owners: Callable[[], Iterable[str]],
 ) -> WorkerWatch:
-    """`runner` runs the canaries of this worker's role. `end_work`: as WorkerHealth's. `owners`: as Inspections'."""
+    """`runner` runs the canaries. `end_work`: as WorkerHealth's. `owners`: as Inspections'."""
     config = life.config
     health = WorkerHealth(
         server=life.server,

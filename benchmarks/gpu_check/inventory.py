@@ -41,8 +41,7 @@ _INSTEAD = {
 _ROOT = Path(__file__).parents[2]
 # Whoever can import these has what every process of a cluster and its client import.
 _OURS = (
-    "worker.prefill_app",
-    "worker.decode_app",
+    "worker.app",
     "router.app",
     "cli.verbs.up",
     "tandem.client",

@@ -126,7 +126,7 @@ async def _main() -> None:
     orders: Any = hold
     await hold.connect(os.environ["HOLD_CONTROL"], config.member_id)
     loop = asyncio.get_running_loop()
-    app: Any = import_module(f"worker.{role}_app")
+    app: Any = import_module("worker.app")
     build = app.build_engine
 
     def held_transports(settings: TransferSettings, setup: TransportSetup) -> Available:

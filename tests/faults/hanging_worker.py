@@ -55,7 +55,7 @@ async def _main() -> None:
     orders = OrderedFaults()
     await orders.connect(os.environ["FAULT_CONTROL"], config.member_id)
     loop = asyncio.get_running_loop()
-    app: Any = import_module(f"worker.{role}_app")
+    app: Any = import_module("worker.app")
     build = app.build_engine
 
     def build_hanging(*arguments: Any) -> Engine:

@@ -4,6 +4,7 @@ Commands wait until a test lets them through, as a step makes them wait.
 """
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -54,6 +55,7 @@ class FrozenWorker:
             counters=Counters(),
         )
         self.service = DecodeService(
+            handoff_ids=itertools.count(),
             member=EXPORTER,
             steps=cast(StepLoop[commands.Command, commands.Event], self),
             importer=cast(Importer, None),  # nothing is imported here

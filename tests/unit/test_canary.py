@@ -2,9 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -14,17 +13,15 @@ from cluster.observe.stand_still import StuckLimits
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol.hashing import nameless_chains
 from cluster.serving.serving import GrpcServer
-from engine.scheduling import commands as prefill_commands
-from engine.scheduling.commands import Inspect, Inspected
+from engine.scheduling.commands import AdmitExport, Command, Event, ExportAccepted, ExportFinished, Inspect, Inspected
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import DrawnToken, StepPlan, StepResult
 from engine.steps.step_loop import StepLoop
 from tests.unit.fake_paged_runner import VOCAB_SIZE, FakePagedRunner
-from worker.canary import Canaries, CanaryJudge, CanaryRunner, Outcome
-from worker.decode_canary import DecodeCanary
+from worker.canary import Canaries, CanaryJudge, Outcome
+from worker.canary_generation import CanaryGeneration
 from worker.health import WorkerHealth
-from worker.prefill_canary import PrefillCanary
 
 _DEADLINE_S = 30.0
 _NUM_BLOCKS, _BLOCK_SIZE = 16, 16
@@ -52,18 +49,16 @@ class Device(FakePagedRunner):
 class Bench:
     """An idle worker, as far as canaries see one."""
 
-    def __init__(self, role: str, *, timeout_s: float = _DEADLINE_S) -> None:
+    def __init__(self, *, timeout_s: float = _DEADLINE_S) -> None:
         self.device, self.telemetry, clock = Device(), Telemetry(), MonotonicClock()
-        self.told: list[object] = []  # what is left for the service
+        self.told: list[Event] = []  # what is left for the service
         self.ended: list[Exception] = []
         self._loop = asyncio.get_running_loop()
         self._heard = asyncio.Event()
-        self.steps: StepLoop[object, object] = StepLoop(
-            _scheduler(role), self.device, clock, self._emit, on_error=print, on_fatal=print
+        self.steps: StepLoop[Command, Event] = StepLoop(
+            _scheduler(), self.device, clock, self._emit, on_error=print, on_fatal=print
         )
-        flight: PrefillCanary | DecodeCanary
-        kind: Callable[..., PrefillCanary | DecodeCanary] = PrefillCanary if role == "prefill" else DecodeCanary
-        self._flight = flight = kind(self.steps.post, vocab_size=VOCAB_SIZE, timeout_s=timeout_s)
+        self._canary = CanaryGeneration(self.steps.post, vocab_size=VOCAB_SIZE, timeout_s=timeout_s)
         self.health = WorkerHealth(
             server=GrpcServer(service_names=[], telemetry=self.telemetry),
             steps=self.steps,
@@ -72,9 +67,8 @@ class Bench:
             telemetry=self.telemetry,
             end_work=self.ended.append,
         )
-        guarded: CanaryRunner = flight
         self.canaries = Canaries(
-            guarded,
+            self._canary,
             interval_s=60.0,
             timeout_s=timeout_s,
             retry_s=60.0,
@@ -99,27 +93,15 @@ class Bench:
         self.device.may_go.set()
         assert self.steps.stop(_DEADLINE_S)
 
-    def _emit(self, events: tuple[object, ...]) -> None:
+    def _emit(self, events: tuple[Event, ...]) -> None:
         self._loop.call_soon_threadsafe(self._take, events)
 
-    def _take(self, events: tuple[object, ...]) -> None:
-        self.told += self._flight.take(events)  # type: ignore[arg-type]
+    def _take(self, events: tuple[Event, ...]) -> None:
+        self.told += self._canary.take(events)
         self._heard.set()
 
 
-def _scheduler(role: str) -> Any:
-    if role == "prefill":
-        return SequenceScheduler(
-            SchedulerLimits(
-                num_blocks=_NUM_BLOCKS,
-                block_size=_BLOCK_SIZE,
-                max_prefill_tokens=64,
-                max_num_seqs=8,
-                max_queue=8,
-                max_model_len=1 << 20,
-            ),
-            new_chain=nameless_chains(),
-        )
+def _scheduler() -> SequenceScheduler:
     limits = SchedulerLimits(
         num_blocks=_NUM_BLOCKS,
         block_size=_BLOCK_SIZE,
@@ -127,14 +109,13 @@ def _scheduler(role: str) -> Any:
         max_num_seqs=8,
         max_prefill_tokens=64,
         max_queue=8,
-        watermark=0.0,
     )
     return SequenceScheduler(limits, new_chain=nameless_chains())
 
 
-@pytest.fixture(params=["prefill", "decode"])
-async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
-    bench = Bench(request.param)
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench()
     yield bench
     bench.close()
 
@@ -174,9 +155,8 @@ async def test_a_single_wrong_canary_is_repeated_before_the_worker_is_unhealthy(
     assert bench.ended == []
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_late_canary_makes_the_worker_unhealthy_and_leaves_no_block(role: str) -> None:
-    bench = Bench(role, timeout_s=0.05)
+async def test_a_late_canary_makes_the_worker_unhealthy_and_leaves_no_block() -> None:
+    bench = Bench(timeout_s=0.05)
     try:
         bench.device.may_go.clear()
         assert await bench.canaries.fly() is Outcome.LATE
@@ -188,18 +168,18 @@ async def test_a_late_canary_makes_the_worker_unhealthy_and_leaves_no_block(role
         bench.close()
 
 
-async def test_real_work_continues_beside_a_canary_and_only_its_events_are_sent() -> None:
-    bench = Bench("prefill")
+async def test_a_canary_beside_an_export_is_not_judged_and_only_the_exports_events_are_sent() -> None:
+    bench = Bench()
     try:
         bench.device.may_go.clear()
         flying = asyncio.create_task(bench.canaries.fly())
         job = PrefillJob("request", 0, (1, 2, 3), Sampling(), TokenStops(9), (7,), 0, MemberId("d", "1"), 60.0)
-        bench.steps.post(prefill_commands.AdmitExport(b"real", job))
+        bench.steps.post(AdmitExport(b"real", job))
         bench.device.may_go.set()
-        await flying
+        assert await flying is Outcome.DISTURBED
         await bench.inspect()
         kinds = [type(event) for event in bench.told]
-        assert kinds == [prefill_commands.ExportAccepted, prefill_commands.ExportFinished]
+        assert kinds == [ExportAccepted, ExportFinished]
     finally:
         bench.close()
 

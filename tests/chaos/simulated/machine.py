@@ -219,11 +219,10 @@ def simulated_machine() -> Iterator[None]:
         "secrets.token_hex": lambda num=16: world().ids.randbytes(num).hex(),
         "secrets.randbits": lambda bits: world().ids.getrandbits(bits),
     }
-    for app in ("worker.prefill_app", "worker.decode_app"):
-        replaced[f"{app}.build_engine"] = _engine
+    replaced["worker.app.build_engine"] = _engine
     replaced["worker.app.StepLoop"] = SimulatedStepLoop
     replaced["worker.app.MonotonicClock"] = SimulatedClock
-    replaced["worker.decode_app.fixed_rows"] = lambda _: _FIXED_ROWS
+    replaced["worker.app.fixed_rows"] = lambda _: _FIXED_ROWS
     replaced["worker.app.time_steps"] = lambda *_: _STEPS_AT_LOAD
     with ExitStack() as stack:
         vocab_size()

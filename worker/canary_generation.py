@@ -1,4 +1,4 @@
-"""Canary generations of a decode worker: a prompt that is prefilled and decoded on this worker, without a router."""
+"""Canary generations: short prompts that are prefilled and decoded on this worker, without a router."""
 
 import asyncio
 import secrets
@@ -7,25 +7,28 @@ from collections.abc import Callable, Iterator
 from cluster import holders
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
 from engine.scheduling import commands
-from worker.canary import NUM_TOKENS, prompt_of
 
 _NO_ROUTER = MemberId("canary", "here")
+_NUM_TOKENS = 4
+_PROMPT_TOKENS = 8  # with the tokens that follow, less than a block of the usual size: nothing of it is cached
 
 
-class DecodeCanary:
-    """A worker.canary.CanaryRunner. `take` removes its events before the service gets those of the step thread."""
+class CanaryGeneration:
+    """Runs one canary at a time, on the event loop. `take` removes its events before the services get those of the
+    step thread."""
 
     def __init__(self, post: Callable[[commands.Command], None], *, vocab_size: int, timeout_s: float) -> None:
         self._post = post
-        self._prompt = prompt_of(vocab_size)
+        self._prompt = tuple(1 + place % (vocab_size - 1) for place in range(_PROMPT_TOKENS))
         self._timeout_s = timeout_s
         self._salt = secrets.token_hex(8)  # so that it shares no cached block with a request
         self._number = 0
         self._token_ids: list[int] = []
         self._answer: asyncio.Future[tuple[int, ...]] | None = None
-        self.was_alone = True
+        self.was_alone = True  # there was no other work since `begin`
 
     def begin(self, number: int) -> asyncio.Future[tuple[int, ...]]:
+        """Start a canary. The future returns all its tokens."""
         self._number, self._token_ids, self.was_alone = number, [], True
         self._answer = asyncio.get_running_loop().create_future()
         self._post(
@@ -36,7 +39,7 @@ class DecodeCanary:
                     router=_NO_ROUTER,
                     prompt_token_ids=self._prompt,
                     sampling=Sampling(),
-                    stops=TokenStops(max_tokens=NUM_TOKENS),
+                    stops=TokenStops(max_tokens=_NUM_TOKENS),
                     sequences=(SequenceStart(handle=number, seed=0),),
                     signed_ticket=None,
                     timeout_s=self._timeout_s,
@@ -48,6 +51,7 @@ class DecodeCanary:
         return self._answer
 
     def end(self, number: int) -> None:
+        """Remove what is left of the canary, whether or not it has ended."""
         self._post(commands.CancelSequences(_NO_ROUTER, frozenset({number})))
         self._answer = None
 
@@ -64,6 +68,8 @@ class DecodeCanary:
             case commands.Started(router=router) | commands.Failed(router=router):
                 if router == _NO_ROUTER:
                     return None
+                self.was_alone = False
+            case commands.ExportAccepted() | commands.Sealed() | commands.ExportFinished() | commands.ExportFailed():
                 self.was_alone = False
             case commands.StepTokens(step, tokens):
                 for token in tokens:
