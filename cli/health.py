@@ -1,7 +1,7 @@
 """`python -m cli.health [HOST:PORT [SERVICE]]`: the health check of a container; exits with 0 if the member is ready.
 
 With SERVICE `liveness` it exits with 0 if the member is alive. Without an address it checks the health port, if
-TANDEM_HEALTH_PORT is set. Imports gRPC and nothing of Tandem, because it starts every few seconds beside the member.
+TANDEM_HEALTH_PORT is set. Imports gRPC and nothing of Tandem, because it starts every few seconds next to the member.
 """
 
 import os
@@ -26,9 +26,12 @@ def main(arguments: list[str]) -> int:
             stub = health_pb2_grpc.HealthStub(channel)
             answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=_TIMEOUT_S)
     except grpc.RpcError as error:
-        sys.stderr.write(f"{address}: {error}\n")
+        sys.stderr.write(f"{address}: {error.code().name}: {error.details()}\n")
         return 1
-    return 0 if answer.status == health_pb2.HealthCheckResponse.SERVING else 1
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        sys.stderr.write(f"{address}: {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}\n")
+        return 1
+    return 0
 
 
 def _channel(address: str) -> grpc.Channel:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from tandem.results import Result
 
+_NO_TRANSPORT = ("", "local")  # what a ledger names when no KV moved between workers
+
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Align columns; those that contain only numbers are aligned to the right."""
@@ -39,7 +41,9 @@ def ledger_text(result: Result) -> str:
         "",
         f"first token after {ledger.ttft_s * 1000:.1f} ms; {usage.prompt_tokens} prompt tokens, "
         f"{usage.completion_tokens} generated",
-        f"KV: {bytes_text(ledger.kv_bytes)} by {ledger.transport or '-'}",
+        "KV: not moved"
+        if ledger.transport in _NO_TRANSPORT
+        else f"KV: {bytes_text(ledger.kv_bytes)} by {ledger.transport}",
         f"members: {', '.join(ledger.members) or '-'}",
     ]
     if ledger.reasons:

@@ -82,6 +82,8 @@ def read_redis_url(text: str) -> RedisUrl:
     scheme, found, rest = text.partition("://")
     forms = {str(form): (form, False) for form in RedisForm}
     forms |= {f"rediss{form.removeprefix('redis')}": (form, True) for form in RedisForm if form is not RedisForm.SOCKET}
+    if not text:
+        raise ConfigError("--redis is needed: a URL such as redis://127.0.0.1:6379/0")
     if not found or scheme not in forms:
         raise ConfigError(f"--redis must be a URL that begins with one of {', '.join(f'{name}://' for name in forms)}")
     form, is_tls = forms[scheme]

@@ -191,6 +191,11 @@ def test_a_url_that_names_no_redis_server_is_refused(url: str) -> None:
         Registry(url=url, cluster_name="c", ttl_s=1.0)
 
 
+def test_a_missing_redis_url_is_refused_with_an_example() -> None:
+    with pytest.raises(ConfigError, match="--redis is needed: a URL such as redis://"):
+        Registry(url="", cluster_name="c", ttl_s=1.0)
+
+
 async def test_a_port_in_use_is_named_when_redis_cannot_have_it(redis_url: str) -> None:
     port = int(redis_url.split(":")[2].split("/")[0])
     with pytest.raises(ConfigError, match=f"port {port}"):

@@ -217,3 +217,8 @@ async def test_a_containers_health_check_shows_the_members_own_certificate(
         for name, path in files.items():
             monkeypatch.setenv(f"TANDEM_TLS_{name}", str(path))
         assert await asyncio.to_thread(health.main, [address]) == 0
+
+
+def test_a_failed_health_check_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert health.main(["127.0.0.1:1", "liveness"]) == 1
+    assert capsys.readouterr().err.startswith("127.0.0.1:1: UNAVAILABLE: ")
