@@ -144,14 +144,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     worker_pb2.RouterMessage: {"hello": _OPTIONAL, "cancel": _OPTIONAL},
     worker_pb2.RouterHello: {"router": _MEMBER, "has_no_sequences": _FLAG},
     worker_pb2.CancelSequences: {"handles": _IDS},
-    worker_pb2.WorkerMessage: {
-        "hello": _OPTIONAL,
-        "step": _OPTIONAL,
-        "started": _OPTIONAL,
-        "failed": _OPTIONAL,
-        "heartbeat": _OPTIONAL,
-        "leaving": _OPTIONAL,
-    },
+    worker_pb2.WorkerMessage: dict.fromkeys(("hello", "step", "started", "failed", "heartbeat", "leaving"), _OPTIONAL),
     worker_pb2.WorkerLeaving: {"grace_s": _SECONDS},
     worker_pb2.WorkerHello: {"worker": _MEMBER},
     worker_pb2.StepOutput: {
@@ -184,10 +177,8 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "service_times": _OPTIONAL,
     },
     worker_pb2.ServiceTimes: {
-        "prefill": _REQUIRED,
-        "decode": _REQUIRED,
-        "mixed": _OPTIONAL,
-        "hand_off": _OPTIONAL,
+        **dict.fromkeys(("prefill", "decode"), _REQUIRED),
+        **dict.fromkeys(("mixed", "hand_off"), _OPTIONAL),
     },
     worker_pb2.PrefillTimes: {
         "step_s": _SECONDS,
@@ -298,12 +289,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "reason": Text(),
     },
     kv_pb2.ExporterMessage: {
-        "accepted": _OPTIONAL,
-        "refused": _OPTIONAL,
-        "sealed": _OPTIONAL,
-        "finished": _OPTIONAL,
-        "failed": _OPTIONAL,
-        "settled": _OPTIONAL,
+        **dict.fromkeys(("accepted", "refused", "sealed", "finished", "failed", "settled"), _OPTIONAL),
         "then": Many(_REQUIRED, 65_536),
     },
     kv_pb2.Accepted: {

@@ -8,6 +8,8 @@ Sampling travels as 32-bit floats: both legs of a request read the same rounded 
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from cluster.errors import InvalidRequest
 from cluster.messages import (
@@ -36,6 +38,8 @@ from tandem.v1 import admin_pb2, inference_pb2
 
 WIRE_DTYPES = EnumWords(kv_pb2.WireDtype)  # their words are the values of --kv-wire-dtype
 ID_BYTES = 4
+# Fields that the jobs of both roles have, in messages as in values.
+_JOB_FIELDS = ("request_id", "attempt", "timeout_s", "cache_salt", "priority", "is_batch", "age_s", "is_unproven")
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -96,24 +100,15 @@ def stops_from_wire(message: worker_pb2.TokenStops) -> TokenStops:
 
 def prefill_job_to_wire(job: PrefillJob) -> worker_pb2.PrefillRequest:
     return worker_pb2.PrefillRequest(
-        request_id=job.request_id,
-        attempt=job.attempt,
         token_ids=pack_ids(job.token_ids),
-        sampling=sampling_to_wire(job.sampling),
-        stops=stops_to_wire(job.stops),
         seeds=job.seeds,
         num_committed=job.num_committed,
         importer=str(job.importer) if job.importer is not None else "",
-        timeout_s=job.timeout_s,
-        cache_salt=job.cache_salt,
         prefix_sources=[
             worker_pb2.PrefixSource(member=str(source.member), address=source.address, num_tokens=source.num_tokens)
             for source in job.prefix_sources
         ],
-        priority=job.priority,
-        is_batch=job.is_batch,
-        age_s=job.age_s,
-        is_unproven=job.is_unproven,
+        **_job_to_wire(job),
     )
 
 
@@ -121,43 +116,25 @@ def prefill_job_from_wire(message: worker_pb2.PrefillRequest) -> PrefillJob:
     """Return the job of a message. Raises MalformedMessage."""
     checked(message)
     return PrefillJob(
-        request_id=message.request_id,
-        attempt=message.attempt,
         token_ids=unpack_ids(message.token_ids),
-        sampling=sampling_from_wire(message.sampling),
-        stops=stops_from_wire(message.stops),
         seeds=tuple(message.seeds),
         num_committed=message.num_committed,
         importer=member_from_wire(message.importer) if message.importer else None,
-        timeout_s=message.timeout_s,
-        cache_salt=message.cache_salt,
         prefix_sources=tuple(
             PrefixSource(member_from_wire(source.member), source.address, source.num_tokens)
             for source in message.prefix_sources
         ),
-        priority=message.priority,
-        is_batch=message.is_batch,
-        age_s=max(0.0, message.age_s),
-        is_unproven=message.is_unproven,
+        **_job_from_wire(message),
     )
 
 
 def decode_job_to_wire(job: DecodeJob) -> worker_pb2.StartRequest:
     return worker_pb2.StartRequest(
-        request_id=job.request_id,
-        attempt=job.attempt,
         router=str(job.router),
         prompt_token_ids=pack_ids(job.prompt_token_ids),
-        sampling=sampling_to_wire(job.sampling),
-        stops=stops_to_wire(job.stops),
         sequences=[_sequence_to_wire(sequence) for sequence in job.sequences],
         ticket=job.signed_ticket or b"",
-        timeout_s=job.timeout_s,
-        cache_salt=job.cache_salt,
-        priority=job.priority,
-        is_batch=job.is_batch,
-        age_s=job.age_s,
-        is_unproven=job.is_unproven,
+        **_job_to_wire(job),
     )
 
 
@@ -165,20 +142,11 @@ def decode_job_from_wire(message: worker_pb2.StartRequest) -> DecodeJob:
     """Return the job of a message. Raises MalformedMessage."""
     checked(message)
     return DecodeJob(
-        request_id=message.request_id,
-        attempt=message.attempt,
         router=member_from_wire(message.router),
         prompt_token_ids=unpack_ids(message.prompt_token_ids),
-        sampling=sampling_from_wire(message.sampling),
-        stops=stops_from_wire(message.stops),
         sequences=tuple(_sequence_from_wire(sequence) for sequence in message.sequences),
         signed_ticket=message.ticket or None,
-        timeout_s=message.timeout_s,
-        cache_salt=message.cache_salt,
-        priority=message.priority,
-        is_batch=message.is_batch,
-        age_s=max(0.0, message.age_s),
-        is_unproven=message.is_unproven,
+        **_job_from_wire(message),
     )
 
 
@@ -349,27 +317,8 @@ def cache_events_from_wire(message: worker_pb2.CacheEvents) -> CacheEvents:
 
 
 def service_times_to_wire(times: ServiceTimes) -> worker_pb2.ServiceTimes:
-    prefill, decode, mixed, hand_off = times.prefill, times.decode, times.mixed, times.hand_off
-    return worker_pb2.ServiceTimes(
-        prefill=worker_pb2.PrefillTimes(
-            step_s=prefill.step_s,
-            per_token_s=prefill.per_token_s,
-            per_token_context_s=prefill.per_token_context_s,
-            relative_error=prefill.relative_error,
-        ),
-        decode=worker_pb2.DecodeTimes(
-            step_s=decode.step_s,
-            per_sequence_s=decode.per_sequence_s,
-            per_context_token_s=decode.per_context_token_s,
-            relative_error=decode.relative_error,
-        ),
-        mixed=worker_pb2.MixedTimes(factor=mixed.factor, relative_error=mixed.relative_error) if mixed else None,
-        hand_off=(
-            worker_pb2.HandOffTimes(fixed_s=hand_off.fixed_s, relative_error=hand_off.relative_error)
-            if hand_off
-            else None
-        ),
-    )
+    """Convert models. Their fields have the same names in the message."""
+    return worker_pb2.ServiceTimes(**{name: model for name, model in asdict(times).items() if model is not None})
 
 
 def service_times_of(heartbeat: worker_pb2.Heartbeat) -> ServiceTimes | None:
@@ -384,6 +333,20 @@ def service_times_of(heartbeat: worker_pb2.Heartbeat) -> ServiceTimes | None:
         mixed=MixedTimes(mixed.factor, mixed.relative_error) if times.HasField("mixed") else None,
         hand_off=HandOffTimes(hand_off.fixed_s, hand_off.relative_error) if times.HasField("hand_off") else None,
     )
+
+
+def _job_to_wire(job: PrefillJob | DecodeJob) -> dict[str, Any]:
+    """Return the fields that the jobs of both roles have."""
+    sampling, stops = sampling_to_wire(job.sampling), stops_to_wire(job.stops)
+    return {name: getattr(job, name) for name in _JOB_FIELDS} | {"sampling": sampling, "stops": stops}
+
+
+def _job_from_wire(message: worker_pb2.PrefillRequest | worker_pb2.StartRequest) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in _JOB_FIELDS} | {
+        "sampling": sampling_from_wire(message.sampling),
+        "stops": stops_from_wire(message.stops),
+        "age_s": max(0.0, message.age_s),
+    }
 
 
 def _sequence_to_wire(sequence: SequenceStart) -> worker_pb2.SequenceStart:
