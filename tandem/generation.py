@@ -97,7 +97,8 @@ class _BaseGeneration:
 
 
 class Generation(_BaseGeneration):
-    """Iterate over its deltas, or call `result`. It has one reader and can be read once."""
+    """The answer to one request, while it is generated. Iterate over its deltas, or call `result`. It has one reader
+    and can be read once."""
 
     def __init__(self, parameters: CallParameters, watch: KeepAliveWatch) -> None:
         super().__init__(parameters)

@@ -58,7 +58,8 @@ class StepThread(Protocol):
 
 
 class WorkerHealth:
-    """Runs on the event loop. `end_work` ends every call and stream of a router on this worker with the given error."""
+    """Makes the worker unhealthy, healthy again, or ends its process. Runs on the event loop. `end_work` ends every
+    call and stream of a router on this worker with the given error."""
 
     def __init__(
         self,

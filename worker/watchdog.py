@@ -1,4 +1,4 @@
-"""Decides whether the step thread is stuck, from what its caller sees at each look. Pure: time is an argument."""
+"""Decides whether the step thread is stuck, from the step loop's progress at each look. Pure: time is an argument."""
 
 from dataclasses import dataclass
 

@@ -39,7 +39,7 @@ _INSTEAD = {
 }
 
 _ROOT = Path(__file__).parents[2]
-# Whoever can import these has what every process of a cluster and its client import.
+# A machine that can import these has every import of a cluster's processes and its client.
 _OURS = (
     "worker.app",
     "router.app",

@@ -4,7 +4,7 @@
 
 Every arm serves the same model by two workers of one thread each and gets the same requests, in turns of one run. Each
 finished point is appended to placement.jsonl; a restarted command measures the points that it lacks for the present
-code. placement.md is written anew after each point. The whole plan takes hours.
+code. placement.md is rewritten after each point. The whole plan takes hours.
 """
 
 import os

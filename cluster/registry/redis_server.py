@@ -61,7 +61,7 @@ class RedisServer:
         await _end(self._process)
 
     async def wait(self) -> int:
-        """Wait until it ends by itself; return its exit status."""
+        """Wait until the process ends by itself; return its exit status."""
         return await self._process.wait()
 
 

@@ -1,9 +1,8 @@
-"""Builds the C kernels of this folder once per machine and loads them. Owns the compiler's command, the cache of what
-it built, and the declaration of every function and struct of kernels.h; knows nothing of models.
+"""Builds the C kernels of this folder once per machine and loads them.
 
-    python -m engine.cpu.library FOLDER
-
-builds into a folder instead: beside the sources, an image without a compiler finds it there.
+Owns the compiler's command, the cache of built libraries, and the declaration of every function and struct of
+kernels.h; independent of models. `python -m engine.cpu.library FOLDER` builds the library into a folder instead; an
+image without a compiler finds it beside the sources.
 """
 
 import ctypes

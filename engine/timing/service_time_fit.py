@@ -1,10 +1,10 @@
 """Fits the models of `cluster/service_times.py` to the steps of one worker. Pure.
 
-Three models are fitted: steps that compute prompts only, steps that decode only, and what a step that does both takes
-more or less than the sum. Each step changes its model at once and counts less with every later one (recursive least
-squares with forgetting). Errors count relative to the step's time, and no coefficient is negative.
+Three models are fitted: steps that compute prompts only, steps that decode only, and the factor between a step that
+does both and the sum of the two. Each step changes its model at once and counts less with every later one (recursive
+least squares with forgetting). Errors count relative to the step's time, and no coefficient is negative.
 
-What protects a model:
+Four rules protect a model:
 
 - A step that took much more or less than predicted counts with a bounded time, so that a pause of the process hardly
   changes the model.

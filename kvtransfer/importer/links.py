@@ -128,8 +128,8 @@ class LinkTable:
 
     @property
     def hand_off(self) -> HandOffTimes | None:
-        """What recent hand-offs took beside moving bytes: messages, reservation, digests, the settlement. None before
-        the first one."""
+        """The time that recent hand-offs took in addition to moving bytes: messages, reservation, digests and
+        settlement. None before the first one."""
         if not self._fixed_s:
             return None
         return HandOffTimes(median(self._fixed_s), median(self._errors) if self._errors else 0.0)

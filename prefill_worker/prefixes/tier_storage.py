@@ -39,7 +39,7 @@ UNVERIFIED = "unverified"
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """What a tier keeps beside the bytes of a block."""
+    """The data that a tier keeps with the bytes of a block."""
 
     digest: bytes
     is_verified: bool  # False: the block came from another worker, and its digest was not compared then

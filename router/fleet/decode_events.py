@@ -75,7 +75,7 @@ class Sequences:
     """The handles of one attempt on the stream of a decode worker, and the events about them."""
 
     def __init__(self, all_progress: dict[int, SequenceProgress]) -> None:
-        """`all_progress`: handle -> progress."""
+        """`all_progress` is the progress of each sequence by handle."""
         self.handles = tuple(all_progress)
         self.all_progress = all_progress
         self.live = set(all_progress)

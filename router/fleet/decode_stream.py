@@ -50,7 +50,8 @@ _REPLACED = "another incarnation answers at its address"
 
 
 class DecodeStream:
-    """`run` connects and reads until the worker is lost; the stream cannot be used after that."""
+    """The stream of one router to one decode worker. `run` connects and reads until the worker is lost; the stream
+    cannot be used after that."""
 
     def __init__(
         self,

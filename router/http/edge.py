@@ -93,7 +93,7 @@ class Edge:
 
 
 class _Answer:
-    """`send` with the request id in the headers and a timeout. Remembers the status."""
+    """Wraps `send`: adds the request id to the headers and a timeout to every write. Remembers the status."""
 
     def __init__(self, send: Send, request_id: str, stall_s: float) -> None:
         self._send = send

@@ -17,7 +17,7 @@ _MAX_WORKERS = 4  # per routed block, the latest ones
 
 
 class PrefixIndex:
-    """Both sources together. `len` counts reported blocks."""
+    """The reported and the routed blocks together. `len` counts reported blocks."""
 
     def __init__(self, max_routed_blocks: int = 131_072) -> None:
         self._reported = ReportedBlocks()

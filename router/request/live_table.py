@@ -120,7 +120,7 @@ class BufferShare:
         self._buffers.end_clients_above_bound(now_s)
 
     def subtract_read(self, num_tokens: int, now_s: float) -> None:
-        """The client has read tokens and can read the others."""
+        """Record that the client has read tokens and can read the others."""
         self._count(-num_tokens)
         self.unread_since_s = now_s if self.num_tokens else None
 

@@ -1,5 +1,5 @@
 /* A wall clock that can jump: LD_PRELOAD it, and let CLOCK_SHIM name a file with a double, the seconds to add. The clock
-   that only goes forward is left alone, as the kernel leaves it when somebody sets the time. */
+   that only goes forward is left alone, as the kernel leaves it when the time is set. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

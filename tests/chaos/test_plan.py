@@ -76,7 +76,7 @@ def test_a_leak_a_violation_and_a_bad_exit_status_are_failures() -> None:
     assert _wrong_of(asked, fault, note="exit status 1")
     leaks = dataclasses.replace(_CLEAN, leaked={"decode0": {"leased": 2}})
     assert _wrong_of(asked, fault, leaks, note="exit status 0") == ("decode0 still has {'leased': 2}",)
-    broken = dataclasses.replace(_CLEAN, violations={"decode0": "a block is nobody's"})
+    broken = dataclasses.replace(_CLEAN, violations={"decode0": "a block has no owner"})
     assert _wrong_of(asked, fault, broken, note="exit status 0")
 
 

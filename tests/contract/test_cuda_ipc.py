@@ -83,7 +83,7 @@ async def test_the_end_of_the_exporter_ends_the_mapping_and_not_the_copy_in_flig
         del read
         assert torch.equal(target.raw[6], source.raw[5]) and mapped() is not None
         await channel.finish()
-        # Whoever still knows the channel keeps no pages by it; the copying thread lets go a moment after the read ends.
+        # A reference to the channel keeps no pages; the copying thread releases them shortly after the read ends.
         async with asyncio.timeout(DEADLINE_S):
             while mapped() is not None:  # noqa: ASYNC110
                 await asyncio.sleep(0)

@@ -76,7 +76,9 @@ async def test_an_acceptance_belongs_to_the_api_key_of_its_request() -> None:
         resumed = resuming(question(), live.acceptance, expected[:2])
         foreign = (grpc.StatusCode.FAILED_PRECONDITION, "acceptance_of_another_client")
         assert await third.refusal(resumed, "thief") == foreign
-        assert await fourth.refusal(resumed, "owner") == foreign, "one that asks for no key takes nobody's word"
+        assert await fourth.refusal(resumed, "owner") == foreign, (
+            "a router without an API key accepts no acceptance of another client"
+        )
         assert (await first.refusal(resumed, "thief"))[0] is grpc.StatusCode.UNAUTHENTICATED
         assert tokens(await second.answer(resumed, "owner")) == expected[2:]
         assert await live.goes_on() == expected

@@ -34,7 +34,7 @@ async def test_equal_seeds_give_equal_tokens_and_different_seeds_different_ones(
 async def test_choices_share_the_prompts_blocks(cluster: LocalCluster) -> None:
     num_choices = 3
     request = question(
-        _PROMPT, max_tokens=6, n=num_choices, sampling=_WARM, ignore_eos=True, cache_salt="with nobody else"
+        _PROMPT, max_tokens=6, n=num_choices, sampling=_WARM, ignore_eos=True, cache_salt="shared with no other request"
     )
     answer = await ask(cluster, request)
     block_bytes = (await cluster.inspect(cluster.workers("decode")[0])).figures["block_bytes"]

@@ -99,7 +99,7 @@ class _KnowingDrafter:
         self.judged += num_draft_tokens
 
     def store(self, num_known: int, draft_tokens: tuple[int, ...]) -> None:
-        raise AssertionError("nobody was asked to draft")
+        raise AssertionError("no draft was requested")
 
 
 @dataclass

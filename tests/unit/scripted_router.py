@@ -62,7 +62,7 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
         if self.failure is not None:
             self.failure(context)
         if self.hold:
-            assert self.left.wait(20), "nobody left"
+            assert self.left.wait(20), "no call ended"
 
     def Tokenize(self, request: inference_pb2.TokenizeRequest, context: grpc.ServicerContext) -> object:
         self._note(request, context)

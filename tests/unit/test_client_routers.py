@@ -13,7 +13,7 @@ from tandem.errors import Cancelled, InvalidRequest, Unavailable
 from tandem.v1 import inference_pb2
 from tests.unit.scripted_router import TWO_CHOICES, Response, ScriptedRouter, aborting, generation_request, router
 
-NOBODY = "127.0.0.1:1"
+NO_ROUTER = "127.0.0.1:1"
 
 
 def the_rest(num_known: int) -> list[Response]:
@@ -83,7 +83,7 @@ class Frozen(ScriptedRouter):
     def ListModels(self, request: inference_pb2.ListModelsRequest, context: grpc.ServicerContext) -> object:
         left = threading.Event()
         context.add_callback(left.set)
-        assert left.wait(20), "nobody left"
+        assert left.wait(20), "no call ended"
         return super().ListModels(request, context)
 
 
@@ -103,26 +103,26 @@ async def test_the_async_client_skips_a_router_that_does_not_answer() -> None:
 
 def test_the_last_router_gets_all_the_remaining_time() -> None:
     """A slow router can still respond when no other router is left."""
-    with router() as (servicer, address), Client([NOBODY, address], keepalive_timeout_s=1.0) as client:
+    with router() as (servicer, address), Client([NO_ROUTER, address], keepalive_timeout_s=1.0) as client:
         client.models()
         assert 25.0 < servicer.remaining_s < 29.5  # gRPC sends 29 s rounded up
 
 
 def test_a_missing_router_is_skipped_for_every_call() -> None:
-    with router() as (_, address), Client([NOBODY, address]) as client:
+    with router() as (_, address), Client([NO_ROUTER, address]) as client:
         assert client.models()[0].id == "m"
         assert client.generate("x").result().text == "ade"
-    with router() as (_, address), Client([NOBODY, address]) as client:
+    with router() as (_, address), Client([NO_ROUTER, address]) as client:
         assert client.generate("x").result().text == "ade"
         assert client.detokenize([1]) == "é"
 
 
 async def test_the_async_client_skips_a_missing_router_for_every_call() -> None:
     with router() as (_, address):
-        async with AsyncClient([NOBODY, address]) as client:
+        async with AsyncClient([NO_ROUTER, address]) as client:
             assert (await client.models())[0].id == "m"
             assert await client.tokenize("x")
-        async with AsyncClient([NOBODY, "127.0.0.1:2"]) as client:
+        async with AsyncClient([NO_ROUTER, "127.0.0.1:2"]) as client:
             with pytest.raises(Unavailable):
                 await client.models()
             with pytest.raises(Unavailable):

@@ -205,13 +205,13 @@ async def test_a_router_that_reconnects_without_sequences_ends_its_old_sequences
     other = await worker.connect(has_no_sequences=True, router=another_routers)
     assert worker.handles() == {worker.handle}
 
-    anew = await worker.connect(has_no_sequences=True)
+    reconnected = await worker.connect(has_no_sequences=True)
 
     assert not worker.handles() and worker.exporter.num_live_tickets == 0
     assert worker.telemetry.value("tandem_decode_router_gone_total", reason="began_again") == 1
     worker.pass_commands()
     await worker.until_nothing_is_held()
-    for listening in (stream, came_back, other, anew):
+    for listening in (stream, came_back, other, reconnected):
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
 

@@ -39,7 +39,7 @@ class FrozenRouter(ScriptedRouter):
                 yield Response(request_id=request.request_id)
         yield from self.last
         if not self.last:
-            assert left.wait(20), "nobody left"
+            assert left.wait(20), "no call ended"
 
 
 class StoppedRouter(FrozenRouter):

@@ -35,7 +35,7 @@ def test_chunks_spend_the_whole_budget_while_there_is_work(budget: int, num_deco
 
     assert sum(chunks) == min(available, sum(wanted))
     first_short = next((i for i, chunk in enumerate(chunks) if chunk < wanted[i]), len(chunks))
-    assert not any(chunks[first_short + 1 :]), "nobody overtakes"
+    assert not any(chunks[first_short + 1 :]), "no chunk overtakes"
 
 
 def test_the_chunks_of_a_lone_prompt_end_on_block_boundaries() -> None:

@@ -250,12 +250,12 @@ async def test_a_missing_server_is_unavailable_and_a_passed_deadline_is_deadline
     with pytest.raises(grpc.aio.AioRpcError) as late:
         await served.stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=0.05)
     async with open_channel("127.0.0.1:1") as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as nobody:
+        with pytest.raises(grpc.aio.AioRpcError) as no_server:
             await inference_pb2_grpc.InferenceStub(channel).Tokenize(
                 inference_pb2.TokenizeRequest(), timeout=DEADLINE_S
             )
     assert type(error_from_rpc(late.value)) is errors.DeadlineExceeded
-    assert type(error_from_rpc(nobody.value)) is errors.Unavailable
+    assert type(error_from_rpc(no_server.value)) is errors.Unavailable
 
 
 async def test_a_call_succeeds_though_connecting_takes_half_a_second(served: Served) -> None:

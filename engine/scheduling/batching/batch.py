@@ -11,7 +11,7 @@ A sequence is in exactly one state:
 * *frozen*: it has blocks, uses no slot, and may continue on another worker.
 
 Sequences and hand-offs are ordered by rank: the batch class ranks after everything else, then the policy decides (by
-default the earlier arrival ranks first). Whoever ranks first is served first.
+default the earlier arrival ranks first). The sequence that ranks first is served first.
 
 1. **Hand-offs.** A hand-off reserves all its blocks at once or waits. Cached blocks of its prompt are shared and not
    counted. The watermark must remain available for sequences that grow.
@@ -146,8 +146,8 @@ class Batch:
         return decoding
 
     def resume_swapped(self, now_s: float) -> list[Sequence]:
-        """Start the first waiting sequences as long as each was swapped out while it decoded. They decode in this step
-        and use nothing of the prompts' budget."""
+        """Start the leading waiting sequences that were swapped out while they decoded. They decode in this step and
+        use nothing of the prompts' budget."""
         resumed = []
         while (sequence := self._queues.waiting.first) is not None:
             if sequence.swapped is None or sequence.num_left > 1 or self._start_waiting(now_s) is not sequence:

@@ -233,7 +233,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         while timers and timers[0][2]._cancelled:
             heapq.heappop(timers)
         if not timers:
-            raise Stuck("nothing can happen any more: everybody waits for somebody else")
+            raise Stuck("nothing can happen any more: every task waits for another one")
         self._now_s = max(self._now_s + _TICK_S, timers[0][0])
         while timers and timers[0][0] <= self._now_s:
             timer = heapq.heappop(timers)[2]

@@ -99,7 +99,7 @@ class World:
 
     def result(self) -> Result:
         for context in self.loop.errors:
-            self.violations.append(f"nobody handled: {context.get('message')} {context.get('exception')!r}")
+            self.violations.append(f"not handled: {context.get('message')} {context.get('exception')!r}")
         return Result(
             violations=tuple(self.violations),
             happened=tuple(self.happened),

@@ -264,7 +264,7 @@ class Draft:
         machines = self.machines
         ticket = machines.tickets[handoff]
         if not self.known[handoff] & TOLD_VALID:
-            raise Violation("blocks are decoded whose lease nobody confirmed")
+            raise Violation("blocks are decoded whose lease was not confirmed")
         needed = action.sealed_block_ids + (() if machines.scenario.ended else action.tail_block_ids)
         found = [self.contents[worker][block] for block in needed]
         if found != [16 * (ticket + 1) + place for place in range(len(needed))]:

@@ -264,7 +264,7 @@ class Worker:
     def check(self) -> None:
         assert not self._violations, self._violations
         free = [block_id for block_id in range(self.pool.num_blocks) if self.pool.state(block_id) == BlockState.FREE]
-        assert bool((self.memory.raw[free] == _FREED).all()), "somebody wrote into a free block"
+        assert bool((self.memory.raw[free] == _FREED).all()), "a free block was written to"
         self.pool.check()
         leases = Counter(block_id for block_ids in self._leased.values() for block_id in block_ids)
         self.pool.check_leases(leases)

@@ -206,7 +206,7 @@ class World:
     async def _decode(self, worker: Worker, handoff_id: int, prompt: "_Prompt", imported: ImportedBlocks) -> None:
         block_ids = worker.take(handoff_id)
         for block_id, content in zip(imported.sealed_block_ids, prompt.contents[: prompt.num_full], strict=True):
-            assert worker.holds(block_id, content), f"prompt {prompt.number} is decoded with somebody else's KV"
+            assert worker.holds(block_id, content), f"prompt {prompt.number} is decoded with another prompt's KV"
         for block_id, first in zip(imported.tail_block_ids, prompt.first_tokens, strict=prompt.num_valid > 0):
             assert first.ended or worker.holds(block_id, prompt.contents[-1]), f"a wrong tail of prompt {prompt.number}"
         worker.pool.keep(imported.sealed_block_ids, prompt.hashes, ROOT)
