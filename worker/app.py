@@ -40,7 +40,7 @@ from engine.timing.service_time_fit import ServiceTimeFit, TimedStep, step_work
 from engine.timing.steps_at_load import time_steps
 from kvtransfer.wire.wire_format import WireDtype
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
-from worker.canary_generation import CanaryGeneration
+from worker.canary import CanaryGeneration
 from worker.decode_part import DecodePart
 from worker.heartbeats import Heartbeats
 from worker.life import WorkerLife

@@ -9,8 +9,7 @@ from cluster.errors import Unhealthy
 from cluster.observe.stand_still import StuckLimits
 from cluster.settings.config import WorkerConfig
 from engine.steps.questions import Asked
-from worker.canary import Canaries
-from worker.canary_generation import CanaryGeneration
+from worker.canary import Canaries, CanaryGeneration
 from worker.health import StepThread, WorkerHealth
 from worker.life import WorkerLife
 from worker.service import Inspections

@@ -20,7 +20,7 @@ from engine.scheduling.cache_commands import (
     PullReserved,
     ReservePull,
 )
-from engine.scheduling.tickets import TicketLeases
+from engine.scheduling.exports import TicketLeases
 
 
 class PrefixAccess:

@@ -15,10 +15,10 @@ from engine.kv.block_pool import BlockPool
 from engine.scheduling.admission import SequenceAdmission
 from engine.scheduling.batching.batch import Batch
 from engine.scheduling.batching.block_tables import BlockTables
-from engine.scheduling.batching.live_sequences import LiveSequences
 from engine.scheduling.batching.reservations import Reservations
 from engine.scheduling.batching.sequences import (
     Group,
+    LiveSequences,
     Sequence,
     chunk_of,
     finish_reason_of,
@@ -47,7 +47,7 @@ from engine.scheduling.commands import (
     StepTokens,
     Thaw,
 )
-from engine.scheduling.exports import PromptExports
+from engine.scheduling.exports import PromptExports, SequenceFreezer, TicketLeases
 from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import FirstCome, Policy
@@ -56,7 +56,6 @@ from engine.scheduling.schedule import ChunkBudget
 from engine.scheduling.speculation import NewDrafter, Speculation
 from engine.scheduling.step import UNKNOWN_TOKEN, Chunk, DrawnToken, StepPlan, StepResult
 from engine.scheduling.steps_in_flight import PlannedStep, StepsInFlight, started_events
-from engine.scheduling.tickets import SequenceFreezer, TicketLeases
 
 
 class SequenceScheduler:

@@ -19,8 +19,7 @@ from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import DrawnToken, StepPlan, StepResult
 from engine.steps.step_loop import StepLoop
 from tests.unit.fake_paged_runner import VOCAB_SIZE, FakePagedRunner
-from worker.canary import Canaries, CanaryJudge, Outcome
-from worker.canary_generation import CanaryGeneration
+from worker.canary import Canaries, CanaryGeneration, CanaryJudge, Outcome
 from worker.health import WorkerHealth
 
 _DEADLINE_S = 30.0

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.messages import FinishReason
-from engine.scheduling.batching.watermark import PredictedGrowth, peak_growth
+from engine.scheduling.batching.preemption import PredictedGrowth, peak_growth
 from tests.unit.export_bench import limits
 from tests.unit.scheduler_bench import SchedulerBench, known_lengths
 

@@ -18,8 +18,7 @@ from engine.scheduling.batching.preemption import Preemption
 from engine.scheduling.batching.reservations import Reservations
 from engine.scheduling.batching.sequence_queues import SequenceQueues
 from engine.scheduling.batching.swapping import SwapSpace
-from engine.scheduling.exports import PromptExports
-from engine.scheduling.tickets import TicketLeases
+from engine.scheduling.exports import PromptExports, TicketLeases
 from kvtransfer.protocol import export_machine, import_state, leases
 from router.fleet.decode_stream import DecodeStream
 from router.policies import breakers
