@@ -322,3 +322,7 @@ class ExportBench:
         else:
             assert len(exported.sealed) == len(job.token_ids) // size
             assert (event.tail.num_valid if event.tail else 0) == len(job.token_ids) % size
+
+
+def export_bench(*, prefix_caching: bool = True, policy: str = "fcfs", **sizes: int) -> ExportBench:
+    return ExportBench(limits(max_model_len=1 << 20, **sizes), prefix_caching, policy=policy)

@@ -359,3 +359,9 @@ class SchedulerBench(ExportBench):
             assert (told.token.token_id, told.token.finish_reason) == self._expected(choice)
             choice.output.append(told.token.token_id)
             choice.ended = told.token.finish_reason or ""
+
+
+def import_now(bench: SchedulerBench, job: DecodeJob) -> list[int]:
+    """Import a hand-off from reservation to admission without a step in between. Return the handles."""
+    bench.finish(bench.reserve(job))
+    return [start.handle for start in job.sequences]

@@ -8,9 +8,9 @@ from hypothesis.stateful import precondition, rule
 from cluster.errors import DeadlineExceeded, DuplicateRequest, NotFound
 from cluster.messages import FinishReason
 from engine.scheduling.commands import Frozen, Thaw, ThawRefused
+from tests.unit.decode_schedules import AnySchedule
 from tests.unit.export_bench import limits
 from tests.unit.scheduler_bench import ROUTER, SchedulerBench
-from tests.unit.test_decode_scheduler import AnySchedule
 
 
 class _AnyMigration(AnySchedule):

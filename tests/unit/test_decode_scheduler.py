@@ -1,209 +1,19 @@
-"""The decode worker's decisions: every sequence runs as if alone, no block is lost, no sequence waits for ever."""
-
-from collections.abc import Callable
+"""Tests of the scheduler's decisions about sequences that are decoded: batch, budget, preemption, hand-offs."""
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from cluster.errors import (
-    DeadlineExceeded,
-    DuplicateRequest,
-    InternalError,
-    InvalidRequest,
-    QueueFull,
-    StepFailed,
-    TandemError,
     WorkerTooSmall,
 )
-from cluster.messages import DecodeJob, FinishReason
-from cluster.settings.engine_settings import SCHEDULING_POLICIES
-from engine.scheduling.cache_commands import LeasePrefix, PrefixLeased
-from engine.scheduling.commands import AdmitImported, AdmitLocal, Failed, Quiet, Release, Started, StepTokens
+from cluster.messages import FinishReason
+from engine.scheduling.commands import AdmitImported, AdmitLocal, Quiet, Started, StepTokens
 from tests.unit.export_bench import limits
 from tests.unit.fake_paged_runner import num_tokens
-from tests.unit.scheduler_bench import HandOff, SchedulerBench, known_lengths
-
-
-def _prompt(num_shared: int, rest: list[int]) -> list[int]:
-    return [*range(1, num_shared + 1), *rest] or [1]
-
-
-# Many begin alike: what one sequence has computed, another one finds.
-_PROMPTS = st.builds(_prompt, st.integers(0, 10), st.lists(st.integers(1, 49), max_size=6))
-_STANDINGS = st.tuples(st.integers(-1, 1), st.sampled_from([False, False, True]))  # priority, batch class
-
-
-class AnySchedule(RuleBasedStateMachine):
-    """Arrivals, hand-offs that arrive, fail and linger, cancels, failing steps and deadlines, over pools that are too
-    small.
-    """
-
-    @initialize(
-        num_blocks=st.integers(4, 14),
-        block_size=st.integers(1, 4),
-        max_num_seqs=st.integers(1, 5),
-        max_prefill_tokens=st.integers(1, 9),
-        watermark=st.sampled_from([0.0, 0.1, 0.3]),
-        wire_dtype=st.sampled_from(["native", "int8"]),
-        num_swap_slots=st.sampled_from([0, 3, 20]),
-        is_computing_dear=st.booleans(),
-        policy=st.sampled_from(["fcfs", *SCHEDULING_POLICIES]),
-        is_predicting=st.booleans(),
-        draft_period=st.sampled_from([0, 0, 1, 3, 50]),
-    )
-    def start(
-        self,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_prefill_tokens: int,
-        watermark: float,
-        wire_dtype: str,
-        num_swap_slots: int,
-        is_computing_dear: bool,
-        policy: str,
-        is_predicting: bool,
-        draft_period: int,
-    ) -> None:
-        self.bench = SchedulerBench(
-            limits(
-                num_blocks=num_blocks,
-                block_size=block_size,
-                max_num_seqs=max_num_seqs,
-                max_prefill_tokens=max_prefill_tokens,
-                watermark=watermark,
-                max_queue=5,
-                num_swap_slots=num_swap_slots,
-            ),
-            wire_dtype=wire_dtype,
-            policy=policy,
-            lengths=known_lengths() if is_predicting else None,
-            draft_period=draft_period,
-        )
-        # A copy costs as much as four tokens: a sequence with one open block is computed again.
-        self.bench.cost.copy_s_per_block = 1.0
-        self.bench.cost.compute_s_per_token = 9.0 if is_computing_dear else 0.5
-
-    @rule(
-        prompt=_PROMPTS,
-        max_tokens=st.integers(1, 12),
-        num_committed=st.lists(st.integers(0, 3), min_size=1, max_size=3),
-        min_tokens=st.integers(0, 4),
-        stops=st.sets(st.integers(0, 49), max_size=10),
-        patient=st.booleans(),
-        standing=_STANDINGS,
-    )
-    def admit(
-        self,
-        prompt: list[int],
-        max_tokens: int,
-        num_committed: list[int],
-        min_tokens: int,
-        stops: set[int],
-        patient: bool,
-        standing: tuple[int, bool],
-    ) -> None:
-        job = self.bench.job(
-            prompt,
-            max_tokens=max_tokens,
-            num_choices=len(num_committed),
-            committed=num_committed,
-            min_tokens=min_tokens,
-            stops=stops,
-            timeout_s=1e6 if patient else 20.0,
-            priority=standing[0],
-            is_batch=standing[1],
-        )
-        self.bench.admit(job)
-
-    @rule(
-        prompt=_PROMPTS,
-        max_tokens=st.integers(1, 12),
-        num_choices=st.integers(1, 3),
-        stops=st.sets(st.integers(0, 49), max_size=10),
-        standing=_STANDINGS,
-    )
-    def reserve(
-        self, prompt: list[int], max_tokens: int, num_choices: int, stops: set[int], standing: tuple[int, bool]
-    ) -> None:
-        priority, is_batch = standing
-        job = self.bench.job(
-            prompt,
-            max_tokens=max_tokens,
-            num_choices=num_choices,
-            stops=stops,
-            priority=priority,
-            is_batch=is_batch,
-        )
-        self.bench.reserve(job)
-
-    @precondition(lambda self: self._granted())
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        self.bench.finish(data.draw(st.sampled_from(self._granted())))
-
-    @precondition(lambda self: self.bench.handoffs)
-    @rule(data=st.data())
-    def discard(self, data: st.DataObject) -> None:
-        handoff = data.draw(st.sampled_from(list(self.bench.handoffs.values())))
-        fresh_ids = (handoff.block_ids or ())[handoff.num_cached :]  # nothing is ever read into the others
-        lingering = data.draw(st.sets(st.sampled_from(fresh_ids))) if fresh_ids else set()
-        self.bench.discard(handoff, lingering)
-
-    @rule()
-    def late_writes(self) -> None:
-        for block_id in self.bench.quarantined:
-            self.bench.runner.scribble(block_id, mark=99)
-
-    @precondition(lambda self: self.bench.quarantined)
-    @rule()
-    def quiet(self) -> None:
-        self.bench.apply(Quiet(frozenset({self.bench.quarantined.pop()})))
-
-    @precondition(lambda self: self.bench.live)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        self.bench.cancel({data.draw(st.sampled_from(self.bench.live)), 10_000})
-
-    @rule()
-    def failing_step(self) -> None:
-        self.bench.step(RuntimeError("out of memory"))
-
-    @rule(num_steps=st.integers(1, 6))
-    def steps(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            self.bench.now_s += 1.0
-            self.late_writes()
-            self.bench.step()
-
-    def teardown(self) -> None:
-        """After all hand-offs and leases are released, every sequence ends."""
-        if not hasattr(self, "bench"):
-            return
-        bench = self.bench
-        bench.run()
-        bench.end_all()
-
-    def _granted(self) -> list[HandOff]:
-        return [handoff for handoff in self.bench.handoffs.values() if handoff.block_ids is not None]
-
-
-TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock = AnySchedule.TestCase
-TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock.settings = settings(
-    max_examples=250, stateful_step_count=40
-)
+from tests.unit.scheduler_bench import SchedulerBench, import_now
 
 
 def _free(bench: SchedulerBench) -> int:
     return bench.inspect().blocks["free"]
-
-
-def _imported(bench: SchedulerBench, job: DecodeJob) -> list[int]:
-    """A hand-off from reservation to admission, without a step in between."""
-    bench.finish(bench.reserve(job))
-    return [start.handle for start in job.sequences]
 
 
 def test_an_admitted_sequence_joins_the_next_step() -> None:
@@ -213,7 +23,7 @@ def test_an_admitted_sequence_joins_the_next_step() -> None:
         bench.step()
 
     (local,) = bench.admit(bench.job([3, 4, 5]))
-    (imported,) = _imported(bench, bench.job([6, 7, 8, 9, 10], max_tokens=6))
+    (imported,) = import_now(bench, bench.job([6, 7, 8, 9, 10], max_tokens=6))
     bench.step()
 
     assert bench.choices[local].output and len(bench.choices[imported].output) == 2
@@ -299,7 +109,7 @@ def test_with_a_backlog_steps_carry_exactly_the_budget() -> None:
 def test_a_prompt_advances_even_if_decodes_use_the_whole_budget() -> None:
     bench = SchedulerBench(limits(max_prefill_tokens=3))
     for _ in range(4):
-        _imported(bench, bench.job([1, 2, 3], max_tokens=60))
+        import_now(bench, bench.job([1, 2, 3], max_tokens=60))
     (late,) = bench.admit(bench.job(range(1, 20)))
 
     for _ in range(19):
@@ -397,7 +207,7 @@ def test_imports_do_not_delay_an_older_local_prompt() -> None:
     bench.admit(bench.job([1, 2], max_tokens=6))
     bench.step()
     pair = bench.admit(bench.job([5, 6], num_choices=2, max_tokens=3))
-    imports = [_imported(bench, bench.job([7, place, 9], max_tokens=9))[0] for place in range(3)]
+    imports = [import_now(bench, bench.job([7, place, 9], max_tokens=9))[0] for place in range(3)]
 
     while not bench.choices[pair[0]].started:
         assert not any(bench.choices[handle].started for handle in imports)
@@ -410,7 +220,7 @@ def test_a_prompt_that_lacks_blocks_does_not_delay_a_younger_import() -> None:
     (short,) = bench.admit(bench.job([5], max_tokens=12))
     bench.step()
     (lacking,) = bench.admit(bench.job(range(1, 17)))
-    (imported,) = _imported(bench, bench.job([1, 2, 3, 4, 5], max_tokens=9))
+    (imported,) = import_now(bench, bench.job([1, 2, 3, 4, 5], max_tokens=9))
     while not bench.choices[short].ended:
         bench.step()
 
@@ -478,59 +288,10 @@ def test_a_hand_off_with_only_ended_choices_frees_all_blocks() -> None:
     bench = SchedulerBench(limits())
     job = bench.job([1, 2, 3, 4, 5], num_choices=2, max_tokens=1)
 
-    _imported(bench, job)
+    import_now(bench, job)
 
     assert bench.run() == []
     bench.assert_idle()
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda ids: (ids[:1], ids[1:2]),  # a tail is missing
-        lambda ids: (ids[:1], (ids[1], ids[1])),  # two choices on one tail
-        lambda ids: ((60,), ids[1:]),  # a block of another hand-off
-    ],
-)
-def test_an_import_that_does_not_match_its_job_is_refused_and_freed(
-    spoil: Callable[[tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]],
-) -> None:
-    bench = SchedulerBench(limits())
-    job = bench.job([1, 2, 3, 4, 5], num_choices=2)
-    handoff = bench.reserve(job)
-    assert handoff.block_ids is not None
-
-    sealed, tails = spoil(handoff.block_ids)
-    (failed,) = bench.scheduler.apply(AdmitImported(handoff.handoff_id, job, sealed, tails, (1, 2)), 0.0)
-
-    assert isinstance(failed, Failed) and isinstance(failed.error, InternalError)
-    bench.assert_idle()
-
-
-def test_cancelled_sequences_free_their_blocks_at_once() -> None:
-    bench = SchedulerBench(limits(max_num_seqs=2))
-    running = bench.admit(bench.job(range(1, 9), num_choices=2, max_tokens=30))
-    waiting = bench.admit(bench.job([1, 2, 3]))
-    bench.step()
-
-    bench.cancel([*running, *waiting])
-
-    bench.assert_idle()
-    assert bench.run() == []
-
-
-def test_cancelling_a_choice_during_the_shared_prefill_leaves_the_others() -> None:
-    bench = SchedulerBench(limits())
-    first, second, third = bench.admit(bench.job(range(1, 35), num_choices=3))
-    bench.step()
-    held = bench.inspect().blocks["held"]
-
-    bench.cancel([first])
-
-    assert bench.inspect().blocks["held"] == held - 1
-    bench.run()
-    bench.assert_idle()
-    assert bench.choices[second].ended == bench.choices[third].ended == FinishReason.LENGTH
 
 
 def test_a_stop_token_ends_a_sequence_but_not_before_min_tokens() -> None:
@@ -566,98 +327,6 @@ def test_a_resumed_sequence_draws_the_tokens_of_an_uninterrupted_run(num_committ
     bench.assert_idle()
 
 
-def _too_long(bench: SchedulerBench) -> DecodeJob:
-    return bench.job(range(1, 50), max_tokens=152)
-
-
-def _longer_than_the_pool(bench: SchedulerBench) -> DecodeJob:
-    return bench.job([1, 2], max_tokens=40)
-
-
-def _complete(bench: SchedulerBench) -> DecodeJob:
-    return bench.job([1, 2], max_tokens=3, committed=[3])
-
-
-@pytest.mark.parametrize(
-    ("make", "num_blocks", "error", "text"),
-    [
-        (_too_long, 64, WorkerTooSmall, "201 tokens; this worker holds at most 200"),
-        (_longer_than_the_pool, 10, WorkerTooSmall, "42 tokens; this worker holds at most 41"),
-        (_complete, 64, InvalidRequest, "max_tokens 3 already"),
-    ],
-)
-def test_a_job_that_can_never_be_served_is_refused_with_the_numbers(
-    make: Callable[[SchedulerBench], DecodeJob], num_blocks: int, error: type[TandemError], text: str
-) -> None:
-    bench = SchedulerBench(limits(num_blocks=num_blocks))
-
-    bench.admit(make(bench))
-
-    (failed,) = bench.failures
-    assert isinstance(failed.error, error) and text in str(failed.error)
-    bench.assert_idle()
-
-
-def test_a_sequence_that_just_fits_the_pool_is_served() -> None:
-    bench = SchedulerBench(limits(num_blocks=10))
-    (handle,) = bench.admit(bench.job([1, 2], max_tokens=39))
-
-    bench.run()
-
-    assert bench.choices[handle].ended == FinishReason.LENGTH
-    bench.assert_idle()
-
-
-def test_a_full_queue_and_a_handle_in_use_are_refused() -> None:
-    bench = SchedulerBench(limits(max_queue=2))
-    jobs = [bench.job([1, 2]) for _ in range(3)]
-    for job in jobs:
-        bench.admit(job)
-    assert isinstance(bench.failures[0].error, QueueFull)
-
-    bench.step()
-    (duplicate,) = bench.scheduler.apply(AdmitLocal(jobs[0]), 0.0)
-
-    assert isinstance(duplicate, Failed) and isinstance(duplicate.error, DuplicateRequest)
-    bench.run()
-    bench.assert_idle()
-
-
-def test_an_exceeded_deadline_frees_all_blocks_and_names_its_phase() -> None:
-    bench = SchedulerBench(limits(max_num_seqs=1))
-    bench.admit(bench.job([1, 2, 3], max_tokens=30, timeout_s=5.0))
-    bench.admit(bench.job([1, 2, 3], max_tokens=30, timeout_s=9.0))
-    bench.step()
-    assert bench.scheduler.reap(4.0) == ((), 5.0)
-
-    bench.now_s = 20.0
-    assert bench.step() is None
-
-    assert all(isinstance(failed.error, DeadlineExceeded) for failed in bench.failures)
-    assert [str(failed.error) for failed in bench.failures] == [
-        "5 s passed in decode, with 1 of 30 tokens",
-        "9 s passed in the decode queue, with 0 of 30 tokens",
-    ]
-    bench.assert_idle()
-    assert bench.scheduler.reap(20.0) == ((), None)
-
-
-def test_a_failed_step_ends_only_its_own_sequences() -> None:
-    bench = SchedulerBench(limits(max_num_seqs=2))
-    hit = bench.admit(bench.job([1, 2], num_choices=2, max_tokens=9))
-    (spared,) = bench.admit(bench.job([3, 4], max_tokens=9))
-    bench.step()
-
-    bench.step(RuntimeError("the device is gone"))
-
-    (failed,) = bench.failures
-    assert failed.handles == tuple(hit) and "RuntimeError: the device is gone" in str(failed.error)
-    assert isinstance(failed.error, StepFailed)
-    bench.run()
-    assert bench.choices[spared].ended == FinishReason.LENGTH
-    bench.assert_idle()
-
-
 def test_started_events_carry_the_queue_time_and_tokens_carry_their_step() -> None:
     bench = SchedulerBench(limits(max_num_seqs=1))
     first, second = bench.job([1, 2], max_tokens=1), bench.job([3, 4], max_tokens=1)
@@ -684,144 +353,3 @@ def test_inspection_names_a_leaked_block_and_ends_no_sequence() -> None:
     violation = bench.inspect().violation
 
     assert violation == "users account for 0 references to block 0 (held, 1 references): ...reserve"
-
-
-def test_a_cached_prefix_is_reserved_with_its_content_and_not_moved() -> None:
-    bench = SchedulerBench(limits())
-    _imported(bench, bench.job(range(1, 19), max_tokens=4))
-
-    handoff = bench.reserve(bench.job([*range(1, 15), 40, 41], max_tokens=4))
-
-    assert handoff.num_cached == 3 and handoff.block_ids is not None
-    bench.finish(handoff)
-    bench.run()
-    bench.assert_idle()
-    assert bench.inspect().figures["tokens_cached"] == 12
-
-
-def test_generated_tokens_are_cached_for_the_next_turn_of_a_conversation() -> None:
-    bench = SchedulerBench(limits())
-    (first,) = _imported(bench, bench.job(range(1, 10), max_tokens=8))
-    bench.run()
-    answer = bench.choices[first].output
-
-    handoff = bench.reserve(bench.job([*range(1, 10), *answer, 30, 31], max_tokens=4))
-
-    assert handoff.num_cached == 16 // 4
-    bench.finish(handoff)
-    bench.run()
-    bench.assert_idle()
-
-
-def test_a_granted_prefix_is_neither_evicted_nor_reused_while_the_rest_is_moved() -> None:
-    bench = SchedulerBench(limits(num_blocks=8))
-    _imported(bench, bench.job(range(1, 18), max_tokens=2))
-    bench.run()
-    handoff = bench.reserve(bench.job(range(1, 22), max_tokens=2))
-    assert handoff.num_cached == 4
-
-    bench.admit(bench.job(range(30, 37), max_tokens=6))
-    bench.run()
-    assert bench.inspect().blocks["cached"] <= 2
-
-    bench.finish(handoff)
-    bench.run()
-    bench.assert_idle()
-
-
-def test_the_watermark_counts_only_blocks_that_are_not_cached() -> None:
-    bench = SchedulerBench(limits(num_blocks=10, watermark=0.2))
-    holder = bench.reserve(bench.job(range(1, 21), max_tokens=2))
-    bench.finish(holder)
-
-    known = bench.reserve(bench.job([*range(1, 21), 40, 41], max_tokens=2))
-    foreign = bench.reserve(bench.job(range(20, 42), max_tokens=2))
-
-    assert known.num_cached == 5 and len(known.block_ids or ()) == 6
-    assert foreign.block_ids is None
-
-
-def test_a_local_prompt_computes_only_tokens_that_are_not_cached() -> None:
-    bench = SchedulerBench(limits())
-    bench.admit(bench.job(range(1, 18), max_tokens=2))
-    bench.run()
-
-    bench.admit(bench.job([*range(1, 14), 40, 41], max_tokens=3, num_choices=3))
-    plan = bench.step()
-
-    assert plan is not None and num_tokens(plan) == 3
-    bench.run()
-    bench.assert_idle()
-
-
-def test_a_preempted_sequence_reuses_its_blocks_that_are_still_cached() -> None:
-    bench = SchedulerBench(limits(num_blocks=6))
-    bench.admit(bench.job([1, 2, 3], max_tokens=17))
-    (young,) = bench.admit(bench.job([4, 5, 6], max_tokens=17))
-    while bench.inspect().figures["preemptions"] == 0:
-        bench.step()
-    seen = bench.inspect().figures["tokens_cached"]
-
-    bench.run()
-
-    assert bench.inspect().figures["tokens_cached"] > seen
-    assert bench.choices[young].ended == FinishReason.LENGTH
-    bench.assert_idle()
-
-
-def test_quantised_kv_is_found_by_hand_offs_of_its_wire_dtype_only() -> None:
-    bench = SchedulerBench(limits(), wire_dtype="int8")
-    _imported(bench, bench.job(range(1, 18), max_tokens=2))
-    bench.run()
-
-    (local,) = bench.admit(bench.job(range(1, 18), max_tokens=2))
-    plan = bench.step()
-    again = bench.reserve(bench.job(range(1, 18), max_tokens=2))
-
-    assert plan is not None and num_tokens(plan) == bench.limits.max_prefill_tokens
-    assert again.num_cached == 4
-    bench.finish(again)
-    bench.run()
-    assert len(bench.choices[local].output) == 2
-    bench.assert_idle()
-
-
-def test_a_refused_or_discarded_import_leaves_no_cached_block() -> None:
-    bench = SchedulerBench(limits())
-    discarded = bench.reserve(bench.job(range(1, 18), max_tokens=2))
-    bench.discard(discarded)
-    refused = bench.reserve(bench.job(range(1, 18), max_tokens=2))
-    assert refused.block_ids is not None
-    bench.scheduler.apply(AdmitImported(refused.handoff_id, refused.job, refused.block_ids[:4], (), (1,)), 0.0)
-
-    handoff = bench.reserve(bench.job(range(1, 18), max_tokens=2))
-
-    assert handoff.num_cached == 0
-
-
-def test_tenants_share_no_prefix_in_a_decode_worker() -> None:
-    bench = SchedulerBench(limits())
-    _imported(bench, bench.job(range(1, 18), max_tokens=2, salt="a"))
-
-    assert bench.reserve(bench.job(range(1, 18), salt="b")).num_cached == 0
-    assert bench.reserve(bench.job(range(1, 18), salt="a")).num_cached == 4
-
-
-def test_a_prefix_leased_to_another_worker_is_pinned_until_released() -> None:
-    bench = SchedulerBench(limits(num_blocks=6))
-    (handle,) = _imported(bench, bench.job(range(1, 10), max_tokens=8))
-    bench.run()
-    known = (*range(1, 10), *bench.choices[handle].output)
-    chain = bench.new_chain("", "native")
-    chain.extend(known)
-
-    (few,) = bench.scheduler.apply(LeasePrefix(b"few", tuple(chain.hashes), 5), 0.0)
-    (offered,) = bench.scheduler.apply(LeasePrefix(b"ticket", tuple(chain.hashes), 4), 0.0)
-
-    assert isinstance(few, PrefixLeased) and few.block_ids == ()
-    assert isinstance(offered, PrefixLeased) and bench.runner.read(offered.block_ids, 16) == known[:16]
-    bench.admit(bench.job(range(30, 35), max_tokens=4))
-    bench.run()
-    assert bench.runner.read(offered.block_ids, 16) == known[:16]
-    bench.apply(Release(b"ticket"))
-    bench.assert_idle()

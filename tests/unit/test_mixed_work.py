@@ -11,11 +11,11 @@ from cluster.errors import Cancelled, DeadlineExceeded, Draining, QueueFull, Ste
 from cluster.settings.engine_settings import SCHEDULING_POLICIES
 from engine.scheduling.commands import CancelExport, DrainExports, Sealed
 from tests.unit.ahead_bench import AheadBench
+from tests.unit.decode_schedules import AnySchedule
 from tests.unit.export_bench import ExportBench, export_job, limits
 from tests.unit.fake_paged_runner import num_tokens
 from tests.unit.scheduler_bench import SchedulerBench, known_lengths
 from tests.unit.test_decode_ahead import Play
-from tests.unit.test_decode_scheduler import AnySchedule
 
 
 class _AnyMix(AnySchedule):

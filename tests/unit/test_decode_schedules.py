@@ -1,0 +1,10 @@
+"""Tests that under any schedule every sequence runs as if alone, no block is lost, and no sequence waits for ever."""
+
+from hypothesis import settings
+
+from tests.unit.decode_schedules import AnySchedule
+
+TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock = AnySchedule.TestCase
+TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock.settings = settings(
+    max_examples=250, stateful_step_count=40
+)
