@@ -11,7 +11,6 @@ from cluster.settings.engine_settings import GPU_MEMORY_UTILIZATION, EngineSetti
 from engine.cpu.compiled_draw import compiled_draw
 from engine.cpu.compiled_forward import compiled_forward
 from engine.cuda.gpu_forward import Forwards, forwards, gpu_forward
-from engine.cuda.launching_runner import LaunchingRunner
 from engine.decoders.traced_calls import NotCompiled
 from engine.deterministic.build import make_deterministic
 from engine.kv import capacity
@@ -21,7 +20,7 @@ from engine.model.loaded import LoadedModel, ModelInfo, fingerprint
 from engine.model.loading import load
 from engine.model.packed_weights import pack_weights
 from engine.scheduling.step import Chunk, StepPlan
-from engine.steps.runner import ModelRunner
+from engine.steps.runner import LaunchingRunner, ModelRunner
 
 _ONE_TOKEN = StepPlan((Chunk(sequence_id=0, token_ids=(0,), start=0, block_ids=(0,)),))  # of an unused pool
 

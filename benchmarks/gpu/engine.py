@@ -31,14 +31,12 @@ from cluster.settings.engine_settings import EngineSettings
 from engine.attention import registry
 from engine.attention.interface import ATTENTION_NAME, register
 from engine.cuda.gpu_forward import forwards, gpu_forward
-from engine.cuda.launching_runner import LaunchingRunner
 from engine.kv.layout import lay_out
 from engine.kv.pool import KvPool
 from engine.model.loaded import LoadedModel, ModelInfo
-from engine.model.loading import dummy_model
-from engine.model.trace import trace
+from engine.model.loading import dummy_model, trace
 from engine.scheduling.step import Chunk, Sample, StepPlan
-from engine.steps.runner import ModelRunner
+from engine.steps.runner import LaunchingRunner, ModelRunner
 
 _RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 _GREEDY = Sampling()

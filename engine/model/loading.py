@@ -1,11 +1,13 @@
 """Loads the model that `--model` names and checks it. Owns its source, dtype, device and limits.
 
 A model that cannot be loaded, or whose results would be silently wrong, is refused with ModelRefused before anything
-starts.
+starts. One forward pass records the attention options of every layer; models that bypass the attention interface are
+refused.
 """
 
 import dataclasses
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,14 +19,13 @@ from cluster.errors import ConfigError, ModelRefused
 from cluster.messages import Sampling
 from cluster.settings.engine_settings import EngineSettings
 from engine.attention import registry
-from engine.attention.interface import ATTENTION_NAME, register
+from engine.attention.interface import ATTENTION_NAME, KV_KEYWORD, AttentionOptions, register
 from engine.kv import capacity
-from engine.kv.layout import lay_out
+from engine.kv.layout import LayerShape, lay_out
 from engine.kv.pool import TORCH_DTYPES
 from engine.model.gpu_share import device_for
 from engine.model.load_check import check_equal
 from engine.model.loaded import LoadedModel, ModelInfo
-from engine.model.trace import trace
 
 # A prime, so that the rows of no matrix repeat with the tile.
 _TILE_ELEMS = 1_000_003
@@ -205,3 +206,58 @@ def _fill(parameter: torch.Tensor, tile: torch.Tensor, begin: int) -> None:
         part = tile[begin : begin + len(flat) - done]
         flat[done : done + len(part)] = part
         done, begin = done + len(part), 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTrace:
+    """The arguments that one layer passed to attention."""
+
+    shape: LayerShape
+    dtype: str
+    window: bool
+    softcap: bool
+    sinks: bool
+
+
+def trace(model: PreTrainedModel) -> tuple[LayerTrace, ...]:
+    """Return one LayerTrace per layer, in order. Raises ModelRefused unless every layer calls Tandem's attention
+    exactly once."""
+    name = type(model).__name__
+    recorder = _Recorder()
+    positions = torch.arange(2, device=model.device)[None]
+    try:
+        with torch.inference_mode():
+            model(input_ids=positions, position_ids=positions, use_cache=False, **{KV_KEYWORD: recorder})
+    except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
+        raise ModelRefused(f"{name} bypasses the attention interface, or fails without a cache: {error}") from error
+    num_layers = model.config.get_text_config().num_hidden_layers
+    called = sorted(layer for layer, _ in recorder.calls)
+    if called != list(range(num_layers)):
+        raise ModelRefused(
+            f"{name} bypasses the attention interface: of its {num_layers} layers, {len(set(called))} called our "
+            f"attention, in {len(called)} calls; each must call it once (state-space and linear layers keep no KV)"
+        )
+    dtypes = {layer.dtype for _, layer in recorder.calls}
+    if len(dtypes) > 1:
+        raise ModelRefused(f"{name} keeps KV in more than one dtype: {', '.join(sorted(dtypes))}")
+    return tuple(layer for _, layer in sorted(recorder.calls, key=lambda call: call[0]))
+
+
+class _Recorder:
+    """A KvAccess that records each layer's arguments and returns zeros."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, LayerTrace]] = []
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        trace = LayerTrace(
+            shape=LayerShape(num_kv_heads=key.shape[1], key_dim=key.shape[2], value_dim=value.shape[2]),
+            dtype=str(key.dtype).removeprefix("torch."),
+            window=options.sliding_window is not None,
+            softcap=options.softcap is not None,
+            sinks=options.sinks is not None,
+        )
+        self.calls.append((layer, trace))
+        return query.new_zeros(*query.shape[:2], value.shape[2])

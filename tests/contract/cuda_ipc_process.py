@@ -11,8 +11,7 @@ import torch
 from cluster.messages import Epoch, MemberId
 from engine.kv.layout import LayerShape, lay_out
 from engine.kv.pool import KvPool
-from kvtransfer.transports.cuda.access import CudaAccess
-from kvtransfer.transports.cuda.transport import CudaIpcExporter
+from kvtransfer.transports.cuda.transport import CudaAccess, CudaIpcExporter
 
 NUM_BLOCKS = 512
 LAYOUT = lay_out([LayerShape(num_kv_heads=8, key_dim=128, value_dim=128)] * 32, 16, "bfloat16")  # 2 MiB a block

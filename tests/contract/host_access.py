@@ -12,7 +12,7 @@ import torch
 
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportError
-from kvtransfer.transports.cuda.access import Mapping
+from kvtransfer.transports.cuda.transport import Mapping
 
 
 @dataclass

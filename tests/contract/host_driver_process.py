@@ -13,7 +13,7 @@ import sys
 from cluster import shared_memory
 from cluster.messages import Epoch, MemberId
 from engine.kv import cuda_memory
-from kvtransfer.transports.cuda import access as cuda_access
+from kvtransfer.transports.cuda import transport as cuda_ipc
 from kvtransfer.transports.shm.pool_file import GEOMETRY, PoolFileExporter, parse_endpoint, receive_descriptor
 
 NUM_BYTES = 3 << 20
@@ -37,7 +37,7 @@ async def import_() -> None:
     path, token = parse_endpoint(bytes.fromhex(await asyncio.to_thread(sys.stdin.readline)))
     _, geometry, file = await receive_descriptor(path, EPOCH, token)
     _, _, size = GEOMETRY.unpack(geometry)
-    address = cuda_access._import_for_reading(driver, file, size, 0)
+    address = cuda_ipc._import_for_reading(driver, file, size, 0)
     for _ in range(2):
         _say(f"{_protection(address)} {ctypes.string_at(address, size) == bytes([BYTE]) * size}")
         await asyncio.to_thread(sys.stdin.readline)

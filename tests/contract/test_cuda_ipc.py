@@ -19,8 +19,7 @@ from engine.kv.pool import KvPool
 from kvtransfer.digests import digest_blocks
 from kvtransfer.transports.base import TransportError, TransportSetup
 from kvtransfer.transports.cuda import transport as cuda_ipc
-from kvtransfer.transports.cuda.access import CudaAccess
-from kvtransfer.transports.cuda.transport import CudaIpcExporter, CudaIpcImporter
+from kvtransfer.transports.cuda.transport import CudaAccess, CudaIpcExporter, CudaIpcImporter
 from tests.contract.cuda_ipc_process import EPOCH, LAYOUT, NUM_BLOCKS, patterned_pool
 from tests.contract.host_access import ExportedPool, HostAccess
 from tests.contract.kv_pools import random_pool

@@ -10,8 +10,8 @@ import torch
 
 from cluster.messages import Sampling
 from engine.build import Engine
-from engine.cuda.launching_runner import LaunchingRunner
 from engine.scheduling.step import UNKNOWN_TOKEN, Chunk, Sample, StepPlan
+from engine.steps.runner import LaunchingRunner
 from tests.cuda.engines import build, on_gpu
 from tests.golden.families import BLOCK_SIZE, FAMILIES
 

@@ -15,7 +15,7 @@ from cluster.shared_memory import DriverRefused
 from engine.kv import cuda_memory
 from engine.kv.cuda_memory import NotExportable
 from engine.kv.pool import KvPool
-from kvtransfer.transports.cuda import access as cuda_access
+from kvtransfer.transports.cuda import transport as cuda_ipc
 from tests.contract.kv_pools import LAYOUT
 
 GRANULARITY = 2 << 20
@@ -169,7 +169,7 @@ def test_a_device_without_export_is_a_named_error(monkeypatch: pytest.MonkeyPatc
 
 def test_another_process_maps_the_pages_for_reading_only() -> None:
     driver, before = FakeDriver(), num_files()
-    address = cuda_access._import_for_reading(driver, os.memfd_create("pages"), GRANULARITY, 2)
+    address = cuda_ipc._import_for_reading(driver, os.memfd_create("pages"), GRANULARITY, 2)
     assert driver.mapped == {address: GRANULARITY}
     assert (driver.access.flags, driver.access.location.id) == (1, 2)
     assert not driver.handles and num_files() == before  # the mapping keeps the pages
@@ -181,7 +181,7 @@ def test_another_process_maps_the_pages_for_reading_only() -> None:
 def test_pages_that_cannot_be_mapped_are_released(step: str) -> None:
     driver, before = FakeDriver(step), num_files()
     with pytest.raises(DriverRefused, match="CUDA_ERROR_2"):
-        cuda_access._import_for_reading(driver, os.memfd_create("pages"), GRANULARITY, 0)
+        cuda_ipc._import_for_reading(driver, os.memfd_create("pages"), GRANULARITY, 0)
     assert not driver.handles and not driver.mapped and not driver.reserved and num_files() == before
 
 

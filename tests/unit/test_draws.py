@@ -7,8 +7,7 @@ import torch
 
 from cluster.messages import Sampling
 from engine.scheduling.step import Chunk, Sample, StepPlan
-from engine.steps.draws import StepDraws, parts
-from engine.steps.sampler import draw
+from engine.steps.sampler import StepDraws, draw, parts
 
 VOCAB = 50
 
@@ -41,7 +40,7 @@ def test_drawing_in_parts_changes_no_token_and_bounds_the_rows_of_a_part(most_ro
 @pytest.mark.parametrize("most_rows", [1, 5, 100])
 def test_a_step_gives_the_same_tokens_for_every_size_of_parts(monkeypatch: pytest.MonkeyPatch, most_rows: int) -> None:
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
-    monkeypatch.setattr("engine.steps.draws._ELEMENTS_AT_ONCE", most_rows * VOCAB)
+    monkeypatch.setattr("engine.steps.sampler._LOGITS_AT_ONCE", most_rows * VOCAB)
     samples = [sample for planned in PLAN.chunks for sample in planned.samples]
     assert StepDraws(logits, PLAN).read() == draw(logits[ROWS], samples)
 

@@ -14,13 +14,12 @@ from cluster.messages import DecodeJob, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import nameless_chains
 from engine.batch import PackedBatch
 from engine.build import Engine, build_engine
-from engine.cuda.launching_runner import LaunchingRunner
 from engine.kv.host_blocks import HostBlocks, SwappingLauncher
 from engine.scheduling.commands import AdmitLocal, Command, Event, StepTokens
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import UNKNOWN_TOKEN, Chunk, DrawnToken, Feeding, Sample, StepPlan
-from engine.steps.runner import ModelRunner, StartedStep
+from engine.steps.runner import LaunchingRunner, ModelRunner, StartedStep
 from engine.steps.sampler import Draw
 from engine.steps.step_loop import StepLoop
 from tests.golden.families import FAMILIES
@@ -126,7 +125,7 @@ def test_async_scheduling_is_turned_off_by_its_flag(gpu: PretendGpu, build: Call
 def test_a_step_that_is_drawn_in_parts_feeds_no_step(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr("engine.steps.draws._ELEMENTS_AT_ONCE", most)
+    monkeypatch.setattr("engine.steps.sampler._LOGITS_AT_ONCE", most)
     assert engine.runner.start(next(steps(None))).can_feed == (most == 1000)
 
 

@@ -88,7 +88,6 @@ PURE = [
     "engine.scheduling.step",
     "engine.scheduling.steps_in_flight",
     "engine.speculation.drafter",
-    "engine.speculation.prompt_lookup",
     "engine.timing.service_time_fit",
     "kvtransfer.protocol.export_machine",
     "kvtransfer.protocol.frozen",

@@ -22,7 +22,6 @@ from engine.batch import PackedBatch, pack
 from engine.build import Engine, build_engine
 from engine.cuda import gpu_forward
 from engine.cuda.fused_ops import TorchOps
-from engine.cuda.launching_runner import LaunchingRunner
 from engine.kv import cuda_memory
 from engine.kv.layout import LayerShape, lay_out
 from engine.kv.pool import KvPool
@@ -30,7 +29,7 @@ from engine.kv.quantised_kv import restore
 from engine.model import loading
 from engine.scheduling.step import BlockCopy, Chunk, Sample, StepPlan
 from engine.staging import to_device
-from engine.steps.runner import ModelRunner
+from engine.steps.runner import LaunchingRunner, ModelRunner
 from tests.golden.families import FAMILIES
 from tests.unit.interpreted_triton import IS_INTERPRETED, compute_as_a_gpu
 from tests.unit.pretend_gpu import DEVICE, OnGpu, PretendGpu, gpu, moved, played

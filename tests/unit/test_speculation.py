@@ -13,8 +13,7 @@ from cluster.messages import Sampling
 from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.scheduling.step import Chunk, DrawnToken, StepPlan, StepResult
-from engine.speculation.drafter import Acceptance, TextDrafter, tokens_per_step
-from engine.speculation.prompt_lookup import PromptLookup
+from engine.speculation.drafter import Acceptance, PromptLookup, TextDrafter, tokens_per_step
 from engine.speculation.step_cost import fixed_rows
 from engine.steps import runner
 from tests.golden.families import FAMILIES

@@ -5,11 +5,17 @@ from collections.abc import Sequence
 
 import pytest
 
-import engine.speculation.prompt_lookup as lookup_module
+import engine.speculation.drafter as lookup_module
 from cluster.errors import ConfigError
 from cluster.settings.engine_settings import EngineSettings
-from engine.speculation.drafter import Acceptance, ModelDrafter, TextDrafter, best_num_draft_tokens, drafter_factory
-from engine.speculation.prompt_lookup import PromptLookup
+from engine.speculation.drafter import (
+    Acceptance,
+    ModelDrafter,
+    PromptLookup,
+    TextDrafter,
+    best_num_draft_tokens,
+    drafter_factory,
+)
 
 
 def test_prompt_lookup_proposes_the_tokens_after_the_last_occurrence() -> None:
