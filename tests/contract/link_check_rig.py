@@ -136,18 +136,7 @@ async def probe_rig(
     importers = tuple(importer for _, importer in sides) if importer_sides is None else tuple(importer_sides)
     server = GrpcServer(service_names=[], telemetry=Telemetry())
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
-    exporter = Exporter(
-        member=EXPORTER,
-        address=address,
-        wire=NativeFormat(source),
-        layout=LAYOUT,
-        key=KEY,
-        settings=TransferSettings(),
-        transports=exporters,
-        release=lambda ticket_id: None,
-        clock=MonotonicClock(),
-        counters=Counters(),
-    )
+    exporter = _exporter(source, address, exporters)
     opening = LinkCheckAccess(
         member=EXPORTER,
         address=address,
@@ -183,6 +172,21 @@ async def probe_rig(
         await server.stop(0.0)
         opening.close()
         await exporter.close()
+
+
+def _exporter(source: KvPool, address: str, transports: Sequence[ExporterTransport]) -> Exporter:
+    return Exporter(
+        member=EXPORTER,
+        address=address,
+        wire=NativeFormat(source),
+        layout=LAYOUT,
+        key=KEY,
+        settings=TransferSettings(),
+        transports=transports,
+        release=lambda ticket_id: None,
+        clock=MonotonicClock(),
+        counters=Counters(),
+    )
 
 
 class FarAway:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 
-from cluster.clock import MonotonicClock
+from cluster.clock import Clock, MonotonicClock
 from cluster.messages import Epoch, LayoutFingerprint, MemberId, PrefillJob, Sampling, TokenStops
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
 from cluster.protocol.hashing import hash_prompt, nameless_chains
 from cluster.settings.engine_settings import EngineSettings
 from cluster.settings.transfer_settings import TransferSettings
-from engine.build import build_engine
+from engine.build import Engine, build_engine
 from engine.kv.pool import KvPool
 from engine.scheduling import commands
 from engine.scheduling.commands import Release
@@ -178,34 +178,13 @@ async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
     def emit(events: tuple[commands.Event, ...]) -> None:
         loop.call_soon_threadsafe(lambda: services[0].on_events(steps.settle(events)))
 
-    scheduler = SequenceScheduler(
-        SchedulerLimits(
-            num_blocks=engine.pool.num_blocks,
-            max_model_len=1 << 20,
-            block_size=settings.block_size,
-            max_prefill_tokens=_CHUNK,
-            max_num_seqs=4,
-            max_queue=4,
-        ),
-        new_chain=nameless_chains(),
-    )
+    scheduler = _scheduler(engine.pool.num_blocks, settings.block_size)
     steps = StepLoop[commands.Command, commands.Event](
         scheduler, runner, clock, emit, on_error=broken.append, on_fatal=broken.append
     )
     server = grpc.aio.server()
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    exporter = Exporter(
-        member=MemberId("p0", "1"),
-        address=address,
-        wire=NativeFormat(engine.pool),
-        layout=engine.fingerprint,
-        key=_KEY,
-        settings=TransferSettings(),
-        transports=[ShmExporter(memory=engine.pool)],
-        release=lambda ticket_id: steps.post(Release(ticket_id)),
-        clock=clock,
-        counters=Counters(),
-    )
+    exporter = _exporter(engine, address, clock, steps)
     service = PrefillService(
         steps=steps,
         exporter=exporter,
@@ -235,6 +214,35 @@ async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
         engine.pool.close()
     assert not broken
     scheduler.check()
+
+
+def _scheduler(num_blocks: int, block_size: int) -> SequenceScheduler:
+    limits = SchedulerLimits(
+        num_blocks=num_blocks,
+        max_model_len=1 << 20,
+        block_size=block_size,
+        max_prefill_tokens=_CHUNK,
+        max_num_seqs=4,
+        max_queue=4,
+    )
+    return SequenceScheduler(limits, new_chain=nameless_chains())
+
+
+def _exporter(
+    engine: Engine, address: str, clock: Clock, steps: StepLoop[commands.Command, commands.Event]
+) -> Exporter:
+    return Exporter(
+        member=MemberId("p0", "1"),
+        address=address,
+        wire=NativeFormat(engine.pool),
+        layout=engine.fingerprint,
+        key=_KEY,
+        settings=TransferSettings(),
+        transports=[ShmExporter(memory=engine.pool)],
+        release=lambda ticket_id: steps.post(Release(ticket_id)),
+        clock=clock,
+        counters=Counters(),
+    )
 
 
 @asynccontextmanager
