@@ -25,13 +25,14 @@ from kvtransfer.transports.available import Available
 from kvtransfer.transports.base import TransportSetup
 from router.fleet.decode_events import Sequences
 from router.text.tokenization import Tokenization
-from tests.chaos.simulated.calls import Channel, Server
+from tests.chaos.simulated.calls import Channel
 from tests.chaos.simulated.coverage import counted
 from tests.chaos.simulated.disk import SimulatedBlockFiles
 from tests.chaos.simulated.engine import StandInEngine, stand_in_engine
 from tests.chaos.simulated.loop import Counted, Threads, current
 from tests.chaos.simulated.redis import RedisClient
 from tests.chaos.simulated.schedule import MAX_MODEL_LEN
+from tests.chaos.simulated.served_calls import Server
 from tests.chaos.simulated.steps import SimulatedStepLoop
 from tests.chaos.simulated.transport import Exports, Imports
 from tests.system.router_harness import DEMO_MODEL

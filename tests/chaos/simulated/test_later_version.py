@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from tests.chaos.simulated.calls import Call, Served, Stream
+from tests.chaos.simulated.calls import Call, Stream
 from tests.chaos.simulated.machine import simulated_machine
 from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, make_schedule, plain_schedule
+from tests.chaos.simulated.served_calls import Served
 from tests.chaos.simulated.world import Result, run_schedule
 from tests.later_version import UNKNOWN, suspended, with_unknown_fields
 
@@ -44,7 +45,7 @@ def unknown_messages() -> Iterator[None]:
 
     def client_hears(call: Call, message: bytes) -> None:
         to_client(call, message)
-        if isinstance(call, Stream) and call._method.endswith(_OF_MANY_KINDS):
+        if isinstance(call, Stream) and call.method.endswith(_OF_MANY_KINDS):
             to_client(call, UNKNOWN)
 
     def server_hears(served: Served, message: bytes | None) -> None:
